@@ -179,11 +179,11 @@ def test_two_tensor_parallel_groups_balance_and_save_apart(run_ranks, tmp_path):
         groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
         if rank == 0:
             dist.new_group([0], use_local_synchronization=True)
-        own = groups[rank // 2]
-        run = Run(own, chi={3: 4.0})
+        replica = groups[rank // 2]
+        run = Run(replica, chi={3: 4.0})
         trace = run.updates(4)
         dcp.save({"balancer": run.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
-        resumed = Run(own)
+        resumed = Run(replica)
         dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
         return trace[-1], [p.pruned for p in resumed.balancer.plan.ranks]
 
@@ -196,12 +196,12 @@ def test_state_of_other_layers_is_refused(run_ranks):
     def load(rank, group):
         run = Run(group)
         state = run.balancer.state_dict()
-        shared, own = "group 0-1", f"group 0-1 rank {rank}"
+        shared, of_rank = "group 0-1", f"group 0-1 rank {rank}"
         with pytest.raises(ValueError, match="another model"):
             run.balancer.load_state_dict({**state, shared: {**state[shared], "layers": {"up": 7}}})
         with pytest.raises(ValueError, match=r"no balancer state of 'group 0-1': there is \['group 2-3'\]"):
             run.balancer.load_state_dict({"group 2-3": state[shared]})
-        with pytest.raises(ValueError, match=f"no balancer state of '{own}'"):
+        with pytest.raises(ValueError, match=f"no balancer state of '{of_rank}'"):
             run.balancer.load_state_dict({shared: state[shared]})
 
     run_ranks(load, 2)
@@ -269,14 +269,14 @@ def damaged(state, path, value, rank):
     return changed
 
 
-def same(one, other):
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other or (one != one and other != other)
+def same(first, second):
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, list):
+        return len(first) == len(second) and all(map(same, first, second))
+    return first == second or (first != first and second != second)
 
 
 def test_a_damaged_state_is_refused_by_what_is_wrong_with_it_and_changes_nothing(run_ranks):
@@ -295,8 +295,8 @@ def test_a_damaged_state_is_refused_by_what_is_wrong_with_it_and_changes_nothing
         before = as_lists(other.balancer.state_dict())
         state["group 0-1"]["decision"]["migration"] = (0.1, 0.2)  # else of no calibration here
         assert state["group 0-1"]["decision"]["received"][1] is not None
-        for path, value, told in DAMAGE:
-            with pytest.raises(ValueError, match=told) as refused:
+        for path, value, message in DAMAGE:
+            with pytest.raises(ValueError, match=message) as refused:
                 other.balancer.load_state_dict(damaged(state, path, value, rank))
             assert "cannot be loaded: group 0-1" in str(refused.value)
             assert same(as_lists(other.balancer.state_dict()), before), path
@@ -316,8 +316,8 @@ def test_a_state_that_is_damaged_on_one_rank_is_refused_on_all_at_once(run_ranks
         state = run.balancer.state_dict()
         if rank == 1:
             del state["group 0-1 rank 1"]["selector"]
-        told = r"rank 1\.selector: missing" if rank == 1 else r"ranks \[1\] of the group cannot load"
-        with pytest.raises(ValueError, match=told):
+        message = r"rank 1\.selector: missing" if rank == 1 else r"ranks \[1\] of the group cannot load"
+        with pytest.raises(ValueError, match=message):
             run.balancer.load_state_dict(state)
         run.updates(2)  # and all goes on
 

@@ -152,9 +152,9 @@ def refused(run_ranks, make_run, shares=(2, 1)):
     """What the log tells, once a group or on every rank, and what asking for a move raises; nothing has moved then."""
 
     def train(rank, _):
-        told = []
+        lines = []
         handler = logging.Handler()
-        handler.emit = lambda record: told.append(record.getMessage())
+        handler.emit = lambda record: lines.append(record.getMessage())
         logger = logging.getLogger("zeroresize")
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
@@ -162,12 +162,12 @@ def refused(run_ranks, make_run, shares=(2, 1)):
         with pytest.raises(ValueError) as caught:
             run.balancer.move(shares)
         run.steps(2)
-        return [line for line in told if "no units change hands" in line], str(caught.value), run.counts()
+        return [line for line in lines if "no units change hands" in line], str(caught.value), run.counts()
 
     results = run_ranks(train, 4)
     assert all(counts == (96, 96) for *_, counts in results)
-    told = [len(lines) for lines, *_ in results]
-    assert told in ([1, 1, 1, 1], [1, 0, 1, 0])
+    num_lines = [len(lines) for lines, *_ in results]
+    assert num_lines in ([1, 1, 1, 1], [1, 0, 1, 0])
     return [(lines or results[rank - 1][0], raised) for rank, (lines, raised, _) in enumerate(results)]
 
 
@@ -225,12 +225,12 @@ def test_groups_that_make_no_replicas_are_errors(run_ranks):
     def train(rank, _):
         group, replicas = groups_of(rank)
         crossed = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])][int(rank in (1, 2))]
-        told = []
+        messages = []
         for other, wraps in ((group, False), (crossed, False), (crossed, True)):
             with pytest.raises(ValueError, match=r"data_parallel_group|data-parallel groups") as caught:
                 ReplicaRun((group, replicas), wraps=wraps, tells=other)
-            told.append(str(caught.value))
-        return told
+            messages.append(str(caught.value))
+        return messages
 
     for in_group, crossed, other_than_ddp in run_ranks(train, 4):
         assert "different shards" in in_group
@@ -293,7 +293,7 @@ def test_a_rank_that_dies_in_another_replica_leaves_nobody_waiting_and_nothing_m
         owns = run.counts() == (96, 96) and tuple(run.inner.up.weight.shape) == (96, FEATURES)
         return f"{owns} {took_s < 15.0} {caught.value}"
 
-    told = told_by_survivors(train, 4, tmp_path)
-    assert sorted(told) == [0, 1, 2]
-    for text in told.values():
+    messages = told_by_survivors(train, 4, tmp_path)
+    assert sorted(messages) == [0, 1, 2]
+    for text in messages.values():
         assert text.startswith("True True ") and "[3]" in text, text

@@ -40,9 +40,9 @@ def test_who_is_relieved_is_told_once_whenever_that_changes(run_ranks):
             run.updates(6)
         return [line.partition(": ")[2] for line in lines if line.startswith("step ")]
 
-    told, by_the_other = run_ranks(train, 2)
-    assert by_the_other == [] and len(told) == 2
-    assert told[0].startswith("rank 1 prunes 0.") and told[1] == "every rank computes all of its products"
+    reasons, by_the_other = run_ranks(train, 2)
+    assert by_the_other == [] and len(reasons) == 2
+    assert reasons[0].startswith("rank 1 prunes 0.") and reasons[1] == "every rank computes all of its products"
 
 
 def test_a_step_at_full_work_is_one_step_and_what_is_told_is_the_plan(run_ranks):
@@ -53,18 +53,20 @@ def test_a_step_at_full_work_is_one_step_and_what_is_told_is_the_plan(run_ranks)
         run = Run(group, chi={1: 4.0}, on_update=records.append, update_every=5)
         while not run.balancer.is_calibrating:
             run.steps(1)
-        told, in_it = [run.balancer.metrics()], run.pruned()
+        metrics_of_steps, in_it = [run.balancer.metrics()], run.pruned()
         for _ in range(2):
             run.steps(1)
-            told.append(run.balancer.metrics())
-        return records[-1], told, in_it, run.pruned()
+            metrics_of_steps.append(run.balancer.metrics())
+        return records[-1], metrics_of_steps, in_it, run.pruned()
 
-    record, told, in_it, after = run_ranks(train, 2)[1]
+    record, metrics_of_steps, in_it, after = run_ranks(train, 2)[1]
     ratio = record.ratio
     assert record.calibration_steps == 1 and ratio > 0.5
-    assert [metrics["balance/ratio"] for metrics in told] == [ratio] * 3
+    assert [metrics["balance/ratio"] for metrics in metrics_of_steps] == [ratio] * 3
     assert record.pruned == pytest.approx(ratio, abs=1 / FEATURES)
-    assert [metrics["balance/pruned_share"] for metrics in told[1:]] == [0.0, record.pruned], "of the last step"
+    assert [metrics["balance/pruned_share"] for metrics in metrics_of_steps[1:]] == [0.0, record.pruned], (
+        "of the last step"
+    )
     assert min(record.layer_shares.values()) > 0.5
     assert in_it == {"up": None, "down": None}
     assert all(columns is not None for columns in after.values())

@@ -71,15 +71,15 @@ def test_a_ratio_that_is_no_column_of_a_small_layer_lends_of_the_large_ones(run_
         assert (lent_share > 0) == (rank == 0)
 
 
-@pytest.mark.parametrize("own", [{"mode": "mig"}, {"mode": "semi", "budget": 0.0}], ids=["mig", "semi"])
-def test_beside_data_parallelism_training_is_exact(run_ranks, own):
+@pytest.mark.parametrize("settings", [{"mode": "mig"}, {"mode": "semi", "budget": 0.0}], ids=["mig", "semi"])
+def test_beside_data_parallelism_training_is_exact(run_ranks, settings):
     """Two replicas of two tensor-parallel ranks; each group balances for itself, gradients are averaged when whole."""
 
     def train(rank, group):
         tensor_parallel = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
         data_parallel = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
         trained = []
-        for config in ({"mode": "off"}, own):
+        for config in ({"mode": "off"}, settings):
             run = Run(tensor_parallel, update_every=5, **config)
             run.model = DistributedDataParallel(run.model, process_group=data_parallel)
             run.x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(rank // 2))
@@ -90,8 +90,8 @@ def test_beside_data_parallelism_training_is_exact(run_ranks, own):
     for rank, ((expected, whole), (losses, weights), lends) in enumerate(run_ranks(train, 4)):
         assert lends == (rank < 2)
         assert losses == pytest.approx(expected, rel=1e-4)
-        for one, other in zip(whole, weights, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+        for weight, other in zip(whole, weights, strict=True):
+            torch.testing.assert_close(weight, other, rtol=1e-3, atol=1e-4)
 
 
 def test_a_run_goes_on_with_the_same_loans(run_ranks, tmp_path):
@@ -161,7 +161,7 @@ def test_a_model_may_be_loaded_when_its_balancer_has_been_made(run_ranks, migrat
     def train(rank, group):
         pretrained, _ = trained(group, mode="off")
         weights = copy.deepcopy(pretrained.model.state_dict())
-        found = []
+        outcomes = []
         for config in (
             {"mode": "off"},
             {"mode": "mig", "migration_transport": migration_transport, "ratio": 0.5, "ranks": [0]},
@@ -169,8 +169,8 @@ def test_a_model_may_be_loaded_when_its_balancer_has_been_made(run_ranks, migrat
             run = Run(group, **config)
             run.model.load_state_dict(weights)
             use_first(run)
-            found.append(run.steps(3))
-        return found
+            outcomes.append(run.steps(3))
+        return outcomes
 
     for expected, losses in run_ranks(train, 2):
         assert losses == pytest.approx(expected, rel=1e-5)
@@ -219,12 +219,12 @@ def test_a_closed_balancer_takes_everything_back_and_leaves_no_thread_behind(run
 
 def test_clipping_sees_whole_gradients_right_after_backward(run_ranks):
     def norms(rank, group):
-        found = []
+        norms_of_modes = []
         for config in ({"mode": "off"}, {"mode": "mig", "ratio": 0.75, "ranks": [0]}):
             run = Run(group, **config)
             run.model(run.x).square().mean().backward()
-            found.append(torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0).item())
-        return found
+            norms_of_modes.append(torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0).item())
+        return norms_of_modes
 
     for whole, migrated in run_ranks(norms, 2):
         assert migrated == pytest.approx(whole, rel=1e-5)

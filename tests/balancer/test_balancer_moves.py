@@ -79,8 +79,8 @@ def test_there_and_home_again_leaves_weights_and_optimizer_state_bitwise(run_ran
 
         def state():
             tensors = dict(run.model.state_dict())
-            for number, own in run.optimizer.state_dict()["state"].items():
-                tensors |= {f"{number}.{key}": value for key, value in own.items()}
+            for number, state_of_parameter in run.optimizer.state_dict()["state"].items():
+                tensors |= {f"{number}.{key}": value for key, value in state_of_parameter.items()}
             return {name: tensor.clone() for name, tensor in tensors.items()}
 
         before, parameters = state(), [id(parameter) for parameter in run.model.parameters()]

@@ -294,8 +294,8 @@ def test_segments_with_dropout_can_be_checked_before_and_beside_a_balancer(run_r
         optimizer = sgd(model)
         balancer = zr.Balancer(model, optimizer) if is_balanced else None
         dropout = model[2]
-        (found,) = zr.check_segments(model, torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(1)))
-        assert found.problem is None and found.layers == ("0", "3")
+        (segment,) = zr.check_segments(model, torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(1)))
+        assert segment.problem is None and segment.layers == ("0", "3")
         assert model[2] is dropout
         balancer = balancer or zr.Balancer(model, optimizer)
         assert model[2].num_calls == 0, "masks begin with the first step"

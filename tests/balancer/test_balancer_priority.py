@@ -99,8 +99,8 @@ def test_the_balancer_tells_in_how_many_steps_each_column_was_pruned(run_ranks):
             run.steps(3)
         return counted.tolist(), run.balancer.pruned_steps()["up"].tolist()
 
-    (nothing, none_told), (counted, told) = run_ranks(train, 2)
-    assert told == counted and sum(told) == 2 * 3 * 12
+    (nothing, none_told), (counted, counts) = run_ranks(train, 2)
+    assert counts == counted and sum(counts) == 2 * 3 * 12
     assert nothing == none_told and not any(none_told)
 
 
@@ -178,10 +178,10 @@ def test_loading_puts_the_saved_columns_in_force_though_epoch_and_ratio_are_the_
             run.balancer.pin(1, 0.5)
             return run
 
-        one = run_on(torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(2)))
+        first = run_on(torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(2)))
         other = run_on(torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(3)))
-        saved, overwritten = ([p if p is None else p.tolist() for p in run.pruned().values()] for run in (one, other))
-        other.balancer.load_state_dict(one.balancer.state_dict())
+        saved, overwritten = ([p if p is None else p.tolist() for p in run.pruned().values()] for run in (first, other))
+        other.balancer.load_state_dict(first.balancer.state_dict())
         return saved, overwritten, [p if p is None else p.tolist() for p in other.pruned().values()]
 
     saved, overwritten, loaded = run_ranks(train, 2)[1]

@@ -64,12 +64,12 @@ def test_what_is_lent_is_most_important_and_what_is_pruned_least(run_ranks):
         run.steps(5)
         run.balancer.epoch_end()  # from here on the importance of every column is known
         run.updates(6)
-        found = []
+        w_vars = []
         for name, layer in (("up", run.model.up), ("down", run.model.down)):
             if layer.plan is not None:
                 w_var = torch.tensor(run.balancer.state_dict()[f"group 0-1 rank {rank}"]["selector"]["w_var"][name])
-                found.append([w_var[columns] for columns in (layer.plan.pruned, layer.plan.keep_P, layer.plan.lent)])
-        return found
+                w_vars.append([w_var[columns] for columns in (layer.plan.pruned, layer.plan.keep_P, layer.plan.lent)])
+        return w_vars
 
     layers = run_ranks(train, 2)[1]
     assert layers

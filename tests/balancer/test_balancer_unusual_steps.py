@@ -59,18 +59,18 @@ def test_a_recovered_rank_lets_go_though_every_epoch_ends_with_an_evaluation_in_
 @pytest.mark.parametrize("mode", ["zero-rd", "mig", "semi"])
 def test_training_with_layers_in_eval_balances_nothing_and_says_so_once(run_ranks, mode):
     def train(rank, group):
-        told = []
+        lines = []
         handler = logging.Handler()
-        handler.emit = lambda record: told.append(record.getMessage())
+        handler.emit = lambda record: lines.append(record.getMessage())
         logging.getLogger("zeroresize.measure.rank_monitor").addHandler(handler)
         run = slow_rank_1(Run(group, mode=mode), rank)
         run.model.eval()
         plans = [run.updates(1) and run.balancer.plan for _ in range(5)]
-        return [plan.loans or any(rank.pruned for rank in plan.ranks) for plan in plans], told
+        return [plan.loans or any(rank.pruned for rank in plan.ranks) for plan in plans], lines
 
-    for relieved, told in run_ranks(train, 2):
+    for relieved, lines in run_ranks(train, 2):
         assert not any(relieved)
-        assert [message for message in told if "eval()" in message] == told and len(told) == 1
+        assert [message for message in lines if "eval()" in message] == lines and len(lines) == 1
 
 
 def test_freezing_leaves_the_steps_of_layers_in_eval_alone(run_ranks):
@@ -94,8 +94,8 @@ def test_an_interval_without_the_balanced_layers_tells_nothing_and_breaks_nothin
             run.time.now += 0.01
             run.balancer.step()
         run.steps(8)
-        own = run.balancer.plan.ranks[1]
-        return own.spared
+        plan_of_rank = run.balancer.plan.ranks[1]
+        return plan_of_rank.spared
 
     for spared in run_ranks(train, 2):
         assert (spared > 0.3) == (mode != "off")
@@ -137,9 +137,9 @@ def test_what_was_measured_of_a_batch_of_another_size_is_measured_anew_on_all_ra
         first.steps(4)
         state = first.balancer.state_dict()
         if rank == 0:  # known there, as if only rank 1 ran on another device now
-            own = state[f"group 0-1 rank {rank}"]["measurement"]
-            device, work, *config = own["calibrated_on"]
-            own["calibrated_on"] = (device, work * num_samples / 8, *config)
+            measurement = state[f"group 0-1 rank {rank}"]["measurement"]
+            device, work, *config = measurement["calibrated_on"]
+            measurement["calibrated_on"] = (device, work * num_samples / 8, *config)
         resumed = Run(group)
         resumed.x = torch.randn(num_samples, FEATURES, generator=torch.Generator().manual_seed(1))
         resumed.balancer.load_state_dict(state)

@@ -69,16 +69,16 @@ def what_the_others_are_told(scratch, num_ranks, dying, die, num_steps, **config
     for process in processes:
         process.start()
     try:
-        told = [reports.get(timeout=40) for _ in range(num_ranks - 1)]
+        reported = [reports.get(timeout=40) for _ in range(num_ranks - 1)]
     finally:
         for process in processes:
             process.kill()
             process.join()
-    assert sorted(rank for rank, _, _ in told) == [rank for rank in range(num_ranks) if rank != dying]
-    for _, text, cause in told:
+    assert sorted(rank for rank, _, _ in reported) == [rank for rank in range(num_ranks) if rank != dying]
+    for _, text, cause in reported:
         assert re.search(r"(with|to|from) ranks \[.*\] of the group .* failed.*: one of them may have died", text), text
         assert cause is not None and issubclass(cause, RuntimeError), "what the library said of it is there too"
-    return {rank: text for rank, text, _ in told}
+    return {rank: text for rank, text, _ in reported}
 
 
 def _train_until_one_fails(rank, failing, scratch, reports):
@@ -117,13 +117,13 @@ def test_a_rank_that_fails_alone_closes_at_once_and_its_mistake_is_seen(tmp_path
     for process in processes:
         process.start()
     try:
-        told = dict((rank, (kind, seconds)) for rank, kind, seconds in (reports.get(timeout=40) for _ in processes))
+        reported = dict((rank, (kind, seconds)) for rank, kind, seconds in (reports.get(timeout=40) for _ in processes))
     finally:
         for process in processes:
             process.kill()
             process.join()
-    assert told[failing][0] is ArithmeticError and told[1 - failing][0] is RuntimeError
-    assert max(seconds for _, seconds in told.values()) < 30  # far from the time limit
+    assert reported[failing][0] is ArithmeticError and reported[1 - failing][0] is RuntimeError
+    assert max(seconds for _, seconds in reported.values()) < 30  # far from the time limit
 
 
 def exit_now(*_, **__):
@@ -158,8 +158,8 @@ def test_when_a_rank_dies_before_an_update_the_others_can_save_and_close(tmp_pat
     def die(run):
         run.balancer.step = exit_now
 
-    told = what_the_others_are_told(tmp_path, 3, 1, die, 24, **config)
-    assert all(failed in text for text in told.values()), told
+    messages = what_the_others_are_told(tmp_path, 3, 1, die, 24, **config)
+    assert all(failed in text for text in messages.values()), messages
 
 
 #: Within a step: how a rank dies, and in which layer an owner, or a receiver, then waits for it. (In the backward
@@ -183,9 +183,9 @@ def test_when_a_rank_dies_within_a_step_the_others_are_told_what_they_waited_for
     die, layer_of_owner, layer_of_receivers = MOMENTS[moment]
     layer = layer_of_receivers if dying == 0 else layer_of_owner
     config = {"mode": "mig", "migration_transport": migration_transport, "ratio": 0.5, "ranks": [0]}
-    told = what_the_others_are_told(tmp_path, num_ranks, dying, die, 2, **config)
+    messages = what_the_others_are_told(tmp_path, num_ranks, dying, die, 2, **config)
     named = re.compile(rf"ranks \[[^]]*\b{dying}\b[^]]*\] of the group .* failed, in layer {layer}: ")
-    assert any(named.search(text) for text in told.values()), told
+    assert any(named.search(text) for text in messages.values()), messages
 
 
 def test_a_balancer_whose_loans_cannot_be_taken_back_closes_all_the_same(run_ranks):
@@ -248,15 +248,15 @@ def test_losses_stay_those_of_full_work_when_loans_turn_round_in_the_middle_of_a
         losses = []
         for mode in ("off", "mig"):
             run = Run(group, mode=mode, update_every=5)
-            own = []
+            losses_of_mode = []
             for slow in (1, 0, None):
                 run.time.chi = 4.0 if rank == slow else 1.0
-                own += run.steps(25)
-            losses.append(own)
+                losses_of_mode += run.steps(25)
+            losses.append(losses_of_mode)
         return losses
 
-    for expected, found in run_ranks(train, 3):
-        assert found == pytest.approx(expected, rel=1e-4)
+    for expected, actual in run_ranks(train, 3):
+        assert actual == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

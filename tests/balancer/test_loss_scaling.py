@@ -19,7 +19,7 @@ def spoiled(loss, step):
 
 def scaled_steps(run, scaler, rank, move=None):
     """(loss, scale, whether a step was made) of each step."""
-    told = []
+    steps = []
     for step in range(NUM_STEPS):
         if step == 3 and move is not None:
             run.balancer.move(move)
@@ -32,9 +32,9 @@ def scaled_steps(run, scaler, rank, move=None):
         scaler.step(run.optimizer)
         scaler.update()
         run.optimizer.zero_grad()
-        told.append((loss.item(), scaler.get_scale(), not torch.equal(before, run.model.down.bias)))
+        steps.append((loss.item(), scaler.get_scale(), not torch.equal(before, run.model.down.bias)))
         run.balancer.step()
-    return told
+    return steps
 
 
 def undivided():
@@ -44,7 +44,7 @@ def undivided():
     optimizer = torch.optim.AdamW([*up.parameters(), *down.parameters()])
     scaler = torch.amp.GradScaler("cpu", **SCALE)
     x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(1))
-    told = []
+    steps = []
     for step in range(NUM_STEPS):
         loss = (x + down(torch.nn.functional.gelu(up(x)))).square().mean()
         scaler.scale(spoiled(loss, step)).backward()
@@ -53,8 +53,8 @@ def undivided():
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        told.append((loss.item(), scaler.get_scale(), step not in SPOILED))
-    return told
+        steps.append((loss.item(), scaler.get_scale(), step not in SPOILED))
+    return steps
 
 
 SLOW = [pytest.mark.slow]

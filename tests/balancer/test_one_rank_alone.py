@@ -67,11 +67,11 @@ def test_a_step_that_one_rank_does_not_call_is_named_on_every_rank(run_ranks, mo
         run.steps(num_steps)
         return error_of(lambda: step_without_balancer(run, 30) if rank == forgetting else run.steps(30))
 
-    told = [text for _, text in run_ranks(train, 2, timeout_s=25)]
-    for text in told:
+    messages = [text for _, text in run_ranks(train, 2, timeout_s=25)]
+    for text in messages:
         assert re.search(rf"rank {1 - forgetting}: [^;]*balancer.step\(\)", text), text
         assert f"rank {forgetting}: training, after {num_steps} calls of balancer.step()" in text
-    assert re.search(rf"ranks \[{forgetting}\] .*balancer.step\(\)", told[1 - forgetting]), told[1 - forgetting]
+    assert re.search(rf"ranks \[{forgetting}\] .*balancer.step\(\)", messages[1 - forgetting]), messages[1 - forgetting]
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,8 @@ def test_forwards_without_any_step_are_warned_of_and_micro_batches_after_a_step_
         with caught_log_lines() as lines:
             for _ in range(200):
                 run.model(run.x)
-        told = "balancer.step() was not called in the last 100 training forwards"
-        return usual, [line for line in lines if told in line]
+        message = "balancer.step() was not called in the last 100 training forwards"
+        return usual, [line for line in lines if message in line]
 
     for usual, warned in run_ranks(train, 2):
         assert usual == [] and len(warned) == 1

@@ -19,9 +19,11 @@ class ByNorm(torch.optim.SGD):
 
     def step(self):
         for group in self.param_groups:
-            for one in group["params"]:
-                if one.grad is not None:
-                    one.grad.mul_(math.sqrt(one.shape[-1] / one.shape[0]) / (1.0 + one.grad.norm()))
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(
+                        math.sqrt(parameter.shape[-1] / parameter.shape[0]) / (1.0 + parameter.grad.norm())
+                    )
         super().step()
 
 
@@ -41,8 +43,8 @@ def test_no_unit_moves_and_training_goes_on(run_ranks, mode):
     def train(rank, group):
         with caught_log_lines(logging.WARNING) as lines:
             model, balancer = made(group, mode=mode)
-        told = [line for line in lines if "no units change hands" in line and MATRICES in line]
-        assert len(told) == (mode == "exact" and rank == 0)
+        refusals = [line for line in lines if "no units change hands" in line and MATRICES in line]
+        assert len(refusals) == (mode == "exact" and rank == 0)
         optimizer = ByNorm(model.parameters(), lr=0.1)
         for step in range(6):
             model(torch.ones(2, FEATURES)).square().mean().backward()

@@ -85,8 +85,8 @@ def replace_optimizer(run, group):
         replace_block,
         replace_optimizer,
         *(
-            pytest.param(one, marks=pytest.mark.slow)
-            for one in (replace_layer, replace_parameter, replace_param_groups)
+            pytest.param(replace, marks=pytest.mark.slow)
+            for replace in (replace_layer, replace_parameter, replace_param_groups)
         ),
     ],
 )
@@ -95,8 +95,8 @@ def test_what_was_replaced_is_told_at_the_next_update_and_no_unit_moves(run_rank
         run = Training(group)
         assert run.steps(3) == []
         why = replace(run, group)
-        told = run.steps(3)  # with an update after the first and the third
-        assert len(told) == (rank == 0) and all(why in line for line in told)
+        warnings = run.steps(3)  # with an update after the first and the third
+        assert len(warnings) == (rank == 0) and all(why in line for line in warnings)
         with pytest.raises(CannotMoveError, match=why):
             run.balancer.move((3, 1))
         assert run.steps(6) == []
@@ -150,19 +150,19 @@ def test_what_only_looks_like_it_is_no_replacement(run_ranks):
 
     def train(rank, group):
         run = Training(group)
-        told = run.steps(2)
+        warnings = run.steps(2)
         run.model.blocks[0] = Wrapper(run.model.blocks[0])
         run.model.blocks[1].up.bias.requires_grad_(False)
         without(run.optimizer, run.model.blocks[1].up.bias)
-        told += run.steps(3)
+        warnings += run.steps(3)
         for _ in range(4):  # a scaler skips steps
             run.balancer.step()
         with torch.no_grad():
             run.model.blocks[1].up.weight.add_(0.0)
         run.balancer.step()
-        told += run.steps(4)
+        warnings += run.steps(4)
         run.balancer.move((3, 1))
-        return told + run.steps(4)
+        return warnings + run.steps(4)
 
     assert run_ranks(train, 2, timeout_s=30) == [[], []]
 
@@ -174,9 +174,9 @@ class Factored(torch.optim.SGD):
 
     def step(self, closure=None):
         super().step(closure)
-        for one in self.param_groups[0]["params"]:
-            if one.dim() == 2 and self.spoils:
-                self.state[one]["rows"] = torch.ones(len(one))
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.dim() == 2 and self.spoils:
+                self.state[parameter]["rows"] = torch.ones(len(parameter))
 
 
 @pytest.mark.parametrize("spoiling", [(0, 1), (1,)])

@@ -70,7 +70,8 @@ class Training:
     def __init__(self, rank, time_limit_s=60):
         limit = timedelta(seconds=time_limit_s)
         stages, pipelines = [
-            [dist.new_group(ranks, timeout=limit) for ranks in own] for own in (([0, 1], [2, 3]), ([0, 2], [1, 3]))
+            [dist.new_group(ranks, timeout=limit) for ranks in groups]
+            for groups in (([0, 1], [2, 3]), ([0, 2], [1, 3]))
         ]
         stage, shard = divmod(rank, 2)
         self.group, self.step, self.losses, self.events = stages[stage], 0, [], []
@@ -160,9 +161,9 @@ def test_a_rank_that_dies_while_units_come_home_leaves_nobody_waiting(tmp_path):
         assert training.pipeline.boundaries == (0, 3, 6)
         return f"{type(caught.value).__name__}: {caught.value}"
 
-    told = told_by_survivors(check, 4, tmp_path)
-    assert sorted(told) == [0, 1, 2], told
-    assert all(text.startswith("RuntimeError: nothing has") for text in told.values()), told
+    messages = told_by_survivors(check, 4, tmp_path)
+    assert sorted(messages) == [0, 1, 2], messages
+    assert all(text.startswith("RuntimeError: nothing has") for text in messages.values()), messages
 
 
 def test_a_stage_without_balanced_layers_has_settled_and_units_can_be_at_home(run_ranks):

@@ -21,12 +21,12 @@ def fail(*args, **keywords):
 
 def attached_to(model, optimizer):
     """All that a balancer leaves on what it is given, in numbers."""
-    found = [len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)]
+    counts = [len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)]
     for layer in (model.up, model.down):
         for name in ("plan", "loans", "last", "watch_input", "watch_forward"):
-            found.append(getattr(layer, name) is not None)
-        found += [len(layer._forward_pre_hooks), layer.needs_eager_autograd, layer.probes.holds(StepTimer)]
-    return found
+            counts.append(getattr(layer, name) is not None)
+        counts += [len(layer._forward_pre_hooks), layer.needs_eager_autograd, layer.probes.holds(StepTimer)]
+    return counts
 
 
 def made(group):

@@ -45,14 +45,14 @@ def test_one_straggler_is_told_with_what_moves_what_it_costs_and_what_it_brings(
     log.planned(plan(4, {3}, 0.31))
     clock.now = 140.0
     log.planned(plan(4, {3}, 0.31))
-    told = log.line(
+    line = log.line(
         move(4, neurons=(143, 143, 144, -430), heads=(1, 1, 1, -3)),
         plan(4, {3}, 0.205),
         (0.1, 0.1, 0.1, 0.21),
         num_steps=40,
         step_s=0.31,
     )
-    assert told == (
+    assert line == (
         "rank 3 is 2.1 times slower than the fastest for 40 s: 43 % of rank 3's neurons and 25 % of its heads move "
         "to ranks 0, 1, 2: 38 MB, 0.4 s; a step takes 310 ms, expected 205 ms"
     )
@@ -65,63 +65,63 @@ def test_a_rank_that_recovered_in_between_is_slow_since_it_was_found_again():
         clock.now = at
         log.planned(plan(2, stragglers))
     clock.now = 135
-    told = log.line(move(2, neurons=(100, -100)), plan(2, {1}), (0.1, 0.2))
-    assert told.startswith("rank 1 is 2.0 times slower than the fastest for 15 s: ")  # found after 120 s
+    line = log.line(move(2, neurons=(100, -100)), plan(2, {1}), (0.1, 0.2))
+    assert line.startswith("rank 1 is 2.0 times slower than the fastest for 15 s: ")  # found after 120 s
 
 
 def test_several_givers_are_told_each_with_its_own_part():
-    told = MoveLog().line(
+    line = MoveLog().line(
         move(4, neurons=(-500, 750, 0, -250), heads=(-12, 12, 0, 0)), plan(4, {0, 3}), (0.4, 0.1, 0.1, 0.15)
     )
-    assert told == (
+    assert line == (
         "rank 0 is 4.0 times slower than the fastest, rank 3 is 1.5 times slower than the fastest: "
         "50 % of rank 0's neurons and all of its heads, 25 % of rank 3's neurons move to rank 1: 38 MB, 0.4 s"
     )
 
 
 def test_a_rank_that_keeps_nothing_and_one_that_gives_next_to_nothing():
-    told = MoveLog().line(move(3, neurons=(-1000, 1004, -4)), plan(3), ())
-    assert told == "all of rank 0's neurons, less than 1 % of rank 2's neurons move to rank 1: 38 MB, 0.4 s"
+    line = MoveLog().line(move(3, neurons=(-1000, 1004, -4)), plan(3), ())
+    assert line == "all of rank 0's neurons, less than 1 % of rank 2's neurons move to rank 1: 38 MB, 0.4 s"
 
 
 def test_coming_home_is_told_by_itself_though_another_rank_is_slow():
     """Nobody's slowness is why units come home."""
     back = move(3, after=(1.0, 1.0, 1.0), neurons=(-200, 400, -200))
-    told = MoveLog().line(back, plan(3, {2}, 0.25), (0.1, 0.1, 0.2), step_s=0.5)
-    assert told == (
+    line = MoveLog().line(back, plan(3, {2}, 0.25), (0.1, 0.1, 0.2), step_s=0.5)
+    assert line == (
         "even shares are faster now: units come home to rank 1: 38 MB, 0.4 s; a step takes 500 ms, expected 250 ms"
     )
-    told = MoveLog().line(back, plan(3, (), 0.1), (0.1, 0.1, 0.1), step_s=0.5)
-    assert told.startswith("no rank is slow any more: units come home to rank 1: ")
+    line = MoveLog().line(back, plan(3, (), 0.1), (0.1, 0.1, 0.1), step_s=0.5)
+    assert line.startswith("no rank is slow any more: units come home to rank 1: ")
 
 
 def test_an_expectation_above_what_was_measured_is_left_out():
     """It rests on older times, and reads as if the move made steps longer."""
     log = MoveLog()
     back = move(3, after=(1.0, 1.0, 1.0), neurons=(-200, 400, -200))
-    told = log.line(back, plan(3, (), 0.255), (0.1, 0.1, 0.1), num_steps=5, step_s=0.101)
-    assert told == "no rank is slow any more: units come home to rank 1: 38 MB, 0.4 s; a step takes 101 ms"
+    line = log.line(back, plan(3, (), 0.255), (0.1, 0.1, 0.1), num_steps=5, step_s=0.101)
+    assert line == "no rank is slow any more: units come home to rank 1: 38 MB, 0.4 s; a step takes 101 ms"
     assert log.came_of(0.09) == "since units moved at step 5 a step takes 90 ms, 101 ms before"
 
 
 def test_a_slow_rank_whose_units_stay_is_not_told_as_the_cause():
-    told = MoveLog().line(move(3, neurons=(-200, 200, 0)), plan(3, {2}), (0.1, 0.1, 0.2))
-    assert told == "20 % of rank 0's neurons move to rank 1: 38 MB, 0.4 s"
+    line = MoveLog().line(move(3, neurons=(-200, 200, 0)), plan(3, {2}), (0.1, 0.1, 0.2))
+    assert line == "20 % of rank 0's neurons move to rank 1: 38 MB, 0.4 s"
 
 
 def test_a_straggler_that_is_less_slow_than_before_takes_units_back():
-    told = MoveLog().line(move(2, neurons=(-300, 300)), plan(2, {1}), (0.1, 0.15))
-    assert told.startswith("rank 1 is 1.5 times slower than the fastest: 30 % of rank 0's neurons move to rank 1: ")
+    line = MoveLog().line(move(2, neurons=(-300, 300)), plan(2, {1}), (0.1, 0.15))
+    assert line.startswith("rank 1 is 1.5 times slower than the fastest: 30 % of rank 0's neurons move to rank 1: ")
 
 
 def test_by_hand_before_anything_is_measured():
-    told = MoveLog().line(move(2, neurons=(-500, 500)), plan(2), ())
-    assert told == "50 % of rank 0's neurons move to rank 1: 38 MB, 0.4 s"
+    line = MoveLog().line(move(2, neurons=(-500, 500)), plan(2), ())
+    assert line == "50 % of rank 0's neurons move to rank 1: 38 MB, 0.4 s"
 
 
 def test_after_loading_a_state_nothing_was_decided_yet_but_times_are_known():
-    told = MoveLog().line(move(2, neurons=(500, -500)), plan(2, {1}, 0.2), (0.1, 0.3))
-    assert told == (
+    line = MoveLog().line(move(2, neurons=(500, -500)), plan(2, {1}, 0.2), (0.1, 0.3))
+    assert line == (
         "rank 1 is 3.0 times slower than the fastest: 50 % of rank 1's neurons move to rank 0: 38 MB, 0.4 s; "
         "expected step 200 ms"
     )
@@ -146,8 +146,8 @@ def test_what_came_of_a_move_is_told_once():
 
 def test_a_move_by_hand_is_told_as_such_and_promises_nothing():
     log = MoveLog()
-    told = log.line(move(2, neurons=(500, -500)), plan(2, {1}, 0.2), (0.1, 0.3), step_s=0.29, is_by_hand=True)
-    assert told == "by hand: 50 % of rank 1's neurons move to rank 0: 38 MB, 0.4 s"
+    line = log.line(move(2, neurons=(500, -500)), plan(2, {1}, 0.2), (0.1, 0.3), step_s=0.29, is_by_hand=True)
+    assert line == "by hand: 50 % of rank 1's neurons move to rank 0: 38 MB, 0.4 s"
     assert log.came_of(0.18) is None
 
 
@@ -157,13 +157,13 @@ def test_the_line_of_a_large_group_is_short(num_slow):
     slow = set(range(num_slow))
     busy_s = [0.2 + 0.001 * rank if rank in slow else 0.1 for rank in range(num_ranks)]
     neurons = [-600 + rank if rank in slow else 1 for rank in range(num_ranks)]
-    told = MoveLog().line(move(num_ranks, neurons=neurons), plan(num_ranks, slow, 0.2), busy_s)
-    assert len(told) < 250
-    assert f" move to {num_ranks - num_slow} ranks: " in told
+    line = MoveLog().line(move(num_ranks, neurons=neurons), plan(num_ranks, slow, 0.2), busy_s)
+    assert len(line) < 250
+    assert f" move to {num_ranks - num_slow} ranks: " in line
     if num_slow == 500:
-        assert told.startswith("500 ranks are slower than the fastest, rank 499 most, 7.0 times: up to 60 % of the ")
+        assert line.startswith("500 ranks are slower than the fastest, rank 499 most, 7.0 times: up to 60 % of the ")
     else:
-        assert "rank 0 is 2.0 times slower" in told and "60 % of rank 0's neurons" in told
+        assert "rank 0 is 2.0 times slower" in line and "60 % of rank 0's neurons" in line
 
 
 @pytest.mark.parametrize(
@@ -176,5 +176,5 @@ def test_the_line_of_a_large_group_is_short(num_slow):
     ],
 )
 def test_numbers_are_read_without_exponents(num_bytes, seconds, step_s, said):
-    told = MoveLog().line(move(2, num_bytes, seconds, neurons=(500, -500)), plan(2, step_s=step_s), ())
-    assert told.endswith(f"move to rank 0: {said}")
+    line = MoveLog().line(move(2, num_bytes, seconds, neurons=(500, -500)), plan(2, step_s=step_s), ())
+    assert line.endswith(f"move to rank 0: {said}")

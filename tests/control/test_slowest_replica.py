@@ -22,14 +22,14 @@ def test_without_replicas_nothing_changes():
 
 @pytest.mark.parametrize("busy_s", [(1.0, 3.0, 2.0), (3.0, 1.0, 2.0), (2.0, 1.0, 3.0)])
 def test_the_slowest_counts_and_the_shortest_wait(busy_s):
-    found = _of_slowest([numbers(one, wait_s) for one, wait_s in zip(busy_s, (0.3, 0.2, 0.4), strict=True)])
-    assert found == numbers(3.0, 0.2)
+    merged = _of_slowest([numbers(one, wait_s) for one, wait_s in zip(busy_s, (0.3, 0.2, 0.4), strict=True)])
+    assert merged == numbers(3.0, 0.2)
 
 
 @pytest.mark.parametrize("unknown", [None, -1.0, math.inf, math.nan])
 def test_where_one_knows_no_times_nobody_does(unknown):
-    found = _of_slowest([numbers(1.0), numbers(unknown)])
-    assert not 0.0 < found[3] < math.inf
+    merged = _of_slowest([numbers(1.0), numbers(unknown)])
+    assert not 0.0 < merged[3] < math.inf
 
 
 def test_an_unknown_wait_and_fingerprints_that_differ_stay_seen():

@@ -60,9 +60,11 @@ def test_ranks_that_begin_with_different_weights_are_all_told_which_in_the_first
         balancer.close()
         return str(error.value)
 
-    for told in run_ranks(train, 3, timeout_s=20):
-        assert told.startswith("1 of 5 parameters that all ranks of the group should hold alike differ from rank 0's: ")
-        assert f"{name} on ranks [1, 2]. Seed the ranks alike" in told
+    for message in run_ranks(train, 3, timeout_s=20):
+        assert message.startswith(
+            "1 of 5 parameters that all ranks of the group should hold alike differ from rank 0's: "
+        )
+        assert f"{name} on ranks [1, 2]. Seed the ranks alike" in message
 
 
 def test_other_seeds_are_seen_in_every_parameter_that_they_drew(run_ranks):
@@ -183,7 +185,7 @@ def test_what_colossalai_splits_is_left_out_and_what_it_replicates_is_compared(r
 
     def train(rank, group):
         host = Host(group)
-        told = []
+        warnings = []
         for by in (0.0, 0.5):
             boosted = host.boost(small_vit(), precision=precision)
             change(boosted.model, rank, next(n for n, _ in boosted.model.named_parameters() if "norm_before" in n), by)
@@ -192,13 +194,15 @@ def test_what_colossalai_splits_is_left_out_and_what_it_replicates_is_compared(r
             try:
                 boosted.model(images)
             except ValueError as error:
-                told.append(str(error))
+                warnings.append(str(error))
             balancer.close()
-        return told
+        return warnings
 
-    for told in run_ranks(train, 2):
+    for warnings in run_ranks(train, 2):
         assert (
-            len(told) == 1 and told[0].startswith("1 of ") and "layernorm_before.weight on ranks [1]. Seed" in told[0]
+            len(warnings) == 1
+            and warnings[0].startswith("1 of ")
+            and "layernorm_before.weight on ranks [1]. Seed" in warnings[0]
         )
 
 

@@ -177,8 +177,8 @@ def test_heads_stay_where_what_the_forward_calls_was_replaced(run_ranks, monkeyp
         segment, *_ = attention_of(model, group)
         assert segment.why_even() is None
         monkeypatch.setattr(home, name, replaced)
-        told = segment.why_even()
-        assert told is not None and name in told and "rotate of test_attention_functions" in told
+        reason = segment.why_even()
+        assert reason is not None and name in reason and "rotate of test_attention_functions" in reason
         assert attention_of(split(build("Llama", attention), group), group) == []
 
     run_ranks(check, 2)
@@ -231,5 +231,5 @@ def test_heads_do_not_move_any_more_once_the_function_needs_one(run_ranks):
         model.config._attn_implementation = "flash_attention_2"
         return segment.min_units, segment.why_even()
 
-    for fewest, told in run_ranks(check, 2):
-        assert fewest == 0 and "switched after convert to one that cannot compute with no heads" in told
+    for fewest, reason in run_ranks(check, 2):
+        assert fewest == 0 and "switched after convert to one that cannot compute with no heads" in reason

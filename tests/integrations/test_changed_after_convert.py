@@ -119,7 +119,7 @@ CASES = [*((kind, False) for kind in CHANGES), *((kind, True) for kind in CHANGE
 @pytest.mark.parametrize(("kind", "is_named"), CASES)
 def test_units_stay_where_a_model_was_changed_after_convert(run_ranks, kind, is_named):
     """Also with units away: going home is always sound, and coming back is not."""
-    change, told = CHANGES[kind]
+    change, message = CHANGES[kind]
 
     def check(rank, group):
         named = [zr.Segment(["0.up"], "0.down")] if is_named else []
@@ -127,10 +127,10 @@ def test_units_stay_where_a_model_was_changed_after_convert(run_ranks, kind, is_
         balancer.move((2, 1))
         if rank == 0 or not is_of_layers(kind):  # hooks on one rank are enough
             change(model)
-        with pytest.raises(CannotMoveError, match=told):
+        with pytest.raises(CannotMoveError, match=message):
             balancer.move((1, 2))
         balancer.move((1, 1))
-        with pytest.raises(CannotMoveError, match=told):
+        with pytest.raises(CannotMoveError, match=message):
             balancer.move((2, 1))
         balancer.close()
 

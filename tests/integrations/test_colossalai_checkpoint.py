@@ -47,39 +47,39 @@ def whole_of(folder, has_masters):
     model = small_vit()
     optimizer = torch.optim.AdamW(model.parameters())
     dcp.load(zr.sharded_state_dict(model, optimizer), checkpoint_id=folder, no_dist=True)
-    found = dict(model.state_dict())
+    tensors = dict(model.state_dict())
     for name, parameter in model.named_parameters():
-        found |= {f"{name} {key}": value for key, value in optimizer.state[parameter].items()}
+        tensors |= {f"{name} {key}": value for key, value in optimizer.state[parameter].items()}
     if has_masters:
         masters = {f"optimizer.{name}.master_weight": torch.zeros_like(one) for name, one in model.named_parameters()}
         dcp.load(masters, checkpoint_id=folder, no_dist=True)
-        found |= masters
-    return found
+        tensors |= masters
+    return tensors
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_boosted_vit_with_units_away_is_loaded_under_another_division(run_ranks, tmp_path, precision):
-    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    first, second = str(tmp_path / "one"), str(tmp_path / "other")
 
     def save(rank, group):
         host = boosted(group, precision, (3, 1), 1)
         counts = {segment.owned.counts for segment in owned_segments(balanced_layers(host.model))}
         assert counts == {(3, 1), (48, 16)}
         train(host, range(2))
-        dcp.save(zr.sharded_state_dict(host.model, host.optimizer), checkpoint_id=one)
+        dcp.save(zr.sharded_state_dict(host.model, host.optimizer), checkpoint_id=first)
         return train(host, range(2, 5))
 
     def load(rank, group):
         host = boosted(group, precision, (0, 1), 2)
-        dcp.load(zr.sharded_state_dict(host.model, host.optimizer), checkpoint_id=one)
-        dcp.save(zr.sharded_state_dict(host.model, host.optimizer), checkpoint_id=other)
+        dcp.load(zr.sharded_state_dict(host.model, host.optimizer), checkpoint_id=first)
+        dcp.save(zr.sharded_state_dict(host.model, host.optimizer), checkpoint_id=second)
         return train(host, range(2, 5))
 
     losses, _ = run_ranks(save, 2)
     for next_losses in run_ranks(load, 2):
         assert next_losses == pytest.approx(losses, rel=1e-5 if precision == "fp32" else 2e-2)
-    whole, again = whole_of(one, precision == "bf16"), whole_of(other, precision == "bf16")
+    whole, again = whole_of(first, precision == "bf16"), whole_of(second, precision == "bf16")
     assert whole.keys() == again.keys()
     for name in whole:
         assert torch.equal(whole[name], again[name]), name

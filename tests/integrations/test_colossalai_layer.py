@@ -89,8 +89,8 @@ def test_a_swapped_layer_is_bitwise_colossalais(run_ranks, kind, options):
         pairs = list(zip(expected.pop("tensors"), actual.pop("tensors"), strict=True))
         assert actual == expected
         assert expected["returns a tuple"] == expected["returns its bias"] == ("skip_bias_add" in options)
-        for one, other in pairs:
-            assert other is None if one is None else torch.equal(one, other)
+        for tensor, counterpart in pairs:
+            assert counterpart is None if tensor is None else torch.equal(tensor, counterpart)
 
     run_ranks(check, 2)
 
@@ -148,9 +148,9 @@ def test_a_swapped_layer_is_bitwise_colossalais_however_x_and_dy_lie_in_memory(r
             for layouts in itertools.product(LAYOUTS, LAYOUTS):
                 if kind == "GPT2FusedLinearConv1D_Col" and layouts[0] == "transposed" and len(leading) > 1:
                     continue  # Colossal-AI's own cannot compute it
-                expected, found = (results(layer, leading, *layouts) for layer in (original, swapped[0]))
+                expected, actual = (results(layer, leading, *layouts) for layer in (original, swapped[0]))
                 for name, tensor in expected.items():
-                    assert torch.equal(tensor, found[name]), (name, leading, layouts)
+                    assert torch.equal(tensor, actual[name]), (name, leading, layouts)
 
     run_ranks(check, 2)
 
@@ -228,9 +228,9 @@ def test_all_parallel_linear_layers_of_colossalai_are_balanced(run_ranks):
         kinds = sorted(name for name in vars(layers) if name.endswith(("_Col", "_Row")))
         model = nn.ModuleDict({kind: native(host, kind, 24, 24) for kind in kinds})
         convert(model, process_group=group)
-        found = balanced_layers(model)
-        assert sorted(found) == kinds and len(kinds) == 6
-        for kind, layer in found.items():
+        balanced = balanced_layers(model)
+        assert sorted(balanced) == kinds and len(kinds) == 6
+        for kind, layer in balanced.items():
             is_transposed = kind.startswith("GPT2")
             assert layer.is_column_parallel == kind.endswith("_Col")
             assert layer.may_lend == (not is_transposed) and layer.weight_is_transposed == is_transposed
@@ -271,9 +271,10 @@ def test_a_copy_of_a_swapped_layer_is_another_one_alike(run_ranks, kind):
         for copied in (copy.deepcopy(model), AveragedModel(model).module):
             assert torch.equal(copied(x), model(x))
             assert copied[0].process_group is group and balanced_layers(copied).keys() == {"0"}
-            for one, other in zip(model.parameters(), copied.parameters(), strict=True):
-                assert one is not other and is_distributed_tensor(one) == is_distributed_tensor(other)
-                assert is_customized_distributed_tensor(one) == is_customized_distributed_tensor(other)
+            for parameter, copied_parameter in zip(model.parameters(), copied.parameters(), strict=True):
+                assert parameter is not copied_parameter
+                assert is_distributed_tensor(parameter) == is_distributed_tensor(copied_parameter)
+                assert is_customized_distributed_tensor(parameter) == is_customized_distributed_tensor(copied_parameter)
             if not kind.startswith("GPT2"):
                 assert get_global_shape(copied[0].weight) == (18, 12)
         with pytest.raises(TypeError, match=r"process group: save model.state_dict\(\) instead"):
@@ -321,7 +322,7 @@ def test_columns_of_a_transposed_weight_are_its_rows(run_ranks, kind):
             results.append([y.detach(), own_x.grad, layer.weight.grad * mask, layer.bias.grad])
             if plan is not None:
                 assert torch.equal(layer.weight.grad, layer.weight.grad * mask)
-        for one, other in zip(*results, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        for actual, expected in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
     run_ranks(check, 2)

@@ -121,8 +121,8 @@ def test_loans_that_follow_a_straggler_change_nothing(run_ranks, migration_trans
     def train(rank, group):
         host = Host(group)
         plain, balanced = (
-            Training(host, torch.float64, **own)
-            for own in ({}, {"migration_transport": migration_transport, "update_every": 3})
+            Training(host, torch.float64, **settings)
+            for settings in ({}, {"migration_transport": migration_transport, "update_every": 3})
         )
         time = VirtualTime(gather_s=0.0)
         keep_time(time, balanced_layers(balanced.model).values())
@@ -166,7 +166,7 @@ def test_training_under_booster_is_exact(run_ranks, migration_transport, precisi
             run = host.boost(small_vit(num_labels=8), precision=precision)
             zr.convert(run.model, process_group=run.group)
             balancer = zr.Balancer(run.model, run.optimizer, process_group=run.group, config=config)
-            own = []
+            losses_of_run = []
             for step in range(4):
                 images, labels = batch(step)
                 loss = F.cross_entropy(run.model(images).logits.float(), labels)
@@ -177,12 +177,12 @@ def test_training_under_booster_is_exact(run_ranks, migration_transport, precisi
                 run.optimizer.step()
                 run.optimizer.zero_grad()
                 balancer.step()
-                own.append(loss.item())
+                losses_of_run.append(loss.item())
             balancer.close()
-            losses.append(own)
+            losses.append(losses_of_run)
         return losses, max(relative_errors(list(zip(*gradients, strict=True))))
 
     exact, of_losses = (1e-5, 1e-3) if precision == "fp32" else (0.05, 0.05)  # AdamW magnifies rounding step by step
-    for (expected, found), error in run_ranks(train, 2):
+    for (expected, actual), error in run_ranks(train, 2):
         assert error <= exact
-        assert found == pytest.approx(expected, rel=of_losses)
+        assert actual == pytest.approx(expected, rel=of_losses)

@@ -42,11 +42,11 @@ def weights(model):
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def assert_same(one, other):
+def assert_same(actual, expected):
     """Bit for bit."""
-    assert list(one) == list(other)
-    for name in one:
-        assert torch.equal(one[name], other[name]), name
+    assert list(actual) == list(expected)
+    for name in actual:
+        assert torch.equal(actual[name], expected[name]), name
 
 
 def plan_keeping(keep, num_columns):
@@ -206,8 +206,8 @@ def mask_weight_of_rank_1(linear, kept_K, is_row):
     parametrize.register_parametrization(linear, "weight", Masked())
 
 
-def part(whole, own, name, rank):
+def part(whole, held, name, rank):
     """This rank's part: rows of a column-parallel layer's tensor, columns of a row-parallel one's."""
-    if whole.shape == own.shape:
+    if whole.shape == held.shape:
         return whole
     return whole.chunk(2, dim=1 if is_row(name.removesuffix(".weight")) else 0)[rank]

@@ -304,18 +304,18 @@ def test_a_user_names_what_cannot_be_proven(run_ranks):
     def check(rank, group):
         torch.manual_seed(0)
         model = nn.Sequential(attention(Layers(group)), mlp(Layers(group)))
-        own = model[0]
+        attn = model[0]
         heads = {"now": 1}
 
         def forward(x):
             batch, tokens, _ = x.shape
-            q, k, v = (one(x).view(batch, tokens, heads["now"], 6).transpose(1, 2) for one in (own.q, own.k, own.v))
-            return own.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, -1))
+            q, k, v = (one(x).view(batch, tokens, heads["now"], 6).transpose(1, 2) for one in (attn.q, attn.k, attn.v))
+            return attn.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, -1))
 
-        own.forward = forward
+        attn.forward = forward
         named = Segment(
-            column=["0.q", own.k, "0.v"],
-            row=own.out,
+            column=["0.q", attn.k, "0.v"],
+            row=attn.out,
             unit_size=6,
             on_change=lambda units: heads.update(now=len(units)),
             kind="heads",
@@ -423,8 +423,15 @@ def segments_within(segments):
     """The same with names as the first submodule of the model has them."""
     for segment in segments:
         segment.tensors = tuple(
-            type(one)(one.owner, one.attribute, one.name.removeprefix("0."), one.dim, one.rows, one.num_blocks)
-            for one in segment.tensors
+            type(tensor)(
+                tensor.owner,
+                tensor.attribute,
+                tensor.name.removeprefix("0."),
+                tensor.dim,
+                tensor.rows,
+                tensor.num_blocks,
+            )
+            for tensor in segment.tensors
         )
     return segments
 

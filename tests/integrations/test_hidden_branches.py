@@ -359,19 +359,19 @@ def test_beside_a_profiler_of_python_state_is_seen_and_beside_another_nothing_mo
         def watch(*event):
             seen.append(event)
 
-        told = []
+        outcomes = []
         for forward in (softmax_if(counts_globally), softmax_if(lambda self, h: False)):
             model = module(forward, group)
             sys.setprofile(watch)
             segments, reasons = found_in(model, group)
             assert sys.getprofile() is watch
             sys.setprofile(None)
-            told.append((len(segments), "CALLS" in str(reasons)))
+            outcomes.append((len(segments), "CALLS" in str(reasons)))
         model = module(softmax_if(counts_globally), group)
         with cProfile.Profile():
             segments, reasons = found_in(model, group)
         assert segments == [] and ("a profiler is active" in reasons["b"] or "CALLS" in reasons["b"])
-        return told, bool(seen)
+        return outcomes, bool(seen)
 
     assert run_ranks(check, 2) == [([(0, True), (1, False)], True)] * 2
 

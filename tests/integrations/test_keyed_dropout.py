@@ -15,9 +15,9 @@ pytestmark = pytest.mark.slow
 
 
 def from_the_first_call(model, compute):
-    for one in model.modules():
-        if isinstance(one, UnitDropout):
-            one.num_calls = 0
+    for layer in model.modules():
+        if isinstance(layer, UnitDropout):
+            layer.num_calls = 0
     return compute(model)
 
 

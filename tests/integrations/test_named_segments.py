@@ -104,8 +104,8 @@ ALLOWED = {
 @pytest.mark.parametrize("kind", ALLOWED)
 def test_what_the_user_says_is_taken(run_ranks, kind):
     def check(rank, group):
-        (found,) = owned_segments(balanced_layers(converted(group, **ALLOWED[kind])))
-        assert found.name == "0.out" and found.min_units == 1
+        (segment,) = owned_segments(balanced_layers(converted(group, **ALLOWED[kind])))
+        assert segment.name == "0.out" and segment.min_units == 1
 
     run_ranks(check, 2)
 
@@ -129,8 +129,9 @@ def test_neurons_that_are_named_change_hands_by_eights_too(run_ranks):
             ColumnParallelLinear(WIDTH, 2048, process_group=group), RowParallelLinear(2048, WIDTH, process_group=group)
         )
         zr.convert(model, process_group=group, segments=[zr.Segment(["0"], "1")], shares=(1000, 1))
-        (found,) = owned_segments(balanced_layers(model))
-        assert found.quantum == found.min_units == 8 and all(count and count % 8 == 0 for count in found.owned.counts)
+        (segment,) = owned_segments(balanced_layers(model))
+        assert segment.quantum == segment.min_units == 8
+        assert all(count and count % 8 == 0 for count in segment.owned.counts)
 
     run_ranks(check, 2)
 

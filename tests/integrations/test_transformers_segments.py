@@ -75,8 +75,8 @@ def test_what_was_changed_stays_even_with_the_reason(run_ranks):
         own_forward = second.attention.forward
         second.attention.forward = lambda *args, **kwargs: own_forward(*args, **kwargs)
         segments, reasons = segments_of(model, group)
-        found = [segment.name for segment in segments]
-        assert found == ["encoder.layer.0.attention.output.dense", "encoder.layer.1.output.dense"]
+        names = [segment.name for segment in segments]
+        assert names == ["encoder.layer.0.attention.output.dense", "encoder.layer.1.output.dense"]
         assert set(reasons) == {
             "encoder.layer.0.intermediate.dense",
             "encoder.layer.0.output.dense",
@@ -100,7 +100,7 @@ def test_a_layer_that_is_not_converted_keeps_its_segment_even(run_ranks):
         segments, reasons = find_segments(model, balanced_layers(model), 2)
         assert len(segments) == 3
         assert set(reasons) == {
-            f"encoder.layer.0.attention.{one}" for one in ("attention.query", "attention.value", "output.dense")
+            f"encoder.layer.0.attention.{layer}" for layer in ("attention.query", "attention.value", "output.dense")
         }
         assert all("attention.key, of the same segment, is not converted" in one for one in reasons.values())
 

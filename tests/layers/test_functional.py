@@ -77,8 +77,8 @@ def products(kind, x, w_NK, bias_N, plan, group, last=None):
 
 def assert_all_close(computed, expected):
     """The first tensors of ``expected``: a row-parallel product has no bias gradient of its own."""
-    for one, other in zip(computed, expected, strict=False):
-        assert_close(one, other, rtol=1e-10, atol=1e-12)
+    for actual, exact in zip(computed, expected, strict=False):
+        assert_close(actual, exact, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -172,14 +172,14 @@ def test_finite_differences_through_the_collectives(run_ranks, kind):
 
         def total():
             """Σ over the group of <dy, y>, where a row-parallel y is one and the same on every rank."""
-            own = (products(kind, x, w_NK, None, case.plan(rank), group) * case.dy[rank]).sum()
+            product = (products(kind, x, w_NK, None, case.plan(rank), group) * case.dy[rank]).sum()
             if kind == "column":
-                dist.all_reduce(own, group=group)
-            return own.item()
+                dist.all_reduce(product, group=group)
+            return product.item()
 
         def numerical_gradient(tensor, turns):
             """Central differences; in each turn the ranks named move their ``tensor`` together."""
-            own = torch.empty_like(tensor)
+            gradient_of_rank = torch.empty_like(tensor)
             for ranks in turns:
                 gradient = torch.empty_like(tensor)
                 for index in itertools.product(*map(range, tensor.shape)):
@@ -190,8 +190,8 @@ def test_finite_differences_through_the_collectives(run_ranks, kind):
                         values.append(total())
                     tensor[index] = here
                     gradient[index] = (values[0] - values[1]) / 2e-3
-                own = gradient if rank in ranks else own
-            return own
+                gradient_of_rank = gradient if rank in ranks else gradient_of_rank
+            return gradient_of_rank
 
         each_alone, together = [{0}, {1}], [{0, 1}]
         assert_close(dx, numerical_gradient(x, together if kind == "column" else each_alone), rtol=1e-7, atol=1e-7)

@@ -43,9 +43,9 @@ def shallow_copy(model):
 def gradients(model, x):
     model.zero_grad()
     model(x).square().sum().backward()
-    found = [parameter.grad.clone() for parameter in model.parameters()]
+    copies = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    return found
+    return copies
 
 
 @pytest.mark.slow
@@ -61,8 +61,8 @@ def test_a_copy_is_whole_and_in_no_balancers_hands(run_ranks, config, make_copy)
             assert layer.probes._probes == ()
         whole = zr.convert(type(run.model)(group), process_group=group)
         whole.load_state_dict(copied.state_dict())
-        for found, expected in zip(gradients(copied, run.x), gradients(whole, run.x), strict=True):
-            assert torch.equal(found, expected)
+        for actual, expected in zip(gradients(copied, run.x), gradients(whole, run.x), strict=True):
+            assert torch.equal(actual, expected)
 
     def train(rank, group):
         losses = []
@@ -137,10 +137,10 @@ def test_a_copy_that_was_made_before_training_checks_nothing(run_ranks, monkeypa
 
 def test_weights_that_layers_share_are_shared_in_the_copy(run_ranks):
     def check(rank, group):
-        one, other = (zr.ColumnParallelLinear(4, 8, process_group=group) for _ in range(2))
-        other.weight = one.weight
-        copied = copy.deepcopy(nn.ModuleList([one, other, one]))
-        assert copied[0].weight is copied[1].weight is not one.weight
+        first, second = (zr.ColumnParallelLinear(4, 8, process_group=group) for _ in range(2))
+        second.weight = first.weight
+        copied = copy.deepcopy(nn.ModuleList([first, second, first]))
+        assert copied[0].weight is copied[1].weight is not first.weight
         assert copied[0] is copied[2]
 
     run_ranks(check, 2)

@@ -122,8 +122,8 @@ def test_a_layers_output_may_be_modified_like_the_unsharded_layers(run_ranks, ki
         compared = InState(kind, group, state, bias, **options)
         for leading in LEADING:
             for name, operation in IN_PLACE.items():
-                expected, found = compared.outcome(leading, operation)
-                assert (found is None) == (expected is None), (leading, name, expected, found)
+                expected, actual = compared.outcome(leading, operation)
+                assert (actual is None) == (expected is None), (leading, name, expected, actual)
                 if expected is None:
                     compared.assert_close()
 

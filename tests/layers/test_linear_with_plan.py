@@ -65,7 +65,7 @@ def test_gradients_of_micro_batches_accumulate_under_a_plan(run_ranks):
         for seed in (1, 2):
             y = pair.model(randn(4, 5, IN, seed=seed, dtype=torch.float64))
             y.backward(randn(*y.shape, seed=2, dtype=y.dtype))
-        for parameter, one, other in zip(pair.model.parameters(), *separate, strict=True):
-            close(parameter.grad, one + other)
+        for parameter, first, second in zip(pair.model.parameters(), *separate, strict=True):
+            close(parameter.grad, first + second)
 
     run_ranks(check, 2)

@@ -45,7 +45,7 @@ def x_of(seed=1):
 
 
 def losses_and_norms(model, optimizer, num_steps, clip, after=lambda step: None):
-    found = []
+    values = []
     for step in range(num_steps):
         loss = (model(x_of()) - x_of(2)).square().sum()
         loss.backward()
@@ -53,8 +53,8 @@ def losses_and_norms(model, optimizer, num_steps, clip, after=lambda step: None)
         optimizer.step()
         optimizer.zero_grad()
         after(step)
-        found += [loss.item(), norm.item()]
-    return found
+        values += [loss.item(), norm.item()]
+    return values
 
 
 def adamw(model):
@@ -77,9 +77,10 @@ def test_linear_layers_become_ours_in_place_and_count_as_converted(run_ranks):
         assert not downs[1].training and ups[1].training
         assert all(type(one) is nn.Parameter for one in model.parameters())
         assert (ups[0].in_features, ups[0].out_features, downs[0].in_features) == (WIDTH, HIDDEN, HIDDEN)
-        own = slice(rank * HIDDEN // 2, (rank + 1) * HIDDEN // 2)
-        assert torch.equal(ups[0].weight, whole[0]["weight"][own]) and torch.equal(ups[0].bias, whole[0]["bias"][own])
-        assert torch.equal(downs[0].weight, whole[1]["weight"][:, own])
+        columns = slice(rank * HIDDEN // 2, (rank + 1) * HIDDEN // 2)
+        assert torch.equal(ups[0].weight, whole[0]["weight"][columns])
+        assert torch.equal(ups[0].bias, whole[0]["bias"][columns])
+        assert torch.equal(downs[0].weight, whole[1]["weight"][:, columns])
         assert torch.equal(downs[0].bias, whole[1]["bias"])
         model(x_of())
         assert calls == [1]

@@ -44,9 +44,9 @@ def test_a_unit_keeps_its_mask_whoever_owns_it(dim, each):
     expected = None
     for owners in ([0, 0, 0, 1, 1, 1], [1, 0, 1, 0, 1, 0], [1] * 6, [1, 1, 1, 1, 1, 0]):
         layers = [dropout_of(segment_of(owners), rank, dim=dim) for rank in range(2)]
-        found = masks(owners)
-        expected = found if expected is None else expected
-        np.testing.assert_array_equal(found, expected)
+        actual = masks(owners)
+        expected = actual if expected is None else expected
+        np.testing.assert_array_equal(actual, expected)
     assert 0.2 < expected.mean() < 0.8
 
 
@@ -55,15 +55,15 @@ def test_masks_are_as_random_as_coins():
     layer = dropout_of(segment_of([0] * 256, 1), 0, p=0.25)
     masks = torch.stack([(layer(torch.ones(512, 256)) != 0).double() for _ in range(2)])
     coins = (masks - 0.75) / (0.75 * 0.25) ** 0.5
-    one, two = coins
-    rows, columns = one @ one.T / 256**0.5, one.T @ one / 512**0.5
+    first, second = coins
+    rows, columns = first @ first.T / 256**0.5, first.T @ first / 512**0.5
     for products in (rows, columns):
         others = products[~torch.eye(len(products), dtype=bool)]
         assert others.std() == pytest.approx(1.0, abs=0.05) and others.abs().max() < 6.0
-    rectangles = one[:256, :128] * one[256:, :128] * one[:256, 128:] * one[256:, 128:]
-    for sample in (one, two, one * two, rectangles):
+    rectangles = first[:256, :128] * first[256:, :128] * first[:256, 128:] * first[256:, 128:]
+    for sample in (first, second, first * second, rectangles):
         assert abs(float(sample.mean()) * sample.numel() ** 0.5) < 4.0
-    for sums in (one.mean(0) * 512**0.5, one.mean(1) * 256**0.5):
+    for sums in (first.mean(0) * 512**0.5, first.mean(1) * 256**0.5):
         assert sums.std() == pytest.approx(1.0, abs=0.15)
 
 

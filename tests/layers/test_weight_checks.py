@@ -144,7 +144,7 @@ def test_what_is_allowed_beside_fsdp_trains_as_beside_ddp(run_ranks, wrap, confi
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
-    ("wrap", "config", "found"),
+    ("wrap", "config", "problem"),
     [
         *(("fsdp2", {"mode": mode}, "has a DTensor") for mode in ("zero-pri", "zero-pridiff", "mig", "semi")),
         ("fsdp2", {"mode": "zero-rd", "pruned_update": "freeze"}, "has a DTensor"),
@@ -156,9 +156,9 @@ def test_what_is_allowed_beside_fsdp_trains_as_beside_ddp(run_ranks, wrap, confi
     ],
     ids=str,
 )
-def test_what_does_not_work_beside_fsdp_is_refused_by_the_balancer(run_ranks, wrap, config, found):
+def test_what_does_not_work_beside_fsdp_is_refused_by_the_balancer(run_ranks, wrap, config, problem):
     def check(rank, group):
-        with pytest.raises(ValueError, match=rf"(?i)layer .*up .*{found}.*allowed are"):
+        with pytest.raises(ValueError, match=rf"(?i)layer .*up .*{problem}.*allowed are"):
             Replicated(WRAPS[wrap], **config)
 
     run_ranks(check, 4)

@@ -15,8 +15,8 @@ def test_forward_and_backward_are_the_whole_models(run_ranks, leading, bias):
     def check(rank, group):
         up, down = seeded_linear(6, 8, bias=bias), seeded_linear(8, 4, bias=bias, seed=1)
         column, row = (
-            kind.from_linear(one, process_group=group)
-            for kind, one in ((ColumnParallelLinear, up), (RowParallelLinear, down))
+            kind.from_linear(layer, process_group=group)
+            for kind, layer in ((ColumnParallelLinear, up), (RowParallelLinear, down))
         )
         owned = slice(0, 8 if rank == 0 else 0)
         column.weight.data = up.weight.detach()[owned].clone()

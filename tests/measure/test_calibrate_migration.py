@@ -72,6 +72,6 @@ def test_it_says_that_it_begins_and_what_it_found(run_ranks, mode, measured):
         balancer.close()
         return [line for line in said if line.startswith("calibration")]
 
-    for first, *found in run_ranks(train, 2):
+    for first, *lines in run_ranks(train, 2):
         assert first.startswith("calibration begins, on the shapes of this step")
-        assert [line.partition(":")[0] for line in found] == [f"calibration of {what}" for what in measured]
+        assert [line.partition(":")[0] for line in lines] == [f"calibration of {what}" for what in measured]

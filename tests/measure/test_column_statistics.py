@@ -151,9 +151,9 @@ def test_activation_norms_are_of_the_training_forwards_of_sampled_steps(run_rank
                     x = inputs[name]
                     layer.eval()(100.0 * x)
                     layer.train()(x)
-                    own = x.chunk(2, dim=-1)[rank] if name == "row of whole input" else x
+                    x_of_rank = x.chunk(2, dim=-1)[rank] if name == "row of whole input" else x
                     if step in (3, 13, 23):
-                        seen[name].append(own.reshape(-1, layer.num_columns).double())
+                        seen[name].append(x_of_rank.reshape(-1, layer.num_columns).double())
         taken = statistic.take()
         for name, layer in layers.items():
             rms_K = torch.cat(seen[name]).square().mean(dim=0).sqrt()
@@ -174,8 +174,8 @@ def test_a_forward_that_overflows_tells_nothing(run_ranks):
         overflown[2, 3] = torch.inf
         for statistic, inputs in zip(statistics, ([x], [overflown, x]), strict=True):
             statistic.begin_step(0)
-            for one in inputs:
-                layer(one)
+            for batch in inputs:
+                layer(batch)
         expected, taken = (statistic.take()["layer"].tolist() for statistic in statistics)
         assert taken == expected and np.isfinite(taken).all()
         statistics[1].begin_step(1)
@@ -254,8 +254,8 @@ def test_path_length_looks_at_the_layers_by_turns_and_each_stands_for_all_steps(
         changes = changes_by_step(layers, optimizer, range(7))
         taken = statistic.take()
         for turn, name in enumerate(layers):
-            own = [changes[step][name] for step in range(turn, 7, 3)]
-            assert taken[name] == pytest.approx(7 / len(own) * sum(own), rel=1e-4)
+            changes_of_turn = [changes[step][name] for step in range(turn, 7, 3)]
+            assert taken[name] == pytest.approx(7 / len(changes_of_turn) * sum(changes_of_turn), rel=1e-4)
 
         change = changes_by_step(layers, optimizer, [7])[0]["two"]  # whose turn it is
         taken = statistic.take()
@@ -313,10 +313,10 @@ def test_a_statistic_saved_within_an_epoch_goes_on_as_if_uninterrupted(run_ranks
             part.load_state_dict(state)
         train(resumed, range(8, 12))
 
-        one, other = uninterrupted[2].take(), resumed[2].take()
+        first, second = uninterrupted[2].take(), resumed[2].take()
         for name in COLUMNS:
-            assert np.isfinite(one[name]).all() and (one[name] > 0).any()
-            assert one[name].tolist() == other[name].tolist()
+            assert np.isfinite(first[name]).all() and (first[name] > 0).any()
+            assert first[name].tolist() == second[name].tolist()
 
     run_ranks(check, 1)
 

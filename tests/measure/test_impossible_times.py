@@ -46,13 +46,13 @@ def measured(chi=1.0):
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_an_impossible_time_counts_as_none(config, seconds):
     """Of a rank that is known and of one that is not, beside others that are measured."""
-    one, other = (Controller(BalanceConfig(**config), RANKS) for _ in range(2))
+    first, second = (Controller(BalanceConfig(**config), RANKS) for _ in range(2))
     wrong = RankTimes(0.3, seconds, 1.0, REALISTIC)
     for samples in ([wrong, measured(), measured(4.0)], [measured()] * 2, [measured(), wrong]):
-        own = [*samples, measured(4.0)][:RANKS]
-        told = [NOT_MEASURED if sample is wrong else sample for sample in own]
-        assert repr(one.update(own)) == repr(other.update(told))
-        assert repr(one.state_dict()) == repr(other.state_dict())
+        times = [*samples, measured(4.0)][:RANKS]
+        known_times = [NOT_MEASURED if sample is wrong else sample for sample in times]
+        assert repr(first.update(times)) == repr(second.update(known_times))
+        assert repr(first.state_dict()) == repr(second.state_dict())
 
 
 def a_cost(gather_fill_s, share, borrowing):
@@ -71,19 +71,23 @@ samples = st.builds(RankTimes, any_float | times, any_float | times, any_float |
 @settings(deadline=None, max_examples=60)
 @given(
     config=st.sampled_from(CONFIGS),
-    told=st.lists(
+    updates=st.lists(
         st.tuples(st.lists(samples, min_size=RANKS, max_size=RANKS), any_float), min_size=1, max_size=UPDATES
     ),
     migration=st.none() | st.builds(MigrationCost, st.floats(0, 1), st.floats(0, 1)),
 )
-@example(config={"mode": "semi"}, told=[([measured(), measured(4.0), measured()], -1.0)] * 4, migration=MigrationCost())
-def test_whatever_is_told_plans_stay_within_limits_and_are_the_same_on_all_ranks(config, told, migration):
+@example(
+    config={"mode": "semi"},
+    updates=[([measured(), measured(4.0), measured()], -1.0)] * 4,
+    migration=MigrationCost(),
+)
+def test_whatever_is_told_plans_stay_within_limits_and_are_the_same_on_all_ranks(config, updates, migration):
     config = BalanceConfig(**config)
     controllers = [Controller(config, RANKS) for _ in range(2)]
     plans = [controller.initial_plan() for controller in controllers]
-    for own, wait_s in told:
+    for times, wait_s in updates:
         collectives = CollectiveTimes(wait_s, tuple(rank.lent for rank in plans[0].ranks), migration)
-        plans = [controller.update(own, collectives) for controller in controllers]
+        plans = [controller.update(times, collectives) for controller in controllers]
         assert repr(plans[0]) == repr(plans[1])
         plan = plans[0]
         assert math.isnan(plan.predicted_step_s) or 0.0 < plan.predicted_step_s < math.inf

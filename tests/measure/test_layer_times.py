@@ -86,29 +86,31 @@ def test_a_balancer_tells_the_times_of_its_layers(run_ranks):
 
     def train(rank, group):
         run = Run(group, chi={1: 4.0}, gather_s=0.0)
-        told = [run.balancer.layer_times()]
+        times = [run.balancer.layer_times()]
         run.steps(2)
-        told.append(run.balancer.layer_times())
+        times.append(run.balancer.layer_times())
         for _ in range(5):
             run.steps(run.config.update_every)
-            told.append(run.balancer.layer_times())
+            times.append(run.balancer.layer_times())
         run.model.eval()
         run.model(run.x)
         run.model.train()
         run.steps(run.config.update_every)
-        told.append(run.balancer.layer_times())
-        return told, {name: len(columns) for name, columns in (run.pruned()).items() if columns is not None}
+        times.append(run.balancer.layer_times())
+        return times, {name: len(columns) for name, columns in (run.pruned()).items() if columns is not None}
 
     (fast, _), (slow, pruned) = run_ranks(train, 2)
-    for told in (fast, slow):
-        assert told[:2] == [{}, {}], "nothing before the first update"
-    for own in fast[2:]:
-        assert own == pytest.approx({"up": 2 * PRODUCT_S, "down": 3 * PRODUCT_S})
+    for times in (fast, slow):
+        assert times[:2] == [{}, {}], "nothing before the first update"
+    for times_of_update in fast[2:]:
+        assert times_of_update == pytest.approx({"up": 2 * PRODUCT_S, "down": 3 * PRODUCT_S})
     assert slow[2] == pytest.approx({"up": 8 * PRODUCT_S, "down": 12 * PRODUCT_S})
     kept = {"up": 1 - pruned["up"] / FEATURES, "down": 1 - pruned["down"] / (2 * FEATURES)}
     assert max(kept.values()) < 0.5
-    for own in slow[-2:]:  # the evaluation in between took no part
-        assert own == pytest.approx({"up": 8 * PRODUCT_S * kept["up"], "down": 12 * PRODUCT_S * kept["down"]})
+    for times_of_update in slow[-2:]:  # the evaluation in between took no part
+        assert times_of_update == pytest.approx(
+            {"up": 8 * PRODUCT_S * kept["up"], "down": 12 * PRODUCT_S * kept["down"]}
+        )
 
 
 def test_steps_of_a_loaded_state_take_no_part(run_ranks):
@@ -122,8 +124,8 @@ def test_steps_of_a_loaded_state_take_no_part(run_ranks):
         resumed.steps(1)
         return resumed.balancer.layer_times()
 
-    for own in run_ranks(train, 2):
-        assert own == pytest.approx({"up": 2 * PRODUCT_S, "down": 3 * PRODUCT_S})
+    for times in run_ranks(train, 2):
+        assert times == pytest.approx({"up": 2 * PRODUCT_S, "down": 3 * PRODUCT_S})
 
 
 def test_what_a_receiver_computes_for_others_is_in_its_layers_times(run_ranks):

@@ -27,8 +27,8 @@ def accumulate(model, layers, step):
 
 def all_forwards_first(model, layers, step):
     losses = [loss(model, layers, 3 * step + micro_batch) for micro_batch in range(3)]
-    for one in (losses[1], losses[0], losses[2]):
-        one.backward()
+    for loss_of_batch in (losses[1], losses[0], losses[2]):
+        loss_of_batch.backward()
 
 
 def recompute(model, layers, step):

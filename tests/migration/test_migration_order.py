@@ -14,15 +14,15 @@ LENDING = {"mode": "mig", "ratio": 0.5, "ranks": [0]}
 @pytest.mark.parametrize("layer", ["up", "down"])
 def test_weights_may_be_frozen_and_unfrozen_while_they_are_lent(run_ranks, migration_transport, layer):
     def train(rank, group):
-        found = []
+        outcomes = []
         for config in ({"mode": "off"}, {**LENDING, "migration_transport": migration_transport}):
             run = Run(group, **config)
             losses = []
             for is_trained in (True, False, True):
                 getattr(run.model, layer).weight.requires_grad_(is_trained)
                 losses += run.steps(2)
-            found.append(losses)
-        return found
+            outcomes.append(losses)
+        return outcomes
 
     for expected, losses in run_ranks(train, 2, timeout_s=30):
         assert losses == pytest.approx(expected, rel=1e-5)
@@ -34,7 +34,7 @@ def test_hooks_of_gradients_may_meet_the_other_ranks(run_ranks, num_ranks):
     """A norm of every whole parameter, summed over the group when its gradient is there."""
 
     def train(rank, group):
-        found = []
+        outcomes = []
         for config in ({"mode": "off"}, LENDING):
             run, norms = Run(group, **config), []
 
@@ -46,8 +46,8 @@ def test_hooks_of_gradients_may_meet_the_other_ranks(run_ranks, num_ranks):
             for parameter in run.model.parameters():
                 parameter.register_post_accumulate_grad_hook(hook)
             run.steps(2)
-            found.append(sorted(norms))
-        return found
+            outcomes.append(sorted(norms))
+        return outcomes
 
     for expected, norms in run_ranks(train, num_ranks, timeout_s=30):
         assert [shape for shape, _ in norms] == [shape for shape, _ in expected]
@@ -58,8 +58,8 @@ def test_replicas_accumulate_gradients_in_the_same_order_whatever_they_lend(run_
     """Data parallelism that fills its buckets in the order of arrival would mix them up otherwise."""
 
     def train(rank, group):
-        own = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
-        run, order = Run(own, mode="mig", update_every=5), []
+        replica = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+        run, order = Run(replica, mode="mig", update_every=5), []
         for name, parameter in run.model.named_parameters():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
         run.time.chi = 4.0 if rank == 1 else 1.0
@@ -75,8 +75,8 @@ def test_beside_replicas_a_layer_without_loans_computes_with_the_weight_that_it_
     """Also where that was put there through ``.data``, as loading and moving do."""
 
     def train(rank, group):
-        own = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
-        run, values = Run(own, mode="mig"), []
+        replica = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+        run, values = Run(replica, mode="mig"), []
         for value in (0.5, 1.5):
             run.model.up.weight.data = torch.full_like(run.model.up.weight, value)
             training, evaluated = run.model.up(run.x), run.model.eval().up(run.x)
@@ -98,13 +98,13 @@ def test_beside_replicas_a_layer_without_loans_computes_with_the_weight_that_it_
 )
 def test_a_compiled_model_trains_as_the_model_does(run_ranks, config):
     def train(rank, group):
-        found = []
+        outcomes = []
         for compiles in (False, True):
             run = Run(group, **config)
             if compiles:
                 run.model = torch.compile(run.model, backend="aot_eager")
-            found.append(run.steps(3))
-        return found
+            outcomes.append(run.steps(3))
+        return outcomes
 
     for expected, losses in run_ranks(train, 2, timeout_s=90):
         assert losses == pytest.approx(expected, rel=1e-5)

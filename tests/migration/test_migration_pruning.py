@@ -122,8 +122,8 @@ def test_by_the_papers_rule_a_straggler_that_only_prunes_borrows(run_ranks, migr
             expected_loss, expected = masked_loss_and_gradients(run, group)
             loss = run.model(run.x).square().mean()
             loss.backward()
-            found = [run.model.up.weight.grad, run.model.down.weight.grad]
-            errors += [relative_error(*pair) for pair in zip(found, expected, strict=True)]
+            gradients = [run.model.up.weight.grad, run.model.down.weight.grad]
+            errors += [relative_error(*pair) for pair in zip(gradients, expected, strict=True)]
             errors.append(abs(loss.item() / expected_loss - 1.0))
             run.optimizer.step()
             run.optimizer.zero_grad()
