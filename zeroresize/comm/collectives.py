@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 class Channel(Protocol):
-    """Starts transfers between the ranks of a group, by their numbers within it: the group itself, or another."""
+    """A channel starts transfers between the ranks of a group, by their numbers within it: the group, or another."""
 
     def broadcast(self, tensor: Tensor, root: int, /) -> dist.Work: ...
 
@@ -35,10 +35,10 @@ class Channel(Protocol):
 
 
 def as_process_group(group: Any) -> Any:
-    """The process group of a one-dimensional ``DeviceMesh``; whatever else ``group`` is, itself.
+    """Return the process group of a one-dimensional ``DeviceMesh``, and anything else as it is.
 
     Raises:
-        ValueError: for a mesh of several dimensions.
+        ValueError: if ``group`` is a mesh of several dimensions.
     """
     if not hasattr(group, "get_group") or not hasattr(group, "ndim"):
         return group
@@ -50,7 +50,7 @@ def as_process_group(group: Any) -> Any:
 
 
 def require_group(process_group: Any) -> ProcessGroup:
-    """``process_group`` itself, or that of a one-dimensional ``DeviceMesh``.
+    """Return ``process_group``, or the group of a one-dimensional ``DeviceMesh``, of which this rank is a member.
 
     Raises:
         ValueError: if it is None, a mesh of several dimensions, or this rank is not a member.
@@ -68,76 +68,78 @@ def require_group(process_group: Any) -> ProcessGroup:
 
 
 def group_size(process_group: ProcessGroup) -> int:
+    """Return how many ranks the group has."""
     return dist.get_world_size(process_group)
 
 
 def world_size() -> int:
-    """Number of ranks of the job, in whatever groups."""
+    """Return how many ranks the job has, in whatever groups."""
     return dist.get_world_size()
 
 
 def group_rank(process_group: ProcessGroup) -> int:
+    """Return the number of this rank within the group; -1 if it is not a member."""
     return dist.get_rank(process_group)
 
 
 def group_ranks(process_group: ProcessGroup) -> list[int]:
-    """The group's ranks, counted over the whole world."""
+    """Return the group's ranks, in its order, counted over the whole world."""
     return dist.get_process_group_ranks(process_group)
 
 
 def same_ranks(first: ProcessGroup, second: ProcessGroup) -> bool:
-    """Whether two groups hold the same ranks in the same order."""
+    """Return whether two groups hold the same ranks in the same order."""
     return first is second or group_ranks(first) == group_ranks(second)
 
 
 def time_limit(process_group: ProcessGroup) -> timedelta:
-    """How long a wait for other ranks of the group may last: the timeout that a gloo or NCCL group was made with.
+    """Return how long a wait for other ranks of the group may last: the timeout that the group was made with.
 
-    Other backends do not expose it and count as made with torch's default.
+    Only gloo and NCCL expose it; a group of other backends counts as made with torch's default.
     """
     limits = map(timeout_of, backends_of(process_group))
     return max((limit for limit in limits if limit is not None), default=dist.default_pg_timeout)
 
 
 class Explainer(Protocol):
-    """Knows more about a failure than which ranks were waited for."""
+    """An explainer knows more about a failure than which ranks were waited for."""
 
     def tell(self, failed: str, /, *, waits: bool) -> str:
-        """The end of an error, with what each rank was doing; see :func:`explanation`."""
+        """Return the end of an error, with what each rank was doing; see :func:`explanation`."""
 
 
 _explainers: weakref.WeakKeyDictionary[ProcessGroup, weakref.WeakSet[Explainer]] = weakref.WeakKeyDictionary()
 
 
 def explain_failures(process_group: ProcessGroup, explainer: Explainer) -> None:
-    """Errors of transfers over ``process_group`` end with ``explainer``'s text for as long as it lives."""
+    """End errors of transfers over ``process_group`` with the text of ``explainer`` for as long as that lives."""
     _explainers.setdefault(process_group, weakref.WeakSet()).add(explainer)
 
 
 def explanation(process_group: ProcessGroup, failed: str, *, waits: bool = True) -> str:
-    """The end of an error: what each rank of the group was doing, as far as known; the other ranks can read it, too.
+    """Return the end of an error: what each rank of the group was doing, as far as known; other ranks can read it, too.
 
     Args:
         failed: what failed on this rank.
-        waits: whether to wait some seconds for others that fail, too.
+        waits: whether to wait some seconds for the reports of others that fail, too.
     """
     explanations = [explainer.tell(failed, waits=waits) for explainer in _explainers.get(process_group, ())]
     return "".join(explanations[-1:])
 
 
 class NamedWork:
-    """A collective, or a transfer between two ranks, that is under way, and whose errors name it.
+    """A transfer that is under way, between two ranks or among all of the group, and whose errors name it.
 
     Args:
-        start: starts it.
-        what: its name, with which an error begins.
+        start: the call that starts it.
+        what: the name of the transfer, with which an error begins.
         process_group: the group whose ranks take part.
         peer: the only other rank, within the group; None for all of them.
-        layer: name of the layer, if known.
-        tensor: that a collective of all ranks fills, for waits in which somebody looks what the others do.
+        layer: the name of the layer, if known.
+        tensor: the tensor that a collective of all ranks fills, for waits in which somebody looks what the others do.
 
     Raises:
-        RuntimeError: if it cannot be started, naming all of these.
+        RuntimeError: if the transfer cannot be started; it names all of these.
     """
 
     __slots__ = ("_description", "_wait")
@@ -157,10 +159,10 @@ class NamedWork:
         self._wait = partial(wait_looking, work, process_group) if looks else work.wait
 
     def wait(self) -> None:
-        """Until it is done.
+        """Wait until the transfer is done.
 
         Raises:
-            RuntimeError: if it fails, naming what and with whom.
+            RuntimeError: if the transfer fails; it names what failed, and with whom.
         """
         _named_if_it_fails(self._wait, *self._description)
 
@@ -187,7 +189,11 @@ def _named_if_it_fails(
 
 
 def all_reduce(tensor: Tensor, process_group: ProcessGroup, layer: str | None = None) -> None:
-    """Sum ``tensor`` over the group in place."""
+    """Sum ``tensor`` over the group in place; collective.
+
+    Raises:
+        RuntimeError: if the all-reduce fails; it names the ranks, and ``layer`` if that is known.
+    """
     if group_size(process_group) > 1:
         call = partial(_all_reduce, tensor, process_group)
         _named_if_it_fails(call, "an all-reduce with", process_group, None, layer)
@@ -201,7 +207,11 @@ def _all_reduce(tensor: Tensor, process_group: ProcessGroup) -> None:
 
 
 def start_all_reduce(tensor: Tensor, process_group: ProcessGroup, layer: str | None = None) -> NamedWork | None:
-    """Start summing ``tensor`` over the group in place; None where there is nothing to wait for."""
+    """Start summing ``tensor`` over the group in place; collective.
+
+    Returns:
+        What to wait for; None in a group of one rank.
+    """
     if group_size(process_group) == 1:
         return None
     start = partial(dist.all_reduce, tensor, group=process_group, async_op=True)
@@ -209,7 +219,7 @@ def start_all_reduce(tensor: Tensor, process_group: ProcessGroup, layer: str | N
 
 
 def all_gather(tensor: Tensor, process_group: ProcessGroup) -> list[Tensor]:
-    """Every rank's ``tensor``, in the order of the group."""
+    """Return every rank's ``tensor``, in the order of the group; collective, with one shape and dtype on all ranks."""
     parts = [torch.empty_like(tensor) for _ in range(group_size(process_group))]
     call = partial(dist.all_gather, parts, tensor, group=process_group)
     _named_if_it_fails(call, "an all-gather with", process_group)
@@ -217,20 +227,20 @@ def all_gather(tensor: Tensor, process_group: ProcessGroup) -> list[Tensor]:
 
 
 def broadcast(tensor: Tensor, root: int, process_group: ProcessGroup) -> None:
-    """``tensor`` of rank ``root`` within the group, on every rank, in place."""
+    """Fill ``tensor`` on every rank with that of rank ``root`` within the group; collective."""
     start_broadcast(tensor, root, process_group).wait()
 
 
 def start_broadcast(
     tensor: Tensor, root: int, process_group: ProcessGroup, layer: str | None = None, over: Channel | None = None
 ) -> NamedWork:
-    """Start :func:`broadcast`, by the group itself or ``over`` another transport between its ranks."""
+    """Start a :func:`broadcast`, by the group itself or ``over`` another channel between its ranks; collective."""
     start = partial((over or process_group).broadcast, tensor, root)
     return NamedWork(start, "a broadcast with", process_group, None, layer, tensor)
 
 
 def start_reduce(tensor: Tensor, root: int, process_group: ProcessGroup, layer: str | None = None) -> NamedWork:
-    """Start summing ``tensor`` over the group, in place, on rank ``root`` within it."""
+    """Start summing ``tensor`` over the group, in place on rank ``root`` within it; collective."""
     root = dist.get_global_rank(process_group, root)
     start = partial(dist.reduce, tensor, root, group=process_group, async_op=True)
     return NamedWork(start, "a reduce with", process_group, None, layer, tensor)
@@ -244,7 +254,11 @@ def start_send(
     over: Channel | None = None,
     tag: int = 0,
 ) -> list[NamedWork]:
-    """Start sending ``tensor`` to rank ``receiver`` within the group, unless it is empty; returns what to wait for."""
+    """Start sending ``tensor`` to rank ``receiver`` within the group, unless it is empty.
+
+    Returns:
+        What to wait for.
+    """
     if tensor.numel() == 0:
         return []
     start = partial((over or process_group).send, [tensor], receiver, tag)
@@ -275,14 +289,16 @@ def start_messages(
 ) -> dict[int, list[Waitable]]:
     """Start sending a tensor to each of some ranks within the group and receiving one from each, all at once.
 
-    They travel by the group itself or ``over`` another transport between its ranks, of tensors on the CPU.
+    They travel by the group itself, or ``over`` another channel between its ranks where the tensors are on the CPU.
 
     Args:
-        tag: messages of one tag keep order and never meet those of another; NCCL knows none.
+        sends: the tensor for each rank that gets one, by its number within the group.
+        receives: the tensor to fill from each rank that sends one, by its number within the group.
+        tag: messages of one tag keep their order and never meet those of another; NCCL knows no tags.
 
     Returns:
-        What to wait for, by the other rank; what could not be started fails then, so that the others get theirs. Empty
-        tensors do not travel.
+        What to wait for, by the other rank. A transfer that could not be started fails when it is waited for, so that
+        the others get theirs. Empty tensors do not travel.
     """
     transfers: dict[int, list[Waitable]] = {peer: [] for peer in (*receives, *sends)}
     if any(tensor.is_cuda for tensor in (*sends.values(), *receives.values())):  # NCCL must be given them as one
@@ -306,7 +322,7 @@ def start_messages(
 
 
 class Waitable(Protocol):
-    """What can be waited for, with an error if it fails."""
+    """A waitable is a transfer that can be waited for, with an error if it fails."""
 
     def wait(self) -> None: ...
 
@@ -324,18 +340,21 @@ def _itself(work: dist.Work) -> dist.Work:
 
 
 def message_device(process_group: ProcessGroup, device: torch.device) -> torch.device:
-    """Where messages of what is on ``device`` must lie: there if they travel over NCCL, else (gloo) on the CPU."""
+    """Return where messages of tensors on ``device`` must lie: there if NCCL sends them, else (gloo) on the CPU."""
     sends_from_there = device.type == "cuda" and "cuda:nccl" in dist.get_backend_config(process_group)
     return device if sends_from_there else torch.device("cpu")
 
 
 def gather_from_tp_region(x: Tensor, process_group: ProcessGroup) -> Tensor:
-    """All ranks' ``x`` side by side on the last dimension in forward, this rank's slice of the gradient in backward."""
+    """Put all ranks' ``x`` side by side on the last dimension; collective in forward.
+
+    The gradient of ``x`` is this rank's slice of the gradient.
+    """
     return x if group_size(process_group) == 1 else _GatherFromTpRegion.apply(x, process_group)
 
 
 def scatter_to_tp_region(x: Tensor, process_group: ProcessGroup) -> Tensor:
-    """This rank's slice of the last dimension in forward, all-gather of the gradient in backward."""
+    """Take this rank's slice of ``x`` on the last dimension; collective in backward, which gathers the gradient."""
     return x if group_size(process_group) == 1 else _ScatterToTpRegion.apply(x, process_group)
 
 

@@ -22,10 +22,10 @@ from zeroresize.comm.whereabouts import Whereabouts
 
 
 class NotAllCameError(RuntimeError):
-    """Some ranks did not take part.
+    """Some ranks did not take part in an exchange.
 
     Attributes:
-        ranks: which, within the group.
+        ranks: the ranks that did not, counted within the group.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -42,21 +42,22 @@ class CpuGroup:
 
     Args:
         process_group: the group of these ranks.
-        agreement: values that must be the same on all of them, by name.
-        ranks: of the new group in place of these, counted over the whole world: ``process_group`` with its replicas.
-        where: this rank's whereabouts where another group keeps them up to date; by default new ones.
+        agreement: the values that must be the same on all of them, by name.
+        ranks: the ranks of the new group where they are others, counted over the whole world: ``process_group`` with
+            its replicas.
+        where: this rank's whereabouts where another group keeps them up to date; None for new ones.
 
     Attributes:
-        rank, size: this rank within the new group, and how many there are.
-        ranks: the new group's, counted over the whole world.
-        whose: they are, for errors.
-        time_limit: of every wait.
+        rank, size: this rank within the new group, and how many ranks that has.
+        ranks: the new group's ranks, counted over the whole world.
+        whose: what errors call these ranks, such as "the group".
+        time_limit: how long every wait may last.
         where: this rank's whereabouts, for errors of waits here and of the layers' collectives over ``process_group``.
-        reports: of failures.
-        waiting: what a rank waits for, where that takes long.
+        reports: the reports of failures.
+        waiting: the note of what a rank waits for, where that takes long.
 
     Raises:
-        ValueError: on every rank, if the ranks do not agree, naming what differs and where.
+        ValueError: on every rank, if the ranks do not agree; it names what differs and where.
         RuntimeError: if not all ranks come within the time limit of ``process_group``.
     """
 
@@ -83,23 +84,26 @@ class CpuGroup:
             explain_failures(process_group, self.reports)
 
     def start_sending(self, numbers: Sequence[float], tag: int) -> PendingNumbers:
-        """Start sending ``numbers`` to every rank and receiving as many of each; those of one ``tag`` keep order."""
+        """Start sending ``numbers`` to every rank and receiving as many of each; numbers of one ``tag`` keep order."""
         return PendingNumbers(self._gloo[0], self.rank, self.size, numbers, tag, self.time_limit)
 
     def broadcast(self, tensor: Tensor, root: int, /) -> dist.Work:
+        """Start filling ``tensor`` on every rank with that of rank ``root`` within the new group; collective."""
         return self._gloo[0].broadcast(tensor, root)
 
     def send(self, tensors: list[Tensor], receiver: int, tag: int, /) -> dist.Work:
+        """Start sending tensors to rank ``receiver`` within the new group."""
         return self._gloo[0].send(tensors, receiver, tag)
 
     def recv(self, tensors: list[Tensor], sender: int, tag: int, /) -> dist.Work:
+        """Start filling tensors from rank ``sender`` within the new group."""
         return self._gloo[0].recv(tensors, sender, tag)
 
     def require_agreement(self, agreement: Mapping[str, str]) -> None:
         """Compare values by name, over the store; collective.
 
         Raises:
-            ValueError: on every rank, if the ranks do not agree, naming what differs and where.
+            ValueError: on every rank, if the ranks do not agree; it names what differs and where.
             RuntimeError: if not all ranks come within the time limit of ``process_group``.
         """
         self._num_agreements += 1
@@ -141,7 +145,7 @@ class PendingNumbers:
                     self._failures[peer] = error
 
     def wait(self) -> list[list[float]]:
-        """Every rank's numbers, in the order of the group.
+        """Wait for every rank's numbers and return them, in the order of the group.
 
         Raises:
             NotAllCameError: if ranks did not send theirs within the time limit, or have died.

@@ -22,9 +22,9 @@ class Exchange:
         counts_forwards: whether all ranks make equally many training forwards; replicas need not.
 
     Attributes:
-        where: this rank's whereabouts, to be kept up to date.
-        ranks: those that take part, in the order of the group, counted over the whole world.
-        waiting: what a rank waits for, where that takes long.
+        where: this rank's whereabouts, which the owner of the exchange keeps up to date.
+        ranks: the ranks that take part, in the order of the group, counted over the whole world.
+        waiting: the note of what a rank waits for, where that takes long.
     """
 
     def __init__(self, group: CpuGroup, *, counts_forwards: bool = True) -> None:
@@ -45,7 +45,10 @@ class Exchange:
         self._posted_at = str(self.where)
 
     def collect(self) -> list[list[float]] | None:
-        """Every rank's numbers in the order of the group, or None if nothing was posted.
+        """Wait for the numbers that every rank has posted, and return them in the order of the group; collective.
+
+        Returns:
+            A row of numbers for each rank; None if nothing was posted.
 
         Raises:
             RuntimeError: if not all ranks have posted within the time limit of their process group, or not at the same
@@ -67,7 +70,11 @@ class Exchange:
         return gather(numbers, self._exchange)
 
     def meet(self, *numbers: float) -> Sequence[Sequence[float]]:
-        """See :data:`~zeroresize.comm.meeting.Meet`; errors as of :meth:`gather`."""
+        """Return the numbers of every rank, as a :data:`~zeroresize.comm.meeting.Meet` does; collective.
+
+        Raises:
+            RuntimeError: as :meth:`gather`.
+        """
         return meet_by(self._exchange)(*numbers)
 
     def close(self) -> None:

@@ -24,14 +24,14 @@ _ANSWER_S = 1.0
 
 
 class FailureReports:
-    """Writes this rank's report and reads the others'.
+    """The reports of a group's ranks: this rank writes its own and reads those of the others.
 
     Args:
-        rendezvous: of the ranks; they write to its store.
+        rendezvous: the rendezvous of the ranks, to whose store they write.
         where: this rank's whereabouts, kept up to date by the balancer.
 
     Attributes:
-        last_heard: whereabouts of all ranks when they last exchanged numbers; empty before that.
+        last_heard: the whereabouts of all ranks when they last exchanged numbers; empty before that.
     """
 
     def __init__(self, rendezvous: Rendezvous, where: Whereabouts) -> None:
@@ -42,12 +42,12 @@ class FailureReports:
         self._lock = threading.Lock()
 
     def tell(self, failed: str, *, waits: bool = True) -> str:
-        """Report where this rank is and what failed there; returns all ranks' reports, as the end of an error.
+        """Report where this rank is and what failed there, and return all ranks' reports, as the end of an error.
 
         A second failure at the same place, which follows from the first, is not reported.
 
         Args:
-            failed: text that the others will read.
+            failed: the text that the others will read.
             waits: whether to wait for the others' reports, ``WAIT_S`` seconds at most.
         """
         with self._lock:

@@ -23,18 +23,20 @@ _looks: weakref.WeakKeyDictionary[ProcessGroup, _Looks] = weakref.WeakKeyDiction
 def look_in_long_waits(process_group: ProcessGroup, method: Callable[[], None], first_s: float) -> None:
     """Call a method after every ``first_s`` seconds, then twice as many and so on, that a collective is waited for.
 
-    Also when the collective fails. What it raises ends the wait. It holds for as long as its object lives, and for
-    gloo: NCCL's waits hold up the device, not the process.
+    The method is also called when the collective fails, and what it raises ends the wait. It is called for as long as
+    its object lives, and with gloo only: NCCL's waits hold up the device, not the process.
 
     Args:
-        process_group: whose collectives are meant.
+        process_group: the group whose collectives are meant.
+        method: a method, which is kept no longer than its object.
+        first_s: how many seconds of a wait pass before the first call.
     """
     if any(backend.name() == "gloo" for backend in backends_of(process_group)):
         _looks.setdefault(process_group, []).append((weakref.WeakMethod(method), first_s))
 
 
 def is_looked_at(process_group: ProcessGroup, tensor: torch.Tensor) -> bool:
-    """Whether somebody looks while a collective of ``tensor`` is waited for."""
+    """Return whether somebody looks while a collective of ``tensor`` is waited for."""
     return not torch.compiler.is_compiling() and bool(_looks) and tensor.is_cpu and bool(_alive(process_group))
 
 
@@ -45,11 +47,11 @@ def look(process_group: ProcessGroup) -> None:
 
 
 def wait_looking(work: Any, process_group: ProcessGroup) -> None:
-    """``work.wait()`` of a collective of tensors on the CPU, with looks.
+    """Wait for a collective of tensors on the CPU, with looks in between.
 
     Raises:
         RuntimeError: if the collective fails.
-        Exception: what a look raises.
+        Exception: whatever a look raises.
     """
     looks = _alive(process_group)
     pause_s = min((first_s for _, first_s in looks), default=_MOST_S)

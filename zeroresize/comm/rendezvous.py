@@ -43,19 +43,19 @@ class Rendezvous:
 
     Args:
         process_group: the group of these ranks.
-        purpose: why they meet, for errors.
+        purpose: why the ranks meet, for errors.
         ranks: who meets in place of the group's ranks, counted over the whole world: the group's replicas as well.
-        whose: the ``ranks`` are, for errors; None for the group and its replicas.
+        whose: what errors call the ``ranks``; None for "the group and its replicas".
         number: tells this meeting from others of the same purpose and ranks, on all ranks alike; None where all ranks
             have called for equally many.
         has_met: whether these ranks have met just before: then nobody is late, and half the time limit suffices.
 
     Attributes:
         rank, size: this rank among those that meet, and how many they are.
-        ranks: those that meet, counted over the whole world.
-        whose: they are, for errors.
-        time_limit: of every wait.
-        store: shared by the ranks. A call to it can block for ever, so call it only
+        ranks: the ranks that meet, counted over the whole world.
+        whose: what errors call these ranks, such as "the group".
+        time_limit: how long every wait may last.
+        store: the store that the ranks share. A call to it can block for ever, so call it only
             :func:`~zeroresize.utils.deadline.within` a limit.
     """
 
@@ -87,7 +87,8 @@ class Rendezvous:
 
         Args:
             where: the name of this exchange, used once.
-            ends_at: of the monotonic clock, when waiting ends; None for the time limit from now on.
+            message: the text that this rank leaves.
+            ends_at: when waiting ends, by the monotonic clock; None for the time limit from now on.
 
         Raises:
             RuntimeError: if not all ranks come within the time limit, naming those that did not; or if one has failed
@@ -115,7 +116,9 @@ class Rendezvous:
         All of it takes the time limit once. After an error no rank has it.
 
         Args:
-            destroy: undoes ``make`` where another rank has failed, or it comes too late; None where dropping it does.
+            make: the call that connects the ranks.
+            destroy: undoes ``make`` where another rank has failed, or this one comes too late; None where dropping what
+                was made does.
 
         Raises:
             RuntimeError: if a rank does not come, ``make`` fails on one, or takes longer than the time limit.

@@ -17,12 +17,12 @@ from zeroresize.comm.rendezvous import Rendezvous
 def ranks_with_replicas(
     process_group: ProcessGroup, data_parallel_group: ProcessGroup | None, exchange: Exchange
 ) -> tuple[int, ...]:
-    """The ranks of all replicas of a group, counted over the whole world; collective over all replicas.
+    """Gather the ranks of all replicas of a group, counted over the whole world; collective over all replicas.
 
     Args:
         process_group: the tensor-parallel group.
         data_parallel_group: the ranks that hold the same shards as this one; None if that is not known.
-        exchange: with the ranks of ``process_group``.
+        exchange: the exchange with the ranks of ``process_group``.
 
     Returns:
         [D · R], replica by replica, each in the order of its group; none if not all ranks of the group know theirs.

@@ -43,7 +43,8 @@ def make_side_group(process_group: ProcessGroup, members: Sequence[int], number:
     give up waiting. After an error no member has the group; one that comes too late is destroyed.
 
     Args:
-        members: ranks of ``process_group``, counted within it; this rank is one of them.
+        process_group: the group that the members belong to.
+        members: the ranks of the new group, counted within ``process_group``; this rank is one of them.
         number: names the group, so it is the same on all members; see :func:`free_group_number`.
 
     Raises:
@@ -75,7 +76,7 @@ def make_side_group(process_group: ProcessGroup, members: Sequence[int], number:
 
 
 def destroy_side_group(process_group: ProcessGroup) -> None:
-    """Leave a group of :func:`make_side_group`, which all members leave when none of them uses it any more.
+    """Leave a group of :func:`make_side_group`; collective over its members, when none of them uses it any more.
 
     One that cannot be left within its time limit is left to itself, with a warning: nothing depends on it any more.
     """

@@ -27,13 +27,13 @@ _threads: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakref
 
 
 class WaitingNote:
-    """One note for all ranks; the newest stays.
+    """One note that all ranks share: what a rank waits for, where that takes long; the newest stays.
 
     A thread that wakes once a second writes it, so short waits cost nothing, and a store that does not answer holds up
     nobody. It also looks for the others' where this process makes no progress, wherever it waits.
 
     Args:
-        rendezvous: of the ranks; they share its store.
+        rendezvous: the rendezvous of the ranks, whose store they share.
 
     Attributes:
         long_s: seconds after which a wait is long; a note is there after twice that.
@@ -52,13 +52,14 @@ class WaitingNote:
         """Call ``look`` in the thread where ``progress()`` stays the same for long.
 
         Args:
-            progress, look: methods, called for as long as their object lives.
+            progress: a method that returns what changes whenever the process makes progress.
+            look: a method that reads the note; both are called for as long as their object lives.
         """
         self._watched[:] = [(weakref.WeakMethod(progress), weakref.WeakMethod(look))]
 
     @contextmanager
     def left_if_long(self, text: str) -> Iterator[None]:
-        """Leave ``text`` for the others if what is done within takes long."""
+        """Leave ``text`` for the others if the block takes long."""
         if not self._is_started:
             self._is_started = True
             args = self._waits, self._watched, self._ended, self.long_s, self._store, self._key
@@ -73,7 +74,7 @@ class WaitingNote:
             self._waits.clear()
 
     def read(self) -> str | None:
-        """The newest note; None if there never was one, or the store does not answer."""
+        """Return the newest note; None if there never was one, or the store does not answer."""
         if self._is_unreadable:
             return None
 

@@ -26,10 +26,10 @@ class WeightGroup:
 
     Args:
         process_group: the group of these ranks.
-        device: where the weights are.
+        device: the device that the weights are on.
 
     Raises:
-        RuntimeError: if not all ranks come within the time limit of ``process_group``, naming those that did not.
+        RuntimeError: if not all ranks come within the time limit of ``process_group``; it names those that did not.
     """
 
     def __init__(self, process_group: ProcessGroup, device: torch.device) -> None:
@@ -51,10 +51,13 @@ class WeightGroup:
         self.close = weakref.finalize(self, self._transport.clear)
 
     def broadcast(self, tensor: Tensor, root: int, /) -> Work:
+        """Start filling ``tensor`` on every rank with that of rank ``root`` within the group; collective."""
         return self._transport[0].broadcast(tensor, root)
 
     def send(self, tensors: list[Tensor], receiver: int, tag: int, /) -> Work:
+        """Start sending tensors to rank ``receiver`` within the group."""
         return self._transport[0].send(tensors, receiver, tag)
 
     def recv(self, tensors: list[Tensor], sender: int, tag: int, /) -> Work:
+        """Start filling tensors from rank ``sender`` within the group."""
         return self._transport[0].recv(tensors, sender, tag)

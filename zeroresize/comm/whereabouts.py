@@ -26,14 +26,14 @@ _UNCOUNTED = (Call.MAKING, Call.LOADING)
 
 @dataclass
 class Whereabouts:
-    """Kept up to date by the balancer.
+    """Where one rank is; the balancer keeps it up to date.
 
     Attributes:
         call: what this rank is doing.
-        num_steps: calls of ``balancer.step()``, the one that it is in included.
+        num_steps: how many calls of ``balancer.step()`` it has made, the one that it is in included.
         epoch: how many epochs have ended.
-        num_forwards: training forwards of balanced layers.
-        num_optimizer_steps: that the optimizer has made, without those that a loss scaler skipped.
+        num_forwards: how many training forwards its balanced layers have made.
+        num_optimizer_steps: how many steps its optimizer has made, without those that a loss scaler skipped.
         batch: what is compared while ``call`` is ``Call.FORWARD``.
     """
 
@@ -48,11 +48,13 @@ class Whereabouts:
     NUM_NUMBERS = 5
 
     def as_numbers(self) -> list[float]:
+        """Return the whereabouts as ``NUM_NUMBERS`` numbers, without ``batch``, to be sent to other ranks."""
         counts = self.num_steps, self.epoch, self.num_forwards, self.num_optimizer_steps
         return [float(_CALLS.index(self.call)), *map(float, counts)]
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[float]) -> Whereabouts:
+        """Return the whereabouts that :meth:`as_numbers` has told."""
         call, num_steps, epoch, num_forwards, num_optimizer_steps = map(int, numbers)
         return cls(_CALLS[call], num_steps, epoch, num_forwards, num_optimizer_steps)
 

@@ -35,7 +35,7 @@ class Contention:
     Competitors die with this process, however it ends, and with the thread that started them.
 
     Args:
-        core_index: which of the cores that this process may use, modulo their number.
+        core_index: the number of the core among those that this process may use, modulo how many they are.
         device: ``cpu``, or the CUDA device to compete for.
 
     Raises:
@@ -57,7 +57,7 @@ class Contention:
 
     @property
     def chi(self) -> float:
-        """χ ≥ 1 in force, a whole number. Setting it returns when all competitors are at work.
+        """The skewness χ ≥ 1 in force, a whole number. Setting it returns when all competitors are at work.
 
         Raises:
             RuntimeError: if a competitor cannot start.
@@ -80,7 +80,7 @@ class Contention:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the competitors."""
+        """The process ids of the competitors."""
         return [competitor.pid for competitor in self._competitors]
 
     def __enter__(self) -> Contention:

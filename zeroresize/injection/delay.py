@@ -15,22 +15,23 @@ SHORTEST_SLEEP_S = 100e-6
 
 
 class Delay(Protocol):
-    """Makes what lies between ``begins`` and ``ends`` take ``chi`` times as long.
+    """A delay makes what lies between ``begins`` and ``ends`` take ``chi`` times as long.
 
     Attributes:
-        chi: straggling skewness χ ≥ 1 in force; a change drops what is still owed.
-        num_products: how many were slowed.
-        seconds_added: by how much in all.
+        chi: the straggling skewness χ ≥ 1 in force; a change drops what is still owed.
+        num_products: how many products were slowed.
+        seconds_added: how many seconds they were slowed by in all.
     """
 
     chi: float
     num_products: int
     seconds_added: float
 
-    def begins(self) -> None: ...
+    def begins(self) -> None:
+        """Note that a product begins."""
 
     def ends(self, key: Hashable = None) -> None:
-        """``key`` tells apart products that may take different times."""
+        """Delay what follows a product; ``key`` tells apart products that may take different times."""
 
 
 class HostDelay:
@@ -39,10 +40,11 @@ class HostDelay:
     A sleep ends late. The overshoot is taken off the next delays, so that the slowdown is exact on average.
 
     Args:
-        clock: wall time, seconds.
-        sleep: takes seconds.
-        work_clock: what a product's time is told by, wall time if None. With ``time.thread_time``, products that lose
-            their core to another process for a while are not held up the longer for it.
+        clock: returns the wall time, in seconds.
+        sleep: sleeps for so many seconds.
+        work_clock: returns the time that a product is measured by, in seconds; None for wall time. With
+            ``time.thread_time``, products that lose their core to another process for a while are not held up the
+            longer for it.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class Delays:
         self._devices: dict[torch.device, Delay] = {}
 
     def on(self, device: torch.device) -> Delay:
-        """The delay for products on ``device``."""
+        """Return the delay for products on ``device``."""
         if device.type != "cuda":
             return self._host
         if device not in self._devices:
@@ -110,7 +112,7 @@ class Delays:
 
     @property
     def chi(self) -> float:
-        """χ ≥ 1 in force."""
+        """The skewness χ ≥ 1 in force."""
         return self._host.chi
 
     @chi.setter
@@ -120,10 +122,12 @@ class Delays:
 
     @property
     def num_products(self) -> int:
+        """How many products were slowed, on whatever device."""
         return sum(delay.num_products for delay in self._all)
 
     @property
     def seconds_added(self) -> float:
+        """How many seconds they were slowed by in all."""
         return sum(delay.seconds_added for delay in self._all)
 
     @property
@@ -132,14 +136,14 @@ class Delays:
 
 
 class Delayed:
-    """What slows a rank by ``delays``, and tells of them."""
+    """The base of what slows a rank by ``delays``, and tells of them."""
 
     def __init__(self, delays: Delays | None) -> None:
         self._delays = delays or Delays()
 
     @property
     def chi(self) -> float:
-        """χ ≥ 1 in force."""
+        """The skewness χ ≥ 1 in force."""
         return self._delays.chi
 
     @chi.setter
@@ -153,5 +157,5 @@ class Delayed:
 
     @property
     def seconds_added(self) -> float:
-        """By how much in all."""
+        """How many seconds that was in all."""
         return self._delays.seconds_added

@@ -17,7 +17,7 @@ _CALIBRATION_CYCLES = 10_000_000
 
 
 class SleepingDevice(Protocol):
-    """What a delay needs of a device: marks on the current stream, and a kernel that only spins."""
+    """A device as a delay needs it: marks on the current stream, and a kernel that only spins."""
 
     def mark(self) -> Any: ...
 
@@ -33,12 +33,14 @@ class SleepingDevice(Protocol):
 
 
 class CudaDevice(DeviceClock):
-    """A CUDA device's current stream."""
+    """The current stream of a CUDA device."""
 
     def wait_for(self, mark: torch.cuda.Event) -> None:
+        """Wait until the device has passed ``mark``."""
         mark.synchronize()
 
     def spin(self, cycles: int) -> None:
+        """Keep the stream busy for so many clock cycles."""
         with torch.cuda.device(self._device):
             spin_on_device(cycles)
 
@@ -80,7 +82,7 @@ class DeviceDelay:
 
     @property
     def chi(self) -> float:
-        """χ ≥ 1 in force; a change drops what is still owed."""
+        """The skewness χ ≥ 1 in force; a change drops what is still owed."""
         return self._chi
 
     @chi.setter

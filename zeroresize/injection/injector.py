@@ -97,7 +97,7 @@ class StragglerInjector:
 
     @property
     def seconds_added(self) -> float:
-        """By how much in all (0 with ``kind="contend"``)."""
+        """How many seconds they were slowed by in all (0 with ``kind="contend"``)."""
         return self._slowness.seconds_added
 
     def set_epoch(self, epoch: int) -> None:
@@ -110,7 +110,7 @@ class StragglerInjector:
             self.set_chi(self._schedule(epoch, self._num_ranks))
 
     def set_chi(self, chi: Mapping[int, float]) -> None:
-        """Make exactly these ranks slow from now on. To be called on every rank alike.
+        """Make exactly these ranks slow from now on. Call it on every rank alike; it communicates nothing.
 
         Raises:
             ValueError: for a rank or χ that is not allowed.

@@ -20,18 +20,18 @@ SCHEDULES = ("static", "round_robin")
 
 
 def static(chi: Mapping[int, float]) -> Schedule:
-    """The same stragglers in every epoch, such as ``static({0: 8, 1: 6})``."""
+    """Return a schedule of the same stragglers in every epoch, such as ``static({0: 8, 1: 6})``."""
     stragglers = dict(chi)
     return lambda epoch, num_ranks: stragglers
 
 
 def round_robin(chi: float = 2.0) -> Schedule:
-    """A new straggler each epoch: rank ``epoch % num_ranks`` is ``chi`` times slower (paper, Fig. 7 to 9)."""
+    """Return a schedule in which rank ``epoch % num_ranks`` is ``chi`` times slower (paper, Fig. 7 to 9)."""
     return lambda epoch, num_ranks: {epoch % num_ranks: chi}
 
 
 def checked_chi(chi: Any, num_ranks: int, kind: str = "sleep") -> dict[int, float]:
-    """``chi`` as {rank: χ ≥ 1}, for a group of ``num_ranks`` ranks.
+    """Check ``chi`` for a group of ``num_ranks`` ranks, and return it as {rank: χ ≥ 1}.
 
     Raises:
         ValueError: for a rank outside the group, or a χ that is neither 0 nor a finite number of at least 1 (a whole

@@ -41,7 +41,7 @@ class SlowOps:
 
     @property
     def chi(self) -> float:
-        """χ ≥ 1 in force.
+        """The skewness χ ≥ 1 in force.
 
         Raises:
             RuntimeError: when an active ``SlowOps`` is set from 1 to more inside another ``TorchDispatchMode`` that
@@ -62,7 +62,7 @@ class SlowOps:
 
     @property
     def seconds_added(self) -> float:
-        """By how much in all."""
+        """How many seconds they were slowed by in all."""
         return self._delays.seconds_added
 
     def __enter__(self) -> SlowOps:

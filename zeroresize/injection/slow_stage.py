@@ -16,7 +16,8 @@ class SlowStage(Delayed):
     that waits for other ranks within is held up by its waits, too.
 
     Args:
-        pipeline: of which this rank is a stage. Layers that arrive by a move are slowed, those that have left are not.
+        pipeline: the pipeline of which this rank is a stage. Layers that arrive by a move are slowed, those that have
+            left are not.
         delays: how layers are delayed.
     """
 

@@ -13,42 +13,42 @@ from torch import Tensor
 
 
 class Gemm(Protocol):
-    """How a kernel must multiply, so that probes see it."""
+    """The call by which a kernel must multiply, so that probes see it."""
 
     def __call__(self, multiply: Callable[..., Tensor], *operands: Any) -> Tensor:
-        """``multiply(*operands)``, the matrix multiplication inside a product."""
+        """Carry out ``multiply(*operands)``, the matrix multiplication inside a product."""
 
     def whole(self, kernel: Callable[..., Tensor], *operands: Any) -> Tensor:
-        """``kernel(*operands, gemm)`` of a fused kernel, which does all of a product in one piece."""
+        """Carry out ``kernel(*operands, gemm)`` of a fused kernel, which does all of a product in one piece."""
 
 
 class ProductProbe:
-    """Watches or slows a layer's products; each method does nothing unless overridden.
+    """A probe watches or slows a layer's products; each method does nothing unless overridden.
 
     Attributes:
-        sees_evaluation: whether it is also told of the products of layers in evaluation.
+        sees_evaluation: whether it also sees the products of layers in evaluation.
     """
 
     sees_evaluation: ClassVar[bool] = True
 
     def product_begins(self) -> None:
-        """Called before a product, gathers included."""
+        """Note that a product begins, gathers included."""
 
     def product_ends(self) -> None:
-        """Called after a product, before its result can reach a collective."""
+        """Note that a product has ended, before its result can reach a collective."""
 
     def gemm_begins(self, operands: tuple[Any, ...]) -> None:
-        """Called before the matrix multiplication of ``operands``."""
+        """Note that the matrix multiplication of ``operands`` begins."""
 
     def gemm_ends(self, operands: tuple[Any, ...]) -> None:
-        """Called after the matrix multiplication of ``operands``."""
+        """Note that the matrix multiplication of ``operands`` has ended."""
 
     def whole_begins(self, operands: tuple[Any, ...]) -> None:
-        """Called before a fused kernel, which takes ``operands``; by default as if all of it were a multiplication."""
+        """Note that a fused kernel of ``operands`` begins; by default as if all of it were a multiplication."""
         self.gemm_begins(operands)
 
     def whole_ends(self, operands: tuple[Any, ...]) -> None:
-        """Called after a fused kernel; by default as if all of it were a multiplication."""
+        """Note that a fused kernel has ended; by default as if all of it were a multiplication."""
         self.gemm_ends(operands)
 
 
@@ -59,20 +59,23 @@ class Probes:
         self._probes = tuple(probes)
 
     def add_outermost(self, probe: ProductProbe) -> None:
+        """Add a probe around the others: it sees what they do."""
         self._probes = (probe, *self._probes)
 
     def add_innermost(self, probe: ProductProbe) -> None:
+        """Add a probe within the others: they see what it does."""
         self._probes = (*self._probes, probe)
 
     def remove(self, probe: ProductProbe) -> None:
+        """Remove a probe, if it is there."""
         self._probes = tuple(other for other in self._probes if other is not probe)
 
     def of_evaluation(self) -> Probes:
-        """Those that are told of an evaluation's products, too."""
+        """Return the probes that also see the products of an evaluation."""
         return Probes(probe for probe in self._probes if probe.sees_evaluation)
 
     def holds(self, kind: type[ProductProbe]) -> bool:
-        """Whether a probe of this kind is attached."""
+        """Return whether a probe of this kind is attached."""
         return any(isinstance(probe, kind) for probe in self._probes)
 
     def product(self, kernel: Callable[..., Tensor], *operands: Any) -> Tensor:

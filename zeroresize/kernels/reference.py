@@ -15,14 +15,17 @@ from zeroresize.plan.layer import LayerPlan
 
 
 def forward(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: LayerPlan | None, gemm: Gemm) -> Tensor:
-    """y_TN = x[:, keep] · w[:, keep]ᵀ + bias; ``x`` may have any leading dimensions when there is no plan."""
+    """Return y_TN = x[:, keep] · w[:, keep]ᵀ + bias; without a plan ``x`` may have any leading dimensions."""
     if plan is None:
         return gemm(F.linear, x_TK, w_NK, bias_N)
     return gemm(F.linear, plan.kept.of(x_TK), plan.kept.of(w_NK), bias_N)
 
 
 def dgrad(dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None, last_dx_TK: Tensor | None, gemm: Gemm) -> Tensor:
-    """dx_TK: dx[:, keep] = dy · w[:, keep], the other columns imputed (from ``last_dx_TK`` if that is "same")."""
+    """Return dx_TK with dx[:, keep] = dy · w[:, keep] and the other columns imputed.
+
+    Imputation "same" takes them from ``last_dx_TK``.
+    """
     if plan is None:
         return gemm(torch.matmul, dy_TN, w_NK)
     dx_TP = gemm(torch.matmul, dy_TN, plan.kept.of(w_NK))
@@ -30,12 +33,15 @@ def dgrad(dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None, last_dx_TK: Tenso
 
 
 def dgrad_by_columns(dy_TN: Tensor, w_NK: Tensor, gemm: Gemm) -> Tensor:
-    """dx_TK = dy · w, whole, computed as its transpose: it lies in memory column by column."""
+    """Return the whole dx_TK = dy · w, computed as its transpose: it lies in memory column by column."""
     return gemm(torch.matmul, w_NK.t(), dy_TN.t()).t()
 
 
 def wgrad(dy_TN: Tensor, x_TK: Tensor, plan: LayerPlan | None, last_dw_NK: Tensor | None, gemm: Gemm) -> Tensor:
-    """dw_NK: dw[:, keep] = dyᵀ · x[:, keep], the other columns imputed (from ``last_dw_NK`` if that is "same")."""
+    """Return dw_NK with dw[:, keep] = dyᵀ · x[:, keep] and the other columns imputed.
+
+    Imputation "same" takes them from ``last_dw_NK``.
+    """
     if plan is None:
         return gemm(torch.matmul, dy_TN.t(), x_TK)
     dw_NP = gemm(torch.matmul, dy_TN.t(), plan.kept.of(x_TK))

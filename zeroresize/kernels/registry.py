@@ -52,23 +52,23 @@ def register(implementation: Implementation, *, device_type: str, dtype: torch.d
     implementation are predicted wrongly.
 
     Raises:
-        RuntimeError: for a device type that torch does not know.
+        RuntimeError: if torch does not know the device type.
     """
     _registered[torch.device(device_type).type, dtype] = implementation
 
 
 def implementation_on(device_type: str, dtype: torch.dtype) -> Implementation:
-    """What computes products of ``dtype`` on ``device_type``."""
+    """Return the implementation that computes products of ``dtype`` on ``device_type``."""
     return _registered.get((device_type, dtype), REFERENCE)
 
 
 def implementation_for(operand: Tensor) -> Implementation:
-    """What computes products of tensors like ``operand``."""
+    """Return the implementation that computes products of tensors like ``operand``."""
     return _registered.get((operand.device.type, operand.dtype), REFERENCE)
 
 
 def forward(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: LayerPlan | None, gemm: Gemm) -> Tensor:
-    """y_TN, as :func:`zeroresize.kernels.reference.forward`."""
+    """Return y_TN, as :func:`zeroresize.kernels.reference.forward` does, by the implementation for ``x_TK``."""
     how = implementation_for(x_TK)
     if how.is_fused:
         return gemm.whole(how.forward, x_TK, w_NK, bias_N, plan)
@@ -76,7 +76,7 @@ def forward(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: LayerPlan |
 
 
 def dgrad(dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None, last_dx_TK: Tensor | None, gemm: Gemm) -> Tensor:
-    """dx_TK, as :func:`zeroresize.kernels.reference.dgrad`."""
+    """Return dx_TK, as :func:`zeroresize.kernels.reference.dgrad` does, by the implementation for ``dy_TN``."""
     how = implementation_for(dy_TN)
     if how.is_fused:
         return gemm.whole(how.dgrad, dy_TN, w_NK, plan, last_dx_TK)
@@ -84,7 +84,7 @@ def dgrad(dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None, last_dx_TK: Tenso
 
 
 def dgrad_by_columns(dy_TN: Tensor, w_NK: Tensor, gemm: Gemm) -> Tensor:
-    """dx_TK, as :func:`zeroresize.kernels.reference.dgrad_by_columns`."""
+    """Return dx_TK, as :func:`zeroresize.kernels.reference.dgrad_by_columns`, by the implementation for ``dy_TN``."""
     how = implementation_for(dy_TN)
     if how.is_fused:
         return gemm.whole(how.dgrad_by_columns, dy_TN, w_NK)
@@ -92,7 +92,7 @@ def dgrad_by_columns(dy_TN: Tensor, w_NK: Tensor, gemm: Gemm) -> Tensor:
 
 
 def wgrad(dy_TN: Tensor, x_TK: Tensor, plan: LayerPlan | None, last_dw_NK: Tensor | None, gemm: Gemm) -> Tensor:
-    """dw_NK, as :func:`zeroresize.kernels.reference.wgrad`."""
+    """Return dw_NK, as :func:`zeroresize.kernels.reference.wgrad` does, by the implementation for ``dy_TN``."""
     how = implementation_for(dy_TN)
     if how.is_fused:
         return gemm.whole(how.wgrad, dy_TN, x_TK, plan, last_dw_NK)

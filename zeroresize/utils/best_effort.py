@@ -10,11 +10,11 @@ logger = logging.getLogger(__name__)
 
 
 class BestEffort:
-    """What cannot be written is lost, with one warning; what called goes on.
+    """Lets the caller go on where something cannot be written: it is lost, with one warning.
 
     Args:
-        what: is written, as the warning begins.
-        kind: of errors that are no more than that.
+        what: what is written, with which the warning begins.
+        kind: the class of the errors that are no more than that.
 
     Attributes:
         has_failed: whether anything was lost.
@@ -26,7 +26,7 @@ class BestEffort:
 
     @contextmanager
     def writing(self, since: str) -> Iterator[None]:
-        """A block that writes; ``since`` tells what is lost first, as in "step 20"."""
+        """Run a block that writes; ``since`` says what is lost first, as in "step 20"."""
         try:
             yield
         except self._kind as error:

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 
 
 def plain_file(folder: str | os.PathLike[str], name: str) -> Path:
-    """The path of a plain file that lies in ``folder``; the file is looked at, and not opened.
+    """Return the path of a plain file that lies in ``folder``; the file is looked at, and not opened.
 
     Raises:
         ValueError: naming folder or file, if ``name`` leads elsewhere (``/dev/zero``, ``../other``, ``inner/file``), or
@@ -27,8 +27,8 @@ def require_plain_file(path: Path) -> None:
     """Check that ``path`` is a file of its own: reading a device or a pipe may never end, and a link leads elsewhere.
 
     Raises:
-        ValueError: naming it, if it is none.
-        FileNotFoundError: if there is nothing.
+        ValueError: if ``path`` is none; it names the path.
+        FileNotFoundError: if nothing is there.
     """
     if not stat.S_ISREG(path.lstat().st_mode):
         raise ValueError(f"{path}: no plain file (a link, a device, a pipe or a folder), refused")

@@ -57,9 +57,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_index(stream: IO[bytes], where: str) -> metadata.Metadata:
-    """What DCP wrote as ``.metadata``.
+    """Return the index that DCP wrote as ``.metadata``.
 
     Args:
+        stream: the file, opened for reading bytes.
         where: names the file in errors.
 
     Raises:
@@ -85,7 +86,7 @@ def index_to_json(index: metadata.Metadata) -> str:
     """Return an index as JSON: names, dtypes, shapes, and where each chunk lies.
 
     Raises:
-        ValueError: for a tensor that is not dense.
+        ValueError: if a tensor is not dense.
     """
     tensors: dict[str, Any] = {}
     for name, entry in index.state_dict_metadata.items():
@@ -104,7 +105,7 @@ def index_to_json(index: metadata.Metadata) -> str:
 
 
 def index_from_json(text: str, where: str) -> metadata.Metadata:
-    """Return what :func:`index_to_json` wrote.
+    """Return the index that :func:`index_to_json` wrote.
 
     Args:
         where: names the file in errors.

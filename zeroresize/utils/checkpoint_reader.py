@@ -23,10 +23,10 @@ TOLD, TOLD_PREFIXES = "pipeline.settings", ("layers.", "optimizer.layers.", "pip
 
 @runtime_checkable
 class ReadsItself(Protocol):
-    """What decides by what a checkpoint says which of its tensors are to be read, and in which shapes."""
+    """A value that decides by what a checkpoint says which of its tensors are to be read, and in which shapes."""
 
     def read_itself(self, folder: str | os.PathLike[str]) -> None:
-        """Read from a checkpoint, and change nothing but what is read into; not collective.
+        """Read from the checkpoint in ``folder``, and change nothing but what is read into; not collective.
 
         Raises:
             ValueError: if something is missing or does not fit.
@@ -58,7 +58,11 @@ class CheckpointReader(FileSystemReader):
         super().__init__(path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index, or that of one rank (``rank``) where each has written an index of its own."""
+        """Return the index, or that of one rank (``rank``) where each has written an index of its own.
+
+        Raises:
+            ValueError: if the index is damaged, or names anything else than DCP's own data.
+        """
         rank = kwargs.get("rank")
         path = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
         plain = Path(self.path) / INDEX
@@ -79,7 +83,7 @@ class CheckpointReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a plan asks for, and what a pipeline finds that it needs."""
+        """Read what a plan asks for, and what a value that reads itself finds that it needs."""
         for value in getattr(planner, "state_dict", {}).values():
             if isinstance(value, ReadsItself):
                 value.read_itself(self.path)
@@ -116,13 +120,14 @@ class _PlainValues:
 
 
 def plain_value(stream: io.BytesIO, what: str) -> Any:
-    """What ``torch.save`` wrote, if reading it runs no code.
+    """Return what ``torch.save`` wrote, if reading it runs no code.
 
     Args:
+        stream: the file that was written.
         what: names it in errors.
 
     Raises:
-        ValueError: for other classes than tensors' and plain values'; nothing has run.
+        ValueError: if it holds other classes than tensors and plain values; nothing of it has run.
     """
     try:
         return torch.load(stream, map_location="cpu", weights_only=True)

@@ -22,8 +22,9 @@ class EventBoard:
     with a traceback, and all later numbers with it.)
 
     Args:
-        folder: where the events go; one for each process.
-        from_step: events of this step and later ones, left by an interrupted run, are hidden; None keeps all.
+        folder: the folder that the events go to; each process needs one of its own.
+        from_step: the first step of this run: events of it and of later ones that an interrupted run has left are
+            hidden; None keeps all.
 
     Raises:
         OSError: if the file cannot be made.
@@ -51,7 +52,7 @@ class EventBoard:
             self._write(step=step, summary=scalar(name, value))
 
     def close(self) -> None:
-        """All is written that can be."""
+        """Write all that can be written, and end the file."""
         with self._best_effort.writing("its last numbers"):
             self._records.close()
 

@@ -9,8 +9,11 @@ from pathlib import Path
 class GrowingFile:
     """Appends to a file, without a buffer.
 
+    Args:
+        path: the file, which is made if it is not there.
+
     Raises:
-        OSError: if it cannot be opened.
+        OSError: if the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,8 +37,8 @@ class GrowingFile:
         self._num_bytes += len(piece)
 
     def flush(self) -> None:
-        """Nothing waits to be written."""
+        """Do nothing: no piece waits to be written."""
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file."""
         self._file.close()

@@ -16,8 +16,8 @@ class JsonLines:
 
     Args:
         path: the file; its folder is made.
-        until: the key of a number that every line has, and the largest one of the lines that are there to stay; None
-            keeps all. The old file is whole until the new one is.
+        until: the key of a number that every line has, and the largest number of the lines that stay; None keeps all
+            lines. The old file stays whole until the new one is.
 
     Raises:
         ValueError: naming the file and the line that is no JSON object or has no such number.
@@ -46,11 +46,12 @@ class JsonLines:
         self._file.write(json.dumps(without_nan(values)).encode() + b"\n")
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The objects of a file; an unfinished last line is left out, a missing file is empty.
+    """Return the objects of a file; an unfinished last line is left out, a missing file is empty.
 
     Raises:
         ValueError: naming the file and the line that is no JSON object.
@@ -59,7 +60,7 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def without_nan(value: Any) -> Any:
-    """``value`` with None for NaN and infinity, at any depth: JSON has no such numbers."""
+    """Return ``value`` with None for NaN and infinity, at any depth: JSON has no such numbers."""
     if isinstance(value, Mapping):
         return {str(key): without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -9,13 +9,16 @@ _TEXTS = ("can't allocate memory", "std::bad_alloc", "Cannot allocate memory", "
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """On the CPU torch and its communication libraries raise plain RuntimeErrors."""
+    """Return whether an error means that memory has run out.
+
+    On the CPU torch and its communication libraries raise plain RuntimeErrors, so that their texts count, too.
+    """
     is_plain = isinstance(error, RuntimeError | OSError) and any(text in str(error) for text in _TEXTS)
     return is_plain or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def reason(error: BaseException) -> str:
-    """What an error says; Python's own of memory says nothing."""
+    """Return what an error says; of Python's MemoryError, which says nothing, that memory has run out."""
     if isinstance(error, MemoryError):
         return "out of memory" + (f": {error}" if str(error) else "")
     return str(error) or type(error).__name__

@@ -15,32 +15,32 @@ Check = Callable[[Any, str], None]
 
 
 def anything(value: Any, where: str) -> None:
-    """Fits always."""
+    """Allow every value."""
 
 
 def any_number(value: Any, where: str) -> None:
-    """A number; NaN and infinity, too."""
+    """Check for a number; NaN and infinity are allowed, too."""
     _require(_is_number(value), "a number", value, where)
 
 
 def not_negative(value: Any, where: str) -> None:
-    """A finite number of at least 0."""
+    """Check for a finite number of at least 0."""
     _require(_is_number(value) and 0.0 <= value < math.inf, "a number of at least 0", value, where)
 
 
 def share(value: Any, where: str) -> None:
-    """A number from 0 to 1."""
+    """Check for a number from 0 to 1."""
     _require(_is_number(value) and 0.0 <= value <= 1.0, "a number from 0 to 1", value, where)
 
 
 def count(value: Any, where: str) -> None:
-    """A whole number of at least 0."""
+    """Check for a whole number of at least 0."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     _require(is_whole and value >= 0, "a whole number of at least 0", value, where)
 
 
 def below(limit: int) -> Check:
-    """A whole number from 0 to ``limit`` − 1."""
+    """Return a check for a whole number from 0 to ``limit`` − 1."""
 
     def check(value: Any, where: str) -> None:
         count(value, where)
@@ -50,17 +50,17 @@ def below(limit: int) -> Check:
 
 
 def flag(value: Any, where: str) -> None:
-    """True or false."""
+    """Check for true or false."""
     _require(isinstance(value, bool), "true or false", value, where)
 
 
 def text(value: Any, where: str) -> None:
-    """A text."""
+    """Check for a text."""
     _require(isinstance(value, str), "a text", value, where)
 
 
 def tensor(shape: Sequence[int] | None = None) -> Check:
-    """A tensor, of that shape if any is given."""
+    """Return a check for a tensor, of that shape if one is given."""
 
     def check(value: Any, where: str) -> None:
         _require(isinstance(value, Tensor), "a tensor", value, where)
@@ -71,12 +71,12 @@ def tensor(shape: Sequence[int] | None = None) -> Check:
 
 
 def optional(check: Check) -> Check:
-    """None, or what ``own`` checks for."""
+    """Return a check for None, or for what ``check`` allows."""
     return lambda value, where: None if value is None else check(value, where)
 
 
 def each(check_item: Check, length: int | None = None) -> Check:
-    """A list or tuple of values alike, of that length if any is given."""
+    """Return a check for a list or tuple whose items ``check_item`` allows, of that length if one is given."""
 
     def check(value: Any, where: str) -> None:
         _require(isinstance(value, list | tuple), "a list", value, where)
@@ -89,7 +89,7 @@ def each(check_item: Check, length: int | None = None) -> Check:
 
 
 def row(*checks: Check, least: int | None = None) -> Check:
-    """A list or tuple with a value for each check, or for the first ``least`` at least."""
+    """Return a check for a list or tuple with a value for each of ``checks``, or for the first ``least`` at least."""
 
     def check(value: Any, where: str) -> None:
         _require(isinstance(value, list | tuple), "a list", value, where)
@@ -102,7 +102,7 @@ def row(*checks: Check, least: int | None = None) -> Check:
 
 
 def keyed(checks: Mapping[str, Check]) -> Check:
-    """A mapping that has these keys; what else it has is not looked at."""
+    """Return a check for a mapping that has the keys of ``checks``; what else it has is not looked at."""
 
     def check(value: Any, where: str) -> None:
         _require(isinstance(value, Mapping), "a mapping", value, where)
@@ -115,7 +115,7 @@ def keyed(checks: Mapping[str, Check]) -> Check:
 
 
 def values(check_item: Check) -> Check:
-    """A mapping of texts to values alike."""
+    """Return a check for a mapping of texts to values that ``check_item`` allows."""
 
     def check(value: Any, where: str) -> None:
         _require(isinstance(value, Mapping), "a mapping", value, where)

@@ -20,7 +20,7 @@ def at_least(key: str, value: Any, least: int, most: int = LARGEST_COUNT) -> Non
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a finite number; True and False are none."""
+    """Return whether ``value`` is a finite number; True and False are none."""
     if isinstance(value, float):
         return math.isfinite(value)
     return isinstance(value, int) and not isinstance(value, bool)
@@ -68,15 +68,15 @@ def divides(key: str, size: int, by_key: str, by: int) -> None:
 def known_keys(
     what: str, values: Any, known: Sequence[str], *, room: str = "", elsewhere: Sequence[str] = ()
 ) -> Mapping[str, Any]:
-    """``values``, if it is a mapping that has no key but those ``known``.
+    """Check that ``values`` is a mapping that has no key but those ``known``, and return it.
 
     Args:
         what: how a message calls such a key, as "balance key".
-        room: under which name ``values`` stand in a larger mapping: a message calls the key ``a`` then ``room.a``.
-        elsewhere: further keys that a wrong one may be meant for, as a message is to call them.
+        room: the name under which ``values`` stand in a larger mapping: a message calls the key ``a`` then ``room.a``.
+        elsewhere: further keys that a wrong one may be meant for, as a message calls them.
 
     Raises:
-        ValueError: naming the unknown keys, what each may be misspelt for, and those that are known.
+        ValueError: if there are others; it names them, what each may be misspelt for, and those that are known.
     """
     if not isinstance(values, Mapping):
         given = "nothing" if values is None else type(values).__name__
@@ -94,12 +94,12 @@ def known_keys(
 
 
 def closest(key: str, known: Sequence[str], cutoff: float = 0.6) -> str | None:
-    """The one of ``known`` that ``key`` may be misspelt for; None if none is as alike as ``cutoff``."""
+    """Return the name in ``known`` that ``key`` may be misspelt for; None if none is as alike as ``cutoff``."""
     return next(iter(difflib.get_close_matches(key, known, n=1, cutoff=cutoff)), None)
 
 
 def share_numbers(shares: Any, num_ranks: int | None = None, choices: str = "") -> tuple[float, ...]:
-    """What a user gives as the shares of the ranks of a group, as floats.
+    """Check what a user gives as the shares of the ranks of a group, and return it as floats.
 
     Args:
         num_ranks: how many there must be; None where the group is not known yet.

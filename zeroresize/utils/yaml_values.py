@@ -98,7 +98,7 @@ _Loader.add_constructor(_INT, _Loader.construct_int)
 
 
 def load_yaml(text: str | bytes) -> Any:
-    """The value of a YAML document; bytes are UTF-8, or UTF-16 with a byte order mark.
+    """Return the value of a YAML document; bytes are UTF-8, or UTF-16 with a byte order mark.
 
     Raises:
         yaml.YAMLError: if ``text`` is none, has a key twice, or is too deep or too large.
@@ -107,7 +107,7 @@ def load_yaml(text: str | bytes) -> Any:
 
 
 def read_yaml(path: str | Path) -> Any:
-    """The value of a YAML file.
+    """Return the value of a YAML file.
 
     Raises:
         ValueError: naming the file and the line, if it is not YAML, has a key twice, or is too deep or too large.
@@ -120,7 +120,7 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def yaml_mistake(error: yaml.YAMLError) -> str:
-    """What is wrong, and where if that is known, in one line."""
+    """Return what is wrong, and where if that is known, in one line."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark, words = error.problem_mark, (error.context, error.problem)
         return f"line {mark.line + 1}, column {mark.column + 1}: {', '.join(word for word in words if word)}"
