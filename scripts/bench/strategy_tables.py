@@ -90,7 +90,9 @@ def searched(sample: Sequence[Sequence[int]], cost: CostModel, pack: Pack, limit
     """The search over all strategies of which one can hold the model at all."""
     every = candidate_strategies(cost.num_ranks, cost.layers.num_layers, [64, 17920], ranks_per_node=8)
     candidates = [
-        own for own in every if any(cost.fits(own, optimizer_strategy, EDGES[0], limit) for optimizer_strategy in every)
+        strategy
+        for strategy in every
+        if any(cost.fits(strategy, optimizer_strategy, EDGES[0], limit) for optimizer_strategy in every)
     ]
     return search_strategies(
         sample, candidates, cost, memory_limit=limit, thresholds=EDGES, pack=pack, max_ranges=len(EDGES)
