@@ -49,6 +49,22 @@ def stepped_once(master=False):
     return parameter, stepped, optimizer
 
 
+def test_a_whole_parameter_that_leaves_and_comes_back_is_as_it_was():
+    parameter, _, optimizer = stepped_once()
+    parameter.requires_grad_(False)
+    tensors = {PARAMETER: parameter.detach().clone(), GRADIENT: parameter.grad.clone()}
+    moments = {key: optimizer.state[parameter][key].clone() for key in ("exp_avg", "exp_avg_sq", "step")}
+    ParameterState("weight", parameter, parameter, optimizer).empty()
+    assert parameter.shape == (0, 3) and parameter.grad is None and parameter not in optimizer.state
+    parameter.requires_grad_(True)
+    new = {**tensors, **{STATE + key: value for key, value in moments.items()}}
+    state = ParameterState("weight", parameter, parameter, optimizer)
+    state.install_whole(new, {"name": "a"}, requires_grad=False)
+    assert optimizer.param_groups[0]["params"] == [parameter] and not parameter.requires_grad
+    assert torch.equal(parameter, tensors[PARAMETER]) and torch.equal(parameter.grad, tensors[GRADIENT])
+    assert optimizer.state[parameter] == {"name": "a", **moments}
+
+
 def test_all_of_the_parameters_shape_is_there_and_described():
     parameter, stepped, optimizer = stepped_once(master=True)
     state = ParameterState("weight", parameter, stepped, optimizer)
