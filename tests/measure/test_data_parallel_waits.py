@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
 from zeroresize.measure import waits
-from zeroresize.measure.step_timer import HostClock, StepTimer
+from zeroresize.measure.clocks import HostClock
+from zeroresize.measure.step_timer import StepTimer
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import zeroresize as zr
 from zeroresize.kernels.probe import Probes
-from zeroresize.measure import step_timer
+from zeroresize.measure.clocks import clock_for
 from zeroresize.measure.step_timer import LayerTimer, StepTimer
 from zeroresize.plan.group import Shares
 
@@ -170,7 +170,7 @@ def test_real_products_take_the_longer_the_larger_their_layer(run_ranks):
 @pytest.mark.gpu
 def test_device_events_tell_layers_apart():
     device = torch.device("cuda")
-    timer = StepTimer(step_timer.clock_for(device))
+    timer = StepTimer(clock_for(device))
     small, large = LayerTimer(timer, "small"), LayerTimer(timer, "large")
     for _ in range(2):
         timer.begin_step()

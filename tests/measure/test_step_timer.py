@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from zeroresize.config import BalanceConfig
-from zeroresize.measure import rank_monitor, step_timer, waits
-from zeroresize.measure.step_timer import HostClock, StepTimer
+from zeroresize.measure import rank_monitor, waits
+from zeroresize.measure.clocks import HostClock, clock_for
+from zeroresize.measure.step_timer import StepTimer
 from zeroresize.plan.group import Shares
 
 
@@ -225,7 +226,7 @@ def test_marks_that_the_device_has_not_passed_are_kept_however_many(clock, timer
 @pytest.mark.gpu
 def test_device_events_tell_products_and_waits_apart():
     device = torch.device("cuda")
-    timer = StepTimer(step_timer.clock_for(device))
+    timer = StepTimer(clock_for(device))
     x = torch.randn(4096, 4096, device=device)
     for _ in range(2):
         timer.begin_step()

@@ -11,7 +11,7 @@ from torch import nn
 
 from lm_examples.llama import token_loss
 from zeroresize.layers.segment import Segment
-from zeroresize.measure.step_timer import HostClock
+from zeroresize.measure.clocks import HostClock
 from zeroresize.plan.length_range import LengthRange, with_limits
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.costs.cost_model import CostModel

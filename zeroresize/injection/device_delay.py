@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from zeroresize.measure.step_timer import DeviceClock
+from zeroresize.measure.clocks import DeviceClock
 from zeroresize.utils.torch_private import spin_on_device
 
 _CALIBRATION_CYCLES = 10_000_000

@@ -18,10 +18,11 @@ from torch import nn
 
 import zeroresize.integrations.transformers_segments  # noqa: F401 - it registers what it knows
 from zeroresize.integrations.changed_modules import why_changed
+from zeroresize.integrations.graph_reading import FromOutside, NotProven
 from zeroresize.integrations.named_segments import require_follower, require_whole_heads
 from zeroresize.integrations.segment_registry import StaysEven, is_registered, registered_segments
 from zeroresize.integrations.still_sound import StillSound, TracedAgain
-from zeroresize.integrations.traced_segments import FromOutside, NotProven, TracedModule
+from zeroresize.integrations.traced_segments import TracedModule
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment, Segment, UnitTensor
 from zeroresize.plan.ownership import OwnershipMap, neuron_quantum

@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from zeroresize.integrations.changed_modules import why_changed
-from zeroresize.integrations.traced_segments import Found, NotProven, TracedModule
+from zeroresize.integrations.graph_reading import NotProven, TracedSegment
+from zeroresize.integrations.traced_segments import TracedModule
 
 #: While segments are asked together: what was traced for them.
 _shared: ContextVar[dict[nn.Module, TracedModule] | None] = ContextVar("_shared", default=None)
@@ -61,7 +62,7 @@ class TracedAgain:
     holder: nn.Module
     name: str
     row: Any
-    reading: Found
+    reading: TracedSegment
 
     def __call__(self) -> str | None:
         holder_name = f"{self.name or 'the model'} ({type(self.holder).__name__})"

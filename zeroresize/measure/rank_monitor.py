@@ -19,8 +19,9 @@ from zeroresize.config import BalanceConfig
 from zeroresize.kernels import implementation_on
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.measure.calibrate_resizing import ProductSplit, measure_resizing_cost
+from zeroresize.measure.clocks import clock_for
 from zeroresize.measure.compare_products import Reference, choose_reference, compare_products, time_reference
-from zeroresize.measure.step_timer import LayerTimer, StepTimer, clock_for
+from zeroresize.measure.step_timer import LayerTimer, StepTimer
 from zeroresize.plan.group import Shares
 from zeroresize.policy.tensor.cost_model import NUM_POINTS, ResizingCost
 from zeroresize.policy.tensor.estimator import RankEstimator

@@ -11,98 +11,17 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from zeroresize.kernels.probe import ProductProbe
 from zeroresize.measure import waits
+from zeroresize.measure.clocks import Clock
 from zeroresize.plan.group import Shares
 from zeroresize.policy.tensor.times import StepTimes
 from zeroresize.utils.torch_private import current_backward
 
 #: At most so many pairs of marks are kept, besides those that the device has not passed yet.
 _MOST_PAIRS = 1024
-
-
-class Clock(Protocol):
-    """Takes marks now and turns two of them into seconds later."""
-
-    def mark(self) -> Any: ...
-
-    def seconds(self, begin: Any, end: Any) -> float: ...
-
-    def has_passed(self, mark: Any) -> bool: ...
-
-    def enter_main_stream(self) -> None:
-        """A step begins, on the stream that is current now."""
-
-    def is_on_main_stream(self) -> bool:
-        """Whether work that is started now delays the step."""
-
-    def recycle(self, marks: list[Any]) -> None:
-        """These marks have been read and are not needed again."""
-
-
-class HostClock:
-    """``time.perf_counter``: wall time, so that sleeping and being preempted count."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
-
-    def has_passed(self, mark: float) -> bool:
-        return True
-
-    def enter_main_stream(self) -> None:
-        pass
-
-    def is_on_main_stream(self) -> bool:
-        return True
-
-    def recycle(self, marks: list[float]) -> None:
-        pass
-
-
-class DeviceClock:
-    """CUDA events on the current stream of ``device``; events are used again once they have been read.
-
-    Args:
-        device: a CUDA device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._main_stream = torch.cuda.current_stream(device)
-        self._free: list[torch.cuda.Event] = []
-
-    def mark(self) -> torch.cuda.Event:
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return begin.elapsed_time(end) / 1e3
-
-    def has_passed(self, mark: torch.cuda.Event) -> bool:
-        return mark.query()
-
-    def enter_main_stream(self) -> None:
-        self._main_stream = torch.cuda.current_stream(self._device)
-
-    def is_on_main_stream(self) -> bool:
-        return torch.cuda.current_stream(self._device) == self._main_stream
-
-    def recycle(self, marks: list[torch.cuda.Event]) -> None:
-        self._free.extend(marks)
-
-
-def clock_for(device: torch.device) -> Clock:
-    """Device events for a GPU, else the host's clock."""
-    return DeviceClock(device) if device.type == "cuda" else HostClock()
-
 
 _WHOLE = Shares()
 
