@@ -41,7 +41,7 @@ class Balancer:
     Stateful.
 
     Args:
-        model: with parallel layers, on its device: made by ``parallelize_module`` with this package's styles, by
+        model: holds parallel layers, on its device: made by ``parallelize_module`` with this package's styles, by
             ``from_linear``, or by a host. ``zeroresize.convert`` is called for a model that was not converted.
         optimizer: the optimizer that steps its parameters. Units move only if it treats every element by itself, as
             AdamW does: see :func:`zeroresize.mark_elementwise`.
@@ -56,8 +56,8 @@ class Balancer:
         on_update: called with an :class:`~zeroresize.telemetry.UpdateRecord` at every update, on every rank.
 
     Attributes:
-        config, on_update: as above; ``on_update`` may be changed at any time.
-        lineage: which columns are pruned now, ``lineage.pruned(layer_name, "x" | "w")``.
+        config, on_update: are the arguments; ``on_update`` may be changed at any time.
+        lineage: tells which columns are pruned now, by ``lineage.pruned(layer_name, "x" | "w")``.
 
     Raises:
         ValueError: if the model has no layer that can be balanced, or layers of several groups, or of another one than
@@ -100,7 +100,7 @@ class Balancer:
         self._is_at(Call.TRAINING)
 
     def step(self) -> None:
-        """One optimizer step is done: record it and, every ``update_every`` steps, exchange and decide.
+        """Record that one optimizer step is done and, every ``update_every`` steps, exchange and decide.
 
         Raises:
             RuntimeError: if the ranks of the group hold different plans, as after a ``pin`` on only some of them, or
@@ -141,7 +141,7 @@ class Balancer:
         self._begin_step()
 
     def epoch_end(self) -> None:
-        """An epoch is over: columns are chosen anew. Called by :meth:`step` where ``iters_per_epoch`` is set.
+        """End an epoch: choose columns anew. :meth:`step` calls it where ``iters_per_epoch`` is set.
 
         In modes that migrate it is collective: who computes for whom must be agreed on before anybody sends anything.
 
@@ -158,11 +158,11 @@ class Balancer:
         self._parts.where.call = Call.TRAINING
 
     def pruned_steps(self) -> dict[str, NDArray[np.int64]]:
-        """In how many steps so far this rank pruned each column: [K] for every layer."""
+        """Count in how many steps so far this rank pruned each column: [K] for every layer."""
         return {name: steps.copy() for name, steps in self._parts.selector.pruned_steps.items()}
 
     def what_if(self) -> dict[str, dict[str, Any]]:
-        """In mode "off": what each mode would do with the group now, by mode; empty in other modes.
+        """Return, in mode "off", what each mode would do with the group now, by mode; empty in other modes.
 
         ``predicted_step_s`` (seconds of a step), ``gain`` (the share of the step that it saves; both NaN before the
         first decision), and of every rank, in lists: ``pruned``, ``lent``, ``owned`` (1 is an even
@@ -172,7 +172,7 @@ class Balancer:
         return records.what_if(self._parts)
 
     def layer_times(self) -> dict[str, float]:
-        """Seconds that this rank's products of each layer took in a usual step, by layer name.
+        """Return the seconds that this rank's products of each layer took in a usual step, by layer name.
 
         Forward and backward together, as measured in the interval that the last update ended, under its last plan: what
         is spared is not in it, what the rank computes for others is. Waits in collectives are not, nor evaluation.
@@ -220,7 +220,7 @@ class Balancer:
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
-        """Every rank owns what its host gave it, for as long as this lasts: for the host's checkpoints.
+        """Let every rank own what its host gave it, for as long as this lasts: for the host's checkpoints.
 
         Call alike on every rank, between optimizer steps; collective: units travel home, and back again, also after an
         error within that all ranks have. Nothing travels where they are at home.
@@ -264,7 +264,7 @@ class Balancer:
         self._change_plan()
 
     def metrics(self) -> dict[str, float]:
-        """This rank's numbers for any logger, names beginning with ``balance/``. Times are in seconds.
+        """Return this rank's numbers for any logger, names beginning with ``balance/``. Times are in seconds.
 
         Of the plan, as in :class:`~zeroresize.telemetry.UpdateRecord`: ``ratio`` (γ, pruned and lent together),
         ``predicted_step_s``, ``is_straggler`` (0 or 1), and in mode "off" ``would/<mode>/…``. Measured: ``busy_s`` and
@@ -277,7 +277,7 @@ class Balancer:
         return records.metrics(self._parts, self._num_steps, self._balancing_s)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run needs to go on, under two keys that name the group's ranks.
+        """Return what a run needs to go on, under two keys that name the group's ranks.
 
         One part is the same on every rank of the group; the other, with this rank in its key, is its own and holds
         tensors (for ``priority="variation"`` a copy of the layers' weights).
@@ -350,7 +350,7 @@ class Balancer:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        """What is measured from now on is measured under the plan that is installed now."""
+        """Begin a step: what is measured from now on is measured under the plan that is installed now."""
         parts = self._parts
         if parts.num_ranks == 1:
             return
@@ -410,7 +410,7 @@ class Balancer:
             selector.end_epoch(statistic.take(), incremental=statistic.incremental)
 
     def _is_at(self, call: Call) -> None:
-        """Where this rank is, for the other ranks and for what errors tell."""
+        """Note where this rank is, for the other ranks and for error texts."""
         where = self._parts.where
         where.call, where.num_steps, where.epoch = call, self._num_steps, self._parts.selector.epoch
         where.num_forwards = self._parts.monitor.num_forwards

@@ -140,7 +140,7 @@ def group_of(
     process_group: ProcessGroup | DeviceMesh | None = None,
     module_filter_fn: ModuleFilter | None = None,
 ) -> ProcessGroup:
-    """``process_group``, or the tensor-parallel group of the model's layers.
+    """Return ``process_group``, or the tensor-parallel group of the model's layers.
 
     That is the group of the layers that are converted; where none is, of all parallel layers.
 
@@ -171,7 +171,7 @@ def group_of(
 
 
 def balanced_layers(model: nn.Module) -> dict[str, BalancedLinear]:
-    """The converted layers of ``model`` by name, in the order of the model."""
+    """Return the converted layers of ``model`` by name, in the order of the model."""
     return {
         name: module
         for name, module in unwrap(model).named_modules()

@@ -96,7 +96,7 @@ class StageBalancer:
             raise
 
     def step(self) -> None:
-        """One optimizer step is done; see :meth:`zeroresize.Balancer.step`."""
+        """Record that one optimizer step is done; see :meth:`zeroresize.Balancer.step`."""
         if self.balancer is not None:
             self.balancer.step()
 
@@ -109,12 +109,12 @@ class StageBalancer:
             destroy_side_group(self._same_shards)
 
     def at_home(self) -> AbstractContextManager[None]:
-        """Units are at home for as long as this lasts, for checkpoints; see :meth:`zeroresize.Balancer.at_home`."""
+        """Keep units at home for as long as this lasts, for checkpoints; see :meth:`zeroresize.Balancer.at_home`."""
         return nullcontext() if self.balancer is None else self.balancer.at_home()
 
     @property
     def num_ranks(self) -> int:
-        """Of the stage's tensor-parallel group."""
+        """The size of the stage's tensor-parallel group."""
         return group_size(self._group)
 
     @property
@@ -126,11 +126,11 @@ class StageBalancer:
         return is_quiet and not self.balancer.is_calibrating
 
     def watch(self) -> None:
-        """Something may have changed: count updates anew."""
+        """Count updates anew, as something may have changed."""
         self._num_updates = self._num_quiet = 0
 
     def leave(self, boundaries: Sequence[int]) -> None:
-        """Before stages get these boundaries: if this stage gets other layers, bring units home, and close.
+        """Prepare for new boundaries of the stages: if this stage gets other layers, bring units home, and close.
 
         Raises:
             RuntimeError: as :meth:`zeroresize.Balancer.move`.

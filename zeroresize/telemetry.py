@@ -15,7 +15,7 @@ from zeroresize.utils.json_lines import JsonLines, without_nan
 
 
 class Record(Protocol):
-    """What telemetry can write: an :class:`UpdateRecord`, or what a pipeline's balancer tells.
+    """Is what telemetry can write: an :class:`UpdateRecord`, or what a pipeline's balancer tells.
 
     Attributes:
         step: how many steps are over.
@@ -25,10 +25,10 @@ class Record(Protocol):
     def step(self) -> int: ...
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
 
     def scalars(self) -> Mapping[str, float]:
-        """Numbers by the names that TensorBoard shows them under; NaN where there is none."""
+        """Return numbers by the names that TensorBoard shows them under; NaN where there is none."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ class UpdateRecord:
     would: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, None for NaN and infinity, as JSON has no such numbers."""
+        """Return plain values, None for NaN and infinity, as JSON has no such numbers."""
         return without_nan(dataclasses.asdict(self))
 
     def scalars(self) -> dict[str, float]:
-        """Numbers under ``balance/``, layers' shares under ``balance_layers/``."""
+        """Return numbers under ``balance/``, layers' shares under ``balance_layers/``."""
         return {f"balance/{name}": getattr(self, name) for name in _SCALARS} | {
             f"balance_layers/{layer}": share for layer, share in self.layer_shares.items()
         }
@@ -121,7 +121,7 @@ class JsonLinesTelemetry:
             self._lines.write(record.to_dict())
 
     def close(self) -> None:
-        """All is written that can be."""
+        """Write all that can be written, and close the file."""
         with self._best_effort.writing("its end"):
             self._lines.close()
 
@@ -161,5 +161,5 @@ class TensorBoardTelemetry:
                 self._board.add(name, value, record.step)
 
     def close(self) -> None:
-        """All is written that can be."""
+        """Write all that can be written, and close the writer."""
         self._board.close()

@@ -14,7 +14,7 @@ from zeroresize.utils.state_checks import anything, count, each, keyed, optional
 
 
 def state_of(parts: Parts, num_steps: int) -> dict[str, Any]:
-    """What :meth:`zeroresize.balancer.Balancer.state_dict` tells after ``num_steps`` steps."""
+    """Return what :meth:`zeroresize.balancer.Balancer.state_dict` tells after ``num_steps`` steps."""
     in_force, statistic = parts.plan_in_force, parts.statistic
     shared = {
         "num_steps": num_steps,
@@ -35,7 +35,7 @@ def state_of(parts: Parts, num_steps: int) -> dict[str, Any]:
 
 
 def why_not_loadable(parts: Parts, state_dict: Any) -> ValueError | None:
-    """The error of what is missing in ``state_dict``, or of another kind or model; None where it can be loaded."""
+    """Return the error of what is missing in ``state_dict``, or of another kind or model; None if it can be loaded."""
     keys = _keys(parts)
     for key in keys:
         if not isinstance(state_dict, Mapping) or key not in state_dict:
@@ -84,7 +84,7 @@ def load_state(parts: Parts, state_dict: Mapping[str, Any]) -> int:
 
 
 def _keys(parts: Parts) -> tuple[str, str]:
-    """Of the part that is the same on every rank of the group, and of this rank's own."""
+    """Return the key of the part that is the same on every rank of the group, and the key of this rank's own."""
     shared = "group " + "-".join(map(str, group_ranks(parts.process_group)))
     return shared, f"{shared} rank {parts.rank}"
 
@@ -98,7 +98,7 @@ def _statistic_at_work(parts: Parts) -> bool:
 
 
 def _last_gradients(parts: Parts) -> dict[str, LastGradients]:
-    """Of the layers that have the shape their host gave them."""
+    """Return the last gradients of the layers that have the shape their host gave them, by name."""
     return {
         name: layer.last
         for name, layer in parts.layers.items()

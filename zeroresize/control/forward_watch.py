@@ -76,12 +76,12 @@ class ForwardWatch:
         exchange.waiting.look_when_stuck(self._progress, self._come_in_thread)
 
     def step_is_called(self) -> None:
-        """``balancer.step()`` is called."""
+        """Note that ``balancer.step()`` is called."""
         self._num_changes = 0
         self._has_stepped = True
 
     def forward(self, name: str, num_tokens: int, training: bool) -> None:
-        """Layer ``name`` is about to compute T tokens.
+        """Compare the ranks' T, and count the forward: layer ``name`` is about to compute T tokens.
 
         Raises:
             ValueError: on every rank, if their T differ; where T changes on some only, the others' collective raises

@@ -103,16 +103,16 @@ class GroupDecision:
         self._lent_when_sent = lent_in_force
 
     def expect_moves(self, cost: MoveCost, bytes_of_units: float, comparing_s: float = 0.0) -> None:
-        """As :meth:`~zeroresize.policy.tensor.controller.Controller.expect_moves`; alike on all ranks."""
+        """Learn what moves cost, as :meth:`.Controller.expect_moves`; alike on all ranks."""
         for decider in (self._controller, self._what_if):
             decider.expect_moves(cost, bytes_of_units, comparing_s)
 
     def moved(self, num_bytes: float, seconds: float, comparing_s: float) -> None:
-        """Units have changed hands as planned; as :meth:`~zeroresize.policy.tensor.controller.Controller.moved`."""
+        """Learn from a move that was planned, as :meth:`~zeroresize.policy.tensor.controller.Controller.moved`."""
         self._controller.moved(num_bytes, seconds, comparing_s)
 
     def refuse_move(self, in_force: Sequence[float]) -> None:
-        """Nothing has changed hands: these shares stay in force, and another move is not planned for a while."""
+        """Keep these shares in force, as nothing has changed hands, and plan no other move for a while."""
         self.plan = self._controller.refuse_move(in_force)
 
     def hold_owned(self, shares: Sequence[float] | None) -> None:
@@ -120,11 +120,11 @@ class GroupDecision:
         self.plan = self._controller.hold_owned(shares)
 
     def next_step(self) -> None:
-        """A step is over that ends without an update."""
+        """Count a step that ends without an update."""
         self.num_calibration_steps = max(self.num_calibration_steps - 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, the same on every rank; collects what is under way, or goes without where ranks have died."""
+        """Return plain values, the same on every rank; collect what is under way, or leave it where ranks have died."""
         with suppress(RuntimeError):
             self._collect()
         return {
@@ -140,7 +140,7 @@ class GroupDecision:
 
     @property
     def state_check(self) -> Check:
-        """Of what :meth:`load_state_dict` can take over."""
+        """The check of what :meth:`load_state_dict` can take over."""
         num_ranks = len(self._lent_when_sent)
 
         def received(value: Any, where: str) -> None:
@@ -224,7 +224,7 @@ class GroupDecision:
 
     @property
     def busy_s(self) -> Sequence[float]:
-        """Of every rank, seconds of a step at full work as far as is known; empty before all were measured."""
+        """The seconds of a step at full work, of every rank, as far as is known; empty before all were measured."""
         return self._controller.busy_s
 
     @property
@@ -251,7 +251,7 @@ class GroupDecision:
         self.num_calibration_steps = self._controller.num_calibration_steps
 
     def _fingerprint(self, agreed: object) -> float:
-        """Of all that decisions follow from."""
+        """Hash all that decisions follow from."""
         migration = dataclasses.astuple(self.migration) if self.migration is not None else None
         of_step = self._lent_when_sent, self.num_calibration_steps
         return self._controller.fingerprint(self.plan, *of_step, migration, repr(agreed))
@@ -284,7 +284,7 @@ class GroupDecision:
 
 
 def _begun_together(samples: Sequence[RankTimes]) -> list[RankTimes]:
-    """With what lies outside of the layers as part of the rest, on all ranks as long as on the slowest.
+    """Count what lies outside of the layers as part of the rest, on all ranks as long as on the slowest.
 
     Who comes late to the first collective holds up all, and no division of the layers' work makes up for that: behind
     it all ranks begin together.
@@ -294,7 +294,7 @@ def _begun_together(samples: Sequence[RankTimes]) -> list[RankTimes]:
 
 
 def _of_slowest(replicas: Sequence[list[float]]) -> list[float]:
-    """What counts of the numbers that a rank and its replicas sent: the longest times, and the shortest wait.
+    """Reduce the numbers that a rank and its replicas sent to the longest times, and the shortest wait.
 
     NaN where one of them knows no times, as they must wait for that one, too; and in place of fingerprints that differ.
     """

@@ -27,7 +27,7 @@ class MoveLog:
         self._last: tuple[int, float, float] | None = None
 
     def planned(self, before: WorkloadPlan) -> None:
-        """A decision is about to replace the plan ``before``, which the last such call was followed by."""
+        """Note that a decision is about to replace the plan ``before``, which the last such call was followed by."""
         self._slow_since = {
             rank: self._slow_since.get(rank, self._decided_at)
             for rank, rank_plan in enumerate(before.ranks)
@@ -46,7 +46,7 @@ class MoveLog:
         comparing_s: float = 0.0,
         is_by_hand: bool = False,
     ) -> str:
-        """What the log tells of ``move``, as "rank 3 is 2.1 times slower than the fastest for 40 s: 43 % of rank
+        """Describe ``move`` for the log, as "rank 3 is 2.1 times slower than the fastest for 40 s: 43 % of rank
         3's neurons and 25 % of its heads move to ranks 0, 1, 2: 38 MB, 0.4 s; a step takes 310 ms, expected 205 ms".
 
         Percentages are of what the rank owned in all layers together, since layers need not divide alike.
@@ -68,7 +68,7 @@ class MoveLog:
         )
 
     def came_of(self, step_s: float) -> str | None:
-        """What came of the last move, once after it; None where there is nothing to tell.
+        """Describe what came of the last move, once after it; None where there is nothing to tell.
 
         Args:
             step_s: what a step has taken since, as it was measured.

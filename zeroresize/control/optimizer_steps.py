@@ -47,7 +47,7 @@ class OptimizerSteps:
         self._unhook()
 
     def step_is_called(self) -> None:
-        """``balancer.step()`` is called."""
+        """Note that ``balancer.step()`` is called, and whether weights changed without the optimizer."""
         version = self._version_now()
         if self._num_seen != self._where.num_optimizer_steps:
             self._num_unseen = 0
@@ -56,7 +56,7 @@ class OptimizerSteps:
         self._num_seen, self._version = self._where.num_optimizer_steps, version
 
     def why_another_steps(self) -> str | None:
-        """Why the optimizer seems to have been replaced; None if it does not."""
+        """Tell why the optimizer seems to have been replaced; None if it does not."""
         if self._num_unseen < _FEW_STEPS:
             return None
         return (

@@ -84,17 +84,17 @@ class PlanInForce:
             self._lender.send_weights()
 
     def take_back(self) -> None:
-        """Every layer computes all of its own columns, until the next :meth:`install`."""
+        """Let every layer compute all of its own columns, until the next :meth:`install`."""
         self._installer.clear()
         if self._lender is not None:
             self._lender.take_back()
 
     def begin_step(self) -> None:
-        """An iteration begins under what is installed."""
+        """Begin an iteration under what is installed."""
         self.shares_of_step = self._with_others(self._plan)
 
     def end_step(self) -> None:
-        """The iteration is over: count it for the selector."""
+        """End the iteration: count it for the selector."""
         self.shares_of_last_step = self.shares_of_step
         self._selector.count_step(self._installer.relief)
 
@@ -140,12 +140,12 @@ class PlanInForce:
         return self._selector.epoch, sorted(self.pins.items())
 
     def _with_others(self, plan: WorkloadPlan) -> Shares:
-        """What is installed, with what this rank computes for others by ``plan``, and the units that it owns."""
+        """Return what is installed, with what this rank computes for others by ``plan``, and the units it owns."""
         borrowed, owned = plan.ranks[self._rank].borrowed, 1.0 if self._units is None else self._units.owned
         return replace(self._installer.shares, borrowed=borrowed, owned=owned)
 
     def _relief(self, plan: WorkloadPlan) -> Relief:
-        """What this rank is relieved of under ``plan``, or by its pin."""
+        """Return what this rank is relieved of under ``plan``, or by its pin."""
         if self._rank in self.pins:
             return Relief(self.pins[self._rank], is_forced=True)
         planned = plan.ranks[self._rank]

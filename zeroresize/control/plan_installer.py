@@ -47,11 +47,11 @@ class PlanInstaller:
         self.shares = Shares(self._share_of_work(self.layer_shares), self._share_of_work(lent_shares))
 
     def clear(self) -> None:
-        """No plan in any layer."""
+        """Take the plan out of every layer."""
         self.install(Relief())
 
     def lent_columns(self) -> dict[str, Tensor]:
-        """What is lent of every layer, in the order in which it is divided; on the layers' devices."""
+        """Return what is lent of every layer, in the order in which it is divided; on the layers' devices."""
         none = torch.empty(0, dtype=torch.int64, device="cpu")
         return {name: layer.plan.lent if layer.plan is not None else none for name, layer in self._layers.items()}
 
@@ -85,7 +85,7 @@ class LineageTable:
         self._layers = layers
 
     def pruned(self, layer_name: str, matrix_name: str) -> Tensor | None:
-        """Sorted pruned column indices (int64) of ``matrix_name`` "x" or "w"; None where the layer has no plan.
+        """Return sorted pruned column indices (int64) of ``matrix_name`` "x" or "w"; None where the layer has no plan.
 
         Raises:
             KeyError: for a layer that is not balanced.

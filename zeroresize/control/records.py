@@ -13,7 +13,7 @@ _RECORDED_METRICS = ("ratio", "busy_s", "gemm_s", "predicted_step_s", "is_stragg
 
 
 def update_record(parts: Parts, num_steps: int, balancing_since_update_s: float) -> UpdateRecord:
-    """This rank's numbers after ``num_steps`` steps."""
+    """Return this rank's numbers after ``num_steps`` steps."""
     times, plan, in_force = parts.monitor.times, parts.decision.plan, parts.plan_in_force
     moves = parts.units.moves if parts.units is not None else []
     return UpdateRecord(
@@ -46,7 +46,7 @@ def update_record(parts: Parts, num_steps: int, balancing_since_update_s: float)
 
 
 def metrics(parts: Parts, num_steps: int, balancing_s: float) -> dict[str, float]:
-    """What :meth:`zeroresize.balancer.Balancer.metrics` tells.
+    """Return what :meth:`zeroresize.balancer.Balancer.metrics` tells.
 
     Args:
         balancing_s: of the last step.
@@ -66,7 +66,7 @@ def metrics(parts: Parts, num_steps: int, balancing_s: float) -> dict[str, float
 
 
 def what_if(parts: Parts) -> dict[str, dict[str, Any]]:
-    """What :meth:`zeroresize.balancer.Balancer.what_if` tells."""
+    """Return what :meth:`zeroresize.balancer.Balancer.what_if` tells."""
     full_s = parts.decision.plan.predicted_step_s
     return {
         mode: {

@@ -69,7 +69,7 @@ class StartCheck:
         self.compare()
 
     def compare(self) -> None:
-        """Compare now; collective.
+        """Compare the ranks' parameters now; collective.
 
         Raises:
             ValueError: on every rank, naming the first parameters that differ and the ranks on which they do.
@@ -183,12 +183,12 @@ def _holds_group(module: nn.Module) -> bool:
 
 
 def _is_its_own(parameter: Tensor) -> bool:
-    """Whether a framework says that each rank has its own."""
+    """Tell whether a framework says that each rank has its own."""
     return is_marked_as_shard(parameter) or hasattr(parameter, "device_mesh")
 
 
 def _table(parameters: Mapping[str, Tensor]) -> list[list[float]]:
-    """For each parameter its key, the sums of its even and of its odd elements, and its norm; one copy a device."""
+    """Return each parameter's key, sums of its even and of its odd elements, and norm; one copy a device."""
     if not parameters:
         return []
     with torch.no_grad():
@@ -213,7 +213,7 @@ def _key(name: str, parameter: Tensor) -> float:
 
 
 def _distance(sums: Sequence[float] | None, reference: Sequence[float]) -> float:
-    """How far apart two ranks' numbers of a parameter are, of its norm; what one does not know is not apart."""
+    """Return how far apart two ranks' numbers of a parameter are, of its norm; what one does not know is not apart."""
     if sums is None or list(sums) == list(reference):
         return 0.0
     if any(map(math.isnan, (*sums, *reference))):

@@ -34,7 +34,7 @@ class UnitMoves:
         self._tells = parts.rank == 0 and (everybody is None or everybody.ranks[0] == dist.get_rank())
 
     def will_decide(self) -> None:
-        """The present plan is about to be replaced by a decision."""
+        """Note that a decision is about to replace the present plan."""
         self._log.planned(self._parts.decision.plan)
 
     def follow(self, plan: WorkloadPlan, num_steps: int) -> None:
@@ -63,7 +63,7 @@ class UnitMoves:
                 logger.warning("step %d: from now on no units change hands, and training goes on: %s", num_steps, why)
 
     def by_hand(self, shares: Sequence[float] | None, num_steps: int) -> None:
-        """As :meth:`zeroresize.balancer.Balancer.move` has it."""
+        """Divide the units as :meth:`zeroresize.balancer.Balancer.move` has it; collective."""
         parts, units = self._parts, self._parts.units
         if units is None:
             return

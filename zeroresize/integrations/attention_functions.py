@@ -32,7 +32,7 @@ _TABLE = "ALL_ATTENTION_FUNCTIONS"
 
 
 def why_unknown_attention(module: Any) -> str | None:
-    """Why an attention module may compute something that depends on which heads it holds; None if it cannot.
+    """Tell why an attention module may compute what depends on which heads it holds; None if it cannot.
 
     Args:
         module: one whose class is known, with the class's own forward.
@@ -58,7 +58,7 @@ def why_unknown_attention(module: Any) -> str | None:
 
 
 def why_foreign(module: Any, *others: Any) -> str | None:
-    """Why the forward of a module calls what is no library's, by the names that its code looks up; None if it does not.
+    """Tell why the forward of a module calls what is no library's, by the names in its code; None if it does not.
 
     Functions of transformers that it calls are looked into, those of other libraries are not.
 
@@ -114,7 +114,7 @@ def _home_of(function: Any) -> tuple[str, Any]:
 
 
 def fewest_heads(module: Any) -> int:
-    """How many heads an attention module needs on every rank: kernels of flash attention divide by their number."""
+    """Return how many heads an attention module needs on every rank: flash attention divides by their number."""
     forward = module.forward
     names = {*getattr(forward, "__func__", forward).__code__.co_names}
     if "ColoAttention" in names:
@@ -128,7 +128,7 @@ def fewest_heads(module: Any) -> int:
 
 
 def is_forward_of_class(module: Any) -> bool:
-    """Whether the forward of a module's class is the one that its file defines, decorated by its library at most."""
+    """Tell whether a class has the forward that its file defines, decorated by its library at most."""
     kind = type(module)
     return _is_of(kind.forward, kind.__module__, "forward")
 

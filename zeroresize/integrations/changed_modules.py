@@ -37,14 +37,14 @@ _REDUCING = ("zeroresize.", "torch.nn.parallel.", "torch.distributed.fsdp.", "to
 
 
 def why_changed(module: nn.Module) -> str | None:
-    """Why a module may return something else than its class computes; None if it does not."""
+    """Tell why a module may return something else than its class computes; None if it does not."""
     if "forward" in vars(module):
         return "has another forward than its class"
     return why_hooked(module)
 
 
 def why_hooked(module: nn.Module) -> str | None:
-    """Why a module or its parameters may give something else than its forward does; None if they do not."""
+    """Tell why a module or its parameters may give something else than its forward does; None if they do not."""
     for kind, effect in _OF_MODULES.items():
         for hook in _foreign(hooks_of(module, kind), _WATCHING):
             return f"has {effect}: {_name_of(hook)}"
@@ -62,7 +62,7 @@ def why_hooked(module: nn.Module) -> str | None:
 
 @contextmanager
 def own_hooks_off(module: nn.Module) -> Iterator[None]:
-    """While the block lasts, hooks of this package in ``module``, such as clocks, are not called."""
+    """Leave hooks of this package in ``module``, such as clocks, uncalled while the block lasts."""
     before = [(part, kind, hooks_of(part, kind)) for part in module.modules() for kind in _OF_FORWARDS]
     before = [(part, kind, hooks) for part, kind, hooks in before if any(map(_is_own, hooks.values()))]
     try:

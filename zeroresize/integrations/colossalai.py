@@ -36,7 +36,7 @@ _SEQUENCE_INSIDE_LINEAR = ("ring", "split_gather")
 
 
 class _BalancedLinear1D(BalancedLinear):
-    """What all have in common."""
+    """Holds what all balanced layers of Colossal-AI have in common."""
 
     bias: Any
     skip_bias_add: bool
@@ -104,11 +104,11 @@ class _TransposedWeight(_BalancedLinear1D):
 
 
 class BalancedLinear1D_Col(_BalancedColumn, Linear1D_Col):
-    """``Linear1D_Col`` (QKV, FC1) whose three products follow ``self.plan``."""
+    """Computes the three products of ``Linear1D_Col`` (QKV, FC1) by ``self.plan``."""
 
 
 class BalancedLinear1D_Row(_BalancedRow, Linear1D_Row):
-    """``Linear1D_Row`` (attention output, FC2) whose three products follow ``self.plan``."""
+    """Computes the three products of ``Linear1D_Row`` (attention output, FC2) by ``self.plan``."""
 
 
 class BalancedFusedLinear1D_Col(_BalancedColumn, FusedLinear1D_Col):
@@ -164,12 +164,12 @@ _BALANCED_CLASSES: dict[type, type] = {
 
 
 def is_parallel_linear(module: nn.Module) -> bool:
-    """Whether ``module`` is one of Colossal-AI's 1D tensor-parallel linear layers, swapped or not, fused or not."""
+    """Tell whether ``module`` is a 1D tensor-parallel linear layer of Colossal-AI's, swapped or not, fused or not."""
     return isinstance(module, tuple(_BALANCED_CLASSES))
 
 
 def why_left_alone(module: nn.Module) -> str | None:
-    """The reason why a layer of Colossal-AI's must stay as it is, or None if it can be balanced."""
+    """Tell why a layer of Colossal-AI's must stay as it is; None if it can be balanced."""
     if getattr(module, "gather_output", False):
         return "gather_output=True"
     if type(module) not in _BALANCED_CLASSES and type(module) not in _BALANCED_CLASSES.values():
@@ -186,7 +186,7 @@ def why_left_alone(module: nn.Module) -> str | None:
 
 
 def swap_layer(module: Any) -> Any:
-    """Balance one layer in place; a module that cannot be balanced is returned as it is."""
+    """Balance one layer in place; return a module that cannot be balanced as it is."""
     balanced_class = _BALANCED_CLASSES.get(type(module))
     if balanced_class is not None and why_left_alone(module) is None:
         module.__class__ = balanced_class
@@ -195,7 +195,7 @@ def swap_layer(module: Any) -> Any:
 
 
 def balanced_policy(policy_class: type) -> type:
-    """A subclass of a ShardFormer policy that builds balanced layers from the start.
+    """Return a subclass of a ShardFormer policy that builds balanced layers from the start.
 
     Use as ``HybridParallelPlugin(..., custom_policy=balanced_policy(ViTForImageClassificationPolicy)())`` or
     ``ShardFormer(...).optimize(model, balanced_policy(...)())``, then call ``zeroresize.convert`` as usual.

@@ -113,12 +113,12 @@ def register_elementwise(*classes: Any) -> None:
 
 
 def is_registered_function(function: Any) -> bool:
-    """Whether a user has said so of this very function."""
+    """Tell whether a user has registered this very function."""
     return callable(function) and type(function).__hash__ is not None and function in _registered
 
 
 def is_elementwise_module(module: Any) -> bool:
-    """Whether ``module`` is known to compute every feature by itself; a plain function may stand for a module."""
+    """Tell whether ``module``, or a plain function in its place, is known to compute every feature by itself."""
     if not isinstance(module, nn.Module):
         return is_elementwise_function(module)
     kind = type(module)
@@ -126,10 +126,10 @@ def is_elementwise_module(module: Any) -> bool:
 
 
 def is_elementwise_function(function: Any) -> bool:
-    """Whether ``function`` of tensors of one shape is known to compute every feature by itself."""
+    """Tell whether ``function`` of tensors of one shape is known to compute every feature by itself."""
     return callable(function) and function.__hash__ is not None and function in _FUNCTIONS
 
 
 def is_elementwise_method(name: str) -> bool:
-    """The same of a tensor's method."""
+    """Tell whether the method ``name`` of tensors is known to compute every feature by itself."""
     return name in _METHODS

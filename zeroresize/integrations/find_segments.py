@@ -36,7 +36,7 @@ _NAME_IT = f"name it by zeroresize.Segment(column=[...], row=..., unit_size=...)
 def find_segments(
     model: nn.Module, layers: Mapping[str, BalancedLinear], num_ranks: int, named: Sequence[Segment] = ()
 ) -> tuple[list[OwnedSegment], dict[str, str]]:
-    """The segments of a model whose layers hold their even shares.
+    """Find the segments of a model whose layers hold their even shares.
 
     Args:
         model: the module that names refer to, without a host's wrappers.
@@ -171,7 +171,7 @@ class _Search:
             raise NotProven(f"{self._name_of(layer)} is registered in the model at several places")
 
     def _take_found(self, segment: Segment) -> None:
-        """What an adapter returned: its layers stay even with a reason unless all are converted."""
+        """Take what an adapter returned: its layers stay even with a reason unless all are converted."""
         modules: list[Any] = [*segment.column, segment.row]
         names = [self._names.get(id(one), ["?"])[0] for one in modules]
         converted = [name for name in names if name in self._layers]
@@ -209,7 +209,7 @@ class _Search:
             self._reasons.pop(name, None)
 
     def _require_sound(self, segment: Segment, owned: OwnedSegment, columns: Sequence[str], row: str) -> None:
-        """Of somebody's word, what can be seen without running the model."""
+        """Check of somebody's word what can be seen without running the model."""
         rows = {one.name.removesuffix(".weight"): one.rows for one in owned.tensors if one.attribute == "weight"}
         require_whole_heads(segment, {name: rows[name] for name in columns}, row, self._modules)
         num_units = owned.owned.counts[0]
@@ -323,12 +323,12 @@ class _Search:
         return f"Segment(column={column}, row={row!r})"
 
     def _given_name(self, layer: str | nn.Module) -> str:
-        """Of a layer that a user names, also where it is not in the model."""
+        """Return the name of a layer that a user names, also where it is not in the model."""
         return layer if isinstance(layer, str) else self._names.get(id(layer), [type(layer).__name__])[0]
 
 
 def reads_its_slice(layer: Any) -> bool:
-    """Whether a row-parallel layer's input is this rank's slice, and not the whole one."""
+    """Tell whether a row-parallel layer's input is this rank's slice, and not the whole one."""
     return bool(getattr(layer, "input_is_parallel", getattr(layer, "parallel_input", True)))
 
 

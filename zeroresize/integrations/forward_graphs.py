@@ -126,7 +126,7 @@ def _proxies_are_tensors(optional: Collection[str]) -> Iterator[None]:
 
 
 class _Tracer(fx.Tracer):
-    """Into containers and modules of the user, not into torch's own and parallel layers.
+    """Enters containers and modules of the user, not torch's own and parallel layers.
 
     Args:
         holding: if given, of the user's modules only those are entered that hold this layer.
@@ -161,13 +161,13 @@ def _under_modes(
 
 
 def _operations(graph: fx.Graph) -> list[tuple[str, str, str, str]]:
-    """What a graph computes, such that it can be compared."""
+    """Return what a graph computes, such that it can be compared."""
     return [(node.op, str(node.target), repr(node.args), repr(node.kwargs)) for node in graph.nodes]
 
 
 @contextmanager
 def _autocast(enabled: bool) -> Iterator[None]:
-    """As if autocast were on or off, on every device; nothing is computed meanwhile."""
+    """Make autocast look on or off, on every device; nothing is computed meanwhile."""
     flags: list[tuple[Any, Any]]
     if hasattr(torch, "get_autocast_dtype"):
         flags = [
@@ -191,7 +191,7 @@ def _autocast(enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def _in_mode(module: nn.Module, training: bool | None) -> Iterator[None]:
-    """While the block lasts, every submodule's flag says ``training``; None for what it says."""
+    """Let every submodule's flag say ``training`` while the block lasts; None leaves what it says."""
     before = [(submodule, submodule.training) for submodule in module.modules()]
     try:
         for submodule, _ in before:

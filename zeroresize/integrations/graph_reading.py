@@ -79,7 +79,7 @@ def read_segment(graph: fx.Graph, module: nn.Module, row: Any) -> TracedSegment:
 
 
 def _require_unread(layers: Sequence[Any], graph: fx.Graph, modules: Mapping[str, nn.Module]) -> None:
-    """Nothing but the layers themselves reads or changes what they hold: it is of other units on every rank."""
+    """Check that only the layers read or change what they hold, which is of other units on every rank."""
     for node in graph.nodes:
         if node.op == "get_attr" and not all(map(_is_metadata, node.users)):
             holder, _, _ = str(node.target).rpartition(".")
@@ -90,7 +90,7 @@ def _require_unread(layers: Sequence[Any], graph: fx.Graph, modules: Mapping[str
 def _dropouts(
     graph: fx.Graph, on_the_way: set[fx.Node], modules: Mapping[str, nn.Module]
 ) -> tuple[tuple[nn.Module, ...], bool]:
-    """Dropout modules that are called on the way only, and whether there is another dropout on it."""
+    """Return dropout modules that are called on the way only, and whether another dropout lies on it."""
     dropouts: dict[nn.Module, None] = {}
     calls = {node: module for node in graph.nodes if (module := _module_of(node, modules)) is not None}
     has_other = False
@@ -108,7 +108,7 @@ def _dropouts(
 
 
 def _walk_back(call: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[dict[BalancedLinear, int], set[fx.Node]]:
-    """From a row-parallel layer's input to the column-parallel layers: these, and all nodes on the way."""
+    """Walk from a row-parallel layer's input to column-parallel layers; return these, and all nodes on the way."""
     columns: dict[BalancedLinear, int] = {}
     blocks_of: dict[fx.Node, int] = {}
     todo = [(node, 1) for node in call.all_input_nodes]
@@ -131,7 +131,7 @@ def _walk_back(call: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[dict[Ba
 
 
 def _inputs_of(node: fx.Node, num_blocks: int, modules: Mapping[str, nn.Module]) -> list[tuple[fx.Node, int]]:
-    """What ``node`` computes feature by feature, and how many blocks each of them holds if the node holds so many."""
+    """Return what ``node`` computes feature by feature, with the number of blocks that each of them holds."""
     if node.op == "placeholder":
         raise FromOutside
     if node.op == "get_attr":
@@ -162,12 +162,12 @@ def _inputs_of(node: fx.Node, num_blocks: int, modules: Mapping[str, nn.Module])
 
 
 def _module_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.Module | None:
-    """The module that ``node`` calls, None where it calls none."""
+    """Return the module that ``node`` calls, None where it calls none."""
     return modules[str(node.target)] if node.op == "call_module" else None
 
 
 def _num_chunks(node: fx.Node) -> int:
-    """n of ``x.chunk(n, dim=-1)``, 0 for any other node."""
+    """Return n of ``x.chunk(n, dim=-1)``, 0 for any other node."""
     is_chunk = (node.op == "call_method" and node.target == "chunk") or node.target is torch.chunk
     if not is_chunk:
         return 0

@@ -141,7 +141,7 @@ def _look(
 
 
 def _inside(value: Any, contents: dict[int, tuple[Any, Any]] | None) -> list[tuple[str, Any]]:
-    """What an object holds, by the end of its path; nothing for what is not looked into."""
+    """Return what an object holds, by the end of its path; nothing for what is not looked into."""
     if isinstance(value, _CONTAINERS):
         if contents is not None:
             contents.setdefault(id(value), (value, value.copy()))
@@ -173,7 +173,7 @@ def _inside(value: Any, contents: dict[int, tuple[Any, Any]] | None) -> list[tup
 
 
 def _of_class(kind: type, contents: dict[int, tuple[Any, Any]] | None) -> list[tuple[str, Any]]:
-    """What a user's class holds itself; nothing for others."""
+    """Return what a user's class holds itself; nothing for others."""
     if library_of(kind.__module__) in _LIBRARIES:
         return []
     held = {
@@ -188,7 +188,7 @@ def _of_class(kind: type, contents: dict[int, tuple[Any, Any]] | None) -> list[t
 
 @lru_cache(maxsize=1024)
 def _slots_of(kind: type) -> tuple[str, ...]:
-    """Names of the slots of a user's class."""
+    """Name the slots of a user's class."""
     names: list[str] = []
     for base in kind.__mro__:
         if library_of(base.__module__) not in _LIBRARIES:
@@ -198,7 +198,7 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 
 
 def _numbers_of(value: Any) -> bytes | None:
-    """What can be compared of an array's contents; None where they are too many or elsewhere."""
+    """Return what can be compared of an array's contents; None where they are too many or elsewhere."""
     if isinstance(value, Tensor):
         is_plain = type(value) in (Tensor, nn.Parameter) and value.device.type == "cpu" and not value.is_quantized
         if not is_plain or value.layout != torch.strided or value.nbytes > _MOST_BYTES_OF_TENSOR:
@@ -249,13 +249,13 @@ def _refill(container: Any, contents: Any) -> None:
 
 
 def _shown(path: str) -> str:
-    """A path up to what holds the element that changed."""
+    """Return a path up to what holds the element that changed."""
     return path.partition("[")[0]
 
 
 @lru_cache(maxsize=1024)
 def _assigned_outside(code: types.CodeType) -> tuple[str, ...]:
-    """Names of outer functions and of the file that a function assigns to."""
+    """Name the variables of outer functions and of the file that a function assigns to."""
     return tuple(
         str(instruction.argval)
         for instruction in dis.get_instructions(code)
@@ -265,5 +265,5 @@ def _assigned_outside(code: types.CodeType) -> tuple[str, ...]:
 
 
 def library_of(module_name: Any) -> str:
-    """The first part of a module's name, such as ``"torch"``."""
+    """Return the first part of a module's name, such as ``"torch"``."""
     return str(module_name).partition(".")[0]

@@ -76,7 +76,7 @@ def restored(module: nn.Module) -> Iterator[None]:
 
 
 def _both(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..., None]:
-    """One function that calls two, for ``sys.setprofile``."""
+    """Make one function that calls two, for ``sys.setprofile``."""
 
     def called(*given: Any) -> None:
         first(*given)
@@ -86,7 +86,7 @@ def _both(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[...
 
 
 def _random_states(module: nn.Module) -> tuple[list[Any], tuple[Any, ...]]:
-    """States of the generators that everybody shares, and the same as something that can be compared."""
+    """Return states of the generators that everybody shares, and the same such that they can be compared."""
     devices = list({one.device for one in module.parameters() if one.is_cuda})
     of_torch = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
     of_numpy: Any = np.random.get_state()

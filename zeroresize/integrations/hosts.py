@@ -17,7 +17,7 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 
 
 class HostAdapter(Protocol):
-    """What ``zeroresize.convert`` must know of a library's parallel linear layers.
+    """Tells ``zeroresize.convert`` what it must know of a library's parallel linear layers.
 
     Attributes:
         kinds: which layers it can balance, as error messages name them.
@@ -27,17 +27,17 @@ class HostAdapter(Protocol):
     def kinds(self) -> str: ...
 
     def is_parallel_linear(self, module: nn.Module) -> bool:
-        """Whether ``module`` is a parallel linear layer of this library, one that can be balanced or not."""
+        """Tell whether ``module`` is a parallel linear layer of this library, one that can be balanced or not."""
 
     def why_left_alone(self, module: Any) -> str | None:
-        """The reason why a parallel linear layer must stay as it is, for a log line; None if it can be balanced."""
+        """Tell why a parallel linear layer must stay as it is, for a log line; None if it can be balanced."""
 
     def swap_layer(self, module: Any) -> Any:
         """Make ``module`` a :class:`BalancedLinear` in place (by its class), and return it; one that is, stays."""
 
 
 class SwappedClasses:
-    """An adapter for a host whose layers are balanced by giving them another class.
+    """Adapts a host whose layers are balanced by giving them another class.
 
     Args:
         classes: for every class of the host, a subclass of it and of ``BalancedLinear`` whose forward calls
@@ -146,10 +146,10 @@ def register_host(adapter: HostAdapter) -> None:
 
 
 def host_of(module: nn.Module) -> HostAdapter | None:
-    """The adapter that knows this kind of layer; None for a module that is no parallel linear layer."""
+    """Return the adapter that knows this kind of layer; None for a module that is no parallel linear layer."""
     return next((host for host in _hosts if host.is_parallel_linear(module)), None)
 
 
 def known_kinds() -> str:
-    """Which layers can be balanced, for error messages."""
+    """Name the layers that can be balanced, for error messages."""
     return " or ".join(host.kinds for host in _hosts)

@@ -17,14 +17,14 @@ _Places = dict[int, list[tuple[nn.Module, str]]]
 
 
 def drops(segment: OwnedSegment) -> bool:
-    """Whether something between the layers drops elements, in training, by random numbers that are not keyed."""
+    """Tell whether something between the layers drops elements, in training, by random numbers that are not keyed."""
     return segment.has_other_dropout or any(
         getattr(dropout, "p", 0.0) for dropout, _ in segment.dropouts if not isinstance(dropout, UnitDropout)
     )
 
 
 def why_not_keyable(model: nn.Module, segments: Sequence[OwnedSegment]) -> dict[str, str]:
-    """For the segments whose dropout :class:`KeyedDropout` cannot replace, by name, why: their units must stay even.
+    """Tell, by name, why :class:`KeyedDropout` cannot replace a segment's dropout: its units must stay even.
 
     Args:
         model: holds the segments, without a host's wrappers.
@@ -100,7 +100,7 @@ def _set_dropout(segment: OwnedSegment, number: int, module: nn.Module) -> None:
 
 
 def _places(model: nn.Module) -> _Places:
-    """Where each module stands: the modules that hold it, and under which names."""
+    """Return where each module stands: the modules that hold it, and under which names."""
     places: _Places = {}
     for module in model.modules():
         for attribute, child in children_of(module).items():

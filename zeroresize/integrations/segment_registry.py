@@ -43,12 +43,12 @@ def register_segments(module_class: type[nn.Module], adapter: SegmentAdapter) ->
 
 
 def register_by_name(class_names: Sequence[str], adapter: SegmentAdapter) -> None:
-    """As :func:`register_segments`, for classes of libraries that need not be installed."""
+    """Register segments as :func:`register_segments`, for classes of libraries that need not be installed."""
     _known.update(dict.fromkeys(class_names, adapter))
 
 
 def registered_segments(module: nn.Module) -> Iterator[Segment]:
-    """The segments that the registry knows in ``module`` itself.
+    """Return the segments that the registry knows in ``module`` itself.
 
     Raises:
         StaysEven: with the reason, where the module's class is known and this one has none.
@@ -62,13 +62,13 @@ def registered_segments(module: nn.Module) -> Iterator[Segment]:
 
 
 def is_registered(module: nn.Module) -> bool:
-    """Whether the registry knows the class of ``module``."""
+    """Tell whether the registry knows the class of ``module``."""
     kind = type(module)
     return kind in _adapters or f"{kind.__module__}.{kind.__qualname__}" in _known
 
 
 def require_elementwise(activation: Any) -> None:
-    """For adapters: ``activation``, which a module was given by its configuration, is known to be element-wise.
+    """Check, for adapters, that ``activation``, which a configuration gave to a module, is known to be element-wise.
 
     Raises:
         StaysEven: if it is not, naming it.

@@ -20,7 +20,7 @@ _shared: ContextVar[dict[nn.Module, TracedModule] | None] = ContextVar("_shared"
 
 @contextmanager
 def asked_together() -> Iterator[None]:
-    """While the block lasts, in which nothing may change, a module that holds several segments is traced once."""
+    """Trace a module that holds several segments once while the block lasts, in which nothing may change."""
     token = _shared.set({})
     try:
         yield
@@ -80,7 +80,7 @@ class TracedAgain:
 
 
 def _are_only_in(holder: nn.Module, layers: Sequence[Any], model: nn.Module) -> bool:
-    """Whether the model has the holder, and every way from the model to the layers passes it."""
+    """Tell whether the model has the holder, and every way from the model to the layers passes it."""
     seen: set[nn.Module] = set()
     todo = [model]
     while todo:

@@ -24,7 +24,7 @@ _OF_MODES = frozenset(_WORDS.split())
 
 
 def unseen_question(codes: Iterable[types.CodeType]) -> str | None:
-    """The first of them in code that ran, and where; None if there is none."""
+    """Return the first question in code that ran which tracing cannot vary, and where; None if there is none."""
     for code in tuple(codes):
         asked = _asked_in(code)
         if asked is not None:
@@ -33,7 +33,7 @@ def unseen_question(codes: Iterable[types.CodeType]) -> str | None:
 
 
 def compares_arguments(codes: Iterable[types.CodeType]) -> bool:
-    """Whether code that ran asks whether something is True or False itself."""
+    """Tell whether code that ran asks whether something is True or False itself."""
     return any(_is_asked_of(code, ("True", "False")) for code in tuple(codes))
 
 

@@ -26,7 +26,7 @@ _OF_A_BALANCER = frozenset(
 
 
 class BalancedLinear:
-    """What a parallel linear layer needs to be balanced; mixed into a ``torch.nn.Module``.
+    """Holds what a parallel linear layer needs to be balanced; mixed into a ``torch.nn.Module``.
 
     Attributes:
         plan: the layer's current :class:`~zeroresize.plan.layer.LayerPlan`, None for the whole product. Evaluation
@@ -144,14 +144,14 @@ class BalancedLinear:
         return self.local_weight.shape[1]
 
     def column_products(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """y [..., N] of the whole x [..., K]; in backward dx is summed over the group."""
+        """Compute y [..., N] of the whole x [..., K]; in backward dx is summed over the group."""
         if self.training and self.loans is not None:
             self._forward_begins(x)
             return self._column_products_with_loans(x, bias, self.loans)
         return self._column_products(x, bias, None)
 
     def row_products(self, x: Tensor) -> Tensor:
-        """Sum over the group of y [..., N] of each rank's slice x [..., K]."""
+        """Compute the sum over the group of y [..., N] of each rank's slice x [..., K]."""
         self._forward_begins(x)
         if self.training and self.loans is not None:
             return self._row_products_with_loans(x, self.loans)
@@ -216,7 +216,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype that autocast computes in on ``device_type``, or None where it is off (any torch from 2.2 on)."""
+    """Return the dtype that autocast computes in on ``device_type``; None where it is off (any torch from 2.2 on)."""
     if hasattr(torch, "get_autocast_dtype"):
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     if device_type == "cpu":

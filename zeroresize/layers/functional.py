@@ -25,7 +25,7 @@ from zeroresize.utils.torch_private import reshaped_output
 
 @dataclass
 class LastGradients:
-    """One layer's gradients of its previous backward, kept only for ``paper.imputation="same"``.
+    """Holds one layer's gradients of its previous backward, kept only for ``paper.imputation="same"``.
 
     With loss scaling they are those of the scaled loss. Gradients that overflow are not remembered.
     """
@@ -34,13 +34,13 @@ class LastGradients:
     dw_NK: Tensor | None = None
 
     def to(self, device: torch.device) -> LastGradients:
-        """The same on ``device``."""
+        """Return the same gradients on ``device``."""
         return LastGradients(*(None if one is None else one.to(device) for one in (self.dx_TK, self.dw_NK)))
 
 
 @dataclass(frozen=True)
 class ProductContext:
-    """Everything that a layer's products need in one forward and its backward, besides their operands.
+    """Holds all that a layer's products need in one forward and its backward, besides their operands.
 
     Attributes:
         plan: which columns are computed here; None for all.
@@ -60,12 +60,12 @@ class ProductContext:
 
 
 def column_parallel_products(x: Tensor, w_NK: Tensor, bias_N: Tensor | None, how: ProductContext) -> Tensor:
-    """y [..., N] of x [..., K], with the all-reduce of dx over the group in backward; y may be modified in place."""
+    """Compute y [..., N] of x [..., K], and all-reduce dx over the group in backward; y may be modified in place."""
     return _ColumnParallelProducts.apply(x, w_NK, bias_N, how)
 
 
 def row_parallel_products(x: Tensor, w_NK: Tensor, how: ProductContext) -> Tensor:
-    """y [..., N], the sum over the group of the products of each rank's x [..., K]; it may be modified in place."""
+    """Sum over the group the products y [..., N] of each rank's x [..., K]; the result may be modified in place."""
     return _RowParallelProducts.apply(x, w_NK, how)
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class ColumnParallelLinear(BalancedLinear, nn.Module):
-    """y = x Aᵀ + b with A split by rows (output features) over the group.
+    """Computes y = x Aᵀ + b with A split by rows (output features) over the group.
 
     Args:
         in_features: size of the replicated input's last dimension.
@@ -97,7 +97,7 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
     def from_linear(
         cls, linear: nn.Linear, *, process_group: ProcessGroup | DeviceMesh, gather_output: bool = False
     ) -> ColumnParallelLinear:
-        """This rank's slice of a full ``linear`` that every rank holds alike.
+        """Make the layer of this rank's slice of a full ``linear`` that every rank holds alike.
 
         Raises:
             ValueError: for features that do not divide by the number of ranks, a missing group, or what is no
@@ -136,7 +136,7 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
 
 
 class RowParallelLinear(BalancedLinear, nn.Module):
-    """y = x Aᵀ + b with A split by columns (input features) over the group; b is replicated and added once.
+    """Computes y = x Aᵀ + b, A split by columns (input features) over the group; b is replicated and added once.
 
     Args:
         in_features: size of the whole input's last dimension; must divide by the number of ranks.
@@ -198,7 +198,7 @@ class RowParallelLinear(BalancedLinear, nn.Module):
     def from_linear(
         cls, linear: nn.Linear, *, process_group: ProcessGroup | DeviceMesh, input_is_parallel: bool = True
     ) -> RowParallelLinear:
-        """This rank's slice of a full ``linear`` that every rank holds alike.
+        """Make the layer of this rank's slice of a full ``linear`` that every rank holds alike.
 
         Raises:
             ValueError: for features that do not divide by the number of ranks, a missing group, or what is no

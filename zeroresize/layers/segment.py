@@ -16,7 +16,7 @@ OnChange = Callable[[list[int]], object]
 
 @dataclass(frozen=True)
 class Segment:
-    """What a user says of a segment that ``convert`` cannot find by itself.
+    """Describes, for ``convert``, a segment that it cannot find by itself.
 
     Attributes:
         column: the column-parallel layers that read one replicated x, as names in the model or as modules.
@@ -66,7 +66,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class UnitTensor:
-    """A parameter whose dimension ``dim`` holds this rank's units.
+    """Names a parameter whose dimension ``dim`` holds this rank's units.
 
     Along it lie ``num_blocks`` blocks, in each block all of the rank's units in ascending order, and of every unit
     ``rows`` neighbours: the dimension's size is ``num_blocks × units × rows``.
@@ -91,7 +91,7 @@ class UnitTensor:
 
 @dataclass(eq=False)
 class OwnedSegment:
-    """A segment as one rank holds it; the same on every rank but for what its tensors hold.
+    """Describes a segment as one rank holds it; the same on every rank but for what its tensors hold.
 
     Attributes:
         name: of the row-parallel layer, in the model.

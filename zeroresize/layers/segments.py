@@ -11,12 +11,12 @@ from zeroresize.plan.ownership import SegmentWork
 
 
 def work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, float]:
-    """Work of every layer's products on a rank at even shares, in relative units: the size of its weight."""
+    """Return the work of every layer's products on a rank at even shares, in relative units: the size of its weight."""
     return {name: float(math.prod(layer.even_shape)) for name, layer in layers.items()}
 
 
 def segments_of_layers(layers: Mapping[str, BalancedLinear]) -> list[list[str]]:
-    """Names of the layers between two synchronisations: ranks meet after row-parallel ones.
+    """Name the layers between two synchronisations: ranks meet after row-parallel ones.
 
     Args:
         layers: by name, in the order in which the model registers them; they are taken to compute in this order.
@@ -32,17 +32,17 @@ def segments_of_layers(layers: Mapping[str, BalancedLinear]) -> list[list[str]]:
 
 
 def owned_segments(layers: Mapping[str, BalancedLinear]) -> list[OwnedSegment]:
-    """The segments whose units may change hands, in the order of the model."""
+    """Return the segments whose units may change hands, in the order of the model."""
     return [segment for segment in all_segments(layers) if segment.stays_even is None]
 
 
 def all_segments(layers: Mapping[str, BalancedLinear]) -> list[OwnedSegment]:
-    """The segments that are known, in the order of the model, whether the present mode lets their units move or not."""
+    """Return all known segments, in the order of the model, whether the present mode lets their units move or not."""
     return list(dict.fromkeys(layer.segment for layer in layers.values() if layer.segment is not None))
 
 
 def segment_works(layers: Mapping[str, BalancedLinear]) -> tuple[SegmentWork, ...]:
-    """What decisions must know of :func:`owned_segments`, in the same order."""
+    """Return what decisions must know of :func:`owned_segments`, in the same order."""
     work = work_of_layers(layers)
     total = sum(work.values())
     return tuple(

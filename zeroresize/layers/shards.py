@@ -16,12 +16,12 @@ _layers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def tell_shards_of(layer: Any) -> None:
-    """From now on the parameters of a parallel linear layer are known, whichever it has at the time."""
+    """Make the parameters of a parallel linear layer known from now on, whichever it has at the time."""
     _layers.add(layer)
 
 
 def is_marked_as_shard(parameter: Tensor) -> bool:
-    """Whether another framework says that each rank has its own: Megatron's mark, Colossal-AI's, or a process group."""
+    """Tell whether another framework marks ``parameter`` as a shard: Megatron, Colossal-AI, or a process group."""
     marks = getattr(parameter, "__dict__", {})
     return (
         hasattr(parameter, "dist_layout")
@@ -31,7 +31,7 @@ def is_marked_as_shard(parameter: Tensor) -> bool:
 
 
 def sharding_of(parameters: Sequence[Tensor]) -> tuple[ProcessGroup | None, list[bool]]:
-    """The tensor-parallel group that ``parameters`` are divided over, and of each whether it is a shard.
+    """Return the tensor-parallel group that ``parameters`` are divided over, and of each whether it is a shard.
 
     Shards are the parameters of balanced layers, but for a row-parallel layer's bias, and what is marked as one.
 

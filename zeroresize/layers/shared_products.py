@@ -19,7 +19,7 @@ OwnProduct = Callable[[], Tensor]
 
 
 class SharedProducts(Protocol):
-    """One layer's products where other ranks compute some of its columns, or this rank some of theirs.
+    """Computes one layer's products where other ranks compute some of its columns, or this rank some of theirs.
 
     Attributes:
         name: of the layer.
@@ -28,18 +28,18 @@ class SharedProducts(Protocol):
     name: str
 
     def weight_in_force(self, weight: Tensor) -> Tensor:
-        """The layer's ``weight`` [N, K] as the tensor to multiply with; its gradient will hold all columns."""
+        """Return the layer's ``weight`` [N, K] as the tensor to multiply with; its gradient will hold all columns."""
 
     def column_forward(self, x_TK: Tensor, multiply: OwnProduct) -> Tensor:
-        """y [T, N] of a column-parallel layer: ``own()`` plus what other ranks computed of it."""
+        """Compute y [T, N] of a column-parallel layer: ``multiply()`` plus what other ranks computed of it."""
 
     def column_backward(
         self, dy_TN: Tensor, x_TK: Tensor, *, own_dgrad: OwnProduct | None, own_wgrad: OwnProduct | None
     ) -> tuple[Tensor | None, Tensor | None, NamedWork | None]:
-        """(dx [T, K], dw [N, K], the running all-reduce of dx); None for what is not asked for."""
+        """Compute (dx [T, K], dw [N, K], the running all-reduce of dx); None for what is not asked for."""
 
     def row_forward(self, x_TK: Tensor, multiply: OwnProduct) -> tuple[Tensor, list[Tensor]]:
-        """(y [T, N] of a row-parallel layer, not yet summed over the group; what backward needs)."""
+        """Compute (y [T, N] of a row-parallel layer, not yet summed over the group; what backward needs)."""
 
     def row_backward(
         self,
@@ -49,7 +49,7 @@ class SharedProducts(Protocol):
         own_dgrad: OwnProduct | None,
         own_wgrad: OwnProduct | None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """(dx [T, K], dw [N, K]) as :meth:`column_backward` gives them; ``kept`` is from :meth:`row_forward`."""
+        """Compute (dx [T, K], dw [N, K]) as :meth:`column_backward`; ``kept`` is from :meth:`row_forward`."""
 
 
 @torch.compiler.disable

@@ -11,7 +11,7 @@ from zeroresize.utils.torch_private import hooks_of, is_flat_parameter, is_tenso
 
 
 def why_no_whole_weight(layer: Any) -> str | None:
-    """Why the layer has no weight parameter of its own; None if it has one.
+    """Tell why the layer has no weight parameter of its own; None if it has one.
 
     Parametrizations, ``torch.nn.utils.weight_norm`` and pruning make the weight anew in every forward. FSDP1 keeps it
     in a flat parameter.
@@ -28,12 +28,12 @@ def why_no_whole_weight(layer: Any) -> str | None:
 
 
 def is_flat_parameters(weight: Tensor) -> bool:
-    """Whether FSDP1 replaces this parameter by a part of a flat one while it computes (``use_orig_params=True``)."""
+    """Tell whether FSDP1 replaces ``weight`` by a part of a flat one while it computes (``use_orig_params=True``)."""
     return is_flat_parameter(weight)
 
 
 def is_sharded(weight: Tensor) -> bool:
-    """Whether it is a tensor of tensors, such as the DTensor that FSDP2's ``fully_shard`` makes of a parameter."""
+    """Tell whether ``weight`` is a tensor of tensors, such as the DTensor that FSDP2's ``fully_shard`` makes."""
     return is_tensor_of_tensors(weight)
 
 

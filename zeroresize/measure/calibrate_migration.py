@@ -56,7 +56,7 @@ class _Shape:
 def measure_migration_cost(
     layers: Mapping[str, BalancedLinear], process_group: ProcessGroup, migration_transport: str, budget_s: float = 1.0
 ) -> MigrationCost:
-    """Seconds of all transfers of a step when one rank lends and nothing overlaps; collective.
+    """Measure the seconds of all transfers of a step when one rank lends and nothing overlaps; collective.
 
     Every distinct shape is measured once and counted as often as layers have it. In training some transfers overlap,
     and ranks wait for each other's results; what training shows corrects the scale later.

@@ -27,7 +27,7 @@ _MEAN_COST = 0.7
 
 
 class _Seconds(NamedTuple):
-    """What products take, the fused ones among them also apart."""
+    """Holds the seconds that products take, of the fused ones among them also apart."""
 
     gemm: float = 0.0
     gather_fill: float = 0.0
@@ -41,7 +41,7 @@ class _Seconds(NamedTuple):
 
 @dataclass(frozen=True)
 class ProductSplit:
-    """What a step's fused products take by the calibration, which training cannot see apart.
+    """Holds what a step's fused products take by the calibration, which training cannot see apart.
 
     Attributes:
         ratios: pruning ratios γ, ascending, the first 0.
@@ -54,7 +54,7 @@ class ProductSplit:
     gather_fill_s: tuple[float, ...]
 
     def gemm_part(self, spared_share: float, borrowed_share: float) -> float:
-        """Which part of their time is multiplying, where a rank is spared one share and borrows another."""
+        """Return which part of their time is multiplying, where a rank is spared one share and borrows another."""
         own_s = float(np.interp(spared_share, self.ratios, self.gemm_s))
         gather_fill_s = float(np.interp(spared_share, self.ratios, self.gather_fill_s))
         gemm_s = own_s + borrowed_share * self.gemm_s[0]  # others' columns come packed
@@ -64,7 +64,7 @@ class ProductSplit:
 def measure_resizing_cost(
     layers: Mapping[str, BalancedLinear], config: BalanceConfig, budget_s: float = 1.0
 ) -> tuple[ResizingCost, ProductSplit]:
-    """What pruning costs this rank at ``NUM_POINTS`` ratios from 0 to γ_max, over all layers together.
+    """Measure what pruning costs this rank at ``NUM_POINTS`` ratios from 0 to γ_max, over all layers together.
 
     Where a fused kernel gathers inside its multiplication, multiplying takes as long as of the same columns packed, and
     gathering the rest.
@@ -113,7 +113,7 @@ def measure_resizing_cost(
 
 
 def proportional_to_flops(config: BalanceConfig) -> tuple[ResizingCost, ProductSplit]:
-    """What pruning is taken to cost where it cannot be measured."""
+    """Return what pruning is taken to cost where it cannot be measured."""
     cost = ResizingCost.linear(config.max_ratio)
     return cost, ProductSplit(cost.ratios, cost.gather_fill_s, cost.gather_fill_s)
 
@@ -121,9 +121,9 @@ def proportional_to_flops(config: BalanceConfig) -> tuple[ResizingCost, ProductS
 def _measure_shape(
     layer: BalancedLinear, shape: ProductShape, plans: Sequence[LayerPlan | None], budget_s: float
 ) -> list[_Seconds]:
-    """Of the three products under every plan for all the layer's tokens.
+    """Measure the seconds of the three products under every plan for all the layer's tokens.
 
-    The best of three rounds, with the plans interleaved so that drift hits all alike.
+    Each is the best of three rounds, with the plans interleaved so that drift hits all alike.
     """
     num_tokens = min(shape.num_tokens, _FIRST_TOKENS)
     operands = random_operands(shape, num_tokens)
@@ -150,7 +150,7 @@ def _spread_plan(ratio: float, shape: ProductShape, config: BalanceConfig) -> La
 def _time_products(
     layer: BalancedLinear, x_TK: Tensor, dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None
 ) -> _Seconds:
-    """Of the three products under ``plan``."""
+    """Measure the seconds of the three products under ``plan``."""
     watched = watch_products(layer, x_TK, dy_TN, w_NK, plan)
     gather_fill_s = max(watched.products_s - watched.gemm_s - watched.whole_s, 0.0)
     whole_gemm_s = watched.whole_s

@@ -18,17 +18,17 @@ class Clock(Protocol):
     def has_passed(self, mark: Any) -> bool: ...
 
     def enter_main_stream(self) -> None:
-        """A step begins, on the stream that is current now."""
+        """Begin a step, on the stream that is current now."""
 
     def is_on_main_stream(self) -> bool:
-        """Whether work that is started now delays the step."""
+        """Tell whether work that is started now delays the step."""
 
     def recycle(self, marks: list[Any]) -> None:
-        """These marks have been read and are not needed again."""
+        """Take back marks that have been read and are not needed again."""
 
 
 class HostClock:
-    """``time.perf_counter``: wall time, so that sleeping and being preempted count."""
+    """Reads ``time.perf_counter``: wall time, so that sleeping and being preempted count."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -50,7 +50,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """CUDA events on the current stream of ``device``; events are used again once they have been read.
+    """Records CUDA events on the current stream of ``device``, and uses them again once they have been read.
 
     Args:
         device: a CUDA device.
@@ -83,5 +83,5 @@ class DeviceClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Device events for a GPU, else the host's clock."""
+    """Return a clock of device events for a GPU, else the host's clock."""
     return DeviceClock(device) if device.type == "cuda" else HostClock()

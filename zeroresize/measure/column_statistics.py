@@ -29,7 +29,7 @@ Fresh = dict[str, NDArray[np.float64]]
 
 
 class ColumnStatistic(ABC):
-    """One kind of statistic over all balanced layers of this rank.
+    """Keeps one kind of statistic over all balanced layers of this rank.
 
     Attributes:
         incremental: whether pruning a column spoils its statistic, so the last value from before must be kept.
@@ -39,10 +39,10 @@ class ColumnStatistic(ABC):
 
     @abstractmethod
     def take(self) -> Fresh:
-        """The statistic of the epoch that ends, [K] a layer, NaN where there is none. Begins the next epoch."""
+        """Return the statistic of the epoch, [K] a layer, NaN where there is none, and begin the next epoch."""
 
     def begin_step(self, step: int) -> None:  # noqa: B027 - most statistics need not know
-        """Optimizer step number ``step`` (from 0) begins."""
+        """Begin optimizer step number ``step`` (from 0)."""
 
     @property
     @abstractmethod
@@ -51,7 +51,7 @@ class ColumnStatistic(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
-        """Its state within the epoch, this rank's own."""
+        """Return its state within the epoch, this rank's own."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -62,7 +62,7 @@ class ColumnStatistic(ABC):
 
 
 def build_statistic(config: BalanceConfig, layers: Layers, optimizer: Any) -> ColumnStatistic:
-    """The statistic that ``config.priority`` names.
+    """Make the statistic that ``config.priority`` names.
 
     Raises:
         ValueError: if the optimizer does not fit it.

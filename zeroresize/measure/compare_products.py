@@ -31,7 +31,7 @@ _FIRST_TOKENS = 256
 
 @dataclass(frozen=True)
 class Reference:
-    """A product that is always the same, whatever a rank owns.
+    """Describes a product that is always the same, whatever a rank owns.
 
     Attributes:
         layer: name of the layer of whose even shape it is.
@@ -49,7 +49,7 @@ class Reference:
 def compare_products(
     layers: Mapping[str, BalancedLinear], num_tokens: Mapping[str, int], budget_s: float = BUDGET_S
 ) -> float | None:
-    """How many times as long the products of all layers take as they would at even shares.
+    """Measure how many times as long the products of all layers take as they would at even shares.
 
     Every pair of an even and a present shape is measured once for all layers that have it, with random numbers; fewer
     tokens are used where all do not fit the budget.
@@ -81,7 +81,7 @@ def compare_products(
 
 
 def choose_reference(layers: Mapping[str, BalancedLinear], num_tokens: Mapping[str, int]) -> Reference | None:
-    """The smallest product of a step that is long enough for a sample; None where no layer has seen tokens."""
+    """Choose the smallest product of a step that is long enough for a sample; None where no layer has seen tokens."""
     sizes = {
         name: tokens * layer.even_shape.numel() for name, layer in layers.items() if (tokens := num_tokens.get(name, 0))
     }
@@ -97,7 +97,7 @@ def choose_reference(layers: Mapping[str, BalancedLinear], num_tokens: Mapping[s
 
 
 def time_reference(layer: BalancedLinear, reference: Reference) -> float:
-    """Seconds that a step's products at even shares would take if all were as fast as ``reference`` is now."""
+    """Measure the seconds of a step's products at even shares if all were as fast as ``reference`` is now."""
     operands = random_operands(_shape(layer, tuple(layer.even_shape), reference.num_tokens), reference.num_tokens)
     time_products(layer, *operands, 1)  # touches the memory first
     return reference.scale * time_products(layer, *operands, reference.repeats)

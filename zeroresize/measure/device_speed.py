@@ -30,7 +30,7 @@ def measure_wanted_shares(
     process_group: ProcessGroup,
     meet: Meet,
 ) -> tuple[float, ...]:
-    """``shares`` themselves, or for ``"auto"`` those that :func:`measured_shares` finds; collective then.
+    """Return ``shares``, or for ``"auto"`` those that :func:`measured_shares` finds; collective then.
 
     Raises:
         ValueError: for ``"auto"`` beside ranks outside of ``process_group``.
@@ -48,7 +48,7 @@ def measure_wanted_shares(
 
 
 def measured_shares(layers: Mapping[str, BalancedLinear], meet: Meet) -> tuple[float, ...]:
-    """Shares of the work at which all ranks take equally long, with a mean of 1; collective, takes about a second.
+    """Measure at which shares all ranks take equally long, with a mean of 1; collective, takes about a second.
 
     Every rank multiplies at the same time, forward and backward, by the weight of its largest layer.
 
@@ -67,7 +67,7 @@ def measured_shares(layers: Mapping[str, BalancedLinear], meet: Meet) -> tuple[f
 
 @torch.no_grad()
 def product_seconds(weight: Tensor, *, least_s: float = _LEAST_S, repetitions: int = _REPETITIONS) -> float:
-    """Of the three products of one layer.
+    """Measure the seconds of the three products of one layer.
 
     Args:
         weight: [N, K] of the layer.

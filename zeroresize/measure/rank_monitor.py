@@ -48,7 +48,7 @@ _LIKE = 1.5
 
 @dataclass(frozen=True)
 class _Conditions:
-    """What a calibration depends on.
+    """Describes what a calibration depends on.
 
     Attributes:
         device: its name, the dtypes that layers compute in, and by which kernels.
@@ -65,7 +65,7 @@ class _Conditions:
 
     @classmethod
     def of_step(cls, layers: Mapping[str, BalancedLinear], config: BalanceConfig) -> _Conditions:
-        """Those of the step that has just ended."""
+        """Return the conditions of the step that has just ended."""
         seen = [layer for layer in layers.values() if layer.num_tokens > 0]
         names = {
             torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -149,7 +149,7 @@ class RankMonitor:
         return self._timer.timer_s
 
     def begin_step(self, shares: Shares, is_forced: bool) -> None:
-        """A step begins; by its plan this rank skips ``shares.spared`` of its products and adds ``shares.borrowed``."""
+        """Begin a step whose plan spares this rank ``shares.spared`` of its products and adds ``shares.borrowed``."""
         self._num_forwards_before_step = self.num_forwards
         for layer in self._layers.values():
             layer.forget_forwards()
@@ -157,7 +157,7 @@ class RankMonitor:
         self._timer.begin_step(shares, is_forced)
 
     def end_step(self) -> None:
-        """The step is over."""
+        """End the step."""
         self._interval += self._timer.end_step()
         if self.is_step_of_training:
             self._has_seen_training = True
@@ -238,7 +238,7 @@ class RankMonitor:
             logger.warning("%s: %s", lacking, str(error) or type(error).__name__)
 
     def learn(self) -> None:
-        """Full-work times, and what pruning costs, from the interval that ends."""
+        """Learn full-work times, and what pruning costs, from the interval that ends."""
         if self._interval and not self._has_seen_training and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -270,7 +270,7 @@ class RankMonitor:
         self._timer.gemm_part = split.gemm_part
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's own, plain values."""
+        """Return this rank's own, plain values."""
         return {
             "calibrated_on": dataclasses.astuple(self._calibrated_on) if self._calibrated_on is not None else None,
             "estimator": self._estimator.state_dict(),
@@ -285,7 +285,7 @@ class RankMonitor:
 
     @property
     def state_check(self) -> Check:
-        """Of what :meth:`load_state_dict` can take over."""
+        """The check of what :meth:`load_state_dict` can take over."""
         conditions = row(text, any_number, any_number, count, flag)
         step = row(
             any_number,

@@ -10,7 +10,7 @@ from zeroresize.measure.column_statistics import ColumnStatistic, Fresh
 
 
 class RestartableStatistic(ColumnStatistic):
-    """The statistic that ``build`` makes, while every rank owns what its host gave it; else none.
+    """Keeps the statistic that ``build`` makes, while every rank owns what its host gave it; else none.
 
     Attributes:
         is_paused: whether there is none now.

@@ -95,7 +95,7 @@ class StepTimer(ProductProbe):
         waits.listen(self)
 
     def begin_step(self, shares: Shares = _WHOLE, is_forced: bool = False) -> None:
-        """An iteration begins in which this rank computes what ``shares`` leaves it.
+        """Begin an iteration in which this rank computes what ``shares`` leaves it.
 
         Whatever was measured since the last ``end_step`` is dropped.
         """
@@ -106,7 +106,7 @@ class StepTimer(ProductProbe):
         self._step = _Step(begin, shares, is_forced, outside_begin=begin)
 
     def end_step(self) -> list[StepTimes]:
-        """The iteration is over; returns the times of the iterations that can be read now without waiting.
+        """End the iteration; return the times of the iterations that can be read now without waiting.
 
         On the host's clock that is this iteration; on a device the one before, none, or several.
         """
@@ -141,14 +141,14 @@ class StepTimer(ProductProbe):
         self._begin("products")
 
     def product_ends(self, layer: str | None = None) -> None:
-        """``layer`` is the name of the layer whose product it is."""
+        """End a product, that of the layer that ``layer`` names."""
         self._end("wholes" if getattr(self._begun, "is_whole", False) else "products", layer, begun="products")
 
     def whole_begins(self, operands: tuple[Any, ...]) -> None:
         self._begun.is_whole = True
 
     def whole_ends(self, operands: tuple[Any, ...]) -> None:
-        """The product ends right after it."""
+        """Do nothing, as the product ends right after it."""
 
     def gemm_begins(self, operands: tuple[Any, ...]) -> None:
         self._begun.is_whole = False  # a fused kernel has left this product to one that shows its multiplication
@@ -237,7 +237,7 @@ class StepTimer(ProductProbe):
 
 
 class LayerTimer(ProductProbe):
-    """The probe of one layer, whose products ``timer`` sums.
+    """Probes one layer, whose products ``timer`` sums.
 
     Args:
         timer: of all layers of this rank.

@@ -17,7 +17,7 @@ from zeroresize.plan.layer import LayerPlan
 
 @dataclass(frozen=True)
 class ProductShape:
-    """[T, K] times [N, K]: ``num_tokens`` T, ``num_columns`` K, ``num_outputs`` N."""
+    """Describes [T, K] times [N, K]: ``num_tokens`` T, ``num_columns`` K, ``num_outputs`` N."""
 
     num_tokens: int
     num_columns: int
@@ -32,7 +32,7 @@ class ProductShape:
 
 
 def random_operands(shape: ProductShape, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x [T, K], dy [T, N] and w [N, K] of normal random numbers, T being ``num_tokens``; equal in every call."""
+    """Draw x [T, K], dy [T, N] and w [N, K] of normal random numbers, T being ``num_tokens``; equal in every call."""
     generator = torch.Generator(shape.device).manual_seed(0)  # its own, so training's random numbers do not change
 
     def random(*size: int) -> Tensor:
@@ -59,7 +59,7 @@ def watch_products(
 
 
 def time_products(layer: BalancedLinear, x_TK: Tensor, dy_TN: Tensor, w_NK: Tensor, repeats: int) -> float:
-    """Seconds of so many times the three products of all columns, one after another.
+    """Measure the seconds of so many times the three products of all columns, one after another.
 
     On a GPU events tell them, and the device is waited for once: it computes while the host launches what follows, as
     in training.

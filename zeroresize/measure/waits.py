@@ -48,14 +48,14 @@ _STARTING_METHODS = (
 
 
 class WaitListener(Protocol):
-    """Called when this process enters and leaves a wait."""
+    """Is called when this process enters and leaves a wait."""
 
     def wait_begins(self) -> None: ...
 
     def wait_ends(self) -> None: ...
 
     def backward_ends(self) -> None:
-        """Called at the end of a backward that was watched, after its last wait."""
+        """Hear that a watched backward has ended, after its last wait."""
 
 
 _listeners: weakref.WeakSet[WaitListener] = weakref.WeakSet()

@@ -14,7 +14,7 @@ from zeroresize.migration.transport import LoanRoute, Pending, Transport
 
 
 class BroadcastReduce(Transport):
-    """Every rank gets the whole slice and a receiver uses its part; one reduce brings the partial sums to the owner."""
+    """Broadcasts the whole slice, of which a receiver uses its part; one reduce brings partial sums to the owner."""
 
     merges = True
 

@@ -12,7 +12,7 @@ from zeroresize.migration.pool import Pool
 
 
 class Buffers:
-    """Tensors by name. Taking one that is still being sent waits for it."""
+    """Keeps tensors by name for reuse. Taking one that is still being sent waits for it."""
 
     def __init__(self) -> None:
         self._tensors: dict[Hashable, Tensor] = {}
@@ -21,7 +21,7 @@ class Buffers:
         self._kept = Pool()
 
     def take(self, name: Hashable, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """A tensor of ``shape``, uninitialised, with the dtype and device of ``like``.
+        """Return a tensor of ``shape``, uninitialised, with the dtype and device of ``like``.
 
         It is the same memory at every call with this name, until a call needs a larger one.
         """
@@ -38,7 +38,7 @@ class Buffers:
         return held[:size].view(shape)
 
     def is_being_sent(self, tensor: Tensor, work: NamedWork) -> None:
-        """``tensor``, taken from here, must not change before ``work`` is done."""
+        """Note that ``tensor``, taken from here, must not change before ``work`` is done."""
         self._sending.setdefault(tensor.untyped_storage().data_ptr(), []).append(work)
 
     def hold(self, name: Hashable, tensor: Tensor, works: Sequence[NamedWork]) -> None:
@@ -52,7 +52,7 @@ class Buffers:
         self._held[name] = tensor, tuple(works)
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy of ``tensor``, for as long as autograd or another holder needs it."""
+        """Return a contiguous copy of ``tensor``, for as long as autograd or another holder needs it."""
         return self._kept.copy(tensor)
 
     def finish_sending(self) -> None:

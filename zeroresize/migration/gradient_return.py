@@ -30,7 +30,7 @@ class _Expected:
 
 
 class GradientReturn:
-    """Gradients that this rank's lent columns still wait for.
+    """Collects the gradients that this rank's lent columns still wait for.
 
     Args:
         buffers: memory that this rank sends from.
@@ -42,27 +42,27 @@ class GradientReturn:
         self._last_backward = -1
 
     def backward_begins(self) -> None:
-        """Called in every layer's backward: at the end of the whole backward all its transfers are waited for."""
+        """Wait for all transfers at the end of the whole backward; every layer's backward calls this."""
         backward = current_backward()
         if self._last_backward != backward:
             self._last_backward = backward
             call_at_end_of_backward(lambda: self._backward_ends(backward))
 
     def awaiting_return(self, weight: Tensor) -> Tensor:
-        """``weight`` itself, as a tensor whose gradient [N, K] waits for the columns that were lent."""
+        """Return ``weight`` as a tensor whose gradient [N, K] waits for the columns that were lent."""
         with torch.enable_grad():
             return _AwaitReturn.apply(weight, self)
 
     def expect(self, weight: Tensor, columns: Columns, pending: Pending) -> None:
-        """``pending`` will be the gradient of ``columns`` of ``weight`` in the backward that is under way."""
+        """Expect ``pending`` as the gradient of ``columns`` of ``weight`` in the backward that is under way."""
         self._expected.append(_Expected(weight, columns, pending, current_backward()))
 
     def num_expected(self, weight: Tensor) -> int:
-        """How many gradients of ``weight`` are expected, more than one where a layer is used several times."""
+        """Count the expected gradients of ``weight``: more than one where a layer is used several times."""
         return sum(one.weight is weight for one in self._expected)
 
     def whole(self, weight: Tensor, dw_NK: Tensor) -> Tensor:
-        """``dw_NK`` with the columns that other ranks computed in this backward."""
+        """Return ``dw_NK`` with the columns that other ranks computed in this backward."""
         backward = current_backward()
         arriving = [
             transfer for transfer in self._expected if transfer.weight is weight and transfer.backward == backward

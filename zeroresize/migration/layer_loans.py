@@ -23,7 +23,7 @@ from zeroresize.utils.torch_private import version_of
 
 @dataclass(eq=False)
 class LayerLoan:
-    """One rank's loan in one layer.
+    """Describes one rank's loan in one layer.
 
     Attributes:
         route: from whom to whom.
@@ -35,7 +35,7 @@ class LayerLoan:
 
 
 class LayerLoans:
-    """All loans in one layer, the same ones in the same order on every rank.
+    """Carries out all loans in one layer, the same ones in the same order on every rank.
 
     Args:
         name: of the layer.
@@ -101,7 +101,7 @@ class LayerLoans:
         self._sent = None
 
     def weight_in_force(self, weight: Tensor) -> Tensor:
-        """The layer's ``weight`` as a tensor whose gradient waits for the lent columns.
+        """Return the layer's ``weight`` as a tensor whose gradient waits for the lent columns.
 
         It is called on every rank, whether columns are lent or not, so autograd accumulates gradients and calls their
         hooks in the same order everywhere. After loans have changed, the first layer that calls it sends the weights of
@@ -135,7 +135,7 @@ class LayerLoans:
             )
 
     def _borrowed_weights(self, like: Tensor) -> list[Tensor | None]:
-        """For each loan, the borrowed columns [N, m] in the dtype of ``like``; None where this rank receives none."""
+        """Return each loan's borrowed columns [N, m], of the dtype of ``like``; None where this rank receives none."""
         if not self._loans:
             return []
         self._check_weight(self._weight)
@@ -146,7 +146,7 @@ class LayerLoans:
     # ---- column-parallel: x is everywhere, y is the owner's ----------------------------------------------------------
 
     def column_forward(self, x_TK: Tensor, multiply: Callable[[], Tensor]) -> Tensor:
-        """y [T, N] of this rank's rows: ``own()`` plus what other ranks computed of it."""
+        """Compute y [T, N] of this rank's rows: ``multiply()`` plus what other ranks computed of it."""
         weights = self._borrowed_weights(x_TK)
         expected = self._expect_y(x_TK)
         y_TN = multiply() if self.lends else None  # an owner's own part: the receivers' parts are added to it
@@ -168,7 +168,7 @@ class LayerLoans:
         return multiply() if y_TN is None else y_TN
 
     def _expect_y(self, x_TK: Tensor) -> list[Pending]:
-        """On an owner: the addends to y [T, N] that receivers will send; none on other ranks."""
+        """Expect, on an owner, the addends to y [T, N] that receivers will send; none on other ranks."""
         shape = len(x_TK), len(self._weight)
         return [
             addend
@@ -185,7 +185,7 @@ class LayerLoans:
         own_dgrad: Callable[[], Tensor] | None,
         own_wgrad: Callable[[], Tensor] | None,
     ) -> tuple[Tensor | None, Tensor | None, NamedWork | None]:
-        """(dx [T, K], dw [N, K], the running all-reduce of dx); None for what is not asked for.
+        """Compute (dx [T, K], dw [N, K], the running all-reduce of dx); None for what is not asked for.
 
         The lent columns of dw arrive later, through the tensor that :meth:`weight_in_force` returned.
         """
@@ -226,7 +226,7 @@ class LayerLoans:
     # ---- row-parallel: y is summed over all ranks, x and dx are the owner's ------------------------------------------
 
     def row_forward(self, x_TK: Tensor, multiply: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """(y [T, N], not yet summed over the group; the borrowed columns [T, m] of the owners' x, for backward)."""
+        """Compute y [T, N], not yet summed over the group; return it, and the borrowed x [T, m] for backward."""
         weights = self._borrowed_weights(x_TK)
         sent = []
         for loan in self._loans:
@@ -257,7 +257,7 @@ class LayerLoans:
         own_dgrad: Callable[[], Tensor] | None,
         own_wgrad: Callable[[], Tensor] | None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """(dx [T, K], dw [N, K]) as :meth:`column_backward` gives them."""
+        """Compute (dx [T, K], dw [N, K]) as :meth:`column_backward`."""
         self._gradient_return.backward_begins()
         weights = self._borrowed_weights(dy_TN)
         pieces = iter(kept)

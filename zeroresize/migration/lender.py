@@ -28,7 +28,7 @@ _TRANSPORTS: dict[str, type[Transport]] = {"broadcast-reduce": BroadcastReduce, 
 def make_transport(
     migration_transport: str, process_group: ProcessGroup, buffers: Buffers, over: Channel | None = None
 ) -> Transport:
-    """The transport that the configuration names, ``over`` the group itself or another channel."""
+    """Make the transport that the configuration names, ``over`` the group itself or another channel."""
     return _TRANSPORTS[migration_transport](process_group, group_rank(process_group), buffers, over)
 
 
@@ -94,7 +94,7 @@ class Lender:
             self._layer_loans.append(loans_of_layer)
 
     def would_be_new(self, loans: Sequence[Loan], epoch: int) -> bool:
-        """Whether ``loans`` are not in force yet, so :meth:`install` would send their columns to the group."""
+        """Tell whether ``loans`` are not in force yet, so :meth:`install` would send their columns to the group."""
         return bool(loans) and (tuple(loans), epoch) != self._in_force
 
     def take_back(self) -> None:

@@ -28,7 +28,7 @@ class _Memory:
 
 
 class Pool:
-    """Copies without an explicit end: each lives until the last tensor on its storage is gone.
+    """Makes copies without an explicit end: each lives until the last tensor on its storage is gone.
 
     Only autograd knows when it is done with what a forward saved: backward may come twice (``retain_graph``) or never,
     and after checkpointing it uses what a recomputation saved, whose own node is gone by then. So each copy has its own
@@ -40,7 +40,7 @@ class Pool:
         self._memories: list[_Memory] = []
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """``tensor``, contiguous, in the smallest memory that is free and large enough."""
+        """Copy ``tensor``, contiguously, into the smallest memory that is free and large enough."""
         num_bytes = tensor.numel() * tensor.element_size()
         data = self._take(num_bytes, tensor.device)
         copied = from_dlpack(to_dlpack(data[:num_bytes])).view(tensor.dtype).view(tensor.shape)

@@ -10,7 +10,7 @@ from zeroresize.migration.transport import LoanRoute, Pending, Transport
 
 
 class ScatterGather(Transport):
-    """A receiver gets its part only; its results go back to the owner, which adds them up."""
+    """Sends each receiver its part only; its results go back to the owner, which adds them up."""
 
     merges = False
 

@@ -24,7 +24,7 @@ _FEWEST_UNITS = 20
 
 
 def bounds_of_parts(num_columns: int, parts: Sequence[float]) -> tuple[int, ...]:
-    """Where the parts of a slice begin and end: part i is columns ``bounds[i]`` to ``bounds[i + 1]`` of it.
+    """Return where the parts of a slice begin and end: part i is columns ``bounds[i]`` to ``bounds[i + 1]`` of it.
 
     Which columns each receiver computes (paper, section IV-A), for parts of any size.
 
@@ -40,7 +40,7 @@ def bounds_of_parts(num_columns: int, parts: Sequence[float]) -> tuple[int, ...]
 
 @dataclass(frozen=True)
 class LoanRoute:
-    """From which rank to which others a slice of columns travels.
+    """Describes from which rank to which others a slice of columns travels.
 
     Attributes:
         owner: whose columns, within the group.
@@ -58,7 +58,7 @@ class LoanRoute:
     def of_parts(
         cls, owner: int, receivers: Sequence[int], bounds: Sequence[int], layer: str | None = None
     ) -> LoanRoute:
-        """A route without the receivers whose part is empty."""
+        """Make a route without the receivers whose part is empty."""
         of_all = zip(receivers, itertools.pairwise(bounds), strict=True)
         parts = [(receiver, end) for receiver, (begin, end) in of_all if end > begin]
         return cls(owner, tuple(receiver for receiver, _ in parts), (0, *(end for _, end in parts)), layer)
@@ -69,21 +69,21 @@ class LoanRoute:
         return self.bounds[-1]
 
     def part_of(self, receiver: int) -> slice:
-        """Which columns of the slice ``receiver`` computes."""
+        """Return which columns of the slice ``receiver`` computes."""
         place = self.receivers.index(receiver)
         return slice(self.bounds[place], self.bounds[place + 1])
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A tensor whose transfer is under way."""
+    """Holds a tensor whose transfer is under way."""
 
     tensor: Tensor | None
     works: tuple[NamedWork, ...] = ()
     finish: Callable[[], None] | None = None
 
     def wait(self) -> Tensor | None:
-        """The tensor, once it has arrived."""
+        """Return the tensor, once it has arrived."""
         for work in self.works:
             work.wait()
         if self.finish is not None:
@@ -92,7 +92,7 @@ class Pending:
 
 
 class Transport(ABC):
-    """One way of migrating.
+    """Defines one way of migrating.
 
     Args:
         process_group: the tensor-parallel group.
@@ -128,7 +128,7 @@ class Transport(ABC):
         """Send the owner's ``tensor`` to every receiver; other ranks pass one of the same shape and dtype."""
 
     def expect_addends(self, route: LoanRoute, shape: tuple[int, ...], like: Tensor, name: Hashable) -> list[Pending]:
-        """On the owner of a sum, before its own part is computed: the addends that arrive one by one."""
+        """Expect the addends, which arrive one by one: on the owner of a sum, before its own part is computed."""
         expected = []
         for receiver in route.receivers:
             addend = self.buffers.take((*_key(name), receiver), shape, like)
@@ -136,7 +136,7 @@ class Transport(ABC):
         return expected
 
     def add_up(self, route: LoanRoute, product: Tensor, expected: Sequence[Pending]) -> Pending:
-        """On the owner of a sum: waiting for the result adds all addends to ``own``, in place."""
+        """Add all addends to ``product``, in place, once the result is waited for: on the owner of a sum."""
 
         def add() -> None:
             for pending in expected:
@@ -147,11 +147,11 @@ class Transport(ABC):
         return Pending(product, finish=add)
 
     def takes_part_in_sum(self, route: LoanRoute) -> bool:
-        """Whether this rank must call :meth:`add_up` or :meth:`give`, with zeros if it computed nothing."""
+        """Tell whether this rank must call :meth:`add_up` or :meth:`give`, with zeros if it computed nothing."""
         return self.rank == route.owner or self.rank in route.receivers
 
     def give(self, route: LoanRoute, partial: Tensor, name: Hashable) -> None:
-        """On the other ranks of a sum: send this rank's addend, which must not change any more."""
+        """Send this rank's addend, which must not change any more: on the other ranks of a sum."""
         self.buffers.hold((*_key(name), "given"), partial, self._start_giving(route, partial))
 
     def _start_giving(self, route: LoanRoute, partial: Tensor) -> list[NamedWork]:

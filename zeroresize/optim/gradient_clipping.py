@@ -22,7 +22,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """What ``torch.nn.utils.clip_grad_norm_`` does to the undivided model's gradients, in place.
+    """Clip the undivided model's gradients in place, as ``torch.nn.utils.clip_grad_norm_`` does; collective.
 
     That function itself would take each rank's own shards only, and scale what all ranks hold alike by other factors on
     other ranks. Collective over the tensor-parallel group, also on a rank without gradients, and whoever owns which
@@ -61,7 +61,7 @@ def clip_grad_norm_(
 
 
 def grad_norm(parameters: Sequence[Tensor], norm_type: float = 2.0, foreach: bool | None = None) -> Tensor:
-    """The p-norm of the undivided model's gradients, in float64; collective, as :func:`clip_grad_norm_`."""
+    """Compute the p-norm of the undivided model's gradients, in float64; collective, as :func:`clip_grad_norm_`."""
     p = float(norm_type)
     if not p > 0.0:
         raise ValueError(f"norm_type={norm_type!r} is not allowed: a number above 0 is needed, or inf")
@@ -83,7 +83,7 @@ def grad_norm(parameters: Sequence[Tensor], norm_type: float = 2.0, foreach: boo
 def norm_of_replicated(
     parameters: Iterable[tuple[Tensor, int]], process_group: ProcessGroup, device: torch.device
 ) -> Tensor:
-    """The 2-norm of all gradients of a group's ranks as one vector, in float64, on ``device``; collective.
+    """Compute the 2-norm of all gradients of a group's ranks as one vector, in float64, on ``device``; collective.
 
     Args:
         parameters: of this rank, each with how many ranks of the group hold the same gradient: it counts once.
@@ -97,7 +97,7 @@ def norm_of_replicated(
 
 
 def norm_over(squares: Tensor, process_group: ProcessGroup) -> Tensor:
-    """The 2-norm of what the ranks of a group hold together; collective.
+    """Compute the 2-norm of what the ranks of a group hold together; collective.
 
     Args:
         squares: the sum of squares of what this rank holds, of no dimension; the result replaces it.
@@ -119,7 +119,7 @@ def scale_gradients(parameters: Sequence[Tensor], max_norm: float, norm: Tensor,
 
 
 def _norm(parameters: Sequence[Tensor], p: float, foreach: bool | None) -> Tensor:
-    """Of the gradients that this process holds; of DTensors, those of all ranks of their mesh."""
+    """Compute the p-norm of the gradients that this process holds; of DTensors, of all ranks of their mesh."""
     norms: list[Tensor] = []
     whole: list[Tensor] = []
     for parameter in parameters:

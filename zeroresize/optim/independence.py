@@ -80,7 +80,7 @@ def _marked(optimizer_class: _OptimizerT, words: set[type], call: str) -> _Optim
 
 
 def why_not_elementwise(optimizer: Any, tensors: Iterable[Tensor]) -> str | None:
-    """Why ``tensors`` that ``optimizer`` steps may not be divided; None where that changes nothing.
+    """Tell why ``tensors`` that ``optimizer`` steps may not be divided; None where that changes nothing.
 
     Known are torch's classes and what :func:`mark_elementwise` was given. Any other one is tried: some steps on a
     tensor must be, bit for bit, those on its two halves by themselves, whatever they are beside. Of what hangs on an
@@ -91,7 +91,7 @@ def why_not_elementwise(optimizer: Any, tensors: Iterable[Tensor]) -> str | None
 
 
 def why_not_by_parameter(optimizer: Any, tensors: Iterable[Tensor]) -> str | None:
-    """Why ``tensors`` that ``optimizer`` steps may not be stepped on different ranks; None where that changes nothing.
+    """Tell why ``tensors`` may not be stepped on different ranks; None where that changes nothing.
 
     As :func:`why_not_elementwise`, of whole parameters: a step on several must be that on each by itself.
     """

@@ -20,7 +20,7 @@ from zeroresize.utils.torch_private import is_private_of_optimizer
 
 
 class NoTrialError(Exception):
-    """Why an optimizer could not be tried.
+    """Raised where an optimizer cannot be tried; its text says why.
 
     Attributes:
         has_defaults: whether only settings are unknown, and the class has defaults for them.
@@ -32,7 +32,7 @@ class NoTrialError(Exception):
 
 
 class KeepsTensorsError(Exception):
-    """Where an optimizer keeps tensors besides its state, which alone moves along."""
+    """Raised where an optimizer keeps tensors besides its state, which alone moves along."""
 
 
 def require_state_only(optimizer: Optimizer) -> None:
@@ -54,7 +54,7 @@ def require_state_only(optimizer: Optimizer) -> None:
 
 @dataclass
 class Like:
-    """One of the parameters that an optimizer cannot tell from each other, but for their values.
+    """Describes one of the parameters that an optimizer cannot tell from each other, but for their values.
 
     Attributes:
         sizes: of the rows and columns of the largest; one size of vectors.
@@ -70,7 +70,7 @@ class Like:
 
 @dataclass(frozen=True)
 class Case:
-    """Parameters that an optimizer steps with the same settings, as far as it can tell them from each other."""
+    """Groups parameters that an optimizer steps with the same settings, as far as it can tell them from each other."""
 
     settings: Mapping[str, Any]
     likes: Sequence[Like]
@@ -94,7 +94,7 @@ _DIVIDING = ("torch", "colossalai", "zeroresize")
 
 
 def cases_of(optimizer: Optimizer, tensors: Iterable[Tensor]) -> list[Case]:
-    """With which settings it steps ``tensors``, apart for vectors and matrices, and what it can tell of them."""
+    """Group ``tensors`` by the settings that an optimizer steps them with, and by what it can tell of them."""
     place_of = {id(one): (group, at) for group in optimizer.param_groups for at, one in enumerate(group["params"])}
     groups: dict[str, tuple[dict[str, Any], list[Like]]] = {}
     for tensor in tensors:
@@ -167,7 +167,7 @@ def made_like(
     *,
     by_default: bool,
 ) -> Optimizer:
-    """One of other parameters: with the settings of a group, of the constructor, and of every other attribute.
+    """Make an optimizer of other parameters, with the settings of a group, of the constructor, and all else.
 
     Args:
         parameters: which stand for those of ``likes``.

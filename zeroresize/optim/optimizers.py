@@ -14,7 +14,7 @@ from zeroresize.utils.torch_private import is_initialized
 
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """``optimizer`` itself, or the one inside Colossal-AI's or Accelerate's wrappers.
+    """Return ``optimizer`` itself, or the one inside Colossal-AI's or Accelerate's wrappers.
 
     Raises:
         ValueError: if there is none.
@@ -36,7 +36,7 @@ def _only_wraps(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def stepped_tensors(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the optimizer updates for each named parameter: the parameter itself or its fp32 master copy.
+    """Return what the optimizer updates for each named parameter: the parameter itself or its fp32 master copy.
 
     Parameters that it does not update (frozen, or of another optimizer) are left out.
 
@@ -61,7 +61,7 @@ def stepped_tensors(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict[st
 
 
 class SteppedTensors:
-    """What an optimizer updates for each named parameter, including parameters that it is given later.
+    """Tells what an optimizer updates for each named parameter, including parameters that it is given later.
 
     Args:
         optimizer, parameters: as of :func:`stepped_tensors`, which raises what this does.
@@ -75,7 +75,7 @@ class SteppedTensors:
         self.now()
 
     def now(self) -> dict[str, Tensor]:
-        """What :func:`stepped_tensors` returns at present."""
+        """Return what :func:`stepped_tensors` returns at present."""
         num_stepped = sum(len(group["params"]) for group in self._inner.param_groups)
         if num_stepped != self._num_stepped:
             self._tensors = stepped_tensors(self._optimizer, self._parameters)
@@ -110,7 +110,7 @@ def _remove(hooks: Iterable[RemovableHandle]) -> None:
 
 
 def not_stepped(optimizer: Any, parameters: Mapping[str, Tensor]) -> list[str]:
-    """Names of parameters that require gradients and that ``optimizer`` does not step; empty where that is unknown.
+    """Name parameters that require gradients and that ``optimizer`` does not step; none where that is unknown.
 
     It is unknown where a host's wrapper keeps all parameters in a form of its own.
     """
@@ -126,7 +126,7 @@ def not_stepped(optimizer: Any, parameters: Mapping[str, Tensor]) -> list[str]:
 
 
 def states_like(optimizer: torch.optim.Optimizer, tensor: Tensor) -> Iterable[Tensor]:
-    """The optimizer's state tensors of ``tensor`` that have its shape, such as its moments."""
+    """Return the optimizer's state tensors of ``tensor`` that have its shape, such as its moments."""
     state = optimizer.state.get(tensor, {})
     return [value for value in state.values() if isinstance(value, Tensor) and value.shape == tensor.shape]
 

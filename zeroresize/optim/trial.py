@@ -48,7 +48,7 @@ _OTHER_SHAPE = (4, 6)  # of a parameter beside the trial's
 
 
 def why_halves_differ(optimizer: Optimizer, case: Case, *, by_default: bool = False) -> str | None:
-    """What steps on a tensor showed that were not, bit for bit, those on its parts; None where all were.
+    """Tell how steps on a tensor differ, in any bit, from those on its parts; None where none does.
 
     Args:
         by_default: whether settings that the optimizer does not tell are taken to be the defaults.
@@ -86,7 +86,7 @@ def why_halves_differ(optimizer: Optimizer, case: Case, *, by_default: bool = Fa
 
 
 def why_parameters_differ(optimizer: Optimizer, case: Case, *, by_default: bool = False) -> str | None:
-    """As :func:`why_halves_differ`, of steps on several parameters, and on each by itself."""
+    """Tell, as :func:`why_halves_differ`, how steps on several parameters differ from those on each by itself."""
     for some, trial in _trials_of(case, _LIMIT_OF_MANY):
         # Of each kind two, since some of a kind may be seen together.
         likes = [*some, *map(_beside, some)]
@@ -101,7 +101,7 @@ def why_parameters_differ(optimizer: Optimizer, case: Case, *, by_default: bool 
 
 
 def _trials_of(case: Case, limit: int) -> Iterator[tuple[Sequence[Like], _Trial]]:
-    """Of one parameter beside another one, and then of all that the optimizer can tell from each other at once."""
+    """Yield trials of one parameter, then of all that the optimizer can tell from each other at once."""
     likes = case.likes
     for trial in _TRIALS:
         yield likes[:1], trial
