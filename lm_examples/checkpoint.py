@@ -4,10 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from vit_examples import checkpoint_files
-from zeroresize.utils.value_checks import known_keys
+from vit_examples.checkpoint_folders import CheckpointFolders
+from zeroresize.utils.value_checks import at_least, known_keys
+
+STEPS = CheckpointFolders("step", 8)
+
+
+@dataclass(frozen=True)
+class SavedSteps(checkpoint_files.SavedState):
+    """What of a run that counts steps is no tensor of its model.
+
+    Attributes:
+        step: how many are done.
+    """
+
+    folders: ClassVar[CheckpointFolders] = STEPS
+    step: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("step", self.step, 1)
+
+    @property
+    def number(self) -> int:
+        return self.step
 
 
 @dataclass(frozen=True)
@@ -34,7 +57,7 @@ class Unwritten:
 
 
 @dataclass(frozen=True)
-class SavedState(checkpoint_files.SavedState):
+class SavedState(SavedSteps):
     """What of a run is no tensor of its layers.
 
     Attributes:

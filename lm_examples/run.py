@@ -78,8 +78,8 @@ class Run:
         of_stages = of_all_ranks((self.losses, self.clock.since_lap(), slept_s), self.pipeline.process_group)
         unwritten = Unwritten(of_stages[-1][0], of_stages[0][1], statistics.fmean(one for *_, one in of_stages))
         return SavedState(
-            self.step,
             layout_of(self.config),
+            self.step,
             self.config.pipeline.boundaries,
             self.pipeline.boundaries,
             None if self.balancer is None else self.balancer.state_dict(),
@@ -108,7 +108,7 @@ def prepare(config: RunConfig, text: Text, process_group: ProcessGroup, *, resum
         saved = begun.state
         run = _build(config, text, process_group, saved)
         if begun.checkpoint is not None and saved is not None:
-            load_checkpoint(begun.checkpoint, run.pipeline, run.optimizer)
+            load_checkpoint(begun.checkpoint, run.pipeline, run.optimizer, process_group=process_group)
             on_all_ranks(ValueError, lambda: _go_on(run, saved), process_group)
 
         def record() -> None:

@@ -55,7 +55,14 @@ def train(run: Run) -> dict[str, Any]:
                 report(run, is_validated=is_validated)
             if is_saved:
                 folder = checkpoint_folder(run.config)
-                save_checkpoint(folder, run.saved_state(), run.pipeline, run.optimizer, keep=output.keep)
+                save_checkpoint(
+                    folder,
+                    run.saved_state(),
+                    run.pipeline,
+                    run.optimizer,
+                    keep=output.keep,
+                    process_group=run.pipeline.process_group,
+                )
             if is_validated or is_saved:
                 run.clock.start()
         summary = {} if run.pipeline.is_released else summary_of(run)

@@ -51,8 +51,14 @@ def train(run: Run) -> dict[str, Any]:
             if is_validated or run.step % training.log_every == 0:
                 report(run, is_validated=is_validated)
             if output.save_every and run.step % output.save_every == 0:
-                state = SavedState(run.step, layout_of(run.config), run.unwritten.to_dict())
-                save_checkpoint(checkpoint_folder(run.config), state, run.model, run.optimizer, keep=output.keep)
+                save_checkpoint(
+                    checkpoint_folder(run.config),
+                    SavedState(layout_of(run.config), run.step, run.unwritten.to_dict()),
+                    run.model,
+                    run.optimizer,
+                    keep=output.keep,
+                    process_group=run.model.process_group,
+                )
         summary = summary_of(run)
         if run.recorder is not None:
             run.recorder.close(summary, summary_table(run.recorder.title, summary))

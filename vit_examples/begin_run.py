@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from vit_examples.all_ranks import do_nothing, on_all_ranks, require_same
-from vit_examples.checkpoint_files import SavedState, newest_checkpoint, read_saved_state
+from vit_examples.checkpoint_files import SavedState, read_saved_state
 from vit_examples.run_folder import checkpoint_folder, claimed_here, refuse_earlier_run
 
 _State = TypeVar("_State", bound=SavedState)
@@ -62,13 +62,13 @@ def begin_run(
         on_all_ranks(ValueError, (lambda: held.enter_context(claim)) if is_first else do_nothing, process_group)
         found = on_all_ranks(ValueError, lambda: _to_resume(config, layout, kind, resume=resume), process_group)
         checkpoint, state = (None, None) if found is None else found
-        require_same("the newest checkpoint", str(state and state.step), process_group)
+        require_same("the newest checkpoint", str(checkpoint), process_group)
         return Begun(held.pop_all(), checkpoint, state)
 
 
 def _to_resume(config: Any, layout: dict[str, Any], kind: type[_State], *, resume: bool) -> tuple[Path, _State] | None:
     """The newest checkpoint of the output folder if asked for, checked; else None."""
-    newest = newest_checkpoint(checkpoint_folder(config))
+    newest = kind.folders.newest(checkpoint_folder(config))
     if not resume:
         refuse_earlier_run(config, newest)
         return None

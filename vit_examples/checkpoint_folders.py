@@ -14,22 +14,22 @@ class CheckpointFolders:
     """Those called ``<unit>-<number>``; what is half written, or half deleted, ends with ``.tmp``.
 
     Args:
-        unit: what the numbers count, such as "epoch".
+        unit: what the numbers count, such as "epoch"; an attribute, too.
         num_digits: of a number in a name that is written, at least.
     """
 
     def __init__(self, unit: str, num_digits: int = 1) -> None:
-        self._unit, self._num_digits = unit, num_digits
+        self.unit, self._num_digits = unit, num_digits
         self._complete, self._unfinished = re.compile(rf"{unit}-(\d+)"), re.compile(rf"{unit}-\d+\.tmp")
 
     def number_of(self, checkpoint: Path) -> int:
         """How far the run was when it was written."""
-        return int(checkpoint.name.removeprefix(f"{self._unit}-"))
+        return int(checkpoint.name.removeprefix(f"{self.unit}-"))
 
     def complete(self, folder: Path) -> list[Path]:
         """The complete ones under ``folder``, the oldest first."""
-        found = (path for path in folder.glob(f"{self._unit}-*") if self._complete.fullmatch(path.name))
-        return sorted((path for path in found if path.is_dir()), key=self.number_of)
+        named = (path for path in folder.glob(f"{self.unit}-*") if self._complete.fullmatch(path.name))
+        return sorted((path for path in named if path.is_dir()), key=self.number_of)
 
     def begin(self, folder: Path, number: int) -> Path:
         """An empty folder to write a checkpoint into, under the name of an unfinished one.
@@ -67,7 +67,7 @@ class CheckpointFolders:
         newest = self.newest(folder)
         logger.warning(
             "no checkpoint of %s %d, training goes on without (the newest is %s): %s",
-            self._unit,
+            self.unit,
             number,
             newest.name if newest is not None else "none",
             reason,
@@ -76,12 +76,6 @@ class CheckpointFolders:
     def newest(self, folder: Path) -> Path | None:
         """The complete one of the highest number under ``folder``."""
         return next(reversed(self.complete(folder)), None)
-
-    def way_out(self, checkpoint: Path) -> str:
-        """What to do about one that cannot be loaded."""
-        others = [path for path in self.complete(checkpoint.parent) if path != checkpoint]
-        then = f"goes on from {others[-1].name}" if others else "starts anew"
-        return f"Delete {checkpoint}, and --resume {then}"
 
     def delete_but(self, folder: Path, keep: int) -> None:
         """Delete all but the ``keep`` newest."""
@@ -99,4 +93,12 @@ class CheckpointFolders:
         shutil.rmtree(going, ignore_errors=True)
 
     def _path(self, folder: Path, number: int) -> Path:
-        return folder / f"{self._unit}-{number:0{self._num_digits}}"
+        return folder / f"{self.unit}-{number:0{self._num_digits}}"
+
+
+def way_out(checkpoint: Path) -> str:
+    """Say what to do about a checkpoint that cannot be loaded."""
+    folders = CheckpointFolders(checkpoint.name.rpartition("-")[0])
+    others = [path for path in folders.complete(checkpoint.parent) if path != checkpoint]
+    then = f"goes on from {others[-1].name}" if others else "starts anew"
+    return f"Delete {checkpoint}, and --resume {then}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +13,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from vit_examples.all_ranks import leave_together
-from vit_examples.plain_files import open_tensors, write_tensors
-from vit_examples.shard import has_stepped, kinds_of_shard, load_shard, shard_of
 
 
 class Host(ABC):
@@ -55,50 +52,12 @@ class Host(ABC):
     def step(self) -> None:
         """Clip where asked, step the optimizer, and drop the gradients."""
 
-    def save(self, path: Path) -> None:
-        """Write what this rank has of model and optimizer.
-
-        Raises:
-            OSError: naming the file, if it cannot be written.
-        """
-        numbers = self.loss_scale()
-        scale = {key: torch.tensor(numbers[name], dtype=torch.float64) for key, name in self._scale_by_name().items()}
-        write_tensors(path, shard_of(self.model, self.optimizer) | scale)
-
-    def read(self, path: Path) -> dict[str, Tensor]:
-        """What :meth:`save` wrote under the same layout, which :meth:`load` can take over.
-
-        Raises:
-            ValueError: naming the file, if it cannot be read or does not fit.
-        """
-        with open_tensors(path) as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        kinds = kinds_of_shard(self.model, self.optimizer, stepped=has_stepped(found))
-        kinds |= dict.fromkeys(self._scale_by_name(), (torch.float64, torch.Size()))
-        for name in sorted(kinds.keys() ^ found.keys()):
-            raise ValueError(f"{path}: the tensor {name!r} is {'missing' if name in kinds else 'of another model'}")
-        for name, (dtype, shape) in kinds.items():
-            tensor = found[name]
-            if tensor.shape != shape:
-                raise ValueError(f"{path}: {name!r} has shape {list(tensor.shape)}, {list(shape)} is needed")
-            if tensor.dtype != dtype:
-                raise ValueError(f"{path}: {name!r} has dtype {tensor.dtype}, {dtype} is needed")
-        return found
-
-    def load(self, found: Mapping[str, Tensor]) -> None:
-        """Go on from what :meth:`read` returned."""
-        self.set_loss_scale({name: found[key].item() for key, name in self._scale_by_name().items()})
-        load_shard(self.model, self.optimizer, found)
-
     def loss_scale(self) -> dict[str, float]:
         """The numbers of a dynamic loss scale, by name; empty where there is none."""
         return {}
 
     def set_loss_scale(self, scale: Mapping[str, float]) -> None:  # noqa: B027 - most hosts have none
         """Go on from :meth:`loss_scale`."""
-
-    def _scale_by_name(self) -> dict[str, str]:
-        return {f"loss_scale.{name}": name for name in self.loss_scale()}
 
     def set_lr(self, lr: float) -> None:
         """Learning rate of the next step."""

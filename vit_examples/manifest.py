@@ -70,7 +70,7 @@ def require_intact(folder: Path, names: Iterable[str]) -> None:
         ValueError: naming the first file that is missing, is not as it was written, or is no plain file of the folder.
             Nothing is read before every name in the manifest has been looked at.
     """
-    files = _files_of(folder)
+    files = files_in_manifest(folder)
     paths = _paths_of(folder, files)
     for name in names:
         if name not in files:
@@ -78,14 +78,12 @@ def require_intact(folder: Path, names: Iterable[str]) -> None:
         _require_as_written(paths[name], files[name])
 
 
-def require_all_intact(folder: Path) -> None:
-    """As :func:`require_intact`, of all files that the manifest names."""
-    files = _files_of(folder)
-    for name, path in _paths_of(folder, files).items():
-        _require_as_written(path, files[name])
+def files_in_manifest(folder: Path) -> dict[str, Any]:
+    """Return what :func:`sealed` told of each file that the manifest names; nothing of the files is read.
 
-
-def _files_of(folder: Path) -> dict[str, Any]:
+    Raises:
+        ValueError: naming the manifest, if it cannot be read or lists no files.
+    """
     path = folder / MANIFEST
     try:
         require_plain_file(path)

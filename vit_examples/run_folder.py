@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from vit_examples.checkpoint import layout_of, newest_checkpoint, require_layout
+from vit_examples.checkpoint import EPOCHS, SavedState, layout_of
+from vit_examples.checkpoint_files import read_saved_state
 from vit_examples.config import RunConfig
 from vit_examples.config_file import config_to_dict
 from vit_examples.file_lock import locked
@@ -107,24 +108,24 @@ def refuse_earlier_run(config: Any, newest: Path | None) -> None:
         raise ValueError(f"{folder} holds an earlier run: add --resume, or choose another --output")
 
 
-def checkpoint_to_resume(config: RunConfig, *, resume: bool) -> Path | None:
-    """The newest checkpoint of the output folder if asked for, checked against this run's layout; else None.
+def checkpoint_to_resume(config: RunConfig, *, resume: bool) -> tuple[Path, SavedState] | None:
+    """Find the newest checkpoint of the output folder if asked for, checked against this run's layout; else None.
 
     Raises:
         ValueError: if the folder holds an earlier run that would be overwritten, or a checkpoint that does not fit.
     """
-    newest = newest_checkpoint(checkpoint_folder(config))
+    newest = EPOCHS.newest(checkpoint_folder(config))
     if not resume:
         refuse_earlier_run(config, newest)
         return None
     if newest is None:
         _say(f"no checkpoint in {checkpoint_folder(config)}: starting anew")
         return None
-    require_layout(newest, layout_of(config, int(os.environ["WORLD_SIZE"])))
+    state = read_saved_state(newest, layout_of(config, int(os.environ["WORLD_SIZE"])), SavedState)
     changed = changed_settings(config)
     if changed:
         _say(f"resuming with changed settings: {', '.join(changed)}")
-    return newest
+    return newest, state
 
 
 def changed_settings(config: RunConfig) -> list[str]:

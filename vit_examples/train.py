@@ -35,7 +35,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import zeroresize as zr
 from vit_examples.balance_log import BalanceLog
 from vit_examples.build_host import build_host, require_same_on_all_ranks, require_torchrun
-from vit_examples.checkpoint import Progress, layout_of, load_checkpoint, save_checkpoint
+from vit_examples.checkpoint import Progress, SavedState, layout_of
+from vit_examples.checkpoint_files import save_checkpoint
 from vit_examples.config import RunConfig
 from vit_examples.config_file import READER
 from vit_examples.data import Split, load_splits, num_batches, test_batches, training_batches
@@ -107,14 +108,18 @@ def _prepare(config: RunConfig, *, resume: bool) -> Run:
     num_batches(train, config.training.batch_size)
     # Rank 0 has claimed the folder; the others look into it once they have met rank 0, so nobody else is writing there.
     is_first = os.environ["RANK"] == "0"
-    checkpoint = checkpoint_to_resume(config, resume=resume) if is_first else None
+    newest = checkpoint_to_resume(config, resume=resume) if is_first else None
     host = build_host(config)
     if not is_first:
-        checkpoint = checkpoint_to_resume(config, resume=resume)
-    require_same_on_all_ranks("the newest checkpoint", str(checkpoint))
+        newest = checkpoint_to_resume(config, resume=resume)
+    require_same_on_all_ranks("the newest checkpoint", str(newest and newest[0]))
     zr.convert(host.model, process_group=host.tp_group)
     balancer = zr.Balancer(host.model, host.optimizer, config.balance, process_group=host.tp_group)
-    progress = Progress() if checkpoint is None else load_checkpoint(checkpoint, host=host, balancer=balancer)
+    progress = Progress()
+    if newest is not None:
+        checkpoint, saved = newest
+        saved.go_on(checkpoint, host, balancer)
+        progress = saved.progress
     dist.barrier()  # all ranks have looked at the folder before anyone writes into it
     balance_log = BalanceLog(Path(config.output.folder), host.rank, from_step=progress.steps)
     balancer.on_update = balance_log
@@ -152,7 +157,7 @@ def train(run: Run) -> dict[str, Any]:
             report_epoch(run, epoch, loss, accuracy, display)
             run.progress = Progress(epoch + 1, run.progress.steps + run.steps_per_epoch)
             if config.output.save_every and (epoch + 1) % config.output.save_every == 0:
-                told = dataclasses.replace(
+                progress = dataclasses.replace(
                     run.progress,
                     step_seconds=run.clock.by_process,
                     timed_settings=timed_settings(config),
@@ -160,11 +165,11 @@ def train(run: Run) -> dict[str, Any]:
                 )
                 save_checkpoint(
                     checkpoint_folder(config),
-                    told,
-                    host=host,
-                    balancer=run.balancer,
-                    layout=layout_of(config, host.num_ranks),
+                    SavedState(layout_of(config, host.num_ranks), progress, host.loss_scale()),
+                    host.model,
+                    host.optimizer,
                     keep=config.output.keep,
+                    balancer=run.balancer,
                 )
     summary = {
         **timing(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from lm_examples.checkpoint import SavedSteps
 from lm_examples.switching.step_numbers import StepSums
-from vit_examples import checkpoint_files
 
 
 @dataclass(frozen=True)
-class SavedState(checkpoint_files.SavedState):
+class SavedState(SavedSteps):
     """What of a run is no tensor of its model.
 
     Attributes:

@@ -85,7 +85,7 @@ def prepare(config: RunConfig, documents: Documents, process_group: ProcessGroup
     with begun.held as held:
         run = _build(config, documents, process_group)
         if begun.checkpoint is not None and begun.state is not None:
-            load_checkpoint(begun.checkpoint, run.model, run.optimizer)
+            load_checkpoint(begun.checkpoint, run.model, run.optimizer, process_group=process_group)
             run.step = run.trainer.num_steps = begun.state.step
             run.unwritten = StepSums.from_dict(begun.state.unwritten)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from vit_examples.checkpoint import epoch_of, newest_checkpoint
+from vit_examples.checkpoint import EPOCHS
 from vit_examples.config_file import config_path, load_config
 from vit_examples.config_reader import parse_override
 from zeroresize.config import BalanceConfig
@@ -74,7 +74,7 @@ class Cell:
     @property
     def checkpoint(self) -> Path | None:
         """The newest that is complete."""
-        return newest_checkpoint(self.checkpoint_folder)
+        return EPOCHS.newest(self.checkpoint_folder)
 
     @property
     def settings_and_base(self) -> tuple[str, str]:
@@ -85,7 +85,8 @@ class Cell:
     def can_go_on(self, base: str) -> bool:
         """Whether there is a checkpoint of a run of these settings and this base that has epochs left."""
         newest = self.checkpoint
-        return newest is not None and self.settings_and_base == (self.settings, base) and epoch_of(newest) < self.epochs
+        is_same = self.settings_and_base == (self.settings, base)
+        return newest is not None and is_same and EPOCHS.number_of(newest) < self.epochs
 
     def row(self) -> dict[str, Any] | None:
         """One flat row with the commit, versions, settings and base that it ran with, if the run is finished.

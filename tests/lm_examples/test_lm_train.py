@@ -129,8 +129,8 @@ def test_stages_that_divide_parameters_evenly(run_ranks, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"model": {"hidden_size": 16}}, "of another model (model differ), nothing was loaded"),
-        ({"training": {"dtype": "float32"}}, "of another model (dtype differ)"),
+        ({"model": {"hidden_size": 16}}, "of another layout (model differ), nothing was loaded"),
+        ({"training": {"dtype": "float32"}}, "of another layout (dtype differ)"),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused_on_every_rank(run_ranks, tmp_path, changed, told):

@@ -160,7 +160,7 @@ def test_what_does_not_go_on_is_refused_on_all_ranks(run_ranks, tmp_path):
         return said
 
     for earlier, differs, ranks in run_ranks(check, 2):
-        assert "holds an earlier run: add --resume" in earlier and "is of another model (dtype differ)" in differs
+        assert "holds an earlier run: add --resume" in earlier and "is of another layout (dtype differ)" in differs
         assert "strategies: strategy (1, 4, 1) needs rank 3: there are 2 ranks" in ranks
 
 

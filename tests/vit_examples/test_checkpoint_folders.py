@@ -9,7 +9,11 @@ pytest.importorskip("safetensors")
 
 from vit_examples import checkpoint_folders
 from vit_examples.checkpoint_folders import CheckpointFolders
-from vit_examples.manifest import require_all_intact, require_intact, sealed, write_manifest
+from vit_examples.manifest import files_in_manifest, require_intact, sealed, write_manifest
+
+
+def require_all_intact(folder):
+    require_intact(folder, files_in_manifest(folder))
 
 
 def checkpoint(folder):

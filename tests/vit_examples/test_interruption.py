@@ -17,7 +17,7 @@ pytest.importorskip("pyarrow")
 
 from helpers.runs import ONE_NODE, ROOT, TORCHRUN, interrupted, long_run, write_parquet
 
-from vit_examples.checkpoint import newest_checkpoint
+from vit_examples.checkpoint import EPOCHS
 from vit_examples.config_file import load_config
 from vit_examples.interruption import ended_by_interrupt, how_to_go_on
 
@@ -35,7 +35,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ctrl_c_says_in_one_line_how_to_go_on_and_ends_with_130(pictures: Path, tmp_path: Path) -> None:
     command = [*ONE_NODE, *long_run(pictures, tmp_path, "output.progress=false")]
     status, lines = interrupted(command, tmp_path / "metrics.jsonl", num_epochs=2)
-    newest = newest_checkpoint(tmp_path / "checkpoints")
+    newest = EPOCHS.newest(tmp_path / "checkpoints")
     epoch = int(newest.name[-4:])
     assert status == 130
     assert lines[-1] == (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import operator
 import os
 import pickle
 import shutil
@@ -19,16 +20,18 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 import torch
-from safetensors.torch import load_file, save_file
+import torch.distributed.checkpoint as dcp
 
 import zeroresize as zr
-from vit_examples import checkpoint as checkpoints
 from vit_examples import checkpoint_folders
 from vit_examples.all_ranks import of_all_ranks
-from vit_examples.checkpoint import Progress, layout_of, load_checkpoint, newest_checkpoint, require_layout
+from vit_examples.checkpoint import EPOCHS, Progress, SavedState, layout_of
+from vit_examples.checkpoint_files import read_saved_state, save_checkpoint
 from vit_examples.config import RunConfig
 from vit_examples.config_file import load_config
 from vit_examples.plain_files import read_state, write_state
+from zeroresize.optim.optimizers import torch_optimizer
+from zeroresize.utils.checkpoint_writer import CheckpointWriter
 
 HOSTS = ("torch", pytest.param("colossalai", marks=pytest.mark.colossalai))
 PROGRESS = Progress(1, 4, [[0.5, 0.25]], {"host": "torch"}, ["abc1234"])
@@ -77,14 +80,14 @@ class Training:
         return losses
 
     def save(self, folder: Path, progress: Progress = PROGRESS, keep: int = 2) -> bool:
-        layout = layout_of(self.config, self.host.num_ranks)
-        return checkpoints.save_checkpoint(
-            folder, progress, host=self.host, balancer=self.balancer, layout=layout, keep=keep
-        )
+        state = SavedState(layout_of(self.config, self.host.num_ranks), progress, self.host.loss_scale())
+        model, optimizer = self.host.model, self.host.optimizer
+        return save_checkpoint(folder, state, model, optimizer, keep=keep, balancer=self.balancer)
 
     def load(self, checkpoint: Path) -> Progress:
-        require_layout(checkpoint, layout_of(self.config, self.host.num_ranks))
-        return load_checkpoint(checkpoint, host=self.host, balancer=self.balancer)
+        saved = read_saved_state(checkpoint, layout_of(self.config, self.host.num_ranks), SavedState)
+        saved.go_on(checkpoint, self.host, self.balancer)
+        return saved.progress
 
 
 def micro_config(host: str, *overrides: str) -> RunConfig:
@@ -156,6 +159,25 @@ def test_a_loss_scale_goes_on_where_it_was(run_ranks, tmp_path: Path, torch_host
         assert (loaded["scale"], loaded["_growth_tracker"]) == (2.0**8, 1)
 
 
+def test_settings_of_the_optimizer_are_those_of_the_run_that_goes_on(
+    run_ranks, tmp_path: Path, torch_host: str
+) -> None:
+    """As its user was told when they differ from those of the run before."""
+
+    def train(rank: int, group: Any) -> Any:
+        first = Training(micro_config(torch_host, "training.weight_decay=0.1"))
+        first.steps(0)
+        assert first.save(tmp_path)
+        other = Training(micro_config(torch_host, "training.weight_decay=0.3"))
+        parameters = list(other.host.model.parameters())
+        other.load(tmp_path / "epoch-0001")
+        (settings,) = other.host.optimizer.param_groups
+        assert all(map(operator.is_, settings["params"], parameters))
+        return settings["weight_decay"]
+
+    assert run_ranks(train, 2) == [0.3, 0.3]
+
+
 @pytest.mark.slow
 def test_a_checkpoint_of_before_the_first_step_is_loaded(run_ranks, tmp_path: Path, host: str) -> None:
     """In fp16 the first steps may all be skipped, while the loss scale is sought."""
@@ -197,19 +219,26 @@ def on_copies_of(
         assert training.save(folder)
         paths = of_all_ranks(changes(folder / "epoch-0001") if rank == 0 else None)[0]
         said = {}
-        before = [parameter.detach().clone() for parameter in training.host.model.parameters()]
+        before = tensors_of(training)
         training.steps(2)
-        now = [parameter.detach().clone() for parameter in training.host.model.parameters()]
+        now = tensors_of(training)
         assert not all(map(torch.equal, now, before))
         for what, path in paths.items():
             with pytest.raises(ValueError) as refused:
                 training.load(path)
             said[what] = str(refused.value)
-            assert all(map(torch.equal, now, training.host.model.parameters())), "something was loaded"
+            assert all(map(torch.equal, now, tensors_of(training))), "something was loaded"
         return said
 
     by_rank = run_ranks(train, 2)
     return {what: [said[what] for said in by_rank] for what in by_rank[0]}
+
+
+def tensors_of(training: Training) -> list[torch.Tensor]:
+    """Copies of a model's parameters, and of AdamW's moments."""
+    state = torch_optimizer(training.host.optimizer).state
+    moments = [value for of_parameter in state.values() for value in of_parameter.values()]
+    return [tensor.detach().clone() for tensor in (*training.host.model.parameters(), *moments)]
 
 
 def copy_of(checkpoint: Path, number: int) -> Path:
@@ -224,7 +253,7 @@ def test_a_tampered_file_runs_no_code_and_is_named(run_ranks, tmp_path: Path, ho
 
     def tamper(checkpoint: Path) -> dict[str, Path]:
         copies = {}
-        assert len(list(checkpoint.iterdir())) == 9
+        assert len(list(checkpoint.iterdir())) == 10
         for kind, content in evil_files(marker).items():
             for file in checkpoint.iterdir():
                 path = copy_of(checkpoint, len(copies))
@@ -271,52 +300,50 @@ def test_a_flipped_bit_or_a_missing_end_is_found_before_anything_is_loaded(
 
 
 HALF_PROGRESS = ({}, [], {"epochs": 1}, {"epochs": "1"}, {"steps": -4}, {"step_seconds": [0.5]}, {"commits": None})
+HALF_STATE = ({}, {"layout": {}}, {"loss_scale": [1.0]}, {"loss_scale": {"scale": 2.0}}, {"progress": {"epochs": 3}})
 
 
 def test_foreign_files_are_refused_by_name_though_the_manifest_knows_them(
     run_ranks, tmp_path: Path, torch_host: str
 ) -> None:
-    """Half a progress, of another epoch, and half a shard, state or loss scale."""
+    """Half a progress, of another epoch, and half a model, balancer or loss scale."""
+    header = json.dumps({"a": {"dtype": "F6_E2M3", "shape": [8], "data_offsets": [0, 6]}}).encode()
+    of_unknown_dtype = struct.pack("<Q", len(header)) + header + bytes(6)
 
     def change(checkpoint: Path) -> dict[str, Path]:
         copies: dict[str, Path] = {}
-        whole = json.loads((checkpoint / "progress.json").read_text())
-        for half in (*HALF_PROGRESS, {"epochs": 3}):
-            path = copies[f"progress.json {half}"] = copy_of(checkpoint, len(copies))
+
+        def changed(what: str) -> Path:
+            path = copies[what] = copy_of(checkpoint, len(copies))
+            return path
+
+        whole = json.loads((checkpoint / "state.json").read_text())
+        for half in HALF_PROGRESS:
+            path = changed(f"state.json with progress {half}")
             is_changed_whole = isinstance(half, dict) and len(half) == 1 and half != {"epochs": 1}
-            (path / "progress.json").write_text(json.dumps({**whole, **half} if is_changed_whole else half))
-            resealed(path, "progress.json")
-        path = copies["rank1.safetensors of another rank"] = copy_of(checkpoint, len(copies))
-        tensors = {"a": torch.zeros(1)}
-        checkpoints.write_state(path / "rank1", tensors)  # tensors by number
-        resealed(path, "rank1.safetensors")
-        tensors = load_file(checkpoint / "rank1.safetensors")
-        name = next(name for name in tensors if name.startswith("optimizer."))
-        for what, changed in {
-            "of another dtype": {**tensors, name: tensors[name].half()},
-            "without a moment": {key: value for key, value in tensors.items() if key != name},
-        }.items():
-            path = copies[f"rank1.safetensors {what}"] = copy_of(checkpoint, len(copies))
-            save_file(changed, path / "rank1.safetensors")
-            resealed(path, "rank1.safetensors")
-        path = copies["balancer-rank1.json nested deep"] = copy_of(checkpoint, len(copies))
-        (path / "balancer-rank1.json").write_text('{"a": ' + "[" * 500 + "]" * 500 + "}")
-        resealed(path, "balancer-rank1.json")
-        for file in ("rank1.safetensors", "balancer-rank1.safetensors"):
-            path = copies[f"{file} of a dtype that torch lacks"] = copy_of(checkpoint, len(copies))
-            header = json.dumps({"a": {"dtype": "F6_E2M3", "shape": [8], "data_offsets": [0, 6]}}).encode()
-            (path / file).write_bytes(struct.pack("<Q", len(header)) + header + bytes(6))
-            resealed(path, file)
-        path = copies["balancer-rank1.json halved"] = copy_of(checkpoint, len(copies))
+            progress = {**whole["progress"], **half} if is_changed_whole else half
+            (path / "state.json").write_text(json.dumps({**whole, "progress": progress}))
+        for half in HALF_STATE:
+            if list(half) == ["progress"]:
+                half = {"progress": {**whole["progress"], **half["progress"]}}
+            named = "epoch-0001" if half.keys() & {"layout", "loss_scale"} else "state.json"
+            path = changed(f"{named} with {half}")
+            (path / "state.json").write_text(json.dumps({**whole, **half} if half else half))
+        (changed("balancer-rank1.json nested deep") / "balancer-rank1.json").write_text(
+            '{"a": ' + "[" * 500 + "]" * 500 + "}"
+        )
+        path = changed("balancer-rank1.safetensors of a dtype that torch lacks")
+        (path / "balancer-rank1.safetensors").write_bytes(of_unknown_dtype)
+        path = changed("balancer-rank1.json halved")
         state = read_state(path / "balancer-rank1")
         del state["group 0-1"]
         write_state(path / "balancer-rank1", state)
-        for name in ("balancer-rank1.json", "balancer-rank1.safetensors"):
-            resealed(path, name)
-        path = copies["balancer-rank0.safetensors emptied"] = copy_of(checkpoint, len(copies))
-        checkpoints.write_state(path / "nothing", {})
+        path = changed("balancer-rank0.safetensors emptied")
+        write_state(path / "nothing", {})
         (path / "nothing.safetensors").replace(path / "balancer-rank0.safetensors")
-        resealed(path, "balancer-rank0.safetensors")
+        for path in copies.values():
+            for file in path.glob("[bs]*.*"):
+                resealed(path, file.name)
         return copies
 
     said = on_copies_of(run_ranks, tmp_path, micro_config(torch_host), change)
@@ -324,12 +351,54 @@ def test_foreign_files_are_refused_by_name_though_the_manifest_knows_them(
         assert all(what.partition(" ")[0] in one.splitlines()[0] for one in by_rank), (what, by_rank)
 
 
+def test_tensors_that_do_not_fit_are_refused_by_name_before_any_is_loaded(
+    run_ranks, tmp_path: Path, torch_host: str
+) -> None:
+    """Though the manifest knows them: of another dtype or shape, or without a moment; written as a run writes them."""
+
+    def train(rank: int, group: Any) -> dict[str, str]:
+        training = Training(micro_config(torch_host))
+        training.steps(0, 1)
+        assert training.save(tmp_path)
+        name = "vit.encoder.layer.0.output.dense.weight"
+        whole = {
+            key: torch.zeros(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else 0
+            for key, entry in zr.CheckpointReader(tmp_path / "epoch-0001").read_metadata().state_dict_metadata.items()
+        }
+        moment = f"optimizer.{name}.exp_avg"
+        now, said = tensors_of(training), {}
+        for number, (what, state) in enumerate(
+            {
+                f"{moment} of another dtype": {**whole, moment: whole[moment].half()},
+                f"{moment} without": {key: value for key, value in whole.items() if key != moment},
+                f"{name} of another shape": {**whole, name: torch.zeros(2, 2)},
+            }.items()
+        ):
+            path = tmp_path / f"copy{number}" / "epoch-0001"
+            if rank == 0:
+                shutil.copytree(tmp_path / "epoch-0001", path)
+                dcp.save(state, storage_writer=CheckpointWriter(path), no_dist=True)
+                for file in ("__0_0.distcp", "index.json"):
+                    resealed(path, file)
+            group.barrier().wait()
+            with pytest.raises(ValueError) as refused:
+                training.load(path)
+            said[what] = str(refused.value)
+            assert all(map(torch.equal, now, tensors_of(training))), "something was loaded"
+        return said
+
+    for said in run_ranks(train, 2):
+        for what, line in said.items():
+            assert what.partition(" ")[0] in line.splitlines()[0], (what, line)
+            assert line.endswith("and --resume starts anew")
+
+
 def test_folders_that_are_no_checkpoints_are_left_alone(tmp_path: Path) -> None:
-    assert newest_checkpoint(tmp_path) is None
+    assert EPOCHS.newest(tmp_path) is None
     for name in ("epoch-0002", "epoch-9999", "epoch-10000", "epoch-10001.tmp", "epoch-best", "epoch-", "other"):
         (tmp_path / name).mkdir()
     (tmp_path / "epoch-20000").touch()
-    assert newest_checkpoint(tmp_path) == tmp_path / "epoch-10000"
+    assert EPOCHS.newest(tmp_path) == tmp_path / "epoch-10000"
 
 
 # ---- a disk that is full --------------------------------------------------------------------------------------------
@@ -337,7 +406,7 @@ def test_folders_that_are_no_checkpoints_are_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("full_ranks", [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize("num_bytes", [0, 2000])
+@pytest.mark.parametrize("num_bytes", [0, 2000, 120_000])
 def test_a_checkpoint_that_cannot_be_written_leaves_the_older_ones_and_training_goes_on(
     run_ranks, tmp_path: Path, torch_host: str, full_ranks: tuple[int, ...], num_bytes: int
 ) -> None:
@@ -367,7 +436,8 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_older_ones_and_training_
     assert left == ["epoch-0001"]
     (line,) = told
     assert line.startswith("no checkpoint of epoch 2, training goes on without (the newest is epoch-0001): rank ")
-    assert f"rank{full_ranks[0]}.safetensors: " in line
+    what = f"balancer-rank{full_ranks[0]}.json: " if num_bytes < 120_000 else f"rank {full_ranks[0]}: "
+    assert what in line and "File too large" in line, line
     assert others_told == []
 
 
@@ -393,7 +463,7 @@ def test_a_checkpoint_is_on_the_disk_before_older_ones_are_deleted(
             done.append(path.name)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(checkpoints._FOLDERS, "delete", lambda old: done.append(f"delete {old.name}"))
+    monkeypatch.setattr(EPOCHS, "delete", lambda old: done.append(f"delete {old.name}"))
 
     def train(rank: int, group: Any) -> list[str]:
         training = Training(micro_config(torch_host))

@@ -104,7 +104,7 @@ def index_to_json(index: metadata.Metadata) -> str:
     return json.dumps({"tensors": tensors, "places": places})
 
 
-def index_from_json(text: str, where: str) -> metadata.Metadata:
+def index_from_json(text: str | bytes, where: str) -> metadata.Metadata:
     """Return the index that :func:`index_to_json` wrote.
 
     Args:

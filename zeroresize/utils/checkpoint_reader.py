@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -68,7 +69,7 @@ class CheckpointReader(FileSystemReader):
         plain = Path(self.path) / INDEX
         if rank is None and os.path.lexists(plain):
             require_plain_file(plain)
-            metadata = index_from_json(plain.read_text(encoding="utf-8"), str(plain))
+            metadata = index_from_json(plain.read_bytes(), str(plain))
         else:
             require_plain_file(path)
             with path.open("rb") as stream:
@@ -83,11 +84,27 @@ class CheckpointReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a plan asks for, and what a value that reads itself finds that it needs."""
+        """Read what a plan asks for, file by file, and what a value that reads itself finds that it needs.
+
+        Raises:
+            ValueError: naming the file that cannot be read, or does not hold what the index says.
+        """
         for value in getattr(planner, "state_dict", {}).values():
             if isinstance(value, ReadsItself):
                 value.read_itself(self.path)
-        return super().read_data(plan, _PlainValues(planner, self.path))  # type: ignore[arg-type]  # all it is asked for
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        plain: Any = _PlainValues(planner, self.path)  # all that a planner is asked for
+        for name, items in by_file.items():
+            try:
+                super().read_data(replace(plan, items=items), plain).wait()
+            except Exception as error:  # damaged files raise whatever they come to
+                reason = str(error) if isinstance(error, ValueError) else _reason(error)
+                raise ValueError(f"{Path(self.path) / name}: {reason}") from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 class _Told(dict[str, Any]):
