@@ -342,7 +342,7 @@ def test_semi_relieves_a_straggler_as_it_is_told(
 def test_a_run_that_is_resumed_while_a_straggler_is_relieved_has_its_units_away_at_once(
     host: str, pictures: Path, tmp_path: Path, cheap_moves: None
 ) -> None:
-    """Its checkpoint is that of an even layout, its losses those of a run that went through."""
+    """Its checkpoint has whole tensors, its losses are those of a run that went through."""
     mlp_size = 4096
     slow = "straggler={kind: sleep, chi: {1: 40.0}}"
     settings = (f"host={host}", slow, f"model.mlp_size={mlp_size}", "balance={mode: exact, update_every: 1}")
