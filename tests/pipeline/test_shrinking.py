@@ -79,7 +79,7 @@ def test_training_goes_on_as_if_nothing_had_happened(run_ranks, before, after, n
     losses, state = undivided(OPTIMIZERS[name], num_steps, MAX_NORM)
     # The last stage tells losses: first of all stages, at last of those that stay.
     losses_of_last = by_rank[before - 1][-1] + [
-        one for of_rank in reversed(by_rank[: before - 1]) for one in of_rank[-1]
+        loss for of_rank in reversed(by_rank[: before - 1]) for loss in of_rank[-1]
     ]
     assert losses_of_last == pytest.approx(losses, rel=1e-10, abs=0.0)
     tensors = {
