@@ -1,5 +1,7 @@
 """The optimizer moves with its state, bit for bit, also to other ranks; training goes on as if it had not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.strategies import FOUR, assert_holds, layers_of, own_part, whole_tensors
@@ -73,3 +75,16 @@ def test_the_optimizer_moves_with_its_state_bit_for_bit(run_ranks):
         assert max(rounds) > 1
 
     run_ranks(check, 4)
+
+
+def test_a_move_meets_once_for_each_thing_to_agree_on(run_ranks):
+    """The plan with the sizes of descriptions, memory for these, what they say, memory for tensors, and the end."""
+
+    def check(rank, group):
+        model = SwitchableModel(layers_of(), strategies=FOUR[:2], process_group=group)
+        meetings, participants = [], model._participants
+        model._participants = replace(participants, meet=lambda *all_: meetings.append(1) or participants.meet(*all_))
+        model.move_optimizer(FOUR[1], optimizer_of(model.named_parameters()))
+        return len(meetings)
+
+    assert run_ranks(check, 4) == [5] * 4

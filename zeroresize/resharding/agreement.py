@@ -75,15 +75,22 @@ def meet_over(process_group: ProcessGroup, device: torch.device, over: Channel |
     return meet_by(exchange)
 
 
-def gather_texts(text: str, meet: Meet, process_group: ProcessGroup, device: torch.device) -> Iterator[str]:
+def gather_texts(
+    text: str, meet: Meet, process_group: ProcessGroup, device: torch.device, sizes: Sequence[float] | None = None
+) -> Iterator[str]:
     """Gather every rank's text, in the order of the ranks, decoded where it is read; collective.
+
+    Args:
+        sizes: bytes of the texts of all ranks of ``meet``, where an earlier meeting has told; None to meet for them.
 
     Raises:
         NotEnoughMemoryError: on every rank, if the texts do not fit on some.
         RuntimeError: if a rank does not come, naming it.
     """
     data = text.encode()
-    most = int(max(1.0, *(size for size, *_ in meet(float(len(data)), 0.0))))  # of all replicas, where it meets those
+    if sizes is None:
+        sizes = [size for size, *_ in meet(float(len(data)), 0.0)]
+    most = int(max(1.0, *sizes))  # of all replicas, where it meets those
     parts: list[Tensor] = []
 
     def allocate() -> None:

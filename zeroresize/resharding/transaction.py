@@ -184,20 +184,20 @@ def prepare_transaction(make: Callable[[], TransactionT], participants: Particip
         Exception: as :func:`run_transaction`, before anything has travelled.
     """
     meet = participants.meet
-    numbers: tuple[float, float] | Exception
+    numbers: tuple[float, float, float] | Exception
     try:
         transaction = make()
         description = transaction.describe()
-        numbers = transaction.plan, transaction.state
+        numbers = transaction.plan, transaction.state, float(len(description.encode()))
     except Exception as error:  # the others must hear of any
         numbers = error
-    plans, states = zip(*(row[:2] for row in meet_prepared(meet, numbers)), strict=True)
+    plans, states, sizes = zip(*(row[:3] for row in meet_prepared(meet, numbers)), strict=True)
     require_same(plans, transaction.plan_name, meet)
     if transaction.state_name is not None:
         require_same(states, transaction.state_name, meet)
     if transaction.needs_descriptions(states):
         device = participants.message_device
-        descriptions = gather_texts(description, meet, participants.process_group, device)
+        descriptions = gather_texts(description, meet, participants.process_group, device, sizes)
         agreed: tuple[float, float] | Exception = (0.0, 0.0)
         try:
             transaction.agree(descriptions)
