@@ -22,11 +22,11 @@ from zeroresize.utils.value_checks import at_least
 
 #: The lengths that are timed: the longest one, and these parts of it.
 _PARTS = (1, 4, 16)
-_ROUNDS = 3
+_REPETITIONS = 3
 
 
 def measured_points(longest: int, max_tokens: int) -> list[tuple[int, ...]]:
-    """Lengths of the micro-batches that are timed, fewest tokens first: one sequence, and as many as there is room for.
+    """Return the lengths of micro-batches to time, fewest tokens first: one sequence, and as many as there is room for.
 
     They reach as far as training does, so that nothing is extrapolated. Equal tokens in sequences of different lengths
     tell b and c apart.
@@ -46,7 +46,9 @@ def measured_points(longest: int, max_tokens: int) -> list[tuple[int, ...]]:
 
 
 def fitted_cost(tokens: Sequence[float], squares: Sequence[float], seconds: Floats, token_bytes: float) -> LayerCost:
-    """a, b and c, none negative, with the least sum of squared relative errors.
+    """Fit a layer's seconds a + b · tokens + c · Σ length² with a, b and c not negative.
+
+    The sum of squared relative errors is the least possible.
 
     Args:
         tokens, squares: of each point.
@@ -73,10 +75,10 @@ def measure_layer_costs(
     max_tokens: int | None = None,
     memory_limit: float = math.inf,
 ) -> LayerCostTable:
-    """What the layers cost under every tensor-parallel degree of the model's strategies that have one stage.
+    """Measure the layers under every tensor-parallel degree of the model's strategies that have one stage.
 
     Collective, between steps: the model switches to each of these strategies and back to the optimizer's strategy.
-    Every layer is timed by itself, forward and backward, on all replicas at once; the fastest of some rounds counts,
+    Every layer is timed by itself, forward and backward, on all replicas at once; the fastest of a few times counts,
     and of the ranks the slowest. All ranks get the same numbers.
 
     Args:
@@ -120,8 +122,10 @@ def measure_layer_costs(
             )
         timed = [batches[one] for one in fitting]
         kept_bytes, handed_bytes = _bytes(layers, timed[-1])
-        rounds = [np.stack([_timed(layers, one, model.device) for one in timed], axis=1) for _ in range(_ROUNDS)]
-        seconds_LP = np.min(rounds, axis=0)
+        repetitions = [
+            np.stack([_timed(layers, one, model.device) for one in timed], axis=1) for _ in range(_REPETITIONS)
+        ]
+        seconds_LP = np.min(repetitions, axis=0)
         agreed = _most(np.concatenate([seconds_LP.ravel(), kept_bytes, [handed_bytes]]), model)
         seconds_LP, kept_bytes = agreed[: seconds_LP.size].reshape(seconds_LP.shape), agreed[seconds_LP.size : -1]
         boundary_bytes = float(agreed[-1])
@@ -133,7 +137,9 @@ def measure_layer_costs(
 
 
 def measure_links(model: SwitchableModel) -> LinkSpeeds:
-    """Of the slowest rank, all sending at once to their neighbours; collective. Links between nodes are not told apart.
+    """Measure the slowest rank's link while all send to their neighbours at once; collective.
+
+    Links between nodes are not told apart from those within.
 
     A network between nodes that is slower than the links within makes both as slow: the safe side for deciding whether
     a switch pays.

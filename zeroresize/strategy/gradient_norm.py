@@ -11,7 +11,7 @@ from zeroresize.strategy.model import SwitchableModel
 
 @torch.no_grad()
 def grad_norm(model: SwitchableModel) -> Tensor:
-    """The 2-norm of all gradients as one vector, on every rank, in float64; collective, after ``model.collect()``.
+    """Return the 2-norm of all gradients as one vector, on every rank, in float64; collective, behind ``collect()``.
 
     Each element counts once, however many ranks hold it.
     """
@@ -23,7 +23,7 @@ def grad_norm(model: SwitchableModel) -> Tensor:
 
 @torch.no_grad()
 def clip_grad_norm_(model: SwitchableModel, max_norm: float) -> Tensor:
-    """What ``torch.nn.utils.clip_grad_norm_`` does to the undivided model's gradients; as :func:`grad_norm`.
+    """Do to the undivided model's gradients what ``torch.nn.utils.clip_grad_norm_`` does; as :func:`grad_norm`.
 
     Returns:
         The norm before.

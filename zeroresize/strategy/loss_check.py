@@ -24,7 +24,7 @@ _FEWEST_TOKENS = 4
 
 
 class LossCheck:
-    """Warns once, after the first step that trains, of a loss that averages.
+    """A check that warns once, after the first step that trains, of a loss that averages.
 
     Args:
         loss: of a micro-batch, given the last layer's output [T, …] and the micro-batch.
@@ -66,7 +66,7 @@ class LossCheck:
 
 
 def averages(loss: Callable[[Tensor, Packed], Tensor], output: Tensor, packed: Packed, value: Tensor) -> bool | None:
-    """Whether ``value``, ``loss`` of a micro-batch, is an average over its tokens.
+    """Return whether ``value``, ``loss`` of a micro-batch, is an average over its tokens.
 
     A trained model's loss may be small, too: so where it is far below ln V, the two halves of the micro-batch are
     looked at by themselves, without gradients.

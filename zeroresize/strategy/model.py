@@ -33,7 +33,7 @@ from zeroresize.strategy.switching.switch import Switch, SwitchReport
 
 
 class SwitchableModel:
-    """A model of whole layers that runs under one of several strategies at a time; collective, as all of its methods.
+    """Runs whole layers under one of several strategies at a time (HotSPa); collective, as all of its methods.
 
     ::
 
@@ -156,25 +156,27 @@ class SwitchableModel:
 
     @property
     def strategies(self) -> list[Strategy]:
+        """Return all strategies that it may run under."""
         return list(self._placements)
 
     @property
     def tensors(self) -> list[TensorSpec]:
+        """Return [P] the names, shapes and divisions of the undivided model's tensors."""
         return [one.spec for one in self._layers.tensors]
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """Return L."""
         return self._layers.num_layers
 
     @property
     def whole_layers(self) -> list[nn.Module]:
-        """[L] undivided, with parameters on meta: for shapes."""
+        """Return [L] the undivided layers, with parameters on meta: for shapes."""
         return self._layers.on_meta
 
     @property
     def nodes(self) -> list[int]:
-        """[R] on which node each rank is."""
+        """Return [R] on which node each rank is."""
         return list(self._nodes)
 
     @property
@@ -187,25 +189,25 @@ class SwitchableModel:
 
     @property
     def position(self) -> Position | None:
-        """Of this rank in the strategy in force; None where it is left out."""
+        """Return this rank's place in the strategy in force; None where it is left out."""
         return self._placements[self.current].position
 
     @property
     def stage_layers(self) -> dict[int, nn.Module]:
-        """The layers of this rank's stage in the strategy in force, by their numbers in ascending order."""
+        """Return the layers of this rank's stage in the strategy in force, by their numbers in ascending order."""
         return self._placements[self.current].stage_layers
 
     @property
     def held_bytes(self) -> int:
-        """Of parameters and gradients that this rank holds now."""
+        """Return the bytes of parameters and gradients that this rank holds now."""
         return held_bytes(list(self._placements.values()))
 
     def layout_of(self, strategy: Strategy) -> Layout:
-        """What every rank holds under a strategy."""
+        """Return what every rank holds under a strategy."""
         return self._placements[strategy].layout
 
     def groups_of(self, strategy: Strategy) -> RankGroups:
-        """The process groups of a strategy that this rank is in."""
+        """Return the process groups of a strategy that this rank is in."""
         return self._placements[strategy].groups
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -218,11 +220,11 @@ class SwitchableModel:
             yield self._layers.tensors[number].spec.name, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those of :meth:`named_parameters`."""
+        """Return the parameters of :meth:`named_parameters`."""
         return (parameter for _, parameter in self.named_parameters())
 
     def switch_to(self, strategy: Strategy, *, gradients: bool = True) -> SwitchReport:
-        """Go on under another strategy, within an optimizer's step.
+        """Go on under another strategy, within an optimizer's step (HotSPa, Algorithm 1 plans who sends what).
 
         The gradients under the strategy that is left travel to the optimizer's strategy and are added there, and the
         weights travel to the next one. A parameter without a gradient counts as one with zeros.

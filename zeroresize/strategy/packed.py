@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A micro-batch of whole sequences (HotSPa, packing); attention must not look from one into another.
+    """Holds a micro-batch of whole sequences (HotSPa, packing); attention must not look from one into another.
 
     Every layer is called with it: ``layer(x, packed)``, where x is :attr:`tokens` for the first one.
 
@@ -29,7 +29,7 @@ class Packed:
 
     @classmethod
     def of(cls, sequences: Sequence[Tensor]) -> Packed:
-        """Of sequences [length + 1] of int64: all but the last token of each are inputs, all but the first targets.
+        """Pack sequences [length + 1] of int64: all but the last token of each are inputs, all but the first targets.
 
         Raises:
             ValueError: for a sequence of fewer than two tokens, which has nothing to learn.
@@ -44,21 +44,21 @@ class Packed:
         )
 
     def to(self, device: torch.device) -> Packed:
-        """The same micro-batch with its tensors on a device."""
+        """Return the same micro-batch with its tensors on a device."""
         return Packed(self.tokens.to(device), self.targets.to(device), self.lengths)
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Return T."""
         return len(self.tokens)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each sequence begins, and T."""
+        """Return where each sequence begins, and T."""
         return (0, *itertools.accumulate(self.lengths))
 
     @cached_property
     def positions(self) -> Tensor:
-        """[T] int64: of each token within its sequence, on the device of the tokens."""
+        """Return [T] int64, the place of each token within its sequence, on the device of the tokens."""
         device = self.tokens.device
         return torch.cat([torch.arange(length, device=device) for length in self.lengths])

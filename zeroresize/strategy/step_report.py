@@ -10,7 +10,7 @@ from zeroresize.strategy.switching.switch import SwitchReport
 
 @dataclass(frozen=True)
 class RangeReport:
-    """What one strategy trained in a step: the sequences of its ranges of lengths.
+    """Tells what one strategy trained in a step: the sequences of its ranges of lengths.
 
     Attributes:
         up_to: of its ranges.
@@ -29,7 +29,7 @@ class RangeReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What an optimizer's step was.
+    """Tells what an optimizer's step computed and how long it took.
 
     Attributes:
         loss: mean over the tokens of the whole mini-batch, the same on every rank.

@@ -12,7 +12,7 @@ from zeroresize.policy.strategy.stragglers.decision import StragglerForecast
 
 @dataclass(frozen=True)
 class StragglerRecord:
-    """Strategies have changed: what was forecast, and what the switch was.
+    """Tells of a change of strategies what was forecast, and what it took.
 
     Attributes:
         step: how many steps of ``StrategyBalancer`` were over.
@@ -50,7 +50,7 @@ class StragglerRecord:
         moved_bytes: int,
         is_made: bool,
     ) -> StragglerRecord:
-        """Of a decision that was carried out, or could not be."""
+        """Make the record of a decision that was carried out, or could not be."""
         candidate = forecast.candidate
         return cls(
             step,
@@ -67,11 +67,11 @@ class StragglerRecord:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; the key ``kind`` is "strategies"."""
+        """Return plain values; the key ``kind`` is "strategies"."""
         return {"kind": "strategies", **asdict(self)}
 
     def scalars(self) -> dict[str, float]:
-        """Numbers under ``strategy/``."""
+        """Return numbers under ``strategy/``, by name."""
         return {
             "strategy/left_out": float(len(self.left_out)),
             "strategy/step_s": self.step_s,

@@ -162,7 +162,7 @@ class StrategyBalancer:
         return self._decision.in_force
 
     def step(self, sequences: Sequence[Tensor]) -> StepReport:
-        """One step of the trainer; strategies and the optimizer's may be others behind it.
+        """Make one step of the trainer; the strategies of the ranges and the optimizer may be others behind it.
 
         Raises:
             Exception: as :meth:`StrategyTrainer.step <zeroresize.strategy.trainer.StrategyTrainer.step>`, and as

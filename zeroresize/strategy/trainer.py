@@ -107,7 +107,7 @@ class StrategyTrainer:
 
     @property
     def ranges(self) -> tuple[LengthRange, ...]:
-        """All of them with ``max_tokens``."""
+        """Return all ranges, each with its ``max_tokens``."""
         return self._ranges
 
     def use(self, ranges: Iterable[LengthRange]) -> None:
@@ -127,7 +127,7 @@ class StrategyTrainer:
         self._ranges = wanted
 
     def step(self, sequences: Sequence[Tensor]) -> StepReport:
-        """One optimizer step on a mini-batch; collective.
+        """Make one optimizer step on a mini-batch (HotSPa, hot switching); collective.
 
         Where the loss or the norm of the gradients is not finite, the optimizer does not step, on any rank.
 
@@ -162,7 +162,9 @@ class StrategyTrainer:
         return StepReport(loss, total, seconds, tuple(by_range), tuple(switches), norm, is_skipped)
 
     def evaluate(self, sequences: Sequence[Tensor]) -> float:
-        """Mean loss of a token, without gradients and in evaluation mode, under the ranges' strategies; collective.
+        """Return the mean loss of a token under the ranges' strategies, without gradients; collective.
+
+        Layers are in evaluation mode meanwhile.
 
         Raises:
             Exception: as :meth:`step`, but for the optimizer, which is not asked.

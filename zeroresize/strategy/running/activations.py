@@ -18,7 +18,7 @@ _NUMBERS_OF_TOKENS = (5, 7)
 
 @dataclass(frozen=True)
 class Activation:
-    """A tensor [T, …] between two layers, where T is the number of a micro-batch's tokens.
+    """Describes a tensor [T, …] between two layers, where T is the number of a micro-batch's tokens.
 
     Attributes:
         token_shape: what follows T.
@@ -28,17 +28,17 @@ class Activation:
     dtype: torch.dtype
 
     def empty(self, num_tokens: int, device: torch.device) -> Tensor:
-        """[num_tokens, …], not initialized."""
+        """Make [num_tokens, …], not initialized."""
         return torch.empty((num_tokens, *self.token_shape), dtype=self.dtype, device=device)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's part."""
+        """Return the bytes of one token's part."""
         return self.dtype.itemsize * torch.Size(self.token_shape).numel()
 
 
 def find_activations(layers: Sequence[nn.Module]) -> list[Activation]:
-    """[L − 1]: what layer l hands to layer l + 1; nothing is computed.
+    """Return [L − 1] what layer l hands to layer l + 1; nothing is computed.
 
     Args:
         layers: [L], whole, on any device; they stay as they are.

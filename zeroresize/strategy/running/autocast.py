@@ -9,13 +9,13 @@ import torch
 
 
 def without_autocast(device: torch.device) -> torch.autocast:
-    """For a backward, which computes in the types of its forward."""
+    """Turn autocast off for a backward, which computes in the types of its forward."""
     return torch.autocast(device.type, enabled=False)
 
 
 @contextmanager
 def weights_cast_anew() -> Iterator[None]:
-    """Autocast forgets what it has cast, before and after: an optimizer or a switch changes the weights."""
+    """Make autocast forget what it has cast, before and after: an optimizer or a switch changes the weights."""
     torch.clear_autocast_cache()
     try:
         yield

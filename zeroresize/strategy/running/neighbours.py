@@ -14,7 +14,7 @@ from zeroresize.strategy.running.activations import Activation
 
 
 class Neighbour(Protocol):
-    """The stage before or behind, or nobody."""
+    """Stands for the stage before or behind, or nobody."""
 
     def exchange(self, sent: Tensor | None = None, num_tokens: int = 0) -> Tensor | None:
         """Send a tensor, and wait for one of so many tokens if there are any.
@@ -29,7 +29,7 @@ class Neighbour(Protocol):
 
 
 class Nobody:
-    """Before the first stage and behind the last one."""
+    """Stands before the first stage and behind the last one: nothing is sent or received."""
 
     def exchange(self, sent: Tensor | None = None, num_tokens: int = 0) -> Tensor | None:
         return None
@@ -39,7 +39,7 @@ class Nobody:
 
 
 class AdjacentStage:
-    """The stage before or behind, to and from which tensors of one kind travel.
+    """Sends tensors of one kind to the stage before or behind, and receives them from there.
 
     What is sent and awaited at one time is started as one: with NCCL two ranks that both send first would wait for
     each other for ever. What is only sent travels while this stage computes.
@@ -63,8 +63,8 @@ class AdjacentStage:
         sends = {} if sent is None else {self._peer: sent.detach().contiguous().to(self._where)}
         receives = {self._peer: self._activation.empty(num_tokens, self._where)} if num_tokens else {}
         if sends or receives:
-            transfers = start_messages(sends, receives, self._process_group)
-            self._under_way.append((sends, transfers[self._peer]))
+            works = start_messages(sends, receives, self._process_group)
+            self._under_way.append((sends, works[self._peer]))
         if not receives:
             return None
         self.finish()

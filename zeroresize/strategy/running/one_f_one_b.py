@@ -34,7 +34,7 @@ Loss = Callable[[Tensor, Packed], Tensor]
 
 
 class PipelineStage:
-    """What one rank runs of one replica: neighbouring layers, and the stages before and behind.
+    """Runs a rank's neighbouring layers of one replica, between the stages before and behind, in 1F1B.
 
     Args:
         layers: of this stage, in order; called ``layer(x, packed)``.
@@ -76,7 +76,7 @@ class PipelineStage:
 
     @weights_cast_anew()
     def train(self, micro_batches: Sequence[Packed], loss: Loss) -> Tensor:
-        """Forward and backward of all micro-batches, which all stages of the replica are given alike.
+        """Run all micro-batches forward and backward; all stages of the replica are given the same ones.
 
         Returns:
             The sum of the losses, a float64 scalar; zero on other stages than the last one.
@@ -125,7 +125,7 @@ class PipelineStage:
     @torch.no_grad()
     @weights_cast_anew()
     def evaluate(self, micro_batches: Sequence[Packed], loss: Loss) -> Tensor:
-        """The sum of the losses as of :meth:`train`, without gradients; errors as there."""
+        """Return the sum of the losses as :meth:`train` does, without gradients; errors as there."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for number, packed in enumerate(micro_batches):
             x = self._before.exchange(num_tokens=packed.num_tokens)

@@ -15,13 +15,13 @@ from zeroresize.layers.unit_dropout import mixed
 
 
 def seed_of(*numbers: int) -> int:
-    """64 bits of a hash of these numbers, in this order."""
+    """Return 64 bits of a hash of these numbers, in this order."""
     return reduce(mixed, numbers, 0)
 
 
 @contextmanager
 def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
-    """Torch's generators of the CPU and of ``device`` start from a seed of 64 bits; afterwards they are as before."""
+    """Start torch's generators of the CPU and of ``device`` from a seed of 64 bits; afterwards they are as before."""
     on_cuda = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if on_cuda else []):
         torch.default_generator.manual_seed(seed)

@@ -26,7 +26,7 @@ class SwitchTour:
         self._seconds: dict[tuple[Strategy, Strategy, Strategy], float] = {}
 
     def order(self, strategies: Sequence[Strategy]) -> list[Strategy]:
-        """The strategies, the optimizer's strategy first where it is one of them; the same on all ranks.
+        """Return the strategies, the optimizer's first where it is one of them; the same on all ranks.
 
         Raises:
             ValueError: for more strategies than :mod:`~zeroresize.policy.strategy.switches.switch_order` takes.

@@ -16,7 +16,7 @@ from zeroresize.strategy.switching.switch_rounds import SwitchRound, TensorSlice
 
 @dataclass(frozen=True)
 class Ends:
-    """Where a flow begins and ends on this rank: stacks [pre, blocks, units, inner] by the tensor's number.
+    """Tells where a flow begins and ends on this rank: stacks [pre, blocks, units, inner] by the tensor's number.
 
     Attributes:
         sources: what is sent; None stands for zeros.
@@ -32,21 +32,23 @@ class Ends:
     adds: bool = False
 
     def source(self, tensor_slice: TensorSlice) -> Tensor | None:
+        """Return the units of a slice, as they are sent; None stands for zeros."""
         stack = self.sources[tensor_slice.tensor]
         return None if stack is None else _units(stack, tensor_slice, self.source_begins)
 
     def target(self, tensor_slice: TensorSlice) -> Tensor:
+        """Return the units of a slice, as they are filled."""
         return _units(self.targets[tensor_slice.tensor], tensor_slice, self.target_begins)
 
 
 class FlowTransport(RoundTransport[SwitchRound]):
-    """A transport of flows, such as weights, and gradients that are added where they arrive."""
+    """Carries flows, such as weights, and gradients that are added where they arrive."""
 
     def __init__(self, rounds: Sequence[SwitchRound], process_group: ProcessGroup) -> None:
         super().__init__(rounds, lambda round_: round_.sizes, process_group)
 
     def carry_out_flows(self, ends: Sequence[Ends]) -> Exception | None:
-        """Send and receive all rounds; returns the first failure.
+        """Send and receive all rounds, and return the first failure.
 
         Args:
             ends: of each flow.

@@ -55,11 +55,11 @@ class _Sum:
     def __init__(self, bucket: Sequence[Tensor], group: ProcessGroup) -> None:
         self._bucket = bucket
         self._flat = bucket[0] if len(bucket) == 1 else torch.cat([one.reshape(-1) for one in bucket])
-        self._transfer: NamedWork | None = start_all_reduce(self._flat, group)
+        self._work: NamedWork | None = start_all_reduce(self._flat, group)
 
     def finish(self) -> None:
-        if self._transfer is not None:
-            self._transfer.wait()
+        if self._work is not None:
+            self._work.wait()
         if len(self._bucket) > 1:
             parts = self._flat.split([one.numel() for one in self._bucket])
             for gradient, part in zip(self._bucket, parts, strict=True):

@@ -31,7 +31,7 @@ from zeroresize.utils.fingerprint import fingerprint
 
 
 class RankOptimizer:
-    """What a rank's optimizer keeps of the parameters of its strategy.
+    """Holds what a rank's optimizer keeps of the parameters of its strategy.
 
     Attributes:
         optimizer: None without one.
@@ -63,13 +63,13 @@ class RankOptimizer:
                 raise ValueError(f"{tensors[number].spec.name} has a gradient: call optimizer.zero_grad() before")
 
     def description(self) -> str:
-        """All that the other ranks must know."""
+        """Describe all that the other ranks must know."""
         numbers = self._optimizer_placement.parameters
         return json.dumps([self._group_of, [[number, asdict(self._described(number))] for number in numbers]])
 
     @property
     def held_bytes(self) -> int:
-        """Of the optimizer's tensors."""
+        """Return the bytes of the optimizer's tensors."""
         if self.optimizer is None:
             return 0
         states = [self._parameter_state(number) for number in self._optimizer_placement.parameters]
@@ -77,7 +77,7 @@ class RankOptimizer:
         return sum(one.numel() * one.element_size() for one in held if isinstance(one, Tensor))
 
     def held(self, key: str) -> dict[int, Tensor]:
-        """The optimizer's tensors of one kind, by the number of the tensor."""
+        """Return the optimizer's tensors of one kind, by the number of the tensor."""
         states = {number: self._parameter_state(number) for number in self._optimizer_placement.parameters}
         return {number: state.tensors[STATE + key] for number, state in states.items() if STATE + key in state.tensors}
 
@@ -105,7 +105,7 @@ class RankOptimizer:
 
 
 class OptimizerMove(Transaction):
-    """A move of the optimizer to another strategy, on this rank: weights, and all that it keeps.
+    """Moves the optimizer to another strategy, on this rank: weights, and all that it keeps.
 
     Args:
         strategy: that is wanted; ``after`` may have been made for another one that divides alike.
@@ -113,7 +113,7 @@ class OptimizerMove(Transaction):
         max_bytes: of messages that a rank sends and receives at once.
 
     Raises:
-        ValueError: as :class:`OwnState`.
+        ValueError: as :class:`RankOptimizer`.
     """
 
     plan_name = "the strategy, or the settings of the optimizer's parameter groups"
@@ -142,7 +142,7 @@ class OptimizerMove(Transaction):
 
     @property
     def held_bytes(self) -> int:
-        """Of the optimizer's tensors before the move."""
+        """Return the bytes of the optimizer's tensors before the move."""
         return self._optimizer.held_bytes
 
     def needs_descriptions(self, states: Sequence[float]) -> bool:

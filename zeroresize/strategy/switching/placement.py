@@ -16,7 +16,7 @@ from zeroresize.strategy.switching.strategy_groups import RankGroups
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """What a rank has to do with a strategy.
+    """Holds what a rank has to do with a strategy.
 
     Attributes:
         layout: of the model's tensors on all ranks.
@@ -44,7 +44,7 @@ class Placement:
         rank: int,
         device: torch.device,
     ) -> Placement:
-        """Without weights."""
+        """Build this rank's modules under a strategy, without weights."""
         position = strategy.position_of(rank)
         stage_layers: dict[int, nn.Module] = {}
         parameters: dict[int, nn.Parameter] = {}
@@ -60,16 +60,16 @@ class Placement:
 
     @property
     def weights(self) -> dict[int, Tensor]:
-        """What the parameters hold, by the number of the tensor."""
+        """Return what the parameters hold, by the number of the tensor."""
         return {number: one.data for number, one in self.parameters.items()}
 
     @property
     def dtypes(self) -> dict[int, torch.dtype]:
-        """Of the parameters, by the number of the tensor."""
+        """Return the parameters' types, by the number of the tensor."""
         return {number: one.dtype for number, one in self.parameters.items()}
 
     def stack(self, number: int, tensor: WholeTensor, data: Tensor, rank: int) -> Tensor:
-        """A tensor of the parameter's shape as [pre, blocks, units, inner]; see :meth:`WholeTensor.stack`."""
+        """View a tensor of the parameter's shape as [pre, blocks, units, inner]; see :meth:`WholeTensor.stack`."""
         return tensor.stack(data, len(self.layout.units_of(number, rank)))
 
     def let_go(self) -> None:
@@ -79,7 +79,7 @@ class Placement:
 
 
 def held_bytes(placements: Sequence[Placement]) -> int:
-    """Bytes of the parameters and gradients that are held, each memory counted once."""
+    """Return the bytes of the parameters and gradients that are held, each memory counted once."""
     held = [one for placement in placements for one in placement.parameters.values()]
     memories = [tensor.untyped_storage() for one in held for tensor in (one.data, one.grad) if tensor is not None]
     return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values())

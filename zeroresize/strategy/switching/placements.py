@@ -24,7 +24,7 @@ from zeroresize.strategy.switching.switch import SwitchRoute
 
 
 class Placements(Mapping[Strategy, Placement]):
-    """The placements of strategies; strategies that divide a model alike have one.
+    """Holds the placements of strategies; strategies that divide a model alike share one.
 
     Args:
         layers: the undivided model.

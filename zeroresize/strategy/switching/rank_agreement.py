@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class RankAgreement:
-    """The ranks of a job compare what each of them has made; all methods are collective over them.
+    """Compares what each rank of a job has made; all methods are collective over the ranks.
 
     Args:
         process_group: of the job's ranks.

@@ -13,7 +13,7 @@ from zeroresize.strategy.switching.sharding import WholeTensor
 
 
 class Relocation:
-    """One kind of tensors that change layouts, such as weights, on this rank; what is there stays as it is.
+    """Changes the layout of one kind of tensors, such as weights, on this rank; what is there stays as it is.
 
     Args:
         held: by the number of the tensor, under the strategy before.
@@ -44,7 +44,7 @@ class Relocation:
 
     @property
     def tensors(self) -> dict[int, Tensor]:
-        """Under the strategy after, by the number of the tensor."""
+        """Return the tensors under the strategy after, by the number of the tensor."""
         return self._same | self._new
 
     def allocate(self, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class Relocation:
             self._new[number] = torch.empty(self._after.parameters[number].shape, dtype=dtype, device=device)
 
     def ends(self) -> Ends:
-        """Where it begins and ends, for what travels; what this rank has of its new tensors already is copied now."""
+        """Return where the flow begins and ends; what this rank has of its new tensors already is copied now."""
         rank, before, after = self._rank, self._before, self._after
         sources: dict[int, Tensor | None] = {
             number: before.stack(number, self._tensors[number], tensor, rank) for number, tensor in self._held.items()

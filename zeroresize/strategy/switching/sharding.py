@@ -27,14 +27,14 @@ Initialize = Callable[[int, nn.Module], object]
 
 
 def own_segments(number: int, layer: nn.Module) -> Iterable[Segment]:
-    """What the layer's method ``segments`` returns; nothing where its class has none."""
+    """Return what the layer's method ``segments`` returns; nothing where its class has none."""
     segments = getattr(layer, "segments", None)
     return segments() if callable(segments) else ()
 
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """A parameter of the undivided model.
+    """Describes a parameter of the undivided model.
 
     Attributes:
         spec: its name, shape and division.
@@ -47,7 +47,7 @@ class WholeTensor:
     requires_grad: bool
 
     def stack(self, tensor: Tensor, num_units: int) -> Tensor:
-        """A part of so many units as [pre, blocks, units, inner]; a view of it if it is contiguous.
+        """Return a part of so many units as [pre, blocks, units, inner]; a view of it if it is contiguous.
 
         What is not divided has a unit for every element here, so that parts of it can travel.
         """
@@ -61,7 +61,7 @@ class WholeTensor:
         return tensor.reshape(pre, division.num_blocks, num_units, inner)
 
     def part_of(self, whole: Tensor, units: range) -> Tensor:
-        """A copy of these units of the whole tensor."""
+        """Copy these units of the whole tensor."""
         if self.spec.division is None:
             return whole.detach().clone(memory_format=torch.contiguous_format)
         part = self.stack(whole.detach(), self.spec.num_units)[:, :, units.start : units.stop]
@@ -69,7 +69,7 @@ class WholeTensor:
 
 
 class WholeLayers:
-    """A model of whole layers, of which ranks build their parts.
+    """Describes a model of whole layers, and builds a rank's parts of them.
 
     Args:
         layers: built alike on all ranks, real or on meta.
@@ -113,11 +113,12 @@ class WholeLayers:
 
     @property
     def num_layers(self) -> int:
+        """Return L."""
         return len(self._layers)
 
     @property
     def on_meta(self) -> list[nn.Module]:
-        """[L] the whole layers with parameters on meta, once weights are taken."""
+        """Return [L] the whole layers with parameters on meta, once weights are taken."""
         return list(self._layers)
 
     def take_weights(
@@ -156,7 +157,7 @@ class WholeLayers:
     def shard(
         self, number: int, device: torch.device, process_group: ProcessGroup, units: Mapping[str, range]
     ) -> nn.Module:
-        """A rank's part of a layer; its weights are yet to come: see :func:`hollow`.
+        """Build a rank's part of a layer; its weights are yet to come: see :func:`hollow`.
 
         Args:
             process_group: the tensor-parallel group.
@@ -185,7 +186,7 @@ class WholeLayers:
 
 
 def hollow(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What is in place of a weight that is elsewhere: NaN of its shape, in the memory of one element."""
+    """Make what is in place of a weight that is elsewhere: NaN of its shape, in the memory of one element."""
     return torch.full((), math.nan, dtype=dtype, device=device).expand(tuple(shape))
 
 

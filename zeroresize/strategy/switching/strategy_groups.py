@@ -15,7 +15,7 @@ _Ranks = tuple[int, ...]
 
 
 class RankGroups(NamedTuple):
-    """The groups that a rank is in; of a rank that is left out, each has only itself.
+    """Holds the groups that a rank is in; of a rank that is left out, each has only itself.
 
     Attributes:
         tp: the ranks that divide the same layers, in the order of their shards.
@@ -29,7 +29,7 @@ class RankGroups(NamedTuple):
 
 
 class StrategyGroups:
-    """Groups of the ranks of a job, each made once, however many strategies have it.
+    """Makes the groups of a job's ranks, each once, however many strategies have it.
 
     Every rank makes and destroys equally many: a rank that is left out of a strategy makes groups of itself.
 
@@ -47,7 +47,7 @@ class StrategyGroups:
         self.num_made = 0
 
     def of(self, strategy: Strategy, numbers: Iterator[int]) -> RankGroups:
-        """This rank's groups; collective over the job where the strategy has groups that are not made yet.
+        """Return this rank's groups; collective over the job where the strategy has groups that are not made yet.
 
         Args:
             numbers: for groups that are made, the same on all ranks; see

@@ -27,7 +27,7 @@ from zeroresize.utils.fingerprint import fingerprint
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchReport(MoveReport):
-    """What a switch was on this rank.
+    """Tells what a switch, or a move of the optimizer, was on this rank.
 
     Attributes:
         peak_bytes: of parameters, gradients, optimizer state that moves, and messages together, at most.
@@ -38,7 +38,7 @@ class SwitchReport(MoveReport):
 
 @dataclass(frozen=True, eq=False)
 class SwitchRoute:
-    """All that a switch between two strategies is, computed once.
+    """Holds all that a switch between two strategies is, computed once.
 
     Attributes:
         rounds: of this rank.
@@ -61,7 +61,7 @@ class SwitchRoute:
         rank: int,
         max_bytes: int,
     ) -> SwitchRoute:
-        """From one strategy to another.
+        """Plan the way from one strategy to another (HotSPa, Algorithm 1).
 
         Args:
             optimizer_placement: where the gradients go; None where they stay.
@@ -84,7 +84,7 @@ class SwitchRoute:
 
 
 class Switch(Transaction):
-    """A switch from one strategy to another on this rank.
+    """Switches this rank from one strategy to another.
 
     Raises:
         ValueError: for gradients that cannot travel.

@@ -24,7 +24,7 @@ from zeroresize.utils.fingerprint import digest
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """One kind of content that travels, such as weights, or gradients.
+    """Describes one kind of content that travels, such as weights, or gradients.
 
     Attributes:
         transfers: between different ranks.
@@ -37,7 +37,7 @@ class Flow:
     itemsizes: Indices | None = None
 
     def only(self, is_wanted: np.ndarray) -> Flow:
-        """Without some tensors; [P] tells which are wanted."""
+        """Return the flow of the wanted tensors alone, of which [P] tells."""
 
         def of_wanted(transfers: SliceTransfers) -> SliceTransfers:
             return transfers.at(np.flatnonzero(is_wanted[transfers.tensors]))
@@ -46,7 +46,7 @@ class Flow:
 
 
 class TensorSlice(NamedTuple):
-    """Units of a tensor; of an undivided one, elements.
+    """Names units of a tensor; of an undivided one, elements.
 
     Attributes:
         flow: which of the flows.
@@ -61,7 +61,7 @@ class TensorSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class SwitchRound:
-    """A rank's messages of a round.
+    """Holds a rank's messages of a round.
 
     Attributes:
         slices: by (sender, receiver): in the order in which what is received is unpacked.
@@ -84,7 +84,7 @@ class _Span(NamedTuple):
 def switch_rounds(
     flows: Sequence[Flow], tensors: Sequence[WholeTensor], rank: int, order: Sequence[int], max_bytes: int
 ) -> list[SwitchRound]:
-    """The rounds of a rank; all ranks have equally many.
+    """Lay out the rounds of a rank; all ranks have equally many.
 
     Args:
         order: [R]: what comes from ranks of smaller numbers is unpacked first.
