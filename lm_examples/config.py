@@ -84,8 +84,8 @@ class PipelineConfig:
         one_of("pipeline.schedule", self.schedule, SCHEDULES)
         number("pipeline.timeout_s", self.timeout_s, above=0.0, most=LONGEST_TIMEOUT_S)
         if isinstance(self.boundaries, list | tuple):
-            for one in self.boundaries:
-                at_least("pipeline.boundaries", one, 0)
+            for boundary in self.boundaries:
+                at_least("pipeline.boundaries", boundary, 0)
             object.__setattr__(self, "boundaries", tuple(self.boundaries))
         elif self.boundaries not in BOUNDARIES:
             raise ValueError(
@@ -158,8 +158,8 @@ class BalanceConfig:
         if self.memory_limits is not None:
             if not isinstance(self.memory_limits, list | tuple):
                 raise ValueError(f"balance.memory_limits={self.memory_limits!r}: a list of bytes is needed")
-            for one in self.memory_limits:
-                number("balance.memory_limits", one, above=0.0)
+            for limit in self.memory_limits:
+                number("balance.memory_limits", limit, above=0.0)
             object.__setattr__(self, "memory_limits", tuple(map(float, self.memory_limits)))
 
     @property

@@ -74,10 +74,10 @@ def load_text(config: RunConfig) -> Text:
     data, context = config.data, config.model.context
     held_out, training = read_files(data)
     text = Text(_tensor_of(training), _tensor_of(held_out))
-    for what, own in (("training", text.training), ("validation", text.held_out)):
-        if len(own) <= context:
+    for what, part in (("training", text.training), ("validation", text.held_out)):
+        if len(part) <= context:
             raise ValueError(
-                f"data.folder={folder_of(data)}: {len(own)} bytes for {what} of {len(held_out) + len(training)} files "
+                f"data.folder={folder_of(data)}: {len(part)} bytes for {what} of {len(held_out) + len(training)} files "
                 f"are too few for sequences of model.context={context}: give more text, or change data.max_bytes or "
                 "data.held_out"
             )
@@ -98,18 +98,18 @@ def read_files(data: DataConfig) -> tuple[list[bytes], list[bytes]]:
     folder = folder_of(data)
     if not folder.is_dir():
         raise ValueError(f"data.folder={folder}: no such folder")
-    found: list[bytes] = []
+    texts: list[bytes] = []
     size = 0
     for path in _files_of(folder):
         try:
-            found.append(path.read_bytes())
+            texts.append(path.read_bytes())
         except OSError as error:
             raise ValueError(f"data.folder={folder}: {path} cannot be read: {error.strerror}") from error
-        size += len(found[-1]) + len(SEPARATOR)
+        size += len(texts[-1]) + len(SEPARATOR)
         if size >= data.max_bytes:
             break
-    num_held_out = math.ceil(data.held_out * len(found))
-    return found[:num_held_out], found[num_held_out:]
+    num_held_out = math.ceil(data.held_out * len(texts))
+    return texts[:num_held_out], texts[num_held_out:]
 
 
 def batches_of(config: RunConfig, text: Text) -> Batches:
@@ -122,9 +122,9 @@ def _files_of(folder: Path) -> list[Path]:
     """Shuffled by a hash of their names, so that every part is a sample of all."""
     for pattern in ("*.py", "*"):
         names = [path.relative_to(folder) for path in folder.rglob(pattern) if path.is_file()]
-        own = [name for name in names if _FOREIGN.isdisjoint(name.parts)]
-        if own:
-            return [folder / name for name in sorted(own, key=_rank_of)]
+        of_the_project = [name for name in names if _FOREIGN.isdisjoint(name.parts)]
+        if of_the_project:
+            return [folder / name for name in sorted(of_the_project, key=_rank_of)]
     return []
 
 

@@ -156,9 +156,9 @@ def load_documents(data: DocumentsConfig) -> Documents:
 def definitions(source: bytes) -> list[bytes]:
     """A Python source, cut before each function, method and class; the parts come to the whole again."""
     cuts = [0]
-    for found in _DEFINITION.finditer(source):
-        if found.start() and not _DECORATED.search(source, cuts[-1], found.start()):
-            cuts.append(found.start())
+    for definition in _DEFINITION.finditer(source):
+        if definition.start() and not _DECORATED.search(source, cuts[-1], definition.start()):
+            cuts.append(definition.start())
     return [source[begin:end] for begin, end in zip(cuts, [*cuts[1:], len(source)], strict=True)]
 
 

@@ -57,10 +57,10 @@ def dry_run(config: RunConfig, num_stages: int, *, console: Console | None = Non
     itemsize = getattr(torch, config.training.dtype).itemsize
     needs = []
     for stage, name in enumerate(stage_names(partition.boundaries)):
-        own = partition.layers_of(stage)
-        parameters = sum(num_parameters(layers[number]) for number in own)
-        weights = sum(_weight_bytes(layers[number]) for number in own)
-        activations = sum(activation_bytes(config, number) for number in own)
+        stage_layers = partition.layers_of(stage)
+        parameters = sum(num_parameters(layers[number]) for number in stage_layers)
+        weights = sum(_weight_bytes(layers[number]) for number in stage_layers)
+        activations = sum(activation_bytes(config, number) for number in stage_layers)
         needs.append(
             StageNeeds(
                 name,
@@ -141,9 +141,11 @@ def _print(config: RunConfig, needs: Sequence[StageNeeds], over: Sequence[int], 
     table.add_column("layers")
     for heading in ("parameters", "weights", "gradients", "AdamW", "activations, estimated", "total"):
         table.add_column(heading, justify="right")
-    for stage, own in enumerate(needs):
-        sizes = (own.weights, own.gradients, own.optimizer, own.activations, own.total)
-        table.add_row(str(stage), own.layers, f"{own.parameters:,}", *(f"{one / 1e6:,.1f} MB" for one in sizes))
+    for stage, of_stage in enumerate(needs):
+        sizes = (of_stage.weights, of_stage.gradients, of_stage.optimizer, of_stage.activations, of_stage.total)
+        table.add_row(
+            str(stage), of_stage.layers, f"{of_stage.parameters:,}", *(f"{one / 1e6:,.1f} MB" for one in sizes)
+        )
     console.print(table)
     for stage in over:
         console.print(f"stage {stage} is over its limit (balance.memory_limits): layers leave it at the first profile")

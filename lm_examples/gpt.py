@@ -53,8 +53,8 @@ class Embedding(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(config.vocabulary, config.hidden_size)
         self.positions = nn.Embedding(config.context, config.hidden_size)
-        for one in (self.tokens, self.positions):
-            nn.init.normal_(one.weight, std=0.02)
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)

@@ -113,7 +113,7 @@ class KubernetesHook:
                     continue
                 raise RuntimeError(
                     f"the API server refuses to change pod {pod} of namespace {self._namespace}: {error.status} "
-                    f"{error.reason}: {_told(error.body)}"
+                    f"{error.reason}: {_message_of(error.body)}"
                 ) from error
             except Exception as error:  # of urllib3, whatever is wrong with the way there
                 raise RuntimeError(
@@ -133,7 +133,7 @@ class KubernetesHook:
             raise ValueError(f"pod={self._pod!r} is not allowed: only {{rank}} can be filled in ({error!r})") from error
 
 
-def _told(body: Any) -> str:
+def _message_of(body: Any) -> str:
     """The message in a ``Status`` object of the API server, or whatever has come instead."""
     try:
         return str(json.loads(body)["message"])

@@ -207,15 +207,15 @@ def _rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 def _causal_attention(query_THC: Tensor, key_THC: Tensor, value_THC: Tensor, lengths: Sequence[int]) -> Tensor:
     """[T, H, C] within each sequence."""
-    found = []
+    mixed = []
     for begin, num_sequences, length in _runs(lengths):
         parts_NHSC = (
-            one[begin : begin + num_sequences * length].unflatten(0, (num_sequences, length)).transpose(1, 2)
-            for one in (query_THC, key_THC, value_THC)
+            tensor_THC[begin : begin + num_sequences * length].unflatten(0, (num_sequences, length)).transpose(1, 2)
+            for tensor_THC in (query_THC, key_THC, value_THC)
         )
         mixed_NHSC = F.scaled_dot_product_attention(*parts_NHSC, is_causal=True)
-        found.append(mixed_NHSC.transpose(1, 2).flatten(0, 1))
-    return torch.cat(found)
+        mixed.append(mixed_NHSC.transpose(1, 2).flatten(0, 1))
+    return torch.cat(mixed)
 
 
 def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:

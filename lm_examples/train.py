@@ -78,19 +78,19 @@ def train_step(run: Run) -> None:
     run.optimizer.zero_grad()
     with _balanced(run):
         loss = run.pipeline.step(inputs, target=target)
-        own = None if loss is None else loss.item()
+        step_loss = None if loss is None else loss.item()
         if run.config.repack.is_on:  # the last stage may be released with what it knows
-            own = of_all_ranks(own, run.pipeline.process_group)[-1]
+            step_loss = of_all_ranks(step_loss, run.pipeline.process_group)[-1]
     if run.pipeline.is_released:
         return
     if run.config.training.grad_clip > 0.0:
         clip_grad_norm_(run.pipeline, run.config.training.grad_clip)
     run.optimizer.step()
     is_last_stage = run.pipeline.stage == run.pipeline.num_stages - 1
-    has_changed = run.case.after_step(run.pipeline, run.optimizer, run.step, own if is_last_stage else None)
+    has_changed = run.case.after_step(run.pipeline, run.optimizer, run.step, step_loss if is_last_stage else None)
     if has_changed and run.balancer is not None:
         run.balancer.profile_next()
-    run.losses += [] if own is None else [own]
+    run.losses += [] if step_loss is None else [step_loss]
     run.clock.tick()
     if run.recorder is not None:
         run.recorder.step()
@@ -114,11 +114,11 @@ def report(run: Run, *, is_validated: bool) -> None:
     """Bring the stages' numbers together, and write them; collective."""
     num_steps, own_s = run.clock.num_since_lap, run.clock.lap()
     idle = 1.0 - run.pace.lap() / (num_steps * own_s) if run.pace.sleeps_for_work and num_steps else math.nan
-    own = run.losses, run.case.figures(run.pipeline), idle  # of training: validation may change them
+    of_stage = run.losses, run.case.figures(run.pipeline), idle  # of training: validation may change them
     validation = {}
     if is_validated:
         validation["validation_loss"] = run.validation_loss = validate(run)
-    of_stages = of_all_ranks(own, run.pipeline.process_group)
+    of_stages = of_all_ranks(of_stage, run.pipeline.process_group)
     run.loss = _mean(of_stages[-1][0])
     by_name: dict[str, list[float]] = {}
     for _, figures, _ in of_stages:

@@ -41,8 +41,8 @@ def train(run: Run) -> dict[str, Any]:
     training, output = run.config.training, run.config.output
     with run.recorder or nullcontext():
         if run.recorder is not None:
-            if run.choice.found is not None:
-                run.recorder.show(choice_table(run.choice.found))
+            if run.choice.result is not None:
+                run.recorder.show(choice_table(run.choice.result))
             run.recorder.show(lengths_table(run.choice.ranges, run.batches.sampled_lengths()))
         while run.step < training.steps:
             run.step += 1

@@ -60,8 +60,8 @@ def begin_run(
     with ExitStack() as held:
         claim = claimed_here(config)
         on_all_ranks(ValueError, (lambda: held.enter_context(claim)) if is_first else do_nothing, process_group)
-        found = on_all_ranks(ValueError, lambda: _to_resume(config, layout, kind, resume=resume), process_group)
-        checkpoint, state = (None, None) if found is None else found
+        newest = on_all_ranks(ValueError, lambda: _to_resume(config, layout, kind, resume=resume), process_group)
+        checkpoint, state = (None, None) if newest is None else newest
         require_same("the newest checkpoint", str(checkpoint), process_group)
         return Begun(held.pop_all(), checkpoint, state)
 

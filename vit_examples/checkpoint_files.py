@@ -264,8 +264,8 @@ def _files_of_balancer(rank: int, balancer: zr.Balancer | None) -> list[str]:
 def _raise_interrupt(error: BaseException, process_group: ProcessGroup | None) -> None:
     """Raise KeyboardInterrupt where an interrupt of this rank is what torch takes for a failure of the checkpoint."""
     if isinstance(error, CheckpointException):
-        own = error.failures.get(dist.get_rank(process_group), (None,))[0]
-        if isinstance(own, KeyboardInterrupt):
+        failure = error.failures.get(dist.get_rank(process_group), (None,))[0]
+        if isinstance(failure, KeyboardInterrupt):
             raise KeyboardInterrupt from error
 
 

@@ -63,17 +63,17 @@ def from_parquet(folder: Path, side: int, train_size: int | None, test_size: int
     Raises:
         ValueError: naming the file and what is expected of it.
     """
-    found = {}
+    files_and_sizes = {}
     for kind, limit in (("train", train_size), ("test", test_size)):  # all counted before a picture is decoded
         files: list[Path] = []
         for name in _SPLITS[kind]:
             files = files or sorted(folder.rglob(f"{name}*.parquet"))
         if not files:
             raise ValueError(f"{folder}: no {kind}*.parquet in it; expected columns img or image, and label")
-        found[kind] = files, _size(kind, limit, sum(map(_num_rows, files)), str(folder))
+        files_and_sizes[kind] = files, _size(kind, limit, sum(map(_num_rows, files)), str(folder))
     return [
         decoded(islice((row for file in files for row in _parquet_rows(file)), size), side)
-        for files, size in found.values()
+        for files, size in files_and_sizes.values()
     ]
 
 
@@ -86,13 +86,13 @@ def from_datasets(name: str, side: int, train_size: int | None, test_size: int |
     loaded, source = hub.load(name), f"data.source={name!r}"
     splits = []
     for kind, limit in (("train", train_size), ("test", test_size)):
-        found = next((split for split in _SPLITS[kind] if split in loaded), None)
-        if found is None:
+        split_name = next((split for split in _SPLITS[kind] if split in loaded), None)
+        if split_name is None:
             raise ValueError(f"{source} has the splits {list(loaded)}, expected {kind!r}")
-        split = loaded[found]
+        split = loaded[split_name]
         columns = _columns(split.column_names, source)
         size = _size(kind, limit, len(split), source)
-        splits.append(decoded(_hub_rows(split.select(range(size)), *columns, f"{source}, split {found}"), side))
+        splits.append(decoded(_hub_rows(split.select(range(size)), *columns, f"{source}, split {split_name}"), side))
     return splits
 
 

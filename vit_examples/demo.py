@@ -170,7 +170,7 @@ def turns(training: TrainingConfig) -> list[Turn]:
 def results_of(folder: Path, settle_steps: int) -> dict[str, Any]:
     """What a finished run wrote, as :func:`run_all` gives it."""
     lines = read_lines(folder)
-    told = [
+    median_ms = [
         timing([seconds], settle_steps=settle_steps, batch_size=1, steps_per_epoch=1)["step_ms"]
         for seconds in seconds_by_process(timed_steps(lines))
     ]
@@ -178,7 +178,7 @@ def results_of(folder: Path, settle_steps: int) -> dict[str, Any]:
         "summary": read_json(folder / "summary.json"),
         "lines": lines,
         "updates": read_json_lines(folder / f"balance-rank{STRAGGLER}.jsonl"),
-        "halves_ms": told,
+        "halves_ms": median_ms,
     }
 
 
@@ -189,10 +189,10 @@ def train(config: str, overrides: Sequence[str], folder: Path, turn: Turn) -> It
         RunFailed: if it ends with an error.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    own = [f"output.folder={folder}", "output.progress=false", f"training.epochs={turn.until_epoch}"]
+    settings = [f"output.folder={folder}", "output.progress=false", f"training.epochs={turn.until_epoch}"]
     if turn.run.in_halves:
-        own.append(f"output.save_every={turn.until_epoch}")
-    command = train_command(config, (*overrides, *own), NUM_RANKS) + (["--resume"] if turn.goes_on else [])
+        settings.append(f"output.save_every={turn.until_epoch}")
+    command = train_command(config, (*overrides, *settings), NUM_RANKS) + (["--resume"] if turn.goes_on else [])
     log = folder / "log.txt"
     with started(command, log, {"OMP_NUM_THREADS": "1"}) as process:
         while True:

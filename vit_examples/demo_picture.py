@@ -38,10 +38,10 @@ def draw(results: dict[str, dict[str, Any]], *, straggler: int) -> Figure:
         _draw_ratios(ratios, name, color, result["lines"], straggler)
     times.set_ylabel("step time, ms")
     settled = [
-        1e3 * one.seconds
+        1e3 * step.seconds
         for steps in timed.values()
-        for one in steps
-        if one.seconds is not None and one.begin - one.from_step >= WARM_UP
+        for step in steps
+        if step.seconds is not None and step.begin - step.from_step >= WARM_UP
     ]
     times.set_ylim(0, 1.05 * max(settled, default=1.0))
     times.set_title(f"One tensor-parallel step, rank {straggler} slowed (homogeneous: not slowed)")
@@ -60,12 +60,12 @@ def draw(results: dict[str, dict[str, Any]], *, straggler: int) -> Figure:
 def _draw_times(axes: Axes, name: str, timed: Sequence[TimedSteps]) -> Any:
     """A line that is broken where a process went on; gives its color."""
     middles, step_ms = [], []
-    for before, one in zip([None, *timed], timed, strict=False):
-        if before is not None and before.from_step != one.from_step:
-            middles.append(float(one.begin))
+    for before, after in zip([None, *timed], timed, strict=False):
+        if before is not None and before.from_step != after.from_step:
+            middles.append(float(after.begin))
             step_ms.append(float("nan"))
-        middles.append((one.begin + one.end) / 2)
-        step_ms.append(float("nan") if one.seconds is None else 1e3 * one.seconds)
+        middles.append((after.begin + after.end) / 2)
+        step_ms.append(float("nan") if after.seconds is None else 1e3 * after.seconds)
     (curve,) = axes.plot(middles, step_ms, label=name, linewidth=1.2)
     return curve.get_color()
 

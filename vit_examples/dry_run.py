@@ -141,8 +141,8 @@ def data_line(source: str) -> str:
 def _print(config: RunConfig, num_ranks: int, whole: int, needed: Sequence[Requirements]) -> None:
     model, training = config.model, config.training
     ranks_of: dict[Requirements, list[int]] = {}
-    for rank, own in enumerate(needed):
-        ranks_of.setdefault(own, []).append(rank)
+    for rank, needs in enumerate(needed):
+        ranks_of.setdefault(needs, []).append(rank)
     alike = len(ranks_of) == 1
     table = Table(
         title=f"{'one of ' if alike else ''}{num_ranks} ranks, {config.host}, {training.precision}, "
@@ -166,8 +166,8 @@ def _print(config: RunConfig, num_ranks: int, whole: int, needed: Sequence[Requi
         "master weights, fp32": "master_weights",
         "activations, estimated": "activations",
     }
-    for told, name in rows.items():
-        table.add_row(told, *(_gib(getattr(own, name)) for own in shown))
+    for label, name in rows.items():
+        table.add_row(label, *(_gib(getattr(own, name)) for own in shown))
     table.add_section()
     table.add_row("together", *(_gib(own.total) for own in shown))
     table.add_row("host memory while building (whole model, fp32)", _gib(4 * whole))
@@ -188,8 +188,8 @@ def _named(ranks: Sequence[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    told = ", ".join(str(own[0]) if len(own) == 1 else f"{own[0]}–{own[-1]}" for own in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {told}"
+    names = ", ".join(str(own[0]) if len(own) == 1 else f"{own[0]}–{own[-1]}" for own in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
 def _gib(num_bytes: int) -> str:

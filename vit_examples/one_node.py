@@ -51,10 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(command: Sequence[str], num_ranks: int) -> int:
     """Run ``command`` once a rank until all have ended, or one has failed and the others were stopped."""
-    told: list[int] = []
+    signals: list[int] = []
 
     def pass_on(signal_number: int, frame: FrameType | None) -> None:
-        told.append(signal_number)
+        signals.append(signal_number)
 
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signal_number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
@@ -68,7 +68,7 @@ def run(command: Sequence[str], num_ranks: int) -> int:
         )
         for rank in range(num_ranks)
     ]
-    while not told:
+    while not signals:
         statuses = [rank.poll() for rank in ranks]
         failed = {number: status for number, status in enumerate(statuses) if status}
         if failed:
@@ -77,8 +77,8 @@ def run(command: Sequence[str], num_ranks: int) -> int:
         if None not in statuses:
             return 0
         time.sleep(_POLL_S)
-    stop(ranks, told[0])
-    return 128 + told[0]
+    stop(ranks, signals[0])
+    return 128 + signals[0]
 
 
 def loopback_store() -> TCPStore:

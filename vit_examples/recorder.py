@@ -233,10 +233,10 @@ def timing(
 def _versions() -> dict[str, str]:
     from zeroresize import __version__
 
-    found = {"python": platform.python_version(), "zeroresize": __version__}
+    versions = {"python": platform.python_version(), "zeroresize": __version__}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            versions[package] = "not installed"
+    return versions

@@ -29,7 +29,7 @@ def timed_steps(lines: Iterable[Mapping[str, Any]]) -> list[TimedSteps]:
 
     An epoch that has ended tells each step's time, if the run knows it. Else the lines of logged steps tell means.
     """
-    told: list[TimedSteps] = []
+    ended: list[TimedSteps] = []
     logged: list[TimedSteps] = []  # of the epoch that goes on
     end = from_step = 0
     for line in lines:
@@ -41,15 +41,15 @@ def timed_steps(lines: Iterable[Mapping[str, Any]]) -> list[TimedSteps]:
             from_step = line.get("from_step", from_step)
             begin = end - len(line.get("seconds", ()))
             each = [TimedSteps(step, step + 1, one) for step, one in enumerate(line.get("seconds", ()), begin)]
-            told += [replace(timed, from_step=from_step) for timed in each or logged]
+            ended += [replace(timed, from_step=from_step) for timed in each or logged]
             logged = []
-    return told + logged
+    return ended + logged
 
 
 def seconds_by_process(steps: Sequence[TimedSteps]) -> list[list[float]]:
     """Seconds of every step that was timed, one list for each process that trained a part of the run."""
     by_process = groupby(steps, key=lambda timed: timed.from_step)
     return [
-        [timed.seconds for timed in own for _ in range(timed.end - timed.begin) if timed.seconds is not None]
-        for _, own in by_process
+        [timed.seconds for timed in of_process for _ in range(timed.end - timed.begin) if timed.seconds is not None]
+        for _, of_process in by_process
     ]

@@ -248,20 +248,20 @@ def evaluate(run: Run) -> float:
 
 def report_epoch(run: Run, epoch: int, loss: float, accuracy: float, display: Display) -> None:
     """Bring the ranks' ratios together and write and show the epoch; collective."""
-    own = (run.trace, run.balancer.metrics()["balance/is_straggler"] > 0)
+    of_this_rank = (run.trace, run.balancer.metrics()["balance/is_straggler"] > 0)
     gathered: list[Any] = [None] * run.host.num_ranks
-    dist.all_gather_object(gathered, own, group=run.host.tp_group)
+    dist.all_gather_object(gathered, of_this_rank, group=run.host.tp_group)
     if run.recorder is None:
         return
     ratios = [list(step) for step in zip(*(trace for trace, _ in gathered), strict=True)]
-    found = [rank for rank, (_, is_straggler) in enumerate(gathered) if is_straggler]
+    slow_ranks = [rank for rank, (_, is_straggler) in enumerate(gathered) if is_straggler]
     seconds = run.clock.seconds[-run.steps_per_epoch :]
     step_ms, mean_step_ms = 1e3 * statistics.median(seconds), 1e3 * statistics.fmean(seconds)
     last_step = run.progress.steps + run.steps_per_epoch - 1
     numbers = {"loss": loss, "step_ms": step_ms, "mean_step_ms": mean_step_ms, "test_accuracy": accuracy}
     each = seconds if run.clock.is_of_each else []
     run.recorder.epoch(epoch=epoch, step=last_step, numbers=numbers, ratios=ratios, seconds=each)
-    display.epoch(epoch + 1, loss, step_ms, accuracy, ratios[-1] if ratios else [], found)
+    display.epoch(epoch + 1, loss, step_ms, accuracy, ratios[-1] if ratios else [], slow_ranks)
 
 
 def learning_rate(run: Run, step: int) -> float:

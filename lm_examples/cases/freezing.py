@@ -123,13 +123,13 @@ class Freezing(DynamicCase):
 
     def _of_all_stages(self, pipeline: Pipeline) -> list[float]:
         """Every layer's plasticity, and the sum and number of losses; collective."""
-        own = torch.zeros(len(pipeline.layers) + 2, dtype=torch.float64)
+        sums = torch.zeros(len(pipeline.layers) + 2, dtype=torch.float64)
         for number in pipeline.present:
             layer = pipeline.layers[number]
-            own[number] = layer.watch.plasticity(layer, pipeline.device)
+            sums[number] = layer.watch.plasticity(layer, pipeline.device)
         if pipeline.present.stop == len(pipeline.layers):
-            own[-2:] = torch.tensor(pipeline.layers[-1].watch.losses, dtype=torch.float64)
-        whole = own.to(pipeline.meet_device)
+            sums[-2:] = torch.tensor(pipeline.layers[-1].watch.losses, dtype=torch.float64)
+        whole = sums.to(pipeline.meet_device)
         all_reduce(whole, pipeline.process_group)
         return whole.tolist()
 

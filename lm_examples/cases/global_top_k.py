@@ -39,15 +39,15 @@ def global_top_k(tensors: Sequence[Tensor], k: int, process_group: ProcessGroup,
     where = message_device(process_group, device)
     rank, num_ranks = group_rank(process_group), group_size(process_group)
 
-    def total(own: Tensor) -> Tensor:
-        whole = own.to(where)
+    def total(of_this_rank: Tensor) -> Tensor:
+        whole = of_this_rank.to(where)
         all_reduce(whole, process_group)
         return whole
 
-    told = torch.zeros(2 + num_ranks, dtype=torch.int64)
-    told[0], told[1] = sum(one.numel() for one in tensors), sum(one.itemsize > 4 for one in tensors)
-    told[2 + rank] = k
-    num_numbers, num_wide, *ks = total(told).tolist()
+    numbers = torch.zeros(2 + num_ranks, dtype=torch.int64)
+    numbers[0], numbers[1] = sum(one.numel() for one in tensors), sum(one.itemsize > 4 for one in tensors)
+    numbers[2 + rank] = k
+    num_numbers, num_wide, *ks = total(numbers).tolist()
     if len(set(ks)) > 1:
         raise ValueError(f"k must be the same on all ranks, but by rank it is {ks}")
     if not 0 <= k <= num_numbers:
@@ -61,11 +61,11 @@ def global_top_k(tensors: Sequence[Tensor], k: int, process_group: ProcessGroup,
     while bits:
         width = min(_DIGIT_BITS, bits)
         bits -= width
-        own = torch.zeros(2**width, dtype=torch.int64, device=device)
-        for one in patterns:
-            digits = one[(one >> (bits + width)) == threshold] >> bits
-            own += (digits & (2**width - 1)).bincount(minlength=2**width)
-        from_top = total(own).flip(0).cumsum(0).tolist()
+        counts = torch.zeros(2**width, dtype=torch.int64, device=device)
+        for pattern in patterns:
+            digits = pattern[(pattern >> (bits + width)) == threshold] >> bits
+            counts += (digits & (2**width - 1)).bincount(minlength=2**width)
+        from_top = total(counts).flip(0).cumsum(0).tolist()
         place = next(place for place, count in enumerate(from_top) if count >= missing)
         missing -= from_top[place - 1] if place else 0
         threshold = threshold << width | (2**width - 1 - place)
@@ -74,9 +74,9 @@ def global_top_k(tensors: Sequence[Tensor], k: int, process_group: ProcessGroup,
     ties[rank] = sum(int((one == threshold).sum()) for one in patterns)
     missing -= int(total(ties)[:rank].sum())
     masks = []
-    for one, tensor in zip(patterns, tensors, strict=True):
-        is_tie = one == threshold
-        masks.append(((one > threshold) | (is_tie & (is_tie.cumsum(0) <= missing))).view(tensor.shape))
+    for pattern, tensor in zip(patterns, tensors, strict=True):
+        is_tie = pattern == threshold
+        masks.append(((pattern > threshold) | (is_tie & (is_tie.cumsum(0) <= missing))).view(tensor.shape))
         missing -= int(is_tie.sum())
     return masks
 

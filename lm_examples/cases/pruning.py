@@ -105,17 +105,17 @@ class Pruning(DynamicCase):
         linears = _linears_of(pipeline.layers[number] for number in pipeline.present)
         can_be_pruned: tuple[float, float] | Exception = (0.0, 0.0)
         try:
-            for one in linears:
-                require_prunable_state(one.weight, optimizer.state.get(one.weight, {}))
+            for linear in linears:
+                require_prunable_state(linear.weight, optimizer.state.get(linear.weight, {}))
         except ValueError as error:  # the others must hear of it
             can_be_pruned = error
         meet_prepared(pipeline.meet(), can_be_pruned)
         num_kept = round((1.0 - sparsity) * _num_weights(_linears_of(pipeline.layers)))
         candidates = [one.candidates() for one in linears]
-        for one, keep in zip(
+        for linear, keep in zip(
             linears, global_top_k(candidates, num_kept, pipeline.process_group, pipeline.device), strict=True
         ):
-            one.prune(keep, optimizer, self.options.sparse_below)
+            linear.prune(keep, optimizer, self.options.sparse_below)
         return True
 
     def figures(self, pipeline: Pipeline) -> dict[str, float]:

@@ -81,8 +81,8 @@ class SparseLinear(nn.Linear):
             if mask_NK.sum() >= sparse_below * mask_NK.numel():
                 self.weight.mul_(mask_NK)
                 self.weight.grad, self.mask = None, mask_NK
-                for one in of_weight.values():
-                    one.mul_(mask_NK)
+                for moment in of_weight.values():
+                    moment.mul_(mask_NK)
                 return
             places_P = mask_NK.flatten().nonzero().flatten()
             keep_P = mask_NK.flatten()
@@ -122,10 +122,11 @@ def require_prunable_state(weight: Tensor, state: Mapping[str, Any]) -> None:
     Raises:
         ValueError: if not.
     """
-    for key, one in state.items():
-        if isinstance(one, Tensor) and one.dim() and one.shape != weight.shape:
+    for key, item in state.items():
+        if isinstance(item, Tensor) and item.dim() and item.shape != weight.shape:
             raise ValueError(
-                f"the optimizer keeps {key!r} of shape {tuple(one.shape)} for a weight of shape {tuple(weight.shape)}: "
+                f"the optimizer keeps {key!r} of shape {tuple(item.shape)} for a weight of shape "
+                f"{tuple(weight.shape)}: "
                 "only state of the weight's own shape can be pruned with it, such as that of Adam, AdamW or SGD"
             )
 

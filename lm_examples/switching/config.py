@@ -71,9 +71,9 @@ class StrategiesConfig:
         at_least("strategies.max_ranges", self.max_ranges, 1)
         chosen = [key for key in ("ranges", "static", "search") if getattr(self, key)]
         if len(chosen) != 1:
-            found = " and ".join(chosen) or "none of them"
+            given = " and ".join(chosen) or "none of them"
             raise ValueError(
-                f"strategies: one of ranges, static and search: true is needed, found {found}; on the command line "
+                f"strategies: one of ranges, static and search: true is needed, found {given}; on the command line "
                 "--set strategies.search=true, or strategies.static=[dp, tp, pp], takes the place of what a file says"
             )
         if self.search and self.optimizer_strategy:
@@ -135,10 +135,10 @@ class RunConfig:
         Raises:
             ValueError: where they are to be searched.
         """
-        own = self.strategies
-        if own.search:
+        strategies = self.strategies
+        if strategies.search:
             raise ValueError("strategies.search=true: ranges are found on the ranks that train")
-        return own.ranges or (LengthRange(self.data.max_length, own.static),)
+        return strategies.ranges or (LengthRange(self.data.max_length, strategies.static),)
 
     @property
     def optimizer_strategy(self) -> Strategy:
@@ -147,8 +147,8 @@ class RunConfig:
 
     def max_tokens_of(self, strategy: Strategy) -> int:
         """Of a micro-batch under a strategy, at most."""
-        own = self.strategies.ranges or ()
-        return max((one.max_tokens or 0 for one in own if one.strategy == strategy), default=0) or (
+        ranges = self.strategies.ranges or ()
+        return max((one.max_tokens or 0 for one in ranges if one.strategy == strategy), default=0) or (
             self.training.max_tokens
         )
 
@@ -165,10 +165,9 @@ class RunConfig:
 
     def validate_ranks(self, num_ranks: int) -> None:
         """Raises ValueError for strategies that do not fit the model or so many ranks."""
-        own = self.strategies
-        given = [one.strategy for one in own.ranges or ()] + [
-            one for one in (own.static, own.optimizer_strategy) if one
-        ]
+        strategies = self.strategies
+        others = filter(None, (strategies.static, strategies.optimizer_strategy))
+        given = [*(one.strategy for one in strategies.ranges or ()), *others]
         tensors = self.tensors()
         for strategy in dict.fromkeys(given):
             try:

@@ -78,9 +78,9 @@ def needs_of(config: RunConfig, num_ranks: int) -> dict[Strategy, list[RankNeeds
     used = list(dict.fromkeys([config.optimizer_strategy, *(one.strategy for one in config.ranges)]))
     switches = _switch_bytes(config, used, num_ranks)
     return {
-        one: [replace(own, switch=size) for own, size in zip(needs, switches[one], strict=True)]
-        for one in used
-        for needs in [rank_needs(config, one, config.optimizer_strategy, num_ranks)]
+        strategy: [replace(own, switch=size) for own, size in zip(needs, switches[strategy], strict=True)]
+        for strategy in used
+        for needs in [rank_needs(config, strategy, config.optimizer_strategy, num_ranks)]
     }
 
 
@@ -95,15 +95,15 @@ def _switch_bytes(config: RunConfig, used: Sequence[Strategy], num_ranks: int) -
         plans = [plan_weights(layouts[before], layouts[after], tensors, nodes)]
         if before != optimizer_strategy:
             plans.append(plan_gradients(layouts[before], layouts[optimizer_strategy], tensors, nodes))
-        own = switch_bytes(
+        num_bytes = switch_bytes(
             sizes[before],
             sizes[after],
             sizes[optimizer_strategy],
             plans,
             is_optimizer_strategy=before == optimizer_strategy,
         )
-        for one in (before, after):
-            most[one] = np.maximum(most[one], own.astype(np.int64))
+        for end in (before, after):
+            most[end] = np.maximum(most[end], num_bytes.astype(np.int64))
     return {one: own.tolist() for one, own in most.items()}
 
 
@@ -111,8 +111,8 @@ def rank_needs(config: RunConfig, strategy: Strategy, optimizer_strategy: Strate
     """[R] of each rank while ``strategy`` is in force."""
     tensors, partition = config.tensors(), strategy.partition(config.num_layers)
     here, of_optimizer = (
-        one.layout(tensors, num_ranks, config.num_layers).rank_bytes(tensors).tolist()
-        for one in (strategy, optimizer_strategy)
+        held_under.layout(tensors, num_ranks, config.num_layers).rank_bytes(tensors).tolist()
+        for held_under in (strategy, optimizer_strategy)
     )
     names = stage_names(partition.boundaries)
     tokens = config.max_tokens_of(strategy)
@@ -123,9 +123,9 @@ def rank_needs(config: RunConfig, strategy: Strategy, optimizer_strategy: Strate
         layers, activations = "", 0.0
         if position is not None:
             share = (strategy.shares[position.shard] if strategy.shares else 1.0) / strategy.tp
-            own = partition.layers_of(position.stage)
+            stage_layers = partition.layers_of(position.stage)
             layers = names[position.stage]
-            activations = sum(token_bytes(config, number, share) for number in own) * tokens
+            activations = sum(token_bytes(config, number, share) for number in stage_layers) * tokens
             activations *= strategy.pp - position.stage
         needs.append(RankNeeds(layers, here[rank], gradients, 2 * of_optimizer[rank], round(activations)))
     return needs
@@ -156,11 +156,11 @@ def token_bytes(config: RunConfig, number: int, share: float = 1.0) -> float:
 def require_memory(config: RunConfig, needs: Mapping[Strategy, Sequence[RankNeeds]]) -> None:
     """Raises ValueError, naming rank and strategy, where more than ``strategies.memory_limit`` is needed."""
     limit = config.strategies.memory_limit
-    for strategy, own in needs.items():
-        rank = max(range(len(own)), key=lambda one: own[one].total)
-        total = own[rank].total
+    for strategy, of_ranks in needs.items():
+        rank = max(range(len(of_ranks)), key=lambda one: of_ranks[one].total)
+        total = of_ranks[rank].total
         if limit is not None and total > limit:
-            where = "in switches from or to" if total == own[rank].switch else "under"
+            where = "in switches from or to" if total == of_ranks[rank].switch else "under"
             raise ValueError(
                 f"strategies.memory_limit={limit:g}: rank {rank} needs {total / 1e6:,.1f} MB {where} {strategy}: "
                 "choose more tp or pp, another strategy of the optimizer, or smaller training.max_tokens"
@@ -175,14 +175,21 @@ def _table(config: RunConfig, needs: Mapping[Strategy, Sequence[RankNeeds]]) -> 
         table.add_column(heading, justify="right" if heading == "ranks" else "left")
     for heading in ("weights", "gradients", "AdamW", "activations, estimated", "a switch", "at most"):
         table.add_column(heading, justify="right")
-    for strategy, own in needs.items():
+    for strategy, of_ranks in needs.items():
         first = 0
-        for one, equal in itertools.groupby(own):
+        for of_rank, equal in itertools.groupby(of_ranks):
             end = first + len(list(equal))
             ranks = f"{first} to {end - 1}" if end > first + 1 else str(first)
-            sizes = (one.weights, one.gradients, one.optimizer, one.activations, one.switch, one.total)
-            told = [f"{size / 1e6:,.1f} MB" for size in sizes]
+            sizes = (
+                of_rank.weights,
+                of_rank.gradients,
+                of_rank.optimizer,
+                of_rank.activations,
+                of_rank.switch,
+                of_rank.total,
+            )
+            texts = [f"{size / 1e6:,.1f} MB" for size in sizes]
             name = "" if first else str(strategy)
-            table.add_row(name, ranks, one.layers or "left out", *told, end_section=end == len(own))
+            table.add_row(name, ranks, of_rank.layers or "left out", *texts, end_section=end == len(of_ranks))
             first = end
     return table

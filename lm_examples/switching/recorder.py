@@ -51,10 +51,12 @@ def lengths_table(ranges: Sequence[LengthRange], lengths: NDArray[np.int64]) -> 
     table.add_column("length")
     for heading in ("strategy", "sequences", "tokens"):
         table.add_column(heading, justify="right")
-    for begin, own in zip([0, *(one.up_to for one in ranges)], ranges, strict=False):
-        is_inside = (lengths > begin) & (lengths <= own.up_to)
+    for begin, length_range in zip([0, *(one.up_to for one in ranges)], ranges, strict=False):
+        is_inside = (lengths > begin) & (lengths <= length_range.up_to)
         shares = is_inside.mean(), lengths[is_inside].sum() / lengths.sum()
-        table.add_row(_span(begin, own.up_to), str(own.strategy), *(f"{100 * one:.1f} %" for one in shares))
+        table.add_row(
+            _span(begin, length_range.up_to), str(length_range.strategy), *(f"{100 * one:.1f} %" for one in shares)
+        )
     return table
 
 
@@ -64,11 +66,11 @@ def summary_table(title: str, summary: Mapping[str, Any]) -> Table:
     for heading in ("", "strategy", "sequences", "tokens", "ms/step"):
         table.add_column(heading, justify="left" if heading in ("", "strategy") else "right")
     spent_s = summary["switch_s"]
-    for own in summary["ranges"]:
-        spent_s += own["seconds"]
-        lengths = "up to " + ", ".join(map(str, own["up_to"]))
-        counts = f"{own['sequences']:.1f}", f"{own['tokens']:,.0f}"
-        table.add_row(lengths, own["strategy"], *counts, f"{1e3 * own['seconds']:.1f}")
+    for of_range in summary["ranges"]:
+        spent_s += of_range["seconds"]
+        lengths = "up to " + ", ".join(map(str, of_range["up_to"]))
+        counts = f"{of_range['sequences']:.1f}", f"{of_range['tokens']:,.0f}"
+        table.add_row(lengths, of_range["strategy"], *counts, f"{1e3 * of_range['seconds']:.1f}")
     table.add_row("switches and gradient sums", "", "", "", f"{1e3 * summary['switch_s']:.1f}")
     table.add_row("optimizer and rest", "", "", "", f"{1e3 * max(summary['step_s'] - spent_s, 0.0):.1f}")
     table.add_row("step", "", "", "", f"{1e3 * summary['step_s']:.1f}", end_section=True)
@@ -79,15 +81,15 @@ def summary_table(title: str, summary: Mapping[str, Any]) -> Table:
     return table
 
 
-def choice_table(found: SearchResult) -> Table:
+def choice_table(result: SearchResult) -> Table:
     """What a search has found, beside the best strategy for all lengths."""
-    table = Table(title=f"expected: {found.speedup:.2f} times as fast as one strategy", title_justify="left")
+    table = Table(title=f"expected: {result.speedup:.2f} times as fast as one strategy", title_justify="left")
     for heading in ("length", "strategy", "ms/step"):
         table.add_column(heading, justify="right" if heading == "ms/step" else "left")
-    best, static = found.best, found.static
+    best, static = result.best, result.static
     begins = [0, *(one.up_to for one in best.ranges)]
-    for begin, own, seconds in zip(begins, best.ranges, best.range_s, strict=False):
-        table.add_row(_span(begin, own.up_to), str(own.strategy), f"{1e3 * seconds:.1f}")
+    for begin, length_range, seconds in zip(begins, best.ranges, best.range_s, strict=False):
+        table.add_row(_span(begin, length_range.up_to), str(length_range.strategy), f"{1e3 * seconds:.1f}")
     others_s = best.switch_s + best.reduction_s
     table.add_row(
         "switches and gradient sums",

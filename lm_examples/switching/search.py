@@ -31,12 +31,12 @@ class Choice:
     """What a run is trained under.
 
     Attributes:
-        found: by a search; None where the configuration says it.
+        result: of a search; None where the configuration says what is chosen.
     """
 
     ranges: tuple[LengthRange, ...]
     optimizer_strategy: Strategy
-    found: SearchResult | None = None
+    result: SearchResult | None = None
 
 
 def chosen(
@@ -54,14 +54,14 @@ def chosen(
     Raises:
         ValueError: if no strategy fits into ``strategies.memory_limit``.
     """
-    own = config.strategies
-    if not own.search:
+    strategies = config.strategies
+    if not strategies.search:
         return Choice(config.ranges, config.optimizer_strategy)
     began = time.perf_counter()
     num_ranks = dist.get_world_size(process_group)
     candidates = candidates_of(config, num_ranks)
     longest, max_tokens = config.data.max_length, config.training.max_tokens
-    limit = own.memory_limit or sys.float_info.max
+    limit = strategies.memory_limit or sys.float_info.max
     degrees = ", ".join(str(one.tp) for one in candidates if one.pp == 1)
     tell(f"search: measuring {len(layers)} layers under tp = {degrees}, and links")
     model = SwitchableModel(layers, strategies=[one for one in candidates if one.pp == 1], process_group=process_group)
@@ -75,17 +75,17 @@ def chosen(
         f"search: measured in {measured_s:.1f} s; comparing {len(candidates)} strategies in ranges that end at "
         f"{', '.join(map(str, thresholds))} tokens, on {len(sample)} mini-batches"
     )
-    found = search_strategies(
+    result = search_strategies(
         sample,
         candidates,
         cost,
         memory_limit=limit,
         thresholds=thresholds,
-        max_ranges=own.max_ranges,
+        max_ranges=strategies.max_ranges,
         max_tokens=max_tokens,
     )
     tell(f"search: done after {time.perf_counter() - began:.1f} s")
-    return Choice(found.ranges, found.optimizer_strategy, found)
+    return Choice(result.ranges, result.optimizer_strategy, result)
 
 
 def candidates_of(config: RunConfig, num_ranks: int) -> list[Strategy]:

@@ -25,7 +25,7 @@ class _Visits:
         sums = dict(known_keys("sum", values, [one.name for one in fields(_Visits)]))
         up_to = sums.pop("up_to", None)
         if not isinstance(up_to, list | tuple) or not all(
-            isinstance(one, int | float) for one in (*up_to, *sums.values())
+            isinstance(value, int | float) for value in (*up_to, *sums.values())
         ):
             raise ValueError("sums over visits of a strategy hold something else than numbers")
         return _Visits(tuple(up_to), **sums)
@@ -50,11 +50,11 @@ class StepSums:
         self.switch_s += sum(one.seconds for one in report.switches)
         self.tokens += report.num_tokens
         for visit in report.by_range:
-            own = self.visits.setdefault(str(visit.strategy), _Visits(visit.up_to))
-            own.sequences += visit.num_sequences
-            own.tokens += visit.num_tokens
-            own.micro_batches += sum(visit.num_micro_batches)
-            own.seconds += visit.seconds
+            visits = self.visits.setdefault(str(visit.strategy), _Visits(visit.up_to))
+            visits.sequences += visit.num_sequences
+            visits.tokens += visit.num_tokens
+            visits.micro_batches += sum(visit.num_micro_batches)
+            visits.seconds += visit.seconds
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
@@ -89,13 +89,13 @@ class StepSums:
             "switch_s": self.switch_s / count,
             "ranges": [
                 {
-                    "up_to": list(own.up_to),
+                    "up_to": list(visits.up_to),
                     "strategy": strategy,
-                    "sequences": own.sequences / count,
-                    "tokens": own.tokens / count,
-                    "micro_batches": own.micro_batches / count,
-                    "seconds": own.seconds / count,
+                    "sequences": visits.sequences / count,
+                    "tokens": visits.tokens / count,
+                    "micro_batches": visits.micro_batches / count,
+                    "seconds": visits.seconds / count,
                 }
-                for strategy, own in sorted(self.visits.items(), key=lambda one: one[1].up_to)
+                for strategy, visits in sorted(self.visits.items(), key=lambda one: one[1].up_to)
             ],
         }

@@ -140,7 +140,7 @@ def test_a_search_finds_what_it_trains_under(run_ranks, tmp_path, capfd):
             return run.choice, train(run)["loss"]
 
     (choice, loss), (other, _) = run_ranks(searched, 2)
-    assert choice == other and choice.ranges[-1].up_to == 24 and choice.found.speedup >= 1.0
+    assert choice == other and choice.ranges[-1].up_to == 24 and choice.result.speedup >= 1.0
     assert loss == pytest.approx(undivided(config)[0][2], rel=1e-10)
     said = capfd.readouterr().out
     assert said.count("search: measuring 4 layers under tp = 1, 2") == 1 and "comparing 3 strategies" in said

@@ -325,7 +325,7 @@ def test_semi_relieves_a_straggler_as_it_is_told(
     pictures: Path, tmp_path: Path, num_migrating: int, does: str, never: str
 ) -> None:
     """By its own choice it would not lend in so small a model."""
-    slow = "straggler={kind: sleep, chi: {1: 20.0}}"
+    slow = "straggler={kind: sleep, chi: {1: 80.0}}"  # so that it shows beside what a busy machine does to both
     wide = "model.mlp_size=4096"  # so that products with fewer columns take less time
     balance = f"balance={{mode: semi, paper: {{num_migrating: {num_migrating}}}, update_every: 2}}"
     train(tmp_path / "said", *micro_arguments(pictures, tmp_path, "host=torch", wide, slow, balance))
