@@ -383,7 +383,7 @@ run.balancer.epoch_end()
 def test_a_process_that_waited_in_vain_for_the_store_ends_by_itself(tmp_path):
     """The thread that still waits for an answer does not keep it."""
     root = Path(__file__).parents[2]
-    paths = [root / "tests" / "helpers", root]
+    paths = [root / "tests", root]
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
     ranks = [
         subprocess.Popen([*command, str(rank), tmp_path, *paths], stderr=subprocess.PIPE, text=True)
