@@ -86,7 +86,7 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
 
     model = unwrap(model)
     divisions = divisions_of(model)
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ValueError(
@@ -96,7 +96,7 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
         for key, tensor in own_tensors(module).items():
             name = f"{prefix}.{key}".lstrip(".")
             division = divisions.get(id(tensor))
-            found[name] = tensor.data if division is None else DividedTensor(name, tensor, division)
+            state[name] = tensor.data if division is None else DividedTensor(name, tensor, division)
     if optimizer is not None:
-        found[OPTIMIZER] = OptimizerState(optimizer, dict(model.named_parameters()), divisions)
-    return found
+        state[OPTIMIZER] = OptimizerState(optimizer, dict(model.named_parameters()), divisions)
+    return state

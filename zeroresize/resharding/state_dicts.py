@@ -66,19 +66,19 @@ def _first_shard_in(state: Mapping[str, Any], model: nn.Module) -> str | None:
     names: set[str] = set()  # of all that is in the model
     divided: dict[str, tuple[int, int, set[int]]] = {}  # along which dimension, its size, and those of parts
     for prefix, module in model.named_modules(remove_duplicate=False):
-        own = {key: f"{prefix}.{key}".lstrip(".") for key in (*parameters_of(module), *buffers_of(module))}
-        names.update(own.values())
+        full_names = {key: f"{prefix}.{key}".lstrip(".") for key in (*parameters_of(module), *buffers_of(module))}
+        names.update(full_names.values())
         if isinstance(module, BalancedLinear):
-            divided.update({own[key]: sizes for key, sizes in _sizes_of(module).items() if key in own})
+            divided.update({full_names[key]: sizes for key, sizes in _sizes_of(module).items() if key in full_names})
     for name, tensor in state.items():
         shape = getattr(tensor, "shape", ())
         # A wrapper's state has longer names, such as "module.…" and "_orig_mod.…".
         parts = name.split(".")
         ends = [name] if name in names else [".".join(parts[at:]) for at in range(len(parts))]
-        found = next((divided[one] for one in ends if one in divided), None)
-        if found is not None:
-            dim, whole, own_sizes = found
-            if dim < len(shape) and shape[dim] != whole and shape[dim] in own_sizes:
+        sizes = next((divided[end] for end in ends if end in divided), None)
+        if sizes is not None:
+            dim, whole, local_sizes = sizes
+            if dim < len(shape) and shape[dim] != whole and shape[dim] in local_sizes:
                 return f"{name} of shape {tuple(shape)}, of which all ranks together have {whole} in dimension {dim}"
     return None
 
@@ -88,8 +88,8 @@ def _sizes_of(layer: BalancedLinear) -> dict[str, tuple[int, int, set[int]]]:
     dim = 0 if layer.is_column_parallel else 1
     even = layer.even_shape[dim]
     sizes = even * group_size(layer.process_group), {even, layer.local_weight.shape[dim]}
-    found = {"weight": (dim ^ layer.weight_is_transposed, *sizes)}
-    return {**found, "bias": (0, *sizes)} if layer.is_column_parallel else found
+    of_weight = {"weight": (dim ^ layer.weight_is_transposed, *sizes)}
+    return {**of_weight, "bias": (0, *sizes)} if layer.is_column_parallel else of_weight
 
 
 def guard_optimizer(optimizer: Any, are_away: Callable[[], bool]) -> Callable[[], None]:
@@ -129,21 +129,21 @@ def guard_optimizer(optimizer: Any, are_away: Callable[[], bool]) -> Callable[[]
 
 
 def _before_saving(module: Any, prefix: str, keep_vars: bool) -> None:
-    if (told := _uneven(module)) is not None:
-        raise RuntimeError(f"state_dict(): {prefix.rstrip('.') or 'the layer'} {told}, {_SAVING}")
+    if (division := _uneven(module)) is not None:
+        raise RuntimeError(f"state_dict(): {prefix.rstrip('.') or 'the layer'} {division}, {_SAVING}")
 
 
 def _before_loading(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
-    if (told := _uneven(module)) is not None:
-        raise RuntimeError(f"load_state_dict(): {prefix.rstrip('.') or 'the layer'} {told}, {_LOADING}")
+    if (division := _uneven(module)) is not None:
+        raise RuntimeError(f"load_state_dict(): {prefix.rstrip('.') or 'the layer'} {division}, {_LOADING}")
 
 
 def _uneven(layer: Any) -> str | None:
     """How a layer is divided if its units are away; a copy has no segment, but the shape of when it was made."""
     segment: OwnedSegment | None = layer.segment
     if segment is None:
-        own, even = layer.local_weight.shape, layer.even_shape
-        return None if own == even else f"is a copy of an unevenly divided layer ({tuple(own)} for {tuple(even)})"
+        local, even = layer.local_weight.shape, layer.even_shape
+        return None if local == even else f"is a copy of an unevenly divided layer ({tuple(local)} for {tuple(even)})"
     if segment.owned.is_even:
         return None
     return f"is divided unevenly ({', '.join(map(str, segment.owned.counts))} {segment.kind})"
