@@ -53,7 +53,6 @@ READER = ConfigReader(
     read_section={"balance": _balance_from},
     inner_keys={"balance": [key for key in DEFAULTS if "." in key]},
 )
-SECTIONS = READER.sections
 
 argument_parser = READER.argument_parser
 config_from_arguments = READER.from_arguments

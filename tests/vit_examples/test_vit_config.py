@@ -8,7 +8,7 @@ pytest.importorskip("yaml")
 
 from vit_examples.config import LARGEST_SIZES, ModelConfig, RunConfig, StragglerConfig, TrainingConfig
 from vit_examples.config_file import (
-    SECTIONS,
+    READER,
     argument_parser,
     available_configs,
     config_from_arguments,
@@ -170,7 +170,7 @@ def test_the_bytes_of_the_largest_model_fit_into_64_bits() -> None:
 def test_help_names_modes_and_sections() -> None:
     shown = "".join(argument_parser().format_help().split())  # without the line breaks that argparse adds
     assert f"oneof{','.join(MODES)}" in shown
-    assert f"Sections:{','.join(SECTIONS)}." in shown
+    assert f"Sections:{','.join(READER.sections)}." in shown
     assert "zeroresize/config/balance.pyandpaper.py" in shown
 
 
