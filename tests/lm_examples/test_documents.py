@@ -68,7 +68,7 @@ def test_lengths_of_python_sources_are_long_tailed():
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "message"),
     [
         ({"lengths": "pages"}, r"data\.lengths='pages' is not allowed: choose one of \['definitions', 'files'"),
         ({"max_length": 0}, r"data\.max_length=0 is not allowed"),
@@ -76,6 +76,6 @@ def test_lengths_of_python_sources_are_long_tailed():
         ({"held_out": 0.99}, "no text for training"),
     ],
 )
-def test_mistakes_are_named(tmp_path, data, told):
-    with pytest.raises(ValueError, match=told):
+def test_mistakes_are_named(tmp_path, data, message):
+    with pytest.raises(ValueError, match=message):
         documents_of(tmp_path, **data)

@@ -18,8 +18,8 @@ def case(threshold=0.9, **options):
 
 def test_the_threshold_follows_its_schedule():
     options = EarlyExitOptions(threshold=0.5, initial_threshold=0.9, start=10, end=30, every=5)
-    found = [options.threshold_at(step) for step in (0, 10, 14, 15, 20, 29, 30, 1000)]
-    assert found == pytest.approx([0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.5, 0.5])
+    thresholds = [options.threshold_at(step) for step in (0, 10, 14, 15, 20, 29, 30, 1000)]
+    assert thresholds == pytest.approx([0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.5, 0.5])
 
 
 @pytest.mark.parametrize("options", [{"threshold": -2}, {"every": 0}, {"start": 5, "end": 4}, {"first_exit": -1}])
@@ -54,18 +54,18 @@ def test_the_others_are_computed_as_if_nobody_had_exited(share):
     expected = torch.where(exited[..., None], x, dense(x))
     assert torch.equal(still, exited)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-    found = torch.autograd.grad(y, [x, *block.parameters()], dy, allow_unused=True, materialize_grads=True)
+    gradients = torch.autograd.grad(y, [x, *block.parameters()], dy, allow_unused=True, materialize_grads=True)
     wanted = torch.autograd.grad(expected, [x, *dense.parameters()], dy)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    for gradient, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-12)
 
 
 def test_only_tokens_that_have_not_exited_are_computed():
     _, _, block = blocks_of(2.0, hidden_size=16)
     rows = []
-    for name, one in block.named_modules():
-        if isinstance(one, nn.Linear):
-            one.register_forward_hook(lambda module, x, y, name=name: rows.append((name, y.shape[:-1].numel())))
+    for name, part in block.named_modules():
+        if isinstance(part, nn.Linear):
+            part.register_forward_hook(lambda module, x, y, name=name: rows.append((name, y.shape[:-1].numel())))
     x, exited = torch.randn(4, 8, 16, dtype=torch.float64), torch.ones(4, 8, dtype=torch.bool)
     exited[1, :3] = exited[2, 5:] = False
     block(x, exited)
@@ -83,19 +83,19 @@ def test_tokens_whose_state_hardly_turns_exit_and_do_not_come_back():
     x = torch.randn(2, 8, 8, dtype=torch.float64)
     exited = torch.zeros(2, 8, dtype=torch.bool)
     exited[0, 3] = True
-    y, found = block(x, exited)
+    y, now_exited = block(x, exited)
     cosine = nn.functional.cosine_similarity(dense(x), x, dim=-1)
     expected = (cosine > 0.9) | exited
-    assert torch.equal(found, expected) and exited.sum() < found.sum() < found.numel()
+    assert torch.equal(now_exited, expected) and exited.sum() < now_exited.sum() < now_exited.numel()
     assert torch.equal(y[0, 3], x[0, 3])
 
 
 def test_with_threshold_1_training_is_dense(run_ranks):
-    def check(rank, group, own):
-        return Run(group, own).train(4).losses
+    def check(rank, group, dynamic_case):
+        return Run(group, dynamic_case).train(4).losses
 
-    ((dense,), (found,)) = (run_ranks(check, 1, one) for one in (DynamicCase(model_of()), case(1.0)))
-    assert dense == found
+    ((dense,), (exiting,)) = (run_ranks(check, 1, one) for one in (DynamicCase(model_of()), case(1.0)))
+    assert dense == exiting
 
 
 @pytest.mark.parametrize(("num_ranks", "schedule"), [(2, Schedule1F1B), (3, ScheduleGPipe)])

@@ -77,18 +77,18 @@ def test_large_matrices_of_any_dtype_on_four_ranks(run_ranks, dtypes):
 
 def test_nan_counts_as_the_largest(run_ranks):
     def check(rank, group):
-        own = torch.tensor([[math.inf, 1.0], [2.0, -math.nan]][rank])
-        return [one.tolist() for one in global_top_k([own], 2, group, CPU)]
+        numbers = torch.tensor([[math.inf, 1.0], [2.0, -math.nan]][rank])
+        return [one.tolist() for one in global_top_k([numbers], 2, group, CPU)]
 
     assert run_ranks(check, 2) == [[[True, False]], [[False, True]]]
 
 
 def test_every_rank_hears_of_what_does_not_fit(run_ranks):
     def check(rank, group):
-        own = [torch.ones(2 * rank)]
+        numbers = [torch.ones(2 * rank)]
         with pytest.raises(ValueError, match="k=3 is not allowed: all ranks together have 2 numbers"):
-            global_top_k(own, 3, group, CPU)
+            global_top_k(numbers, 3, group, CPU)
         with pytest.raises(ValueError, match=r"by rank it is \[1, 2\]"):
-            global_top_k(own, 1 + rank, group, CPU)
+            global_top_k(numbers, 1 + rank, group, CPU)
 
     run_ranks(check, 2)

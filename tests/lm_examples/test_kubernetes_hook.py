@@ -33,7 +33,8 @@ def hook_of(httpserver, **options):
 def requests_of(httpserver):
     """Method, path, type and body of all."""
     return [
-        (one.method, one.path, one.headers["Content-Type"], json.loads(one.get_data())) for one, _ in httpserver.log
+        (request.method, request.path, request.headers["Content-Type"], json.loads(request.get_data()))
+        for request, _ in httpserver.log
     ]
 
 

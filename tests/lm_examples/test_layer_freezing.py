@@ -24,8 +24,8 @@ def frozen_after(rule, *checks, lr=1.0, loss=1.0):
 
 def test_layers_freeze_from_the_front_only():
     rule = rule_of(4)
-    found = frozen_after(rule, [8, 8, 8, 8], [8, 1, 8, 1], [8, 1, 8, 1], [1, 1, 8, 1], [math.nan, math.nan, 1, 1])
-    assert found == [0, 0, 0, 2, 3]  # of four, the last one never
+    num_frozen = frozen_after(rule, [8, 8, 8, 8], [8, 1, 8, 1], [8, 1, 8, 1], [1, 1, 8, 1], [math.nan, math.nan, 1, 1])
+    assert num_frozen == [0, 0, 0, 2, 3]  # of four, the last one never
 
 
 def test_a_layer_must_be_calm_several_times_in_a_row_on_average():
@@ -98,14 +98,14 @@ def reference(model, plan):
         optimizer.zero_grad()
         loss.backward()
         for layer in layers[:frozen]:
-            for one in layer.parameters():
-                one.grad = None
+            for parameter in layer.parameters():
+                parameter.grad = None
         optimizer.step()
         losses.append(loss.item())
         frozen = after
         for layer in layers[:frozen]:
-            for one in layer.parameters():
-                optimizer.state.pop(one, None)
+            for parameter in layer.parameters():
+                optimizer.state.pop(parameter, None)
     return losses
 
 
@@ -160,17 +160,19 @@ def test_layers_freeze_by_what_they_do_wherever_they_are(run_ranks):
     language_models.check_that_moves_change_nothing(run_ranks, case, 14)
 
     def check(rank, group):
-        run, found = Run(group, case()), []
+        run, frozen = Run(group, case()), []
         for _ in range(14):
             run.train(1, moves=True)
-            found.append(run.case.figures(run.pipeline)["frozen_layers"])
-        return found, run.has_changed
+            frozen.append(run.case.figures(run.pipeline)["frozen_layers"])
+        return frozen, run.has_changed
 
     by_rank = run_ranks(check, 2)
     assert by_rank[0] == by_rank[1]
-    found, changed = by_rank[0]
-    assert max(found) > 0 and found[:3] == [0.0] * 3
-    assert [bool(one) for one in changed] == [one != before for one, before in zip(found, [0.0, *found], strict=False)]
+    frozen, changed = by_rank[0]
+    assert max(frozen) > 0 and frozen[:3] == [0.0] * 3
+    assert [bool(one) for one in changed] == [
+        now != before for now, before in zip(frozen, [0.0, *frozen], strict=False)
+    ]
 
 
 def test_a_layers_plasticity_is_how_much_its_outputs_have_changed(run_ranks):
@@ -186,20 +188,20 @@ def test_a_layers_plasticity_is_how_much_its_outputs_have_changed(run_ranks):
         with torch.no_grad():
             for layer in layers[:2]:
                 x = layer(x)
-            one = x[BATCH - BATCH // MICRO][None]
-            before = layers[2](one)[0]
+            sequence = x[BATCH - BATCH // MICRO][None]
+            before = layers[2](sequence)[0]
         run.train(2)
         assert not layers[2].watch.is_due
         with torch.no_grad():
-            change = similarity(layers[2](one)[0]) - similarity(before)
+            change = similarity(layers[2](sequence)[0]) - similarity(before)
         return layers[2].watch.plasticity(layers[2], run.pipeline.device), change.square().mean().item()
 
     def similarity(outputs):
         products = outputs @ outputs.T
         return products / products.norm(dim=1, keepdim=True)
 
-    ((found, expected),) = run_ranks(check, 1)
-    assert found == pytest.approx(expected, rel=1e-12) and found > 0
+    ((plasticity, expected),) = run_ranks(check, 1)
+    assert plasticity == pytest.approx(expected, rel=1e-12) and plasticity > 0
 
 
 @pytest.mark.few(1)

@@ -39,7 +39,7 @@ def test_packed_sequences_give_what_each_gives_alone(num_kv_heads):
     packed = Packed.of(sequences())
     logits = run(layers, packed)
     loss = token_loss(logits, packed)
-    found = torch.autograd.grad(loss, list(layers.parameters()))
+    gradients = torch.autograd.grad(loss, list(layers.parameters()))
 
     alone = [Packed.of([one]) for one in sequences()]
     logits_alone = [run(layers, one) for one in alone]
@@ -47,9 +47,9 @@ def test_packed_sequences_give_what_each_gives_alone(num_kv_heads):
     torch.testing.assert_close(logits, torch.cat(logits_alone), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(loss, sum(losses), rtol=1e-12, atol=1e-12)
     wanted = torch.autograd.grad(sum(losses), list(layers.parameters()))
-    for one, other in zip(found, wanted, strict=True):
+    for gradient, other in zip(gradients, wanted, strict=True):
         assert other.abs().max() > 0
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-12)
 
 
 def test_attention_sees_what_came_before_and_how_far_away_it_was():
@@ -79,26 +79,26 @@ def test_shards_of_the_units_add_up_to_the_whole_layer(counts):
         wanted = whole.get_submodule(module)(x, *call)
         num_units = whole.get_submodule(segment.row).in_features // segment.unit_size
         assert num_units == {"attention": 2, "mlp": 48}[module]
-        begin, found = 0, []
+        begin, outputs = 0, []
         # Of each parameter: the dimension of units, and the blocks that hold all units each.
         places = [*((name, 0, segment.num_blocks) for name in segment.column), (segment.row, 1, 1)]
         for count in counts:
-            own = layers_of(num_kv_heads=2)[1]
+            shard = layers_of(num_kv_heads=2)[1]
             units = count * num_units // 2
             for name, dim, blocks in places:
-                linear = own.get_submodule(name)
+                linear = shard.get_submodule(name)
                 parts = linear.weight.detach().unflatten(dim, (blocks, num_units, -1)).narrow(dim + 1, begin, units)
                 linear.weight = nn.Parameter(parts.flatten(dim, dim + 2))
-            found.append(own.get_submodule(module)(x, *call))
-            columns = [own.get_submodule(name).weight for name in segment.column]
-            grads = torch.autograd.grad(found[-1].sum(), columns)  # every projection has one, though of no units
+            outputs.append(shard.get_submodule(module)(x, *call))
+            columns = [shard.get_submodule(name).weight for name in segment.column]
+            grads = torch.autograd.grad(outputs[-1].sum(), columns)  # every projection has one, though of no units
             assert [one.shape for one in grads] == [one.shape for one in columns]
             begin += units
-        torch.testing.assert_close(sum(found), wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(sum(outputs), wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("shape", "told"),
+    ("shape", "message"),
     [
         ({"num_heads": 3}, r"model\.hidden_size=16"),
         ({"num_kv_heads": 3}, r"model\.num_heads=4"),
@@ -107,8 +107,8 @@ def test_shards_of_the_units_add_up_to_the_whole_layer(counts):
         ({"rotary_base": 0.5}, r"model\.rotary_base=0\.5"),
     ],
 )
-def test_impossible_shapes_are_errors(shape, told):
-    with pytest.raises(ValueError, match=told):
+def test_impossible_shapes_are_errors(shape, message):
+    with pytest.raises(ValueError, match=message):
         config_of(**shape)
 
 

@@ -26,7 +26,7 @@ def test_every_configuration_that_comes_along_is_whole(name):
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "message"),
     [
         ({"modle": {}}, "unknown section 'modle' (did you mean 'model'?)"),
         ({"training": {"step": 3}}, "unknown training key 'step' (did you mean 'steps'?)"),
@@ -53,14 +53,14 @@ def test_every_configuration_that_comes_along_is_whole(name):
         ({"output": {"keep": 0}}, "output.keep=0 is not allowed"),
     ],
 )
-def test_mistakes_are_named_with_what_is_allowed(values, told):
+def test_mistakes_are_named_with_what_is_allowed(values, message):
     with pytest.raises(ValueError) as refused:
         config_from_dict(values)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("values", "num_stages", "told"),
+    ("values", "num_stages", "message"),
     [
         ({"model": {"num_blocks": 1}}, 4, "model.num_blocks=1 makes 3 layers, embedding and head included: 4 stages"),
         ({"training": {"batch_size": 6, "micro_batches": 2}}, 3, "training.micro_batches=2 is too small"),
@@ -69,11 +69,11 @@ def test_mistakes_are_named_with_what_is_allowed(values, told):
         ({"straggler": {"stage": 2}}, 2, "straggler.chi={2: 2.0}: rank 2 is not one of the group's 2"),
     ],
 )
-def test_what_so_many_stages_cannot_run_is_refused(values, num_stages, told):
+def test_what_so_many_stages_cannot_run_is_refused(values, num_stages, message):
     config = config_from_dict(values)
     with pytest.raises(ValueError) as refused:
         config.validate_stages(num_stages)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_a_straggler_is_slow_from_its_first_step_until_before_its_last():
@@ -91,7 +91,7 @@ def test_flags_and_sets_change_the_file():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--config=nothing"], "--config nothing: no such file; by bare name there are ["),
         (["--set=training.stps=3"], "unknown training key 'stps' (did you mean 'steps'?)"),
@@ -107,11 +107,11 @@ def test_flags_and_sets_change_the_file():
         ),
     ],
 )
-def test_a_mistake_ends_the_program_with_one_line(capsys, arguments, told):
+def test_a_mistake_ends_the_program_with_one_line(capsys, arguments, message):
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     said = capsys.readouterr().err
-    assert stopped.value.code == 2 and told in said and said.count("\n") == 1
+    assert stopped.value.code == 2 and message in said and said.count("\n") == 1
 
 
 def test_a_mistake_in_a_file_names_the_file(tmp_path):

@@ -67,14 +67,14 @@ def test_the_standard_library_is_what_there_always_is():
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda path: path / "nowhere", "no such folder"),
         (lambda path: path, "0 bytes for training of 0 files are too few"),
     ],
 )
-def test_too_little_text_is_an_error(tmp_path, make, told):
-    with pytest.raises(ValueError, match=told) as refused:
+def test_too_little_text_is_an_error(tmp_path, make, message):
+    with pytest.raises(ValueError, match=message) as refused:
         load_text(config_of(make(tmp_path)))
     assert "data.folder=" in str(refused.value)
 

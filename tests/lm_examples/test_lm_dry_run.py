@@ -30,12 +30,12 @@ def test_bytes_are_those_of_a_real_run(run_ranks, tmp_path, dtype):
 
     layers = run_ranks(profile, 2)[0].layers
     needs = dry_run(config, num_stages=2, console=Console(quiet=True))
-    for own, held, layers_here in zip(needs, (2, 1), (layers[:2], layers[2:]), strict=True):
-        assert own.weights == sum(one.weight_bytes for one in layers_here)
-        assert own.gradients == sum(one.gradient_bytes for one in layers_here)
-        assert own.optimizer == pytest.approx(sum(one.optimizer_bytes for one in layers_here), rel=0.01)
+    for need, held, layers_here in zip(needs, (2, 1), (layers[:2], layers[2:]), strict=True):
+        assert need.weights == sum(one.weight_bytes for one in layers_here)
+        assert need.gradients == sum(one.gradient_bytes for one in layers_here)
+        assert need.optimizer == pytest.approx(sum(one.optimizer_bytes for one in layers_here), rel=0.01)
         numbers = range(2) if held == 2 else range(2, 4)
-        assert own.activations == held * sum(activation_bytes(config, number) for number in numbers)
+        assert need.activations == held * sum(activation_bytes(config, number) for number in numbers)
     logits = 2 * 32 * 256 * getattr(torch, dtype).itemsize  # belong to the loss, which is no layer
     measured = [one.activation_bytes for one in layers]
     assert [activation_bytes(config, number) for number in (1, 2)] == pytest.approx(measured[1:3], rel=0.05)

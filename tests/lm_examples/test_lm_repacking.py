@@ -7,9 +7,9 @@ from zeroresize.utils.json_lines import read_json_lines
 
 
 def test_ranks_leave_and_the_losses_are_those_of_undivided_training(run_ranks, tmp_path):
-    told = tmp_path / "told"
-    told.mkdir()
-    command = ["sh", "-c", f"echo gone > {told}/$ZERORESIZE_RANK"]
+    releases = tmp_path / "releases"
+    releases.mkdir()
+    command = ["sh", "-c", f"echo gone > {releases}/$ZERORESIZE_RANK"]
     repack = {"mode": "on", "max_slowdown": 10.0, "least_stages": 2, "release_command": command}
     config = config_of(tmp_path / "run", repack=repack)
     first, second, third = run_ranks(lambda rank, group: trained(config, group), 3)
@@ -18,7 +18,7 @@ def test_ranks_leave_and_the_losses_are_those_of_undivided_training(run_ranks, t
     assert first["validation_loss"] == pytest.approx(validation_loss, rel=1e-10, abs=0.0)
     assert len(first["boundaries"]) == 3 and first["steps"] == second["steps"] == config.training.steps
     assert third == {}
-    assert [one.name for one in told.iterdir()] == ["2"]
+    assert [one.name for one in releases.iterdir()] == ["2"]
     moves = [one for one in read_json_lines(tmp_path / "run" / "pipeline.jsonl") if one["kind"] == "move"]
     assert [len(one["before"]) - len(one["after"]) for one in moves].count(1) == 1
 

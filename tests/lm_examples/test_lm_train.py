@@ -19,8 +19,8 @@ from zeroresize.utils.json_lines import read_json_lines
 STRAGGLER = {"stage": 0, "chi": 4, "from_step": 3}
 
 
-def same(one):
-    return pytest.approx(one, rel=1e-10, abs=0.0)
+def same(value):
+    return pytest.approx(value, rel=1e-10, abs=0.0)
 
 
 @pytest.mark.few(2)
@@ -77,15 +77,15 @@ def test_a_line_tells_the_mean_of_all_its_steps_also_of_those_before_a_resume(ru
     )
     run_ranks(run, stages[0], half)
     run_ranks(run, stages[1], rest, True)
-    expected, found = (read_json_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "resumed"))
-    assert [line["step"] for line in found] == [4, 8, 12]
-    for line, of_whole in zip(found, expected, strict=True):
+    expected, resumed = (read_json_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "resumed"))
+    assert [line["step"] for line in resumed] == [4, 8, 12]
+    for line, of_whole in zip(resumed, expected, strict=True):
         assert line["loss"] == same(of_whole["loss"])
     state = json.loads((tmp_path / "resumed" / "checkpoints" / "step-00000006" / "state.json").read_text())
     assert state["unwritten"]["seconds"] == same([expected[1]["step_s"]] * 2)  # two of the four steps
     if stages[0] == stages[1]:  # the other two were slowed by one forward, by which a new process finds shapes
-        assert found[1]["step_s"] == pytest.approx(expected[1]["step_s"], rel=0.05)
-        assert found[1]["bubble_ratio"] == pytest.approx(expected[1]["bubble_ratio"], rel=0.05)
+        assert resumed[1]["step_s"] == pytest.approx(expected[1]["step_s"], rel=0.05)
+        assert resumed[1]["bubble_ratio"] == pytest.approx(expected[1]["bubble_ratio"], rel=0.05)
 
 
 def test_what_balancing_has_learned_is_resumed(run_ranks, tmp_path):
@@ -127,13 +127,13 @@ def test_stages_that_divide_parameters_evenly(run_ranks, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"model": {"hidden_size": 16}}, "of another layout (model differ), nothing was loaded"),
         ({"training": {"dtype": "float32"}}, "of another layout (dtype differ)"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused_on_every_rank(run_ranks, tmp_path, changed, told):
+def test_a_checkpoint_of_another_model_is_refused_on_every_rank(run_ranks, tmp_path, changed, message):
     config = config_of(tmp_path, training={"steps": 1}, output={"save_every": 1})
     other = config_of(tmp_path, output={"save_every": 1}, **changed)
 
@@ -144,7 +144,7 @@ def test_a_checkpoint_of_another_model_is_refused_on_every_rank(run_ranks, tmp_p
         return str(refused.value)
 
     for said in run_ranks(both, 2):
-        assert told in said and "--output" in said
+        assert message in said and "--output" in said
 
 
 def test_an_earlier_run_is_not_overwritten_and_ranks_must_agree(run_ranks, tmp_path):
@@ -230,8 +230,8 @@ def test_figures_of_a_case_are_the_mean_of_the_stages_that_have_them_in_training
 
     def figures(case, pipeline):
         embedding = pipeline.layers[0]
-        own = {"stage": float(pipeline.stage), "seen": embedding.seen if pipeline.stage == 0 else 0.0}
-        return own | ({"first": 5.0} if pipeline.stage == 0 else {})
+        figures_here = {"stage": float(pipeline.stage), "seen": embedding.seen if pipeline.stage == 0 else 0.0}
+        return figures_here | ({"first": 5.0} if pipeline.stage == 0 else {})
 
     def see(embedding, *_):
         embedding.seen = 8.0 if embedding.training else 2.0

@@ -54,18 +54,18 @@ def test_the_chosen_tokens_are_a_shorter_sequence_and_the_others_pass_by():
     expected = torch.stack(expected)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     dy = torch.randn_like(y)
-    found = torch.autograd.grad(y, [x, routed.router.weight, routed.mlp.up.weight], dy)
+    gradients = torch.autograd.grad(y, [x, routed.router.weight, routed.mlp.up.weight], dy)
     wanted = torch.autograd.grad(expected, [x, routed.router.weight, dense.mlp.up.weight], dy)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    for gradient, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-12)
 
 
 def test_only_chosen_tokens_are_computed():
     _, routed, x, auxiliary = blocks_of(capacity=0.25)
     rows = []
     for part in (routed.attention, routed.mlp):
-        for one in part.children():
-            one.register_forward_hook(lambda module, x, y: rows.append(y.shape[:-1].numel()))
+        for child in part.children():
+            child.register_forward_hook(lambda module, x, y: rows.append(y.shape[:-1].numel()))
     routed(x, auxiliary)
     assert rows == [3 * 2] * 4
     assert routed.work == pytest.approx((2 * 12 * 16**2 + 2 * 16 * 3) / (8 * 12 * 16**2 + 2 * 16 * 36))
@@ -144,14 +144,14 @@ def test_every_other_block_does_less_work_and_predictors_learn_on_every_stage(ru
 
 def test_with_the_predictor_work_differs_between_blocks_and_steps(run_ranks):
     def check(rank, group):
-        run, found = Run(group, case(routing="predictor", every=1, capacity=0.5), lr=0.1), []
+        run, work = Run(group, case(routing="predictor", every=1, capacity=0.5), lr=0.1), []
         for _ in range(6):
-            found.append([layer.work for layer in run.train(1).present if hasattr(layer, "work")])
-        return found
+            work.append([layer.work for layer in run.train(1).present if hasattr(layer, "work")])
+        return work
 
-    (found,) = run_ranks(check, 1)
-    assert any(len(set(of_step)) > 1 for of_step in found)
-    assert all(len(set(of_block)) > 1 for of_block in zip(*found, strict=True))
+    (work,) = run_ranks(check, 1)
+    assert any(len(set(of_step)) > 1 for of_step in work)
+    assert all(len(set(of_block)) > 1 for of_block in zip(*work, strict=True))
 
 
 def test_a_saved_run_goes_on(run_ranks):

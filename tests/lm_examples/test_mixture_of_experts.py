@@ -46,15 +46,15 @@ def token_by_token(experts, x_ND, top_k, capacity):
     for x, probability in zip(x_ND, probabilities, strict=True):
         best = probability.argsort(descending=True)[:top_k].tolist()
         output = torch.zeros_like(x)
-        for one in best:
-            chosen[one] += 1
-            if taken[one] == capacity:
+        for expert in best:
+            chosen[expert] += 1
+            if taken[expert] == capacity:
                 dropped += 1
                 continue
-            taken[one] += 1
-            inner = F.gelu(x @ experts.up_EDM[one] + experts.up_bias_EM[one])
-            output = output + probability[one] / probability[best].sum() * (
-                inner @ experts.down_EMD[one] + experts.down_bias_ED[one]
+            taken[expert] += 1
+            inner = F.gelu(x @ experts.up_EDM[expert] + experts.up_bias_EM[expert])
+            output = output + probability[expert] / probability[best].sum() * (
+                inner @ experts.down_EMD[expert] + experts.down_bias_ED[expert]
             )
         outputs.append(output)
     loss = sum(
@@ -71,10 +71,10 @@ def test_outputs_and_gradients_are_those_of_each_tokens_experts(top_k, capacity_
     expected, expected_loss, chosen, dropped = token_by_token(experts, x, top_k, capacity)
     torch.testing.assert_close((y, loss), (expected, expected_loss), rtol=1e-12, atol=1e-12)
     dy = torch.randn_like(y)
-    found = torch.autograd.grad((y * dy).sum() + loss, [x, *experts.parameters()])
+    gradients = torch.autograd.grad((y * dy).sum() + loss, [x, *experts.parameters()])
     wanted = torch.autograd.grad((expected * dy).sum() + expected_loss, [x, *experts.parameters()])
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    for gradient, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-12)
     assert experts.num_rows == min(max(chosen), capacity)
     assert experts.imbalance == pytest.approx(max(chosen) / (sum(chosen) / 5))
     assert experts.share_dropped == pytest.approx(dropped / sum(chosen))

@@ -41,8 +41,8 @@ def blocks_of(num, pace=None, kind=Block, **options):
 
 def seconds_of(pace, call):
     before = pace.slept_s
-    found = call()
-    return found, pytest.approx(pace.slept_s - before)
+    result = call()
+    return result, pytest.approx(pace.slept_s - before)
 
 
 def test_forward_sleeps_by_work_and_backward_twice_as_long_times_chi():
@@ -87,15 +87,15 @@ def test_evaluation_is_not_held_up():
 
 
 def test_values_gradients_and_names_are_those_of_blocks_that_do_not_sleep():
-    found = []
+    results = []
     for pace in (None, Pace(forward_s=0.1)):
         blocks = blocks_of(2, pace)
         x = torch.linspace(-1, 1, 64, dtype=torch.float64).view(2, 4, 8).requires_grad_()
         y = blocks[1](blocks[0](x))
         y.square().sum().backward()
         named = [(name, one.grad) for block in blocks for name, one in block.named_parameters()]
-        found.append((y, x.grad, named))
-    (y, dx, named), (other_y, other_dx, other_named) = found
+        results.append((y, x.grad, named))
+    (y, dx, named), (other_y, other_dx, other_named) = results
     assert torch.equal(y, other_y) and torch.equal(dx, other_dx)
     assert [name for name, _ in named] == [name for name, _ in other_named]
     assert all(torch.equal(dw, other) for (_, dw), (_, other) in zip(named, other_named, strict=True))

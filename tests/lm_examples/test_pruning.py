@@ -25,15 +25,15 @@ def case(**options):
 
 def test_the_schedule_is_that_of_eq_3_with_the_papers_figures():
     options = PruningOptions()
-    found = {step: options.sparsity_at(step) for step in range(0, 10000, 500)}
-    found = {step: round(one, 4) for step, one in found.items() if one is not None}
-    assert found == {3000: 0.0, 4000: 0.5203, 5000: 0.7875, 6000: 0.8859, 7000: 0.9}
+    sparsities = {step: options.sparsity_at(step) for step in range(0, 10000, 500)}
+    sparsities = {step: round(one, 4) for step, one in sparsities.items() if one is not None}
+    assert sparsities == {3000: 0.0, 4000: 0.5203, 5000: 0.7875, 6000: 0.8859, 7000: 0.9}
     other = PruningOptions(initial_sparsity=0.2, final_sparsity=0.5, start=0, end=4, every=2)
     assert [other.sparsity_at(step) for step in range(6)] == [pytest.approx(0.2), None, 0.4625, None, 0.5, None]
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"final_sparsity": 1.0}, "final_sparsity"),
         ({"initial_sparsity": 0.95}, "final_sparsity"),
@@ -42,8 +42,8 @@ def test_the_schedule_is_that_of_eq_3_with_the_papers_figures():
         ({"sparse_below": 1.5}, "sparse_below"),
     ],
 )
-def test_impossible_options_are_errors(options, told):
-    with pytest.raises(ValueError, match=told):
+def test_impossible_options_are_errors(options, message):
+    with pytest.raises(ValueError, match=message):
         PruningOptions(**options)
 
 
@@ -112,8 +112,8 @@ def masked_reference(model, num_steps):
         loss = DynamicCase(model).loss(x, following)
         optimizer.zero_grad()
         loss.backward()
-        for one, mask in zip(linears, masks, strict=True):
-            one.weight.grad *= mask
+        for linear, mask in zip(linears, masks, strict=True):
+            linear.weight.grad *= mask
         optimizer.step()
         losses.append(loss.item())
         whole = torch.cat([one.weight.detach().flatten() for one in linears])
@@ -122,9 +122,9 @@ def masked_reference(model, num_steps):
         keep[whole.abs().sort(descending=True, stable=True).indices[:kept]] = 1.0
         parts = keep.split([one.weight.numel() for one in linears])
         masks = [part.view(one.weight.shape) for one, part in zip(linears, parts, strict=True)]
-        for one, mask in zip(linears, masks, strict=True):
-            state = optimizer.state[one.weight]
-            for tensor in (one.weight.data, state["exp_avg"], state["exp_avg_sq"]):
+        for linear, mask in zip(linears, masks, strict=True):
+            state = optimizer.state[linear.weight]
+            for tensor in (linear.weight.data, state["exp_avg"], state["exp_avg_sq"]):
                 tensor *= mask
     return losses
 
@@ -163,7 +163,7 @@ def test_work_and_memory_fall_and_layers_lose_unequally(run_ranks):
     kept = [one for *_, own, _ in by_rank for one in own]
     assert sum(kept) == round(0.1 * 4 * of_block) and len(set(kept)) > 1
     assert [figure for *_, figure, _, _ in by_rank] == [
-        pytest.approx(1 - sum(own) / (2 * of_block)) for *_, own, _ in by_rank
+        pytest.approx(1 - sum(kept_here) / (2 * of_block)) for *_, kept_here, _ in by_rank
     ]
     attention = 2 * 8 * 36 / 8  # multiplications for a token, of 4.5 pairs on average
     work = [one for *_, own in by_rank for one in own]

@@ -37,20 +37,20 @@ def test_outputs_and_gradients_are_those_of_masked_dense_attention(num_buckets, 
     torch.manual_seed(num_buckets)
     query, key, value = torch.randn(3, 5, 12, 4, dtype=torch.float64).requires_grad_().unbind()
     buckets = torch.randint(num_buckets, (2, 5, 12))
-    found, num_tiles = hash_attention(query, key, value, *buckets, width)
+    outputs, num_tiles = hash_attention(query, key, value, *buckets, width)
     mask = (buckets[0][:, :, None] == buckets[1][:, None]) & torch.ones(12, 12, dtype=torch.bool).tril()
     scores = (query @ key.transpose(1, 2) / 2).masked_fill(~mask, -1e300)
     has_keys = mask.any(dim=-1, keepdim=True)
     expected = torch.where(has_keys, scores.softmax(dim=-1) @ value, 0.0)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    dy = torch.randn_like(found)
-    for one, other in zip(
-        torch.autograd.grad(found, (query, key, value), dy),
+    torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-12)
+    dy = torch.randn_like(outputs)
+    for gradient, other in zip(
+        torch.autograd.grad(outputs, (query, key, value), dy),
         torch.autograd.grad(expected, (query, key, value), dy),
         strict=True,
     ):
-        assert one.isfinite().all()
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        assert gradient.isfinite().all()
+        torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-12)
     assert num_buckets < 40 or not has_keys.all()
     num_rows = 12 // width
     if num_buckets == 1:
@@ -81,10 +81,10 @@ def test_only_needed_tiles_are_multiplied(monkeypatch):
     model = model_of(context=64)
     products, plain = [], torch.Tensor.__matmul__
 
-    def counted(one, other):
-        if one.dim() == 3 and other.dim() == 3:
-            products.append(one.shape.numel() * other.shape[-1])
-        return plain(one, other)
+    def counted(left, right):
+        if left.dim() == 3 and right.dim() == 3:
+            products.append(left.shape.numel() * right.shape[-1])
+        return plain(left, right)
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", counted)
     work = []
@@ -120,15 +120,15 @@ def test_losses_are_the_same_wherever_layers_are(run_ranks, num_ranks, schedule)
 
 def test_tiles_differ_between_layers_and_steps(run_ranks):
     def check(rank, group):
-        run, found = Run(group, case()), []
+        run, work = Run(group, case()), []
         for _ in range(5):
             run.train(1)
-            found.append([layer.work for layer in run.present if isinstance(layer, SparseAttentionBlock)])
-        return found, run.case.figures(run.pipeline)
+            work.append([layer.work for layer in run.present if isinstance(layer, SparseAttentionBlock)])
+        return work, run.case.figures(run.pipeline)
 
-    for found, figures in run_ranks(check, 2):
-        assert any(len(set(of_step)) > 1 for of_step in found)
-        assert all(len(set(of_layer)) > 1 for of_layer in zip(*found, strict=True))
+    for work, figures in run_ranks(check, 2):
+        assert any(len(set(of_step)) > 1 for of_step in work)
+        assert all(len(set(of_layer)) > 1 for of_layer in zip(*work, strict=True))
         assert 0.0 < figures["attended_pairs"] < 1.0
 
 

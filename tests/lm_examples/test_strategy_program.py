@@ -123,12 +123,12 @@ def test_a_line_tells_the_mean_of_all_its_steps_also_of_those_before_a_resume(ru
         config_of(tmp_path / "resumed", training={"log_every": 2, "steps": steps}, output=output) for steps in (4, 6)
     )
     run_ranks(lambda rank, group: (trained(whole, group), trained(half, group), trained(rest, group, resume=True)), 2)
-    expected, found = (read_json_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "resumed"))
-    assert [line["step"] for line in found] == [2, 4, 6]
-    for line, of_whole in zip(found, expected, strict=True):
+    expected, resumed = (read_json_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "resumed"))
+    assert [line["step"] for line in resumed] == [2, 4, 6]
+    for line, of_whole in zip(resumed, expected, strict=True):
         assert line["loss"] == pytest.approx(of_whole["loss"], rel=1e-10)
-        for own, other in zip(line["ranges"], of_whole["ranges"], strict=True):
-            assert own | {"seconds": 0.0} == other | {"seconds": 0.0}
+        for of_range, other in zip(line["ranges"], of_whole["ranges"], strict=True):
+            assert of_range | {"seconds": 0.0} == other | {"seconds": 0.0}
 
 
 def test_a_search_finds_what_it_trains_under(run_ranks, tmp_path, capfd):
@@ -172,7 +172,7 @@ def test_every_configuration_that_comes_along_is_whole(name):
 
 
 @pytest.mark.parametrize(
-    ("sections", "told"),
+    ("sections", "message"),
     [
         ({"strategies": {}}, "one of ranges, static and search: true is needed, found none of them"),
         ({"strategies": {**SWITCHING, "static": [1, 1, 1]}}, "is needed, found ranges and static"),
@@ -189,26 +189,26 @@ def test_every_configuration_that_comes_along_is_whole(name):
         ({"training": {"token": 1}}, "unknown training key 'token' (did you mean 'tokens'?)"),
     ],
 )
-def test_mistakes_are_named_with_what_is_allowed(tmp_path, sections, told):
+def test_mistakes_are_named_with_what_is_allowed(tmp_path, sections, message):
     with pytest.raises(ValueError) as refused:
         config_of(tmp_path, **sections)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_a_choice_on_the_command_line_takes_the_place_of_the_files():
     for given, key in (("search=true", "search"), ("static=[1, 2, 1]", "static")):
-        own = load_config("switching_two_ranks", [f"strategies.{given}"]).strategies
-        assert getattr(own, key) and own.ranges is None and own.optimizer_strategy is None
-    own = load_config(
+        strategies = load_config("switching_two_ranks", [f"strategies.{given}"]).strategies
+        assert getattr(strategies, key) and strategies.ranges is None and strategies.optimizer_strategy is None
+    strategies = load_config(
         "switching_two_ranks", ["strategies.optimizer_strategy=[2, 1, 1]", "strategies.static=[1, 2, 1]"]
     ).strategies
-    assert own.optimizer_strategy == Strategy(2) and own.static == Strategy(tp=2)
+    assert strategies.optimizer_strategy == Strategy(2) and strategies.static == Strategy(tp=2)
     with pytest.raises(ValueError, match=r"found static and search; on the command line --set strategies.search=true"):
         load_config("switching_two_ranks", ["strategies.search=true", "strategies.static=[1, 2, 1]"])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--config=nothing"], "--config nothing: no such file; by bare name there are ['switching', "),
         (["--dry-run", "--ranks=3"], "strategies: strategy (4, 1, 1) needs rank 3: there are 3 ranks"),
@@ -218,11 +218,11 @@ def test_a_choice_on_the_command_line_takes_the_place_of_the_files():
     ],
 )
 @pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
-def test_a_mistake_ends_the_program_with_one_line(capsys, arguments, told):
+def test_a_mistake_ends_the_program_with_one_line(capsys, arguments, message):
     with pytest.raises(SystemExit) as stopped:
         main([*arguments, f"--data={ROOT / 'lm_examples'}"])
     said = capsys.readouterr().err
-    assert stopped.value.code == 2 and told in said and said.count("\n") == 1
+    assert stopped.value.code == 2 and message in said and said.count("\n") == 1
 
 
 def test_a_dry_run_tells_what_every_rank_needs_under_each_strategy():

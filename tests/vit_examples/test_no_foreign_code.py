@@ -44,11 +44,11 @@ def test_a_parquet_file_runs_no_code(tmp_path: Path) -> None:
     for name in ("train", "test"):
         write_parquet(tmp_path / f"{name}.parquet", 4)
         table = pyarrow.parquet.read_table(tmp_path / f"{name}.parquet")
-        told = {
+        metadata = {
             b"ARROW:extension:name": b"arrow.py_extension_type",
             b"ARROW:extension:metadata": pickle.dumps(Evil(tmp_path / "marker")),
         }
-        fields = [table.schema.field("img"), table.schema.field("label").with_metadata(told)]
+        fields = [table.schema.field("img"), table.schema.field("label").with_metadata(metadata)]
         pyarrow.parquet.write_table(table.cast(pyarrow.schema(fields)), tmp_path / f"{name}.parquet")
     train, _ = load_splits(DataConfig(source=str(tmp_path), train_size=4, test_size=4), ModelConfig(num_labels=10))
     assert len(train) == 4

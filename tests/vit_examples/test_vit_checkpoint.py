@@ -416,8 +416,8 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_older_ones_and_training_
         training = Training(config)
         training.steps(0)
         assert training.save(tmp_path, Progress(1, 1))
-        told = []
-        checkpoint_folders.logger.addFilter(lambda line: told.append(line.getMessage()))
+        warnings = []
+        checkpoint_folders.logger.addFilter(lambda line: warnings.append(line.getMessage()))
         if rank in full_ranks:
             with files_of_at_most(num_bytes):
                 was_written = training.save(tmp_path, Progress(2, 2), keep=1)
@@ -429,16 +429,16 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_older_ones_and_training_
         training.steps(1)
         assert training.save(tmp_path, Progress(3, 3), keep=1)
         group.barrier().wait()
-        return was_written, left, told, sorted(path.name for path in tmp_path.glob("epoch-*"))
+        return was_written, left, warnings, sorted(path.name for path in tmp_path.glob("epoch-*"))
 
-    (was_written, left, told, _), (other_was_written, *_, others_told, _) = run_ranks(train, 2)
+    (was_written, left, warnings, _), (other_was_written, *_, other_warnings, _) = run_ranks(train, 2)
     assert not was_written and not other_was_written
     assert left == ["epoch-0001"]
-    (line,) = told
+    (line,) = warnings
     assert line.startswith("no checkpoint of epoch 2, training goes on without (the newest is epoch-0001): rank ")
     what = f"balancer-rank{full_ranks[0]}.json: " if num_bytes < 120_000 else f"rank {full_ranks[0]}: "
     assert what in line and "File too large" in line, line
-    assert others_told == []
+    assert other_warnings == []
 
 
 def test_a_folder_that_is_a_file_costs_the_checkpoint_only(run_ranks, tmp_path: Path, torch_host: str) -> None:

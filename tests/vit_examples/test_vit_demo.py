@@ -89,12 +89,12 @@ def test_without_halves_the_caption_does_not_speak_of_them() -> None:
     assert "halves" not in " ".join(printed({name: made_up(100, 0.0) for name in RESULTS}))
 
 
-def told(training: TrainingConfig) -> list[tuple[str, int, bool]]:
+def plain_turns(training: TrainingConfig) -> list[tuple[str, int, bool]]:
     return [(turn.run.name, turn.until_epoch, turn.goes_on) for turn in turns(training)]
 
 
 def test_what_all_are_compared_with_trains_before_and_after_them() -> None:
-    assert told(load_config("demo", ()).training) == [
+    assert plain_turns(load_config("demo", ()).training) == [
         ("homogeneous", 1, False),
         ("Baseline", 1, False),
         ("exact", 2, False),
@@ -108,7 +108,7 @@ def test_what_all_are_compared_with_trains_before_and_after_them() -> None:
 
 @pytest.mark.parametrize("training", [TrainingConfig(epochs=1), TrainingConfig(epochs=4, lr_schedule="cosine")])
 def test_a_run_that_cannot_be_halved_trains_at_once(training: TrainingConfig) -> None:
-    assert told(training) == [(run.name, training.epochs, False) for run in RUNS]
+    assert plain_turns(training) == [(run.name, training.epochs, False) for run in RUNS]
 
 
 def test_the_halves_of_a_run_are_told_without_their_first_steps(tmp_path: Any) -> None:

@@ -62,7 +62,7 @@ def cell(content: bytes | None = None, path: str | None = None) -> dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("labels", "found"),
+    ("labels", "label"),
     [
         ([1, None], "None"),
         ([1.0, 2.7], "2.7"),
@@ -71,9 +71,9 @@ def cell(content: bytes | None = None, path: str | None = None) -> dict[str, Any
         ([1, 2**40], str(2**40)),
     ],
 )
-def test_labels_that_are_no_whole_numbers_are_named(tmp_path: Path, labels: list[Any], found: str) -> None:
+def test_labels_that_are_no_whole_numbers_are_named(tmp_path: Path, labels: list[Any], label: str) -> None:
     said = refusal(tmp_path, [cell(png())] * 2, labels)
-    assert f"the label is {found}, expected a whole number from 0 on" in said
+    assert f"the label is {label}, expected a whole number from 0 on" in said
     assert f"{tmp_path}/train.parquet, row {0 if labels[0] != 1 else 1}" in said
 
 

@@ -155,14 +155,14 @@ def test_a_summary_tells_the_commit_that_the_run_began_with(tmp_path: Path, monk
     assert json.loads((tmp_path / "summary.json").read_text())["commit"] == "abc1234"
 
 
-@pytest.mark.parametrize(("before", "told"), [(["abc1234"], "abc1234 def5678"), (["def5678"], "def5678")])
+@pytest.mark.parametrize(("before", "expected"), [(["abc1234"], "abc1234 def5678"), (["def5678"], "def5678")])
 def test_a_run_that_was_resumed_tells_the_commits_of_all_its_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: list[str], told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: list[str], expected: str
 ) -> None:
     monkeypatch.setattr(recorder, "commit_of_code", lambda: "def5678")
     config = RunConfig(output=OutputConfig(folder=str(tmp_path)))
     Recorder(config, from_epoch=1, from_step=2, total_steps=4, commits=before).close({})
-    assert json.loads((tmp_path / "summary.json").read_text())["commit"] == told
+    assert json.loads((tmp_path / "summary.json").read_text())["commit"] == expected
 
 
 @pytest.mark.parametrize(("from_epoch", "stays"), [(0, False), (2, False), (3, True)])

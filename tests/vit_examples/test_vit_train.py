@@ -428,10 +428,10 @@ def test_times_are_of_settings_that_a_step_takes_its_time_by(tmp_path: Path) -> 
         "demo",
         ["straggler={kind: sleep, chi: {1: 4.0}}", "output.log_every=7", "training.epochs=9", "timeout_s=5"],
     )
-    told = json.loads(json.dumps(timed_settings(before)))  # as a checkpoint has them
-    assert timed_settings(same) == told
+    saved = json.loads(json.dumps(timed_settings(before)))  # as a checkpoint has them
+    assert timed_settings(same) == saved
     for change in ("training.batch_size=32", "straggler.chi={1: 5.0}", "balance.mode=zero-rd", "host=torch"):
-        assert timed_settings(load_config("demo", ["straggler={kind: sleep, chi: {1: 4.0}}", change])) != told
+        assert timed_settings(load_config("demo", ["straggler={kind: sleep, chi: {1: 4.0}}", change])) != saved
 
 
 @pytest.mark.timeout(300)
