@@ -1,4 +1,4 @@
-"""What a run's checkpoint holds besides layers; see :mod:`vit_examples.checkpoint_files`."""
+"""What a run's checkpoint holds besides layers; see :mod:`vit_examples.harness.checkpoint_files`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from vit_examples import checkpoint_files
-from vit_examples.checkpoint_folders import CheckpointFolders
+from vit_examples.harness import checkpoint_files
+from vit_examples.harness.checkpoint_folders import CheckpointFolders
 from zeroresize.utils.value_checks import at_least, known_keys
 
 STEPS = CheckpointFolders("step", 8)

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from lm_examples.cases import CASES, case_class
 from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.gpt import ModelConfig
-from vit_examples.sections import LONGEST_TIMEOUT_S, CommonOutputConfig, StepTrainingConfig
+from vit_examples.harness.sections import LONGEST_TIMEOUT_S, CommonOutputConfig, StepTrainingConfig
 from zeroresize.injection.schedule import checked_chi
 from zeroresize.pipeline import CommandHook, Repack
 from zeroresize.plan.partition import Partition

@@ -1,4 +1,4 @@
-"""How ``lm_examples.train`` reads its configuration; see :mod:`vit_examples.config_reader`."""
+"""How ``lm_examples.train`` reads its configuration; see :mod:`vit_examples.harness.config_reader`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lm_examples.config import (
     TrainingConfig,
 )
 from lm_examples.gpt import ModelConfig
-from vit_examples.config_reader import ConfigReader, Flag, fields_of
+from vit_examples.harness.config_reader import ConfigReader, Flag, fields_of
 from zeroresize.utils.value_checks import known_keys, one_of
 
 

@@ -13,14 +13,14 @@ from rich.table import Table
 
 from lm_examples.config import RunConfig
 from lm_examples.config_file import config_to_dict
-from vit_examples.run_record import RunRecord
+from vit_examples.harness.run_record import RunRecord
 from zeroresize.pipeline import ProfileRecord, RebalancingRecord
 from zeroresize.plan.partition import Partition
 from zeroresize.utils.json_lines import read_json_lines
 
 
 class Recorder(RunRecord):
-    """See :class:`vit_examples.run_record.RunRecord`.
+    """See :class:`vit_examples.harness.run_record.RunRecord`.
 
     Attributes:
         num_moves: how often layers have moved.

@@ -22,9 +22,9 @@ from lm_examples.config_file import config_to_dict
 from lm_examples.data import Batches, Text, batches_of
 from lm_examples.pace import Pace
 from lm_examples.recorder import Recorder
-from vit_examples.all_ranks import do_nothing, of_all_ranks, on_all_ranks
-from vit_examples.begin_run import begin_run
-from vit_examples.checkpoint_files import load_checkpoint
+from vit_examples.harness.all_ranks import do_nothing, of_all_ranks, on_all_ranks
+from vit_examples.harness.begin_run import begin_run
+from vit_examples.harness.checkpoint_files import load_checkpoint
 from vit_examples.recorder import StepClock
 from zeroresize.pipeline import Pipeline, PipelineBalancer, ProfileRecord, RebalancingRecord
 

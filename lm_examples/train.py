@@ -30,12 +30,12 @@ from lm_examples.data import load_text
 from lm_examples.dry_run import dry_run
 from lm_examples.recorder import summary_table
 from lm_examples.run import Run, prepare
-from vit_examples.all_ranks import leave_together, of_all_ranks
 from vit_examples.build_host import require_torchrun
-from vit_examples.checkpoint_files import save_checkpoint
-from vit_examples.program import join, run_program
+from vit_examples.harness.all_ranks import leave_together, of_all_ranks
+from vit_examples.harness.checkpoint_files import save_checkpoint
+from vit_examples.harness.program import join, run_program
+from vit_examples.harness.run_folder import checkpoint_folder
 from vit_examples.recorder import num_settling
-from vit_examples.run_folder import checkpoint_folder
 from zeroresize.pipeline import clip_grad_norm_
 
 
@@ -162,7 +162,7 @@ def _mean(values: Sequence[float]) -> float:
 
 @record
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; see :func:`vit_examples.program.run_program`."""
+    """The command line; see :func:`vit_examples.harness.program.run_program`."""
     run_program(arguments, READER, dry_run=dry_run, prepare=_prepare, train=train, leave=_leave, unit="steps")
 
 

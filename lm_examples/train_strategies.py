@@ -29,11 +29,11 @@ from lm_examples.switching.dry_run import dry_run
 from lm_examples.switching.recorder import choice_table, lengths_table, summary_table
 from lm_examples.switching.run import Run, layout_of, prepare
 from lm_examples.switching.step_numbers import StepSums
-from vit_examples.all_ranks import leave_together
 from vit_examples.build_host import require_torchrun
-from vit_examples.checkpoint_files import save_checkpoint
-from vit_examples.program import join, run_program
-from vit_examples.run_folder import checkpoint_folder
+from vit_examples.harness.all_ranks import leave_together
+from vit_examples.harness.checkpoint_files import save_checkpoint
+from vit_examples.harness.program import join, run_program
+from vit_examples.harness.run_folder import checkpoint_folder
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def summary_of(run: Run) -> dict[str, Any]:
 
 @record
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; see :func:`vit_examples.program.run_program`."""
+    """The command line; see :func:`vit_examples.harness.program.run_program`."""
     run_program(arguments, READER, dry_run=dry_run, prepare=_prepare, train=train, leave=_leave, unit="steps")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import zeroresize as zr
-from vit_examples.run_folder import writable
+from vit_examples.harness.run_folder import writable
 from zeroresize.utils.best_effort import BestEffort
 
 

@@ -1,4 +1,4 @@
-"""What a run's checkpoint holds besides tensors; see :mod:`vit_examples.checkpoint_files`."""
+"""What a run's checkpoint holds besides tensors; see :mod:`vit_examples.harness.checkpoint_files`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import zeroresize as zr
-from vit_examples import checkpoint_files
-from vit_examples.checkpoint_files import load_checkpoint
-from vit_examples.checkpoint_folders import CheckpointFolders, way_out
 from vit_examples.config import RunConfig
+from vit_examples.harness import checkpoint_files
+from vit_examples.harness.checkpoint_files import load_checkpoint
+from vit_examples.harness.checkpoint_folders import CheckpointFolders, way_out
 from vit_examples.host import Host
 from zeroresize.utils.value_checks import at_least, is_number, known_keys
 
@@ -27,7 +27,7 @@ class Progress:
         epochs: completed.
         steps: optimizer steps over all of them.
         step_seconds: of every iteration, one sequence a process that trained.
-        timed_settings: what they were timed with (:func:`vit_examples.run_folder.timed_settings`).
+        timed_settings: what they were timed with (:func:`vit_examples.harness.run_folder.timed_settings`).
         commits: of the code that trained, in order.
 
     Raises:

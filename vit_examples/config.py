@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vit_examples.sections import LONGEST_TIMEOUT_S, CommonOutputConfig
+from vit_examples.harness.sections import LONGEST_TIMEOUT_S, CommonOutputConfig
 from zeroresize.config import BalanceConfig
 from zeroresize.injection.schedule import KINDS, SCHEDULES, SCOPES, checked_chi, round_robin
 from zeroresize.utils.value_checks import at_least, divides, is_bool, number, one_of

@@ -1,4 +1,4 @@
-"""How ``vit_examples.train`` reads its configuration; see :mod:`vit_examples.config_reader`."""
+"""How ``vit_examples.train`` reads its configuration; see :mod:`vit_examples.harness.config_reader`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vit_examples.config import HOSTS, DataConfig, ModelConfig, OutputConfig, RunConfig, StragglerConfig, TrainingConfig
-from vit_examples.config_reader import ConfigReader, Flag
+from vit_examples.harness.config_reader import ConfigReader, Flag
 from zeroresize.config import BalanceConfig
 from zeroresize.config.balance import DEFAULTS, known_balance_keys
 from zeroresize.config.keys import MODES

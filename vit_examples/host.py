@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from vit_examples.all_ranks import leave_together
+from vit_examples.harness.all_ranks import leave_together
 
 
 class Host(ABC):

@@ -19,7 +19,7 @@ from torch import Tensor
 from vit_examples.code_commit import commit_of_code
 from vit_examples.config import RunConfig
 from vit_examples.config_file import config_to_dict
-from vit_examples.run_folder import writable
+from vit_examples.harness.run_folder import writable
 from zeroresize.utils.best_effort import BestEffort
 from zeroresize.utils.event_board import EventBoard
 from zeroresize.utils.json_lines import JsonLines, without_nan

@@ -36,17 +36,17 @@ import zeroresize as zr
 from vit_examples.balance_log import BalanceLog
 from vit_examples.build_host import build_host, require_same_on_all_ranks, require_torchrun
 from vit_examples.checkpoint import Progress, SavedState, layout_of
-from vit_examples.checkpoint_files import save_checkpoint
 from vit_examples.config import RunConfig
 from vit_examples.config_file import READER
 from vit_examples.data import Split, load_splits, num_batches, test_batches, training_batches
 from vit_examples.display import Display
 from vit_examples.dry_run import dry_run
+from vit_examples.harness.checkpoint_files import save_checkpoint
+from vit_examples.harness.program import run_program
+from vit_examples.harness.run_folder import checkpoint_folder, checkpoint_to_resume, claimed, timed_settings
 from vit_examples.host import Host
 from vit_examples.model import classification_loss, num_correct
-from vit_examples.program import run_program
 from vit_examples.recorder import Recorder, StepClock, timing
-from vit_examples.run_folder import checkpoint_folder, checkpoint_to_resume, claimed, timed_settings
 from vit_examples.straggling import stragglers
 
 
@@ -277,7 +277,7 @@ def learning_rate(run: Run, step: int) -> float:
 
 @record
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; see :func:`vit_examples.program.run_program`."""
+    """The command line; see :func:`vit_examples.harness.program.run_program`."""
     run_program(arguments, READER, dry_run=dry_run, prepare=prepare, train=train, leave=_leave, unit="epochs")
 
 

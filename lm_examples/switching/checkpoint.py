@@ -1,4 +1,4 @@
-"""What a run's checkpoint holds besides tensors; see :mod:`vit_examples.checkpoint_files`."""
+"""What a run's checkpoint holds besides tensors; see :mod:`vit_examples.harness.checkpoint_files`."""
 
 from __future__ import annotations
 

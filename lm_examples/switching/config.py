@@ -13,7 +13,7 @@ import torch
 from lm_examples.config import NUM_BYTES, OutputConfig
 from lm_examples.documents import DocumentsConfig
 from lm_examples.llama import LlamaConfig, llama_layers
-from vit_examples.sections import LONGEST_TIMEOUT_S, StepTrainingConfig
+from vit_examples.harness.sections import LONGEST_TIMEOUT_S, StepTrainingConfig
 from zeroresize.plan.layout import TensorSpec
 from zeroresize.plan.length_range import LengthRange, as_ranges
 from zeroresize.plan.strategy import Strategy

@@ -1,4 +1,4 @@
-"""How ``lm_examples.train_strategies`` reads its configuration; see :mod:`vit_examples.config_reader`."""
+"""How ``lm_examples.train_strategies`` reads its configuration; see :mod:`vit_examples.harness.config_reader`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lm_examples.config import OutputConfig
 from lm_examples.documents import DocumentsConfig
 from lm_examples.llama import LlamaConfig
 from lm_examples.switching.config import RunConfig, StrategiesConfig, TrainingConfig
-from vit_examples.config_reader import ConfigReader, Flag
+from vit_examples.harness.config_reader import ConfigReader, Flag
 
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:

@@ -14,13 +14,13 @@ from rich.table import Table
 from lm_examples.switching.config import RunConfig
 from lm_examples.switching.config_file import config_to_dict
 from lm_examples.switching.search import Choice
-from vit_examples.run_record import RunRecord
+from vit_examples.harness.run_record import RunRecord
 from zeroresize.plan.length_range import LengthRange
 from zeroresize.policy.strategy.costs.search import SearchResult
 
 
 class Recorder(RunRecord):
-    """See :class:`vit_examples.run_record.RunRecord`."""
+    """See :class:`vit_examples.harness.run_record.RunRecord`."""
 
     def __init__(
         self, config: RunConfig, choice: Choice, *, num_ranks: int, from_step: int, console: Console | None = None

@@ -21,9 +21,9 @@ from lm_examples.switching.dry_run import needs_of, require_memory
 from lm_examples.switching.recorder import Recorder
 from lm_examples.switching.search import Choice, chosen
 from lm_examples.switching.step_numbers import StepSums
-from vit_examples.all_ranks import do_nothing, on_all_ranks
-from vit_examples.begin_run import begin_run
-from vit_examples.checkpoint_files import load_checkpoint
+from vit_examples.harness.all_ranks import do_nothing, on_all_ranks
+from vit_examples.harness.begin_run import begin_run
+from vit_examples.harness.checkpoint_files import load_checkpoint
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.trainer import StrategyTrainer
 

@@ -32,8 +32,8 @@ from scripts.study.table import (
     results_table,
     write_csv,
 )
+from vit_examples.harness.run_folder import empty
 from vit_examples.launch import started, train_command
-from vit_examples.run_folder import empty
 
 
 def run_cell(study: Study, cell: Cell) -> None:

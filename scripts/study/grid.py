@@ -18,7 +18,7 @@ import yaml
 
 from vit_examples.checkpoint import EPOCHS
 from vit_examples.config_file import config_path, load_config
-from vit_examples.config_reader import parse_override
+from vit_examples.harness.config_reader import parse_override
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import without_effect
 from zeroresize.config.paper import dotted

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from scripts.study.columns import read_table, step_time
 from scripts.study.grid import Cell, Study
-from vit_examples.file_lock import locked
+from vit_examples.harness.file_lock import locked
 
 NEEDED_COLUMNS = ("cell", "seed", "test_accuracy")
 

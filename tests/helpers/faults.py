@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vit_examples.manifest import sealed
+from vit_examples.harness.manifest import sealed
 
 
 class Evil:

@@ -4,7 +4,7 @@ import pytest
 from helpers.faults import full_when
 from helpers.language_models import PROGRAMS, ended
 
-from vit_examples.run_record import RunRecord
+from vit_examples.harness.run_record import RunRecord
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -11,8 +11,8 @@ from lm_examples.build import build_layers, num_parameters
 from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.run import prepare
 from lm_examples.train import train
-from vit_examples import checkpoint_files as checkpoints
 from vit_examples import recorder
+from vit_examples.harness import checkpoint_files as checkpoints
 from zeroresize.pipeline import LayerProfiler
 from zeroresize.utils.json_lines import read_json_lines
 

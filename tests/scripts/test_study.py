@@ -21,7 +21,7 @@ pytest.importorskip("yaml")
 from scripts.study import __main__ as study
 from scripts.study.plot import place_of, read_points
 from vit_examples.config_file import load_config
-from vit_examples.run_folder import run_lock
+from vit_examples.harness.run_folder import run_lock
 
 GRIDS = sorted(Path(study.__file__).with_name("grids").glob("*.yaml"))
 RESULTS = Path(study.__file__).parents[2] / "docs" / "results"

@@ -23,13 +23,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import zeroresize as zr
-from vit_examples import checkpoint_folders
-from vit_examples.all_ranks import of_all_ranks
 from vit_examples.checkpoint import EPOCHS, Progress, SavedState, layout_of
-from vit_examples.checkpoint_files import read_saved_state, save_checkpoint
 from vit_examples.config import RunConfig
 from vit_examples.config_file import load_config
-from vit_examples.plain_files import read_state, write_state
+from vit_examples.harness import checkpoint_folders
+from vit_examples.harness.all_ranks import of_all_ranks
+from vit_examples.harness.checkpoint_files import read_saved_state, save_checkpoint
+from vit_examples.harness.plain_files import read_state, write_state
 from zeroresize.optim.optimizers import torch_optimizer
 from zeroresize.utils.checkpoint_writer import CheckpointWriter
 

@@ -19,8 +19,8 @@ from vit_examples.config import TrainingConfig
 from vit_examples.config_file import load_config
 from vit_examples.demo import RUNS, main, results_of, results_table, turns
 from vit_examples.demo_picture import draw
-from vit_examples.file_lock import locked
-from vit_examples.run_folder import run_lock
+from vit_examples.harness.file_lock import locked
+from vit_examples.harness.run_folder import run_lock
 from zeroresize.utils.json_lines import JsonLines
 
 

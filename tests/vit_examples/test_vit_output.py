@@ -22,11 +22,12 @@ from rich.console import Console
 
 pytest.importorskip("tensorboard")
 
-from vit_examples import all_ranks, code_commit, host, recorder
+from vit_examples import code_commit, host, recorder
 from vit_examples.balance_log import BalanceLog
 from vit_examples.code_commit import commit_of_code
 from vit_examples.config import OutputConfig, RunConfig, TrainingConfig
 from vit_examples.display import Display
+from vit_examples.harness import all_ranks
 from vit_examples.recorder import Recorder, timing
 from zeroresize.utils.json_lines import read_json_lines
 

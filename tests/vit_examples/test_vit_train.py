@@ -36,7 +36,7 @@ from vit_examples import demo, recorder
 from vit_examples.checkpoint import EPOCHS, Progress
 from vit_examples.config_file import config_to_dict, load_config
 from vit_examples.data import Split
-from vit_examples.run_folder import changed_settings, checkpoint_to_resume, timed_settings
+from vit_examples.harness.run_folder import changed_settings, checkpoint_to_resume, timed_settings
 from vit_examples.step_times import seconds_by_process, timed_steps
 from vit_examples.train import Run, train_epoch
 from zeroresize.utils.json_lines import read_json_lines

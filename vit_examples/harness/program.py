@@ -13,9 +13,9 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from vit_examples.config_reader import ConfigReader
-from vit_examples.interruption import ended_by_interrupt, how_to_go_on
-from vit_examples.mistakes import refuse
+from vit_examples.harness.config_reader import ConfigReader
+from vit_examples.harness.interruption import ended_by_interrupt, how_to_go_on
+from vit_examples.harness.mistakes import refuse
 from vit_examples.recorder import SummaryNotWrittenError
 
 _Config = TypeVar("_Config")

@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
 import zeroresize as zr
-from vit_examples.all_ranks import do_nothing, of_all_ranks, on_all_ranks
-from vit_examples.checkpoint_folders import CheckpointFolders, way_out
-from vit_examples.manifest import files_in_manifest, require_intact, sealed, sync_names, write_manifest
-from vit_examples.plain_files import read_state, state_files, write_state
+from vit_examples.harness.all_ranks import do_nothing, of_all_ranks, on_all_ranks
+from vit_examples.harness.checkpoint_folders import CheckpointFolders, way_out
+from vit_examples.harness.manifest import files_in_manifest, require_intact, sealed, sync_names, write_manifest
+from vit_examples.harness.plain_files import read_state, state_files, write_state
 from zeroresize.optim.optimizers import torch_optimizer
 from zeroresize.utils.checkpoint_index import INDEX
 from zeroresize.utils.checkpoint_reader import CheckpointReader, ReadsItself

@@ -11,9 +11,9 @@ from typing import Any, Generic, TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from vit_examples.all_ranks import do_nothing, on_all_ranks, require_same
-from vit_examples.checkpoint_files import SavedState, read_saved_state
-from vit_examples.run_folder import checkpoint_folder, claimed_here, refuse_earlier_run
+from vit_examples.harness.all_ranks import do_nothing, on_all_ranks, require_same
+from vit_examples.harness.checkpoint_files import SavedState, read_saved_state
+from vit_examples.harness.run_folder import checkpoint_folder, claimed_here, refuse_earlier_run
 
 _State = TypeVar("_State", bound=SavedState)
 

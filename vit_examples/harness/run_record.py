@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from typing_extensions import Self
 
+from vit_examples.harness.run_folder import writable
 from vit_examples.recorder import write_summary
-from vit_examples.run_folder import writable
 from zeroresize.utils.best_effort import BestEffort
 from zeroresize.utils.json_lines import JsonLines
 

@@ -19,7 +19,7 @@ from helpers.runs import ONE_NODE, ROOT, TORCHRUN, interrupted, long_run, write_
 
 from vit_examples.checkpoint import EPOCHS
 from vit_examples.config_file import load_config
-from vit_examples.interruption import ended_by_interrupt, how_to_go_on
+from vit_examples.harness.interruption import ended_by_interrupt, how_to_go_on
 
 
 @pytest.fixture(scope="module")

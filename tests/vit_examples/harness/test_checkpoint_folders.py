@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("safetensors")
 
-from vit_examples import checkpoint_folders
-from vit_examples.checkpoint_folders import CheckpointFolders
-from vit_examples.manifest import files_in_manifest, require_intact, sealed, write_manifest
+from vit_examples.harness import checkpoint_folders
+from vit_examples.harness.checkpoint_folders import CheckpointFolders
+from vit_examples.harness.manifest import files_in_manifest, require_intact, sealed, write_manifest
 
 
 def require_all_intact(folder):
@@ -28,7 +28,7 @@ def refusal(folder, name):
     content = sealed(folder / "good")
     write_manifest(folder, {"good": content, name: content})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vit_examples.manifest._described", lambda path: pytest.fail(f"{path} was read"))
+        patch.setattr("vit_examples.harness.manifest._described", lambda path: pytest.fail(f"{path} was read"))
         with pytest.raises(ValueError) as refused:
             require_all_intact(folder)
         with pytest.raises(ValueError, match=r".+"):

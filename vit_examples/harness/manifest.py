@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vit_examples.plain_files import read_values, write_values
+from vit_examples.harness.plain_files import read_values, write_values
 from zeroresize.utils.checkpoint_files import plain_file, require_plain_file
 
 MANIFEST = "manifest.json"

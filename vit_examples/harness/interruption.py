@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from vit_examples.checkpoint_folders import CheckpointFolders
-from vit_examples.run_folder import checkpoint_folder
+from vit_examples.harness.checkpoint_folders import CheckpointFolders
+from vit_examples.harness.run_folder import checkpoint_folder
 
 STATUS = 128 + signal.SIGINT
 #: torchrun sends a signal on to ranks that have it from the terminal already: the same again within so many seconds.

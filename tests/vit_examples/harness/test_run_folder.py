@@ -14,8 +14,8 @@ import pytest
 
 from vit_examples.config import RunConfig
 from vit_examples.config_file import load_config
-from vit_examples.file_lock import locked
-from vit_examples.run_folder import changed_settings, claimed
+from vit_examples.harness.file_lock import locked
+from vit_examples.harness.run_folder import changed_settings, claimed
 
 
 def config_of(folder: Path, *overrides: str) -> RunConfig:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from vit_examples.checkpoint import EPOCHS, SavedState, layout_of
-from vit_examples.checkpoint_files import read_saved_state
 from vit_examples.config import RunConfig
 from vit_examples.config_file import config_to_dict
-from vit_examples.file_lock import locked
-from vit_examples.plain_files import read_values
+from vit_examples.harness.checkpoint_files import read_saved_state
+from vit_examples.harness.file_lock import locked
+from vit_examples.harness.plain_files import read_values
 from zeroresize.config.paper import dotted
 
 
