@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import explain_failures
 from zeroresize.comm.failure_reports import FailureReports
 from zeroresize.comm.rendezvous import Rendezvous
+from zeroresize.comm.wait_warnings import WaitWarnings
 from zeroresize.comm.waiting_note import WaitingNote
 from zeroresize.comm.whereabouts import Whereabouts
 
@@ -55,6 +57,7 @@ class CpuGroup:
         where: this rank's whereabouts, for errors of waits here and of the layers' collectives over ``process_group``.
         reports: the reports of failures.
         waiting: the note of what a rank waits for, where that takes long.
+        wait_warnings: warn of long waits for other ranks.
 
     Raises:
         ValueError: on every rank, if the ranks do not agree; it names what differs and where.
@@ -80,12 +83,15 @@ class CpuGroup:
         self.close = weakref.finalize(self, _close, self._gloo, self.waiting)
         self.where = where or Whereabouts()
         self.reports = FailureReports(self._rendezvous, self.where)
+        self.wait_warnings = WaitWarnings(rendezvous, self.where, self.reports, self.waiting)
         if ranks is None:
             explain_failures(process_group, self.reports)
 
     def start_sending(self, numbers: Sequence[float], tag: int) -> PendingNumbers:
         """Start sending ``numbers`` to every rank and receiving as many of each; numbers of one ``tag`` keep order."""
-        return PendingNumbers(self._gloo[0], self.rank, self.size, numbers, tag, self.time_limit)
+        return PendingNumbers(
+            self._gloo[0], self.rank, self.size, numbers, tag, self.time_limit, self.wait_warnings.during
+        )
 
     def broadcast(self, tensor: Tensor, root: int, /) -> dist.Work:
         """Start filling ``tensor`` on every rank with that of rank ``root`` within the new group; collective."""
@@ -128,14 +134,22 @@ class PendingNumbers:
     """
 
     def __init__(
-        self, gloo: Any, rank: int, size: int, numbers: Sequence[float], tag: int, time_limit: timedelta
+        self,
+        gloo: Any,
+        rank: int,
+        size: int,
+        numbers: Sequence[float],
+        tag: int,
+        time_limit: timedelta,
+        warned_of: Callable[[str, Callable[[], Sequence[int]]], AbstractContextManager[None]],
     ) -> None:
         sent = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         self._parts: list[Tensor] = [sent if peer == rank else torch.empty_like(sent) for peer in range(size)]
         self._received: dict[int, Any] = {}
         self._sent: dict[int, Any] = {}
         self._failures: dict[int, RuntimeError] = {}
-        self._time_limit = time_limit
+        self._time_limit, self._warned_of = time_limit, warned_of
+        self._awaited: list[int] = []  # what has not come yet, in the order of the waits
         for peer in range(size):
             if peer != rank:
                 try:
@@ -150,13 +164,19 @@ class PendingNumbers:
         Raises:
             NotAllCameError: if ranks did not send theirs within the time limit, or have died.
         """
+        with self._warned_of("the numbers of the other ranks", lambda: self._awaited):
+            self._wait()
+        return [part.tolist() for part in self._parts]
+
+    def _wait(self) -> None:
         deadline = time.monotonic() + self._time_limit.total_seconds()
         for works in (self._received, self._sent):
+            self._awaited = list(works)
             for peer, work in works.items():
                 try:
                     work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
                 except RuntimeError as error:
                     self._failures.setdefault(peer, error)
+                self._awaited.remove(peer)
             if self._failures:  # gloo's time limit closes all connections: what is sent fails with all
                 raise NotAllCameError(sorted(self._failures)) from next(iter(self._failures.values()))
-        return [part.tolist() for part in self._parts]

@@ -25,11 +25,13 @@ class Exchange:
         where: this rank's whereabouts, which the owner of the exchange keeps up to date.
         ranks: the ranks that take part, in the order of the group, counted over the whole world.
         waiting: the note of what a rank waits for, where that takes long.
+        wait_warnings: warn of long waits for other ranks.
     """
 
     def __init__(self, group: CpuGroup, *, counts_forwards: bool = True) -> None:
         self._group, self._counts_forwards = group, counts_forwards
-        self.where, self.ranks, self.waiting = group.where, group.ranks, group.waiting
+        self.where, self.ranks = group.where, group.ranks
+        self.waiting, self.wait_warnings = group.waiting, group.wait_warnings
         self._posted: PendingNumbers | None = None
         self._posted_at = ""
 

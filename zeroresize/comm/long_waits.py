@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +17,10 @@ from zeroresize.utils.torch_private import backends_of
 
 #: Seconds between two looks at most: they begin often and double.
 _MOST_S = 10.0
+
+#: ``warned_of(what, None, waited_s)`` returns a context that warns if its block takes long, after ``waited_s`` seconds.
+WarnedOf = Callable[[str, None, float], AbstractContextManager[None]]
+_warnings: weakref.WeakKeyDictionary[ProcessGroup, weakref.WeakMethod[WarnedOf]] = weakref.WeakKeyDictionary()
 
 _Looks = list[tuple["weakref.WeakMethod[Callable[[], None]]", float]]
 _looks: weakref.WeakKeyDictionary[ProcessGroup, _Looks] = weakref.WeakKeyDictionary()
@@ -33,6 +39,16 @@ def look_in_long_waits(process_group: ProcessGroup, method: Callable[[], None], 
     """
     if any(backend.name() == "gloo" for backend in backends_of(process_group)):
         _looks.setdefault(process_group, []).append((weakref.WeakMethod(method), first_s))
+
+
+def warn_in_long_waits(process_group: ProcessGroup, warned_of: WarnedOf) -> None:
+    """Warn where a collective is waited for so long that :func:`look_in_long_waits` looks.
+
+    Args:
+        process_group: the group whose collectives are meant.
+        warned_of: a method, which is kept no longer than its object.
+    """
+    _warnings[process_group] = weakref.WeakMethod(warned_of)
 
 
 def is_looked_at(process_group: ProcessGroup, tensor: torch.Tensor) -> bool:
@@ -55,9 +71,18 @@ def wait_looking(work: Any, process_group: ProcessGroup) -> None:
     """
     looks = _alive(process_group)
     pause_s = min((first_s for _, first_s in looks), default=_MOST_S)
-    while not _has_ended(work, pause_s):
-        look(process_group)
-        pause_s = min(2.0 * pause_s, _MOST_S)
+    began = time.monotonic()
+    if _has_ended(work, pause_s):
+        return
+    weak = _warnings.get(process_group)
+    warned_of = weak() if weak is not None else None
+    waited_s = time.monotonic() - began
+    with nullcontext() if warned_of is None else warned_of("the other ranks in a layer", None, waited_s):
+        while True:
+            look(process_group)
+            pause_s = min(2.0 * pause_s, _MOST_S)
+            if _has_ended(work, pause_s):
+                return
 
 
 def _alive(process_group: ProcessGroup) -> list[tuple[Callable[[], None], float]]:

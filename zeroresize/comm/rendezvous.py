@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -19,7 +20,13 @@ from zeroresize.utils.deadline import within
 from zeroresize.utils.memory_errors import is_out_of_memory, reason
 from zeroresize.utils.torch_private import default_store
 
+logger = logging.getLogger(__name__)
+
 _T = TypeVar("_T")
+
+#: Seconds of a wait for other ranks after which it is warned of, if that is not too much of the time limit.
+_WARNING_AFTER_S = 10.0
+_SHARE_OF_LIMIT = 0.4
 
 #: Added to the time limit, so the store can report it first, and for asking who came.
 _GRACE = timedelta(seconds=1)
@@ -99,7 +106,7 @@ class Rendezvous:
 
         def exchange() -> list[str]:
             self.store.set(keys[self.rank], message)
-            self.store.wait(keys, limit)
+            self._wait(keys, limit)
             return [self.store.get(key).decode() for key in keys]
 
         try:
@@ -109,6 +116,31 @@ class Rendezvous:
             raise RuntimeError(f"{self._missing(keys)} did not come to {self._purpose} {self._limit_text}") from error
         self._require_all(messages)
         return messages
+
+    def _wait(self, keys: list[str], limit: timedelta) -> None:
+        """Wait for all of ``keys``; the lowest rank that has come warns once if that takes long."""
+        began, first = time.monotonic(), timedelta(seconds=warning_after_s(limit))
+        try:
+            self.store.wait(keys, first)
+            return
+        except Exception:
+            if time.monotonic() - began < 0.9 * first.total_seconds():  # no wait that was too short
+                raise
+        missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        left = limit - first
+        if missing and all(rank in missing for rank in range(self.rank)):
+            logger.warning(
+                "rank %d of %s has waited for %.0f s to %s: ranks %s have not come. They may be busy, as with loading, "
+                "may have failed, or do not make the same calls. It waits for %.0f s more, until the time limit of the "
+                "process group (timeout=... where that is made), and then fails",
+                self.rank,
+                self.whose,
+                first.total_seconds(),
+                self._purpose,
+                missing,
+                left.total_seconds(),
+            )
+        self.store.wait(keys, left)
 
     def connect(self, make: Callable[[], _T], destroy: Callable[[_T], object] | None = None) -> _T:
         """Return what ``make()`` makes, which connects the ranks over the store, once all of them have it; collective.
@@ -197,6 +229,11 @@ class Rendezvous:
                 "stopped or gone, or other ranks"
             )
         return f"ranks {missing} of {self.whose}"
+
+
+def warning_after_s(limit: timedelta) -> float:
+    """Return after how many seconds a wait that may last for ``limit`` is warned of."""
+    return min(_WARNING_AFTER_S, _SHARE_OF_LIMIT * limit.total_seconds())
 
 
 def _until(ends_at: float) -> timedelta:

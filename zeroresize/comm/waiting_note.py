@@ -45,6 +45,7 @@ class WaitingNote:
         self._waits: list[list[str]] = []  # at most one, whose identity tells one wait from the next
         self._ended = threading.Event()
         self._watched: list[tuple[Callable[[], Any], Callable[[], Any]]] = []  # at most one pair of weak methods
+        self._looks: list[Callable[[], Any]] = []  # weak methods
         self._is_started = self._is_unreadable = False
         self.close = weakref.finalize(self, self._ended.set)
 
@@ -57,16 +58,30 @@ class WaitingNote:
         """
         self._watched[:] = [(weakref.WeakMethod(progress), weakref.WeakMethod(look))]
 
+    def look_regularly(self, look: Callable[[float], None]) -> None:
+        """Call ``look`` in the thread every :attr:`long_s` seconds.
+
+        Args:
+            look: a method, which is given the seconds for which this process has made no progress, and called for as
+                long as its object lives.
+        """
+        self._looks.append(weakref.WeakMethod(look))
+
+    def start(self) -> None:
+        """Start the thread, unless it runs already."""
+        if self._is_started:
+            return
+        self._is_started = True
+        args = self._waits, self._watched, self._looks, self._ended, self.long_s, self._store, self._key
+        with suppress(RuntimeError, MemoryError):  # no memory for a thread: then others wait for the time limit
+            thread = threading.Thread(target=_attend, args=args, daemon=True, name="zeroresize, long waits")
+            thread.start()
+            _threads[thread] = self._ended
+
     @contextmanager
     def left_if_long(self, text: str) -> Iterator[None]:
         """Leave ``text`` for the others if the block takes long."""
-        if not self._is_started:
-            self._is_started = True
-            args = self._waits, self._watched, self._ended, self.long_s, self._store, self._key
-            with suppress(RuntimeError, MemoryError):  # no memory for a thread: then others wait for the time limit
-                thread = threading.Thread(target=_attend, args=args, daemon=True, name="zeroresize, long waits")
-                thread.start()
-                _threads[thread] = self._ended
+        self.start()
         self._waits.append([text])
         try:
             yield
@@ -102,6 +117,7 @@ atexit.register(_end_threads)
 def _attend(
     waits: list[list[str]],
     watched: list[tuple[Callable[[], Any], Callable[[], Any]]],
+    looks: list[Callable[[], Any]],
     ended: threading.Event,
     long_s: float,
     store: Any,
@@ -116,16 +132,23 @@ def _attend(
                 store.set(key, now[0])
         seen = now
         progress_now = _call(watched, 0)
-        if progress_now is None:
-            continue
-        if progress_now != progress_seen:
-            progress_seen, num_still, next_look = progress_now, 0, _FIRST_LOOK
-            continue
-        num_still += 1
-        if num_still >= next_look:
+        is_still = progress_now is not None and progress_now == progress_seen
+        num_still = num_still + 1 if is_still else 0
+        _look(looks, num_still * long_s)
+        if not is_still:
+            progress_seen, next_look = progress_now, _FIRST_LOOK
+        elif num_still >= next_look:
             next_look *= 2
             with suppress(Exception):  # kept for the process itself
                 _call(watched, 1)
+
+
+def _look(looks: list[Callable[[], Any]], still_s: float) -> None:
+    for weak in looks:
+        method = weak()
+        if method is not None:
+            with suppress(Exception):  # a look serves warnings only
+                method(still_s)
 
 
 def _call(watched: list[tuple[Callable[[], Any], Callable[[], Any]]], which: int) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.exchange import Exchange
-from zeroresize.comm.long_waits import look_in_long_waits
+from zeroresize.comm.long_waits import look_in_long_waits, warn_in_long_waits
 from zeroresize.comm.whereabouts import Call
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.weight_checks import is_sharded
@@ -73,6 +73,7 @@ class ForwardWatch:
             layer.watch_forward = _calling(weakref.ref(self), name)
         for group in groups if compares else ():
             look_in_long_waits(group, self._come_if_awaited, 2.0 * exchange.waiting.long_s)
+            warn_in_long_waits(group, exchange.wait_warnings.during)
         exchange.waiting.look_when_stuck(self._progress, self._come_in_thread)
 
     def step_is_called(self) -> None:
@@ -93,7 +94,7 @@ class ForwardWatch:
             self._expect_step(self._layers[name].weight)
         if self._compares:
             self._compare_if_changed(name, num_tokens)
-            self._num_calls += 1  # only now has this rank passed the comparison
+        self._num_calls += 1  # only now has this rank passed the comparison
 
     def _compare_if_changed(self, name: str, num_tokens: int) -> None:
         if self._met is not None and self._met[0] == name:  # another forward of the model
