@@ -36,11 +36,15 @@ DIFFERENT = {
     "min_units": (
         [named(), named(min_units=2)],
         [(2, 1), (2, 1)],
-        "of the segment of 2, min_units is 1 and 2",
+        "in min_units of the segment of 2, rank 0: 1; rank 1: 2",
     ),
-    "unit_size": ([named(), named(unit_size=2)], [(2, 1), (2, 1)], "of the segment of 2, units is 16 and 8"),
-    "no segment": ([named(), []], [(2, 1), (2, 1)], "only one of them has the segments of 2"),
-    "shares": ([named(), named()], [(2, 1), (1, 2)], r"shares=\[1\.3.* and shares=\[0\.6"),
+    "unit_size": (
+        [named(), named(unit_size=2)],
+        [(2, 1), (2, 1)],
+        "in units of the segment of 2, rank 0: 16; rank 1: 8",
+    ),
+    "no segment": ([named(), []], [(2, 1), (2, 1)], "there are segments of 2 only on rank 0"),
+    "shares": ([named(), named()], [(2, 1), (1, 2)], r"in shares=, rank 0: \[1\.3.*; rank 1: \[0\.6"),
 }
 
 

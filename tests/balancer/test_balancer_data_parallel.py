@@ -247,7 +247,7 @@ def test_replicas_that_ask_for_different_divisions_hear_of_it_and_none_moves(run
             run.balancer.move((1, 1))
             if rank < 2:
                 run.balancer.move(None)
-            with pytest.raises(RuntimeError, match="hold another plan"):
+            with pytest.raises(RuntimeError, match="hold different plans"):
                 run.steps(3)
         else:
             with pytest.raises(RuntimeError, match=r"ranks of the job differ in .*: \[\[0, 1\], \[2, 3\]\]"):

@@ -39,6 +39,32 @@ def test_ranks_that_do_not_agree_are_all_told_what_differs(run_ranks):
     run_ranks(build, 2, timeout_s=20)
 
 
+def test_of_three_ranks_the_one_that_differs_is_named_also_on_itself(run_ranks):
+    def build(rank, group):
+        with pytest.raises(
+            ValueError, match=r"update_every: rank 0: 4; ranks 1, 2: 3 \(most ranks agree: look at rank 0"
+        ):
+            Run(group, update_every=3 + (rank == 0))
+
+    run_ranks(build, 3, timeout_s=20)
+
+
+def test_what_one_rank_cannot_set_up_the_others_hear_at_once_and_all_may_try_again(run_ranks):
+    def build(rank, group):
+        run = Run(group)
+        run.balancer.close()
+        of_some = torch.optim.SGD(run.model.up.parameters(), lr=0.1)
+        began = time.monotonic()
+        expected = "ranks [1] of the group failed to agree on what to balance: the optimizer does not step the weights"
+        with pytest.raises((RuntimeError, ValueError)) as error:
+            zr.Balancer(run.model, of_some if rank == 1 else run.optimizer, run.config, process_group=group)
+        assert (expected in str(error.value)) == (rank == 0), error.value
+        zr.Balancer(run.model, run.optimizer, run.config, process_group=group).close()
+        return time.monotonic() - began < 10.0
+
+    assert run_ranks(build, 2, timeout_s=20) == [True, True]
+
+
 def test_a_rank_that_never_comes_is_named(run_ranks):
     def build(rank, group):
         impatient = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))

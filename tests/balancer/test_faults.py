@@ -226,7 +226,7 @@ def test_ranks_that_hold_different_loans_are_told_so(run_ranks, mode):
             return str(error)
         return "went on"
 
-    assert all("hold another plan" in told for told in run_ranks(train, 2, timeout_s=30))
+    assert all("hold different plans" in told for told in run_ranks(train, 2, timeout_s=30))
 
 
 @pytest.mark.parametrize("mode", ["mig", "semi"])

@@ -62,9 +62,21 @@ def test_ranks_that_begin_with_different_weights_are_all_told_which_in_the_first
 
     for message in run_ranks(train, 3, timeout_s=20):
         assert message.startswith(
-            "1 of 5 parameters that all ranks of the group should hold alike differ from rank 0's: "
+            "1 of 5 parameters that all ranks of the group should hold alike differ between the ranks: "
         )
-        assert f"{name} on ranks [1, 2]. Seed the ranks alike" in message
+        assert [f"rank {rank}: sum " in message for rank in range(3)] == [True] * 3  # no two agree, so none is to blame
+
+
+@pytest.mark.parametrize("odd_one", [0, 2])
+def test_where_most_ranks_agree_the_other_is_named_also_if_that_is_rank_0(run_ranks, odd_one):
+    def train(rank, group):
+        model = Model(group)
+        change(model, int(rank == odd_one))
+        balancer = balanced(model, group)  # noqa: F841 - it lives
+        with pytest.raises(ValueError, match=rf"ranks: head.weight on rank {odd_one}, other than on most ranks\. Seed"):
+            model(X)
+
+    run_ranks(train, 3, timeout_s=20)
 
 
 def test_other_seeds_are_seen_in_every_parameter_that_they_drew(run_ranks):
@@ -74,7 +86,9 @@ def test_other_seeds_are_seen_in_every_parameter_that_they_drew(run_ranks):
         model = Model(group)
         model.head = head
         balancer = balanced(model, group)  # noqa: F841 - it lives
-        with pytest.raises(ValueError, match=r"^2 of 5 .* head.weight on ranks \[1\]; head.bias on ranks \[1\]\. Seed"):
+        with pytest.raises(
+            ValueError, match=r"^2 of 5 .* head.weight \(rank 0: sum .*, rank 1: sum .*\); head.bias \("
+        ):
             model(X)
 
     run_ranks(train, 2, timeout_s=20)
@@ -202,7 +216,7 @@ def test_what_colossalai_splits_is_left_out_and_what_it_replicates_is_compared(r
         assert (
             len(warnings) == 1
             and warnings[0].startswith("1 of ")
-            and "layernorm_before.weight on ranks [1]. Seed" in warnings[0]
+            and "layernorm_before.weight (rank 0: sum " in warnings[0]
         )
 
 
@@ -238,7 +252,7 @@ def test_clipping_by_shards_is_noticed_as_copies_drift_apart(run_ranks):
     lines, others = drift_lines(run_ranks, 25, nn.utils.clip_grad_norm_)
     assert len(lines) == 1 and not others
     assert "of 5 parameters that all ranks of the group hold alike have drifted apart" in lines[0]
-    assert "head.weight on ranks [1]" in lines[0] and "zeroresize.clip_grad_norm_" in lines[0]
+    assert "head.weight (rank 0: sum " in lines[0] and "zeroresize.clip_grad_norm_" in lines[0]
 
 
 @pytest.mark.parametrize("clip", [None, zr.clip_grad_norm_])

@@ -152,7 +152,7 @@ class Units(KindOfMove):
     def other_optimizer_state(self):
         step = self.optimizer.state[self.model[1].up.weight]["step"]
         step += 1
-        yield "ranks 0 and 1 of the group hold different optimizer state of 1.up"
+        yield "the ranks of the group hold different optimizer state of 1.up"
         step -= 1
 
 
@@ -305,7 +305,7 @@ class MovesOfOptimizer(Switches):
         """Of a tensor that is not divided: all ranks hold it."""
         norm = dict(self.model.named_parameters())["layers.1.norm.weight"]
         self.optimizer.state[norm]["step"] += 1
-        yield "ranks 0 and 1 of the group hold different optimizer state of layers.1.norm.weight"
+        yield "the ranks of the group hold different optimizer state of layers.1.norm.weight"
         self.optimizer.state[norm]["step"] -= 1
 
 

@@ -21,6 +21,19 @@ from zeroresize.comm.rendezvous import Rendezvous
 from zeroresize.comm.wait_warnings import WaitWarnings
 from zeroresize.comm.waiting_note import WaitingNote
 from zeroresize.comm.whereabouts import Whereabouts
+from zeroresize.utils.alike import alike, at_fault, by_rank, lists_by_rank
+
+#: Why the ranks of a CpuGroup meet, for errors.
+PURPOSE = "agree on what to balance"
+_FIRST_AGREEMENT = "agreement 1"
+
+
+def let_others_fail(process_group: ProcessGroup, error: Exception) -> None:
+    """Let the ranks that make a :class:`CpuGroup` fail at once, in place of making it on this rank, which cannot.
+
+    A later attempt meets them again, as this one counts.
+    """
+    Rendezvous(process_group, PURPOSE).fail(_FIRST_AGREEMENT, error)
 
 
 class NotAllCameError(RuntimeError):
@@ -67,11 +80,11 @@ class CpuGroup:
     def __init__(
         self,
         process_group: ProcessGroup,
-        agreement: Mapping[str, str],
+        agreement: Mapping[str, str | list[str]],
         ranks: Sequence[int] | None = None,
         where: Whereabouts | None = None,
     ) -> None:
-        rendezvous = self._rendezvous = Rendezvous(process_group, "agree on what to balance", ranks)
+        rendezvous = self._rendezvous = Rendezvous(process_group, PURPOSE, ranks)
         self.rank, self.size, self.time_limit = rendezvous.rank, rendezvous.size, rendezvous.time_limit
         self.ranks, self.whose = rendezvous.ranks, rendezvous.whose
         self._num_agreements = 0
@@ -105,7 +118,7 @@ class CpuGroup:
         """Start filling tensors from rank ``sender`` within the new group."""
         return self._gloo[0].recv(tensors, sender, tag)
 
-    def require_agreement(self, agreement: Mapping[str, str]) -> None:
+    def require_agreement(self, agreement: Mapping[str, str | list[str]]) -> None:
         """Compare values by name, over the store; collective.
 
         Raises:
@@ -113,13 +126,18 @@ class CpuGroup:
             RuntimeError: if not all ranks come within the time limit of ``process_group``.
         """
         self._num_agreements += 1
-        messages = self._rendezvous.exchange(f"agreement {self._num_agreements}", json.dumps(dict(agreement)))
-        by_rank = [json.loads(message) for message in messages]
-        for what in by_rank[0]:
-            said = [values.get(what) for values in by_rank]
-            if len(set(said)) > 1:
-                detail = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(said))
-                raise ValueError(f"the ranks of {self.whose} do not agree on {what}: {detail}")
+        messages = self._rendezvous.exchange(
+            _FIRST_AGREEMENT if self._num_agreements == 1 else f"agreement {self._num_agreements}",
+            json.dumps(dict(agreement)),
+        )
+        agreements = [json.loads(message) for message in messages]
+        for what in agreements[0]:
+            values = [agreement_there.get(what) for agreement_there in agreements]
+            groups = alike(values)
+            if len(groups) > 1:
+                are_lists = all(isinstance(value, list) for value in values)
+                detail = lists_by_rank(values) if are_lists else by_rank(values)
+                raise ValueError(f"the ranks of {self.whose} do not agree on {what}: {detail}{at_fault(groups)}")
 
 
 def _close(gloo: list[Any], waiting: WaitingNote) -> None:

@@ -142,6 +142,12 @@ class Rendezvous:
             )
         self.store.wait(keys, left)
 
+    def fail(self, where: str, error: Exception) -> None:
+        """Let the others' :meth:`exchange` at ``where`` fail at once, naming this rank; not collective."""
+        with suppress(Exception):  # then they wait for the time limit
+            key = self._keys(where)[self.rank]
+            within(_GRACE, lambda: self.store.set(key, _FAILED + reason(error)))
+
     def connect(self, make: Callable[[], _T], destroy: Callable[[_T], object] | None = None) -> _T:
         """Return what ``make()`` makes, which connects the ranks over the store, once all of them have it; collective.
 

@@ -23,7 +23,14 @@ from zeroresize.control.optimizer_steps import OptimizerSteps
 from zeroresize.control.parts import Parts
 from zeroresize.control.plan_in_force import PlanInForce
 from zeroresize.control.plan_installer import LineageTable, PlanInstaller
-from zeroresize.control.setup import Setup, checked_setup, prepare_layers, release_layers, warn_of_layers_that_stay
+from zeroresize.control.setup import (
+    Setup,
+    checked_setup,
+    prepare_layers,
+    release_layers,
+    tell_other_ranks,
+    warn_of_layers_that_stay,
+)
 from zeroresize.control.start_checks import StartCheck
 from zeroresize.control.units_at_start import agree_on_units
 from zeroresize.layers.segments import owned_segments, segments_of_layers, work_of_layers
@@ -60,7 +67,11 @@ def build(
         ValueError: as :class:`~zeroresize.balancer.Balancer` tells.
         RuntimeError: if not all ranks come within the time limit of ``process_group``.
     """
-    setup = checked_setup(model, optimizer, config, process_group, data_parallel_group)
+    try:
+        setup = checked_setup(model, optimizer, config, process_group, data_parallel_group)
+    except Exception as error:
+        tell_other_ranks(model, process_group, error)
+        raise
     with ExitStack() as attached:
         # Layers, and the ranks that compute them.
         prepare_layers(setup)
@@ -172,14 +183,14 @@ def _exchange_of_replicas(
     return Exchange(group, counts_forwards=False)
 
 
-def _agreement(setup: Setup) -> dict[str, str]:
+def _agreement(setup: Setup) -> dict[str, str | list[str]]:
     """Describe all that the ranks must have alike: the configuration, the converted layers, and their segments."""
-    agreement = {key: repr(value) for key, value in setup.config.to_flat_dict().items()}
-    agreement["converted layers"] = ", ".join(setup.layers)
-    agreement["segments whose units may change hands"] = "; ".join(
+    agreement: dict[str, str | list[str]] = {key: repr(value) for key, value in setup.config.to_flat_dict().items()}
+    agreement["converted layers"] = list(setup.layers)
+    agreement["segments whose units may change hands"] = [
         f"{segment.name} ({len(segment.owned.owners)} {segment.kind} by {segment.shares})"
         for segment in owned_segments(setup.layers)
-    )
+    ]
     return agreement
 
 

@@ -19,6 +19,7 @@ from zeroresize.policy.tensor.controller import Controller
 from zeroresize.policy.tensor.cost_model import NUM_POINTS, MigrationCost, ResizingCost
 from zeroresize.policy.tensor.times import RankTimes
 from zeroresize.policy.tensor.what_if import WhatIf
+from zeroresize.utils.alike import alike, at_fault
 from zeroresize.utils.state_checks import (
     Check,
     any_number,
@@ -191,11 +192,11 @@ class GroupDecision:
             return
         fingerprints = [number for number, *_ in self._exchange.meet(self._fingerprint(agreed))]
         if len(set(fingerprints)) > 1:
-            numbers = self._exchange.ranks if self._has_replicas else range(self._num_ranks)
-            differences = "; ".join(
-                f"rank {rank}: {number:.0f}" for rank, number in zip(numbers, fingerprints, strict=True)
+            groups = alike(fingerprints, self._named(range(len(fingerprints))))
+            raise ValueError(
+                f"the ranks of the {self._whole} do not agree on the balancer's state; those that do: {groups}"
+                f"{at_fault(groups)}"
             )
-            raise ValueError(f"the ranks of the {self._whole} do not agree on the balancer's state: {differences}")
 
     def require_loadable(self, problem: Exception | None) -> None:
         """Check that every rank of the group has a state that it can load; collective.
@@ -272,14 +273,15 @@ class GroupDecision:
         return [self._exchange.ranks[row] for row in rows]
 
     def _require_equal(self, fingerprints: Sequence[float]) -> None:
-        differing = [row for row, value in enumerate(fingerprints) if value != fingerprints[0]]
-        if differing:
+        if len(set(fingerprints)) > 1 or any(map(math.isnan, fingerprints)):
             are_slowest = self._has_replicas and len(fingerprints) == self._num_ranks
+            rows = range(len(fingerprints))
+            groups = alike(fingerprints, list(rows) if are_slowest else self._named(rows))
             whose = "group, or replicas of them," if are_slowest else self._whole
-            first, *others = [0, *differing] if are_slowest else self._named([0, *differing])
             raise RuntimeError(
-                f"ranks {others} of the {whose} hold another plan, or another state, than rank {first}: call pin, "
-                "release and load_state_dict alike on every rank, and load states that were saved together"
+                f"the ranks of the {whose} hold different plans, or different states; those that hold the same: "
+                f"{groups}{at_fault(groups)}. Call pin, release and load_state_dict alike on every rank, and load "
+                "states that were saved together"
             )
 
 

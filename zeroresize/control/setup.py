@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import as_process_group, group_rank, group_size
+from zeroresize.comm.cpu_group import let_others_fail
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES, PRUNING_MODES
 from zeroresize.control.setup_checks import Layers, check_layers, check_weights
@@ -84,6 +86,19 @@ def checked_setup(
     check_weights(layers, config)
     check_layers(model, layers, optimizer, process_group, config)
     return Setup(model, layers, optimizer, config, process_group, replicas_group)
+
+
+def tell_other_ranks(model: nn.Module, process_group: ProcessGroup | DeviceMesh | None, error: Exception) -> None:
+    """Tell the ranks of the group, which would wait for this one, that its setup has failed; not collective.
+
+    Args:
+        model, process_group: as of :func:`checked_setup`.
+        error: what it raised.
+    """
+    with suppress(Exception):  # nothing tells of which group this rank is
+        group = group_of(model, process_group)
+        if group_size(group) > 1:
+            let_others_fail(group, error)
 
 
 def prepare_layers(setup: Setup) -> None:

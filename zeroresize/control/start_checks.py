@@ -19,6 +19,7 @@ from zeroresize.comm.exchange import Exchange
 from zeroresize.control.setup_checks import HINT, MOST_NAMED, Layers, check_data_parallelism
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.shards import is_marked_as_shard
+from zeroresize.utils.alike import minority, named_ranks
 from zeroresize.utils.fingerprint import fingerprint
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ _ROUNDINGS = 8.0
 _MOST_STEPS = 1000
 #: Elements that are summed at once.
 _PIECE = 2**22
+#: Of one rank's parameter the sums of its even and of its odd elements, and its norm; None where it has none such.
+_Sums = Sequence[float] | None
 
 
 class StartCheck:
@@ -74,13 +77,17 @@ class StartCheck:
         Raises:
             ValueError: on every rank, naming the first parameters that differ and the ranks on which they do.
         """
-        replicated, apart = self._apart()
-        self._at_start = apart
-        differing = {name: ranks for name, of_ranks in apart.items() if (ranks := _above(of_ranks, _TOLERANCE))}
+        replicated, sums = self._gathered()
+        self._at_start = _distances(sums)
+        differing = {
+            name: _description(sums[name], _TOLERANCE)
+            for name, of_ranks in self._at_start.items()
+            if _above(of_ranks, _TOLERANCE)
+        }
         if differing:
             raise ValueError(
                 f"{len(differing)} of {len(replicated)} parameters that all ranks of the group should hold alike "
-                f"differ from rank 0's: {_named(differing)}. Seed the "
+                f"differ between the ranks: {_named(differing)}. Seed the "
                 "ranks alike before the model is built, or load the same checkpoint on all. A shard of a layer of "
                 f"your own is left out where its parameter has tensor_model_parallel=True; {HINT}"
             )
@@ -94,14 +101,15 @@ class StartCheck:
         if self._at_start is None or num_steps < self._next_step:
             return
         self._next_step = min(2 * num_steps, num_steps + _MOST_STEPS)
-        replicated, apart = self._apart()
+        replicated, sums = self._gathered()
         drifted = {}
-        for name, of_ranks in apart.items():
+        for name, of_ranks in _distances(sums).items():
             before = self._at_start.get(name, [0.0] * len(of_ranks))
             rounding = _ROUNDINGS * torch.finfo(replicated[name].dtype).eps * math.sqrt(num_steps)
             more = [now - then for now, then in zip(of_ranks, before, strict=True)]
-            if ranks := _above(more, min(rounding, _TOLERANCE)):
-                drifted[name] = ranks
+            most = min(rounding, _TOLERANCE)
+            if _above(more, most):
+                drifted[name] = _description(sums[name], most)
         if drifted and not self._has_told and group_rank(self._group) == 0:
             self._has_told = True
             logger.warning(
@@ -117,29 +125,58 @@ class StartCheck:
                 HINT,
             )
 
-    def _apart(self) -> tuple[dict[str, Tensor], dict[str, list[float]]]:
-        """The parameters that should be alike, and by how much each rank's differ from rank 0's; collective."""
+    def _gathered(self) -> tuple[dict[str, Tensor], dict[str, list[_Sums]]]:
+        """Return the parameters that should be alike, and every rank's sums of those that rank 0 has; collective."""
         replicated = dict(_replicated(self._model, self._group))
         numbers_of_rank = [number for row in _table(replicated) for number in row]
         tables = [
             {numbers[at]: numbers[at + 1 : at + 4] for at in range(0, len(numbers), 4)}
             for numbers in self._exchange.gather(numbers_of_rank)
         ]
-        apart = {}
-        for name, parameter in replicated.items():
-            key = _key(name, parameter)
-            if key in tables[0]:
-                apart[name] = [_distance(table.get(key), tables[0][key]) for table in tables]
-        return replicated, apart
+        keys = {name: _key(name, parameter) for name, parameter in replicated.items()}
+        return replicated, {
+            name: [table.get(key) for table in tables] for name, key in keys.items() if key in tables[0]
+        }
 
 
-def _above(distances: Sequence[float], most: float) -> list[int]:
-    """The ranks that are further away."""
-    return [rank for rank, distance in enumerate(distances) if distance > most]
+def _distances(sums: Mapping[str, Sequence[_Sums]]) -> dict[str, list[float]]:
+    """Return by how much each rank's parameters differ from rank 0's, by name."""
+    return {
+        name: [_distance(of_rank, of_ranks[0]) for of_rank in of_ranks]
+        for name, of_ranks in sums.items()
+        if of_ranks[0] is not None
+    }
 
 
-def _named(differing: Mapping[str, Sequence[int]]) -> str:
-    differences = [f"{name} on ranks {ranks}" for name, ranks in list(differing.items())[:MOST_NAMED]]
+def _above(distances: Sequence[float], most: float) -> bool:
+    return any(distance > most for distance in distances)
+
+
+def _description(sums: Sequence[_Sums], most: float) -> str:
+    """Tell which ranks hold a parameter alike: the few that differ from the many, or what each of them has."""
+    groups: list[tuple[Sequence[float], list[int]]] = []
+    for rank, of_rank in enumerate(sums):
+        if of_rank is None:
+            continue
+        known = next((ranks for of_first, ranks in groups if _distance(of_rank, of_first) <= most), None)
+        if known is None:
+            groups.append((of_rank, [rank]))
+        else:
+            known.append(rank)
+    few = minority([ranks for _, ranks in groups])
+    if few:
+        return f"on {named_ranks(few)}, other than on most ranks"
+    digests = [f"{named_ranks(ranks)}: {_digits(of_first)}" for of_first, ranks in groups[:MOST_NAMED]]
+    return f"({', '.join(digests)}{', …' if groups[MOST_NAMED:] else ''})"
+
+
+def _digits(sums: Sequence[float]) -> str:
+    even, odd, norm = sums
+    return f"sum {even + odd:.8g} and norm {norm:.8g}"
+
+
+def _named(differing: Mapping[str, str]) -> str:
+    differences = [f"{name} {description}" for name, description in list(differing.items())[:MOST_NAMED]]
     return f"{'; '.join(differences)}{'; …' if len(differing) > MOST_NAMED else ''}"
 
 

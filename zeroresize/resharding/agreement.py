@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import Channel, Waitable, group_ranks, group_size, message_device, start_messages
 from zeroresize.comm.meeting import Meet, meet_by
+from zeroresize.utils.alike import alike, at_fault
 from zeroresize.utils.deadline import within
 from zeroresize.utils.fingerprint import fingerprint
 from zeroresize.utils.memory_errors import is_out_of_memory, reason
@@ -162,11 +163,10 @@ def require_same(numbers: Sequence[float], what: str, meet: Meet) -> None:
         RuntimeError: if not, naming the ranks that agree with each other.
     """
     if len(set(numbers)) > 1:
-        alike = [
-            [_number(row, meet) for row, number in enumerate(numbers) if number == kind]
-            for kind in dict.fromkeys(numbers)
-        ]
-        raise RuntimeError(f"{_NOTHING_CHANGED}: the ranks of the {_whose(meet)} differ in {what}: {alike}")
+        groups = alike(numbers, [_number(row, meet) for row in range(len(numbers))])
+        raise RuntimeError(
+            f"{_NOTHING_CHANGED}: the ranks of the {_whose(meet)} differ in {what}: {groups}{at_fault(groups)}"
+        )
 
 
 def allocate_together(

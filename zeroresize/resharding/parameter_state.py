@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zeroresize.resharding.accumulator_hooks import KeptHooks
+from zeroresize.utils.alike import alike, at_fault, by_rank
 
 PARAMETER, GRADIENT, MASTER, MASTER_GRADIENT, STATE = "parameter", "gradient", "master", "master gradient", "state "
 GRADIENTS = (GRADIENT, MASTER_GRADIENT)
@@ -220,34 +221,33 @@ def descriptions_from_json(text: str) -> list[Description]:
     return [Description(**fields) for fields in json.loads(text)]
 
 
-def agreed_descriptions(by_rank: Sequence[Sequence[Description]]) -> list[Description]:
+def agreed_descriptions(of_ranks: Sequence[Sequence[Description]]) -> list[Description]:
     """Return what travels of each parameter, and what is kept, given what every rank holds.
 
     A rank without units has nothing to lose: it follows the others. A gradient that only some ranks have travels, and
     is zero where there is none.
 
     Args:
-        by_rank: [R][number of parameters], all in one order.
+        of_ranks: [R][number of parameters], all in one order.
 
     Raises:
         RuntimeError: if ranks that have units differ in optimizer state, such as the number of steps: no rank could
             then hold units of both.
     """
     agreed = []
-    for of_parameter in zip(*by_rank, strict=True):
+    for of_parameter in zip(*of_ranks, strict=True):
         holders = [rank for rank, description in enumerate(of_parameter) if description.num_units]
         first = of_parameter[holders[0]]
-        for rank in holders[1:]:
-            other = of_parameter[rank]
-            for what, expected, given in (
-                ("tensors", _without_gradients(first.dtypes), _without_gradients(other.dtypes)),
-                ("optimizer state", first.kept, other.kept),
-            ):
-                if expected != given:
-                    raise RuntimeError(
-                        f"units cannot move: ranks {holders[0]} and {rank} of the group hold different {what} of "
-                        f"{first.name}: {expected} and {given}"
-                    )
+        for what, held in (
+            ("tensors", [_without_gradients(of_parameter[rank].dtypes) for rank in holders]),
+            ("optimizer state", [of_parameter[rank].kept for rank in holders]),
+        ):
+            groups = alike(held, holders)
+            if len(groups) > 1:
+                raise RuntimeError(
+                    f"units cannot move: the ranks of the group hold different {what} of {first.name}: "
+                    f"{by_rank(held, holders)}{at_fault(groups)}"
+                )
         dtypes = _without_gradients(first.dtypes)
         for gradient in GRADIENTS:
             kinds = {of_parameter[rank].dtypes[gradient] for rank in holders if gradient in of_parameter[rank].dtypes}

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import message_device
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.resharding.agreement import gather_texts, meet_over
+from zeroresize.utils.alike import alike, at_fault, by_rank
 
 
 def require_same_segments(
@@ -44,12 +45,14 @@ def require_same_segments(
     for rank, other in enumerate(from_ranks):
         if other["error"] is not None:
             raise ValueError(f"nothing was divided, as rank {rank} of the group failed: {other['error']}")
-    for rank, other in enumerate(from_ranks):
-        if other != from_ranks[0]:
-            raise ValueError(
-                f"nothing was divided, as ranks 0 and {rank} of the group differ: "
-                f"{_difference(from_ranks[0], other)}. The same model, segments= and shares= are needed on every rank"
-            )
+    groups = alike(from_ranks)
+    if len(groups) > 1:
+        ranks = sorted(group[0] for group in sorted(groups, key=len, reverse=True)[:2])
+        raise ValueError(
+            f"nothing was divided, as ranks {ranks[0]} and {ranks[1]} of the group differ: "
+            f"{_difference(ranks[0], ranks[1], from_ranks)}{at_fault(groups)}. The same model, "
+            "segments= and shares= are needed on every rank"
+        )
 
 
 def _described(segment: OwnedSegment) -> dict[str, Any]:
@@ -64,15 +67,18 @@ def _described(segment: OwnedSegment) -> dict[str, Any]:
     }
 
 
-def _difference(ones: Mapping[str, Any], others: Mapping[str, Any]) -> str:
-    if ones["shares"] != others["shares"]:
-        return f"shares={ones['shares']} and shares={others['shares']}"
-    first, second = ones["segments"], others["segments"]
-    alone = sorted(first.keys() ^ second.keys())
-    if alone:
-        return f"only one of them has the segments of {', '.join(alone)}"
-    for name, fields in first.items():
-        for key, value in fields.items():
-            if second[name][key] != value:
-                return f"of the segment of {name}, {key} is {value} and {second[name][key]}"
-    return "the order of their segments"
+def _difference(first: int, second: int, from_ranks: Sequence[Mapping[str, Any]]) -> str:
+    ranks = first, second
+    shares, segments = ([from_ranks[rank][key] for rank in ranks] for key in ("shares", "segments"))
+    if shares[0] != shares[1]:
+        return f"in shares=, {by_rank(shares, ranks)}"
+    alone = [sorted(segments[here].keys() - segments[1 - here].keys()) for here in (0, 1)]
+    if any(alone):
+        only = [f"{', '.join(names)} only on rank {rank}" for rank, names in zip(ranks, alone, strict=True) if names]
+        return f"there are segments of {'; of '.join(only)}"
+    for name, fields in segments[0].items():
+        for key in fields:
+            values = [of_rank[name][key] for of_rank in segments]
+            if values[0] != values[1]:
+                return f"in {key} of the segment of {name}, {by_rank(values, ranks)}"
+    return "in the order of their segments"

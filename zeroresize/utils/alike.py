@@ -1,0 +1,72 @@
+"""Ranks that differ, told in a way that suits the one at fault as well as the others: by what each of them has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+#: So many ranks a text names one by one.
+_MOST_NAMED = 8
+
+
+def alike(values: Sequence[Any], ranks: Sequence[int] | None = None) -> list[list[int]]:
+    """Group the ranks whose values are equal, in the order of the first of each; NaN equals nothing.
+
+    Args:
+        values: one a rank.
+        ranks: their numbers; None for 0, 1, ...
+    """
+    groups: list[tuple[Any, list[int]]] = []
+    for row, value in enumerate(values):
+        rank = row if ranks is None else ranks[row]
+        is_nan = isinstance(value, float) and math.isnan(value)
+        known = next((group for other, group in groups if not is_nan and other == value), None)
+        if known is None:
+            groups.append((value, [rank]))
+        else:
+            known.append(rank)
+    return [group for _, group in groups]
+
+
+def minority(groups: Sequence[Sequence[int]]) -> list[int]:
+    """Return the ranks outside of the group that more than half of all ranks form; none where no group does."""
+    largest = max(groups, key=len, default=[])
+    num_ranks = sum(map(len, groups))
+    if 2 * len(largest) <= num_ranks:
+        return []
+    return sorted(rank for group in groups if group is not largest for rank in group)
+
+
+def at_fault(groups: Sequence[Sequence[int]]) -> str:
+    """Return the end of an error that lists ``groups``: which ranks most others differ from; empty for equal halves."""
+    few = minority(groups)
+    return f" (most ranks agree: look at {named_ranks(few)})" if few else ""
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as words: "rank 1", "ranks 0, 2"."""
+    shown = ", ".join(map(str, ranks[:_MOST_NAMED])) + (", …" if len(ranks) > _MOST_NAMED else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def by_rank(values: Sequence[Any], ranks: Sequence[int] | None = None) -> str:
+    """Return what every rank has, ranks that have the same together: "ranks 0, 2: 'exact'; rank 1: 'off'"."""
+    groups = alike(values, ranks)
+    numbers = list(range(len(values)) if ranks is None else ranks)
+    return "; ".join(f"{named_ranks(group)}: {values[numbers.index(group[0])]}" for group in groups)
+
+
+def lists_by_rank(lists: Sequence[Sequence[str]], ranks: Sequence[int] | None = None) -> str:
+    """Return how many entries every rank has, and those that not all of them have; as :func:`by_rank`."""
+    on_all = set.intersection(*map(set, lists))
+
+    def described(entries: Sequence[str]) -> str:
+        others = [entry for entry in entries if entry not in on_all]
+        more = ", …" if len(others) > _MOST_NAMED else ""
+        return f"{len(entries)}" + (f", not on all ranks: {', '.join(others[:_MOST_NAMED])}{more}" if others else "")
+
+    told = [described(entries) for entries in lists]
+    if len(set(told)) == 1:  # the same entries
+        return f"the same {len(lists[0])} in different orders, {'; '.join(map(str, alike(lists, ranks)))}"
+    return by_rank(told, ranks)
