@@ -20,7 +20,7 @@ from zeroresize.utils.json_lines import read_json_lines
 
 
 class Recorder(RunRecord):
-    """See :class:`vit_examples.harness.run_record.RunRecord`.
+    """Writes and shows a run's steps; see :class:`vit_examples.harness.run_record.RunRecord`.
 
     Attributes:
         num_moves: how often layers have moved.
@@ -33,9 +33,9 @@ class Recorder(RunRecord):
             config_to_dict(config),
             f"{config.case.name}, {num_stages} stages, balance {config.balance.mode}",
             folder=folder,
-            files=("metrics", "pipeline"),
+            files={"metrics": ("step", from_step), "pipeline": ("step", from_step)},
             num_steps=config.training.steps,
-            from_step=from_step,
+            num_done=from_step,
             is_shown=config.output.progress,
             console=console,
         )

@@ -25,7 +25,7 @@ from lm_examples.recorder import Recorder
 from vit_examples.harness.all_ranks import do_nothing, of_all_ranks, on_all_ranks
 from vit_examples.harness.begin_run import begin_run
 from vit_examples.harness.checkpoint_files import load_checkpoint
-from vit_examples.recorder import StepClock
+from vit_examples.harness.step_clock import StepClock
 from zeroresize.pipeline import Pipeline, PipelineBalancer, ProfileRecord, RebalancingRecord
 
 SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}

@@ -35,7 +35,7 @@ from vit_examples.harness.all_ranks import leave_together, of_all_ranks
 from vit_examples.harness.checkpoint_files import save_checkpoint
 from vit_examples.harness.program import join, run_program
 from vit_examples.harness.run_folder import checkpoint_folder
-from vit_examples.recorder import num_settling
+from vit_examples.harness.step_clock import num_settling
 from zeroresize.pipeline import clip_grad_norm_
 
 

@@ -30,8 +30,7 @@ from vit_examples.demo_picture import save_picture
 from vit_examples.harness.file_lock import locked
 from vit_examples.harness.run_folder import empty, writable
 from vit_examples.launch import started, train_command
-from vit_examples.recorder import timing
-from vit_examples.step_times import seconds_by_process, timed_steps
+from vit_examples.step_times import seconds_by_process, timed_steps, timing
 from zeroresize.utils.json_lines import read_json_lines
 
 NUM_RANKS = 2

@@ -1,103 +1,29 @@
-"""What a run writes on rank 0: ``metrics.jsonl``, TensorBoard events and ``summary.json`` in its output folder."""
+"""What a run writes and shows on rank 0: lines of steps and epochs, TensorBoard, and of which commit the code is."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import math
-import platform
 import statistics
-import time
+import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
-from vit_examples.code_commit import commit_of_code
 from vit_examples.config import RunConfig
 from vit_examples.config_file import config_to_dict
-from vit_examples.harness.run_folder import writable
-from zeroresize.utils.best_effort import BestEffort
-from zeroresize.utils.event_board import EventBoard
-from zeroresize.utils.json_lines import JsonLines, without_nan
+from vit_examples.harness.run_record import RunRecord
+from vit_examples.launch import ROOT
 
 MOST_RANKS_SHOWN = 16
-_PACKAGES = ("torch", "colossalai", "transformers", "numpy")
+#: Training runs nothing else of the repository.
+_CODE = ("vit_examples", "zeroresize")
 
 
-class SummaryNotWrittenError(OSError):
-    """What a run has come to could not be written; the message has it."""
-
-
-class StepClock:
-    """Seconds of every iteration, by wall clock. A GPU is synchronised at each :meth:`lap`, whose iterations share the
-    time evenly; a CPU needs no synchronisation.
-
-    Args:
-        before: seconds of iterations of earlier processes, one sequence each.
-        since_lap: those of them that no lap was told of yet.
-
-    Attributes:
-        seconds: of this process's iterations.
-        is_of_each: whether they are measured one by one.
-    """
-
-    def __init__(
-        self, device: torch.device, before: Sequence[Sequence[float]] = (), since_lap: Sequence[float] = ()
-    ) -> None:
-        self._is_gpu = device.type == "cuda"
-        self.is_of_each = not self._is_gpu
-        self._before, self._carried = before, list(since_lap)
-        self.seconds: list[float] = []
-        self._pending, self._num_told = 0, 0
-
-    @property
-    def by_process(self) -> list[Sequence[float]]:
-        """Seconds of all iterations, those of this process last."""
-        return [*self._before, self.seconds]
-
-    @property
-    def num_since_lap(self) -> int:
-        """Iterations since the last lap."""
-        return len(self._carried) + len(self.seconds) - self._num_told + self._pending
-
-    def start(self) -> None:
-        """The next iteration begins now, for example after an evaluation."""
-        self._began, self._pending = time.perf_counter(), 0
-
-    def tick(self) -> None:
-        """An iteration is over."""
-        self._pending += 1
-        if not self._is_gpu:
-            self._time_pending()
-
-    def lap(self) -> float:
-        """Mean seconds of the iterations since the last lap; NaN for none."""
-        since = self.since_lap()
-        self._num_told, self._carried = len(self.seconds), []
-        return statistics.fmean(since) if since else math.nan
-
-    def since_lap(self) -> list[float]:
-        """Seconds of the iterations since the last lap; a GPU is synchronised."""
-        if self._pending:  # on a GPU
-            torch.cuda.synchronize()
-            self._time_pending()
-        return self._carried + self.seconds[self._num_told :]
-
-    def _time_pending(self) -> None:
-        now = time.perf_counter()
-        self.seconds += [(now - self._began) / self._pending] * self._pending
-        self._began, self._pending = now, 0
-
-
-class Recorder:
-    """Writes a run's numbers; one line of JSON for each logged step (``kind`` step) and each epoch (``kind`` epoch).
-
-    What cannot be written while training runs is lost, with one warning a file. The ``summary.json`` of an earlier
-    process is deleted, unless nothing is left to train.
+class Recorder(RunRecord):
+    """Writes one line of JSON for each logged step (``kind`` step) and each epoch (``kind`` epoch), and shows epochs.
 
     The ``balance/`` numbers of a step are rank 0's own, so that logging costs no exchange; ``balance-rank<r>.jsonl``
     has every rank's. An epoch has what every rank is relieved of, and the seconds of each of its steps where they are
@@ -106,7 +32,7 @@ class Recorder:
     Args:
         from_epoch: lines of this epoch and later ones, left by an interrupted run, are dropped; 0 starts anew.
         from_step: the optimizer step that goes with it.
-        total_steps: of the whole run; goes into ``config.json`` for those who watch.
+        total_steps: of the whole run.
         commits: of the code that trained before ``from_epoch``.
 
     Attributes:
@@ -117,29 +43,38 @@ class Recorder:
     """
 
     def __init__(
-        self, config: RunConfig, *, from_epoch: int, from_step: int, total_steps: int, commits: Sequence[str] = ()
+        self,
+        config: RunConfig,
+        *,
+        num_ranks: int,
+        from_epoch: int,
+        from_step: int,
+        total_steps: int,
+        commits: Sequence[str] = (),
+        console: Console | None = None,
     ) -> None:
-        self._config = config
-        self._folder = Path(config.output.folder)
-        self._summary = self._folder / "summary.json"
         self._from_step = from_step
         self.commits = list(dict.fromkeys([*commits, commit_of_code()]))  # now: by the end the files may be others
-        described = {**config_to_dict(config), "total_steps": total_steps}
-        metrics = self._folder / "metrics.jsonl"
-        self._metrics = BestEffort(str(metrics))
-        with writable(self._folder):
-            self._lines = JsonLines(metrics, ("epoch", from_epoch - 1))
-            self._board = EventBoard(self._folder / "tensorboard", from_step=from_step)
-            if from_epoch < config.training.epochs:
-                self._summary.unlink(missing_ok=True)
-            (self._folder / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
+        super().__init__(
+            config_to_dict(config),
+            f"{config.host}, {num_ranks} ranks, balance {config.balance.mode}",
+            folder=Path(config.output.folder),
+            files={"metrics": ("epoch", from_epoch - 1)},
+            num_steps=total_steps,
+            num_done=from_step,
+            first_event=from_step,
+            headings=("epoch", "loss", "ms/step", "test accuracy", "work", "slow ranks"),
+            is_shown=config.output.progress,
+            console=console,
+        )
 
-    def step(self, *, epoch: int, step: int, loss: Tensor, lr: float, step_s: float, balance: dict[str, float]) -> None:
-        """One logged step; ``step_s`` is the mean of the steps since the last logged one, in seconds."""
+    def metrics(
+        self, *, epoch: int, step: int, loss: Tensor, lr: float, step_s: float, balance: dict[str, float]
+    ) -> None:
+        """Write one logged step; ``step_s`` is the mean of the steps since the last logged one, in seconds."""
         numbers = {"loss": loss.item(), "lr": lr, "step_s": step_s, **balance}
-        with self._metrics.writing(f"step {step}"):
-            self._lines.write({"kind": "step", "epoch": epoch, "step": step, **numbers})
-        self._show(numbers, "train/", step)
+        self.write("metrics", {"kind": "step", "epoch": epoch, "step": step, **numbers})
+        self.plot(numbers, "train/", step)
 
     def epoch(
         self,
@@ -150,8 +85,8 @@ class Recorder:
         ratios: list[list[float]],
         seconds: Sequence[float] = (),
     ) -> None:
-        """One epoch; ``ratios`` holds for every logged step which share of what its host gave it each rank does not
-        compute (negative where it owns more), ``seconds`` is of each step, if known.
+        """Write one epoch; ``ratios`` holds for every logged step which share of what its host gave it each rank does
+        not compute (negative where it owns more), ``seconds`` is of each step, if known.
 
         The means of ``ratios`` are added as ``ratio_rank<r>`` (on TensorBoard ``epoch/ratio_rank<r>``), of 16 ranks at
         most. ``from_step`` is the first step of this process.
@@ -160,83 +95,52 @@ class Recorder:
         numbers = numbers | {f"ratio_rank{rank}": statistics.mean(own) for rank, own in enumerate(by_rank)}
         line = {"kind": "epoch", "epoch": epoch, "step": step, "from_step": self._from_step, **numbers}
         times = {"seconds": [round(one, 6) for one in seconds]} if seconds else {}
-        with self._metrics.writing(f"step {step}"):
-            self._lines.write({**line, "ratios": ratios, **times})
-        self._show(numbers, "epoch/", step)
+        self.write("metrics", {**line, "ratios": ratios, **times})
+        self.plot(numbers, "epoch/", step)
 
-    def close(self, summary: dict[str, Any]) -> None:
-        """Write ``summary.json``, whole or not at all, with commits, versions and configuration added.
+    def show_epoch(
+        self, epoch: int, loss: float, step_ms: float, accuracy: float, ratios: list[float], slow: list[int]
+    ) -> None:
+        """Show one row, or a line of at most 80 columns; epochs are counted from 1 here, ranks from 0.
 
-        Raises:
-            SummaryNotWrittenError: if it cannot be written.
+        Args:
+            ratios: which share of what its host gave it each rank does not compute; negative for one that owns more.
+                Shown is what is left: its work.
         """
-        self._board.close()
-        with self._metrics.writing("its end"):
-            self._lines.close()
-        commit = " ".join(self.commits)
-        summary = {**summary, "commit": commit, "versions": _versions(), "config": config_to_dict(self._config)}
-        write_summary(self._summary, summary)
+        work = _short([1.0 - ratio for ratio in ratios])
+        cells = (str(epoch), f"{loss:.3f}", f"{step_ms:.0f}", f"{accuracy:.1%}", work, _names(slow))
+        self.row(cells, "epoch {}: loss {}, {} ms/step, acc. {}, work {}, slow {}".format(*cells))
 
-    def _show(self, numbers: dict[str, float], prefix: str, step: int) -> None:
-        for name, value in numbers.items():
-            if not math.isnan(value):
-                self._board.add(name if "/" in name else prefix + name, value, step)
+    def close(self, summary: Mapping[str, Any], table: Table | None = None) -> None:
+        super().close({**summary, "commit": " ".join(self.commits)}, table)
 
 
-def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    """Write what a run has come to, whole or not at all.
+def commit_of_code() -> str:
+    """Return the short hash of the commit that the code is of, with ``-dirty`` where the code differs from it.
 
-    Raises:
-        SummaryNotWrittenError: if it cannot be written; other than telemetry it is what the run was for.
+    Empty where the code is no git checkout, or git is missing.
     """
-    unfinished = path.with_name(f"unfinished-{path.name}")
     try:
-        unfinished.write_text(json.dumps(without_nan(summary), indent=1), encoding="utf-8")
-        unfinished.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        plain = {key: value for key, value in without_nan(summary).items() if not isinstance(value, dict)}
-        raise SummaryNotWrittenError(
-            f"the run is complete, but {path}: cannot be written: {error.strerror}; it would say {json.dumps(plain)}"
-        ) from error
+        _git("ls-files", "--error-unmatch", *_CODE)  # it may lie, untracked, within a repository of something else
+        changes = _git("status", "--porcelain", "--", *_CODE)
+        return _git("rev-parse", "--short", "HEAD") + ("-dirty" if changes else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
-def num_settling(seconds: Sequence[float], settle_steps: int) -> int:
-    """How many first iterations of a process are not timed: ``settle_steps``, but at most half of them."""
-    return min(settle_steps, len(seconds) // 2)
+def _git(*arguments: str) -> str:
+    return subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def timing(
-    by_process: Sequence[Sequence[float]], *, settle_steps: int, batch_size: int, steps_per_epoch: int
-) -> dict[str, float]:
-    """What the seconds of a run's iterations say of its speed; NaN where there are none.
-
-    ``step_ms`` is their median, an undisturbed step, and ``mean_step_ms`` their mean, which also holds the steps before
-    a plan follows a straggler. ``images_per_s`` and ``epoch_s``, the seconds of training of an epoch without evaluation
-    and checkpoints, come from the mean.
-
-    Args:
-        by_process: one sequence for each process that trained a part of the run.
-        settle_steps: so many first iterations of each, at most half, are left out.
-    """
-    settled = [one for seconds in by_process for one in seconds[num_settling(seconds, settle_steps) :]] or [math.nan]
-    mean_s = statistics.fmean(settled)
-    return {
-        "step_ms": 1e3 * statistics.median(settled),
-        "mean_step_ms": 1e3 * mean_s,
-        "images_per_s": batch_size / mean_s,
-        "epoch_s": mean_s * steps_per_epoch,
-    }
+def _short(work: list[float]) -> str:
+    """Of two ranks each one's, of more that of the only one that has another than 1, or the range."""
+    others = [rank for rank, share in enumerate(work) if share != 1.0]
+    if len(work) <= 2:
+        return " ".join(f"{share:.2f}" for share in work) or "–"
+    if len(others) > 1:
+        return f"{min(work):.2f}–{max(work):.2f}"
+    return f"{work[others[0]]:.2f} on {others[0]}" if others else "1.00"
 
 
-def _versions() -> dict[str, str]:
-    from zeroresize import __version__
-
-    versions = {"python": platform.python_version(), "zeroresize": __version__}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
+def _names(ranks: list[int]) -> str:
+    return f"{len(ranks)} ranks" if len(ranks) > 3 else " ".join(map(str, ranks)) or "–"

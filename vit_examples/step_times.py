@@ -1,11 +1,15 @@
-"""How long the steps of a run took, from the lines of its ``metrics.jsonl``."""
+"""How long the steps of a run took, from the lines of its ``metrics.jsonl``, and what that says of its speed."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
+
+from vit_examples.harness.step_clock import num_settling
 
 
 @dataclass(frozen=True)
@@ -53,3 +57,26 @@ def seconds_by_process(steps: Sequence[TimedSteps]) -> list[list[float]]:
         [timed.seconds for timed in of_process for _ in range(timed.end - timed.begin) if timed.seconds is not None]
         for _, of_process in by_process
     ]
+
+
+def timing(
+    by_process: Sequence[Sequence[float]], *, settle_steps: int, batch_size: int, steps_per_epoch: int
+) -> dict[str, float]:
+    """What the seconds of a run's iterations say of its speed; NaN where there are none.
+
+    ``step_ms`` is their median, an undisturbed step, and ``mean_step_ms`` their mean, which also holds the steps before
+    a plan follows a straggler. ``images_per_s`` and ``epoch_s``, the seconds of training of an epoch without evaluation
+    and checkpoints, come from the mean.
+
+    Args:
+        by_process: one sequence for each process that trained a part of the run.
+        settle_steps: so many first iterations of each, at most half, are left out.
+    """
+    settled = [one for seconds in by_process for one in seconds[num_settling(seconds, settle_steps) :]] or [math.nan]
+    mean_s = statistics.fmean(settled)
+    return {
+        "step_ms": 1e3 * statistics.median(settled),
+        "mean_step_ms": 1e3 * mean_s,
+        "images_per_s": batch_size / mean_s,
+        "epoch_s": mean_s * steps_per_epoch,
+    }

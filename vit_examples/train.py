@@ -15,7 +15,7 @@ import signal
 import statistics
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -39,14 +39,15 @@ from vit_examples.checkpoint import Progress, SavedState, layout_of
 from vit_examples.config import RunConfig
 from vit_examples.config_file import READER
 from vit_examples.data import Split, load_splits, num_batches, test_batches, training_batches
-from vit_examples.display import Display
 from vit_examples.dry_run import dry_run
 from vit_examples.harness.checkpoint_files import save_checkpoint
 from vit_examples.harness.program import run_program
 from vit_examples.harness.run_folder import checkpoint_folder, checkpoint_to_resume, claimed, timed_settings
+from vit_examples.harness.step_clock import StepClock
 from vit_examples.host import Host
 from vit_examples.model import classification_loss, num_correct
-from vit_examples.recorder import Recorder, StepClock, timing
+from vit_examples.recorder import Recorder
+from vit_examples.step_times import timing
 from vit_examples.straggling import stragglers
 
 
@@ -129,6 +130,7 @@ def _prepare(config: RunConfig, *, resume: bool) -> Run:
     if host.rank == 0:
         run.recorder = Recorder(
             config,
+            num_ranks=host.num_ranks,
             from_epoch=progress.epochs,
             from_step=progress.steps,
             total_steps=run.total_steps,
@@ -140,21 +142,16 @@ def _prepare(config: RunConfig, *, resume: bool) -> Run:
 def train(run: Run) -> dict[str, Any]:
     """All epochs that are left; returns (on every rank) the summary that rank 0 writes."""
     config, host = run.config, run.host
-    title = f"{config.host}, {host.num_ranks} ranks, balance {config.balance.mode}"
-    shown = run.recorder is not None and config.output.progress
     accuracy = math.nan
-    with (
-        stragglers(config.straggler, host, run.balancer) as slow,
-        Display(title, run.total_steps, done_steps=run.progress.steps, enabled=shown) as display,
-    ):
+    with stragglers(config.straggler, host, run.balancer) as slow, run.recorder or nullcontext():
         for epoch in range(run.progress.epochs, config.training.epochs):
             slow.set_epoch(epoch)
-            loss = train_epoch(run, epoch, display)
+            loss = train_epoch(run, epoch)
             if config.balance.iters_per_epoch is None:
                 run.balancer.epoch_end()
             run.balance_log.epoch(run.balancer)
             accuracy = evaluate(run)
-            report_epoch(run, epoch, loss, accuracy, display)
+            report_epoch(run, epoch, loss, accuracy)
             run.progress = Progress(epoch + 1, run.progress.steps + run.steps_per_epoch)
             if config.output.save_every and (epoch + 1) % config.output.save_every == 0:
                 progress = dataclasses.replace(
@@ -191,7 +188,7 @@ def train(run: Run) -> dict[str, Any]:
     return summary
 
 
-def train_epoch(run: Run, epoch: int, display: Display) -> float:
+def train_epoch(run: Run, epoch: int) -> float:
     """Train on every batch of an epoch; returns the mean loss.
 
     Logged are one step in ``output.log_every``, and the last: so the times that are logged hold every step.
@@ -212,13 +209,14 @@ def train_epoch(run: Run, epoch: int, display: Display) -> float:
         host.step()
         run.balancer.step()
         run.clock.tick()
-        display.step(epoch + 1)
+        if run.recorder is not None:
+            run.recorder.step(f"epoch {epoch + 1}")
         if (step + 1) % log_every == 0 or number + 1 == run.steps_per_epoch:
             step_s = run.clock.lap()
             balance = run.balancer.metrics()
             run.trace.append(balance["balance/relieved"])
             if run.recorder is not None:
-                run.recorder.step(epoch=epoch, step=step, loss=losses[-1], lr=lr, step_s=step_s, balance=balance)
+                run.recorder.metrics(epoch=epoch, step=step, loss=losses[-1], lr=lr, step_s=step_s, balance=balance)
     return torch.stack(losses).mean().item()
 
 
@@ -246,7 +244,7 @@ def evaluate(run: Run) -> float:
     return correct.item() / len(run.test)
 
 
-def report_epoch(run: Run, epoch: int, loss: float, accuracy: float, display: Display) -> None:
+def report_epoch(run: Run, epoch: int, loss: float, accuracy: float) -> None:
     """Bring the ranks' ratios together and write and show the epoch; collective."""
     of_this_rank = (run.trace, run.balancer.metrics()["balance/is_straggler"] > 0)
     gathered: list[Any] = [None] * run.host.num_ranks
@@ -261,7 +259,7 @@ def report_epoch(run: Run, epoch: int, loss: float, accuracy: float, display: Di
     numbers = {"loss": loss, "step_ms": step_ms, "mean_step_ms": mean_step_ms, "test_accuracy": accuracy}
     each = seconds if run.clock.is_of_each else []
     run.recorder.epoch(epoch=epoch, step=last_step, numbers=numbers, ratios=ratios, seconds=each)
-    display.epoch(epoch + 1, loss, step_ms, accuracy, ratios[-1] if ratios else [], slow_ranks)
+    run.recorder.show_epoch(epoch + 1, loss, step_ms, accuracy, ratios[-1] if ratios else [], slow_ranks)
 
 
 def learning_rate(run: Run, step: int) -> float:

@@ -20,7 +20,7 @@ from zeroresize.policy.strategy.costs.search import SearchResult
 
 
 class Recorder(RunRecord):
-    """See :class:`vit_examples.harness.run_record.RunRecord`."""
+    """Writes and shows a run's steps; see :class:`vit_examples.harness.run_record.RunRecord`."""
 
     def __init__(
         self, config: RunConfig, choice: Choice, *, num_ranks: int, from_step: int, console: Console | None = None
@@ -31,9 +31,9 @@ class Recorder(RunRecord):
             config_to_dict(config),
             f"{num_ranks} ranks, {words}, the optimizer's strategy {choice.optimizer_strategy}",
             folder=Path(config.output.folder),
-            files=("metrics",),
+            files={"metrics": ("step", from_step)},
             num_steps=config.training.steps,
-            from_step=from_step,
+            num_done=from_step,
             is_shown=config.output.progress,
             console=console,
         )

@@ -12,8 +12,8 @@ import numpy as np
 from scripts.report.files import files_of_ranks, read_columns, read_metrics, read_records, read_values, section_of
 from vit_examples.balance_log import mean_of_plans, plan_begins
 from vit_examples.config import OutputConfig
-from vit_examples.recorder import num_settling, timing
-from vit_examples.step_times import TimedSteps, seconds_by_process, timed_steps
+from vit_examples.harness.step_clock import num_settling
+from vit_examples.step_times import TimedSteps, seconds_by_process, timed_steps, timing
 
 #: What becomes of a rank's work, in parts of its products at even shares: computed of what its host gave it, lent,
 #: dropped, owned by others by now; owned of others' by now, borrowed.

@@ -11,8 +11,8 @@ from lm_examples.build import build_layers, num_parameters
 from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.run import prepare
 from lm_examples.train import train
-from vit_examples import recorder
 from vit_examples.harness import checkpoint_files as checkpoints
+from vit_examples.harness import step_clock
 from zeroresize.pipeline import LayerProfiler
 from zeroresize.utils.json_lines import read_json_lines
 
@@ -63,7 +63,7 @@ def test_a_line_tells_the_mean_of_all_its_steps_also_of_those_before_a_resume(ru
 
     def run(rank, group, config, resume=False):
         keep_time()
-        recorder.time = pace.time
+        step_clock.time = pace.time
         run = prepare(config, text_of(), group, resume=resume)
         with run.held:
             train(run)

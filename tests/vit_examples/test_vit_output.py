@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import math
+import re
 import shutil
 import subprocess
 import time
@@ -17,21 +17,28 @@ import numpy
 import pytest
 import torch
 from helpers.faults import files_of_at_most
-from helpers.virtual_training import FakeTime
 from rich.console import Console
 
 pytest.importorskip("tensorboard")
 
-from vit_examples import code_commit, host, recorder
+from vit_examples import host, recorder
 from vit_examples.balance_log import BalanceLog
-from vit_examples.code_commit import commit_of_code
 from vit_examples.config import OutputConfig, RunConfig, TrainingConfig
-from vit_examples.display import Display
 from vit_examples.harness import all_ranks
-from vit_examples.recorder import Recorder, timing
+from vit_examples.recorder import Recorder, commit_of_code
 from zeroresize.utils.json_lines import read_json_lines
 
 MANY = [0.5, 0.25, *[0.0] * 6]
+
+
+def recorder_in(
+    folder: Path, from_epoch: int = 0, *, console: Console | None = None, is_shown: bool = True
+) -> Recorder:
+    """The recorder of a run of 8 steps on two ranks, 4 steps an epoch."""
+    config = RunConfig(host="torch", output=OutputConfig(folder=str(folder), progress=is_shown))
+    return Recorder(
+        config, num_ranks=2, from_epoch=from_epoch, from_step=4 * from_epoch, total_steps=8, console=console
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,28 +53,34 @@ MANY = [0.5, 0.25, *[0.0] * 6]
         ([], [], "work –, slow –"),
     ],
 )
-def test_a_log_file_gets_one_short_line_an_epoch(ratios: list[float], slow: list[int], end: str) -> None:
+def test_a_log_file_gets_one_short_line_an_epoch(
+    tmp_path: Path, ratios: list[float], slow: list[int], end: str
+) -> None:
     stream = io.StringIO()
-    with Display("title", 10, done_steps=0, enabled=True, console=Console(file=stream)) as display:
-        display.step(1)
-        display.epoch(150, 2.3456, 12345.0, 1.0, ratios, slow)
+    with recorder_in(tmp_path, console=Console(file=stream)) as written:
+        written.step("epoch 1")
+        written.show_epoch(150, 2.3456, 12345.0, 1.0, ratios, slow)
     said = stream.getvalue()
-    assert said == f"title\nepoch 150: loss 2.346, 12345 ms/step, acc. 100.0%, {end}\n"
+    assert said == f"torch, 2 ranks, balance off\nepoch 150: loss 2.346, 12345 ms/step, acc. 100.0%, {end}\n"
     assert max(map(len, said.splitlines())) <= 80
 
 
-def test_a_row_of_a_terminals_table_fits_80_columns() -> None:
+def test_a_row_of_a_terminals_table_fits_80_columns(tmp_path: Path) -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=80, color_system=None)
-    with Display("title", 10, done_steps=0, enabled=True, console=console) as display:
-        display.epoch(150, 2.3456, 12345.0, 1.0, MANY, list(range(8)))
+    with recorder_in(tmp_path, console=console) as written:
+        written.step("epoch 150")
+        written.show_epoch(150, 2.3456, 12345.0, 1.0, MANY, list(range(8)))
     assert "│   150 │ 2.346 │   12345 │        100.0% │ 0.50–1.00 │    8 ranks │" in stream.getvalue()
+    assert "torch, 2 ranks, balance off" in stream.getvalue()
+    assert re.search(r"^epoch 150 .* 1/8 ", stream.getvalue(), re.M)
 
 
-def test_a_display_that_is_off_says_nothing() -> None:
+def test_a_display_that_is_off_says_nothing(tmp_path: Path) -> None:
     stream = io.StringIO()
-    with Display("title", 10, done_steps=0, enabled=False, console=Console(file=stream)) as display:
-        display.epoch(1, 1.0, 1.0, 1.0, [0.0], [])
+    with recorder_in(tmp_path, console=Console(file=stream), is_shown=False) as written:
+        written.step("epoch 1")
+        written.show_epoch(1, 1.0, 1.0, 1.0, [0.0], [])
     assert stream.getvalue() == ""
 
 
@@ -76,7 +89,7 @@ def test_an_epoch_records_the_mean_ratio_of_each_rank(tmp_path: Path, num_ranks:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = RunConfig(output=OutputConfig(folder=str(tmp_path)))
-    written = Recorder(config, from_epoch=0, from_step=0, total_steps=2)
+    written = Recorder(config, num_ranks=2, from_epoch=0, from_step=0, total_steps=2)
     ratios = [[0.0, 0.25] + [0.0] * (num_ranks - 2), [0.0, 0.75] + [0.0] * (num_ranks - 2)]
     written.epoch(epoch=0, step=1, numbers={"loss": 1.0}, ratios=ratios)
     written.close({})
@@ -88,69 +101,20 @@ def test_an_epoch_records_the_mean_ratio_of_each_rank(tmp_path: Path, num_ranks:
 
 
 def test_an_epoch_without_logged_steps_has_no_ratios(tmp_path: Path) -> None:
-    written = Recorder(RunConfig(output=OutputConfig(folder=str(tmp_path))), from_epoch=0, from_step=0, total_steps=2)
+    written = Recorder(
+        RunConfig(output=OutputConfig(folder=str(tmp_path))), num_ranks=2, from_epoch=0, from_step=0, total_steps=2
+    )
     written.epoch(epoch=0, step=1, numbers={"loss": 1.0}, ratios=[])
     written.close({})
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert line == {"kind": "epoch", "epoch": 0, "step": 1, "from_step": 0, "loss": 1.0, "ratios": []}
 
 
-def test_a_runs_speed_is_that_of_all_settled_steps_and_its_median_that_of_an_undisturbed_one() -> None:
-    """Ten steps that warm up, then 90, of which 9 wait for a straggler."""
-    seconds = [5.0] * 10 + [1.0] * 9 + [0.1] * 81
-    assert timing([seconds], settle_steps=10, batch_size=38, steps_per_epoch=50) == {
-        "step_ms": pytest.approx(100),
-        "mean_step_ms": pytest.approx(190),
-        "images_per_s": pytest.approx(200),
-        "epoch_s": pytest.approx(9.5),
-    }
-    assert timing([[3.0, 1.0]], settle_steps=10, batch_size=1, steps_per_epoch=1)["mean_step_ms"] == 1000
-    assert all(map(math.isnan, timing([[]], settle_steps=10, batch_size=1, steps_per_epoch=1).values()))
-
-
-def test_the_first_steps_of_every_process_are_left_out_of_a_runs_speed() -> None:
-    """One that was killed, one that hardly got anywhere, and one that went on; starting takes 9 s and 3 s a step."""
-    pieces = [[9.0, 3.0, 0.2, 0.3], [9.0, 0.1], [9.0, 3.0, 0.1, 0.1, 0.2]]
-    speed = timing(pieces, settle_steps=2, batch_size=2, steps_per_epoch=10)
-    assert speed["mean_step_ms"] == pytest.approx(1e3 * 1.0 / 6)
-    assert speed["step_ms"] == pytest.approx(150)
-    assert speed["images_per_s"] == pytest.approx(12)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_lap_is_the_mean_of_the_steps_since_the_last(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """On a GPU, where work ends at synchronisations only, of which there is one a lap."""
-    passed, synchronised = FakeTime(), []
-    monkeypatch.setattr(recorder, "time", SimpleNamespace(perf_counter=passed.clock))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: synchronised.append(passed.now_s))
-    clock = recorder.StepClock(torch.device(device))
-    laps = []
-    clock.start()
-    for lap in ([1.0, 2.0, 6.0], [4.0]):
-        for seconds in lap:
-            passed.sleep(seconds)
-            clock.tick()
-        laps.append(clock.lap())
-    passed.sleep(100.0)  # an evaluation
-    clock.start()
-    passed.sleep(5.0)
-    clock.tick()
-    assert [*laps, clock.lap()] == [3.0, 4.0, 5.0]
-    assert math.isnan(clock.lap())
-    assert clock.seconds == ([1.0, 2.0, 6.0, 4.0, 5.0] if device == "cpu" else [3.0, 3.0, 3.0, 4.0, 5.0])
-    assert synchronised == ([] if device == "cpu" else [9.0, 13.0, 118.0])
-
-
-def test_a_lap_goes_on_with_steps_of_an_earlier_process() -> None:
-    clock = recorder.StepClock(torch.device("cpu"), since_lap=[1.0, 3.0])
-    assert clock.num_since_lap == 2 and clock.since_lap() == [1.0, 3.0]
-    assert clock.lap() == 2.0 and clock.num_since_lap == 0 and clock.seconds == []
-    assert math.isnan(clock.lap())
-
-
 def test_a_summary_tells_the_commit_that_the_run_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "commit_of_code", lambda: "abc1234")
-    written = Recorder(RunConfig(output=OutputConfig(folder=str(tmp_path))), from_epoch=0, from_step=0, total_steps=2)
+    written = Recorder(
+        RunConfig(output=OutputConfig(folder=str(tmp_path))), num_ranks=2, from_epoch=0, from_step=0, total_steps=2
+    )
     monkeypatch.setattr(recorder, "commit_of_code", lambda: "def5678")
     written.close({"steps": 2})
     assert json.loads((tmp_path / "summary.json").read_text())["commit"] == "abc1234"
@@ -162,7 +126,7 @@ def test_a_run_that_was_resumed_tells_the_commits_of_all_its_pieces(
 ) -> None:
     monkeypatch.setattr(recorder, "commit_of_code", lambda: "def5678")
     config = RunConfig(output=OutputConfig(folder=str(tmp_path)))
-    Recorder(config, from_epoch=1, from_step=2, total_steps=4, commits=before).close({})
+    Recorder(config, num_ranks=2, from_epoch=1, from_step=2, total_steps=4, commits=before).close({})
     assert json.loads((tmp_path / "summary.json").read_text())["commit"] == expected
 
 
@@ -172,33 +136,18 @@ def test_a_run_that_goes_on_has_no_summary_of_before_and_one_that_is_finished_ke
 ) -> None:
     config = RunConfig(output=OutputConfig(folder=str(tmp_path)), training=TrainingConfig(epochs=3))
     (tmp_path / "summary.json").write_text("{}")
-    Recorder(config, from_epoch=from_epoch, from_step=from_epoch, total_steps=3)
+    Recorder(config, num_ranks=2, from_epoch=from_epoch, from_step=from_epoch, total_steps=3)
     assert (tmp_path / "summary.json").exists() == stays
 
 
-def test_the_clock_of_a_resumed_run_has_the_iterations_before_it_and_laps_of_its_own() -> None:
-    clock = recorder.StepClock(torch.device("cpu"), before=[[8.0, 8.0], [9.0]])
-    assert math.isnan(clock.lap())
-    clock.start()
-    clock.tick()
-    assert len(clock.seconds) == 1
-    assert clock.by_process == [[8.0, 8.0], [9.0], clock.seconds]
-    assert clock.lap() < 1.0
-
-
 # ---- a disk that is full, files of others ---------------------------------------------------------------------------
-
-
-def recorder_in(folder: Path, from_epoch: int = 0) -> Recorder:
-    config = RunConfig(output=OutputConfig(folder=str(folder)))
-    return Recorder(config, from_epoch=from_epoch, from_step=4 * from_epoch, total_steps=8)
 
 
 def test_numbers_that_cannot_be_written_end_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     written = recorder_in(tmp_path)
     with files_of_at_most(0):
         for step in range(3):
-            written.step(epoch=0, step=step, loss=torch.tensor(1.0), lr=0.1, step_s=1.0, balance={})
+            written.metrics(epoch=0, step=step, loss=torch.tensor(1.0), lr=0.1, step_s=1.0, balance={})
         written.epoch(epoch=0, step=2, numbers={"loss": 1.0}, ratios=[])
     written.epoch(epoch=1, step=3, numbers={"loss": 1.0}, ratios=[])
     written.close({"steps": 3})
@@ -209,10 +158,10 @@ def test_numbers_that_cannot_be_written_end_no_training(tmp_path: Path, caplog: 
     assert f"TensorBoard's {tmp_path}/tensorboard is incomplete from step 0 on: " in caplog.text
 
 
-def test_lines_that_cannot_be_shown_end_no_training(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_that_cannot_be_shown_end_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Path("/dev/full").open("w") as full:
-        with Display("title", 10, done_steps=0, enabled=True, console=Console(file=full)) as display:
-            display.epoch(1, 1.0, 1.0, 1.0, [0.0], [])
+        with recorder_in(tmp_path, console=Console(file=full)) as written:
+            written.show_epoch(1, 1.0, 1.0, 1.0, [0.0], [])
         with suppress(OSError):
             full.close()
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith("what is shown of this run is incomplete")
@@ -265,7 +214,7 @@ def git(folder: Path, *arguments: str) -> str:
 def test_the_commit_is_that_of_the_code_and_dirty_where_the_code_was_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(code_commit, "ROOT", tmp_path)
+    monkeypatch.setattr(recorder, "ROOT", tmp_path)
     for package in ("vit_examples", "zeroresize"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "code.py").write_text("1")

@@ -32,12 +32,14 @@ from rich.console import Console
 
 import vit_examples.train
 import zeroresize as zr
-from vit_examples import demo, recorder
+from vit_examples import demo
 from vit_examples.checkpoint import EPOCHS, Progress
 from vit_examples.config_file import config_to_dict, load_config
 from vit_examples.data import Split
+from vit_examples.harness import step_clock
 from vit_examples.harness.run_folder import changed_settings, checkpoint_to_resume, timed_settings
-from vit_examples.step_times import seconds_by_process, timed_steps
+from vit_examples.recorder import Recorder
+from vit_examples.step_times import seconds_by_process, timed_steps, timing
 from vit_examples.train import Run, train_epoch
 from zeroresize.utils.json_lines import read_json_lines
 
@@ -243,7 +245,7 @@ def test_not_everybody_may_write_to_what_a_run_makes_whatever_the_umask(pictures
 
 def test_a_summary_that_cannot_be_written_ends_the_run_with_one_line(pictures: Path, tmp_path: Path) -> None:
     arguments = micro_arguments(pictures, tmp_path / "run", "host=torch", "training.epochs=1")
-    run = forked_training(arguments, tmp_path / "said", lambda: full_when(recorder.Recorder, "close"))
+    run = forked_training(arguments, tmp_path / "said", lambda: full_when(Recorder, "close"))
     assert run.returncode == 1, run.stderr
     summary = tmp_path / "run" / "summary.json"
     assert f"error: the run is complete, but {summary}: cannot be written: File too large" in run.stderr
@@ -459,7 +461,7 @@ def test_the_steps_in_all_are_those_done_and_those_left() -> None:
 def test_logged_times_hold_every_step(monkeypatch: pytest.MonkeyPatch, num_epochs_before: int) -> None:
     """Also those right after an update, which no logged step follows, and those at the end of an epoch of 7 steps."""
     passed, steps_s, logged = FakeTime(), [1.0, 4.0, 1.0, 5.0, 1.0, 1.0, 3.0], []
-    monkeypatch.setattr(recorder, "time", SimpleNamespace(perf_counter=passed.clock))
+    monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=passed.clock))
     monkeypatch.setattr("vit_examples.train.backward", lambda *_: torch.zeros(()))
     config = load_config("demo", ["output.log_every=3", "training.batch_size=8", "data.train_size=56"])
     remaining_s = iter(steps_s * 2)
@@ -467,15 +469,16 @@ def test_logged_times_hold_every_step(monkeypatch: pytest.MonkeyPatch, num_epoch
         model=torch.nn.Linear(1, 1), set_lr=lambda lr: None, step=lambda: passed.sleep(next(remaining_s))
     )
     balancer: Any = SimpleNamespace(step=lambda: None, metrics=lambda: {"balance/ratio": 0.0, "balance/relieved": 0.0})
-    log: Any = SimpleNamespace(step=lambda **line: logged.append((line["step"], line["step_s"])))
-    display: Any = SimpleNamespace(step=lambda epoch: None)
+    log: Any = SimpleNamespace(
+        metrics=lambda **line: logged.append((line["step"], line["step_s"])), step=lambda description: None
+    )
     split = Split(torch.zeros(56, 3, 32, 32, dtype=torch.uint8), torch.zeros(56, dtype=torch.int64))
-    clock = recorder.StepClock(torch.device("cpu"))
+    clock = step_clock.StepClock(torch.device("cpu"))
     anything: Any = None
     progress = Progress(num_epochs_before, 7 * num_epochs_before)
     run = Run(config, host, balancer, split, split, progress, clock, anything, log)
     for epoch in range(num_epochs_before, 2):
-        train_epoch(run, epoch, display)
+        train_epoch(run, epoch)
         run.progress = Progress(epoch + 1, run.progress.steps + 7)
         passed.sleep(100.0)  # an evaluation
     first = [(2, 2.0), (5, 7 / 3), (6, 3.0)]
@@ -492,7 +495,7 @@ def test_the_time_of_each_step_is_kept(pictures: Path, finished_runs: dict[str, 
     logged = [line["step_s"] for line in lines_of(output, "step")]
     assert kept == [pytest.approx(logged, abs=1e-6)]
     summary = json.loads((output / "summary.json").read_text())
-    speed = recorder.timing(kept, settle_steps=20, batch_size=1, steps_per_epoch=1)
+    speed = timing(kept, settle_steps=20, batch_size=1, steps_per_epoch=1)
     for name in ("step_ms", "mean_step_ms"):
         assert speed[name] == pytest.approx(summary[name], abs=1e-3)
 

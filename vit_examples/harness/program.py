@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from vit_examples.harness.config_reader import ConfigReader
 from vit_examples.harness.interruption import ended_by_interrupt, how_to_go_on
 from vit_examples.harness.mistakes import refuse
-from vit_examples.recorder import SummaryNotWrittenError
+from vit_examples.harness.run_record import SummaryNotWrittenError
 
 _Config = TypeVar("_Config")
 _Run = TypeVar("_Run", bound="Trainable")
