@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -12,7 +13,7 @@ from typing import Any, get_args
 from lm_examples.cases import CASES, case_class
 from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.gpt import ModelConfig
-from vit_examples.harness.sections import LONGEST_TIMEOUT_S, CommonOutputConfig, StepTrainingConfig
+from vit_examples.harness.sections import LONGEST_TIMEOUT_S, CommonOutputConfig, StepTrainingConfig, each_at_least
 from zeroresize.injection.schedule import checked_chi
 from zeroresize.pipeline import CommandHook, Repack
 from zeroresize.plan.partition import Partition
@@ -24,6 +25,14 @@ SCHEDULES = ("1f1b", "gpipe")
 BOUNDARIES = ("uniform", "parameters")
 #: Values of a byte, which are the tokens.
 NUM_BYTES = 256
+
+
+def require_bytes(vocabulary: int) -> None:
+    """Raise ValueError where a model's vocabulary has no room for the bytes that are the tokens."""
+    if vocabulary < NUM_BYTES:
+        raise ValueError(
+            f"model.vocabulary={vocabulary} is not allowed: tokens are bytes, so at least {NUM_BYTES} are needed"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +70,7 @@ class TrainingConfig(StepTrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("batch_size", "micro_batches"):
-            at_least(f"training.{key}", getattr(self, key), 1)
+        each_at_least("training", self, ("batch_size", "micro_batches"), 1)
         divides("training.batch_size", self.batch_size, "training.micro_batches", self.micro_batches)
 
 
@@ -184,6 +192,10 @@ class CaseConfig:
         if self.options is None:
             object.__setattr__(self, "options", case_class(self.name).Options())
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values: the options stand beside the name."""
+        return {"name": self.name, **dataclasses.asdict(self.options)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerConfig:
@@ -253,12 +265,7 @@ class RunConfig:
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def __post_init__(self) -> None:
-        if self.model.vocabulary < NUM_BYTES:
-            raise ValueError(
-                f"model.vocabulary={self.model.vocabulary} is not allowed: tokens are bytes, so at least {NUM_BYTES} "
-                "are needed"
-            )
-
+        require_bytes(self.model.vocabulary)
         if self.repack.is_on and not self.balance.is_on:
             raise ValueError("repack.mode=on goes with balance.mode=on")
         if self.repack.is_on and self.repack.max_slowdown is None and self.balance.memory_limits is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,13 @@ from lm_examples.gpt import ModelConfig
 from vit_examples.harness.config_reader import ConfigReader, Flag, fields_of
 from zeroresize.utils.value_checks import known_keys, one_of
 
-
-def config_to_dict(config: RunConfig) -> dict[str, Any]:
-    """Return plain values that ``config_from_dict`` reads back."""
-    values = dataclasses.asdict(config)
-    return {**values, "case": {"name": config.case.name, **values["case"]["options"]}}
+#: Short forms of ``--set`` of a program that trains on text, step by step.
+STEP_FLAGS = {
+    "steps": Flag("training.steps", "training.steps", int),
+    "data": Flag("data.folder", "data.folder: text to train on"),
+    "output": Flag("output.folder", "output.folder"),
+    "seed": Flag("training.seed", "training.seed", int),
+}
 
 
 def _case_from(values: Any) -> CaseConfig:
@@ -66,17 +67,10 @@ READER = ConfigReader(
     flags={
         "case": Flag("case.name", f"case.name: one of {', '.join(CASES)}"),
         "mode": Flag("balance.mode", "balance.mode: on or off"),
-        "steps": Flag("training.steps", "training.steps", int),
-        "data": Flag("data.folder", "data.folder: text to train on"),
-        "output": Flag("output.folder", "output.folder"),
-        "seed": Flag("training.seed", "training.seed", int),
+        **STEP_FLAGS,
     },
     read_section={"case": _case_from},
     deciding={"case.name": "none"},
 )
 
-argument_parser = READER.argument_parser
-config_from_arguments = READER.from_arguments
 load_config = READER.load
-config_from_dict = READER.from_dict
-available_configs = READER.available

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vit_examples.harness.sections import each_at_least
 from zeroresize.utils.value_checks import at_least, divides
 
 
@@ -33,8 +34,7 @@ class ModelConfig:
     vocabulary: int = 256
 
     def __post_init__(self) -> None:
-        for key in ("num_blocks", "hidden_size", "num_heads", "context", "vocabulary"):
-            at_least(f"model.{key}", getattr(self, key), 1)
+        each_at_least("model", self, ("num_blocks", "hidden_size", "num_heads", "context", "vocabulary"), 1)
         if self.mlp_size is None:
             object.__setattr__(self, "mlp_size", 4 * self.hidden_size)
         at_least("model.mlp_size", self.mlp_size, 1)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vit_examples.harness.sections import each_at_least
 from zeroresize.layers.segment import Segment
 from zeroresize.strategy.packed import Packed
 from zeroresize.utils.value_checks import at_least, divides, number
@@ -53,8 +54,7 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
-        for key in ("num_blocks", "hidden_size", "num_heads", "num_kv_heads", "vocabulary"):
-            at_least(f"model.{key}", getattr(self, key), 1)
+        each_at_least("model", self, ("num_blocks", "hidden_size", "num_heads", "num_kv_heads", "vocabulary"), 1)
         number("model.rotary_base", self.rotary_base, least=1.0)
         if self.mlp_size is None:
             size = math.ceil(self.hidden_size * 8 / 3 / _MLP_MULTIPLE) * _MLP_MULTIPLE

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lm_examples.config import RunConfig
-from lm_examples.config_file import config_to_dict
+from lm_examples.config_file import READER
 from vit_examples.harness.run_record import RunRecord
 from zeroresize.pipeline import ProfileRecord, RebalancingRecord
 from zeroresize.plan.partition import Partition
@@ -30,7 +30,7 @@ class Recorder(RunRecord):
     def __init__(self, config: RunConfig, *, num_stages: int, from_step: int, console: Console | None = None) -> None:
         folder = Path(config.output.folder)
         super().__init__(
-            config_to_dict(config),
+            READER.to_dict(config),
             f"{config.case.name}, {num_stages} stages, balance {config.balance.mode}",
             folder=folder,
             files={"metrics": ("step", from_step), "pipeline": ("step", from_step)},

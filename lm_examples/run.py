@@ -18,7 +18,7 @@ from lm_examples.build import build_layers, first_boundaries
 from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.checkpoint import SavedState, Unwritten
 from lm_examples.config import RunConfig
-from lm_examples.config_file import config_to_dict
+from lm_examples.config_file import READER
 from lm_examples.data import Batches, Text, batches_of
 from lm_examples.pace import Pace
 from lm_examples.recorder import Recorder
@@ -97,7 +97,7 @@ def prepare(config: RunConfig, text: Text, process_group: ProcessGroup, *, resum
     config.validate_stages(dist.get_world_size(process_group))
     begun = begin_run(
         config,
-        config_to_dict(config),
+        READER.to_dict(config),
         text.digest,
         process_group,
         layout=layout_of(config),
@@ -122,7 +122,7 @@ def prepare(config: RunConfig, text: Text, process_group: ProcessGroup, *, resum
 
 def layout_of(config: RunConfig) -> dict[str, Any]:
     """What a checkpoint's tensors depend on; as JSON has it."""
-    values = config_to_dict(config)
+    values = READER.to_dict(config)
     layout = {"model": values["model"], "dtype": config.training.dtype, "case": values["case"]}
     return json.loads(json.dumps(layout))
 

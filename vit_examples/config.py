@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vit_examples.harness.sections import LONGEST_TIMEOUT_S, CommonOutputConfig
+from vit_examples.harness.sections import LONGEST_TIMEOUT_S, CommonOutputConfig, each_at_least
 from zeroresize.config import BalanceConfig
 from zeroresize.injection.schedule import KINDS, SCHEDULES, SCOPES, checked_chi, round_robin
 from zeroresize.utils.value_checks import at_least, divides, is_bool, number, one_of
@@ -136,10 +136,8 @@ class TrainingConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for key in ("epochs", "batch_size", "accumulation"):
-            at_least(f"training.{key}", getattr(self, key), 1)
-        for key in ("warmup_steps", "seed"):
-            at_least(f"training.{key}", getattr(self, key), 0)
+        each_at_least("training", self, ("epochs", "batch_size", "accumulation"), 1)
+        each_at_least("training", self, ("warmup_steps", "seed"), 0)
         if self.max_steps_per_epoch is not None:
             at_least("training.max_steps_per_epoch", self.max_steps_per_epoch, 1)
         for key in ("weight_decay", "grad_clip"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,6 @@ from vit_examples.harness.config_reader import ConfigReader, Flag
 from zeroresize.config import BalanceConfig
 from zeroresize.config.balance import DEFAULTS, known_balance_keys
 from zeroresize.config.keys import MODES
-
-
-def config_to_dict(config: RunConfig) -> dict[str, Any]:
-    """Return plain values that ``config_from_dict`` reads back."""
-    return {**dataclasses.asdict(config), "balance": config.balance.to_dict()}
 
 
 def _balance_from(values: Any) -> BalanceConfig:
@@ -54,9 +48,4 @@ READER = ConfigReader(
     inner_keys={"balance": [key for key in DEFAULTS if "." in key]},
 )
 
-argument_parser = READER.argument_parser
-config_from_arguments = READER.from_arguments
 load_config = READER.load
-config_from_dict = READER.from_dict
-available_configs = READER.available
-config_path = READER.path_of

@@ -13,7 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 from vit_examples.config import RunConfig
-from vit_examples.config_file import config_to_dict
+from vit_examples.config_file import READER
 from vit_examples.harness.run_record import RunRecord
 from vit_examples.launch import ROOT
 
@@ -56,7 +56,7 @@ class Recorder(RunRecord):
         self._from_step = from_step
         self.commits = list(dict.fromkeys([*commits, commit_of_code()]))  # now: by the end the files may be others
         super().__init__(
-            config_to_dict(config),
+            READER.to_dict(config),
             f"{config.host}, {num_ranks} ranks, balance {config.balance.mode}",
             folder=Path(config.output.folder),
             files={"metrics": ("epoch", from_epoch - 1)},

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vit_examples.harness.sections import each_at_least
 from zeroresize.utils.value_checks import at_least, number
 
 
@@ -42,8 +43,7 @@ class FreezingOptions:
 
     def __post_init__(self) -> None:
         at_least("freezing.start", self.start, 0)
-        for key in ("every", "window", "patience", "keep_active"):
-            at_least(f"freezing.{key}", getattr(self, key), 1)
+        each_at_least("freezing", self, ("every", "window", "patience", "keep_active"), 1)
         number("freezing.tolerance", self.tolerance, above=0, below=1)
         if self.thaw_at_lr is not None:
             number("freezing.thaw_at_lr", self.thaw_at_lr, above=0, below=1)

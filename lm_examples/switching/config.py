@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from lm_examples.config import NUM_BYTES, OutputConfig
+from lm_examples.config import OutputConfig, require_bytes
 from lm_examples.documents import DocumentsConfig
 from lm_examples.llama import LlamaConfig, llama_layers
-from vit_examples.harness.sections import LONGEST_TIMEOUT_S, StepTrainingConfig
+from vit_examples.harness.sections import LONGEST_TIMEOUT_S, StepTrainingConfig, each_at_least
 from zeroresize.plan.layout import TensorSpec
 from zeroresize.plan.length_range import LengthRange, as_ranges
 from zeroresize.plan.strategy import Strategy
@@ -38,8 +38,7 @@ class TrainingConfig(StepTrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("tokens", "max_tokens"):
-            at_least(f"training.{key}", getattr(self, key), 1)
+        each_at_least("training", self, ("tokens", "max_tokens"), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +86,15 @@ class StrategiesConfig:
             number("strategies.memory_limit", self.memory_limit, above=0.0)
         number("strategies.timeout_s", self.timeout_s, above=0.0, most=LONGEST_TIMEOUT_S)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, strategies as mappings."""
+        return {
+            **vars(self),
+            "ranges": None if self.ranges is None else [one.as_dict() for one in self.ranges],
+            "static": self.static and self.static.as_dict(),
+            "optimizer_strategy": self.optimizer_strategy and self.optimizer_strategy.as_dict(),
+        }
+
     def _read(self, key: str, read: Any) -> None:
         value = getattr(self, key)
         if value is None:
@@ -110,11 +118,7 @@ class RunConfig:
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def __post_init__(self) -> None:
-        if self.model.vocabulary < NUM_BYTES:
-            raise ValueError(
-                f"model.vocabulary={self.model.vocabulary} is not allowed: tokens are bytes, so at least {NUM_BYTES} "
-                "are needed"
-            )
+        require_bytes(self.model.vocabulary)
         longest, ranges = self.data.max_length, self.strategies.ranges
         if ranges and ranges[-1].up_to < longest:
             raise ValueError(

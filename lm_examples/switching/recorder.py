@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lm_examples.switching.config import RunConfig
-from lm_examples.switching.config_file import config_to_dict
+from lm_examples.switching.config_file import READER
 from lm_examples.switching.search import Choice
 from vit_examples.harness.run_record import RunRecord
 from zeroresize.plan.length_range import LengthRange
@@ -28,7 +28,7 @@ class Recorder(RunRecord):
         num_strategies = len({one.strategy for one in choice.ranges})
         words = "one strategy" if num_strategies == 1 else f"{num_strategies} strategies"
         super().__init__(
-            config_to_dict(config),
+            READER.to_dict(config),
             f"{num_ranks} ranks, {words}, the optimizer's strategy {choice.optimizer_strategy}",
             folder=Path(config.output.folder),
             files={"metrics": ("step", from_step)},

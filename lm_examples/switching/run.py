@@ -16,7 +16,7 @@ from lm_examples.documents import Documents, MiniBatches
 from lm_examples.llama import llama_layers, token_loss
 from lm_examples.switching.checkpoint import SavedState
 from lm_examples.switching.config import RunConfig
-from lm_examples.switching.config_file import config_to_dict
+from lm_examples.switching.config_file import READER
 from lm_examples.switching.dry_run import needs_of, require_memory
 from lm_examples.switching.recorder import Recorder
 from lm_examples.switching.search import Choice, chosen
@@ -75,7 +75,7 @@ def prepare(config: RunConfig, documents: Documents, process_group: ProcessGroup
         require_memory(config, needs_of(config, num_ranks))
     begun = begin_run(
         config,
-        config_to_dict(config),
+        READER.to_dict(config),
         documents.digest,
         process_group,
         layout=layout_of(config),
@@ -100,7 +100,7 @@ def prepare(config: RunConfig, documents: Documents, process_group: ProcessGroup
 
 def layout_of(config: RunConfig) -> dict[str, Any]:
     """What a checkpoint's tensors depend on; as JSON has it. Strategies are not among it."""
-    layout = {"model": config_to_dict(config)["model"], "dtype": config.training.dtype}
+    layout = {"model": READER.to_dict(config)["model"], "dtype": config.training.dtype}
     return json.loads(json.dumps(layout))
 
 

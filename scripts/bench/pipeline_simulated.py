@@ -23,7 +23,7 @@ from rich.table import Table
 
 from lm_examples.build import num_parameters
 from lm_examples.cases.dynamic_case import DynamicCase
-from lm_examples.config_file import argument_parser, config_from_arguments
+from lm_examples.config_file import READER
 from lm_examples.data import load_text
 from lm_examples.run import Run, prepare
 from lm_examples.train import train_step
@@ -60,7 +60,7 @@ def recorded(case: str, steps: int) -> tuple[LayerLoads, Floats, set[int]]:
     with tempfile.TemporaryDirectory() as folder:
         changes_of_config = [*MODEL, *settings, f"training.steps={steps}", f"output.folder={folder}/run"]
         arguments = ["--config", "small", *(part for one in changes_of_config for part in ("--set", one))]
-        config = config_from_arguments(argument_parser().parse_args(arguments))
+        config = READER.from_arguments(READER.argument_parser().parse_args(arguments))
         assert dist.group.WORLD is not None
         run = prepare(config, load_text(config), dist.group.WORLD, resume=False)
         sizes = np.array([float(num_parameters(layer)) for layer in run.pipeline.layers])

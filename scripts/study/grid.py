@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from vit_examples.checkpoint import EPOCHS
-from vit_examples.config_file import config_path, load_config
+from vit_examples.config_file import READER, load_config
 from vit_examples.harness.config_reader import parse_override
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import without_effect
@@ -187,7 +187,7 @@ def read_study(
 
 def _without_effect(config: str, values: Mapping[str, Any]) -> set[str]:
     """Those of ``values`` for ``balance`` that have no effect beside the others."""
-    document = read_yaml(config_path(config))
+    document = read_yaml(READER.path_of(config))
     base = document.get("balance") if isinstance(document, Mapping) else None
     balance = {
         **BalanceConfig(mode="off").to_flat_dict(),
@@ -215,7 +215,7 @@ def base_settings(config: str) -> str:
         ValueError: if there is no such file.
     """
     flat: dict[str, Any] = {}
-    for section, values in read_yaml(config_path(config)).items():
+    for section, values in read_yaml(READER.path_of(config)).items():
         if isinstance(values, Mapping):
             flat |= {f"{section}.{key}": value for key, value in dotted(values).items()}
         else:

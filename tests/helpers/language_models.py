@@ -11,7 +11,7 @@ import torch
 from helpers.processes import forked_training
 from lm_examples import pace, train, train_strategies
 from lm_examples.build import build_layers
-from lm_examples.config_file import config_from_dict
+from lm_examples.config_file import READER
 from lm_examples.data import Text, batches_of
 from lm_examples.gpt import ModelConfig
 from lm_examples.run import prepare
@@ -190,7 +190,7 @@ def config_of(folder, **sections):
         "sleep": {"forward_s": 0.01},
         "output": {"folder": str(folder), "progress": False},
     }
-    return config_from_dict(values | {name: values.get(name, {}) | own for name, own in sections.items()})
+    return READER.from_dict(values | {name: values.get(name, {}) | own for name, own in sections.items()})
 
 
 def keep_time():

@@ -5,24 +5,17 @@ import json
 import pytest
 
 from lm_examples.config import RunConfig
-from lm_examples.config_file import (
-    argument_parser,
-    available_configs,
-    config_from_arguments,
-    config_from_dict,
-    config_to_dict,
-    load_config,
-)
+from lm_examples.config_file import READER, load_config
 from lm_examples.train import main
 
 
-@pytest.mark.parametrize("name", available_configs())
+@pytest.mark.parametrize("name", READER.available())
 def test_every_configuration_that_comes_along_is_whole(name):
     config = load_config(name)
     config.validate_stages(2)
     config.validate_stages(4)
     assert config.case.name == {"small": "none", "repacking": "pruning"}.get(name, name)
-    assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
+    assert READER.from_dict(json.loads(json.dumps(READER.to_dict(config)))) == config
 
 
 @pytest.mark.parametrize(
@@ -55,7 +48,7 @@ def test_every_configuration_that_comes_along_is_whole(name):
 )
 def test_mistakes_are_named_with_what_is_allowed(values, message):
     with pytest.raises(ValueError) as refused:
-        config_from_dict(values)
+        READER.from_dict(values)
     assert message in str(refused.value)
 
 
@@ -70,21 +63,21 @@ def test_mistakes_are_named_with_what_is_allowed(values, message):
     ],
 )
 def test_what_so_many_stages_cannot_run_is_refused(values, num_stages, message):
-    config = config_from_dict(values)
+    config = READER.from_dict(values)
     with pytest.raises(ValueError) as refused:
         config.validate_stages(num_stages)
     assert message in str(refused.value)
 
 
 def test_a_straggler_is_slow_from_its_first_step_until_before_its_last():
-    straggler = config_from_dict({"straggler": {"stage": 1, "chi": 3, "from_step": 2, "to_step": 4}}).straggler
+    straggler = READER.from_dict({"straggler": {"stage": 1, "chi": 3, "from_step": 2, "to_step": 4}}).straggler
     assert [straggler.chi_of(step, 1) for step in (1, 2, 3, 4)] == [1, 3, 3, 1]
     assert straggler.chi_of(2, 0) == 1 and RunConfig().straggler.chi_of(1, 0) == 1
 
 
 def test_flags_and_sets_change_the_file():
     arguments = ["--config=small", "--steps=7", "--mode=off", "--set=pipeline.boundaries=[0, 3, 10]", "--seed=5"]
-    config = config_from_arguments(argument_parser().parse_args([*arguments, "--set=model={num_blocks: 4}"]))
+    config = READER.from_arguments(READER.argument_parser().parse_args([*arguments, "--set=model={num_blocks: 4}"]))
     assert (config.training.steps, config.balance.mode, config.training.seed) == (7, "off", 5)
     assert config.pipeline.boundaries == (0, 3, 10) and config.model.num_blocks == 4
     assert config.model.hidden_size == RunConfig().model.hidden_size  # the section was replaced as a whole

@@ -13,14 +13,7 @@ from rich.console import Console
 
 from lm_examples.documents import Documents, MiniBatches, Pieces
 from lm_examples.llama import llama_layers, token_loss
-from lm_examples.switching.config_file import (
-    argument_parser,
-    available_configs,
-    config_from_arguments,
-    config_from_dict,
-    config_to_dict,
-    load_config,
-)
+from lm_examples.switching.config_file import READER, load_config
 from lm_examples.switching.dry_run import dry_run, token_bytes
 from lm_examples.switching.run import prepare
 from lm_examples.train_strategies import main, train
@@ -48,7 +41,7 @@ def config_of(folder, strategies=SWITCHING, **sections):
         "output": {"folder": str(folder), "progress": False},
     }
     changed = {name: values.get(name, {}) | own for name, own in sections.items()}
-    return config_from_dict({**values, **changed, "strategies": strategies})
+    return READER.from_dict({**values, **changed, "strategies": strategies})
 
 
 def documents_of():
@@ -164,11 +157,11 @@ def test_what_does_not_go_on_is_refused_on_all_ranks(run_ranks, tmp_path):
         assert "strategies: strategy (1, 4, 1) needs rank 3: there are 2 ranks" in ranks
 
 
-@pytest.mark.parametrize("name", available_configs())
+@pytest.mark.parametrize("name", READER.available())
 def test_every_configuration_that_comes_along_is_whole(name):
     config = load_config(name)
     config.validate_ranks(2 if "two" in name else 4)
-    assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
+    assert READER.from_dict(json.loads(json.dumps(READER.to_dict(config)))) == config
 
 
 @pytest.mark.parametrize(
@@ -227,7 +220,7 @@ def test_a_mistake_ends_the_program_with_one_line(capsys, arguments, message):
 
 def test_a_dry_run_tells_what_every_rank_needs_under_each_strategy():
     arguments = ["--config=switching_two_ranks", f"--data={ROOT / 'lm_examples'}"]
-    config = config_from_arguments(argument_parser().parse_args(arguments))
+    config = READER.from_arguments(READER.argument_parser().parse_args(arguments))
     console = Console(record=True, width=160)
     needs = dry_run(config, num_ranks=2, console=console)
     whole = sum(one.num_bytes for one in config.tensors())

@@ -7,23 +7,15 @@ import pytest
 pytest.importorskip("yaml")
 
 from vit_examples.config import LARGEST_SIZES, ModelConfig, RunConfig, StragglerConfig, TrainingConfig
-from vit_examples.config_file import (
-    READER,
-    argument_parser,
-    available_configs,
-    config_from_arguments,
-    config_from_dict,
-    config_to_dict,
-    load_config,
-)
+from vit_examples.config_file import READER, load_config
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MODES
 
 
-@pytest.mark.parametrize("name", available_configs())
+@pytest.mark.parametrize("name", READER.available())
 def test_every_shipped_configuration_is_sound_on_two_and_eight_ranks(name: str) -> None:
     config = load_config(name)
-    assert config_from_dict(config_to_dict(config)) == config
+    assert READER.from_dict(READER.to_dict(config)) == config
     assert config.model.num_tokens == 65  # the paper's
     config.validate_group_size(2)
     if name in ("vit_1b", "vit_3b"):
@@ -32,8 +24,8 @@ def test_every_shipped_configuration_is_sound_on_two_and_eight_ranks(name: str) 
 
 def test_flags_and_overrides_change_the_file_in_that_order() -> None:
     words = "--config demo --host torch --mode zero-rd --epochs 7 --seed 3 --set training.lr=3e-4 --set training.seed=5"
-    arguments = argument_parser().parse_args([*words.split(), "--set", "straggler={kind: sleep, chi: {1: 4}}"])
-    config = config_from_arguments(arguments)
+    arguments = READER.argument_parser().parse_args([*words.split(), "--set", "straggler={kind: sleep, chi: {1: 4}}"])
+    config = READER.from_arguments(arguments)
     assert (config.host, config.balance.mode, config.training.epochs) == ("torch", "zero-rd", 7)
     assert (config.training.lr, config.training.seed, config.balance.seed) == (3e-4, 5, 3)
     assert config.straggler.chi == {1: 4}
@@ -130,12 +122,12 @@ def test_variables_of_the_environment_stay_for_whoever_opens_the_data() -> None:
 )
 def test_a_wrong_argument_is_named(words: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        config_from_arguments(argument_parser().parse_args(words.split()))
+        READER.from_arguments(READER.argument_parser().parse_args(words.split()))
 
 
 def test_what_flags_name_is_text_whatever_it_looks_like() -> None:
-    arguments = argument_parser().parse_args(["--output=2024", "--data=a: b # c"])
-    config = config_from_arguments(arguments)
+    arguments = READER.argument_parser().parse_args(["--output=2024", "--data=a: b # c"])
+    config = READER.from_arguments(arguments)
     assert (config.output.folder, config.data.source) == ("2024", "a: b # c")
 
 
@@ -168,7 +160,7 @@ def test_the_bytes_of_the_largest_model_fit_into_64_bits() -> None:
 
 
 def test_help_names_modes_and_sections() -> None:
-    shown = "".join(argument_parser().format_help().split())  # without the line breaks that argparse adds
+    shown = "".join(READER.argument_parser().format_help().split())  # without the line breaks that argparse adds
     assert f"oneof{','.join(MODES)}" in shown
     assert f"Sections:{','.join(READER.sections)}." in shown
     assert "zeroresize/config/balance.pyandpaper.py" in shown

@@ -17,7 +17,7 @@ pytest.importorskip("pyarrow")
 from helpers.runs import refused
 
 from vit_examples.config import RunConfig
-from vit_examples.config_file import argument_parser, config_from_arguments
+from vit_examples.config_file import READER
 from vit_examples.dry_run import Requirements, dry_run
 from vit_examples.host_torch import shard_vit
 from vit_examples.model import build_vit
@@ -87,7 +87,7 @@ TINY = (
 
 
 def tiny_config(shares: str) -> RunConfig:
-    return config_from_arguments(argument_parser().parse_args([*TINY, f"--set=balance.shares={shares}"]))
+    return READER.from_arguments(READER.argument_parser().parse_args([*TINY, f"--set=balance.shares={shares}"]))
 
 
 def needed(shares: str, ranks: int) -> list[Requirements]:

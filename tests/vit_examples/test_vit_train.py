@@ -34,7 +34,7 @@ import vit_examples.train
 import zeroresize as zr
 from vit_examples import demo
 from vit_examples.checkpoint import EPOCHS, Progress
-from vit_examples.config_file import config_to_dict, load_config
+from vit_examples.config_file import READER, load_config
 from vit_examples.data import Split
 from vit_examples.harness import step_clock
 from vit_examples.harness.run_folder import changed_settings, checkpoint_to_resume, timed_settings
@@ -413,7 +413,7 @@ def test_an_earlier_run_without_checkpoints_is_not_overwritten(
 
 def test_settings_that_changed_since_the_last_start_are_named(tmp_path: Path) -> None:
     before = load_config("demo", [f"output.folder={tmp_path}", "straggler={kind: sleep, chi: {1: 4.0}}"])
-    (tmp_path / "config.json").write_text(json.dumps({**config_to_dict(before), "total_steps": 60}))
+    (tmp_path / "config.json").write_text(json.dumps({**READER.to_dict(before), "total_steps": 60}))
     assert changed_settings(before) == []
     changes = ["data.train_size=300", "straggler.chi={0: 2.0}", "host=torch", "output.log_every=7"]
     after = load_config("demo", [f"output.folder={tmp_path}", "straggler.kind=sleep", *changes])

@@ -129,6 +129,12 @@ class ConfigReader(Generic[_Config]):
                 values[name] = self._section(name, values[name])
         return self.kind(**values)
 
+    def to_dict(self, config: _Config) -> dict[str, Any]:
+        """Return plain values that :meth:`from_dict` reads back; a section with ``to_dict`` makes its own."""
+        sections: dict[str, Any] = {name: getattr(config, name) for name in self.sections}
+        plain = {name: section.to_dict() for name, section in sections.items() if hasattr(section, "to_dict")}
+        return {**dataclasses.asdict(config), **plain}  # type: ignore[call-overload]
+
     def available(self) -> list[str]:
         """Return the bare names of the files that come along."""
         return sorted(path.stem for path in self.folder.glob("*.yaml"))

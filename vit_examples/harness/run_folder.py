@@ -13,7 +13,7 @@ from typing import Any
 
 from vit_examples.checkpoint import EPOCHS, SavedState, layout_of
 from vit_examples.config import RunConfig
-from vit_examples.config_file import config_to_dict
+from vit_examples.config_file import READER
 from vit_examples.harness.checkpoint_files import read_saved_state
 from vit_examples.harness.file_lock import locked
 from vit_examples.harness.plain_files import read_values
@@ -151,7 +151,7 @@ def timed_settings(config: RunConfig) -> dict[str, Any]:
 
 def _settings(config: RunConfig) -> dict[str, Any]:
     """By ``section.key``, as they are read from JSON."""
-    return _flat(json.loads(json.dumps(config_to_dict(config))))
+    return _flat(json.loads(json.dumps(READER.to_dict(config))))
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,28 @@
-"""Sections of a configuration that all training programs have."""
+"""Sections of a configuration that all training programs have, and checks of sections."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from zeroresize.utils.value_checks import at_least, is_bool, number, one_of
 
 DTYPES = ("float32", "float64", "bfloat16")
 LONGEST_TIMEOUT_S = 1e6
+
+
+def each_at_least(section: str, values: Any, keys: Iterable[str], least: int) -> None:
+    """Check several keys of a section.
+
+    Args:
+        values: what has them as attributes.
+
+    Raises:
+        ValueError: naming the first of them that is no whole number of at least ``least``.
+    """
+    for key in keys:
+        at_least(f"{section}.{key}", getattr(values, key), least)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +73,8 @@ class StepTrainingConfig:
     validation_batches: int = 4
 
     def __post_init__(self) -> None:
-        for key in ("steps", "log_every", "validation_batches"):
-            at_least(f"training.{key}", getattr(self, key), 1)
-        for key in ("seed", "validate_every"):
-            at_least(f"training.{key}", getattr(self, key), 0)
+        each_at_least("training", self, ("steps", "log_every", "validation_batches"), 1)
+        each_at_least("training", self, ("seed", "validate_every"), 0)
         for key in ("weight_decay", "grad_clip"):
             number(f"training.{key}", getattr(self, key), least=0.0)
         number("training.lr", self.lr, above=0.0)
