@@ -18,7 +18,7 @@ from zeroresize.injection.schedule import checked_chi
 from zeroresize.pipeline import CommandHook, Repack
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.least_saving import MIN_SAVING
-from zeroresize.policy.pipeline.rebalancing_forecast import By, Method
+from zeroresize.policy.pipeline.rebalancing_proposal import By, Method
 from zeroresize.utils.value_checks import at_least, divides, number, one_of
 
 SCHEDULES = ("1f1b", "gpipe")

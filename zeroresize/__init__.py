@@ -11,8 +11,8 @@ from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
 from zeroresize.layers.segment import Segment
 from zeroresize.optim.gradient_clipping import clip_grad_norm_
 from zeroresize.optim.independence import mark_by_parameter, mark_elementwise
-from zeroresize.resharding.segment_check import SegmentCheck, check_segments
-from zeroresize.resharding.sharded_state import sharded_state_dict
+from zeroresize.resharding.checkpoints.sharded_state import sharded_state_dict
+from zeroresize.resharding.segments.segment_check import SegmentCheck, check_segments
 from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from zeroresize.config.keys import AWAY_MODES
 from zeroresize.control import balancer_state, records
 from zeroresize.control.assembly import build
 from zeroresize.control.late_starts import LateStarts
-from zeroresize.control.unit_moves import UnitMoves
+from zeroresize.control.ownership_execution import OwnershipExecution
 from zeroresize.measure.calibration import calibrate_group
 from zeroresize.plan.group import WorkloadPlan
-from zeroresize.policy.tensor.cost_model import MigrationCost
+from zeroresize.policy.tensor.costs import MigrationCost
 from zeroresize.telemetry import UpdateRecord
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Balancer:
         self._num_steps = 0
         self._has_calibrated = self._is_closed = self._is_at_home = False
         self._balancing_s = self._balancing_since_update_s = 0.0
-        self._moves, self._late_starts = UnitMoves(self._parts), LateStarts(config.tolerance)
+        self._moves, self._late_starts = OwnershipExecution(self._parts), LateStarts(config.tolerance)
         try:
             self._change_plan()
         except BaseException:
@@ -129,8 +129,8 @@ class Balancer:
         if self.config.iters_per_epoch and self._num_steps % self.config.iters_per_epoch == 0:
             self._end_epoch()
         self._moves.follow(self.plan, self._num_steps)  # apply
-        parts.plan_in_force.install(self.plan, parts.decision.calibration_plan)
-        parts.plan_in_force.send_weights()
+        parts.plan_execution.install(self.plan, parts.decision.calibration_plan)
+        parts.plan_execution.send_weights()
         if is_update and self.on_update is not None:
             self.on_update(records.update_record(parts, self._num_steps, self._balancing_since_update_s))
         if is_update and parts.units is not None:
@@ -252,7 +252,7 @@ class Balancer:
         Raises:
             ValueError: for a rank outside the group, a ratio outside [0, 1), or a mode that does not only prune.
         """
-        self._parts.plan_in_force.pin(rank, ratio)
+        self._parts.plan_execution.pin(rank, ratio)
         self._change_plan()
 
     def release(self, rank: int | None = None) -> None:
@@ -260,7 +260,7 @@ class Balancer:
 
         In modes that migrate nothing can be pinned, so no plan changes, and nothing is sent.
         """
-        self._parts.plan_in_force.release(rank)
+        self._parts.plan_execution.release(rank)
         self._change_plan()
 
     def metrics(self) -> dict[str, float]:
@@ -346,7 +346,7 @@ class Balancer:
         """
         if self._is_closed:
             return
-        self._parts.plan_in_force.install(self.plan, self._parts.decision.calibration_plan)
+        self._parts.plan_execution.install(self.plan, self._parts.decision.calibration_plan)
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -356,8 +356,8 @@ class Balancer:
             return
         if parts.statistic is not None:
             parts.statistic.begin_step(self._num_steps)
-        parts.plan_in_force.begin_step()
-        parts.monitor.begin_step(parts.plan_in_force.shares_of_step, parts.plan_in_force.is_forced)
+        parts.plan_execution.begin_step()
+        parts.monitor.begin_step(parts.plan_execution.shares_of_step, parts.plan_execution.is_forced)
 
     def _count_step(self) -> None:
         """One more step is over, wherever that counts."""
@@ -366,7 +366,7 @@ class Balancer:
             self._parts.forward_watch.step_is_called()
         if self._parts.optimizer_steps is not None:
             self._parts.optimizer_steps.step_is_called()
-        self._parts.plan_in_force.end_step()
+        self._parts.plan_execution.end_step()
 
     def _calibrate(self) -> None:
         """Measure what pruning and migrating cost, after the first step of training."""
@@ -418,4 +418,4 @@ class Balancer:
     @property
     def _agreed(self) -> object:
         """What every rank of the group must have alike, besides what is decided."""
-        return self._num_steps, *self._parts.plan_in_force.agreed
+        return self._num_steps, *self._parts.plan_execution.agreed

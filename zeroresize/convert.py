@@ -19,12 +19,12 @@ from zeroresize.layers.segments import all_segments, owned_segments
 from zeroresize.layers.weight_checks import is_sharded, why_no_whole_weight
 from zeroresize.measure.device_speed import measure_wanted_shares
 from zeroresize.plan.ownership import checked_shares
+from zeroresize.resharding.checkpoints.state_dict_guards import guard_save_pretrained
 from zeroresize.resharding.data_parallel import unwrap
-from zeroresize.resharding.initial_division import divide_units, meet_over_layers, require_segments
-from zeroresize.resharding.same_segments import require_same_segments
-from zeroresize.resharding.search_segments import first_of, search_segments
-from zeroresize.resharding.state_dicts import guard_save_pretrained
-from zeroresize.resharding.units_in_force import UnitsInForce
+from zeroresize.resharding.segments.same_segments import require_same_segments
+from zeroresize.resharding.segments.search_segments import first_of, search_segments
+from zeroresize.resharding.units.initial_division import divide_units, meet_over_layers, require_segments
+from zeroresize.resharding.units.owned_units import OwnedUnits
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -217,7 +217,7 @@ def _divide(
     require_segments(shares, owned_segments(layers))
     meet = meet_over_layers(process_group, layers)
     numbers = measure_wanted_shares(shares, layers, process_group, meet)
-    units = UnitsInForce(model, layers, optimizer, process_group, meet=meet)
+    units = OwnedUnits(model, layers, optimizer, process_group, meet=meet)
     units.agree()
     divide_units(units, checked_shares(numbers, group_size(process_group)))
 

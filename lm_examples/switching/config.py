@@ -17,7 +17,7 @@ from vit_examples.harness.sections import LONGEST_TIMEOUT_S, StepTrainingConfig,
 from zeroresize.plan.layout import TensorSpec
 from zeroresize.plan.length_range import LengthRange, as_ranges
 from zeroresize.plan.strategy import Strategy
-from zeroresize.strategy.switching.sharding import WholeLayers
+from zeroresize.strategy.placement.whole_layers import WholeLayers
 from zeroresize.utils.value_checks import at_least, is_bool, number
 
 

@@ -26,7 +26,7 @@ from scripts.bench.scenario import believed_cost
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.ownership import SegmentWork, owned_shares
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost
+from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
 from zeroresize.simulate import Cluster, Noise, simulate, unbalanced_step_s
 
 #: So fine that whole units are no matter.

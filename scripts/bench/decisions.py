@@ -20,7 +20,7 @@ import zeroresize as zr
 from scripts.bench.measured_cost import COST, REST_SHARE
 from zeroresize.config.keys import MODES
 from zeroresize.control.group_decision import GroupDecision
-from zeroresize.policy.tensor.cost_model import MigrationCost
+from zeroresize.policy.tensor.costs import MigrationCost
 
 
 def table_of(num_ranks: int, generator: random.Random) -> list[list[float]]:

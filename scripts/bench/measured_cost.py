@@ -1,6 +1,6 @@
 """What pruning costs a ViT of hidden 768 on a CPU, as measured: for simulations."""
 
-from zeroresize.policy.tensor.cost_model import ResizingCost, spread_ratios
+from zeroresize.policy.tensor.costs import ResizingCost, spread_ratios
 
 #: Share of a step outside the multiplications.
 REST_SHARE = 0.08

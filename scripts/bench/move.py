@@ -19,7 +19,7 @@ from scripts.bench.common import interval_of_ratio, pin_to_core, save, time_slow
 from zeroresize import ColumnParallelLinear, RowParallelLinear
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.plan.ownership import OwnershipMap
-from zeroresize.resharding.transfer import UnitMoveReport, move_units
+from zeroresize.resharding.units.moving_units import UnitMoveReport, move_units
 
 GIVEN_NEURONS, HEADS_OF_RANK = 0.43, 4
 

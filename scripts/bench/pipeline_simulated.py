@@ -34,7 +34,7 @@ from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.pipeline.centralized import balanced_partition
 from zeroresize.policy.pipeline.pipeline_load import Floats, PipelineLoad
-from zeroresize.policy.pipeline.rebalancing_forecast import RebalancingRule
+from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
 from zeroresize.simulate.pipeline_training import LayerLoads, PipelineCluster, PipelineTrace, simulate_pipeline
 
 MODEL = (

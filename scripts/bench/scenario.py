@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from scripts.bench.measured_cost import COST, REST_SHARE
 from scripts.bench.scenario_figures import Figures, figures
 from zeroresize.config import BalanceConfig
-from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost
+from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
 from zeroresize.simulate import Cluster, Simulation, simulate, unbalanced_step_s
 from zeroresize.simulate.noise import Noise
 

@@ -18,7 +18,7 @@ from scripts.bench.measured_cost import REST_SHARE
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost
+from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
 from zeroresize.simulate import Cluster, Simulation, simulate
 
 #: So fine that whole units are no matter; a feed-forward part and one of heads.

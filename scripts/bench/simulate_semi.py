@@ -14,7 +14,7 @@ from rich.table import Table
 
 from scripts.bench.measured_cost import COST
 from zeroresize.config import BalanceConfig, PaperConfig
-from zeroresize.policy.tensor.cost_model import MigrationCost
+from zeroresize.policy.tensor.costs import MigrationCost
 from zeroresize.simulate import Cluster, simulate, unbalanced_step_s
 
 

@@ -17,7 +17,7 @@ from scripts.bench.strategy_tables import COMBINATIONS, K
 from zeroresize.plan.length_range import LengthRange
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.strategy.stragglers.candidates import Kind
+from zeroresize.policy.strategy.stragglers.changed_strategies import Kind
 from zeroresize.policy.strategy.stragglers.costs import StragglerCosts
 from zeroresize.policy.strategy.stragglers.decision import StragglerDecision
 from zeroresize.simulate.length_distributions import DISTRIBUTIONS

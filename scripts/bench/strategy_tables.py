@@ -21,7 +21,7 @@ from rich.table import Table
 from scripts.bench.common import save
 from zeroresize.plan.length_range import LengthRange
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.costs.candidates import candidate_strategies
+from zeroresize.policy.strategy.costs.candidate_strategies import candidate_strategies
 from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.costs.forecast import Pack, StepForecast, forecast_step, packed_by_work
 from zeroresize.policy.strategy.costs.search import SearchResult, search_strategies

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroresize as zr
 from zeroresize.measure import calibration
-from zeroresize.policy.tensor.cost_model import MigrationCost
+from zeroresize.policy.tensor.costs import MigrationCost
 
 pytestmark = pytest.mark.slow
 

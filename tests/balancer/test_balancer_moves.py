@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
 from zeroresize.measure import calibration
-from zeroresize.policy.tensor.cost_model import MigrationCost
-from zeroresize.resharding.units_in_force import UnitsInForce
+from zeroresize.policy.tensor.costs import MigrationCost
+from zeroresize.resharding.units.owned_units import OwnedUnits
 
 
 @pytest.fixture(autouse=True)
@@ -276,7 +276,7 @@ def test_a_model_that_was_changed_after_converting_stays_as_it_is(run_ranks):
 def test_chi_that_changes_while_units_travel_is_followed(run_ranks, monkeypatch):
     def train(rank, group):
         run = exact_run(group)
-        move = UnitsInForce.move
+        move = OwnedUnits.move
 
         def move_while_the_other_gets_slow(units, shares):
             run.time.chi = {4.0: 1.0, 1.0: 4.0}[run.time.chi]
@@ -284,7 +284,7 @@ def test_chi_that_changes_while_units_travel_is_followed(run_ranks, monkeypatch)
 
         run.updates(2)
         run.time.chi = 4.0 if rank == 1 else 1.0
-        monkeypatch.setattr(UnitsInForce, "move", move_while_the_other_gets_slow)
+        monkeypatch.setattr(OwnedUnits, "move", move_while_the_other_gets_slow)
         while counts(run) == (96, 96):
             run.updates(1)
         first = counts(run)
@@ -302,7 +302,7 @@ def test_units_come_home_though_the_slowness_ended_just_as_they_left(run_ranks, 
 
     def train(rank, group):
         run = exact_run(group)
-        move = UnitsInForce.move
+        move = OwnedUnits.move
 
         def move_as_the_slowness_ends(units, shares):
             run.time.chi = 1.0
@@ -310,7 +310,7 @@ def test_units_come_home_though_the_slowness_ended_just_as_they_left(run_ranks, 
 
         run.updates(4)
         run.time.chi = chi if rank == 1 else 1.0
-        monkeypatch.setattr(UnitsInForce, "move", move_as_the_slowness_ends)
+        monkeypatch.setattr(OwnedUnits, "move", move_as_the_slowness_ends)
         while counts(run) == (96, 96):
             run.updates(1)
         monkeypatch.undo()

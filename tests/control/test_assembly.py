@@ -37,7 +37,7 @@ def made(group):
 
 @pytest.mark.parametrize(
     "part",
-    ["StartCheck", "ColumnFreezer", "Lender", "RankMonitor", "ForwardWatch", "PlanInForce", "PlanInForce.install"],
+    ["StartCheck", "ColumnFreezer", "Lender", "RankMonitor", "ForwardWatch", "PlanExecution", "PlanExecution.install"],
 )
 def test_where_a_part_cannot_be_made_nothing_is_left_of_the_others(run_ranks, monkeypatch, part):
     def build(rank, group):

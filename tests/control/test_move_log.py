@@ -6,7 +6,7 @@ import pytest
 
 from zeroresize.control.move_log import MoveLog
 from zeroresize.plan.group import RankPlan, WorkloadPlan
-from zeroresize.resharding.units_in_force import Move
+from zeroresize.resharding.units.owned_units import Move
 
 
 def move(num_ranks, total_bytes=38e6, seconds=0.4, after=None, owned_before=None, **changes):

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from zeroresize.control.group_decision import _as_numbers, _of_slowest
-from zeroresize.policy.tensor.cost_model import ResizingCost
-from zeroresize.policy.tensor.times import RankTimes
+from zeroresize.policy.tensor.costs import ResizingCost
+from zeroresize.policy.tensor.estimation.times import RankTimes
 
 COST = ResizingCost.linear(0.9)
 

@@ -18,13 +18,13 @@ from helpers import parallel_layers, pipelines, strategies
 from zeroresize.comm import failure_reports
 from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
-from zeroresize.pipeline import move_layers, moving_during_backward, moving_early, repack
+from zeroresize.pipeline import move_layers, moving_during_backward, moving_layers_during_backward, repack
 from zeroresize.pipeline.layer_move import LayerMove
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.plan.strategy import Strategy
 from zeroresize.resharding import transaction
-from zeroresize.resharding.transfer import move_units
-from zeroresize.resharding.unit_move import UnitMove
+from zeroresize.resharding.units.moving_units import move_units
+from zeroresize.resharding.units.unit_move import UnitMove
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.switching.optimizer_move import OptimizerMove
 from zeroresize.strategy.switching.switch import Switch
@@ -207,7 +207,7 @@ class Layers(KindOfMove):
 
 
 class LayersDuringBackward(Layers):
-    verdict = (moving_early, "require_received")
+    verdict = (moving_layers_during_backward, "require_received")
     computes_meanwhile = True
 
     def snapshot(self):

@@ -23,7 +23,7 @@ from zeroresize.plan.layer import LayerPlan
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.policy.tensor.columns.order import num_lent
 from zeroresize.policy.tensor.rules.sharing import loans_of
-from zeroresize.resharding.unit_rounds import stack
+from zeroresize.resharding.units.unit_rounds import stack
 
 IN, HIDDEN, OUT = 12, 24, 18  # all divide by 2 and by 3 ranks
 

@@ -19,7 +19,7 @@ from zeroresize.policy.pipeline.bubbles import simulated_step
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing import Rebalancing
-from zeroresize.policy.pipeline.rebalancing_forecast import RebalancingRule
+from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
 
 WORDS, WIDTH, LENGTH, BATCH, MICRO = 11, 6, 3, 8, 4
 NUM_LAYERS = 7
@@ -282,12 +282,12 @@ class World:
         """The boundaries after each move."""
         moves = []
         for _ in range(num_profiles):
-            forecast = rebalancing.update(self.profile())
-            if forecast is not None:
-                assert forecast.before == self.boundaries
-                self.boundaries = forecast.after
+            proposal = rebalancing.update(self.profile())
+            if proposal is not None:
+                assert proposal.before == self.boundaries
+                self.boundaries = proposal.after
                 moves.append(self.boundaries)
-                rebalancing.learn(forecast.num_bytes, 0.01)
+                rebalancing.learn(proposal.num_bytes, 0.01)
         return moves
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from zeroresize.pipeline import moving, moving_early, profiling
+from zeroresize.pipeline import moving_layers, moving_layers_during_backward, profiling
 
 MICRO = 4
 FORWARD_S, BACKWARD_S = 0.003, 0.004
@@ -24,7 +24,7 @@ class Pace:
 
     def keep_time(self):
         """What balancing measures from now on, it reads off this clock."""
-        for module in (moving, moving_early, profiling):
+        for module in (moving_layers, moving_layers_during_backward, profiling):
             module.time = types.SimpleNamespace(perf_counter=lambda: self.now_s)
 
     def sleep(self, number, seconds):

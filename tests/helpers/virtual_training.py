@@ -13,8 +13,8 @@ import zeroresize as zr
 from zeroresize.kernels.probe import ProductProbe
 from zeroresize.measure import calibrate_migration, clocks, step_timer, timed_products
 from zeroresize.plan.layer import LayerPlan
-from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost
-from zeroresize.policy.tensor.times import RankTimes
+from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
+from zeroresize.policy.tensor.estimation.times import RankTimes
 
 FEATURES = 48
 

@@ -13,7 +13,7 @@ from zeroresize.convert import balanced_layers
 from zeroresize.layers.segments import owned_segments
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.resharding.agreement import CannotMoveError
-from zeroresize.resharding.transfer import move_units
+from zeroresize.resharding.units.moving_units import move_units
 
 OFF = zr.BalanceConfig(mode="off")
 #: Those whose attention looks its function up.

@@ -12,11 +12,11 @@ from zeroresize import BalanceConfig
 from zeroresize.config.keys import MODES
 from zeroresize.measure import calibrate_resizing
 from zeroresize.measure.rank_monitor import RankMonitor
-from zeroresize.policy.tensor.communication import CollectiveTimes, CommunicationEstimate
 from zeroresize.policy.tensor.controller import Controller
-from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost
-from zeroresize.policy.tensor.estimator import RankEstimator
-from zeroresize.policy.tensor.times import RankTimes, StepTimes
+from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
+from zeroresize.policy.tensor.estimation.communication import CollectiveTimes, CommunicationEstimate
+from zeroresize.policy.tensor.estimation.estimator import RankEstimator
+from zeroresize.policy.tensor.estimation.times import RankTimes, StepTimes
 
 REALISTIC = ResizingCost((0.0, 0.3, 0.6, 0.9), (1.0, 0.75, 0.5, 0.15), (0.0, 0.01, 0.01, 0.01))
 NOT_MEASURED = RankTimes(math.nan, math.nan, math.nan, REALISTIC)

@@ -144,7 +144,7 @@ def test_what_the_optimizer_is_given_later_is_frozen_too(run_ranks):
 # ---- in training ----------------------------------------------------------------------------------------------------
 
 
-def state_of(run):
+def copied_state(run):
     return {name: tensors_of(run.optimizer, getattr(run.model, name).weight) for name in ("up", "down")}
 
 
@@ -156,9 +156,9 @@ def test_in_training_pruned_columns_stay_for_the_epoch_only_when_frozen(run_rank
         run = Run(group, ratio=0.5, ranks="all", iters_per_epoch=4, pruned_update=pruned_update, block=2)
         outcomes = []
         for _ in range(2):
-            before, pruned = state_of(run), run.pruned()
+            before, pruned = copied_state(run), run.pruned()
             run.steps(3)
-            after = state_of(run)
+            after = copied_state(run)
             for layer, tensors in after.items():
                 assert list(tensors) == ["weight", "exp_avg", "exp_avg_sq"]
                 for key, tensor in tensors.items():

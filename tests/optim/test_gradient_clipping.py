@@ -11,7 +11,7 @@ from helpers.parallel_layers import WIDTH, block, segments_of, uneven
 from torch import nn
 
 import zeroresize as zr
-from zeroresize.resharding.transfer import move_units
+from zeroresize.resharding.units.moving_units import move_units
 
 MAX_NORM = 0.05
 

@@ -9,7 +9,7 @@ from helpers.pipelines import BOUNDARIES, OPTIMIZERS, assert_same, batch, groups
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from zeroresize.pipeline import clip_grad_norm_, early_layer_move, move_layers, moving_during_backward
+from zeroresize.pipeline import clip_grad_norm_, layer_move_during_backward, move_layers, moving_during_backward
 
 NUM_STEPS, MAX_NORM = 5, 0.5
 
@@ -160,8 +160,10 @@ def test_a_layer_is_sent_while_earlier_layers_of_its_stage_still_compute(run_ran
             times.append(1)
             assert len(times) < pipelines.MICRO or is_sent.wait(20.0)
 
-        send = early_layer_move.EarlyLayerMove._send_rest
-        monkeypatch.setattr(early_layer_move.EarlyLayerMove, "_send_rest", lambda *args: (send(*args), is_sent.set()))
+        send = layer_move_during_backward.LayerMoveDuringBackward._send_rest
+        monkeypatch.setattr(
+            layer_move_during_backward.LayerMoveDuringBackward, "_send_rest", lambda *args: (send(*args), is_sent.set())
+        )
         layers = [Waiting(wait), *(nn.Linear(4, 4) for _ in range(5))]
         pipeline = pipeline_of(group, (0, 2, 6), layers=layers, loss=nn.functional.mse_loss, schedule=schedule)
         x = torch.ones(8, 4)

@@ -16,9 +16,9 @@ from helpers.pipelines import assert_same, batch, groups_of, held, pipeline_of
 from helpers.processes import told_by_survivors
 from torch import nn
 
-from zeroresize.pipeline import moving_during_backward, moving_early
-from zeroresize.pipeline.early_layer_move import EarlyLayerMove
+from zeroresize.pipeline import moving_during_backward, moving_layers_during_backward
 from zeroresize.pipeline.layer_contents import TensorNote
+from zeroresize.pipeline.layer_move_during_backward import LayerMoveDuringBackward
 from zeroresize.resharding import agreement
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 from zeroresize.resharding.byte_streams import ByteStreams
@@ -76,7 +76,7 @@ def test_a_rank_that_dies_at_its_last_layer_leaves_the_others_as_they_were(tmp_p
     def check(rank, group):
         training = Training(group)
         if rank == 1:  # it sends to one and receives from the other
-            EarlyLayerMove._message = lambda *_: os._exit(0)
+            LayerMoveDuringBackward._message = lambda *_: os._exit(0)
             training.moves()
             return "did not die"
         with training.fails() as texts:
@@ -278,7 +278,7 @@ def test_an_optimizer_that_steps_in_the_block_is_an_error(run_ranks):
 def test_a_move_that_is_repeated_has_let_go_of_its_first_tensors(run_ranks, monkeypatch):
     def check(rank, group):
         training, first, alive = Training(group), [], []
-        real_new, real_move = TensorNote.new, moving_early.move_layers
+        real_new, real_move = TensorNote.new, moving_layers_during_backward.move_layers
 
         def new(note, device):
             tensor = real_new(note, device)
@@ -291,7 +291,7 @@ def test_a_move_that_is_repeated_has_let_go_of_its_first_tensors(run_ranks, monk
             return real_move(*arguments, **options)
 
         monkeypatch.setattr(TensorNote, "new", new)
-        monkeypatch.setattr(moving_early, "move_layers", again)
+        monkeypatch.setattr(moving_layers_during_backward, "move_layers", again)
         with moving_during_backward(training.pipeline, (0, 6, 7), optimizer=training.optimizer) as move:
             training.step()
             training.step()  # of which it was told nothing

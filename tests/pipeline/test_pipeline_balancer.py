@@ -23,11 +23,11 @@ from zeroresize.pipeline import (
     LayerProfiler,
     Pipeline,
     PipelineBalancer,
-    early_layer_move,
-    moving_early,
+    layer_move_during_backward,
+    moving_layers_during_backward,
     pipeline_balancer,
 )
-from zeroresize.pipeline.early_layer_move import EarlyLayerMove
+from zeroresize.pipeline.layer_move_during_backward import LayerMoveDuringBackward
 from zeroresize.pipeline.profile_exchange import ProfileExchange
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
@@ -131,8 +131,8 @@ def test_a_straggling_stage_gets_fewer_layers_and_gets_them_back(run_ranks, meth
         boundaries.append(training.train(14))
         training.pace.of_rank = 1.0
         boundaries.append(training.train(14))
-        forecast = training.balancer.what_if()
-        assert forecast.before == training.pipeline.boundaries and len(forecast.stage_s) == 2
+        proposal = training.balancer.what_if()
+        assert proposal.before == training.pipeline.boundaries and len(proposal.stage_s) == 2
         return boundaries, training.records, training.balancer.state_dict(), messages, training.losses
 
     (*first, messages, _), (*second, silent, losses) = run_ranks(check, 2)
@@ -180,8 +180,8 @@ def test_a_move_that_must_be_repeated_and_does_not_fit_then_leaves_layers_where_
             raise NotEnoughMemoryError("too little")
 
         # Something has always changed after it was sent, as far as the first move knows.
-        monkeypatch.setattr(EarlyLayerMove, "_has_changed", lambda _: True)
-        monkeypatch.setattr(moving_early, "move_layers", refuse)
+        monkeypatch.setattr(LayerMoveDuringBackward, "_has_changed", lambda _: True)
+        monkeypatch.setattr(moving_layers_during_backward, "move_layers", refuse)
         training.pace.of_rank = 3.0 if rank == 1 else 1.0
         while not refused:
             training.train(1)
@@ -213,7 +213,7 @@ def test_a_move_that_does_not_fit_beside_a_step_is_made_after_it(run_ranks, monk
 
         monkeypatch.setattr(pipeline_balancer, "moving_during_backward", moving)
         monkeypatch.setattr(training.balancer._rebalancing, "refuse", lambda: stayed.append(training.step))
-        monkeypatch.setattr(early_layer_move, "bytes_up_to_peak", lambda device: 2**60)
+        monkeypatch.setattr(layer_move_during_backward, "bytes_up_to_peak", lambda device: 2**60)
         if not has_room_after:
             monkeypatch.setattr(agreement, "free_bytes", lambda device: 0)
         training.pace.of_rank = 3.0 if rank == 1 else 1.0
@@ -290,7 +290,7 @@ def test_a_profiled_block_does_not_wait_for_the_profiles_of_others(run_ranks, mo
     """Rank 1 sends its figures only when rank 0 has left the block."""
 
     def check(rank, group):
-        training, forecasts = Training(group, 4), []
+        training, proposals = Training(group, 4), []
         send_and_collect, store = ProfileExchange.exchange, dist.distributed_c10d._get_default_store()
 
         def late(exchange, measured, num_blocks):
@@ -303,8 +303,8 @@ def test_a_profiled_block_does_not_wait_for_the_profiles_of_others(run_ranks, mo
             training.train(1)
             if rank == 0 and step == 1:
                 store.set("left", "")
-            forecasts.append(training.balancer.what_if())
-        return forecasts
+            proposals.append(training.balancer.what_if())
+        return proposals
 
     first, second, third = require_alike(run_ranks(check, 2))
     assert first is None and second is None and third is not None

@@ -13,7 +13,7 @@ import zeroresize as zr
 from zeroresize.pipeline import Pipeline, move_layers
 from zeroresize.resharding import accumulator_hooks
 from zeroresize.resharding.parameter_state import replace_data
-from zeroresize.resharding.transfer import move_units
+from zeroresize.resharding.units.moving_units import move_units
 
 
 def accumulator(parameter):

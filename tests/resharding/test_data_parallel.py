@@ -8,7 +8,7 @@ from helpers.parallel_layers import everything_of, segments_of, uneven
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.resharding.data_parallel import wrappers_of
-from zeroresize.resharding.transfer import move_units
+from zeroresize.resharding.units.moving_units import move_units
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import pytest
 from scripts.bench.scenario import CALIBRATIONS, COURSES, NOISES, Scenario, believed_cost
 from scripts.bench.scenario_figures import figures, mean_figures
 from zeroresize.config import BalanceConfig
-from zeroresize.policy.tensor.cost_model import ResizingCost
+from zeroresize.policy.tensor.costs import ResizingCost
 from zeroresize.simulate import Simulation
 
 LINEAR = ResizingCost.linear(0.9)

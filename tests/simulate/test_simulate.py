@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from scripts.bench.scenario import NOISES
 from zeroresize.config import BalanceConfig
-from zeroresize.policy.tensor.cost_model import ResizingCost
+from zeroresize.policy.tensor.costs import ResizingCost
 from zeroresize.simulate import Cluster, settling, simulate, unbalanced_step_s
 
 LINEAR = ResizingCost.linear(0.9)

@@ -10,7 +10,7 @@ from scripts.bench.measured_cost import COST
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost
+from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
 from zeroresize.simulate import Cluster, Noise, simulate
 
 LINEAR = ResizingCost.linear(0.9)

@@ -12,7 +12,7 @@ import pytest
 from scripts.bench.scenario import CALIBRATIONS, Scenario
 from scripts.bench.scenario_figures import mean_figures
 from zeroresize.config import BalanceConfig
-from zeroresize.policy.tensor.cost_model import MigrationCost
+from zeroresize.policy.tensor.costs import MigrationCost
 
 MODES = ("zero-pri", "mig", "semi")
 #: Updates within which a straggler is to be met and released.

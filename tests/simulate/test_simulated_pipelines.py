@@ -6,7 +6,7 @@ import pytest
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.pipeline.bubbles import simulated_step
-from zeroresize.policy.pipeline.rebalancing_forecast import RebalancingRule
+from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
 from zeroresize.simulate.pipeline_training import LayerLoads, PipelineCluster, simulate_pipeline
 
 STEPS, LAYERS, MICRO, EVERY = 60, 16, 8, 10

@@ -7,7 +7,7 @@ import torch
 from helpers.strategies import FOUR, assert_holds, layers_of, own_part, whole_tensors
 
 from zeroresize.plan.strategy import Strategy
-from zeroresize.strategy.gradient_norm import clip_grad_norm_
+from zeroresize.strategy.gradient_clipping import clip_grad_norm_
 from zeroresize.strategy.model import SwitchableModel
 
 THREE = Strategy(1, 1, 3, ranks=(3, 0, 2))

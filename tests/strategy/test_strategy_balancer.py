@@ -331,6 +331,6 @@ def test_a_rank_is_expected_to_take_its_share_of_its_replicas_tokens():
 
 
 def training_tensors():
-    from zeroresize.strategy.switching.sharding import WholeLayers
+    from zeroresize.strategy.placement.whole_layers import WholeLayers
 
     return tuple(one.spec for one in WholeLayers(layers_of(), None).tensors)

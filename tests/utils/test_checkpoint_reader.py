@@ -15,7 +15,7 @@ from helpers.parallel_layers import block, segments_of, uneven
 from torch.distributed.checkpoint.api import CheckpointException
 
 import zeroresize as zr
-from zeroresize.resharding.transfer import move_units
+from zeroresize.resharding.units.moving_units import move_units
 from zeroresize.utils.checkpoint_index import read_index
 from zeroresize.utils.checkpoint_writer import CheckpointWriter
 

@@ -21,7 +21,7 @@ from zeroresize.control.forward_watch import ForwardWatch
 from zeroresize.control.group_decision import GroupDecision
 from zeroresize.control.optimizer_steps import OptimizerSteps
 from zeroresize.control.parts import Parts
-from zeroresize.control.plan_in_force import PlanInForce
+from zeroresize.control.plan_execution import PlanExecution
 from zeroresize.control.plan_installer import LineageTable, PlanInstaller
 from zeroresize.control.setup import (
     Setup,
@@ -42,7 +42,7 @@ from zeroresize.optim.freezing import ColumnFreezer
 from zeroresize.policy.tensor.columns.selector import ColumnSelector
 from zeroresize.resharding.agreement import MeetReplicas
 from zeroresize.resharding.data_parallel import DataParallelReplicas, replicas_of
-from zeroresize.resharding.units_in_force import UnitsInForce
+from zeroresize.resharding.units.owned_units import OwnedUnits
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -103,7 +103,7 @@ def build(
         # Apply.
         installer = PlanInstaller(setup.layers, selector, config.paper.imputation)
         attached.callback(installer.clear)
-        plan_in_force = PlanInForce(
+        plan_execution = PlanExecution(
             config,
             setup.rank,
             setup.num_ranks,
@@ -130,7 +130,7 @@ def build(
             statistic=statistic,
             decision=decision,
             selector=selector,
-            plan_in_force=plan_in_force,
+            plan_execution=plan_execution,
             lender=lender,
             freezer=freezer,
             units=units,
@@ -163,7 +163,7 @@ def _exchange(setup: Setup) -> Exchange:
 
 
 def _exchange_of_replicas(
-    setup: Setup, exchange: Exchange, units: UnitsInForce, replicas: DataParallelReplicas
+    setup: Setup, exchange: Exchange, units: OwnedUnits, replicas: DataParallelReplicas
 ) -> Exchange:
     """Join the ranks of all data-parallel replicas, too, where units may be away; collective.
 
@@ -217,7 +217,7 @@ def _freezer(setup: Setup) -> ColumnFreezer | None:
     return ColumnFreezer(setup.layers, setup.optimizer)
 
 
-def _statistic(setup: Setup, units: UnitsInForce | None) -> RestartableStatistic | None:
+def _statistic(setup: Setup, units: OwnedUnits | None) -> RestartableStatistic | None:
     """Make what tells how important each column is; it rests where units are away."""
     config, layers, optimizer = setup.config, setup.layers, setup.optimizer
     if not layers or config.mode not in PRIORITY_MODES:
@@ -237,7 +237,7 @@ def _lender(setup: Setup) -> Lender | None:
     return Lender(setup.layers, setup.process_group, config.migration_transport, is_forced=is_forced)
 
 
-def _optimizer_steps(setup: Setup, exchange: Exchange | None, units: UnitsInForce | None) -> OptimizerSteps | None:
+def _optimizer_steps(setup: Setup, exchange: Exchange | None, units: OwnedUnits | None) -> OptimizerSteps | None:
     """Make what counts the optimizer's steps; units do not move where it tells that another optimizer steps."""
     if exchange is None:
         return None
@@ -254,7 +254,7 @@ def _forward_watch(setup: Setup, exchange: Exchange | None) -> ForwardWatch | No
     return ForwardWatch(setup.layers, exchange, compares=setup.config.start_checks, groups=groups)
 
 
-def _decision(setup: Setup, exchange: Exchange | None, units: UnitsInForce | None) -> GroupDecision:
+def _decision(setup: Setup, exchange: Exchange | None, units: OwnedUnits | None) -> GroupDecision:
     """Make what decides for the group; it moves units only where they can move, and holds shares that must stay."""
     config, num_ranks = setup.config, setup.num_ranks
     if units is None:

@@ -15,7 +15,7 @@ from zeroresize.utils.state_checks import anything, count, each, keyed, optional
 
 def state_of(parts: Parts, num_steps: int) -> dict[str, Any]:
     """Return what :meth:`zeroresize.balancer.Balancer.state_dict` tells after ``num_steps`` steps."""
-    in_force, statistic = parts.plan_in_force, parts.statistic
+    in_force, statistic = parts.plan_execution, parts.statistic
     shared = {
         "num_steps": num_steps,
         "decision": parts.decision.state_dict(),
@@ -58,7 +58,7 @@ def load_state(parts: Parts, state_dict: Mapping[str, Any]) -> int:
         The number of steps.
     """
     shared, of_rank = (state_dict[key] for key in _keys(parts))
-    in_force, statistic = parts.plan_in_force, parts.statistic
+    in_force, statistic = parts.plan_execution, parts.statistic
     parts.decision.load_state_dict(shared["decision"])
     in_force.take_back()  # the same ratio and epoch may mean other columns
     parts.selector.load_state_dict(of_rank["selector"])

@@ -14,7 +14,7 @@ from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import all_segments
 from zeroresize.layers.unit_dropout import mixed
 from zeroresize.resharding.data_parallel import unwrap
-from zeroresize.resharding.search_segments import log_staying_even
+from zeroresize.resharding.segments.search_segments import log_staying_even
 
 
 class DropoutKeys:

@@ -14,10 +14,10 @@ from zeroresize.config.keys import MIGRATING_MODES
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.tensor.communication import CollectiveTimes
 from zeroresize.policy.tensor.controller import Controller
-from zeroresize.policy.tensor.cost_model import NUM_POINTS, MigrationCost, ResizingCost
-from zeroresize.policy.tensor.times import RankTimes
+from zeroresize.policy.tensor.costs import NUM_POINTS, MigrationCost, ResizingCost
+from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
+from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.what_if import WhatIf
 from zeroresize.utils.alike import alike, at_fault
 from zeroresize.utils.state_checks import (

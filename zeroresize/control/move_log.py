@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from zeroresize.plan.group import WorkloadPlan
-from zeroresize.resharding.units_in_force import Move
+from zeroresize.resharding.units.owned_units import Move
 
 #: Up to so many ranks are named; of more the line tells how many they are.
 _MOST_NAMED, _MOST_TOLD = 8, 3

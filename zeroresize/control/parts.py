@@ -14,7 +14,7 @@ from zeroresize.config import BalanceConfig
 from zeroresize.control.forward_watch import ForwardWatch
 from zeroresize.control.group_decision import GroupDecision
 from zeroresize.control.optimizer_steps import OptimizerSteps
-from zeroresize.control.plan_in_force import PlanInForce
+from zeroresize.control.plan_execution import PlanExecution
 from zeroresize.control.plan_installer import LineageTable
 from zeroresize.control.setup_checks import Layers
 from zeroresize.control.start_checks import StartCheck
@@ -23,7 +23,7 @@ from zeroresize.measure.restartable_statistic import RestartableStatistic
 from zeroresize.migration.lender import Lender
 from zeroresize.optim.freezing import ColumnFreezer
 from zeroresize.policy.tensor.columns.selector import ColumnSelector
-from zeroresize.resharding.units_in_force import UnitsInForce
+from zeroresize.resharding.units.owned_units import OwnedUnits
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Parts:
         statistic: tells how important each column is.
         decision: turns the group's exchanged numbers into a plan.
         selector: chooses the columns that make up a share.
-        plan_in_force: carries out a plan.
+        plan_execution: carries out a plan.
         lender: carries out a plan's loans.
         freezer: keeps the optimizer off pruned columns.
         units: holds which units this rank owns; None in a group of one.
@@ -69,10 +69,10 @@ class Parts:
     statistic: RestartableStatistic | None
     decision: GroupDecision
     selector: ColumnSelector
-    plan_in_force: PlanInForce
+    plan_execution: PlanExecution
     lender: Lender | None
     freezer: ColumnFreezer | None
-    units: UnitsInForce | None
+    units: OwnedUnits | None
     attached: ExitStack
 
     @property

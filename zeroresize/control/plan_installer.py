@@ -9,9 +9,9 @@ from torch import Tensor
 
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segments import work_of_layers
-from zeroresize.plan.group import Shares
+from zeroresize.plan.group import Relief, Shares
 from zeroresize.plan.layer import LayerPlan
-from zeroresize.policy.tensor.columns.selector import ColumnSelector, Relief
+from zeroresize.policy.tensor.columns.selector import ColumnSelector
 
 MATRICES = ("x", "w")
 

@@ -14,7 +14,7 @@ _RECORDED_METRICS = ("ratio", "busy_s", "gemm_s", "predicted_step_s", "is_stragg
 
 def update_record(parts: Parts, num_steps: int, balancing_since_update_s: float) -> UpdateRecord:
     """Return this rank's numbers after ``num_steps`` steps."""
-    times, plan, in_force = parts.monitor.times, parts.decision.plan, parts.plan_in_force
+    times, plan, in_force = parts.monitor.times, parts.decision.plan, parts.plan_execution
     moves = parts.units.moves if parts.units is not None else []
     return UpdateRecord(
         update=num_steps // parts.config.update_every,
@@ -52,7 +52,7 @@ def metrics(parts: Parts, num_steps: int, balancing_s: float) -> dict[str, float
         balancing_s: of the last step.
     """
     record, times = update_record(parts, num_steps, math.nan), parts.monitor.times
-    executed = parts.plan_in_force.shares_of_last_step or parts.plan_in_force.shares_of_step
+    executed = parts.plan_execution.shares_of_last_step or parts.plan_execution.shares_of_step
     numbers = {name: float(getattr(record, name)) for name in _RECORDED_METRICS} | {
         **{f"{name}_share": share for name, share in asdict(executed).items()},
         "relieved": 1.0 - record.owned * (1.0 - record.ratio),

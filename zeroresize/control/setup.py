@@ -18,7 +18,7 @@ from zeroresize.config.keys import MIGRATING_MODES, PRUNING_MODES
 from zeroresize.control.setup_checks import Layers, check_layers, check_weights
 from zeroresize.convert import balanced_layers, convert, group_of
 from zeroresize.layers.functional import LastGradients
-from zeroresize.resharding.search_segments import first_of
+from zeroresize.resharding.segments.search_segments import first_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -9,16 +9,16 @@ from zeroresize.config.keys import AWAY_MODES, MOVING_MODES
 from zeroresize.control.setup import Setup
 from zeroresize.measure.device_speed import measure_wanted_shares
 from zeroresize.plan.ownership import checked_shares
+from zeroresize.resharding.checkpoints.state_dict_guards import guard_optimizer
 from zeroresize.resharding.data_parallel import DataParallelReplicas
-from zeroresize.resharding.initial_division import divide_units, require_segments
-from zeroresize.resharding.same_segments import require_same_segments
-from zeroresize.resharding.state_dicts import guard_optimizer
-from zeroresize.resharding.units_in_force import UnitsInForce
+from zeroresize.resharding.segments.same_segments import require_same_segments
+from zeroresize.resharding.units.initial_division import divide_units, require_segments
+from zeroresize.resharding.units.owned_units import OwnedUnits
 
 logger = logging.getLogger(__name__)
 
 
-def agree_on_units(setup: Setup, meet: Meet, replicas: DataParallelReplicas) -> UnitsInForce:
+def agree_on_units(setup: Setup, meet: Meet, replicas: DataParallelReplicas) -> OwnedUnits:
     """Agree with the other ranks on who owns which units, and divide them by ``config.shares``; collective.
 
     They are not divided where ``convert`` was told how.
@@ -32,7 +32,7 @@ def agree_on_units(setup: Setup, meet: Meet, replicas: DataParallelReplicas) -> 
         ValueError: if the ranks do not agree, ``config.shares`` is no division of the units, or units are away in a
             mode whose layers must have their even shapes.
     """
-    units = UnitsInForce(setup.model, setup.layers, setup.optimizer, setup.process_group, meet=meet, replicas=replicas)
+    units = OwnedUnits(setup.model, setup.layers, setup.optimizer, setup.process_group, meet=meet, replicas=replicas)
     units.agree()
     if setup.config.shares != "even" and not any(segment.has_given_shares for segment in units.segments):
         _divide_by_configuration(units, setup, meet)
@@ -42,7 +42,7 @@ def agree_on_units(setup: Setup, meet: Meet, replicas: DataParallelReplicas) -> 
     return units
 
 
-def _divide_by_configuration(units: UnitsInForce, setup: Setup, meet: Meet) -> None:
+def _divide_by_configuration(units: OwnedUnits, setup: Setup, meet: Meet) -> None:
     """Divide the units by ``config.shares`` before the first step; collective."""
     wanted = setup.config.shares
     require_same_segments(units.segments, wanted, None, setup.process_group, setup.device)
@@ -51,7 +51,7 @@ def _divide_by_configuration(units: UnitsInForce, setup: Setup, meet: Meet) -> N
     divide_units(units, checked_shares(shares, setup.num_ranks))
 
 
-def _log_what_stays(units: UnitsInForce, setup: Setup) -> None:
+def _log_what_stays(units: OwnedUnits, setup: Setup) -> None:
     """Log why units that were to move cannot: as a warning, once for all ranks, if the optimizer is the reason."""
     if units.why_not_movable is None or setup.config.mode not in MOVING_MODES or not setup.config.moves:
         return
@@ -61,7 +61,7 @@ def _log_what_stays(units: UnitsInForce, setup: Setup) -> None:
         logger.warning("no units change hands, and columns are lent instead: %s", units.why_not_movable)
 
 
-def _require_home(units: UnitsInForce, setup: Setup) -> None:
+def _require_home(units: OwnedUnits, setup: Setup) -> None:
     """Check that no unit is away in a mode whose layers must have their even shapes.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zeroresize.injection.delay import Delay, Delayed, Delays
-from zeroresize.pipeline.layer_spans import LayerSpans
+from zeroresize.pipeline.layer_timing import LayerTiming
 from zeroresize.pipeline.pipeline import Pipeline
 
 
@@ -24,7 +24,7 @@ class SlowStage(Delayed):
     def __init__(self, pipeline: Pipeline, delays: Delays | None = None) -> None:
         super().__init__(delays)
         self._pipeline = pipeline
-        self._spans = LayerSpans(pipeline, self._begins, self._ends)
+        self._spans = LayerTiming(pipeline, self._begins, self._ends)
 
     def __enter__(self) -> None:
         self._spans.__enter__()

@@ -17,7 +17,7 @@ from zeroresize.migration.buffers import Buffers
 from zeroresize.migration.lender import make_transport
 from zeroresize.migration.transport import LoanRoute, Transport, bounds_of_parts
 from zeroresize.policy.tensor.columns.order import num_lent
-from zeroresize.policy.tensor.cost_model import MigrationCost
+from zeroresize.policy.tensor.costs import MigrationCost
 
 #: Shares of its columns that one rank lends in the calibration. The cost is taken to be a straight line through them.
 _LENT = (0.25, 0.75)

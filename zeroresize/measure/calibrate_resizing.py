@@ -17,7 +17,7 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.measure.timed_products import ProductShape, random_operands, watch_products
 from zeroresize.plan.layer import LayerPlan
 from zeroresize.policy.tensor.columns.order import decided_columns, order_without_priority
-from zeroresize.policy.tensor.cost_model import NUM_POINTS, ResizingCost, spread_ratios
+from zeroresize.policy.tensor.costs import NUM_POINTS, ResizingCost, spread_ratios
 
 _REPEATS = 3
 #: Tokens of the first trial, from which the rest of the budget is planned.

@@ -13,8 +13,8 @@ from zeroresize.config.keys import MIGRATING_MODES
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.measure.calibrate_migration import measure_migration_cost
 from zeroresize.measure.rank_monitor import RankMonitor
-from zeroresize.policy.tensor.cost_model import MigrationCost
-from zeroresize.policy.tensor.times import MOST_SECONDS
+from zeroresize.policy.tensor.costs import MigrationCost
+from zeroresize.policy.tensor.estimation.times import MOST_SECONDS
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from zeroresize.measure.clocks import clock_for
 from zeroresize.measure.compare_products import Reference, choose_reference, compare_products, time_reference
 from zeroresize.measure.step_timer import LayerTimer, StepTimer
 from zeroresize.plan.group import Shares
-from zeroresize.policy.tensor.cost_model import NUM_POINTS, ResizingCost
-from zeroresize.policy.tensor.estimator import RankEstimator
-from zeroresize.policy.tensor.times import RankTimes, StepTimes
+from zeroresize.policy.tensor.costs import NUM_POINTS, ResizingCost
+from zeroresize.policy.tensor.estimation.estimator import RankEstimator
+from zeroresize.policy.tensor.estimation.times import RankTimes, StepTimes
 from zeroresize.utils.state_checks import (
     Check,
     any_number,

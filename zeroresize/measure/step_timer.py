@@ -17,7 +17,7 @@ from zeroresize.kernels.probe import ProductProbe
 from zeroresize.measure import waits
 from zeroresize.measure.clocks import Clock
 from zeroresize.plan.group import Shares
-from zeroresize.policy.tensor.times import StepTimes
+from zeroresize.policy.tensor.estimation.times import StepTimes
 from zeroresize.utils.torch_private import current_backward
 
 #: At most so many pairs of marks are kept, besides those that the device has not passed yet.

@@ -43,19 +43,19 @@ Stage ``s`` has the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``. A
 
 # zr.sharded_state_dict knows pipelines by it.
 import zeroresize.pipeline.pipeline_state  # noqa: F401
-from zeroresize.pipeline.gradients import clip_grad_norm_
-from zeroresize.pipeline.moving import LayerMoveReport, move_layers
-from zeroresize.pipeline.moving_early import MoveDuringBackward, moving_during_backward
+from zeroresize.pipeline.automatic_repacking import Repack
+from zeroresize.pipeline.dry_run import PipelinePlan, plan_pipeline, profiles_on_meta
+from zeroresize.pipeline.gradient_clipping import clip_grad_norm_
+from zeroresize.pipeline.moving_layers import LayerMoveReport, move_layers
+from zeroresize.pipeline.moving_layers_during_backward import MoveDuringBackward, moving_during_backward
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.pipeline_balancer import PipelineBalancer
-from zeroresize.pipeline.planning import PipelinePlan, plan_pipeline, profiles_on_meta
 from zeroresize.pipeline.profiling import LayerProfiler
 from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
 from zeroresize.pipeline.release_hooks import CommandHook, Release
-from zeroresize.pipeline.releasing import Repack
-from zeroresize.pipeline.shrinking import RepackingReport, repack
+from zeroresize.pipeline.repacking import RepackingReport, repack
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
-from zeroresize.policy.pipeline.rebalancing_forecast import RebalancingForecast
+from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal
 
 __all__ = [
     "CommandHook",
@@ -68,7 +68,7 @@ __all__ = [
     "PipelinePlan",
     "PipelineProfile",
     "ProfileRecord",
-    "RebalancingForecast",
+    "RebalancingProposal",
     "RebalancingRecord",
     "Release",
     "Repack",

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from zeroresize.layers.whole_parameters import require_whole_parameters
 from zeroresize.pipeline.layer_contents import (
     Arrived,
     LayerNote,
@@ -20,7 +21,7 @@ from zeroresize.pipeline.layer_contents import (
     require_fitting,
 )
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.pipeline.stage_layers import require_ties_within_stages, require_whole_parameters
+from zeroresize.pipeline.stage_layers import require_ties_within_stages
 from zeroresize.plan.partition import Partition
 from zeroresize.resharding.byte_streams import ByteStreams
 from zeroresize.resharding.movable_optimizer import groups_of, require_movable_state, settings_of

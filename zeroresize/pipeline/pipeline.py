@@ -15,6 +15,7 @@ from zeroresize.comm.collectives import group_rank, group_ranks, group_size, mes
 from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.meeting import Meet
 from zeroresize.comm.side_groups import destroy_side_group
+from zeroresize.layers.whole_parameters import require_whole_parameters
 from zeroresize.pipeline.boundary_shapes import Boundary, find_boundaries
 from zeroresize.pipeline.stage_layers import (
     Initialize,
@@ -22,7 +23,6 @@ from zeroresize.pipeline.stage_layers import (
     place,
     require_initialize,
     require_ties_within_stages,
-    require_whole_parameters,
     tensors_by_layer,
 )
 from zeroresize.plan.partition import Partition

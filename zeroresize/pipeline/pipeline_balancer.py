@@ -14,27 +14,27 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import Schedule1F1B
 
 from zeroresize.comm.collectives import all_reduce
+from zeroresize.layers.whole_parameters import require_whole_parameters
 from zeroresize.measure.links import measure_move_cost
 from zeroresize.optim.independence import why_not_by_parameter
-from zeroresize.pipeline.moving import LayerMoveReport, move_layers
-from zeroresize.pipeline.moving_early import MoveDuringBackward, moving_during_backward
+from zeroresize.pipeline.automatic_repacking import AutomaticRepacking, Repack
+from zeroresize.pipeline.moving_layers import LayerMoveReport, move_layers
+from zeroresize.pipeline.moving_layers_during_backward import MoveDuringBackward, moving_during_backward
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.profile_exchange import ProfileExchange
 from zeroresize.pipeline.profiling import LayerProfiler
 from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
-from zeroresize.pipeline.releasing import Releasing, Repack
 from zeroresize.pipeline.replicas import PipelineReplicas
-from zeroresize.pipeline.stage_layers import require_whole_parameters
-from zeroresize.pipeline.stage_units import StageUnits, UnitsFirst
+from zeroresize.pipeline.units_before_layers import StageUnits, UnitsFirst
 from zeroresize.policy.moves.least_saving import MIN_SAVING
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.pipeline.profile_cadence import ProfileCadence
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.rebalancing import Rebalancing
-from zeroresize.policy.pipeline.rebalancing_forecast import (
+from zeroresize.policy.pipeline.rebalancing_proposal import (
     By,
     Method,
-    RebalancingForecast,
+    RebalancingProposal,
     RebalancingRule,
     described,
 )
@@ -134,7 +134,7 @@ class PipelineBalancer:
     ) -> None:
         self.steps = 0
         self._moves_during_backward = move_during_backward and units is None
-        self._wanted: RebalancingForecast | None = None
+        self._wanted: RebalancingProposal | None = None
         self._steps_of_block = 1
         self._pipeline, self._optimizer = pipeline, optimizer
         self._max_bytes, self._on_change, self._on_profile = max_bytes, on_change, on_profile
@@ -142,7 +142,7 @@ class PipelineBalancer:
         self._replicas: PipelineReplicas | None = None
         self._units = None if units is None else UnitsFirst(units)
         options = ""
-        self._releasing = None if repack is None else Releasing(repack)
+        self._releasing = None if repack is None else AutomaticRepacking(repack)
         alike: tuple[float, float] | Exception
         try:
             limits = None if memory_limits is None else tuple(map(float, memory_limits))
@@ -193,11 +193,11 @@ class PipelineBalancer:
         # The first step finds shapes by running layers once more.
         is_due = self._cadence.is_due(self.steps) and self._pipeline.knows_shapes and not self._ask_if_units_move()
         profiler = self._new_profiler() if is_due else None
-        forecast, self._wanted = self._wanted, None
+        proposal, self._wanted = self._wanted, None
         move, is_over = None, False
         try:
             with ExitStack() as around:
-                move = None if forecast is None else self._begin_move(forecast, around)
+                move = None if proposal is None else self._begin_move(proposal, around)
                 if profiler is not None:
                     around.enter_context(profiler)
                 num_steps = self._pipeline.num_steps
@@ -211,10 +211,10 @@ class PipelineBalancer:
         if is_due:
             self._cadence.measured(self.steps)
         self.steps += 1
-        if forecast is not None and move is not None and move.report is not None:
-            self._finish_move(forecast, move.report)
-        elif forecast is not None and move is None and forecast.before == self._pipeline.boundaries:
-            self._move(forecast)
+        if proposal is not None and move is not None and move.report is not None:
+            self._finish_move(proposal, move.report)
+        elif proposal is not None and move is None and proposal.before == self._pipeline.boundaries:
+            self._move(proposal)
         profile = self._profiles.exchange(profiler, self.steps)
         if profile is not None and profile.boundaries == self._pipeline.boundaries:
             self._balance(profile if self._replicas is None else self._replicas.gather_slowest(profile))
@@ -238,13 +238,13 @@ class PipelineBalancer:
         if self._releasing is not None:
             self._releasing.expect_other_work()
 
-    def what_if(self) -> RebalancingForecast | None:
+    def what_if(self) -> RebalancingProposal | None:
         """Return what moving layers would save now, by the last profile; None before there was one.
 
         Raises:
             ValueError: if no boundaries fit into the memory limits.
         """
-        return self._rebalancing.forecast(self._pipeline.boundaries)
+        return self._rebalancing.propose(self._pipeline.boundaries)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned of layers, devices and moves: plain values, the same on every rank."""
@@ -275,31 +275,31 @@ class PipelineBalancer:
         if self._on_profile is not None:
             rule = self._rebalancing.rule
             self._on_profile(ProfileRecord.of(self.steps, profile, rule.schedule, rule.num_microbatches))
-        forecast = self._rebalancing.update(profile)
+        proposal = self._rebalancing.update(profile)
         if self._rebalancing.looks_again:
             self._cadence.look_again(self.steps - 1)
             if self._units is not None:
                 self._units.watch()
-        if self._release(profile) or forecast is None:
+        if self._release(profile) or proposal is None:
             return
         if self._ask_if_units_move():  # they have begun since the profile was measured
             self._rebalancing.drop()
             return
         if self._moves_during_backward:
-            self._wanted = forecast
+            self._wanted = proposal
             return
-        self._move(forecast)
+        self._move(proposal)
 
-    def _move(self, forecast: RebalancingForecast) -> None:
+    def _move(self, proposal: RebalancingProposal) -> None:
         """Between two steps."""
         try:
             if self._units is not None:
-                self._units.leave(forecast.after, self._pipeline.meet())
+                self._units.leave(proposal.after, self._pipeline.meet())
         except CannotMoveError as error:
             self._stay(error)
             return
         try:
-            report = move_layers(self._pipeline, forecast.after, optimizer=self._optimizer, max_bytes=self._max_bytes)
+            report = move_layers(self._pipeline, proposal.after, optimizer=self._optimizer, max_bytes=self._max_bytes)
         except (ValueError, CannotMoveError, NotEnoughMemoryError) as error:  # on every rank: nothing has moved
             if self._units is not None:
                 self._units.attach()
@@ -309,15 +309,15 @@ class PipelineBalancer:
             return
         if self._units is not None:
             self._units.attach()
-        self._finish_move(forecast, report)
+        self._finish_move(proposal, report)
 
-    def _begin_move(self, forecast: RebalancingForecast, around: ExitStack) -> MoveDuringBackward | None:
+    def _begin_move(self, proposal: RebalancingProposal, around: ExitStack) -> MoveDuringBackward | None:
         """None where layers are not to move within the block: somebody else has moved some, or not all fits then."""
-        if forecast.before != self._pipeline.boundaries:
+        if proposal.before != self._pipeline.boundaries:
             return None
         move = moving_during_backward(
             self._pipeline,
-            forecast.after,
+            proposal.after,
             optimizer=self._optimizer,
             num_steps=self._steps_of_block,
             max_bytes=self._max_bytes,
@@ -329,9 +329,9 @@ class PipelineBalancer:
                 logger.info("step %d: layers do not move before the end of the step: %s", self.steps, error)
             return None
 
-    def _finish_move(self, forecast: RebalancingForecast, report: LayerMoveReport) -> None:
+    def _finish_move(self, proposal: RebalancingProposal, report: LayerMoveReport) -> None:
         self._cadence.moved(self.steps - 1)
-        self._tell(forecast, report)
+        self._tell(proposal, report)
 
     def _ask_if_units_move(self) -> bool:
         """Collective where stages are groups."""
@@ -359,7 +359,7 @@ class PipelineBalancer:
         if not self._pipeline.is_released:
             self._tells = self._pipeline.stage == 0
             self._connect()
-        self._record(released.forecast, released.report.moved_bytes, released.report.seconds)
+        self._record(released.proposal, released.report.moved_bytes, released.report.seconds)
         return True
 
     def _connect(self) -> None:
@@ -376,7 +376,7 @@ class PipelineBalancer:
             return measured
         return MoveCost(*self._replicas.gather_most(measured.seconds_per_byte, measured.fixed_s))
 
-    def _tell(self, forecast: RebalancingForecast, report: LayerMoveReport) -> None:
+    def _tell(self, proposal: RebalancingProposal, report: LayerMoveReport) -> None:
         table = torch.zeros(self._pipeline.num_stages, 3, dtype=torch.float64)
         table[self._pipeline.stage] = torch.tensor([report.sent_bytes, report.received_bytes, report.seconds])
         whole = table.to(self._pipeline.meet_device)
@@ -388,25 +388,25 @@ class PipelineBalancer:
             most_bytes, seconds = self._replicas.gather_most(most_bytes, seconds)
         self._rebalancing.learn(most_bytes, seconds)
         if self._tells:
-            slowest = max(range(len(forecast.stage_s)), key=forecast.stage_s.__getitem__)
+            slowest = max(range(len(proposal.stage_s)), key=proposal.stage_s.__getitem__)
             logger.info(
                 "step %d: stage %d takes %.1f times as long as the mean: %s: %.1f MB, %.2f s; expected step %.0f -> "
                 "%.0f ms",
                 self.steps,
                 slowest,
-                forecast.stage_s[slowest] / (fmean(forecast.stage_s) or 1.0),
-                described(forecast.transfers),
+                proposal.stage_s[slowest] / (fmean(proposal.stage_s) or 1.0),
+                described(proposal.transfers),
                 moved_bytes / 1e6,
                 seconds,
-                1e3 * forecast.step_s,
-                1e3 * forecast.expected_step_s,
+                1e3 * proposal.step_s,
+                1e3 * proposal.expected_step_s,
             )
-        self._record(forecast, moved_bytes, seconds)
+        self._record(proposal, moved_bytes, seconds)
 
-    def _record(self, forecast: RebalancingForecast, moved_bytes: int, seconds: float) -> None:
+    def _record(self, proposal: RebalancingProposal, moved_bytes: int, seconds: float) -> None:
         if self._on_change is not None:
             self._on_change(
-                RebalancingRecord(**vars(forecast), step=self.steps, moved_bytes=moved_bytes, seconds=seconds)
+                RebalancingRecord(**vars(proposal), step=self.steps, moved_bytes=moved_bytes, seconds=seconds)
             )
 
 

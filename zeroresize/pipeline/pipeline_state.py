@@ -45,9 +45,9 @@ from zeroresize.pipeline.layer_contents import (
     require_fitting,
 )
 from zeroresize.pipeline.pipeline import Pipeline
+from zeroresize.resharding.checkpoints.sharded_state import sharded_state_of
 from zeroresize.resharding.movable_optimizer import groups_of, require_movable_state, settings_of
 from zeroresize.resharding.parameter_state import GRADIENT, PARAMETER, STATE
-from zeroresize.resharding.sharded_state import state_of
 from zeroresize.utils.checkpoint_reader import TOLD, CheckpointReader
 from zeroresize.utils.torch_private import no_torch_function
 
@@ -56,7 +56,7 @@ _SETTINGS = TOLD
 _SECTIONS = ("layers", "optimizer", "pipeline")
 
 
-@state_of.register
+@sharded_state_of.register
 def _(pipeline: Pipeline, optimizer: Any) -> dict[str, Any]:
     """Return what this rank writes of a pipeline between two steps, and reads into it; see the module.
 

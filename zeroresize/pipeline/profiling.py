@@ -1,6 +1,6 @@
 """Each layer's seconds and bytes in one iteration are measured by hooks that are there only meanwhile.
 
-Seconds are those of :class:`~zeroresize.pipeline.layer_spans.LayerSpans`.
+Seconds are those of :class:`~zeroresize.pipeline.layer_timing.LayerTiming`.
 
 **Activations** are the distinct tensors that autograd saves in a layer's forward, without parameters and buffers. What
 two neighbours both save counts for both, so the figures do not depend on which of them share a stage. What a layer
@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from zeroresize.comm.collectives import all_reduce
-from zeroresize.pipeline.layer_spans import LayerSpans
+from zeroresize.pipeline.layer_timing import LayerTiming
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 from zeroresize.utils.torch_private import storage_id
@@ -54,7 +54,7 @@ class LayerProfiler:
         counts_activations: bool = True,
     ) -> None:
         self._pipeline, self._optimizer, self._counts_activations = pipeline, optimizer, counts_activations
-        self._spans = LayerSpans(pipeline, self._span_begins, self._span_ends)
+        self._spans = LayerTiming(pipeline, self._span_begins, self._span_ends)
         self._begun: list[_Mark] = []
         self._measured: list[tuple[int, bool, _Mark, _Mark]] = []  # layer, whether forward, begin, end
         self._saved: dict[int, SavedBytes] = {}

@@ -15,7 +15,7 @@ from typing import Any
 
 from zeroresize.policy.pipeline.bubbles import Schedule, chimera_bubble_ratio, simulated_step
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
-from zeroresize.policy.pipeline.rebalancing_forecast import RebalancingForecast
+from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal
 from zeroresize.utils.json_lines import without_nan
 from zeroresize.utils.state_checks import any_number, each, keyed, not_negative
 
@@ -121,7 +121,7 @@ class ProfileRecord:
 
 
 @dataclass(frozen=True)
-class RebalancingRecord(RebalancingForecast):
+class RebalancingRecord(RebalancingProposal):
     """Records a move of layers: what was forecast of it, and what it was.
 
     Attributes:

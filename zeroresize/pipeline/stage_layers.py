@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import UninitializedParameter
 
+from zeroresize.layers.whole_parameters import path_of
 from zeroresize.plan.partition import Partition
 from zeroresize.resharding.parameter_state import emptied, replace_data
 from zeroresize.utils.torch_private import buffers_of, parameters_of
@@ -66,30 +64,6 @@ class StageLayers(nn.Module):
         return tuple(one.contiguous() for one in tensors)
 
 
-def require_whole_parameters(layers: Sequence[nn.Module]) -> None:
-    """Check that the layers' parameters are whole tensors of their own.
-
-    Raises:
-        ValueError: for layers inside DistributedDataParallel or FSDP, and for other tensors than plain ones, such as
-            DTensors and lazily made parameters.
-    """
-    for number, layer in enumerate(layers):
-        for path, module in layer.named_modules():
-            if isinstance(module, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
-                raise ValueError(
-                    f"{_name(number, path)} is inside {type(module).__name__}, which keeps buckets or shards of these "
-                    "parameters, so layers cannot move: pass the layers themselves, and average gradients of "
-                    "data-parallel replicas yourself"
-                )
-        for name, parameter in layer.named_parameters():
-            is_plain = type(parameter.data) is Tensor and not isinstance(parameter, UninitializedParameter)
-            if not (is_plain and parameter.is_leaf and parameter.layout is torch.strided):
-                raise ValueError(
-                    f"{_name(number, name)} cannot move: it is no whole, initialized, strided tensor of its own "
-                    f"(type {type(parameter.data).__name__})"
-                )
-
-
 def require_ties_within_stages(layers: Sequence[nn.Module], boundaries: Sequence[int]) -> None:
     """Check that layers that share a parameter are on one stage.
 
@@ -103,9 +77,9 @@ def require_ties_within_stages(layers: Sequence[nn.Module], boundaries: Sequence
             other, other_name = first.setdefault(id(parameter), (number, name))
             if stages[other] != stages[number]:
                 raise ValueError(
-                    f"{_name(other, other_name)} and {_name(number, name)} are one parameter (tied weights), but with "
-                    f"boundaries {list(boundaries)} they are on stages {stages[other]} and {stages[number]}: layers "
-                    "that share parameters must be on one stage"
+                    f"{path_of(other, other_name)} and {path_of(number, name)} are one parameter (tied weights), "
+                    f"but with boundaries {list(boundaries)} they are on stages {stages[other]} and {stages[number]}: "
+                    "layers that share parameters must be on one stage"
                 )
 
 
@@ -160,8 +134,8 @@ def require_initialize(layers: Sequence[nn.Module], present: range, initialize: 
         for name, buffer in layer.named_buffers():
             if buffer.is_meta and id(buffer) not in in_one_layer:
                 raise ValueError(
-                    f"{_name(number, name)} is on the meta device and belongs to several layers, so every stage needs "
-                    "it and nobody would fill it everywhere: build it on a real device"
+                    f"{path_of(number, name)} is on the meta device and belongs to several layers, so every stage "
+                    "needs it and nobody would fill it everywhere: build it on a real device"
                 )
 
 
@@ -204,7 +178,3 @@ def _placed(tensor: Tensor, is_away: bool, device: torch.device) -> Tensor:
 
 def _is_on_meta(layer: nn.Module) -> bool:
     return any(one.is_meta for one in (*layer.parameters(), *layer.buffers()))
-
-
-def _name(number: int, name: str) -> str:
-    return f"layers.{number}.{name}".rstrip(".")

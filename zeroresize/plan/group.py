@@ -38,6 +38,17 @@ class Shares:
         return self.spared, self.borrowed, self.owned
 
 
+@dataclass(frozen=True, order=True)
+class Relief(Shares):
+    """Describe the shares of a rank's products that are to become columns.
+
+    Attributes:
+        is_forced: whether someone forced just these. What a controller decides is rounded so that products are fast.
+    """
+
+    is_forced: bool = False
+
+
 @dataclass(frozen=True)
 class RankPlan(Shares):
     """Describe one rank's part in a plan: its shares, of which the pruned one may differ from layer to layer.

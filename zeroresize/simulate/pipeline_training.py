@@ -18,7 +18,7 @@ from zeroresize.policy.pipeline.pipeline_load import Floats
 from zeroresize.policy.pipeline.profile_cadence import ProfileCadence
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing import Rebalancing
-from zeroresize.policy.pipeline.rebalancing_forecast import RebalancingForecast, RebalancingRule
+from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal, RebalancingRule
 
 #: A network of 100 Gbit/s, roughly, and what ranks take to agree on a move and to install layers.
 TYPICAL_LINKS = MoveCost(1e-10, 0.05)
@@ -140,7 +140,7 @@ def simulate_pipeline(
     rebalancing = None if rule is None else Rebalancing(rule, cluster.links)
     cadence = ProfileCadence(1 if rule is None else rule.num_steps)
     measured: PipelineProfile | None = None
-    wanted: RebalancingForecast | None = None
+    wanted: RebalancingProposal | None = None
     step_s, bubble_ratios, in_force, profile_s, move_s, num_moves = [], [], [], 0.0, 0.0, 0
     for step in range(num_steps):
         factors_L = np.maximum(1.0 + cluster.noise * random.standard_normal(num_layers), 0.1)

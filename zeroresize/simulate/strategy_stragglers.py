@@ -43,8 +43,8 @@ def simulate_stragglers(
         known_speeds.append(speeds)
         if number <= delay:
             continue
-        forecast = decision.update(known_speeds[-1 - delay])
-        if forecast is not None:
-            decision.made(forecast)
-            switches.append((number, forecast.candidate.key, forecast.switch_s))
+        proposal = decision.update(known_speeds[-1 - delay])
+        if proposal is not None:
+            decision.made(proposal)
+            switches.append((number, proposal.candidate.key, proposal.switch_s))
     return StragglerRun(tuple(steps_s), tuple(switches))

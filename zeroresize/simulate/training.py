@@ -18,12 +18,12 @@ from zeroresize.config import BalanceConfig
 from zeroresize.plan.group import Loan, RankPlan, Shares, WorkloadPlan
 from zeroresize.plan.ownership import SegmentWork, owned_shares, unit_counts
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.tensor.communication import CollectiveTimes
 from zeroresize.policy.tensor.controller import Controller
-from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost
-from zeroresize.policy.tensor.estimator import RankEstimator
+from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
+from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
+from zeroresize.policy.tensor.estimation.estimator import RankEstimator
+from zeroresize.policy.tensor.estimation.times import RankTimes, StepTimes
 from zeroresize.policy.tensor.rules.sharing import borrowed_shares
-from zeroresize.policy.tensor.times import RankTimes, StepTimes
 from zeroresize.simulate.noise import Noise, NoiseSource
 
 #: The update after a change of speed from which on a rank's γ is to be steady.

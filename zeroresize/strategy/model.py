@@ -22,13 +22,13 @@ from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES
 from zeroresize.resharding.transaction import Participants, run_transaction
 from zeroresize.strategy.optimizer_checks import require_divisible
-from zeroresize.strategy.switching.gradient_sum import sum_gradients
+from zeroresize.strategy.placement.gradient_sum import sum_gradients
+from zeroresize.strategy.placement.placement import Placement, held_bytes
+from zeroresize.strategy.placement.strategy_groups import RankGroups
+from zeroresize.strategy.placement.whole_layers import Initialize, SegmentsOf, WholeLayers, WholeTensor
 from zeroresize.strategy.switching.optimizer_move import OptimizerMove
-from zeroresize.strategy.switching.placement import Placement, held_bytes
 from zeroresize.strategy.switching.placements import Placements
 from zeroresize.strategy.switching.rank_agreement import RankAgreement
-from zeroresize.strategy.switching.sharding import Initialize, SegmentsOf, WholeLayers, WholeTensor
-from zeroresize.strategy.switching.strategy_groups import RankGroups
 from zeroresize.strategy.switching.switch import Switch, SwitchReport
 
 
@@ -76,7 +76,7 @@ class SwitchableModel:
     Raises:
         ValueError: for strategies that do not fit the ranks or layers, parameters that layers share, buffers with
             state, layers inside DistributedDataParallel or FSDP, and segments that do not fit; see
-            :class:`~zeroresize.strategy.switching.sharding.WholeLayers`.
+            :class:`~zeroresize.strategy.placement.whole_layers.WholeLayers`.
         RuntimeError: if ranks differ in what they were given, the weights included, if one fails, or does not come.
     """
 

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.stragglers.decision import StragglerForecast
+from zeroresize.policy.strategy.stragglers.decision import StrategyProposal
 
 
 @dataclass(frozen=True)
 class StragglerRecord:
-    """Tells of a change of strategies what was forecast, and what it took.
+    """Tells of a change of strategies what was proposal, and what it took.
 
     Attributes:
         step: how many steps of ``StrategyBalancer`` were over.
@@ -42,7 +42,7 @@ class StragglerRecord:
     def of(
         cls,
         step: int,
-        forecast: StragglerForecast,
+        proposal: StrategyProposal,
         before: Sequence[Strategy],
         speeds: Sequence[float],
         *,
@@ -51,7 +51,7 @@ class StragglerRecord:
         is_made: bool,
     ) -> StragglerRecord:
         """Make the record of a decision that was carried out, or could not be."""
-        candidate = forecast.candidate
+        candidate = proposal.candidate
         return cls(
             step,
             candidate.kind,
@@ -59,8 +59,8 @@ class StragglerRecord:
             tuple(speeds),
             tuple(one.as_dict() for one in before),
             tuple(one.as_dict() for one in candidate.strategies),
-            forecast.step_s + forecast.saving_s,
-            forecast.step_s,
+            proposal.step_s + proposal.saving_s,
+            proposal.step_s,
             switch_s,
             moved_bytes,
             is_made,

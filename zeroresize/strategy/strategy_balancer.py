@@ -29,7 +29,7 @@ from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.moves.least_saving import MIN_SAVING
 from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.stragglers.costs import StragglerCosts
-from zeroresize.policy.strategy.stragglers.decision import TOLERANCE, StragglerDecision, StragglerForecast
+from zeroresize.policy.strategy.stragglers.decision import TOLERANCE, StragglerDecision, StrategyProposal
 from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds
 from zeroresize.resharding.agreement import NotEnoughMemoryError, meet_over, meet_prepared
 from zeroresize.strategy.model import SwitchableModel
@@ -193,7 +193,7 @@ class StrategyBalancer:
             self._decide()
         return report
 
-    def what_if(self) -> tuple[StragglerForecast, ...]:
+    def what_if(self) -> tuple[StrategyProposal, ...]:
         """Return what each candidate would bring now, the first being to stay; empty before speeds are known."""
         speeds = self._speeds.speeds()
         return () if speeds is None else self._decision.what_if(speeds)
@@ -220,21 +220,21 @@ class StrategyBalancer:
 
     def _decide(self) -> None:
         speeds = self._speeds.speeds()
-        forecast = None if speeds is None else self._decision.update(speeds)
-        if forecast is None or speeds is None:
+        proposal = None if speeds is None else self._decision.update(speeds)
+        if proposal is None or speeds is None:
             return
         before = self.in_force
-        switch_s, moved_bytes, is_made = self._carry_out(forecast)
+        switch_s, moved_bytes, is_made = self._carry_out(proposal)
         record = StragglerRecord.of(
-            self.steps, forecast, before, speeds, switch_s=switch_s, moved_bytes=moved_bytes, is_made=is_made
+            self.steps, proposal, before, speeds, switch_s=switch_s, moved_bytes=moved_bytes, is_made=is_made
         )
         if self._model.rank == 0:
             logger.info(
                 "step %d: %s%s: %s; expected step %.0f -> %.0f ms, switch %.2f s%s",
                 self.steps,
-                forecast.candidate.kind,
-                f" {list(forecast.candidate.left_out)}" if forecast.candidate.left_out else "",
-                ", ".join(map(str, forecast.candidate.strategies)),
+                proposal.candidate.kind,
+                f" {list(proposal.candidate.left_out)}" if proposal.candidate.left_out else "",
+                ", ".join(map(str, proposal.candidate.strategies)),
                 1e3 * record.step_s,
                 1e3 * record.expected_step_s,
                 switch_s,
@@ -243,9 +243,9 @@ class StrategyBalancer:
         if self._on_change is not None:
             self._on_change(record)
 
-    def _carry_out(self, forecast: StragglerForecast) -> tuple[float, int, bool]:
+    def _carry_out(self, proposal: StrategyProposal) -> tuple[float, int, bool]:
         """(seconds, bytes that all ranks received, whether it was made)"""
-        wanted = forecast.candidate.strategies
+        wanted = proposal.candidate.strategies
         begin, received = time.perf_counter(), 0
         try:
             for strategy in dict.fromkeys(wanted):
@@ -258,14 +258,14 @@ class StrategyBalancer:
         except NotEnoughMemoryError:  # on every rank, and nothing has moved
             self._decision.refuse()
             self._forget_others()
-            return forecast.switch_s, 0, False
+            return proposal.switch_s, 0, False
         self._trainer.use(
             replace(length_range, strategy=strategy)
             for length_range, strategy in zip(self._trainer.ranges, wanted, strict=True)
         )
         table = self._exchange.meet(time.perf_counter() - begin, float(received))
         seconds = max(own for own, _ in table)
-        self._decision.made(forecast, seconds)
+        self._decision.made(proposal, seconds)
         self._forget_others()
         return seconds, int(sum(own for _, own in table)), True
 

@@ -1,7 +1,7 @@
 """A switchable model for torch.distributed.checkpoint (DCP): what one strategy of the optimizer wrote, any other reads.
 
 A file has the names of the undivided model (``layers.3.attention.query.weight``), and the optimizer's beside them, as
-:class:`~zeroresize.resharding.optimizer_state.OptimizerState` names them.
+:class:`~zeroresize.resharding.checkpoints.optimizer_state.OptimizerState` names them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import numpy as np
 from torch import Tensor
 
 from zeroresize.plan.layout import TensorSpec
-from zeroresize.resharding.divided_tensor import DividedTensor, TensorDivision, unit_pieces
-from zeroresize.resharding.optimizer_state import OptimizerState
-from zeroresize.resharding.sharded_state import OPTIMIZER, state_of
+from zeroresize.resharding.checkpoints.divided_tensor import DividedTensor, TensorDivision, unit_pieces
+from zeroresize.resharding.checkpoints.optimizer_state import OptimizerState
+from zeroresize.resharding.checkpoints.sharded_state import OPTIMIZER, sharded_state_of
 from zeroresize.strategy.model import SwitchableModel
 
 
-@state_of.register
+@sharded_state_of.register
 def _(model: SwitchableModel, optimizer: Any) -> dict[str, Any]:
     """Return whole tensors, of which this rank gives what the optimizer's layout holds; see the module.
 

@@ -19,7 +19,7 @@ from zeroresize.policy.strategy.packing import MicroBatch, Work, num_tokens
 from zeroresize.policy.strategy.step_plan import Visit, plan_visits
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.resharding.agreement import meet_over, meet_prepared, require_same
-from zeroresize.strategy.gradient_norm import clip_grad_norm_, grad_norm
+from zeroresize.strategy.gradient_clipping import clip_grad_norm_, grad_norm
 from zeroresize.strategy.loss_check import LossCheck
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.optimizer_checks import require_divisible
@@ -27,9 +27,9 @@ from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.running.activations import find_activations
 from zeroresize.strategy.running.one_f_one_b import Loss, PipelineStage
 from zeroresize.strategy.running.random_numbers import seed_of
-from zeroresize.strategy.running.switch_tour import TYPICAL_LINKS, SwitchTour
 from zeroresize.strategy.step_checks import digest_of, require_ready_to_train, require_sequences
 from zeroresize.strategy.step_report import RangeReport, StepReport
+from zeroresize.strategy.switch_tour import TYPICAL_LINKS, SwitchTour
 from zeroresize.strategy.switching.switch import SwitchReport
 from zeroresize.utils.fingerprint import fingerprint
 from zeroresize.utils.value_checks import number

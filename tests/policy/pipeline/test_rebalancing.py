@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zeroresize.plan.partition import LayerTransfer, Partition
 from zeroresize.policy.pipeline.centralized import balanced_partition
-from zeroresize.policy.pipeline.rebalancing_forecast import described
+from zeroresize.policy.pipeline.rebalancing_proposal import described
 
 METHODS = pytest.mark.parametrize("method", ["partition", "diffusion"])
 
@@ -100,9 +100,9 @@ def test_it_settles_and_never_ends_slower_than_it_began(work, speeds, method):
 def test_what_does_not_pay_stays_until_it_has_cost_as_much():
     world, rebalancing = World([0.01] * 8, [1.0, 1.0], (0, 3, 8), weight_bytes=10**9), rebalancing_of()
     assert world.train(rebalancing, 2) == []
-    forecast = rebalancing.forecast(world.boundaries)
-    num_intervals = math.ceil(forecast.price_s / (100 * forecast.saving_s))
-    assert forecast.price_s == pytest.approx(2 * (0.05 + 4.0)) and num_intervals > 3
+    proposal = rebalancing.propose(world.boundaries)
+    num_intervals = math.ceil(proposal.price_s / (100 * proposal.saving_s))
+    assert proposal.price_s == pytest.approx(2 * (0.05 + 4.0)) and num_intervals > 3
     # In each interval, the first of which is over, there are two profiles.
     assert world.train(rebalancing, 2 * (num_intervals - 1) - 1) == []
     assert world.train(rebalancing, 1) == [(0, 4, 8)]
@@ -120,10 +120,10 @@ def test_disappointing_moves_become_rare():
     world = World([1.0, 1.0, 1.0, 1.0], [1.0, 1.0], (0, 1, 4))
     doubts = []
     for _ in range(40):
-        forecast = rebalancing.update(world.profile())
-        if forecast is not None:
-            world.boundaries = forecast.after
-            world.work = [4.0 if LayerTransfer(1, 1, 0) in forecast.transfers else 1.0, *world.work[1:]]
+        proposal = rebalancing.update(world.profile())
+        if proposal is not None:
+            world.boundaries = proposal.after
+            world.work = [4.0 if LayerTransfer(1, 1, 0) in proposal.transfers else 1.0, *world.work[1:]]
         doubts.append(rebalancing.rental.doubt)
     assert max(doubts) > 1.0
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from zeroresize.plan.layout import TensorSpec, UnitDivision
 from zeroresize.plan.length_range import LengthRange
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.costs.candidates import candidate_strategies, default_thresholds
+from zeroresize.policy.strategy.costs.candidate_strategies import candidate_strategies, default_thresholds
 from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.costs.forecast import forecast_step
 from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable

@@ -11,7 +11,7 @@ from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.step_plan import Visit, plan_visits
 from zeroresize.policy.strategy.switches.switch_order import tour_seconds
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
-from zeroresize.strategy.running.switch_tour import SwitchTour
+from zeroresize.strategy.switch_tour import SwitchTour
 
 DATA, TENSOR, BOTH = Strategy(4), Strategy(1, 4), Strategy(2, 2)
 RANGES = [LengthRange(*one) for one in ((2, DATA), (4, TENSOR), (6, DATA, 12), (8, BOTH))]

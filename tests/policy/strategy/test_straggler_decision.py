@@ -12,7 +12,7 @@ from zeroresize.plan.layout import unit_bounds
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.ski_rental import FIRST_PAUSE
-from zeroresize.policy.strategy.stragglers.candidates import (
+from zeroresize.policy.strategy.stragglers.changed_strategies import (
     ModelDivision,
     arrangements,
     candidates,
@@ -46,10 +46,10 @@ def run(decider, speeds_of_steps):
     total_s, switched = 0.0, []
     for step, speeds in enumerate(speeds_of_steps):
         total_s += decider._costs.step_s(decider.in_force, speeds)
-        forecast = decider.update(speeds)
-        if forecast is not None:
-            total_s += forecast.switch_s
-            decider.made(forecast)
+        proposal = decider.update(speeds)
+        if proposal is not None:
+            total_s += proposal.switch_s
+            decider.made(proposal)
             switched.append(step)
     return total_s, switched
 
@@ -156,14 +156,14 @@ def test_units_move_inside_the_group_where_that_suffices_and_the_rank_is_left_ou
 
 def test_it_switches_when_slowness_has_cost_as_much_as_the_switch_there_and_back_and_goes_back_alike():
     decider = decision(switch_s=1.0)
-    slow, forecast = one_slow(8.0), None
+    slow, proposal = one_slow(8.0), None
     saving_s = next(one.saving_s for one in decider.what_if(slow) if one.candidate.kind == "leave out")
     _, switched = run(decider, [slow] * 20)
     assert switched == [int(np.ceil(2.0 / saving_s)) - 1]
     assert 1 not in decider.in_force[0].ranks
-    forecast = {one.candidate.kind: one for one in decider.what_if(EVEN)}["original"]
+    proposal = {one.candidate.kind: one for one in decider.what_if(EVEN)}["original"]
     _, switched = run(decider, [EVEN] * 60)
-    assert switched == [int(np.ceil(2.0 / forecast.saving_s - 1e-9)) - 1]
+    assert switched == [int(np.ceil(2.0 / proposal.saving_s - 1e-9)) - 1]
     assert decider.in_force == decider.original
 
 
@@ -203,9 +203,9 @@ def test_changes_that_move_no_bytes_have_their_price_too():
     assert other.switch_s == 1.5  # one strategy is new
     num_changes = 0
     for step in range(400):
-        forecast = decider.update(one_slow(2.0, 3) if step // 2 % 2 else EVEN)
-        if forecast is not None:
-            decider.made(forecast, 3.0)
+        proposal = decider.update(one_slow(2.0, 3) if step // 2 % 2 else EVEN)
+        if proposal is not None:
+            decider.made(proposal, 3.0)
             num_changes += 1
     assert num_changes <= 2
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.group import Shares
-from zeroresize.policy.tensor.communication import CollectiveTimes
 from zeroresize.policy.tensor.controller import Controller
-from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost
-from zeroresize.policy.tensor.estimator import RankEstimator
+from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
+from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
+from zeroresize.policy.tensor.estimation.estimator import RankEstimator
+from zeroresize.policy.tensor.estimation.times import RankTimes, StepTimes
 from zeroresize.policy.tensor.rules.by_mode import HEADROOM
-from zeroresize.policy.tensor.times import RankTimes, StepTimes
 
 
 def rank(rest_s, gemm_s, cost=LINEAR, gather_fill_scale=1.0):

@@ -9,10 +9,10 @@ from zeroresize.plan.group import RankPlan
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.ski_rental import FIRST_PAUSE
-from zeroresize.policy.tensor.communication import CollectiveTimes
 from zeroresize.policy.tensor.controller import Controller
-from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost
-from zeroresize.policy.tensor.times import RankTimes
+from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
+from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
+from zeroresize.policy.tensor.estimation.times import RankTimes
 
 SEGMENTS = (SegmentWork(4800, 8, 0.7), SegmentWork(4800, 8, 0.3))
 HOME, AWAY = (1.0,) * 4, (1.2, 1.2, 1.2, 0.4)

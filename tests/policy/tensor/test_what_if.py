@@ -4,10 +4,10 @@ import pytest
 
 from zeroresize import BalanceConfig
 from zeroresize.config.keys import MODES
-from zeroresize.policy.tensor.communication import CollectiveTimes
 from zeroresize.policy.tensor.controller import Controller
-from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost
-from zeroresize.policy.tensor.times import RankTimes
+from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
+from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
+from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.what_if import WhatIf
 
 RANKS = 4

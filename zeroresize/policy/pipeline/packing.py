@@ -9,7 +9,7 @@ from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.bubbles import PipelineStep
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.profiles import PipelineProfile
-from zeroresize.policy.pipeline.rebalancing_forecast import RebalancingRule
+from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
 from zeroresize.policy.pipeline.repacking import Repacking, can_hold, repacked
 
 

@@ -18,7 +18,7 @@ from zeroresize.policy.moves.ski_rental import RENTAL_CHECK, SkiRental
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profiles import PipelineProfile
-from zeroresize.policy.pipeline.rebalancing_forecast import RebalancingForecast, RebalancingRule, in_two_profiles
+from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal, RebalancingRule, in_two_profiles
 from zeroresize.policy.pipeline.running_profile import RunningProfile
 from zeroresize.utils.state_checks import anything, count, each, keyed, not_negative, row
 
@@ -82,7 +82,7 @@ class Rebalancing:
         self._running = self._anchor = self._first = self._promised = None
         self._steps_s.clear()
 
-    def update(self, profile: PipelineProfile) -> RebalancingForecast | None:
+    def update(self, profile: PipelineProfile) -> RebalancingProposal | None:
         """Return what is to be carried out after this profile; None where everything stays.
 
         A move is decided on two profiles only: of single interruptions the second one knows nothing. With profiles of
@@ -100,12 +100,12 @@ class Rebalancing:
         if first is not None:
             profile = in_two_profiles(first, profile)
         costs = self._costs_after(self.costs, profile)
-        if first is None and self.rule.forecast(costs, profile, self.cost_of_move).transfers:
+        if first is None and self.rule.propose(costs, profile, self.cost_of_move).transfers:
             self._first = profile
             return None
         return self._decide(profile, costs)
 
-    def _update_running(self, profile: PipelineProfile) -> RebalancingForecast | None:
+    def _update_running(self, profile: PipelineProfile) -> RebalancingProposal | None:
         if self._running is None:
             self._running = RunningProfile(len(profile.layers))
         running = self._running.after(profile)
@@ -130,24 +130,24 @@ class Rebalancing:
     def _costs_after(self, known: LayerCosts | None, profile: PipelineProfile) -> LayerCosts:
         return LayerCosts.first(profile) if known is None else known.after(profile, is_other_work=self._is_other_work)
 
-    def _decide(self, profile: PipelineProfile, costs: LayerCosts) -> RebalancingForecast | None:
-        forecast = self.rule.forecast(costs, profile, self.cost_of_move)
-        is_wanted = forecast.after != forecast.before
+    def _decide(self, profile: PipelineProfile, costs: LayerCosts) -> RebalancingProposal | None:
+        proposal = self.rule.propose(costs, profile, self.cost_of_move)
+        is_wanted = proposal.after != proposal.before
         self.costs, self._profile, self._is_other_work = costs, profile, False
         self.has_learned = True
         if self.rule.num_steps > 1:
-            self._judge(forecast.step_s)
+            self._judge(proposal.step_s)
         elif self._steps_s and (is_wanted or len(self._steps_s) >= _JUDGED):
             self._judge(fmean(self._steps_s))
-        self.rental.charge({_WANTED: forecast.saving_s} if is_wanted else {}, self.rule.num_steps)
-        if not is_wanted or not (forecast.is_needed or self.rental.is_due(_WANTED, forecast.price_s)):
+        self.rental.charge({_WANTED: proposal.saving_s} if is_wanted else {}, self.rule.num_steps)
+        if not is_wanted or not (proposal.is_needed or self.rental.is_due(_WANTED, proposal.price_s)):
             return None
         self.rental.settle()
         self._steps_s.clear()
-        self._promised = None if forecast.is_needed else (forecast.step_s, forecast.expected_step_s)
-        return forecast
+        self._promised = None if proposal.is_needed else (proposal.step_s, proposal.expected_step_s)
+        return proposal
 
-    def forecast(self, boundaries: tuple[int, ...]) -> RebalancingForecast | None:
+    def propose(self, boundaries: tuple[int, ...]) -> RebalancingProposal | None:
         """Return what would change from these boundaries on, by the last profile; None before there was one.
 
         Raises:
@@ -155,7 +155,7 @@ class Rebalancing:
         """
         if self.costs is None or self._profile is None:
             return None
-        return self.rule.forecast(self.costs, replace(self._profile, boundaries=boundaries), self.cost_of_move)
+        return self.rule.propose(self.costs, replace(self._profile, boundaries=boundaries), self.cost_of_move)
 
     def learn(self, num_bytes: float, seconds: float) -> None:
         """Learn from a move that has been made; bytes are those of the rank that sent or received most."""

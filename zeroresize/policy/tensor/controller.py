@@ -16,8 +16,6 @@ from zeroresize.plan.group import Loan, RankPlan, Shares, WorkloadPlan
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.least_saving import beyond_noise, is_saving
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.tensor.calibration_steps import CalibrationSteps
-from zeroresize.policy.tensor.communication import CollectiveTimes, CommunicationEstimate
 from zeroresize.policy.tensor.controller_state import (
     controller_check,
     loans_of_plain,
@@ -25,15 +23,17 @@ from zeroresize.policy.tensor.controller_state import (
     plain_times,
     times_of_plain,
 )
-from zeroresize.policy.tensor.curves import Floats, GroupTimes
-from zeroresize.policy.tensor.fingerprint import fingerprint
+from zeroresize.policy.tensor.estimation.calibration_steps import CalibrationSteps
+from zeroresize.policy.tensor.estimation.communication import CollectiveTimes, CommunicationEstimate
+from zeroresize.policy.tensor.estimation.curves import Floats, GroupTimes
+from zeroresize.policy.tensor.estimation.spells import COST_IN_VAIN, Spells
+from zeroresize.policy.tensor.estimation.times import DURATION, RankTimes
+from zeroresize.policy.tensor.loan_fingerprint import fingerprint_of_loans
 from zeroresize.policy.tensor.ownership_decision import OwnershipDecision
 from zeroresize.policy.tensor.rules.by_mode import forced_division, wanted_division
 from zeroresize.policy.tensor.rules.ownership import owned_step_s, wanted_shares
 from zeroresize.policy.tensor.rules.ratio import find_stragglers, reference_time
 from zeroresize.policy.tensor.rules.sharing import WorkDivision, borrowed_shares, loans_of, predicted_busy_s
-from zeroresize.policy.tensor.spells import COST_IN_VAIN, Spells
-from zeroresize.policy.tensor.times import DURATION, RankTimes
 from zeroresize.utils.state_checks import Check
 
 #: A rank is relieved if it is slower than the reference by so many standard deviations: to begin with pruning, to begin
@@ -105,7 +105,7 @@ class Controller:
         """Take every rank's estimate of its times at full work (NaN where nothing was measured) and decide.
 
         What no step can have taken counts as not measured, see
-        :meth:`~zeroresize.policy.tensor.times.RankTimes.checked`.
+        :meth:`~zeroresize.policy.tensor.estimation.times.RankTimes.checked`.
 
         Args:
             samples: of every rank.
@@ -262,7 +262,7 @@ class Controller:
         """Return a hash of all that decisions follow from, of ``plan``, and of plain ``values``."""
         state = self.state_dict()
         del state["loans"], state["loans_then"]
-        return fingerprint(
+        return fingerprint_of_loans(
             (self._loans, self._loans_then, plan.loans),
             state,
             [(rank.pruned, rank.lent, rank.is_straggler, rank.owned) for rank in plan.ranks],

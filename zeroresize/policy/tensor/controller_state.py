@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from zeroresize.plan.group import Loan
-from zeroresize.policy.tensor.cost_model import ResizingCost
-from zeroresize.policy.tensor.times import RankTimes
+from zeroresize.policy.tensor.costs import ResizingCost
+from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.utils.state_checks import Check, any_number, below, count, each, flag, keyed, optional, row, share
 
 _POINTS = each(any_number)

@@ -10,9 +10,9 @@ from zeroresize.config.keys import MIGRATING_MODES, MODES, PRUNING_MODES
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.tensor.communication import CollectiveTimes
 from zeroresize.policy.tensor.controller import Controller
-from zeroresize.policy.tensor.times import RankTimes
+from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
+from zeroresize.policy.tensor.estimation.times import RankTimes
 
 #: Modes that decide alike are tried once: those that only prune differ in the columns, not in how many.
 _KIND_OF_MODE = {mode: mode if mode in MIGRATING_MODES else PRUNING_MODES[0] for mode in MODES if mode != "off"}

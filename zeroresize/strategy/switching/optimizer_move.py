@@ -21,10 +21,10 @@ from zeroresize.policy.strategy.switches.switch_plan import plan_weights
 from zeroresize.resharding.movable_optimizer import require_movable_state, settings_of
 from zeroresize.resharding.parameter_state import STATE, Description, ParameterState, agreed_descriptions, set_state
 from zeroresize.resharding.transaction import Transaction
+from zeroresize.strategy.placement.placement import Placement
+from zeroresize.strategy.placement.whole_layers import WholeTensor
 from zeroresize.strategy.switching.flow_transport import FlowTransport
-from zeroresize.strategy.switching.placement import Placement
 from zeroresize.strategy.switching.relocation import Relocation
-from zeroresize.strategy.switching.sharding import WholeTensor
 from zeroresize.strategy.switching.switch import put_in_place
 from zeroresize.strategy.switching.switch_rounds import Flow, switch_rounds
 from zeroresize.utils.fingerprint import fingerprint

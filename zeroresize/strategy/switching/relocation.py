@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from zeroresize.strategy.placement.placement import Placement
+from zeroresize.strategy.placement.whole_layers import WholeTensor
 from zeroresize.strategy.switching.flow_transport import Ends
-from zeroresize.strategy.switching.placement import Placement
-from zeroresize.strategy.switching.sharding import WholeTensor
 
 
 class Relocation:

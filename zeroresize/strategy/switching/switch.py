@@ -17,10 +17,10 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import group_rank, message_device
 from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
 from zeroresize.resharding.transaction import MoveReport, Transaction
+from zeroresize.strategy.placement.placement import Placement
+from zeroresize.strategy.placement.whole_layers import WholeTensor
 from zeroresize.strategy.switching.flow_transport import Ends, FlowTransport
-from zeroresize.strategy.switching.placement import Placement
 from zeroresize.strategy.switching.relocation import Relocation
-from zeroresize.strategy.switching.sharding import WholeTensor
 from zeroresize.strategy.switching.switch_rounds import Flow, SwitchRound, fingerprint_of, switch_rounds
 from zeroresize.utils.fingerprint import fingerprint
 

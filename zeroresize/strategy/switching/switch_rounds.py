@@ -18,7 +18,7 @@ import numpy as np
 from zeroresize.plan.layout import Indices
 from zeroresize.policy.strategy.switches.switch_plan import SliceTransfers
 from zeroresize.resharding.transport import Pair
-from zeroresize.strategy.switching.sharding import WholeTensor
+from zeroresize.strategy.placement.whole_layers import WholeTensor
 from zeroresize.utils.fingerprint import digest
 
 

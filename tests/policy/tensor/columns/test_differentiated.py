@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroresize.config import BalanceConfig
+from zeroresize.plan.group import Relief
 from zeroresize.policy.tensor.columns.differentiated import budget_ratios, paper_ratios
-from zeroresize.policy.tensor.columns.selector import ColumnSelector, Relief
+from zeroresize.policy.tensor.columns.selector import ColumnSelector
 
 statistics = st.lists(st.floats(0.0, 1e3), min_size=4, max_size=40).map(np.array)
 ratios = st.floats(0.05, 0.9)

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroresize.config import BalanceConfig
+from zeroresize.plan.group import Relief
 from zeroresize.policy.tensor.columns.order import pruned_of_order, random_order
 from zeroresize.policy.tensor.columns.priority import ColumnPriority
-from zeroresize.policy.tensor.columns.selector import ColumnSelector, Relief
+from zeroresize.policy.tensor.columns.selector import ColumnSelector
 
 statistics = st.lists(st.floats(0.0, 1e3), min_size=4, max_size=40).map(np.array)
 ratios = st.floats(0.05, 0.9)

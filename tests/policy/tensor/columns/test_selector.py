@@ -6,7 +6,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zeroresize.config import BalanceConfig
-from zeroresize.policy.tensor.columns.selector import ColumnSelector, Relief
+from zeroresize.plan.group import Relief
+from zeroresize.policy.tensor.columns.selector import ColumnSelector
 
 
 def test_a_forced_ratio_is_kept_to_the_column_and_a_decided_one_aligned():

@@ -19,9 +19,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zeroresize.config import BalanceConfig
-from zeroresize.policy.tensor.communication import CollectiveTimes
 from zeroresize.policy.tensor.controller import Controller
-from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost
+from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
+from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
 from zeroresize.policy.tensor.rules.makespan import makespan_division
 from zeroresize.policy.tensor.rules.sharing import WorkDivision
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroresize.config import BalanceConfig
-from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost, spread_ratios
+from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost, spread_ratios
 from zeroresize.policy.tensor.rules.by_mode import wanted_division
 from zeroresize.policy.tensor.rules.ratio import find_stragglers
 from zeroresize.policy.tensor.rules.sharing import WorkDivision

@@ -7,7 +7,7 @@ from helpers.virtual_training import rank
 
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.tensor.controller import Controller
-from zeroresize.policy.tensor.cost_model import MigrationCost
+from zeroresize.policy.tensor.costs import MigrationCost
 from zeroresize.policy.tensor.rules.by_mode import wanted_division
 
 DEAR, CHEAP = MigrationCost(0.5, 1.0), MigrationCost(0.001, 0.005)

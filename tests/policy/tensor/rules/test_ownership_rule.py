@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroresize.plan.ownership import SegmentWork, unit_counts
-from zeroresize.policy.tensor.curves import GroupTimes
+from zeroresize.policy.tensor.estimation.curves import GroupTimes
+from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.rules.ownership import merged, normalised, owned_step_s, wanted_shares
-from zeroresize.policy.tensor.times import RankTimes
 
 #: So fine that rounding to whole units is no matter.
 FINE = (SegmentWork(2_000_000, 1, 0.7), SegmentWork(4_000_000, 1, 0.3))

@@ -6,9 +6,9 @@ from helpers.virtual_training import LINEAR, REALISTIC
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroresize.policy.tensor.cost_model import ResizingCost
+from zeroresize.policy.tensor.costs import ResizingCost
+from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.rules.ratio import find_stragglers, pruning_ratios, reference_time
-from zeroresize.policy.tensor.times import RankTimes
 
 seconds = st.floats(0.01, 10.0)
 ranks_times = st.lists(

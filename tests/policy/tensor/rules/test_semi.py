@@ -5,7 +5,7 @@ from helpers.virtual_training import FREE, REALISTIC, group, migrations, rank
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroresize.policy.tensor.cost_model import MigrationCost
+from zeroresize.policy.tensor.costs import MigrationCost
 from zeroresize.policy.tensor.rules.semi import migrated_share, num_migrating_by_benefit, paper_division
 
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroresize.config import BalanceConfig
-from zeroresize.policy.tensor.communication import CollectiveTimes, CommunicationEstimate
 from zeroresize.policy.tensor.controller import Controller
-from zeroresize.policy.tensor.cost_model import MigrationCost
+from zeroresize.policy.tensor.costs import MigrationCost
+from zeroresize.policy.tensor.estimation.communication import CollectiveTimes, CommunicationEstimate
 from zeroresize.simulate import Cluster, simulate
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from zeroresize.plan.layout import Indices
 from zeroresize.plan.length_range import LengthRange
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.costs.candidates import default_thresholds
+from zeroresize.policy.strategy.costs.candidate_strategies import default_thresholds
 from zeroresize.policy.strategy.costs.cost_model import CostModel, Floats, batch_sums
 from zeroresize.policy.strategy.costs.forecast import (
     Pack,

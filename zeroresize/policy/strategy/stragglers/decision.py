@@ -19,7 +19,7 @@ from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.moves.least_saving import MIN_SAVING, beyond_noise, is_saving
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.ski_rental import RENTAL_CHECK, SkiRental
-from zeroresize.policy.strategy.stragglers.candidates import (
+from zeroresize.policy.strategy.stragglers.changed_strategies import (
     Candidate,
     Kind,
     ModelDivision,
@@ -52,7 +52,7 @@ class StrategyCosts(RangeCosts, Protocol):
 
 
 @dataclass(frozen=True)
-class StragglerForecast:
+class StrategyProposal:
     """Describe what a candidate would bring.
 
     Attributes:
@@ -109,9 +109,9 @@ class StragglerDecision:
         self._tolerance, self._min_saving = tolerance, min_saving
         self._rental = SkiRental()
         self._strategies_of: dict[str, tuple[Strategy, ...]] = {}  # of what is owed, as last offered
-        self._last: tuple[Any, tuple[StragglerForecast, ...]] | None = None
+        self._last: tuple[Any, tuple[StrategyProposal, ...]] | None = None
 
-    def what_if(self, speeds: Sequence[float]) -> tuple[StragglerForecast, ...]:
+    def what_if(self, speeds: Sequence[float]) -> tuple[StrategyProposal, ...]:
         """Return what each candidate would bring at these speeds.
 
         The first is to stay; the others are sorted by their steps' seconds.
@@ -120,46 +120,46 @@ class StragglerDecision:
         if self._last is None or self._last[0] != key:  # speeds mostly stay, and to look at all candidates takes long
             offered = candidates(self.original, self.in_force, speeds, self._model, self._costs)
             now_s = self._costs.step_s(self.in_force, speeds)
-            forecasts = [
-                self._forecast(candidate, speeds, now_s) for candidate in offered if candidate.kind in self._kinds
+            proposals = [
+                self._propose(candidate, speeds, now_s) for candidate in offered if candidate.kind in self._kinds
             ]
-            stay, *others = forecasts
+            stay, *others = proposals
             self._last = key, (stay, *sorted(others, key=lambda one: one.step_s))
         return tuple(
-            replace(forecast, owed_s=self._rental.owed_for(forecast.candidate.key)) for forecast in self._last[1]
+            replace(proposal, owed_s=self._rental.owed_for(proposal.candidate.key)) for proposal in self._last[1]
         )
 
-    def update(self, speeds: Sequence[float], num_steps: int = 1) -> StragglerForecast | None:
+    def update(self, speeds: Sequence[float], num_steps: int = 1) -> StrategyProposal | None:
         """Take steps made at these speeds and return what is to be put in force now, None where everything stays.
 
         Whoever is given one calls :meth:`made`, or :meth:`refuse`.
         """
         self._rental.next_update()
         self._add_up(self.what_if(speeds), speeds, num_steps)
-        forecasts = self.what_if(speeds)
-        best_s = min(one.step_s for one in forecasts)
+        proposals = self.what_if(speeds)
+        best_s = min(one.step_s for one in proposals)
         # By what is left to gain: what is worth it is decided among those only that may be chosen.
         suffices = any(
-            forecast.candidate.kind == "shares" or (forecast.candidate.kind == "stay" and self._is_modest)
-            for forecast in forecasts
-            if forecast.step_s <= (1.0 + self._tolerance) * best_s
+            proposal.candidate.kind == "shares" or (proposal.candidate.kind == "stay" and self._is_modest)
+            for proposal in proposals
+            if proposal.step_s <= (1.0 + self._tolerance) * best_s
         )
         due = [
-            forecast
-            for forecast in forecasts[1:]
-            if (forecast.candidate.kind in _MODEST or not suffices)
-            and is_saving(forecast.saving_s, forecasts[0].step_s, self._min_saving)
-            and self._rental.is_due(forecast.candidate.key, 2.0 * forecast.switch_s)
+            proposal
+            for proposal in proposals[1:]
+            if (proposal.candidate.kind in _MODEST or not suffices)
+            and is_saving(proposal.saving_s, proposals[0].step_s, self._min_saving)
+            and self._rental.is_due(proposal.candidate.key, 2.0 * proposal.switch_s)
         ]
         return due[0] if due else None
 
-    def made(self, forecast: StragglerForecast, seconds: float | None = None) -> None:
-        """Put the forecast's candidate in force from now on; the switch took so many seconds, if that is known."""
-        after = forecast.candidate.strategies
+    def made(self, proposal: StrategyProposal, seconds: float | None = None) -> None:
+        """Put the proposal's candidate in force from now on; the switch took so many seconds, if that is known."""
+        after = proposal.candidate.strategies
         if seconds is not None:
             self.cost = self.cost.learned(self._costs.switch_bytes(self.in_force, after), seconds, self._num_new(after))
         self.in_force = after
-        self._rental.settle(forecast.candidate.key)
+        self._rental.settle(proposal.candidate.key)
         self._rental.succeed()
 
     def refuse(self) -> None:
@@ -167,7 +167,7 @@ class StragglerDecision:
         self._rental.refuse()
 
     def look_again(self) -> None:
-        """Forget the last forecasts, as what steps take has changed for other reasons than speeds."""
+        """Forget the last proposals, as what steps take has changed for other reasons than speeds."""
         self._last = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -223,9 +223,9 @@ class StragglerDecision:
             for now, then in zip(self.in_force, self.original, strict=True)
         )
 
-    def _forecast(self, candidate: Candidate, speeds: Sequence[float], now_s: float) -> StragglerForecast:
+    def _propose(self, candidate: Candidate, speeds: Sequence[float], now_s: float) -> StrategyProposal:
         step_s = self._costs.step_s(candidate.strategies, speeds)
-        return StragglerForecast(candidate, step_s, now_s - step_s, self._switch_s(candidate.strategies), 0.0)
+        return StrategyProposal(candidate, step_s, now_s - step_s, self._switch_s(candidate.strategies), 0.0)
 
     def _switch_s(self, after: tuple[Strategy, ...]) -> float:
         if after == self.in_force:
@@ -236,13 +236,13 @@ class StragglerDecision:
         """Strategies that the model does not have: it has the original ones and those in force."""
         return len({*after} - {*self.original, *self.in_force})
 
-    def _add_up(self, forecasts: Sequence[StragglerForecast], speeds: Sequence[float], num_steps: int) -> None:
-        now_s = forecasts[0].step_s
+    def _add_up(self, proposals: Sequence[StrategyProposal], speeds: Sequence[float], num_steps: int) -> None:
+        now_s = proposals[0].step_s
         saved_s = {}
-        for forecast in forecasts[1:]:
-            key = forecast.candidate.key
-            self._strategies_of[key] = forecast.candidate.strategies
-            saved_s[key] = forecast.saving_s
+        for proposal in proposals[1:]:
+            key = proposal.candidate.key
+            self._strategies_of[key] = proposal.candidate.strategies
+            saved_s[key] = proposal.saving_s
         for key in self._rental.owed_s.keys() - saved_s.keys():  # not offered now, as it is worse or no rank is slow
             saved_s[key] = now_s - self._costs.step_s(self._strategies_of[key], speeds)
         counted_s = {key: beyond_noise(saving_s, now_s, self._min_saving) for key, saving_s in saved_s.items()}

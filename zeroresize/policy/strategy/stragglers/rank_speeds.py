@@ -1,8 +1,9 @@
 """How fast ranks are, by what their part of a step should have taken and did; pure, the same on every rank.
 
-The filter of :mod:`zeroresize.policy.tensor.estimator` tells what pruning costs apart from what a rank is slow by, in
-one layout of the work. Here work changes its layout, and only the speed counts: so it is what is usual among three
-steps (:mod:`zeroresize.policy.moves.usual`), which no single interruption moves, and a mean of those until they jump.
+The filter of :mod:`zeroresize.policy.tensor.estimation.estimator` tells what pruning costs apart from what a rank is
+slow by, in one layout of the work. Here work changes its layout, and only the speed counts: so it is what is usual
+among three steps (:mod:`zeroresize.utils.usual`), which no single interruption moves, and a mean of those until they
+jump.
 
 ``R`` ranks.
 """
@@ -15,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from zeroresize.policy.moves.usual import usual_of
 from zeroresize.utils.state_checks import each, keyed, not_negative, optional
+from zeroresize.utils.usual import usual_of
 
 #: Steps of which the middle one counts.
 _RECENT = 3

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import PRIORITY_MODES
-from zeroresize.plan.group import Shares
+from zeroresize.plan.group import Relief
 from zeroresize.policy.tensor.columns.differentiated import budget_ratios, paper_ratios, relative_scores
 from zeroresize.policy.tensor.columns.order import decided_columns, num_lent, order_without_priority, pruned_of_order
 from zeroresize.policy.tensor.columns.priority import ColumnPriority
@@ -31,17 +31,6 @@ logger = logging.getLogger(__name__)
 
 #: A first epoch of more steps than this is likely one whose end nobody tells.
 _LONG_EPOCH = 20_000
-
-
-@dataclass(frozen=True, order=True)
-class Relief(Shares):
-    """Describe the shares of a rank's products that are to become columns.
-
-    Attributes:
-        is_forced: whether someone forced just these. What a controller decides is rounded so that products are fast.
-    """
-
-    is_forced: bool = False
 
 
 @dataclass

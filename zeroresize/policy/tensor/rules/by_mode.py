@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 
 from zeroresize.config import BalanceConfig
-from zeroresize.policy.tensor.cost_model import MigrationCost
+from zeroresize.policy.tensor.costs import MigrationCost
+from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.rules.makespan import makespan_division
 from zeroresize.policy.tensor.rules.ratio import pruning_ratios, slowest_normal_s
 from zeroresize.policy.tensor.rules.semi import paper_division
 from zeroresize.policy.tensor.rules.sharing import WorkDivision, paper_lending_ratios
-from zeroresize.policy.tensor.times import RankTimes
 
 #: How far below the fastest rank's time a straggler aims, as a share; with target "mean" (the paper's) not at all.
 HEADROOM = 0.05

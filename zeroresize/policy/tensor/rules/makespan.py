@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroresize.policy.tensor.cost_model import MigrationCost
-from zeroresize.policy.tensor.curves import Curves
-from zeroresize.policy.tensor.levels import Floats, ratios_to_reach
+from zeroresize.policy.tensor.costs import MigrationCost
+from zeroresize.policy.tensor.estimation.curves import Curves
+from zeroresize.policy.tensor.estimation.times import RankTimes
+from zeroresize.policy.tensor.rules.ratios_to_reach import Floats, ratios_to_reach
 from zeroresize.policy.tensor.rules.sharing import WorkDivision
-from zeroresize.policy.tensor.times import RankTimes
 
 #: Busy times that are tried between the fastest and the slowest; then again between the neighbours of the best.
 _NUM_LEVELS = 65

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from zeroresize.plan.ownership import SHARE_DECIMALS, SegmentWork, normalised, unit_counts
-from zeroresize.policy.tensor.curves import Curves, Floats
-from zeroresize.policy.tensor.times import RankTimes
+from zeroresize.policy.tensor.estimation.curves import Curves, Floats
+from zeroresize.policy.tensor.estimation.times import RankTimes
 
 #: Halvings of the time at which all work is done.
 _NUM_HALVINGS = 45

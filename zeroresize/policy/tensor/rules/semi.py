@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from zeroresize.policy.tensor.cost_model import MigrationCost
+from zeroresize.policy.tensor.costs import MigrationCost
+from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.rules.sharing import WorkDivision, paper_lending_ratios
-from zeroresize.policy.tensor.times import RankTimes
 
 #: Halvings of β's interval: to a millionth.
 _BISECTIONS = 20

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from zeroresize.plan.group import Loan
-from zeroresize.policy.tensor.curves import Curves
-from zeroresize.policy.tensor.times import RankTimes
+from zeroresize.policy.tensor.estimation.curves import Curves
+from zeroresize.policy.tensor.estimation.times import RankTimes
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,78 @@
+"""What a rank does under a plan, a pin above it, and in a calibration step."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import zeroresize as zr
+from zeroresize.control.plan_execution import PlanExecution
+from zeroresize.control.plan_installer import PlanInstaller
+from zeroresize.plan.group import Loan, RankPlan, Shares, WorkloadPlan
+from zeroresize.policy.tensor.columns.selector import ColumnSelector
+
+PLAN = WorkloadPlan(
+    (RankPlan(borrowed=0.25), RankPlan(0.5, 0.25, is_straggler=True)), loans=(Loan(1, 0.25, (0,), (1.0,)),)
+)
+
+
+@pytest.fixture
+def layers():
+    return {
+        name: SimpleNamespace(local_weight=torch.zeros(4, 64), even_shape=(4, 64), num_columns=64, plan=None)
+        for name in ("up", "down")
+    }
+
+
+def rank_under(layers, rank, **config):
+    config = zr.BalanceConfig(**{"mode": "zero-rd", **config})
+    selector = ColumnSelector(config, rank, dict.fromkeys(layers, 64), dict.fromkeys(layers, 1.0))
+    installer = PlanInstaller(layers, selector, "zero")
+    return selector, PlanExecution(config, rank, 2, selector=selector, installer=installer, lender=None, exchange=None)
+
+
+def test_a_rank_does_its_own_part_of_the_plan(layers):
+    _, lender = rank_under(layers, 1)
+    lender.install(PLAN)
+    lender.begin_step()
+    assert lender.ratio == 0.75 and lender.lent_to == {0: 0.25}
+    assert lender.planned == lender.shares_of_step == Shares(0.5, 0.25, 0.0)
+    assert [(len(layer.plan.pruned), len(layer.plan.lent)) for layer in layers.values()] == [(32, 16)] * 2
+    _, receiver = rank_under(layers, 0)
+    receiver.install(PLAN)
+    receiver.begin_step()
+    assert receiver.ratio == 0.0 and receiver.lent_to == {}
+    assert receiver.planned == receiver.shares_of_step == Shares(borrowed=0.25)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_calibration_step_does_nothing_of_the_plan_that_is_told(layers, rank):
+    _, in_force = rank_under(layers, rank)
+    in_force.install(PLAN, WorkloadPlan((RankPlan(), RankPlan())))
+    in_force.begin_step()
+    assert in_force.shares_of_step == Shares() and all(layer.plan is None for layer in layers.values())
+    assert (in_force.planned.spared, in_force.planned.borrowed) == (PLAN.ranks[rank].spared, PLAN.ranks[rank].borrowed)
+
+
+def test_a_pin_stands_above_the_plan_until_it_is_released(layers):
+    _, in_force = rank_under(layers, 1)
+    in_force.pin(1, 0.3)
+    in_force.install(PLAN)
+    assert in_force.ratio == 0.3 and in_force.is_forced
+    assert [len(layer.plan.pruned) for layer in layers.values()] == [19] * 2, "to the column"
+    in_force.release(1)
+    in_force.install(PLAN)
+    assert in_force.ratio == 0.75 and not in_force.is_forced
+    with pytest.raises(ValueError, match="rank=2 is outside the process group: allowed are 0 to 1"):
+        in_force.pin(2, 0.3)
+
+
+def test_steps_count_for_the_columns_that_they_pruned(layers):
+    selector, in_force = rank_under(layers, 1)
+    for plan in (PLAN, WorkloadPlan((RankPlan(),) * 2)):
+        in_force.install(plan)
+        in_force.begin_step()
+        in_force.end_step()
+        assert in_force.shares_of_last_step.spared == plan.ranks[1].spared
+    assert selector.steps_of_epoch == 2
+    assert [int(steps.sum()) for steps in selector.pruned_steps.values()] == [32, 32]

@@ -1,0 +1,218 @@
+"""Full-work numbers of one rank, with how sure they are, learned from the times of its steps."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from zeroresize.plan.group import Shares
+from zeroresize.policy.tensor.costs import ResizingCost
+from zeroresize.policy.tensor.estimation.estimator import RankEstimator
+from zeroresize.policy.tensor.estimation.times import StepTimes
+
+CALIBRATED = ResizingCost((0.0, 0.3, 0.6, 0.9), (1.0, 0.75, 0.5, 0.15), (0.0, 0.015, 0.02, 0.01))
+REST_S, GEMM_S = 0.3, 0.7
+
+
+def steps(ratio, truth=CALIBRATED, chi=1.0, number=5, borrowed=0.0, gather_fill_scale=1.0, noise=None):
+    """Steps at γ whose multiplications cost what ``truth`` says."""
+    times = []
+    for _ in range(number):
+        factors = 1.0 + noise.normal(0.0, 0.02, 3) if noise is not None else (1.0, 1.0, 1.0)
+        executed = truth.gemm_share_at(ratio) + (truth.borrowed_at(borrowed) if borrowed else 0.0)
+        gemm_s, gather_fill_s = factors[0] * chi * GEMM_S * executed, gather_fill_scale * truth.gather_fill_at(ratio)
+        times.append(
+            StepTimes(factors[1] * REST_S + gemm_s + gather_fill_s, gemm_s, gather_fill_s, Shares(ratio, 0.0, borrowed))
+        )
+    return times
+
+
+def with_calibration_step(ratio, truth=CALIBRATED, chi=1.0, **changes):
+    return [*steps(0.0, truth, chi, number=1), *steps(ratio, truth, chi, **changes)]
+
+
+def learned(*intervals, calibrated=CALIBRATED):
+    estimator = RankEstimator(calibrated)
+    for interval in intervals:
+        estimator.learn(interval)
+    return estimator
+
+
+def test_nothing_is_known_before_the_first_interval():
+    estimator = learned([])
+    assert estimator.times is None and estimator.usual_step is None
+    assert estimator.cost.gemm_share == pytest.approx(CALIBRATED.gemm_share)
+
+
+@given(st.floats(0.0, 0.9), st.floats(0.3, 8.0))
+def test_a_rank_that_is_first_seen_under_a_plan_is_told_by_the_calibration(ratio, chi):
+    times = learned(steps(ratio, chi=chi)).times
+    assert times.gemm_s == pytest.approx(chi * GEMM_S, rel=1e-6)
+    assert times.rest_s == pytest.approx(REST_S, rel=1e-6)
+
+
+@settings(deadline=None)
+@given(st.floats(0.6, 1.6), st.floats(0.1, 0.9), st.booleans())
+def test_a_wrong_calibration_is_corrected_by_calibration_steps_or_by_a_change_of_plan(factor, ratio, calibrates):
+    truth = CALIBRATED.scaled([factor] * 4)
+    begins = [with_calibration_step(ratio, truth)] if calibrates else [steps(0.0, truth), steps(ratio, truth)]
+    estimator = learned(*begins, *[steps(ratio, truth)] * 4)
+    assert estimator.cost.gemm_share_at(ratio) == pytest.approx(truth.gemm_share_at(ratio), rel=0.05)
+    assert estimator.times.gemm_s == pytest.approx(GEMM_S, rel=0.05)
+    assert estimator.times.busy_s == pytest.approx(REST_S + GEMM_S, rel=0.05)
+
+
+@settings(deadline=None)
+@given(st.floats(0.0, 0.9), st.floats(0.3, 8.0), st.integers(0, 1000))
+def test_what_is_told_without_bias_is_believed_and_as_sure_as_it_is(ratio, chi, seed):
+    noise = np.random.default_rng(seed)
+    estimator = learned(*[steps(0.0, chi=chi, noise=noise) for _ in range(3)])
+    for _ in range(60):
+        estimator.learn(steps(ratio, chi=chi, noise=noise))
+    times = estimator.times
+    error = abs(times.busy_s / (REST_S + chi * GEMM_S) - 1.0)
+    assert error <= 0.05
+    assert 0.0 < times.deviation <= 0.08
+
+
+@pytest.mark.parametrize("chi", [0.25, 0.5, 2.0, 4.0])
+@pytest.mark.parametrize("ratio", [0.0, 0.6])
+def test_a_jump_under_one_plan_is_one_of_speed(chi, ratio):
+    estimator = learned(*[steps(ratio)] * 4)
+    before = estimator.cost
+    estimator.learn(steps(ratio, chi=chi))
+    assert estimator.times.gemm_s == pytest.approx(chi * GEMM_S, rel=0.02)
+    assert estimator.cost.gemm_share == pytest.approx(before.gemm_share, rel=0.02)
+
+
+@pytest.mark.parametrize("chi", [0.25, 4.0])
+def test_a_jump_right_before_a_new_plan_is_told_by_the_calibration_step(chi):
+    estimator = learned(*[steps(0.0, chi=2.0)] * 4, with_calibration_step(0.6, chi=chi))
+    assert estimator.times.gemm_s == pytest.approx(chi * GEMM_S, rel=0.03)
+    assert estimator.cost.gemm_share_at(0.6) == pytest.approx(0.5, rel=0.03)
+
+
+@pytest.mark.parametrize("chi", [0.25, 4.0])
+def test_without_one_it_is_unsure_until_something_tells(chi):
+    surprised = learned(*[steps(0.0)] * 4, steps(0.6, chi=chi))
+    expected = learned(*[steps(0.0)] * 4, steps(0.6))
+    assert surprised.times.deviation > 0.15 > 0.05 > expected.times.deviation
+    surprised.learn(steps(0.0, chi=chi))
+    assert surprised.times.gemm_s == pytest.approx(chi * GEMM_S, rel=0.05)
+    assert surprised.cost.gemm_share_at(0.6) == pytest.approx(0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("full_gemm_s", [0.0, 0.01, 50.0])
+def test_a_hiccup_is_not_taken_for_the_cost_of_pruning(full_gemm_s):
+    """Nor a step in which the layers did not run: of several steps it is none that counts."""
+    estimator = learned(*[steps(0.6)] * 3)
+    before = estimator.cost
+    usual = steps(0.6)
+    estimator.learn([*usual[:2], StepTimes(60.0, full_gemm_s, 0.0, Shares(0.6)), *usual[2:]])
+    estimator.learn([*steps(0.6), StepTimes(0.1, 0.0, 0.0, Shares(0.6))])
+    assert estimator.cost.gemm_share == pytest.approx(before.gemm_share, rel=0.01)
+    assert estimator.times.busy_s == pytest.approx(REST_S + GEMM_S, rel=0.02)
+
+
+def test_a_ratio_that_someone_forced_is_not_taken_for_what_decided_ones_cost():
+    """It need not leave a number of columns that is fast to multiply."""
+    estimator = learned(*[steps(0.0)] * 3)
+    before = estimator.cost
+    estimator.learn([dataclasses.replace(step, is_forced=True) for step in steps(0.6, chi=1.3)])
+    assert estimator.cost == before
+
+
+def test_an_interval_of_two_plans_tells_of_both_and_its_usual_step_is_of_the_last():
+    estimator = learned(*[steps(0.0)] * 2, [*steps(0.0), *steps(0.3)])
+    assert estimator.usual_step.shares == Shares(0.3)
+    assert estimator.times.gemm_s == pytest.approx(GEMM_S)
+
+
+def test_how_long_gathers_take_is_told_where_they_were_measured():
+    estimator = learned(*[steps(0.6, gather_fill_scale=1.7)] * 6)
+    assert estimator.times.gather_fill_scale == pytest.approx(1.7, rel=0.01)
+    estimator.learn(steps(0.005, gather_fill_scale=9.0))
+    assert estimator.times.gather_fill_scale == pytest.approx(1.7, rel=0.01), "so few are only guessed"
+
+
+@settings(deadline=None)
+@given(st.floats(0.6, 2.5), st.floats(0.3, 1.5), st.floats(0.0, 0.8))
+def test_what_borrowed_columns_cost_is_learned(factor, share, spared):
+    truth = CALIBRATED.scaled([1.0] * 4, borrowing=factor)
+    estimator = learned(*[steps(0.0)] * 3, *[steps(spared)] * 3)
+    for _ in range(6):
+        estimator.learn([*steps(spared, number=1), *steps(spared, truth, borrowed=share)])
+    assert estimator.times.gemm_s == pytest.approx(GEMM_S, rel=0.06)
+    measured = truth.gemm_share_at(spared) + truth.borrowed_at(share)
+    believed = estimator.cost.gemm_share_at(spared) + estimator.cost.borrowed_at(share)
+    assert believed == pytest.approx(measured, rel=0.06)
+
+
+def test_the_noisy_time_of_a_few_borrowed_columns_says_little():
+    noise = np.random.default_rng(0)
+    normal = steps(0.0, borrowed=0.02)
+    noisy = [dataclasses.replace(step, gemm_s=1.005 * step.gemm_s) for step in normal]
+    estimator = learned(*[steps(0.0, noise=noise) for _ in range(10)], noisy)
+    assert estimator.cost.borrowed_at(0.5) == pytest.approx(CALIBRATED.borrowed_at(0.5), rel=0.1)
+
+
+@pytest.mark.parametrize("shares", [(0.7, 0.36, 0.02, 0.02, 0.02), (0.1,) * 5])
+def test_a_calibration_that_flops_contradict_is_not_believed(shares):
+    ratios = (0.0, 0.18, 0.36, 0.54, 0.72, 0.9)
+    estimator = RankEstimator(ResizingCost(ratios, (1.0, *shares), (0.0,) * 6))
+    assert all(share >= 0.79 * (1.0 - ratio) for ratio, share in zip(ratios, estimator.cost.gemm_share, strict=True))
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.25, 0.6, 0.9]), st.floats(0.2, 8.0)), min_size=1, max_size=6))
+@settings(deadline=None)
+def test_an_estimator_goes_on_from_its_state_bit_for_bit(intervals):
+    """Also in a process whose own calibration said something else."""
+    truth = CALIBRATED.scaled([1.4] * 4)
+    saved, loaded = RankEstimator(CALIBRATED), RankEstimator(ResizingCost.linear(0.9))
+    for ratio, chi in intervals:
+        saved.learn(steps(ratio, truth, chi))
+    state = saved.state_dict()
+    saved.state_check(state, "state")
+    loaded.load_state_dict(state)
+    assert (loaded.times, loaded.cost) == (saved.times, saved.cost)
+    for estimator in (saved, loaded):
+        estimator.learn(with_calibration_step(0.5, truth))
+        estimator.learn(steps(0.5, truth, 2.0, borrowed=0.1))
+    assert (loaded.times, loaded.cost, loaded.state_dict()) == (saved.times, saved.cost, saved.state_dict())
+
+
+any_float = st.floats() | st.sampled_from([0.0, -1.0, math.inf, math.nan, 1e300, 5e-324, 1e9, 1e-9])
+any_shares = st.builds(Shares, st.sampled_from([0.0, 0.1, 0.6, 0.9]), st.sampled_from([0.0, 0.1]), st.floats(0.0, 8.0))
+any_steps = st.builds(StepTimes, any_float, any_float, any_float, any_shares, st.booleans())
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.lists(any_steps, min_size=1, max_size=4), min_size=1, max_size=8))
+@example([[StepTimes(1e9, 1e9, 0.0)], [StepTimes(1e-9, 1e-9, 0.0)]] * 4)
+def test_whatever_it_is_told_it_stays_finite_and_its_variances_positive(intervals):
+    estimator = RankEstimator(CALIBRATED)
+    for interval, wait in itertools.product(intervals, range(2)):
+        estimator.learn([*interval, *steps(0.6)] if wait else interval)
+        assert np.isfinite(estimator._x).all() and np.isfinite(estimator._p).all()
+        assert np.linalg.eigvalsh(estimator._p).min() > -1e-9 * np.trace(estimator._p)
+        assert (np.diag(estimator._p) >= 0.0).all()
+        if estimator.times is not None:
+            assert estimator.times.checked() == estimator.times
+            assert estimator.cost.checked() == estimator.cost
+            assert 0.0 < estimator.times.deviation < math.inf
+
+
+def test_a_rank_that_computes_no_products_tells_nothing_of_its_speed():
+    """Products of no columns take microseconds all the same."""
+    estimator = RankEstimator(CALIBRATED)
+    estimator.learn([StepTimes(1.0, 0.8, 0.0)] * 5)
+    before = estimator.times
+    for _ in range(20):
+        estimator.learn([StepTimes(0.3, 2e-5, 0.0, Shares(lent=1.0))] * 5)
+    assert estimator.times.gemm_s == before.gemm_s
+    estimator.learn([StepTimes(1.0, 0.8, 0.0)] * 5)
+    assert estimator.times.gemm_s == pytest.approx(before.gemm_s, rel=0.05)

@@ -1,0 +1,286 @@
+"""Units move, with all that belongs to them, and training goes on as if they had not."""
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import parallel_layers
+from helpers.parallel_layers import everything_of, held, home, same, segments_of, uneven
+
+from zeroresize.layers.functional import LastGradients
+from zeroresize.layers.segment import OwnedSegment, UnitTensor
+from zeroresize.plan.layer import LayerPlan
+from zeroresize.plan.ownership import OwnershipMap
+from zeroresize.resharding.units.moving_units import bytes_of_units, move_units
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer that this package has never heard of."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            momentum = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+            parameter -= 1e-2 * (0.9 * momentum + 0.1 * parameter.grad).sign()
+            momentum.mul_(0.99).add_(parameter.grad, alpha=0.01)
+
+
+OPTIMIZERS = {
+    "AdamW, foreach": functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+    "AdamW, fused": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "AMSGrad": functools.partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
+    "SGD": functools.partial(torch.optim.SGD, lr=1e-1, momentum=0.9),
+    "plain SGD": functools.partial(torch.optim.SGD, lr=1e-1),
+    "Adagrad": functools.partial(torch.optim.Adagrad, lr=1e-1),
+    "RMSprop": functools.partial(torch.optim.RMSprop, lr=1e-3, momentum=0.9, centered=True),
+    "Lion": Lion,
+}
+
+
+def loss_of(model, step):
+    x = torch.randn(2, 3, parallel_layers.WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return model(x).square().mean()
+
+
+def train(model, optimizer, steps):
+    """Losses of some steps; the last gradients stay, and so does the graph of the last loss."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss)
+    return losses
+
+
+def mover(group, optimizer, **options):
+    return functools.partial(move_units, process_group=group, optimizer=optimizer, **options)
+
+
+def check_training(rank, group, make):
+    """Moves there, on, and home in the middle of training, beside the same training without moves."""
+    try:
+        model, other = parallel_layers.block(group), parallel_layers.block(group)
+        optimizer, other_optimizer = make(model.parameters()), make(other.parameters())
+    except RuntimeError as error:  # torch 2.2 has no fused AdamW for CPUs
+        return str(error)
+    segments = segments_of(model, group)
+    parameters = list(model.parameters())
+    ranks = dist.get_world_size(group)
+    losses, expected = [], []
+    for turn, targets in enumerate([uneven(ranks), uneven(ranks, 1), home(ranks), uneven(ranks, 2)]):
+        steps = range(3 * turn, 3 * turn + 3)
+        losses += train(model, optimizer, steps)
+        expected += train(other, other_optimizer, steps)
+        before = everything_of(segments, optimizer, group)
+        report = mover(group, optimizer)(segments, targets)
+        assert report.num_units
+        assert all(segment.owned == targets[segment.name] for segment in segments)
+        assert same(everything_of(segments, optimizer, group), before)
+    losses += train(model, optimizer, range(12, 15))
+    expected += train(other, other_optimizer, range(12, 15))
+    assert all(one is another for one, another in zip(model.parameters(), parameters, strict=True))
+    torch.testing.assert_close(torch.stack(losses), torch.stack(expected), rtol=1e-10, atol=1e-10)
+    tensors = everything_of(segments, optimizer, group)
+    wanted = everything_of(segments_of(other, group), other_optimizer, group)
+    assert tensors.keys() == wanted.keys()
+    for name, whole in wanted.items():
+        torch.testing.assert_close(tensors[name], whole, rtol=1e-10, atol=1e-10, msg=name)
+    return ""
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_as_without_moves(run_ranks, name):
+    reasons = run_ranks(check_training, 2, OPTIMIZERS[name])
+    if any(reasons):
+        pytest.skip(reasons[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["AdamW, foreach", "SGD"])
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_on_more_ranks_too(run_ranks, num_ranks, name):
+    assert not any(run_ranks(check_training, num_ranks, OPTIMIZERS[name]))
+
+
+@pytest.mark.parametrize("max_bytes", [1, 3000, 2**26])
+def test_there_and_home_again_leaves_every_bit_whatever_the_rounds(run_ranks, max_bytes):
+    def check(rank, group):
+        model = parallel_layers.block(group)
+        optimizer = torch.optim.AdamW(model.parameters())
+        segments = segments_of(model, group)
+        train(model, optimizer, range(2))
+        _, before = held(segments, optimizer)
+        reports = [
+            mover(group, optimizer, max_bytes=max_bytes)(segments, targets)
+            for targets in (uneven(3), uneven(3, 1), uneven(3, 2), home(3))
+        ]
+        assert same(held(segments, optimizer)[1], before)
+        assert reports[0].num_units == {"heads": 3, "neurons": 5}
+        # Of one head: weights of four layers and biases of q and v; weight, gradient and two moments of each.
+        of_head = 4 * 8 * parallel_layers.HEAD_SIZE * (4 * parallel_layers.WIDTH + 2)
+        of_neuron = 4 * 8 * (2 * parallel_layers.WIDTH + 1)
+        assert bytes_of_units(segments, optimizer) == (4 * of_head + 8 * of_neuron) * 3 // 4  # without gradients
+        for report in reports:
+            assert report.buffer_bytes <= max(max_bytes, of_head)
+            assert report.num_rounds == 1 or max_bytes < 2**26
+        return [(report.sent_bytes, report.received_bytes) for report in reports], of_head, of_neuron
+
+    by_rank = run_ranks(check, 3)
+    _, of_head, of_neuron = by_rank[0]
+    maps = [home(3), uneven(3), uneven(3, 1), uneven(3, 2), home(3)]
+    for turn, (before, after) in enumerate(itertools.pairwise(maps)):
+        bytes_of = {"0.out": of_head, "1.down": of_neuron}
+        for rank in range(3):
+            left, came = (
+                sum(
+                    size * np.count_nonzero((first[name].owners == rank) & (other[name].owners != rank))
+                    for name, size in bytes_of.items()
+                )
+                for first, other in ((before, after), (after, before))
+            )
+            assert by_rank[rank][0][turn] == (left, came)
+
+
+def test_gradients_move_along_in_the_middle_of_accumulation(run_ranks):
+    def check(rank, group):
+        model, other = parallel_layers.block(group), parallel_layers.block(group)
+        segments = segments_of(model, group)
+        loss_of(model, 0).backward()
+        mover(group, None)(segments, uneven(2))
+        loss_of(model, 1).backward()
+        for step in range(2):
+            loss_of(other, step).backward()
+        tensors, wanted = (everything_of(own, None, group) for own in (segments, segments_of(other, group)))
+        assert "1.up.weight gradient" in wanted
+        for name, whole in wanted.items():
+            torch.testing.assert_close(tensors[name], whole, rtol=1e-10, atol=1e-10, msg=name)
+
+    run_ranks(check, 2)
+
+
+def test_a_gradient_that_only_one_rank_has_travels_and_is_zero_elsewhere(run_ranks):
+    def check(rank, group):
+        model = parallel_layers.block(group)
+        segments = segments_of(model, group)
+        weight = model[1].up.weight
+        if rank == 0:
+            weight.grad = torch.ones_like(weight)
+        mover(group, None)(segments, uneven(2))
+        return weight.grad.sum(dim=1).tolist()
+
+    first, second = run_ranks(check, 2)
+    assert first == [8.0] * 3 and sorted(second) == [0.0] * 12 + [8.0] * 9
+
+
+def test_a_rank_without_units_takes_over_the_state_of_those_that_have_some(run_ranks):
+    """Its optimizer has none: the layer's gradient there was None all the time."""
+
+    def check(rank, group):
+        model = parallel_layers.block(group)
+        optimizer = torch.optim.AdamW(model.parameters())
+        segments = segments_of(model, group)
+        mover(group, optimizer)(segments, uneven(2, 1))  # rank 1 has nothing
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            if rank == 1:
+                for segment in segments:
+                    for where in segment.tensors:
+                        where.parameter.grad = None
+            optimizer.step()
+        before = everything_of(segments[:0], optimizer, group)
+        assert rank == 0 or model[1].up.weight not in optimizer.state
+        if rank == 1:  # what no other rank knows goes
+            optimizer.state[model[1].up.bias] = {"old": 3, "older": torch.zeros(0, dtype=torch.float64)}
+        mover(group, optimizer)(segments, home(2))
+        assert before == {}
+        assert set(optimizer.state[model[1].up.bias]) == {"step", "exp_avg", "exp_avg_sq"}
+        state = optimizer.state[model[1].up.weight]
+        losses = train(model, optimizer, range(3, 5))
+        return (
+            [(key, value.shape) for key, value in state.items()],
+            state["step"].item(),
+            [one.item() for one in losses],
+        )
+
+    first, second = run_ranks(check, 2)
+    assert first == second
+    assert first[1] == 5.0
+
+
+def test_shapes_are_right_though_something_holds_on_to_the_accumulators(run_ranks):
+    """As DistributedDataParallel's reducer does, and the graph of a loss that is still there; hooks stay."""
+
+    def check(rank, group):
+        model = parallel_layers.block(group)
+        segments = segments_of(model, group)
+        weight = model[1].up.weight
+        seen = []
+        weight.register_hook(lambda grad: seen.append(grad.shape))
+        weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.shape))
+        accumulators = [one.expand_as(one).grad_fn.next_functions[0][0] for one in model.parameters()]
+        mover(group, None)(segments, uneven(2))
+        loss_of(model, 0).backward()
+        assert seen == [weight.shape] * 2 and len(weight) in (3, 21)
+        assert weight.requires_grad and weight.is_leaf and weight.is_contiguous()
+        assert len(accumulators) == len(list(model.parameters()))
+
+    run_ranks(check, 2)
+
+
+def test_what_was_decided_and_remembered_of_other_columns_is_forgotten(run_ranks):
+    def check(rank, group):
+        model = parallel_layers.block(group)
+        segments = segments_of(model, group)
+        down = model[1].down
+        down.plan = LayerPlan.from_pruned(torch.tensor([0]), down.num_columns, imputation="same")
+        down.last = LastGradients(torch.ones(1, 12), torch.ones(8, 12))
+        model[0].out.last = LastGradients(torch.ones(1), torch.ones(1))
+        mover(group, None)(segments, {"1.down": uneven(2)["1.down"]})
+        assert down.plan is None and down.last == LastGradients()
+        assert model[0].out.last.dx_TK is not None  # nothing of it has moved
+
+    run_ranks(check, 2)
+
+
+def test_blocks_of_one_weight_and_frozen_parameters(run_ranks):
+    """q, k and v one after another in one weight: [3 · units · rows, K]."""
+
+    def check(rank, group):
+        layer = torch.nn.Module()
+        whole = torch.arange(3 * 6 * 2 * 4, dtype=torch.float32).view(3, 6, 2, 4)
+        home = OwnershipMap.even(6, 3)
+        layer.qkv = torch.nn.Parameter(whole[:, home.units_of(rank)].reshape(-1, 4), requires_grad=False)
+        tensors = (UnitTensor(layer, "qkv", "qkv", 0, 2, num_blocks=3),) * 2  # named twice: counts once
+        segment = OwnedSegment("s", "heads", ("qkv",), tensors, home)
+        units_seen = []
+        segment.on_change = units_seen.append
+        for owners in ([2, 0, 0, 1, 1, 2], [1] * 6, [0, 1, 2, 0, 1, 2]):
+            after = OwnershipMap(np.array(owners), 3)
+            mover(group, None)([segment], {"s": after})
+            assert torch.equal(layer.qkv, whole[:, after.units_of(rank)].reshape(-1, 4))
+            assert not layer.qkv.requires_grad
+            assert units_seen[-1] == [unit for unit, owner in enumerate(owners) if owner == rank]
+
+    run_ranks(check, 3)
+
+
+def test_nothing_travels_where_nothing_changes(run_ranks):
+    def check(rank, group):
+        model = parallel_layers.block(group)
+        segments = segments_of(model, group)
+        before, _ = held(segments, None)
+        report = mover(group, None)(segments, home(2))
+        assert held(segments, None)[0] == before
+        return report.sent_bytes, report.num_units, report.num_rounds, report.new_bytes
+
+    assert run_ranks(check, 2) == [(0, {}, 0, 0)] * 2

@@ -1,0 +1,148 @@
+"""Units change hands as it was decided, or by hand; and what is told of it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from zeroresize.config.keys import AWAY_MODES, MOVING_MODES
+from zeroresize.control.move_log import MoveLog
+from zeroresize.control.parts import Parts
+from zeroresize.measure.compare_products import BUDGET_S
+from zeroresize.measure.links import measure_move_cost
+from zeroresize.plan.group import WorkloadPlan
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError
+
+logger = logging.getLogger(__name__)
+
+
+class OwnershipExecution:
+    """Lets the ownership in force follow the plan's; every call that moves is collective.
+
+    Args:
+        parts: of the balancer.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._log, self._has_told = parts, MoveLog(), False
+        # The ranks agree on what is told, and so do replicas: it is told once.
+        everybody = parts.exchange_of_replicas
+        self._tells = parts.rank == 0 and (everybody is None or everybody.ranks[0] == dist.get_rank())
+
+    def will_decide(self) -> None:
+        """Note that a decision is about to replace the present plan."""
+        self._log.planned(self._parts.decision.plan)
+
+    def follow(self, plan: WorkloadPlan, num_steps: int) -> None:
+        """Let units change hands where ``plan`` divides them in another way than they are.
+
+        Where something cannot move, or does not fit, nobody moves: a warning says so, and it is tried again later.
+
+        Raises:
+            RuntimeError: if the ranks do not agree, or one has died; nothing has changed here.
+        """
+        try:
+            self._move(plan, num_steps)
+        except (CannotMoveError, NotEnoughMemoryError) as error:
+            if self._tells:
+                logger.warning("step %d: units stay where they are: %s", num_steps, error)
+            self._refuse()
+
+    def tell_what_was_replaced(self, num_steps: int) -> None:
+        """Warn, once and on rank 0, where units may no longer move; at the end of an interval."""
+        units = self._parts.units
+        if self._has_told or units is None or not units.segments or units.why_not_movable is not None:
+            return
+        if (why := units.why_not_now()) is not None:
+            self._has_told = True
+            if self._parts.rank == 0:
+                logger.warning("step %d: from now on no units change hands, and training goes on: %s", num_steps, why)
+
+    def by_hand(self, shares: Sequence[float] | None, num_steps: int) -> None:
+        """Divide the units as :meth:`zeroresize.balancer.Balancer.move` has it; collective."""
+        parts, units = self._parts, self._parts.units
+        if units is None:
+            return
+        if parts.config.mode not in AWAY_MODES:
+            raise ValueError(
+                f"move() with mode={parts.config.mode!r} is not allowed: units may move in the modes "
+                f"{', '.join(map(repr, MOVING_MODES))} and 'off'"
+            )
+        parts.decision.hold_owned(units.checked(shares) if shares is not None else None)
+        try:
+            self._move(parts.decision.plan, num_steps, is_by_hand=True)
+        except BaseException:
+            self._refuse()
+            raise
+
+    def calibrate(self) -> None:
+        """Measure what a move takes, where one may be decided; collective over the group, and over its replicas."""
+        parts, units = self._parts, self._parts.units
+        everybody = parts.exchange_of_replicas or parts.exchange
+        if units is None or everybody is None or units.why_not_movable is not None:
+            return
+        if parts.config.may_move or parts.config.mode == "off":
+            measured = measure_move_cost(parts.process_group, parts.device)
+            why, num_bytes = None, math.nan
+            try:
+                num_bytes = float(units.bytes_of_units)
+            except Exception as error:
+                why = str(error) or type(error).__name__
+            rows = everybody.gather([measured.seconds_per_byte, measured.fixed_s, num_bytes])
+            if any(math.isnan(own) for *_, own in rows):
+                units.why_not_movable = units.gather_reasons(why)
+                if parts.rank == 0:
+                    logger.warning("units cannot move: %s", units.why_not_movable)
+                parts.decision.hold_owned(units.shares)
+                return
+            per_byte_s, fixed_s, num_bytes = (max(column) for column in zip(*rows, strict=True))
+            parts.decision.expect_moves(MoveCost(per_byte_s, fixed_s), num_bytes, BUDGET_S)
+
+    def _refuse(self) -> None:
+        units = self._parts.units
+        assert units is not None
+        self._parts.decision.refuse_move(units.shares)
+
+    def tell_what_came_of_it(self, num_steps: int) -> None:
+        """Log how long steps have been since the last move; at the end of an interval."""
+        line = self._log.came_of(self._parts.monitor.step_s)
+        if line is not None and self._tells:
+            logger.info("step %d: %s", num_steps, line)
+
+    def _move(self, plan: WorkloadPlan, num_steps: int, *, is_by_hand: bool = False) -> None:
+        parts, units = self._parts, self._parts.units
+        if units is None or not units.segments or plan.owned == units.shares:
+            return
+        parts.plan_execution.take_back()
+        move = units.move(plan.owned)
+        if parts.statistic is not None:
+            if units.is_home:
+                parts.statistic.resume()
+            else:
+                parts.statistic.pause()
+        if move is not None:
+            comparing_s = self._compare()
+            parts.decision.moved(move.largest_bytes, move.seconds, comparing_s)
+            if self._tells:
+                line = self._log.line(
+                    move,
+                    plan,
+                    parts.decision.busy_s,
+                    num_steps=num_steps,
+                    step_s=parts.monitor.step_s,
+                    comparing_s=comparing_s,
+                    is_by_hand=is_by_hand,
+                )
+                logger.info("step %d: %s", num_steps, line)
+
+    def _compare(self) -> float:
+        """Let all ranks time products at even shares and at those in force; the most seconds that one of them took."""
+        parts, units = self._parts, self._parts.units
+        everybody = parts.exchange_of_replicas or parts.exchange
+        if units is None or everybody is None or units.is_home:
+            return 0.0
+        return max(seconds for seconds, *_ in everybody.meet(parts.monitor.compare(units.owned)))

@@ -1,0 +1,232 @@
+"""A pipeline goes on with fewer stages in a running job, and the other ranks are released.
+
+DynMo, section 3.4: layers are packed onto as few devices as hold them, communicators follow, devices are given back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import Schedule1F1B
+
+from zeroresize.comm.collectives import group_ranks
+from zeroresize.comm.meeting import Meet
+from zeroresize.comm.side_groups import destroy_side_group, free_group_number, make_side_group
+from zeroresize.pipeline.layer_move import LayerMove
+from zeroresize.pipeline.moving_layers import participants_of
+from zeroresize.pipeline.pipeline import Pipeline
+from zeroresize.pipeline.release_hooks import Release, ReleaseHook, tell_outside
+from zeroresize.plan.partition import Partition
+from zeroresize.policy.pipeline.layer_costs import LayerCosts
+from zeroresize.policy.pipeline.packing import Packing
+from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
+from zeroresize.policy.pipeline.profiles import PipelineProfile
+from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
+from zeroresize.policy.pipeline.repacking import Repacking, repacked
+from zeroresize.resharding.agreement import meet_prepared
+from zeroresize.resharding.transaction import prepare_transaction, receive_transaction
+
+
+@dataclass(frozen=True)
+class RepackingReport:
+    """Reports what a re-packing was; the same on every rank but for ``is_released``.
+
+    Attributes:
+        is_released: whether this rank has no stage any more.
+        stages: that stay, numbered as before.
+        boundaries: of the layers over them.
+        released, remaining: ranks, counted over the whole job.
+        num_layers: how many changed stages.
+        moved_bytes: of all ranks together.
+        busiest_bytes: that the rank with most of them sent and received.
+        seconds: wall time of the slowest rank.
+    """
+
+    is_released: bool
+    stages: tuple[int, ...]
+    boundaries: tuple[int, ...]
+    released: tuple[int, ...]
+    remaining: tuple[int, ...]
+    num_layers: int
+    moved_bytes: int
+    busiest_bytes: int
+    seconds: float
+
+
+def repack(
+    pipeline: Pipeline,
+    optimizer: object | None,
+    *,
+    num_stages: int | None = None,
+    memory_limits: Sequence[float] | None = None,
+    profile: PipelineProfile | None = None,
+    max_bytes: int = 64 * 2**20,
+    on_release: Sequence[ReleaseHook] = (),
+    step: int | None = None,
+) -> RepackingReport:
+    """Leave the pipeline fewer stages, and release the ranks of the others; collective, between two steps::
+
+        report = repack(pipeline, optimizer, num_stages=2)
+        if report.is_released:
+            break  # out of the training loop
+        ...
+        dist.destroy_process_group()  # every rank's last line
+
+    Layers move as :func:`~zeroresize.pipeline.move_layers` moves them: with gradients and optimizer state, bit for bit,
+    all or nothing. The ranks that stay get a process group of their own, ``pipeline.process_group``: from then on the
+    job's default group has members that are gone, so all that a program does with the pipeline's ranks, as collectives
+    and checkpoints, must be given this one. Inputs and targets go to the stages that are then the first and the last.
+
+    A released rank holds no tensors of layers any more. It must leave the training loop and end with status 0, which
+    ``torchrun`` takes for what it is; where that restarts a job after a failure, all ranks are back. The job's rank 0
+    is never released: it may host the job's store.
+
+    Args:
+        optimizer: the only one that steps the pipeline's parameters, given all of them; None for none.
+        num_stages: that are to be left; None for as few as ``memory_limits`` allow.
+        memory_limits: [S] bytes that layers of each stage may hold, as in
+            :class:`~zeroresize.pipeline.PipelineBalancer`.
+        profile: of the pipeline as it is; it divides the layers by their seconds, and tells what they hold. Without it
+            every layer counts as much as any other, and there can be no limits.
+        max_bytes: of messages that this rank sends and receives at once.
+        on_release: called on every rank that is released; what they raise is a warning.
+        step: how many steps are over, for ``on_release``.
+
+    Raises:
+        ValueError: for numbers of stages that are not possible, limits that nothing fits, limits without a profile or
+            a profile of other boundaries; and as :func:`~zeroresize.pipeline.move_layers`. The other ranks raise a
+            RuntimeError where they were given something else.
+        NotEnoughMemoryError: on every rank, if the new tensors and messages do not fit on some.
+        RuntimeError: on every rank that lives, if ranks differ in what is wanted, or one dies or fails. After any of
+            these everything is as it was, but for what :func:`~zeroresize.pipeline.move_layers` excepts.
+    """
+
+    def decided() -> Repacking:
+        if profile is not None and profile.boundaries != pipeline.boundaries:
+            raise ValueError(f"the profile is of boundaries {profile.boundaries}, but they are {pipeline.boundaries}")
+        keep = stage_that_stays(pipeline)
+        if profile is not None:
+            rule = RebalancingRule(
+                "time",
+                "partition",
+                "1f1b" if issubclass(pipeline.schedule, Schedule1F1B) else "gpipe",
+                pipeline.num_microbatches,
+                num_steps=1,
+                memory_limits=None if memory_limits is None else tuple(map(float, memory_limits)),
+            )
+            packing = Packing(rule, LayerCosts.first(profile), profile, keep)
+            return packing.on_fewest() if num_stages is None else packing.on(num_stages)
+        if num_stages is None or memory_limits is not None:
+            raise ValueError("memory_limits, or no num_stages, are not possible without profile=: it tells bytes")
+        load = PipelineLoad.of([1.0] * len(pipeline.layers), pipeline.num_stages)
+        return repacked(load, Partition(pipeline.boundaries), num_stages, keep=keep)
+
+    return _repack(pipeline, optimizer, decided, max_bytes, on_release, step)
+
+
+def carry_out_repacking(
+    pipeline: Pipeline,
+    optimizer: object | None,
+    repacking: Repacking,
+    *,
+    max_bytes: int = 64 * 2**20,
+    on_release: Sequence[ReleaseHook] = (),
+    step: int | None = None,
+) -> RepackingReport:
+    """Re-pack as :func:`repack` does, by a decision that was made already and is the same on every rank."""
+    return _repack(pipeline, optimizer, lambda: repacking, max_bytes, on_release, step)
+
+
+def stage_that_stays(pipeline: Pipeline) -> int | None:
+    """Return the stage of the job's rank 0, whose process may host the job's store; None if it is in another group."""
+    ranks = group_ranks(pipeline.process_group)
+    return ranks.index(0) if 0 in ranks else None
+
+
+def _repack(
+    pipeline: Pipeline,
+    optimizer: object | None,
+    decide: Callable[[], Repacking],
+    max_bytes: int,
+    on_release: Sequence[ReleaseHook],
+    step: int | None,
+) -> RepackingReport:
+    rank = group_ranks(pipeline.process_group)[pipeline.stage]
+    report = _move_and_follow(pipeline, optimizer, decide, max_bytes)
+    if pipeline.is_released:
+        if pipeline.device.type == "cuda":
+            torch.cuda.empty_cache()
+        tell_outside(on_release, Release(rank, report.released, report.remaining, report.moved_bytes, step))
+    return report
+
+
+def _move_and_follow(
+    pipeline: Pipeline, optimizer: object | None, decide: Callable[[], Repacking], max_bytes: int
+) -> RepackingReport:
+    """All but telling the outside: what this holds of layers that have left is free only when it has returned."""
+    begin = time.perf_counter()
+    ranks = group_ranks(pipeline.process_group)
+
+    def make() -> LayerMove:
+        if pipeline.is_joined:
+            raise ValueError("a pipeline with replicas beside it cannot be re-packed: they would keep all stages")
+        repacking = decide()
+        return LayerMove(pipeline, repacking.partition.boundaries, optimizer, max_bytes, repacking.stages)
+
+    participants = participants_of(pipeline)
+    move = prepare_transaction(make, participants)
+    receive_transaction(move, participants)
+    if len(move.stages) < len(ranks):
+        group, seconds = _make_remaining_group(pipeline, move.stages, begin)
+        move.install()
+        pipeline.follow_to(move.boundaries, group)
+    else:
+        seconds = _gather_slowest(pipeline.meet(), begin)
+        move.commit()
+    remaining = tuple(ranks[stage] for stage in move.stages)
+    streams = move.stream_bytes
+    return RepackingReport(
+        pipeline.is_released,
+        move.stages,
+        move.boundaries,
+        tuple(one for one in ranks if one not in remaining),
+        remaining,
+        move.num_layers,
+        sum(streams.values()),
+        max(sum(size for pair, size in streams.items() if one in pair) for one in range(len(ranks))),
+        seconds,
+    )
+
+
+def _make_remaining_group(pipeline: Pipeline, stages: Sequence[int], begin: float) -> tuple[ProcessGroup | None, float]:
+    """Make the group of the stages that stay; collective.
+
+    Returns:
+        The group, None on the other stages; and the seconds of the slowest rank since ``begin``.
+
+    Raises:
+        RuntimeError: on every rank that lives, if one dies or cannot make it; then no rank has it.
+    """
+    meet, group = pipeline.meet(), None
+    free = [number for number, *_ in meet_prepared(meet, (float(free_group_number()), 0.0))]
+    failure = None
+    try:
+        if pipeline.stage in stages:
+            group = make_side_group(pipeline.process_group, stages, int(max(free)))
+    except Exception as error:  # the others must hear of any
+        failure = error
+    try:
+        return group, _gather_slowest(meet, begin, failure)
+    except Exception:
+        if group is not None:
+            destroy_side_group(group)
+        raise
+
+
+def _gather_slowest(meet: Meet, begin: float, failure: Exception | None = None) -> float:
+    table = meet_prepared(meet, failure or (time.perf_counter() - begin, 0.0))
+    return max(seconds for seconds, *_ in table)

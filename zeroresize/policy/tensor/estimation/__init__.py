@@ -1,0 +1,1 @@
+"""How fast ranks are, and how sure that is, from what they measured."""

@@ -1,0 +1,124 @@
+"""How long collectives make even the slowest rank wait, with loans and without, learned from training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zeroresize.policy.tensor.costs import MigrationCost
+from zeroresize.policy.tensor.estimation.times import MOST_SECONDS
+from zeroresize.utils.state_checks import Check, any_number, keyed, not_negative, optional, row
+
+#: What differs by less than this share of a step is noise: ranks that are equally busy wait for each other's jitter.
+_NOISE = 0.03
+#: Of the newest interval.
+_WEIGHT = 0.7
+#: By more than these factors no single interval changes what the calibration told of migrating.
+_LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
+#: Nor do all of them together.
+_LEAST_SCALE, _MOST_SCALE = 0.05, 20.0
+#: While nothing is lent what was learned is forgotten by this share an update: it may have been a bad hour. Each try
+#: that shows that it was not halves the share, down to the least: such tries grow rare, but never cease.
+_FORGETTING, _LEAST_FORGETTING = 0.02, 0.02 / 64
+
+
+@dataclass(frozen=True)
+class CollectiveTimes:
+    """Describe what a group saw of its collectives in the last interval.
+
+    Attributes:
+        wait_s: seconds a step that the rank which waited least waited; NaN where nothing was measured. Negative or
+            endless ones count as such.
+        lent: what each rank lent in those steps.
+        migration: Φ1 by the calibration; None where nobody can lend.
+    """
+
+    wait_s: float
+    lent: tuple[float, ...]
+    migration: MigrationCost | None = None
+
+
+@dataclass
+class CommunicationEstimate:
+    """Estimate the seconds that a step takes beyond its slowest rank's work.
+
+    Attributes:
+        plain_s: seconds without loans, NaN before they were seen.
+        scale: what loans cost, relative to the calibration.
+        forgetting: share of what was learned that an update without loans forgets.
+        scale_before: what loans were taken to cost when lending began; None while nothing is lent.
+    """
+
+    plain_s: float = math.nan
+    scale: float = 1.0
+    forgetting: float = _FORGETTING
+    scale_before: float | None = None
+    _calibrated: MigrationCost | None = None
+
+    @property
+    def migration(self) -> MigrationCost | None:
+        """Return Φ1 as far as is known; None where nobody can lend."""
+        return self._calibrated.scaled(self.scale) if self._calibrated is not None else None
+
+    def learn(self, seen: CollectiveTimes, busy_s: float) -> None:
+        """Take an interval's times.
+
+        Args:
+            busy_s: of a normal rank in a step, the measure of noise; NaN before it is known.
+        """
+        self._calibrated = seen.migration
+        if not 0.0 <= seen.wait_s <= MOST_SECONDS:  # NaN, or what a clock that was set tells
+            return
+        predicted_s = self.migration.seconds(seen.lent) if self.migration is not None else 0.0
+        if not any(seen.lent):
+            is_first = math.isnan(self.plain_s)
+            self.plain_s = seen.wait_s if is_first else _WEIGHT * seen.wait_s + (1.0 - _WEIGHT) * self.plain_s
+            self.scale += self.forgetting * (1.0 - self.scale)
+            self.scale_before = None
+        elif predicted_s > 0.0 and not math.isnan(self.plain_s) and not math.isnan(busy_s):
+            if self.scale_before is None:
+                self.scale_before = self.scale
+            error_s = seen.wait_s - self.plain_s - predicted_s
+            beyond_noise_s = math.copysign(max(abs(error_s) - _NOISE * busy_s, 0.0), error_s)
+            factor = min(max(1.0 + beyond_noise_s / predicted_s, _LEAST_FACTOR), _MOST_FACTOR)
+            self.scale = min(max(self.scale * (1.0 + _WEIGHT * (factor - 1.0)), _LEAST_SCALE), _MOST_SCALE)
+            if self.scale <= self.scale_before:
+                self.forgetting = _FORGETTING
+
+    def give_up(self) -> None:
+        """Forget more slowly where lending ends for what it costs, though ranks are as slow as when it began."""
+        if self.scale_before is not None and self.scale > self.scale_before:
+            self.forgetting = max(self.forgetting / 2, _LEAST_FORGETTING)
+
+    def seconds(self, lent: Sequence[float]) -> float:
+        """Return the seconds of a step in which ranks lend these shares; what is not known counts as nothing."""
+        plain_s = 0.0 if math.isnan(self.plain_s) else self.plain_s
+        return plain_s + (self.migration.seconds(lent) if self.migration is not None else 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values, for :meth:`load_state_dict`."""
+        calibrated = (self._calibrated.fixed_s, self._calibrated.per_share_s) if self._calibrated is not None else None
+        scale = self.scale, self.forgetting, self.scale_before
+        return {"plain_s": self.plain_s, "scale": scale, "calibrated": calibrated}
+
+    @property
+    def state_check(self) -> Check:
+        """Return the check of what :meth:`load_state_dict` can take over."""
+
+        def scale(value: Any, where: str) -> None:
+            (any_number if isinstance(value, float) else row(any_number, any_number, optional(any_number)))(
+                value, where
+            )
+
+        calibrated = optional(row(not_negative, not_negative))
+        return keyed({"plain_s": any_number, "scale": scale, "calibrated": calibrated})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        self.plain_s, scale = state["plain_s"], state["scale"]
+        if isinstance(scale, float):  # as older versions saved it; a new key would not be found in their checkpoints
+            scale = scale, _FORGETTING, None
+        self.scale, self.forgetting, self.scale_before = scale
+        self._calibrated = MigrationCost(*state["calibrated"]) if state["calibrated"] is not None else None

@@ -1,0 +1,125 @@
+"""Every rank's times and costs at once: what ``RankTimes`` and ``ResizingCost`` tell of one, bit for bit, as arrays.
+
+``R`` ranks, ``P`` points at which costs were measured, ``X`` shares that are asked for, each its own for every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroresize.policy.tensor.estimation.times import RankTimes
+
+Floats = NDArray[np.float64]
+
+
+class Curves:
+    """Hold the curves of a group.
+
+    Args:
+        times: of every rank.
+
+    Attributes:
+        rest_s: [R] T − M of every rank, seconds.
+        moving_rest: [R] the share of that which moves along with units.
+        widening: [R] how many times as long as in proportion takes what a rank owns beyond its even share.
+        gemm_s: [R] M of every rank, seconds.
+        busy_s: [R] T of every rank, seconds.
+        ratios: [R, P] of every rank's measured points.
+    """
+
+    def __init__(self, times: Sequence[RankTimes]) -> None:
+        most = max(len(rank.cost.ratios) for rank in times)
+        numbers = np.array([(rank.rest_s, rank.gemm_s, rank.gather_fill_scale, rank.cost.borrowing) for rank in times])
+        self.rest_s, self.gemm_s, self._scale, self._borrowing = numbers.T.copy()
+        self.moving_rest = np.array([rank.moving_rest for rank in times])
+        self.widening = np.array([rank.cost.widening for rank in times])
+        self.busy_s = self.rest_s + self.gemm_s
+        self.ratios = _padded([rank.cost.ratios for rank in times], most)
+        self._gemm_share = _padded([rank.cost.gemm_share for rank in times], most)
+        self._gather_fill_s = _padded([rank.cost.gather_fill_s for rank in times], most)
+
+    @classmethod
+    def of(cls, times: Sequence[RankTimes]) -> Curves:
+        """Return the curves of ``times``, made once where these are :class:`GroupTimes`."""
+        return times.curves if isinstance(times, GroupTimes) else cls(times)
+
+    def gemm_share_at(self, ratios_RX: Floats) -> Floats:
+        """Return what :meth:`ResizingCost.gemm_share_at` gives, of every rank."""
+        most = self.ratios[:, -1:]
+        beyond = self._gemm_share[:, -1:] * (1.0 - ratios_RX) / (1.0 - most)
+        return np.where(ratios_RX > most, beyond, _interpolated(ratios_RX, self.ratios, self._gemm_share))
+
+    def borrowed_at(self, shares_RX: Floats) -> Floats:
+        """Return what :meth:`ResizingCost.borrowed_at` gives, of every rank."""
+        few = self.gemm_share_at(1.0 - np.minimum(shares_RX, 1.0))
+        return self._borrowing[:, None] * np.where(shares_RX >= 1.0, shares_RX, few)
+
+    @property
+    def borrowed_points(self) -> Floats:
+        """Return [R, P + 1] what :attr:`ResizingCost.borrowed_points` gives, of every rank."""
+        return np.concatenate([np.zeros((len(self.ratios), 1)), 1.0 - self.ratios[:, ::-1]], axis=1)
+
+    def busy_at(self, ratios_RX: Floats) -> Floats:
+        """Return what :meth:`RankTimes.busy_at` gives, of every rank."""
+        shrunk_s = self.gemm_s[:, None] * self.gemm_share_at(ratios_RX)
+        gather_fill_s = _interpolated(ratios_RX, self.ratios, self._gather_fill_s)
+        return self.rest_s[:, None] + shrunk_s + self._scale[:, None] * gather_fill_s
+
+    def owning_s(self, owned_RX: Floats) -> Floats:
+        """Return [R, X] busy seconds of ranks that own so much by :meth:`ResizingCost.executed_at`.
+
+        They are spared nothing.
+        """
+        wider_RX = 1.0 + self.widening[:, None] * (owned_RX - 1.0)
+        executed = np.where(owned_RX > 1.0, wider_RX, self.gemm_share_at(1.0 - np.minimum(owned_RX, 1.0)))
+        rest = 1.0 - self.moving_rest[:, None] * (1.0 - owned_RX)
+        return self.rest_s[:, None] * rest + self.gemm_s[:, None] * executed
+
+    @cached_property
+    def busy_at_points(self) -> Floats:
+        """Return [R, P] busy seconds at every rank's measured points."""
+        return self.busy_at(self.ratios)
+
+    def ratios_to_reach(self, target_s: float) -> Floats:
+        """Return [R] what :meth:`RankTimes.ratio_to_reach` gives, of every rank."""
+        busy, ratios = self.busy_at_points, self.ratios
+        reaching = ratios[np.arange(len(ratios)), busy.argmin(axis=1)]
+        for left in range(ratios.shape[1] - 2, -1, -1):
+            low, high, busy_low, busy_high = ratios[:, left], ratios[:, left + 1], busy[:, left], busy[:, left + 1]
+            drop_s = np.where(busy_low > busy_high, busy_low - busy_high, 1.0)
+            between = np.minimum(low + (high - low) * (busy_low - target_s) / drop_s, high)
+            reaching = np.where(busy_high <= target_s, between, reaching)
+        return np.where(busy[:, 0] <= target_s, 0.0, reaching)
+
+
+class GroupTimes(tuple[RankTimes, ...]):
+    """Hold the times of all ranks of a group, whose curves are made when they are first wanted."""
+
+    @cached_property
+    def curves(self) -> Curves:
+        """Return the curves of the group."""
+        return Curves(self)
+
+
+def _padded(points: Sequence[tuple[float, ...]], most: int) -> Floats:
+    """[R, P]; who has fewer points has his last one again."""
+    return np.array([own if len(own) == most else (*own, *own[-1:] * (most - len(own))) for own in points])
+
+
+def _interpolated(x_RX: Floats, points_RP: Floats, values_RP: Floats) -> Floats:
+    """Straight lines between each rank's points, its last value beyond them."""
+    last = points_RP.shape[1] - 1
+    if last == 0:
+        return np.broadcast_to(values_RP, x_RX.shape)
+    # Of each x how many points beside the first it is not up to, which is all of them where it is not a number.
+    right_RX = np.count_nonzero(~(x_RX[:, :, None] <= points_RP[:, None, 1:]), axis=2)
+    rank_R1, left_RX = np.arange(len(x_RX))[:, None], np.minimum(right_RX, last - 1)
+    low, high = values_RP[rank_R1, left_RX], values_RP[rank_R1, left_RX + 1]
+    x_low, x_high = points_RP[rank_R1, left_RX], points_RP[rank_R1, left_RX + 1]
+    width = np.where(x_high > x_low, x_high - x_low, 1.0)
+    line = low + (high - low) * np.maximum(x_RX - x_low, 0.0) / width
+    return np.where(right_RX == last, values_RP[:, -1:], line)

@@ -1,0 +1,104 @@
+"""How a part of a rank's step varies between intervals and between steps, learned from what was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zeroresize.utils.usual import middle_of
+
+#: An innovation of so many standard deviations is a jump of the rank's speed.
+JUMP = 4.0
+#: Standard deviation of a jump's logarithm: a factor of 4.
+JUMP_SIZE = math.log(4.0)
+#: A rank's speed jumps in that share of the intervals.
+HAZARD = 0.05
+#: Relative standard deviation of an interval's times before any were compared, and the least there is.
+USUAL_NOISE, LEAST_NOISE = 0.03, 0.003
+#: Innovations that the learned noise is the mean of, at most.
+MEMORY = 24
+#: Variance of a median to that of a mean; standard deviation to the median deviation: both of normal noise.
+_MEDIAN, _NORMAL = 1.57, 1.4826
+
+
+@dataclass
+class PartNoise:
+    """Estimate how one part's logarithm varies from interval to interval, under one plan at one speed.
+
+    With y the measured logarithm and d its differences: E[d²] = q + 2r, E[d d'] = −r.
+
+    Attributes:
+        weight: how many differences were seen, at most ``MEMORY``.
+        square, product: their mean square, and the mean product of two that follow each other.
+        last: y of the last interval, and its difference to the one before; NaN where that cannot be compared.
+        scatter: variance of a single step, by what it was within intervals; 0 where these were too short.
+    """
+
+    weight: float = 1.0
+    square: float = 2.0 * USUAL_NOISE**2
+    product: float = -(USUAL_NOISE**2)
+    last: tuple[float, float] = (math.nan, math.nan)
+    scatter: float = 0.0
+
+    @property
+    def white(self) -> float:
+        """Return r, the variance of one interval's measurement."""
+        return max(min(-self.product, self.square / 2.0), LEAST_NOISE**2)
+
+    @property
+    def drift(self) -> float:
+        """Return q, the variance of the speed's change in an interval."""
+        return max(self.square - 2.0 * self.white, (LEAST_NOISE / 2.0) ** 2)
+
+    @property
+    def of_one_step(self) -> float:
+        """Return the variance of a single step."""
+        return max(self.scatter, self.white)
+
+    def of_steps(self, number: int) -> float:
+        """Return the variance of the median of so many steps."""
+        return max(self.white, self.scatter * (_MEDIAN if number > 2 else 1.0) / number)
+
+    def learn_scatter(self, values: Sequence[float]) -> None:
+        """Take the logarithms of an interval's steps."""
+        middle = middle_of(values)
+        variance = (_NORMAL * middle_of([abs(value - middle) for value in values])) ** 2
+        if self.scatter == 0.0:
+            self.scatter = variance
+        else:  # an interval within which the speed jumps scatters widely
+            self.scatter += (min(variance, 4.0 * self.scatter) - self.scatter) / 4.0
+
+    def learn(self, value: float) -> None:
+        """Take the next interval's y, measured under the same plan and at the same speed as the last."""
+        last, difference_before = self.last
+        difference = value - last
+        if not math.isnan(difference):
+            most = JUMP * math.sqrt(self.square + LEAST_NOISE**2)
+            difference = min(max(difference, -most), most)
+            self.weight = min(self.weight + 1.0, MEMORY)
+            self.square += (difference**2 - self.square) / self.weight
+            if not math.isnan(difference_before):
+                self.product += (difference * difference_before - self.product) / self.weight
+            else:
+                self.product += (-0.5 * difference**2 - self.product) / self.weight
+        self.last = value, difference
+
+    def forget_last(self, value: float) -> None:
+        """Forget what was before ``value``: the next interval cannot be compared with that."""
+        self.last = value, math.nan
+
+
+def are_alike(change: float, other: float) -> bool:
+    """Whether two logarithms have changed alike, within a factor of 2."""
+    return change**2 / 2.0 < other * change < change**2 * 2.0
+
+
+def share_of_jumps(innovation: float, variance: float) -> float:
+    """Return how likely an innovation under a new plan comes from a jump, by Bayes."""
+    jump = HAZARD * _density(innovation, variance + JUMP_SIZE**2)
+    return jump / (jump + (1.0 - HAZARD) * _density(innovation, variance) + 1e-300)
+
+
+def _density(distance: float, variance: float) -> float:
+    return math.exp(-0.5 * distance**2 / variance) / math.sqrt(variance)

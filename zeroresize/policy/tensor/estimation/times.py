@@ -1,0 +1,178 @@
+"""A rank's times: of one step as measured, and as they would be with the full work.
+
+``T`` is a rank's busy time of an iteration, ``M`` the part of it spent multiplying matrices in the balanced layers,
+both in seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from zeroresize.plan.group import Shares
+from zeroresize.policy.tensor.costs import ResizingCost
+from zeroresize.utils.usual import middle_of, usual_of
+
+#: Of a step in which a rank computes its own products and no others.
+_WHOLE = Shares()
+#: A plan is to hold for so many intervals: in these a change has to pay, and a rank's speed drifts on.
+DURATION = 5.0
+#: Of a step's busy time a part is not known more finely.
+_LEAST_PART = 1e-4
+#: No step multiplies for less or takes longer.
+LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
+#: Of the rest of a step, the share that moves along when units do: what lies between the layers of a segment. What is
+#: believed before it was seen, with its standard deviation, and the most.
+MOVING_REST, MOVING_REST_ERROR, MOST_MOVING_REST = 0.2, 0.3, 0.9
+#: Nor do gathers and fills take so many times as long as in the calibration.
+_MOST_SCALE = 1e6
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Describe one iteration of a rank, in seconds.
+
+    Attributes:
+        busy_s: its time without waits in collectives, and without what balancing costs between two of them.
+        gemm_s: the part of it spent multiplying matrices in the balanced layers.
+        gather_fill_s: the part of it spent in their products outside the multiplication: gathers and fills.
+        shares: what the rank did not compute, and what it computed for others.
+        is_forced: whether someone forced just this share, whatever it costs.
+        wait_s: the rest of the time between the two ends, waiting in collectives.
+        outside_s: the part of ``busy_s`` before the first balanced layer of each forward, as for fetching a batch.
+        layers: by name, what the products of each layer took that had any, in forward and backward together.
+    """
+
+    busy_s: float
+    gemm_s: float
+    gather_fill_s: float
+    shares: Shares = _WHOLE
+    is_forced: bool = False
+    wait_s: float = 0.0
+    outside_s: float = 0.0
+    layers: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether a step can have taken these times."""
+        measured = self.busy_s, self.gemm_s, self.gather_fill_s, self.outside_s
+        return all(0.0 <= seconds <= MOST_SECONDS for seconds in measured)
+
+    @property
+    def inside(self) -> StepTimes:
+        """Return the times without what lies outside of the balanced layers."""
+        return dataclasses.replace(self, busy_s=max(self.busy_s - self.outside_s, 0.0), outside_s=0.0)
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Describe one rank's times at even shares, nothing pruned or lent, and what other amounts of work cost there.
+
+    Attributes:
+        rest_s: T − M, busy seconds that pruning does not touch.
+        gemm_s: M, seconds.
+        gather_fill_scale: how many times as long as in the calibration gathers and fills take now.
+        cost: of pruning on this rank.
+        deviation: standard deviation of T, as a share of it.
+        moving_rest: ρ: a rank that owns f has a rest of (1 − ρ + ρ f) ``rest_s``.
+        outside_s: what it takes besides, before the first balanced layer; not a part of T.
+    """
+
+    rest_s: float
+    gemm_s: float
+    gather_fill_scale: float
+    cost: ResizingCost
+    deviation: float = 0.0
+    moving_rest: float = MOVING_REST
+    outside_s: float = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Return T, seconds."""
+        return self.rest_s + self.gemm_s
+
+    def checked(self) -> RankTimes:
+        """Return the times, with NaN for all numbers if one of them is nothing that a step can have taken.
+
+        Such as zero, negative or infinite seconds of multiplying, which a clock that was set, or that is too coarse,
+        may tell. What pruning costs is mended number by number.
+        """
+        cost = self.cost.checked()
+        is_sound = (
+            0.0 <= self.rest_s <= MOST_SECONDS
+            and LEAST_SECONDS <= self.gemm_s <= MOST_SECONDS
+            and 0.0 <= self.gather_fill_scale <= _MOST_SCALE
+            and 0.0 <= self.deviation <= _MOST_SCALE
+            and 0.0 <= self.moving_rest <= MOST_MOVING_REST
+            and 0.0 <= self.outside_s <= MOST_SECONDS
+        )
+        if is_sound:
+            return self if cost is self.cost else dataclasses.replace(self, cost=cost)
+        return RankTimes(math.nan, math.nan, math.nan, cost, math.nan)
+
+    def faster(self, factor: float) -> RankTimes:
+        """Return the times if the rank were ``factor`` times as fast."""
+        return dataclasses.replace(self, rest_s=self.rest_s / factor, gemm_s=self.gemm_s / factor)
+
+    def beginning_after(self, outside_s: float) -> RankTimes:
+        """Return the times of a rank whose every step begins with so many seconds that no division changes."""
+        if not outside_s or math.isnan(self.busy_s):
+            return dataclasses.replace(self, outside_s=0.0)
+        return dataclasses.replace(
+            self,
+            rest_s=self.rest_s + outside_s,
+            deviation=self.deviation * self.busy_s / (self.busy_s + outside_s),
+            moving_rest=self.moving_rest * self.rest_s / (self.rest_s + outside_s),
+            outside_s=0.0,
+        )
+
+    def busy_at(self, ratio: float) -> float:
+        """Return the busy seconds when a share ``ratio`` of the columns is pruned."""
+        shrunk_s = self.gemm_s * self.cost.gemm_share_at(ratio)
+        return self.rest_s + shrunk_s + self.gather_fill_scale * self.cost.gather_fill_at(ratio)
+
+    @property
+    def least_busy_s(self) -> float:
+        """Return the busy seconds at the cheapest pruning ratio."""
+        return min(self.busy_at(ratio) for ratio in self.cost.ratios)
+
+    def ratio_to_reach(self, target_s: float) -> float:
+        """Return the smallest γ with busy time ``target_s`` at most.
+
+        Where none gets there it is the smallest of the cheapest.
+        """
+        points = [(ratio, self.busy_at(ratio)) for ratio in self.cost.ratios]
+        if points[0][1] <= target_s:
+            return 0.0
+        for (low, busy_low), (high, busy_high) in itertools.pairwise(points):
+            if busy_high <= target_s:
+                return min(low + (high - low) * (busy_low - target_s) / (busy_low - busy_high), high)
+        return min(points, key=lambda point: point[1])[0]
+
+
+def log_parts(step: StepTimes, expected_gather_fill_s: float) -> list[float]:
+    """Return the logarithms of a step's parts.
+
+    They are its rest, its multiplications, and how many times as long as expected its gathers take, if any are.
+    """
+    least_s = max(_LEAST_PART * step.busy_s, LEAST_SECONDS)
+    rest_s = max(step.busy_s - step.gemm_s - step.gather_fill_s, least_s)
+    parts = [math.log(rest_s), math.log(step.gemm_s)]
+    if expected_gather_fill_s > 0.0:
+        parts.append(math.log(max(step.gather_fill_s, least_s) / expected_gather_fill_s))
+    return parts
+
+
+def usual_step(steps: Sequence[StepTimes]) -> StepTimes:
+    """Return a step's usual times."""
+    return StepTimes(
+        busy_s=usual_of([step.busy_s for step in steps]),
+        gemm_s=usual_of([step.gemm_s for step in steps]),
+        gather_fill_s=usual_of([step.gather_fill_s for step in steps]),
+        shares=steps[-1].shares,
+        is_forced=steps[-1].is_forced,
+        wait_s=middle_of([step.wait_s for step in steps]),
+    )

@@ -1,0 +1,1 @@
+"""torch.distributed.checkpoint (DCP) reads and writes what is divided unevenly over ranks."""

@@ -1,0 +1,162 @@
+"""Each tensor of a model is divided in some way over the ranks of its tensor-parallel group.
+
+Known are converted layers, in a segment or evenly divided, other layers of the same kinds, and what Colossal-AI has
+divided, by the layouts that it keeps at its parameters. What is not known is an error: written as if every rank held
+the same, all parts but one would be lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from zeroresize.comm.collectives import group_rank, group_size
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.segment import OwnedSegment, UnitTensor
+from zeroresize.resharding.checkpoints.divided_tensor import Piece, TensorDivision, even_pieces, unit_pieces
+from zeroresize.utils.torch_private import buffers_of, parameters_of, unsaved_buffers_of
+
+#: By which Colossal-AI knows a tensor that it has divided, or made longer to divide by the ranks.
+_MARKS = ("dist_layout", "shard_fn", "_padding_dim")
+
+
+def divisions_of(model: nn.Module) -> dict[int, TensorDivision]:
+    """Return the division of every parameter of which this rank holds a part, by its ``id``.
+
+    All other parameters are the same on every rank.
+
+    Raises:
+        ValueError: for a parameter or a buffer that may be a part of something, where it is not known which.
+    """
+    divisions: dict[int, TensorDivision] = {}
+    unknown: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        known, doubtful = _of_module(module)
+        divisions.update(known)
+        unknown.update({f"{name}.{key}".lstrip("."): tensor for key, tensor in doubtful.items()})
+    unknown = {name: tensor for name, tensor in unknown.items() if id(tensor) not in divisions}
+    if unknown:
+        name, tensor = next(iter(unknown.items()))
+        raise ValueError(
+            f"sharded_state_dict: {name} (shape {tuple(tensor.shape)} on this rank) belongs to a layer with a process "
+            "group, and how it is divided over its ranks is not known, or whether it is. Divided tensors can be saved "
+            "in layers that zeroresize.convert knows (see zeroresize.integrations.register_host) and in Colossal-AI's"
+            f"{'' if len(unknown) == 1 else f'. The same holds for {len(unknown) - 1} others'}"
+        )
+    return divisions
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that the module itself puts into a state dictionary, by name."""
+    buffers = {name: one for name, one in buffers_of(module).items() if name not in unsaved_buffers_of(module)}
+    return {name: one for name, one in (*parameters_of(module).items(), *buffers.items()) if one is not None}
+
+
+def _of_module(module: nn.Module) -> tuple[dict[int, TensorDivision], dict[str, Tensor]]:
+    """What is known of a module's own tensors by ``id``, and by name those that may be parts in an unknown way."""
+    tensors = {name: one for name, one in own_tensors(module).items() if not isinstance(one, DTensor)}
+    if isinstance(module, BalancedLinear):
+        return _of_balanced(module, tensors)
+    marked = [name for name, one in tensors.items() if any(hasattr(one, mark) for mark in _MARKS)]
+    if marked:  # by Colossal-AI, which marks all that it divides
+        divisions = {id(tensors[name]): _of_marked(tensors[name], module) for name in marked}
+        known = {key: one for key, one in divisions.items() if isinstance(one, TensorDivision)}
+        return known, {name: tensors[name] for name in marked if divisions[id(tensors[name])] is None}
+    group = vars(module).get("process_group")
+    if isinstance(group, ProcessGroup) and group_size(group) > 1 and not isinstance(module, nn.SyncBatchNorm):
+        return {}, tensors
+    return {}, {}
+
+
+def _of_balanced(layer: Any, tensors: dict[str, Tensor]) -> tuple[dict[int, TensorDivision], dict[str, Tensor]]:
+    ranks, rank = group_size(layer.process_group), group_rank(layer.process_group)
+    segment: OwnedSegment | None = layer.segment
+    if segment is not None:
+        divisions = {id(one.parameter): _of_units(one, segment, rank) for one in segment.tensors}
+        doubtful = {name: one for name, one in tensors.items() if id(one) not in divisions}
+    else:
+        dim = 0 if layer.is_column_parallel else 1
+        even_size = layer.even_shape[dim]
+        if ranks > 1 and layer.local_weight.shape[dim] != even_size:
+            raise ValueError(
+                f"sharded_state_dict: a {type(layer).__name__} has a weight of shape {tuple(layer.local_weight.shape)} "
+                f"on this rank, where its host made one of {tuple(layer.even_shape)}, and it is not known what it "
+                "owns: is it a copy of a layer that was divided unevenly?"
+            )
+        blocks = getattr(layer, "split_sizes", None) or [even_size * ranks]
+        divisions = {}
+        if "weight" in tensors:
+            divisions[id(tensors["weight"])] = _evenly(dim ^ layer.weight_is_transposed, blocks, ranks, rank)
+        if layer.is_column_parallel and "bias" in tensors:
+            divisions[id(tensors["bias"])] = _evenly(0, blocks, ranks, rank)
+        doubtful = {name: one for name, one in tensors.items() if id(one) not in divisions}
+        if "weight" not in tensors and ranks > 1:  # it is made of other tensors in every forward
+            doubtful.update(layer.named_parameters())
+    if not layer.is_column_parallel:  # every rank has the whole bias
+        doubtful.pop("bias", None)
+    return divisions, doubtful if ranks > 1 else {}
+
+
+def _of_units(where: UnitTensor, segment: OwnedSegment, rank: int) -> TensorDivision:
+    num_units, rows, blocks = len(segment.owned.owners), where.rows, where.num_blocks
+    return TensorDivision(
+        where.dim,
+        blocks * num_units * rows,
+        lambda: unit_pieces(segment.owned.units_of(rank), num_units, rows, blocks),
+    )
+
+
+def _evenly(dim: int, block_sizes: Sequence[int], num_ranks: int, rank: int) -> TensorDivision:
+    pieces = even_pieces(block_sizes, num_ranks, rank)
+    return TensorDivision(dim, sum(block_sizes), lambda: pieces)
+
+
+def _of_marked(tensor: Any, module: Any) -> TensorDivision | bool | None:
+    """How Colossal-AI has divided a tensor; False for not at all, None where that is not known."""
+    if not hasattr(tensor, "shard_fn"):
+        return _of_layout(tensor)
+    group, blocks = getattr(module, "process_group", None), getattr(module, "split_sizes", None)
+    sizes = getattr(module, "out_features", None), getattr(module, "in_features", None)
+    if blocks is None or not isinstance(group, ProcessGroup) or None in sizes:
+        return None
+    ranks, whole = group_size(group), sum(blocks)
+    wholes = set(itertools.permutations(sizes)) if tensor.dim() == 2 else {sizes[:1]}
+    dims = {
+        dim
+        for shape in wholes
+        for dim in range(tensor.dim())
+        if shape[dim] == whole == tensor.shape[dim] * ranks
+        and all(size == own for other, (size, own) in enumerate(zip(shape, tensor.shape, strict=True)) if other != dim)
+    }
+    return _evenly(dims.pop(), blocks, ranks, group_rank(group)) if len(dims) == 1 else None
+
+
+def _of_layout(tensor: Any) -> TensorDivision | bool | None:
+    layout: Any = getattr(tensor, "dist_layout", None)
+    whole_shape = tuple(tensor.shape if layout is None else layout.global_shape)
+    dims = [dim for dim, size in enumerate(whole_shape) if size != tensor.shape[dim]]
+    padded_dim: int | None = getattr(tensor, "_padding_dim", None)
+    if not dims and padded_dim is None:
+        return False
+    dim = dims[0] if dims else int(padded_dim or 0)
+    ranks, rank = 1, 0
+    if dims:
+        axes = layout.sharding_spec.dim_partition_dict.get(dim, ())
+        if len(dims) != 1 or len(axes) != 1 or padded_dim not in (None, dim):
+            return None
+        group = layout.device_mesh.get_process_group(axis=axes[0])
+        ranks, rank = group_size(group), group_rank(group)
+    if tensor.shape[dim] * ranks != whole_shape[dim]:
+        return None
+    if padded_dim is None:
+        return _evenly(dim, [whole_shape[dim]], ranks, rank)
+    # A vocabulary that was made longer to divide by the ranks: files hold the words that there are.
+    num_words, num_own = int(tensor._origin_length), tensor.shape[dim]
+    length = max(0, min(num_own, num_words - rank * num_own))
+    pieces = [Piece(rank * num_own, 0, length)] if length else []
+    return TensorDivision(dim, num_words, lambda: pieces, num_own - length)

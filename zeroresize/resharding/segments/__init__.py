@@ -1,0 +1,1 @@
+"""Segments of a model are searched, agreed on and checked before their units are divided."""

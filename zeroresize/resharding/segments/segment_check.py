@@ -1,0 +1,402 @@
+"""check_segments() moves some units of a model and checks that it computes the same.
+
+``R`` ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from zeroresize.comm.collectives import group_rank, group_size, message_device
+from zeroresize.comm.meeting import Meet
+from zeroresize.integrations.hidden_state import restored
+from zeroresize.integrations.keyed_dropout import KeyedDropout, drops
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.segment import OwnedSegment
+from zeroresize.layers.segments import owned_segments
+from zeroresize.plan.ownership import OwnershipMap
+from zeroresize.resharding.agreement import gather_texts, meet_over
+from zeroresize.resharding.data_parallel import unwrap
+from zeroresize.resharding.segments.in_float64 import in_float64, require_replaceable, to_float64
+from zeroresize.resharding.units.moving_units import move_units
+
+_T = TypeVar("_T")
+#: Outputs and gradients.
+_Results = tuple[list[Tensor], list[Tensor]]
+
+logger = logging.getLogger(__name__)
+
+#: Of a tensor's largest element: more than the order of sums in float64 makes, and what modules compute in float32
+#: whatever they are given; far less than a unit that is taken for another.
+_TOLERANCE = 1e-6
+#: Of the largest element of all tensors: those that are only rounding are measured by it.
+_FLOOR = 0.1
+#: A message asks after so many layers that are in no segment.
+_MOST_ASKED = 4
+
+
+@dataclass(frozen=True)
+class SegmentCheck:
+    """Reports what moving some units of a segment changed; the same on every rank.
+
+    Attributes:
+        name: of the segment's row-parallel layer.
+        kind: what a unit is.
+        layers: names of its layers.
+        output_difference, gradient_difference: by how much what the model returns, and the gradients of its parameters,
+            differ from those at even shares, as a share of a tensor's largest element. NaN where nothing was computed.
+        problem: what is wrong; None where the segment moves soundly.
+    """
+
+    name: str
+    kind: str
+    layers: tuple[str, ...]
+    output_difference: float
+    gradient_difference: float
+    problem: str | None = None
+
+
+class _ElsewhereError(RuntimeError):
+    """Another rank's forward has failed, or has come to another layer."""
+
+
+def check_segments(
+    model: nn.Module, batch: Any, *, forward: Callable[[nn.Module, Any], Any] | None = None
+) -> list[SegmentCheck]:
+    """Try whether units of each segment can lie on any rank: move some there and back, and compare what is computed.
+
+    What lies between the layers of a segment that a user names, or whose class a user registers, is the user's word.
+    Here the model computes outputs and gradients for ``batch`` in float64, first evenly divided, then with some units
+    of one segment after the other on other ranks: once every rank gives some to the next one, once the first rank keeps
+    ``min_units`` of them. The model is left bit for bit as it was: parameters, gradients, buffers, attributes and
+    random states; an optimizer is not needed. Needs memory for a copy in float64.
+
+    Collective: call alike on every rank of the tensor-parallel group, with equal batches, after ``convert``, with all
+    units at home.
+
+    Args:
+        model: what ``convert`` returned, in the mode (``train()``) in which it is to be checked.
+        batch: what a step of training gives it: ``model(**batch)`` for a dictionary, ``model(*batch)`` for a list or a
+            tuple, else ``model(batch)``. Floating-point tensors in it become float64.
+        forward: ``forward(model, batch)`` in place of that. All tensors in what it returns are compared, and gradients
+            are of their weighted sum. Everything that it computes must work in float64; flash attention does not.
+
+    Returns:
+        A :class:`SegmentCheck` for each segment, in the order of the model. Empty where the group has one rank.
+
+    Raises:
+        ValueError: if a segment does not move soundly, naming all that do not, and why; if the model has no segment,
+            is not at home, or does not compute the same twice. On every rank.
+        RuntimeError: if a rank does not come.
+    """
+    inner = unwrap(model)
+    layers = {name: one for name, one in inner.named_modules() if isinstance(one, BalancedLinear)}
+    segments = owned_segments(layers)
+    if layers and not segments and all(group_size(one.process_group) == 1 for one in layers.values()):
+        logger.info("check_segments: the process group has one rank, so there is nothing to check")
+        return []
+    if not segments:
+        raise ValueError(
+            "check_segments: the model has no segment whose units may move: convert it first; the log of convert says "
+            "why layers stay even"
+        )
+    away = [one.name for one in segments if not one.owned.is_even]
+    if away:
+        raise ValueError(
+            f"check_segments: units of {away[0]} are away: check before they move, or within `with balancer.at_home():`"
+        )
+    with _keyed_dropout(inner, segments):
+        require_replaceable(inner)
+        check = _Check(inner, segments, to_float64(batch), forward or _call)
+        with in_float64(inner):
+            checks = check.run()
+    for result in checks:
+        logger.info(
+            "check_segments: %s (%s): outputs differ by %.1e, gradients by %.1e",
+            *(
+                result.name,
+                result.kind,
+                result.output_difference,
+                result.gradient_difference,
+            ),
+        )
+    wrong = [one for one in checks if one.problem is not None]
+    if wrong:
+        raise ValueError(
+            f"check_segments: {len(wrong)} of {len(checks)} segments do not move soundly: "
+            f"{'; '.join(f'{one.name} ({one.kind}): {one.problem}' for one in wrong)}. {_left_out(layers, wrong)}What "
+            "lies between a segment's layers must compute each unit by itself, unit_size must be all that one unit has "
+            "(a head's size), and on_change must set what counts units (num_heads) and all that is of single units; "
+            "else leave the segment out, and its layers stay even"
+        )
+    return checks
+
+
+@contextmanager
+def _keyed_dropout(model: nn.Module, segments: Sequence[OwnedSegment]) -> Iterator[None]:
+    """Key the segments' dropout by the unit while the block lasts, as a balancer that moves units would."""
+    unkeyed = [segment for segment in segments if drops(segment)]
+    calls_before = [dict(segment.dropout_calls) for segment in unkeyed]
+    keyed = KeyedDropout(model, unkeyed, seed=0)
+    try:
+        yield
+    finally:
+        keyed.close()
+        for segment, calls in zip(unkeyed, calls_before, strict=True):
+            segment.dropout_calls = calls
+
+
+class _Check:
+    """One check, while the model is in float64."""
+
+    def __init__(
+        self, model: nn.Module, segments: Sequence[OwnedSegment], batch: Any, forward: Callable[[nn.Module, Any], Any]
+    ) -> None:
+        self._model, self._segments, self._batch, self._forward = model, segments, batch, forward
+        self._group: ProcessGroup = segments[0].modules[-1].process_group
+        self._rank = group_rank(self._group)
+        self._device = segments[0].tensors[0].parameter.device
+        self._meet: Meet = meet_over(self._group, self._device)
+        self._devices = sorted({one.device.index for one in model.parameters() if one.is_cuda})
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._seeds = torch.get_rng_state(), [torch.cuda.get_rng_state(one) for one in self._devices]
+
+    def run(self) -> list[SegmentCheck]:
+        """Of every segment.
+
+        Raises:
+            ValueError: if there is nothing to compare with.
+        """
+        self._buffers = [(one, one.detach().clone()) for one in self._model.buffers()]
+        homes = [(one, one.owned, one.shares) for one in self._segments]
+        rows = [one for one in self._model.modules() if isinstance(one, BalancedLinear) and not one.is_column_parallel]
+        for row in rows:
+            row.watch_forward = self._still_well
+        try:
+            with torch.random.fork_rng(devices=self._devices):
+                expected = self._compute_expected()
+                return [self._check_segment(segment, expected) for segment in self._segments]
+        finally:
+            for segment, owned, shares in homes:
+                was_away, segment.owned, segment.shares = segment.owned != owned, owned, shares
+                if was_away:
+                    segment.follow(self._rank)
+
+    def _compute_expected(self) -> _Results:
+        """Outputs and gradients at even shares."""
+        expected, failed = self._try_together(self._compute)
+        again, failed = (None, failed) if failed else self._try_together(self._compute)
+        if expected is None or again is None:
+            raise ValueError(f"check_segments: the model does not compute the batch in float64: {failed}")
+        most = max(self._compare(expected, again))
+        _, failed = self._try_together(partial(_require_finite, expected))
+        if failed or most > _TOLERANCE:
+            why = failed or f"results of two calls differ by {most:.1e} of their largest element"
+            raise ValueError(f"check_segments: nothing can be compared with the model at even shares: {why}")
+        return expected
+
+    def _check_segment(self, segment: OwnedSegment, expected: _Results) -> SegmentCheck:
+        home, differences = segment.owned, (math.nan, math.nan)
+        with restored(self._model):  # so that what on_change leaves behind is not another segment's
+            _, problem = self._try_together(partial(_require_movable, segment))
+            for target, where in () if problem is not None else _divisions(segment):
+                outputs, problem = self._try_division(segment, target)
+                _, back = self._try_together(partial(self._move, segment, home))  # with gradients
+                problem = problem or back
+                if outputs is None or problem is not None:
+                    break
+                now = self._compare(expected, (outputs, self._gradients()))
+                differences = float(np.fmax(differences[0], now[0])), float(np.fmax(differences[1], now[1]))
+                if (problem := _describe_difference(now, f"with {where}")) is not None:
+                    break
+            else:
+                if problem is None:
+                    results, problem = self._try_together(self._compute)
+                    if results is not None and problem is None:
+                        problem = _describe_difference(self._compare(expected, results), "with all units at home again")
+        return SegmentCheck(segment.name, segment.kind, segment.layers, *differences, problem)
+
+    def _try_division(self, segment: OwnedSegment, target: OwnershipMap) -> tuple[list[Tensor] | None, str | None]:
+        """The outputs once units were moved; or why there are none."""
+        _, problem = self._try_together(partial(self._move, segment, target))
+        if problem is not None:
+            return None, problem
+        results, problem = self._try_together(self._compute)
+        return (None if results is None else results[0]), problem
+
+    def _move(self, segment: OwnedSegment, target: OwnershipMap) -> None:
+        if segment.owned != target:
+            move_units([segment], {segment.name: target}, process_group=self._group, optimizer=None, meet=self._meet)
+
+    def _compute(self) -> _Results:
+        """Outputs and gradients of the model as it is divided now.
+
+        Where a rank fails between a column- and a row-parallel layer, the others are told before they wait for it.
+        """
+        self._model.zero_grad()
+        for buffer, was in self._buffers:
+            buffer.copy_(was)
+        torch.set_rng_state(self._seeds[0])
+        for device, state in zip(self._devices, self._seeds[1], strict=True):
+            torch.cuda.set_rng_state(state, device)
+        try:
+            with restored(self._model), torch.enable_grad(), torch.autocast(self._device.type, enabled=False):
+                outputs = list(_tensors_of(self._forward(self._model, self._batch)))
+                loss = _weighted(outputs)
+        except _ElsewhereError:
+            raise
+        except Exception:
+            self._meet(-1.0, 0.0)
+            raise
+        if any(state != 1.0 for state, *_ in self._meet(1.0, 0.0)):
+            raise _ElsewhereError
+        loss.backward()
+        return [one.detach() for one in outputs], self._gradients()
+
+    def _still_well(self, *_: object) -> None:
+        """A forward has come as far as a row-parallel layer; the others must have, too."""
+        if any(state != 0.0 for state, *_ in self._meet(0.0, 0.0)):
+            raise _ElsewhereError
+
+    def _gradients(self) -> list[Tensor]:
+        """Of this rank's parameters, zeros where there are none."""
+        parameters = [one for one in self._model.parameters() if one.requires_grad]
+        return [torch.zeros_like(one) if one.grad is None else one.grad.detach().clone() for one in parameters]
+
+    def _try_together(self, call: Callable[[], _T]) -> tuple[_T | None, str | None]:
+        """What it returns; and what has failed on some rank, the same on all of them."""
+        result, failure, is_elsewhere = None, "", False
+        try:
+            result = call()
+        except _ElsewhereError:
+            is_elsewhere = True
+        except Exception as error:
+            failure = f"rank {self._rank}: {type(error).__name__}: {error}"
+        device = message_device(self._group, self._device)
+        texts = gather_texts(failure or " ", self._meet, self._group, device)
+        problem = next(filter(None, texts), None)
+        if any(row[0] for row in self._meet(float(is_elsewhere), 0.0)):
+            problem = problem or "the ranks run different layers: one came to a layer that another left out"
+        return result, problem
+
+    def _compare(self, expected: _Results, computed: _Results) -> tuple[float, float]:
+        """Of outputs and of gradients, over all ranks."""
+        differences = []
+        for ones, others in zip(expected, computed, strict=True):
+            table = self._meet(max((float(one.abs().max()) for one in ones if one.numel()), default=0.0), 0.0)
+            floor = _FLOOR * max(largest for largest, *_ in table)
+            difference = max((_difference(*pair, floor) for pair in zip(ones, others, strict=False)), default=0.0)
+            if len(ones) != len(others):
+                difference = math.inf
+            differences.append(max(number for number, *_ in self._meet(difference, 0.0)))
+        return differences[0], differences[1]
+
+
+def _divisions(segment: OwnedSegment) -> Iterator[tuple[OwnershipMap, str]]:
+    """Other owners of some units, and how a report tells them."""
+    owned = segment.owned
+    owners = owned.owners.copy()
+    for rank, count in enumerate(owned.counts):
+        owners[owned.units_of(rank)[: -(-count // 4)]] = (rank + 1) % owned.num_ranks
+    yield OwnershipMap(owners, owned.num_ranks), f"the first {segment.kind} of each rank on the next one"
+    given = owned.units_of(0)[: owned.counts[0] - segment.min_units]
+    if len(given):
+        owners = owned.owners.copy()
+        owners[given] = 1 + np.arange(len(given)) % (owned.num_ranks - 1)
+        kept = f"{segment.min_units} {segment.kind}" if segment.min_units else f"none of the {segment.kind}"
+        yield OwnershipMap(owners, owned.num_ranks), f"{kept} on rank 0"
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, list | tuple) else model(batch)
+
+
+def _tensors_of(value: Any) -> Iterator[Tensor]:
+    """The floating-point tensors in what a model returns."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_of(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_of(item)
+
+
+def _weighted(outputs: Sequence[Tensor]) -> Tensor:
+    """A sum in which no two elements cancel."""
+    parts = [
+        (
+            output * torch.linspace(-1.0, 2.0, output.numel(), dtype=output.dtype, device=output.device).view_as(output)
+        ).sum()
+        for output in outputs
+        if output.requires_grad and output.numel()
+    ]
+    if not parts:
+        raise ValueError("it returns no tensor that gradients can be taken of")
+    return torch.stack([one.double() for one in parts]).sum()
+
+
+def _difference(expected: Tensor, other: Tensor, floor: float) -> float:
+    if expected.shape != other.shape:
+        return math.inf
+    if not expected.numel():
+        return 0.0
+    difference = float((expected - other).abs().max())
+    if difference == 0.0:
+        return 0.0
+    share = difference / max(float(expected.abs().max()), floor)
+    return math.inf if math.isnan(share) else share
+
+
+def _describe_difference(differences: tuple[float, float], where: str) -> str | None:
+    """What is wrong if results differ so much."""
+    if max(differences) <= _TOLERANCE:
+        return None
+    return (
+        f"{where} outputs differ by {differences[0]:.1e} and gradients by {differences[1]:.1e} of their largest element"
+    )
+
+
+def _left_out(layers: Mapping[str, BalancedLinear], wrong: Sequence[SegmentCheck]) -> str:
+    """Asks after the layers in no segment that lie beside those of a segment that is wrong."""
+    asked: dict[str, str] = {}
+    for segment in wrong:
+        holder = _holder(segment.layers)
+        for name, layer in layers.items():
+            if layer.is_converted and layer.segment is None and name.startswith(holder):
+                question = "does it belong to column?" if layer.is_column_parallel else "is it the row?"
+                asked[name] = f"{name} is in no segment: {question} "
+    return "".join(list(asked.values())[:_MOST_ASKED])
+
+
+def _holder(names: Sequence[str]) -> str:
+    """What the names of all layers in the nearest module that holds these begin with."""
+    parts = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    shared = itertools.takewhile(lambda of_all: len(set(of_all)) == 1, parts)
+    return "".join(f"{of_all[0]}." for of_all in shared)
+
+
+def _require_finite(results: _Results) -> None:
+    if not all(torch.isfinite(one).all() for of_kind in results for one in of_kind):
+        raise ValueError("some are not finite")
+
+
+def _require_movable(segment: OwnedSegment) -> None:
+    if segment.why_even is not None and (reason := segment.why_even()) is not None:
+        raise ValueError(reason)

@@ -1,0 +1,1 @@
+"""Units change hands inside a tensor-parallel group: what travels, and the move itself."""

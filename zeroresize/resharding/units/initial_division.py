@@ -1,0 +1,49 @@
+"""divide_units(): how the units of a model are divided before training, as the user wants it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from torch.distributed import ProcessGroup
+
+from zeroresize.comm.meeting import Meet
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.resharding.agreement import meet_over
+from zeroresize.resharding.units.owned_units import OwnedUnits
+
+logger = logging.getLogger(__name__)
+
+
+def divide_units(units: OwnedUnits, shares: Sequence[float]) -> None:
+    """Divide the units of all segments by ``shares``, on which all ranks have agreed; collective.
+
+    Raises:
+        ValueError: if the optimizer does not let units be divided; on every rank.
+        RuntimeError: as :meth:`~zeroresize.resharding.units.owned_units.OwnedUnits.move`.
+    """
+    if units.why_not_divisible is not None:
+        raise ValueError(f"shares={list(shares)}: units cannot be divided so: {units.why_not_divisible}")
+    units.move(shares)
+    units.forget_moves()
+    for segment in units.segments:
+        segment.has_given_shares = True
+    counts = "; ".join(f"{kind} {' : '.join(map(str, of_ranks))}" for kind, of_ranks in units.num_units.items())
+    logger.info("the ranks own by the shares %s, in whole units of all layers: %s", list(shares), counts)
+
+
+def require_segments(shares: Sequence[float] | str, segments: Sequence[object]) -> None:
+    """Check that there is something to divide by ``shares``.
+
+    Raises:
+        ValueError: if ``segments`` is empty.
+    """
+    if not segments:
+        raise ValueError(
+            f"shares={shares!r}: no segment of the model is known to be divisible by units: name one by segments="
+        )
+
+
+def meet_over_layers(process_group: ProcessGroup, layers: Mapping[str, BalancedLinear]) -> Meet:
+    """Return a :data:`~zeroresize.comm.meeting.Meet` of the ranks of ``process_group``, from the layers' device."""
+    return meet_over(process_group, next(iter(layers.values())).local_weight.device)

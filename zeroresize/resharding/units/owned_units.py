@@ -1,0 +1,335 @@
+"""Each rank owns some units of its segments, which change hands as decisions want it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from zeroresize.comm.collectives import group_rank, group_size, message_device
+from zeroresize.comm.meeting import Meet
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.segment import OwnedSegment
+from zeroresize.layers.segments import owned_segments, segment_works
+from zeroresize.layers.weight_checks import is_sharded
+from zeroresize.optim.independence import why_not_elementwise
+from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
+from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
+from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError, gather_texts, meet_unchanged
+from zeroresize.resharding.data_parallel import DataParallelReplicas
+from zeroresize.resharding.parameter_state import why_of_fixed_size
+from zeroresize.resharding.replaced_parts import ReplacedParts
+from zeroresize.resharding.units.moving_units import bytes_of_units, move_units
+from zeroresize.resharding.units.unit_contents import contents_of
+
+_ALONE = DataParallelReplicas()
+
+
+@dataclass(frozen=True)
+class Move:
+    """Records units that changed hands, as one rank saw it.
+
+    Attributes:
+        before, after: shares by which units were divided.
+        sent_bytes, received_bytes: of this rank.
+        total_bytes: that changed hands, in all replicas of the group; the same on every rank.
+        largest_bytes: sent or received by the rank that sent or received most; the same on every rank.
+        seconds: that it took the slowest rank; the same on every rank.
+        changes: of every kind, by how many units of all segments each rank has more now; negative for fewer.
+        owned_before: of every kind, how many each rank had.
+    """
+
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+    sent_bytes: int
+    received_bytes: int
+    total_bytes: int
+    largest_bytes: int
+    seconds: float
+    changes: Mapping[str, tuple[int, ...]]
+    owned_before: Mapping[str, tuple[int, ...]]
+
+
+class OwnedUnits:
+    """Carries out one ownership after another; every call that moves is collective over the group.
+
+    Args:
+        model, layers, optimizer, process_group: as of :class:`~zeroresize.balancer.Balancer`.
+        meet: exchanges up to two numbers with all ranks of the group.
+        replicas: who else holds this rank's shards.
+
+    Attributes:
+        meet: as above; to be replaced where replicas move, too.
+        segments: of the model, in its order.
+        works: what decisions must know of them.
+        shares: by which the units are divided now, one a rank.
+        moves: that were made since :meth:`forget_moves`.
+        checks: each tells why units may not move now, though they might at the start; None where they may. They may
+            answer otherwise on other ranks.
+        why_not_divisible: why the optimizer does not let units be divided unevenly; None where it does.
+        why_not_movable: why no unit may change hands, for that or another reason; None where they may.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, BalancedLinear],
+        optimizer: Any,
+        process_group: ProcessGroup,
+        *,
+        meet: Meet,
+        replicas: DataParallelReplicas = _ALONE,
+    ) -> None:
+        self._model, self._optimizer, self._group, self.meet = model, optimizer, process_group, meet
+        self._rank, self._num_ranks = group_rank(process_group), group_size(process_group)
+        self.segments: Sequence[OwnedSegment] = owned_segments(layers)
+        self.works: tuple[SegmentWork, ...] = segment_works(layers)
+        self.shares = next((segment.shares for segment in self.segments), self.home)
+        self.moves: list[Move] = []
+        self.checks: list[Callable[[], str | None]] = [ReplacedParts(model, layers, optimizer).why_not_same]
+        self._owned_by: tuple[tuple[float, ...], float] = self.home, 1.0
+        self.why_not_divisible = self._why_not_divisible()
+        self.why_not_movable = self._why_not_movable(replicas)
+
+    @property
+    def home(self) -> tuple[float, ...]:
+        """Return the shares by which hosts shard: even ones."""
+        return (1.0,) * self._num_ranks
+
+    @property
+    def is_home(self) -> bool:
+        """Return whether every rank owns what its host gave it."""
+        return all(segment.owned.is_even for segment in self.segments)
+
+    def are_away(self) -> bool:
+        """Return whether some rank owns something else than its host gave it."""
+        return not self.is_home
+
+    @property
+    def owned(self) -> float:
+        """Return what this rank owns of the products, as a multiple of what it owns at even shares."""
+        by, owned = self._owned_by
+        if by != self.shares:
+            owned = owned_shares(self.shares, self.works)[self._rank]
+            self._owned_by = self.shares, owned
+        return owned
+
+    @property
+    def num_units(self) -> dict[str, tuple[int, ...]]:
+        """Return how many units of every kind each rank owns, of all segments."""
+        counts: dict[str, tuple[int, ...]] = {}
+        for segment in self.segments:
+            known = counts.get(segment.kind, (0,) * self._num_ranks)
+            counts[segment.kind] = tuple(map(operator.add, known, segment.owned.counts))
+        return counts
+
+    @property
+    def bytes_of_units(self) -> int:
+        """Return the bytes of a rank's units at even shares, with optimizer state, as far as this rank has units."""
+        return bytes_of_units(self.segments, self._optimizer, self._rank)
+
+    def checked(self, shares: Any) -> tuple[float, ...]:
+        """Return ``shares`` as :meth:`move` takes them.
+
+        Raises:
+            ValueError: for shares that are negative, all zero, or not one a rank; or where no unit may change hands.
+        """
+        checked = checked_shares(shares, self._num_ranks)
+        if self.why_not_movable is not None:
+            raise ValueError(f"move({shares}): no unit can change hands: {self.why_not_movable}")
+        return checked
+
+    def agree(self) -> None:
+        """Agree that where units of one rank cannot move or be divided, those of no rank can; collective.
+
+        Raises:
+            ValueError: on every rank, if units are away though the optimizer does not let them be divided.
+        """
+        reasons_here = self.why_not_divisible is not None, self.why_not_movable is not None
+        table = self.meet(*map(float, reasons_here))
+        indivisible, immovable = ([rank for rank, row in enumerate(table) if row[kind]] for kind in (0, 1))
+        if 0 < len(indivisible) < self._num_ranks:
+            self.why_not_divisible = self.gather_reasons(self.why_not_divisible)
+        if 0 < len(immovable) < self._num_ranks:
+            self.why_not_movable = self.gather_reasons(self.why_not_movable)
+        if self.why_not_divisible is not None and not self.is_home:
+            raise ValueError(f"units are divided by the shares {list(self.shares)}: {self.why_not_divisible}")
+
+    def gather_reasons(self, reason: str | None) -> str:
+        """Return why some ranks cannot do something; collective. Reasons of ranks of other replicas are not known.
+
+        Args:
+            reason: of this rank; None if it can.
+        """
+        devices = (one.parameter.device for segment in self.segments for one in segment.tensors)
+        where = message_device(self._group, next(devices, torch.device("cpu")))
+        texts: list[str] = []
+        with suppress(NotEnoughMemoryError):  # on all ranks
+            texts = list(gather_texts(reason or "", self.meet, self._group, where))
+        if reason:
+            return reason
+        reasons = [f"{text} (rank {rank} of the group)" for rank, text in enumerate(texts) if text]
+        return reasons[0] if reasons else "other ranks cannot; their errors tell why"
+
+    def why_not_now(self) -> str | None:
+        """Return why units may not move now, though they might at the start, as far as this rank knows."""
+        return next(filter(None, (check() for check in self.checks)), None)
+
+    def move(self, shares: Sequence[float]) -> Move | None:
+        """Divide the units by ``shares``; None where that is how they are divided already.
+
+        Raises:
+            CannotMoveError: on every rank, if something on one of them cannot move, as state of the optimizer that has
+                another shape, or a model that was changed after converting; nothing has changed.
+            NotEnoughMemoryError: on every rank, if one lacks the memory; nothing has changed.
+            RuntimeError: if the ranks do not agree, or one has died; nothing has changed here.
+        """
+        before, after = self.shares, tuple(shares)
+        if after == before or not self.segments:
+            return None
+        if self.why_not_divisible is not None:
+            raise CannotMoveError(f"nothing has changed: {self.why_not_divisible}")
+        self._require_same()
+        targets = {
+            segment.name: segment.owned.with_counts(unit_counts(after, work))
+            for segment, work in zip(self.segments, self.works, strict=True)
+        }
+        owned_before = self.num_units
+        try:
+            report = move_units(
+                self.segments,
+                targets,
+                process_group=self._group,
+                optimizer=self._optimizer,
+                meet=self.meet,
+                model=self._model,
+            )
+        except (ValueError, CannotMoveError, NotEnoughMemoryError) as error:  # on all ranks together
+            cause = error if isinstance(error, ValueError | NotEnoughMemoryError) else error.__cause__
+            why = self.gather_reasons(None if cause is None else str(cause))
+            if isinstance(error, NotEnoughMemoryError):
+                raise
+            raise CannotMoveError(f"nothing has changed: {why}") from error
+        for segment in self.segments:
+            segment.shares = after
+        self.shares = after
+        traffic = self.meet(report.sent_bytes, report.received_bytes)
+        seconds = max(own for own, *_ in self.meet(report.seconds, 0.0))
+        move = Move(
+            before,
+            after,
+            report.sent_bytes,
+            report.received_bytes,
+            int(sum(sent for sent, *_ in traffic)),
+            int(max(map(max, traffic))),
+            seconds,
+            {kind: tuple(map(operator.sub, now, owned_before[kind])) for kind, now in self.num_units.items()},
+            owned_before,
+        )
+        self.moves.append(move)
+        return move
+
+    def _require_same(self) -> None:
+        """Raises CannotMoveError on every rank if a check on one of them says why; collective."""
+        why = self.why_not_now()
+        if any(row[0] for row in meet_unchanged(self.meet, float(why is not None), 0.0)):
+            raise CannotMoveError(f"nothing has changed: {self.gather_reasons(why)}")
+
+    def _require_units(self) -> None:
+        """Raises ValueError for a parameter, or optimizer state, that is not divided by units as segments say."""
+        for segment in self.segments:
+            contents_of(segment, self._optimizer, self._rank)
+
+    def forget_moves(self) -> None:
+        """Empty :attr:`moves`, as those made so far have been reported."""
+        self.moves = []
+
+    @contextmanager
+    def at_home(self) -> Iterator[None]:
+        """Bring all units home for as long as the block lasts; collective. They go back after an error, too."""
+        away = self.shares
+        self.move(self.home)
+        try:
+            yield
+        except Exception:
+            with suppress(RuntimeError):  # the error within says more
+                self.move(away)
+            raise
+        self.move(away)
+
+    @property
+    def _parameters(self) -> dict[str, Tensor]:
+        """Those that hold units, by name."""
+        return {one.name: one.parameter for segment in self.segments for one in segment.tensors}
+
+    def _stepped(self) -> dict[str, Tensor] | None:
+        """What the optimizer steps of the units, by name; None without one, or where it keeps them in other shapes."""
+        if self._optimizer is None:
+            return None
+        try:
+            return stepped_tensors(self._optimizer, self._parameters)
+        except ValueError:  # a move tells
+            return None
+
+    def _why_not_divisible(self) -> str | None:
+        stepped = self._stepped()
+        if stepped is None:
+            return None
+        if not self.is_home and (why := self._why_state_does_not_fit(stepped)) is not None:
+            return why
+        return why_not_elementwise(self._optimizer, stepped.values())
+
+    def _why_state_does_not_fit(self, stepped: Mapping[str, Tensor]) -> str | None:
+        """Where the optimizer has stepped before the units were divided without it."""
+        state = torch_optimizer(self._optimizer).state
+        for name, tensor in stepped.items():
+            for value in state.get(tensor, {}).values():
+                if isinstance(value, Tensor) and value.ndim == tensor.ndim and value.shape != tensor.shape:
+                    return (
+                        f"{name} has shape {tuple(tensor.shape)} and its state in the optimizer {tuple(value.shape)}: "
+                        "pass optimizer= to convert where it has stepped before"
+                    )
+        return None
+
+    def _why_not_stepped(self) -> str | None:
+        """Where a trained parameter of the units is stepped by something else, whose state would not move along."""
+        stepped = self._stepped()
+        if stepped is None:
+            return None
+        left = [name for name, one in self._parameters.items() if one.requires_grad and name not in stepped]
+        if not left:
+            return None
+        return (
+            f"{left[0]} and {len(left) - 1} more parameters of the units are" if len(left) > 1 else f"{left[0]} is"
+        ) + " not stepped by the optimizer that the Balancer was given, and another one's state would not move along"
+
+    def _why_not_movable(self, replicas: DataParallelReplicas) -> str | None:
+        if not self.segments:
+            return "the model has no segment that is known to be divisible unevenly (the log of convert says why)"
+        if replicas.why_unknown is not None:
+            return replicas.why_unknown
+        if any(one.__name__ == "ZeroRedundancyOptimizer" for one in type(self._optimizer).__mro__):
+            return "the optimizer is a ZeroRedundancyOptimizer, whose replicas keep different parts of its state"
+        if self.why_not_divisible is not None:
+            return self.why_not_divisible
+        if (why := self._why_not_stepped()) is not None:
+            return why
+        sharded = next((name for name, one in self._parameters.items() if is_sharded(one)), None)
+        if sharded is not None:
+            return f"{sharded} is a DTensor, of which this rank holds a shard only, as with fully_shard"
+        fixed = (why_of_fixed_size(name, one) for name, one in self._parameters.items())
+        if reason := next(filter(None, fixed), None):
+            return reason
+        if replicas.group is None:
+            return None
+        try:
+            self._require_units()
+        except (ValueError, RuntimeError, AttributeError) as error:
+            return str(error)
+        return None

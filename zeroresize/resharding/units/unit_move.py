@@ -1,0 +1,274 @@
+"""Each rank has a part in a move of units: it holds, sends, receives and puts in place some of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+from zeroresize.comm.collectives import group_rank, group_size, message_device
+from zeroresize.integrations.still_sound import asked_together
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.functional import LastGradients
+from zeroresize.layers.segment import OwnedSegment
+from zeroresize.plan.ownership import Indices, OwnershipMap, transfer_plan
+from zeroresize.resharding.data_parallel import drop_reducers, rebuild_reducers, require_rebuildable
+from zeroresize.resharding.parameter_state import (
+    GRADIENTS,
+    Description,
+    agreed_descriptions,
+    descriptions_from_json,
+    descriptions_to_json,
+    dtype_of,
+)
+from zeroresize.resharding.transaction import Transaction
+from zeroresize.resharding.transport import Pair, RoundTransport
+from zeroresize.resharding.units.unit_contents import UnitContents, contents_of, layers_of
+from zeroresize.resharding.units.unit_rounds import UnitRound, UnitStack, copy_units, parts_of, stack, unit_rounds
+from zeroresize.utils.fingerprint import fingerprint
+
+#: Of the messages of a rank in a round, unless less is allowed: these stay in a processor's cache.
+_ROUND_BYTES = 8 * 2**20
+
+
+class UnitMove(Transaction):
+    """Moves units between ranks, as seen by this rank.
+
+    Attributes:
+        moving: the segments whose units change hands, each as (segment, before, after).
+        num_units: of every kind that moves, how many change owners in the whole group.
+
+    Raises:
+        ValueError: for a target that does not fit its segment, and for what cannot move.
+    """
+
+    plan_name = "the segments, their owners or the targets that they were given"
+    memory_name = "new tensors of units that move"
+    title = "a move of units"
+
+    def __init__(
+        self,
+        segments: Sequence[OwnedSegment],
+        targets: Mapping[str, OwnershipMap],
+        process_group: ProcessGroup,
+        optimizer: object | None,
+        data_parallel: Sequence[DistributedDataParallel],
+        max_bytes: int,
+        device: torch.device,
+    ) -> None:
+        self._device = device
+        self._group, self._rank, self._max_bytes = process_group, group_rank(process_group), max_bytes
+        known = {segment.name for segment in segments}
+        unknown = sorted(targets.keys() - known)
+        if unknown:
+            raise ValueError(f"targets are given for {unknown}, which are no segments: there are {sorted(known)}")
+        require_rebuildable(data_parallel)
+        self._wrappers = data_parallel
+        self.moving: list[tuple[OwnedSegment, OwnershipMap, OwnershipMap]] = []
+        with asked_together():
+            for segment in segments:
+                after = targets.get(segment.name, segment.owned)
+                _require_fitting(segment, after, group_size(process_group))
+                if after != segment.owned:
+                    self.moving.append((segment, segment.owned, after))
+        self._plans = [transfer_plan(before, after) for _, before, after in self.moving]
+        self._contents = [contents_of(segment, optimizer, self._rank) for segment, *_ in self.moving]
+        _require_disjoint(self._contents)
+        self.num_units: dict[str, int] = {}
+        for (segment, *_), plan in zip(self.moving, self._plans, strict=True):
+            self.num_units.setdefault(segment.kind, 0)
+            self.num_units[segment.kind] += sum(map(len, plan.values()))
+        self._descriptions = [one.description for of_segment in self._contents for one in of_segment]
+        self.plan = fingerprint(self._what_moves())
+        self.state = fingerprint(descriptions_to_json(self._descriptions, with_units=False))
+
+    def needs_descriptions(self, states: Sequence[float]) -> bool:
+        return len(set(states)) > 1
+
+    def describe(self) -> str:
+        return descriptions_to_json(self._descriptions, with_units=True)
+
+    def agree(self, descriptions: Iterable[str] | None) -> None:
+        agreed = iter(
+            self._descriptions
+            if descriptions is None
+            else agreed_descriptions([descriptions_from_json(text) for text in descriptions])
+        )
+        self._agreed = [[next(agreed) for _ in of_segment] for of_segment in self._contents]
+        unit_bytes = [
+            sum(bytes_per_unit(one, what) for one, what in zip(of_segment, of_agreed, strict=True))
+            for of_segment, of_agreed in zip(self._contents, self._agreed, strict=True)
+        ]
+        self._unit_bytes = unit_bytes
+        rounds = unit_rounds(self._plans, unit_bytes, min(self._max_bytes // 2, _ROUND_BYTES))
+        largest = max((sum(self._sizes(round_).values()) for round_ in rounds), default=0)
+        at_once = 2 if 2 * largest <= self._max_bytes else 1  # a unit may be larger than a message should be
+        self.transport = RoundTransport(rounds, self._sizes, self._group, at_once)
+        self._takes_part = [any(self._rank in pair for pair in plan) for plan in self._plans]
+        self.new_bytes = sum(
+            after.counts[self._rank] * size
+            for (*_, after), size, takes_part in zip(self.moving, unit_bytes, self._takes_part, strict=True)
+            if takes_part
+        )
+
+    def allocate(self) -> None:
+        self.transport.allocate(message_device(self._group, self._device))
+        self._new: list[list[dict[str, Tensor]]] = []
+        tensors = []
+        for number, of_segment in enumerate(self._contents):
+            _, before, after = self.moving[number]
+            num_old, num_new = before.counts[self._rank], after.counts[self._rank]
+            self._new.append([])
+            for contents, agreed in (
+                zip(of_segment, self._agreed[number], strict=True) if self._takes_part[number] else ()
+            ):
+                where, shape = contents.unit_tensor, list(contents.parameter.shape)
+                shape[where.dim] = where.num_blocks * num_new * where.rows
+                self._new[-1].append({})
+                for what, name in sorted(agreed.dtypes.items()):
+                    dtype, old = dtype_of(name), contents.state.tensors.get(what)
+                    new = torch.empty(shape, dtype=dtype, device=contents.state.device_of(what))
+                    self._new[-1][-1][what] = new
+                    old_stack = None if old is None else stack(old, where, num_old)
+                    tensors.append(UnitStack(number, dtype, old_stack, stack(new, where, num_new)))
+        self._tensors = sorted(tensors, key=lambda one: -one.dtype.itemsize)
+
+    def carry_out(self) -> Exception | None:
+        errors = self.transport.carry_out(self._pack, self._unpack, meanwhile=self._copy_kept)
+        return errors[0] if errors else None
+
+    def commit(self) -> None:
+        """Put the new tensors in place of the old ones, which then take no memory; only ``on_change`` could fail."""
+        if not self.num_units:
+            return
+        drop_reducers(self._wrappers)
+        self._install()
+        rebuild_reducers(self._wrappers)
+        for segment, *_ in self.moving:
+            segment.follow(self._rank)
+
+    def _install(self) -> None:
+        self._tensors.clear()
+        for (segment, _, after), of_segment, of_new, of_agreed in zip(
+            self.moving, self._contents, self._new, self._agreed, strict=True
+        ):
+            for contents, new, agreed in zip(of_segment, of_new, of_agreed, strict=False):
+                contents.state.install(new, agreed)
+                contents.state.forget()
+            segment.owned = after
+            for layer in layers_of(segment):
+                if isinstance(layer, BalancedLinear):  # what was decided and remembered is of other columns
+                    layer.plan = None
+                    layer.last = None if layer.last is None else LastGradients()
+
+    def _pack(self, message: Tensor, round_: UnitRound, pair: Pair) -> None:
+        for unit_slice, number, part in parts_of(message, round_[pair], self._tensors):
+            old = self._tensors[number].old
+            if old is None:
+                part.zero_()
+            else:
+                places = _places(self.moving[unit_slice.segment][1], self._rank, unit_slice.units)
+                copy_units(part, np.arange(len(places)), old, places)
+
+    def _unpack(self, message: Tensor, round_: UnitRound, pair: Pair) -> None:
+        for unit_slice, number, part in parts_of(message, round_[pair], self._tensors):
+            places = _places(self.moving[unit_slice.segment][2], self._rank, unit_slice.units)
+            copy_units(self._tensors[number].new, places, part, np.arange(len(places)))
+
+    def _copy_kept(self) -> None:
+        """Units that stay, into the new tensors, while the first messages are on their way."""
+        for tensor in self._tensors:
+            _, before, after = self.moving[tensor.segment]
+            kept = np.flatnonzero((before.owners == self._rank) & (after.owners == self._rank))
+            places = _places(after, self._rank, kept)
+            if tensor.old is None:
+                tensor.new.zero_()
+            else:
+                copy_units(tensor.new, places, tensor.old, _places(before, self._rank, kept))
+
+    def _sizes(self, round_: UnitRound) -> dict[Pair, int]:
+        """Bytes of this rank's messages in a round."""
+        return {
+            pair: sum(len(unit_slice.units) * self._unit_bytes[unit_slice.segment] for unit_slice in slices)
+            for pair, slices in round_.items()
+            if self._rank in pair
+        }
+
+    def _what_moves(self) -> str:
+        """Everything that must be the same on all ranks, but for what the parameters hold besides themselves."""
+        plan = [
+            [
+                segment.name,
+                before.owners.tobytes().hex(),
+                after.owners.tobytes().hex(),
+                [
+                    [
+                        contents.name,
+                        contents.unit_tensor.dim,
+                        contents.unit_tensor.rows,
+                        contents.unit_tensor.num_blocks,
+                    ]
+                    + [_elements_per_unit(contents), contents.state.stepped is not None, str(contents.parameter.dtype)]
+                    for contents in of_segment
+                ],
+            ]
+            for (segment, before, after), of_segment in zip(self.moving, self._contents, strict=True)
+        ]
+        return json.dumps([self._max_bytes, plan])
+
+
+def _require_fitting(segment: OwnedSegment, after: OwnershipMap, num_ranks: int) -> None:
+    before = segment.owned
+    if len(after.owners) != len(before.owners) or not after.num_ranks == before.num_ranks == num_ranks:
+        raise ValueError(
+            f"{segment.name}: its {len(before.owners)} units on {num_ranks} ranks cannot follow a map of "
+            f"{len(after.owners)} units on {after.num_ranks} ranks"
+        )
+    if after.owners.min() < 0 or after.owners.max() >= num_ranks:
+        raise ValueError(f"{segment.name}: units are owned by ranks 0 to {num_ranks - 1} only")
+    if min(after.counts) < segment.min_units:
+        raise ValueError(f"{segment.name}: every rank must keep {segment.min_units} units, found {list(after.counts)}")
+    if not after.is_even and segment.why_even is not None and (reason := segment.why_even()) is not None:
+        raise ValueError(f"the {segment.kind} of {segment.name} must stay evenly divided: {reason}")
+
+
+def _require_disjoint(by_segment: Sequence[Sequence[UnitContents]]) -> None:
+    seen: dict[int, UnitContents] = {}
+    for contents in itertools.chain.from_iterable(by_segment):
+        other = seen.setdefault(id(contents.parameter), contents)
+        if other is not contents:
+            raise ValueError(f"{other.name} and {contents.name} of two segments are one parameter, so they cannot move")
+
+
+def bytes_per_unit(contents: UnitContents, description: Description, *, with_gradients: bool = True) -> int:
+    """Return the bytes of one unit in all tensors that are described.
+
+    Args:
+        contents: the parameter that holds the unit.
+        description: of the tensors that count.
+        with_gradients: whether gradients count, too.
+    """
+    sizes = [
+        dtype_of(dtype).itemsize
+        for what, dtype in description.dtypes.items()
+        if with_gradients or what not in GRADIENTS
+    ]
+    return _elements_per_unit(contents) * sum(sizes)
+
+
+def _elements_per_unit(contents: UnitContents) -> int:
+    """Elements that belong to one unit."""
+    shape, where = contents.parameter.shape, contents.unit_tensor
+    others = [size for dim, size in enumerate(shape) if dim != where.dim]
+    return int(np.prod(others, dtype=np.int64)) * where.num_blocks * where.rows
+
+
+def _places(owned: OwnershipMap, rank: int, units: Indices) -> Indices:
+    """Where ``units`` lie on ``rank``."""
+    return np.searchsorted(owned.units_of(rank), units)

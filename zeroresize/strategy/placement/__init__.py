@@ -1,0 +1,1 @@
+"""What each rank holds of the model under a strategy, and with which ranks it works."""

@@ -1,0 +1,321 @@
+"""Which tensors a model of whole layers has, and the modules of a rank that holds a part of them.
+
+``P`` tensors, ``U`` units of a tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
+from zeroresize.layers.segment import Segment
+from zeroresize.layers.whole_parameters import require_whole_parameters
+from zeroresize.plan.layout import TensorSpec, UnitDivision
+from zeroresize.utils.torch_private import parameters_of, unsaved_buffers_of
+
+#: ``segments(number, layer)`` tells which linear layers of a layer are divided, and by which units.
+SegmentsOf = Callable[[int, nn.Module], Iterable[Segment]]
+#: ``initialize(number, layer)`` fills the parameters and buffers of a layer, alike on all ranks.
+Initialize = Callable[[int, nn.Module], object]
+
+
+def own_segments(number: int, layer: nn.Module) -> Iterable[Segment]:
+    """Return what the layer's method ``segments`` returns; nothing where its class has none."""
+    segments = getattr(layer, "segments", None)
+    return segments() if callable(segments) else ()
+
+
+@dataclass(frozen=True)
+class WholeTensor:
+    """Describes a parameter of the undivided model.
+
+    Attributes:
+        spec: its name, shape and division.
+        own_name: within its layer.
+    """
+
+    spec: TensorSpec
+    own_name: str
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def stack(self, tensor: Tensor, num_units: int) -> Tensor:
+        """Return a part of so many units as [pre, blocks, units, inner]; a view of it if it is contiguous.
+
+        What is not divided has a unit for every element here, so that parts of it can travel.
+        """
+        division = self.spec.division
+        if division is None:
+            return tensor.reshape(1, 1, -1, 1)
+        pre, inner = (
+            math.prod(tensor.shape[: division.dim]),
+            division.rows * math.prod(tensor.shape[division.dim + 1 :]),
+        )
+        return tensor.reshape(pre, division.num_blocks, num_units, inner)
+
+    def part_of(self, whole: Tensor, units: range) -> Tensor:
+        """Copy these units of the whole tensor."""
+        if self.spec.division is None:
+            return whole.detach().clone(memory_format=torch.contiguous_format)
+        part = self.stack(whole.detach(), self.spec.num_units)[:, :, units.start : units.stop]
+        return part.clone(memory_format=torch.contiguous_format).view(self.spec.local_shape(len(units)))
+
+
+class WholeLayers:
+    """Describes a model of whole layers, and builds a rank's parts of them.
+
+    Args:
+        layers: built alike on all ranks, real or on meta.
+        segments: see :data:`SegmentsOf`.
+
+    Attributes:
+        tensors: [P], in the order of the layers and of their ``named_parameters``.
+
+    Raises:
+        ValueError: for layers inside DistributedDataParallel or FSDP, parameters that are no plain tensors or that
+            layers share, buffers that state dictionaries hold, and segments whose layers
+            do not exist, are no ``nn.Linear``, or do not fit each other.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], segments: SegmentsOf | None = None) -> None:
+        self._segments = segments or own_segments
+        self._layers = list(layers)
+        if not self._layers:
+            raise ValueError("a model needs at least one layer")
+        require_whole_parameters(self._layers)
+        _require_own_parameters(self._layers)
+        self.tensors: list[WholeTensor] = []
+        for number, layer in enumerate(self._layers):
+            _require_no_state_in_buffers(number, layer)
+            divisions = _divisions(number, layer, self._segments(number, layer))
+            self.tensors += [
+                WholeTensor(
+                    TensorSpec(
+                        f"layers.{number}.{name}",
+                        number,
+                        tuple(parameter.shape),
+                        parameter.element_size(),
+                        divisions.get(name),
+                    ),
+                    name,
+                    parameter.dtype,
+                    parameter.requires_grad,
+                )
+                for name, parameter in layer.named_parameters()
+            ]
+
+    @property
+    def num_layers(self) -> int:
+        """Return L."""
+        return len(self._layers)
+
+    @property
+    def on_meta(self) -> list[nn.Module]:
+        """Return [L] the whole layers with parameters on meta, once weights are taken."""
+        return list(self._layers)
+
+    def take_weights(
+        self,
+        device: torch.device,
+        initialize: Initialize | None,
+        part: Callable[[int, WholeTensor, Tensor], None],
+    ) -> None:
+        """Give every whole parameter to ``part(number of the tensor, tensor, parameter)``, layer by layer.
+
+        Layers on meta are made and filled one at a time, so that one whole layer is held at most. Afterwards the
+        layers given are not needed any more.
+
+        Raises:
+            ValueError: for layers on meta without ``initialize``.
+        """
+        tensors = iter(enumerate(self.tensors))
+        for number, layer in enumerate(self._layers):
+            whole = layer
+            if _is_on_meta(layer):
+                if initialize is None:
+                    raise ValueError(f"layer {number} is on meta: initialize(number, layer) is needed, to fill it")
+                whole = copy.deepcopy(layer).to_empty(device=device)
+                initialize(number, whole)
+            for name, parameter in whole.named_parameters():
+                index, tensor = next(tensors)
+                if (
+                    name != tensor.own_name
+                    or tuple(parameter.shape) != tensor.spec.shape
+                    or parameter.dtype != tensor.dtype
+                ):
+                    raise ValueError(f"initialize({number}, layer) changed {tensor.spec.name}: it may only fill it")
+                part(index, tensor, parameter)
+            self._layers[number] = _copied(whole, device)
+
+    def shard(
+        self, number: int, device: torch.device, process_group: ProcessGroup, units: Mapping[str, range]
+    ) -> nn.Module:
+        """Build a rank's part of a layer; its weights are yet to come: see :func:`hollow`.
+
+        Args:
+            process_group: the tensor-parallel group.
+            units: that the rank holds of the layer's parameters, by their name within the layer.
+        """
+        shapes = {
+            linear.own_name: linear.spec.local_shape(len(units[linear.own_name]))
+            for linear in self.tensors
+            if linear.spec.layer == number
+        }
+        layer = _copied(self._layers[number], device)
+        # Asked of the copy, so that on_change is that of the copy.
+        for segment in list(self._segments(number, layer)):
+            row_name = _name_of(layer, segment.row)
+            own_features = shapes[f"{row_name}.weight"][1]
+            for linear in segment.column:
+                name = _name_of(layer, linear)
+                _shard_linear(layer, name, ColumnParallelLinear, shapes[f"{name}.weight"][0], process_group)
+            _shard_linear(layer, row_name, RowParallelLinear, own_features, process_group)
+            if segment.on_change is not None:
+                segment.on_change(list(units[f"{row_name}.weight"]))
+        for name, parameter in layer.named_parameters():
+            empty = nn.Parameter(hollow(shapes[name], parameter.dtype, device), parameter.requires_grad)
+            _replace_parameter(layer, parameter, empty)
+        return layer
+
+
+def hollow(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make what is in place of a weight that is elsewhere: NaN of its shape, in the memory of one element."""
+    return torch.full((), math.nan, dtype=dtype, device=device).expand(tuple(shape))
+
+
+def _divisions(number: int, layer: nn.Module, segments: Iterable[Segment]) -> dict[str, UnitDivision]:
+    """How the parameters of the segments' layers are divided, by their names within the layer."""
+    divisions: dict[str, UnitDivision] = {}
+    for segment in segments:
+        row_name = _name_of(layer, segment.row)
+        title = f"layer {number}: Segment(column={list(segment.column)}, row={segment.row!r})"
+        row = _linear(layer, row_name, title)
+        if segment.unit_size < 1 or segment.num_blocks < 1 or row.in_features % segment.unit_size:
+            raise ValueError(
+                f"{title}: the {row.in_features} input features of {row_name} are no units of "
+                f"unit_size={segment.unit_size} (num_blocks={segment.num_blocks}); both must be at least 1"
+            )
+        num_units = row.in_features // segment.unit_size
+        of_segment = {f"{row_name}.weight": UnitDivision(1, num_units, segment.unit_size)}
+        for linear in segment.column:
+            name = _name_of(layer, linear)
+            column = _linear(layer, name, title)
+            rows, left = divmod(column.out_features, num_units * segment.num_blocks)
+            if left or not rows:
+                raise ValueError(
+                    f"{title}: the {column.out_features} output features of {name} are not {segment.num_blocks} blocks "
+                    f"of {num_units} units, which {row_name} has"
+                )
+            division = UnitDivision(0, num_units, rows, segment.num_blocks)
+            of_segment |= {f"{name}.{key}": division for key, _ in column.named_parameters()}
+        _require_in_one_place(layer, of_segment, title)
+        twice = sorted(of_segment.keys() & divisions.keys())
+        if twice:
+            raise ValueError(f"{title}: {twice} are in another segment, too")
+        divisions |= of_segment
+    return divisions
+
+
+def _name_of(layer: nn.Module, linear: str | nn.Module) -> str:
+    if isinstance(linear, str):
+        return linear
+    names = [name for name, module in layer.named_modules() if module is linear]
+    if not names:
+        raise ValueError(f"the segment's {type(linear).__name__} is no module of the layer {type(layer).__name__}")
+    return names[0]
+
+
+def _linear(layer: nn.Module, name: str, title: str) -> nn.Linear:
+    try:
+        module = layer.get_submodule(name)
+    except AttributeError as error:
+        raise ValueError(f"{title}: {type(layer).__name__} has no module {name!r}") from error
+    if not isinstance(module, nn.Linear):
+        raise ValueError(f"{title}: {name} is a {type(module).__name__}; allowed is a torch.nn.Linear")
+    return module
+
+
+def _require_in_one_place(layer: nn.Module, names: Iterable[str], title: str) -> None:
+    everywhere: dict[int, list[str]] = {}
+    for name, parameter in layer.named_parameters(remove_duplicate=False):
+        everywhere.setdefault(id(parameter), []).append(name)
+    for places in everywhere.values():
+        if len(places) > 1 and not set(names).isdisjoint(places):
+            raise ValueError(f"{title}: {places} are one parameter, which cannot be divided")
+
+
+def _require_own_parameters(layers: Sequence[nn.Module]) -> None:
+    owners: dict[int, tuple[int, str]] = {}
+    for number, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            owner, other = owners.setdefault(id(parameter), (number, name))
+            if owner != number:
+                raise ValueError(
+                    f"layers.{owner}.{other} and layers.{number}.{name} are one parameter: layers that may be on "
+                    "different stages cannot share one; give each its own"
+                )
+
+
+def _require_no_state_in_buffers(number: int, layer: nn.Module) -> None:
+    for path, module in layer.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer is not None and name not in unsaved_buffers_of(module):
+                raise ValueError(
+                    f"layers.{number}.{path + '.' if path else ''}{name} is a buffer that state dictionaries hold, and "
+                    "what it comes to hold would be lost in a switch: allowed are constant ones, "
+                    "register_buffer(..., persistent=False)"
+                )
+
+
+def _is_on_meta(layer: nn.Module) -> bool:
+    return any(one.is_meta for one in (*layer.parameters(), *layer.buffers()))
+
+
+def _copied(layer: nn.Module, device: torch.device) -> nn.Module:
+    """A copy with parameters on meta, which shares the buffers."""
+    memo: dict[int, object] = {
+        id(tensor): nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+        for tensor in layer.parameters()
+    }
+    memo |= {id(one): one.to(device) for one in layer.buffers()}
+    return copy.deepcopy(layer, memo)
+
+
+def _shard_linear(
+    layer: nn.Module,
+    name: str,
+    kind: type[ColumnParallelLinear] | type[RowParallelLinear],
+    own_features: int,
+    process_group: ProcessGroup,
+) -> None:
+    """Put a parallel layer in place of a linear one."""
+    linear = layer.get_submodule(name)
+    assert isinstance(linear, nn.Linear)
+    sharded = kind(
+        linear.in_features,
+        linear.out_features,
+        process_group=process_group,
+        bias=linear.bias is not None,
+        own_features=own_features,
+        device="meta",
+        dtype=linear.weight.dtype,
+    )
+    for parameter, of_linear in zip(sharded.parameters(), linear.parameters(), strict=True):
+        parameter.requires_grad_(of_linear.requires_grad)
+    path, _, attribute = name.rpartition(".")
+    setattr(layer.get_submodule(path), attribute, sharded.train(linear.training))
+
+
+def _replace_parameter(layer: nn.Module, old: Tensor, new: nn.Parameter) -> None:
+    """Wherever the layer has it."""
+    for module in layer.modules():
+        for name, parameter in parameters_of(module).items():
+            if parameter is old:
+                parameters_of(module)[name] = new

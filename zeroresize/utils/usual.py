@@ -1,0 +1,35 @@
+"""What is usual among a few measurements: interruptions lengthen steps, and must not look like slowness.
+
+All three wings filter single interruptions by this one rule: of two the shorter, of three the middle one. Units take it
+over the steps of an interval under one plan (:mod:`zeroresize.policy.tensor.estimation.change_of_level` splits them
+where the level changes), layers over the newest profiles of each layer, strategies over the newest steps of each rank.
+
+What comes after it differs, as the questions do:
+
+- **Units**: a Kalman filter (:mod:`zeroresize.policy.tensor.estimation.estimator`) tells what pruning costs apart from
+  what a rank is slow by. It knows its own variance, so a jump is what exceeds so many standard deviations.
+- **Layers**: work varies as routed tokens do, or jumps as a freeze does, and which is not known; so means of several
+  memories compete (:mod:`zeroresize.policy.pipeline.running_profile`). They are judged by what they forecast, and there
+  is no threshold of a jump.
+- **Strategies**: work changes its layout at each switch, and only a rank's speed is asked for, of which little is known
+  at once; so a jump is a factor, and a mean that forgets follows what is none
+  (:mod:`zeroresize.policy.strategy.stragglers.rank_speeds`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def usual_of(values: Sequence[float]) -> float:
+    """Return what is usual among a few: the median, and of two the smaller.
+
+    It forgives a hiccup, an evaluation or a checkpoint.
+    """
+    return min(values) if len(values) == 2 else middle_of(values)
+
+
+def middle_of(values: Sequence[float]) -> float:
+    """Return the median."""
+    ascending, half = sorted(values), len(values) // 2
+    return ascending[half] if len(ascending) % 2 else (ascending[half - 1] + ascending[half]) / 2
