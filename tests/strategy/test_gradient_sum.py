@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from zeroresize.strategy.switching import gradient_sum
+from zeroresize.strategy.placement import gradient_sum
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])

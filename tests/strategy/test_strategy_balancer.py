@@ -21,9 +21,9 @@ from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds
 from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
+from zeroresize.strategy.placement import strategy_groups
 from zeroresize.strategy.strategy_balancer import SETUP_S, StrategyBalancer
 from zeroresize.strategy.switching import placements as placements_module
-from zeroresize.strategy.switching import strategy_groups
 from zeroresize.strategy.trainer import StrategyTrainer
 
 WIDTH, UNITS, VOCABULARY, NUM_BLOCKS, MAX_TOKENS = 4, 12, 16, 2, 32

@@ -14,7 +14,7 @@ from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.release_hooks import ReleaseHook
 from zeroresize.pipeline.repacking import RepackingReport, carry_out_repacking, stage_that_stays
 from zeroresize.plan.partition import Partition
-from zeroresize.policy.pipeline.packing import Packing
+from zeroresize.policy.pipeline.fewest_stages import RepackingRule
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.rebalancing import Rebalancing
@@ -103,7 +103,7 @@ class AutomaticRepacking:
 
         Args:
             rebalancing: which has taken the profile; it goes on with the stages that stay. Of what moves cost it learns
-                nothing: most of a re-packing's time may be that of making a process group.
+                nothing: most of a re-repacking_rule's time may be that of making a process group.
 
         Raises:
             RuntimeError, ValueError: as :func:`~zeroresize.pipeline.repack`.
@@ -114,13 +114,13 @@ class AutomaticRepacking:
         now = rule.simulated(costs, before)
         if self._first_step_s is None:
             self._first_step_s = now.step_s
-        packing = Packing(rule, costs, profile, stage_that_stays(pipeline))
-        repacking = packing.on_fewest(self.options.least_stages, self.options.max_slowdown * self._first_step_s)
+        repacking_rule = RepackingRule(rule, costs, profile, stage_that_stays(pipeline))
+        repacking = repacking_rule.on_fewest(self.options.least_stages, self.options.max_slowdown * self._first_step_s)
         is_wanted = len(repacking.stages) < before.num_stages
         self.looks_again, is_confirmed = is_wanted and not self.looks_again, is_wanted and self.looks_again
         if not is_confirmed:
             return None
-        then = packing.simulated(repacking)
+        then = repacking_rule.simulated(repacking)
         stage_s = PipelineLoad.of(costs.seconds, before.num_stages, speeds=costs.speeds).stage_times(before)
         try:
             report = carry_out_repacking(

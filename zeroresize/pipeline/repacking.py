@@ -21,8 +21,8 @@ from zeroresize.pipeline.moving_layers import participants_of
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.release_hooks import Release, ReleaseHook, tell_outside
 from zeroresize.plan.partition import Partition
+from zeroresize.policy.pipeline.fewest_stages import RepackingRule
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
-from zeroresize.policy.pipeline.packing import Packing
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
@@ -33,7 +33,7 @@ from zeroresize.resharding.transaction import prepare_transaction, receive_trans
 
 @dataclass(frozen=True)
 class RepackingReport:
-    """Reports what a re-packing was; the same on every rank but for ``is_released``.
+    """Reports what a re-repacking_rule was; the same on every rank but for ``is_released``.
 
     Attributes:
         is_released: whether this rank has no stage any more.
@@ -118,8 +118,8 @@ def repack(
                 num_steps=1,
                 memory_limits=None if memory_limits is None else tuple(map(float, memory_limits)),
             )
-            packing = Packing(rule, LayerCosts.first(profile), profile, keep)
-            return packing.on_fewest() if num_stages is None else packing.on(num_stages)
+            repacking_rule = RepackingRule(rule, LayerCosts.first(profile), profile, keep)
+            return repacking_rule.on_fewest() if num_stages is None else repacking_rule.on(num_stages)
         if num_stages is None or memory_limits is not None:
             raise ValueError("memory_limits, or no num_stages, are not possible without profile=: it tells bytes")
         load = PipelineLoad.of([1.0] * len(pipeline.layers), pipeline.num_stages)

@@ -14,7 +14,7 @@ from zeroresize.policy.pipeline.repacking import Repacking, can_hold, repacked
 
 
 @dataclass(frozen=True)
-class Packing:
+class RepackingRule:
     """Hold what is known of a pipeline that may be packed.
 
     Attributes:
