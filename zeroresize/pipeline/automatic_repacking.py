@@ -103,7 +103,7 @@ class AutomaticRepacking:
 
         Args:
             rebalancing: which has taken the profile; it goes on with the stages that stay. Of what moves cost it learns
-                nothing: most of a re-repacking_rule's time may be that of making a process group.
+                nothing: most of a re-packing's time may be that of making a process group.
 
         Raises:
             RuntimeError, ValueError: as :func:`~zeroresize.pipeline.repack`.

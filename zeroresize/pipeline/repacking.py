@@ -33,7 +33,7 @@ from zeroresize.resharding.transaction import prepare_transaction, receive_trans
 
 @dataclass(frozen=True)
 class RepackingReport:
-    """Reports what a re-repacking_rule was; the same on every rank but for ``is_released``.
+    """Reports what a re-packing was; the same on every rank but for ``is_released``.
 
     Attributes:
         is_released: whether this rank has no stage any more.

@@ -1,4 +1,4 @@
-"""Ranks that differ, told in a way that suits the one at fault as well as the others: by what each of them has."""
+"""Ranks that differ, descriptions in a way that suits the one at fault as well as the others: by what each of them has."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def lists_by_rank(lists: Sequence[Sequence[str]], ranks: Sequence[int] | None = 
         more = ", …" if len(others) > _MOST_NAMED else ""
         return f"{len(entries)}" + (f", not on all ranks: {', '.join(others[:_MOST_NAMED])}{more}" if others else "")
 
-    told = [described(entries) for entries in lists]
-    if len(set(told)) == 1:  # the same entries
+    descriptions = [described(entries) for entries in lists]
+    if len(set(descriptions)) == 1:  # the same entries
         return f"the same {len(lists[0])} in different orders, {'; '.join(map(str, alike(lists, ranks)))}"
-    return by_rank(told, ranks)
+    return by_rank(descriptions, ranks)
