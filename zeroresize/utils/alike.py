@@ -1,4 +1,4 @@
-"""Ranks that differ, descriptions in a way that suits the one at fault as well as the others: by what each of them has."""
+"""Ranks that differ are described so that it suits the one at fault as well as the others: by what each of them has."""
 
 from __future__ import annotations
 
