@@ -3,6 +3,9 @@
 Colossal-AI's own ViT, a second copy of it (for the A/A interval) and one that was converted after ``booster.boost``
 with a Balancer in mode "off" that measures. First five training steps of each are compared bit by bit, losses and
 weights; then their steps are timed in turn, in changing order, and compared pair by pair.
+
+With ``--on exact`` a fourth copy trains with the closed loop on, all at its defaults: nobody is slow, so its steps
+should take what those in mode "off" take.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import zeroresize as zr
 from scripts.bench.colossalai_ranks import ColossalAIRanks, Trainer
 from scripts.bench.common import bootstrap_interval, describe_ratio, save
 from vit_examples.config import ModelConfig
+from zeroresize.config.keys import MODES
 
 
 def local_parameters(trainer: Trainer) -> list[torch.Tensor]:
@@ -40,18 +44,19 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--pairs", type=int, default=240)
+    parser.add_argument("--on", choices=[mode for mode in MODES if mode != "off"], help="a mode to be compared, too")
     arguments = parser.parse_args()
 
     ranks = ColossalAIRanks()
     shape = ModelConfig(hidden_size=arguments.hidden, depth=arguments.depth, num_heads=12)
-    trainers = {
-        name: ranks.trainer(shape, batch_size=arguments.batch) for name in ("own", "own again", "converted, mode off")
-    }
+    names = ["own", "own again", "converted, mode off", *(["converted, on"] if arguments.on else [])]
+    trainers = {name: ranks.trainer(shape, batch_size=arguments.batch) for name in names}
     swapped = trainers["converted, mode off"]
     balancer = ranks.balance(swapped, zr.BalanceConfig(mode="off"))
     assert_bitwise_equal(ranks, trainers["own"], swapped)
     if ranks.rank == 0:
         print("bitwise equal: losses and weights of 5 training steps")
+    watched = ranks.balance(trainers["converted, on"], zr.BalanceConfig(mode=arguments.on)) if arguments.on else None
 
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
     measuring_s: list[float] = []
@@ -69,6 +74,14 @@ def main() -> None:
         print(f"median step of Colossal-AI's own layers: {1e3 * statistics.median(host_s):.1f} ms")
         print(describe_ratio("A/A (own again / own)", ratios_to_host["own again"]))
         print(describe_ratio("converted / own", ratios_to_host["converted, mode off"]))
+        if watched is not None:
+            off_s = timed["converted, mode off"]
+            to_off = [other / base for other, base in zip(timed["converted, on"], off_s, strict=True)]
+            ratios_to_host["on / off"] = to_off
+            print(describe_ratio(f"mode {arguments.on} / mode off", to_off))
+            print(
+                f"owned {watched.metrics()['balance/owned_share']:.3f}, {watched.metrics()['balance/moves']:.0f} moves"
+            )
         share = statistics.mean(measuring_s[5:]) / statistics.median(timed["converted, mode off"])
         print(f"measuring: {1e6 * statistics.mean(measuring_s[5:]):.0f} µs a step, {100 * share:.3f} % of it")
         save(

@@ -15,7 +15,8 @@ runs outside of it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +26,21 @@ from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.layers.balanced_linear import autocast_dtype
 from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.running.activations import Activation
-from zeroresize.strategy.running.autocast import weights_cast_anew, without_autocast
 from zeroresize.strategy.running.neighbours import AdjacentStage, Neighbour, Nobody
 from zeroresize.strategy.running.random_numbers import drawing_from, seed_of
 
 #: Of the last layer's output and its micro-batch; a sum over tokens.
 Loss = Callable[[Tensor, Packed], Tensor]
+
+
+@contextmanager
+def _weights_cast_anew() -> Iterator[None]:
+    """Make autocast forget what it has cast, before and after: an optimizer or a switch changes the weights."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 class PipelineStage:
@@ -74,7 +84,7 @@ class PipelineStage:
     def is_last(self) -> bool:
         return self._num_behind == 0
 
-    @weights_cast_anew()
+    @_weights_cast_anew()
     def train(self, micro_batches: Sequence[Packed], loss: Loss) -> Tensor:
         """Run all micro-batches forward and backward; all stages of the replica are given the same ones.
 
@@ -101,7 +111,7 @@ class PipelineStage:
         def backward(dy: Tensor | None) -> Tensor | None:
             x, y = in_flight.popleft()
             if y.requires_grad:
-                with without_autocast(self._device):
+                with _without_autocast(self._device):
                     torch.autograd.backward(y, dy)
             if not x.is_floating_point():
                 return None
@@ -123,7 +133,7 @@ class PipelineStage:
         return total
 
     @torch.no_grad()
-    @weights_cast_anew()
+    @_weights_cast_anew()
     def evaluate(self, micro_batches: Sequence[Packed], loss: Loss) -> Tensor:
         """Return the sum of the losses as :meth:`train` does, without gradients; errors as there."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -145,3 +155,8 @@ class PipelineStage:
             if self._handed_on is None:
                 return loss(x, packed)
         return x.to(self._handed_on.dtype) if autocast_dtype(self._device.type) else x
+
+
+def _without_autocast(device: torch.device) -> torch.autocast:
+    """Turn autocast off for a backward, which computes in the types of its forward."""
+    return torch.autocast(device.type, enabled=False)
