@@ -79,9 +79,7 @@ def main() -> None:
             to_off = [other / base for other, base in zip(timed["converted, on"], off_s, strict=True)]
             ratios_to_host["on / off"] = to_off
             print(describe_ratio(f"mode {arguments.on} / mode off", to_off))
-            print(
-                f"owned {watched.metrics()['balance/owned_share']:.3f}, {watched.metrics()['balance/moves']:.0f} moves"
-            )
+            print(f"owned share at the end: {watched.metrics()['balance/owned_share']:.3f}")
         share = statistics.mean(measuring_s[5:]) / statistics.median(timed["converted, mode off"])
         print(f"measuring: {1e6 * statistics.mean(measuring_s[5:]):.0f} µs a step, {100 * share:.3f} % of it")
         save(
