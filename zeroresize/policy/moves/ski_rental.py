@@ -8,9 +8,8 @@ without knowing the future is just that (Karlin, Manasse, Rudolph, Sleator, 1988
 A move that cannot be made, as memory does not suffice, is not tried again at once. Where an update is a few steps, as
 of units and strategies, nothing is due for some updates (:meth:`SkiRental.refuse`). Layers decide once in up to
 hundreds of steps, and a pause would be long: their prices double instead (:meth:`SkiRental.judge`), so that the more a
-move saves the sooner it is tried. Simulated with a stage that is four times slower and memory that is missing for a
-sixth of the steps, a step takes 0.47 of what it takes without balancing so, and 0.54 with pauses; where memory never
-suffices it is 1.010 and 1.009.
+move saves the sooner it is tried. Where memory is missing for a while, that gains more than pauses would; where it is
+missing for good, both cost the same.
 
 Units that change owners (:mod:`zeroresize.policy.tensor.ownership_decision`), layers that change stages
 (:mod:`zeroresize.policy.pipeline.rebalancing`) and strategies that are put in force

@@ -1,10 +1,8 @@
 """What balancing has lost against off, by its own estimate, so that it can stop before a job is worse for it.
 
 Units keep it, as lending and pruning lose, too, and a division that came too late loses in each step until that is
-noticed. Layers and strategies do without. Simulated with it, layers made the same moves in all of 18 trainings (a stage
-that becomes slow, pruning, freezing; on 8 and 24 stages), of which the worst took 1.006 of what it takes with balancing
-off, by its profiles. Of 60 trainings with a rank that is slow by turns, strategies decided otherwise in one, and the
-worst stayed what it was, 1.07 of what it takes with balancing off: it would promise what it does not keep there.
+noticed. Layers and strategies do without: in simulated trainings an account changed next to none of their decisions,
+and where strategies lost most it did not see the loss, so it would promise what it does not keep.
 """
 
 from __future__ import annotations
