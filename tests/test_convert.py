@@ -1,5 +1,7 @@
 """convert(): which layers it takes, which it leaves alone and says so, and what is a mistake."""
 
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -189,6 +191,23 @@ def not_last(module, name):
     return not name.startswith("last")
 
 
+def test_one_line_tells_of_all_segments_and_details_are_of_level_debug(run_ranks):
+    def check(rank, group):
+        told = []
+        for level in (logging.INFO, logging.DEBUG):
+            model = nn.ModuleDict({"several": nn.ModuleList(mlp(group) for _ in range(3)), "alone": mlp(group)[0]})
+            with caught_log_lines(level) as lines:
+                convert(model, process_group=group)
+            told.append(lines)
+        return told
+
+    (lines, detailed), (of_other_rank, _) = run_ranks(check, 2)
+    assert of_other_rank == []
+    (line,) = lines
+    assert "units of 3 segments can move (3 of neurons), and 1 layers stay evenly divided, as alone: " in line
+    assert len(detailed) == 2 and detailed[0].startswith("1 layers stay evenly divided (alone): ")
+
+
 def test_a_filter_is_asked_of_every_parallel_layer_with_its_name_and_of_nothing_else(run_ranks):
     def check(rank, group):
         model, asked = blocks(group), []
@@ -202,8 +221,12 @@ def test_a_filter_is_asked_of_every_parallel_layer_with_its_name_and_of_nothing_
         assert asked == [(name, model.get_submodule(name)) for name in ("first.0", "first.2", "last.0", "last.2")]
         assert list(balanced_layers(model)) == ["first.0", "first.2", "last.2"]
         assert not model["last"][0].is_converted and not model["last"][0].is_searched
-        assert "3 layers can be balanced, 0 were left alone, 1 were left out by module_filter_fn" in lines[-1]
-        assert len(lines) == 2 and "last.2" in lines[0], "the layer without its partner stays evenly divided"
+        if rank == 0:
+            (line,) = lines
+            assert "3 layers can be balanced, 0 were left alone, 1 were left out by module_filter_fn" in line
+            assert "units of 1 segments can move (1 of neurons), and 1 layers stay evenly divided, as last.2: " in line
+        else:
+            assert lines == []
 
     run_ranks(check, 2)
 

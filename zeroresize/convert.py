@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import group_ranks, group_size, require_group, same_ranks
+from zeroresize.comm.collectives import group_rank, group_ranks, group_size, require_group, same_ranks
 from zeroresize.config.checks import checked_share_choice
 from zeroresize.integrations.hosts import HostAdapter, host_of, known_kinds
 from zeroresize.layers.balanced_linear import BalancedLinear
@@ -22,7 +22,7 @@ from zeroresize.plan.ownership import checked_shares
 from zeroresize.resharding.checkpoints.state_dict_guards import guard_save_pretrained
 from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.resharding.segments.same_segments import require_same_segments
-from zeroresize.resharding.segments.search_segments import first_of, search_segments
+from zeroresize.resharding.segments.search_segments import first_of, search_segments, summary_of_segments
 from zeroresize.resharding.units.initial_division import divide_units, meet_over_layers, require_segments
 from zeroresize.resharding.units.owned_units import OwnedUnits
 
@@ -126,12 +126,14 @@ def convert(
         _take_back(balanced_layers(model), converted_before)
         raise
     guard_save_pretrained(unwrap(model))
-    logger.info(
-        "convert: %d layers can be balanced, %d were left alone, %d were left out by module_filter_fn",
-        len(layers),
-        len(left_alone),
-        len(filtered),
-    )
+    if group_rank(group) == 0:
+        logger.info(
+            "convert: %d layers can be balanced, %d were left alone, %d were left out by module_filter_fn; %s",
+            len(layers),
+            len(left_alone),
+            len(filtered),
+            summary_of_segments(layers),
+        )
     return model
 
 
@@ -198,7 +200,8 @@ def _convert_again(
     new = {name: layer for name, layer in layers.items() if not layer.is_searched}
     if new:
         search_segments(model, new, process_group)
-        logger.info("convert: %d more layers can be balanced", len(new))
+        if group_rank(process_group) == 0:
+            logger.info("convert: %d more layers can be balanced; %s", len(new), summary_of_segments(new))
     else:
         logger.info("convert: the model is converted already, nothing was changed")
 

@@ -1,11 +1,13 @@
 """Mode "exact" on real ranks: units change hands, nothing else changes, and nothing travels afterwards."""
 
 import copy
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helpers.processes import caught_log_lines
 from helpers.virtual_training import Pair, Run, keep_time
 from torch.utils.checkpoint import checkpoint
 
@@ -50,6 +52,31 @@ def test_units_move_away_from_a_straggler_and_come_home_after_it_recovers(run_ra
     for _, away, after, owned in results:
         assert away == results[0][1] and away[1] < away[0] / 2
         assert after == (192 // num_ranks,) * num_ranks and owned == 1.0
+
+
+def test_a_move_that_all_ranks_becoming_slower_makes_vain_is_told_with_the_balancer_s_verdict(run_ranks):
+    def train(rank, group):
+        with caught_log_lines() as lines:
+            run = exact_run(group)
+            run.updates(2)
+            run.time.chi = 4.0 if rank == 1 else 1.0
+            while counts(run)[1] == 96:
+                run.updates(1)
+            run.time.chi *= 4.0
+            run.updates(3)
+        return [line for line in lines if line.startswith("step ")]
+
+    lines, of_other_rank = run_ranks(train, 2)
+    assert of_other_rank == []
+    moved, came_of, verdict = lines[-3:]
+    step = int(moved.split()[1].rstrip(":"))
+    assert re.search(r" kB, \S+ s, then \S+ s to compare products; a step takes ", moved)
+    assert came_of.startswith(f"step {step + 4}: since units moved at step {step} a step takes ")
+    assert came_of.endswith(f" % longer. Units stay until the balancer decides by these times, at step {step + 8}")
+    assert verdict == (
+        f"step {step + 8}: the move at step {step} has not made steps shorter, but by the times since then no other "
+        "division seems to be faster, so units stay"
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])

@@ -101,7 +101,10 @@ def test_an_expectation_above_what_was_measured_is_left_out():
     back = move(3, after=(1.0, 1.0, 1.0), neurons=(-200, 400, -200))
     line = log.line(back, plan(3, (), 0.255), (0.1, 0.1, 0.1), num_steps=5, step_s=0.101)
     assert line == "no rank is slow any more: units come home to rank 1: 38 MB, 0.4 s; a step takes 101 ms"
-    assert log.came_of(0.09) == "since units moved at step 5 a step takes 90 ms, 101 ms before"
+    assert log.came_of(0.09) == (
+        "since units moved at step 5 a step takes 90 ms, 101 ms before: steps are 11 % shorter, and units stay "
+        "where they are while that is so"
+    )
 
 
 def test_a_slow_rank_whose_units_stay_is_not_told_as_the_cause():
@@ -139,9 +142,57 @@ def test_what_came_of_a_move_is_told_once():
     log.line(move(2, neurons=(500, -500)), plan(2, {1}, 0.2), (0.1, 0.3), num_steps=40, step_s=0.29)
     assert log.came_of(math.nan) is None, "nothing was measured yet"
     assert log.came_of(0.18) == (
-        "since units moved at step 40 a step takes 180 ms, 290 ms before, 200 ms were expected"
+        "since units moved at step 40 a step takes 180 ms, 290 ms before, 200 ms were expected: steps are 38 % "
+        "shorter, and units stay where they are while that is so"
     )
     assert log.came_of(0.18) is None
+
+
+@pytest.mark.parametrize(
+    ("step_s", "change"), [(0.292, "steps are as long as before"), (0.348, "steps are 20 % longer")]
+)
+@pytest.mark.parametrize("is_another_wanted", [False, True])
+def test_a_move_in_vain_is_called_so_and_the_balancer_s_verdict_follows_its_next_decision(
+    step_s, change, is_another_wanted
+):
+    log = MoveLog()
+    log.planned(plan(2, {1}))
+    log.line(move(2, neurons=(500, -500)), plan(2, {1}, 0.2), (0.1, 0.3), num_steps=40, step_s=0.29)
+    assert log.verdict(is_another_wanted) is None
+    line = log.came_of(step_s, 60)
+    assert line.endswith(
+        f" ms before, 200 ms were expected: {change}. Units stay until the balancer decides by these times, at step 60"
+    )
+    log.planned(plan(2, {1}))  # by what was measured before the move
+    assert log.verdict(is_another_wanted) is None
+    log.planned(plan(2, {1}))  # by what was measured after it
+    assert log.verdict(is_another_wanted) == (
+        "the move at step 40 has not made steps shorter, but by the times since then "
+        + (
+            "another division seems to be faster. Units stay until the steps that it would have saved add up to what "
+            "moving them costs"
+            if is_another_wanted
+            else "no other division seems to be faster, so units stay"
+        )
+    )
+    assert log.verdict(is_another_wanted) is None
+
+
+def test_no_verdict_follows_a_move_that_helped_or_that_another_has_followed():
+    for came_of_s in (0.2, 0.3):
+        log = MoveLog()
+        log.line(move(2, neurons=(500, -500)), plan(2, {1}, 0.2), (0.1, 0.3), num_steps=40, step_s=0.29)
+        log.came_of(came_of_s, 60)
+        if came_of_s == 0.3:
+            log.line(move(2, neurons=(-500, 500)), plan(2), (0.1, 0.1), num_steps=60, step_s=0.3)
+        log.planned(plan(2))
+        log.planned(plan(2))
+        assert log.verdict(False) is None
+
+
+def test_the_time_of_the_move_and_that_of_comparing_products_are_told_apart():
+    line = MoveLog().line(move(2, neurons=(500, -500)), plan(2, {1}, 0.2), (0.1, 0.3), step_s=0.29, comparing_s=0.21)
+    assert line.endswith(": 38 MB, 0.4 s, then 0.21 s to compare products; a step takes 290 ms, expected 200 ms")
 
 
 def test_a_move_by_hand_is_told_as_such_and_promises_nothing():

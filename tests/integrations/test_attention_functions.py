@@ -61,7 +61,7 @@ def test_heads_stay_where_the_user_registered_a_function_of_their_own(run_ranks,
         assert len(owned_segments(balanced_layers(model))) == DEPTH
         assert "the attention function 'alibi' is not known to treat heads alike" in caplog.text
 
-    caplog.set_level("INFO", logger="zeroresize")
+    caplog.set_level("DEBUG", logger="zeroresize")
     run_ranks(check, 2)
 
 
@@ -88,7 +88,7 @@ def test_heads_stay_where_a_known_function_was_replaced(
         assert attention_of(model, group) == []
         assert "was registered by this name" in caplog.text or "was replaced" in caplog.text
 
-    caplog.set_level("INFO", logger="zeroresize")
+    caplog.set_level("DEBUG", logger="zeroresize")
     run_ranks(check, 2)
 
 
@@ -102,7 +102,7 @@ def test_heads_stay_where_the_forward_of_the_class_was_replaced(run_ranks, monke
         assert attention_of(split(build("Llama"), group), group) == []
         assert "the forward of the class LlamaAttention was replaced" in caplog.text
 
-    caplog.set_level("INFO", logger="zeroresize")
+    caplog.set_level("DEBUG", logger="zeroresize")
     run_ranks(check, 2)
 
 

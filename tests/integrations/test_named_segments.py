@@ -157,5 +157,5 @@ def test_a_registered_class_without_a_follower_stays_even(run_ranks, monkeypatch
         assert owned_segments(balanced_layers(model)) == []
         assert "Attention.num_heads=4 seems to count what this rank holds" in caplog.text
 
-    caplog.set_level("INFO", logger="zeroresize")
+    caplog.set_level("DEBUG", logger="zeroresize")
     run_ranks(check, 2)

@@ -225,6 +225,9 @@ def test_what_cannot_be_split_is_told_and_stays_as_it_is(run_ranks):
             with pytest.raises(ValueError, match=f"{name}=7 is not divisible by the 2 ranks"):
                 parallelize_module(odd, mesh, style)
             assert type(odd) is nn.Linear
+            model = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"up": nn.Linear(7, 7)})])})
+            with pytest.raises(ValueError, match=r"in layer blocks\.0\.up with in_features=7 and out_features=7"):
+                parallelize_module(model["blocks"][0], mesh, {"up": style})
 
     run_ranks(check, 2)
 

@@ -229,6 +229,11 @@ class GroupDecision:
         return self._controller.busy_s
 
     @property
+    def is_another_division_wanted(self) -> bool:
+        """Whether units would be divided otherwise if moving them cost nothing, and it is no matter of noise."""
+        return self._controller.is_another_division_wanted
+
+    @property
     def what_if_plans(self) -> dict[str, WorkloadPlan]:
         """In mode "off", what every other mode would decide, by mode; else empty."""
         return self._what_if.plans

@@ -11,6 +11,10 @@ from zeroresize.resharding.units.owned_units import Move
 
 #: Up to so many ranks are named; of more the line tells how many they are.
 _MOST_NAMED, _MOST_TOLD = 8, 3
+#: A step is shorter or longer where it differs by this share at least.
+_NOTICEABLE = 0.02
+#: At the second decision after a move the times measured since are known.
+_UPDATES_TO_VERDICT = 2
 
 
 class MoveLog:
@@ -25,6 +29,9 @@ class MoveLog:
         self._decided_at = clock()
         self._slow_since: dict[int, float] = {}
         self._last: tuple[int, float, float] | None = None
+        self._was_in_vain = False
+        self._num_decisions = 0  # since the last move
+        self._moved_at = 0  # after so many steps
 
     def planned(self, before: WorkloadPlan) -> None:
         """Note that a decision is about to replace the plan ``before``, which the last such call was followed by."""
@@ -34,6 +41,7 @@ class MoveLog:
             if rank_plan.is_straggler
         }
         self._decided_at = self._clock()
+        self._num_decisions += 1
 
     def line(
         self,
@@ -47,7 +55,8 @@ class MoveLog:
         is_by_hand: bool = False,
     ) -> str:
         """Describe ``move`` for the log, as "rank 3 is 2.1 times slower than the fastest for 40 s: 43 % of rank
-        3's neurons and 25 % of its heads move to ranks 0, 1, 2: 38 MB, 0.4 s; a step takes 310 ms, expected 205 ms".
+        3's neurons and 25 % of its heads move to ranks 0, 1, 2: 38 MB, 0.4 s, then 0.2 s to compare products; a step
+        takes 310 ms, expected 205 ms".
 
         Percentages are of what the rank owned in all layers together, since layers need not divide alike.
 
@@ -60,18 +69,21 @@ class MoveLog:
             is_by_hand: whether a user called for it.
         """
         self._last = None if is_by_hand else (num_steps, step_s, plan.predicted_step_s)
+        self._was_in_vain, self._num_decisions, self._moved_at = False, 0, num_steps
         if not any(map(any, move.changes.values())):
             return "shares change by less than a unit: nothing moves"
         return (
             f"{'by hand: ' if is_by_hand else self._why(move, plan, busy_s)}{_what(move)}: {_size(move.total_bytes)}, "
-            f"{_seconds(move.seconds + comparing_s)}{'' if is_by_hand else _expected(step_s, plan.predicted_step_s)}"
+            f"{_seconds(move.seconds)}{f', then {_seconds(comparing_s)} to compare products' if comparing_s else ''}"
+            f"{'' if is_by_hand else _expected(step_s, plan.predicted_step_s)}"
         )
 
-    def came_of(self, step_s: float) -> str | None:
+    def came_of(self, step_s: float, next_update: int = 0) -> str | None:
         """Describe what came of the last move, once after it; None where there is nothing to tell.
 
         Args:
             step_s: what a step has taken since, as it was measured.
+            next_update: after how many steps the balancer decides by it.
         """
         if self._last is None or math.isnan(step_s):
             return None
@@ -83,7 +95,37 @@ class MoveLog:
         )
         return (
             f"since units moved at step {num_steps} a step takes {_number(1e3 * step_s)} ms, "
-            f"{_number(1e3 * before_s)} ms before{expected}"
+            f"{_number(1e3 * before_s)} ms before{expected}: {self._conclusion(step_s, before_s, next_update)}"
+        )
+
+    def _conclusion(self, step_s: float, before_s: float, next_update: int) -> str:
+        saved = 1.0 - step_s / before_s
+        if saved >= _NOTICEABLE:
+            return f"steps are {100.0 * saved:.0f} % shorter, and units stay where they are while that is so"
+        self._was_in_vain = True
+        longer = f"steps are {-100.0 * saved:.0f} % longer" if saved <= -_NOTICEABLE else "steps are as long as before"
+        return f"{longer}. Units stay until the balancer decides by these times, at step {next_update}"
+
+    def verdict(self, is_another_wanted: bool) -> str | None:
+        """Describe what the balancer makes of a move that was in vain, once it has decided by the times since.
+
+        Args:
+            is_another_wanted: whether it takes another division for faster, and waits until that is sure to pay.
+
+        Returns:
+            A line for the log; None where there is nothing to tell, or not yet.
+        """
+        if not self._was_in_vain or self._num_decisions < _UPDATES_TO_VERDICT:
+            return None
+        self._was_in_vain = False
+        makes_of_it = (
+            "another division seems to be faster. Units stay until the steps that it would have saved add up to what "
+            "moving them costs"
+            if is_another_wanted
+            else "no other division seems to be faster, so units stay"
+        )
+        return (
+            f"the move at step {self._moved_at} has not made steps shorter, but by the times since then {makes_of_it}"
         )
 
     def _why(self, move: Move, plan: WorkloadPlan, busy_s: Sequence[float]) -> str:

@@ -109,13 +109,16 @@ class OwnershipExecution:
 
     def tell_what_came_of_it(self, num_steps: int) -> None:
         """Log how long steps have been since the last move; at the end of an interval."""
-        line = self._log.came_of(self._parts.monitor.step_s)
+        line = self._log.came_of(self._parts.monitor.step_s, num_steps + self._parts.config.update_every)
         if line is not None and self._tells:
             logger.info("step %d: %s", num_steps, line)
 
     def _move(self, plan: WorkloadPlan, num_steps: int, *, is_by_hand: bool = False) -> None:
         parts, units = self._parts, self._parts.units
         if units is None or not units.segments or plan.owned == units.shares:
+            verdict = self._log.verdict(parts.decision.is_another_division_wanted)
+            if verdict is not None and self._tells:
+                logger.info("step %d: %s", num_steps, verdict)
             return
         parts.plan_execution.take_back()
         move = units.move(plan.owned)

@@ -120,15 +120,23 @@ def release_layers(setup: Setup) -> None:
 
 
 def warn_of_layers_that_stay(setup: Setup) -> None:
-    """Log the layers whose units cannot move although the configuration lets units move."""
+    """Log, on rank 0, the layers whose units cannot move although the configuration lets units move."""
     layers = setup.layers
-    staying = [name for name, layer in layers.items() if layer.segment is None or layer.segment.stays_even is not None]
-    if staying and setup.config.may_move:
+    staying = {
+        name: layer.stays_even if layer.segment is None else layer.segment.stays_even
+        for name, layer in layers.items()
+        if layer.segment is None or layer.segment.stays_even is not None
+    }
+    if staying and setup.config.may_move and setup.rank == 0:
+        names = list(staying)
         logger.warning(
-            "the units of %d of %d layers cannot move (%s); the lines of level INFO tell why",
+            "neurons or heads of %d of %d layers cannot move to other ranks, so a slow rank keeps them: %s. For %s the "
+            "reason is: %s (level DEBUG tells of all)",
             len(staying),
             len(layers),
-            first_of(staying),
+            first_of(names),
+            names[0],
+            staying[names[0]],
         )
 
 

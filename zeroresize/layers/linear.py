@@ -12,7 +12,7 @@ layer                     weight          input            forward collective   
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from zeroresize.comm.collectives import (
 )
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.jagged import on_tokens
+from zeroresize.layers.module_names import qualified_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -71,7 +72,7 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.gather_output = gather_output
         num_ranks = group_size(self.process_group)
-        num_rows = _own_size("out_features", out_features, num_ranks, own_features, device, gather_output)
+        num_rows = _own_size(self, "out_features", out_features, num_ranks, own_features, device, gather_output)
         self.weight = nn.Parameter(torch.empty(num_rows, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_rows, device=device, dtype=dtype)) if bias else None
         self.prepare_balancing()
@@ -104,6 +105,7 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
                 ``nn.Linear`` or split already.
         """
         _require_whole(linear)
+        require_divisible(linear, "out_features", require_group(process_group), f"{cls.__name__}.from_linear")
         layer = cls(
             linear.in_features,
             linear.out_features,
@@ -174,7 +176,7 @@ class RowParallelLinear(BalancedLinear, nn.Module):
         self.input_is_parallel = input_is_parallel
         splits = not input_is_parallel
         num_ranks = group_size(self.process_group)
-        num_columns = _own_size("in_features", in_features, num_ranks, own_features, device, splits)
+        num_columns = _own_size(self, "in_features", in_features, num_ranks, own_features, device, splits)
         self.weight = nn.Parameter(torch.empty(out_features, num_columns, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.prepare_balancing()
@@ -205,6 +207,7 @@ class RowParallelLinear(BalancedLinear, nn.Module):
                 ``nn.Linear`` or split already.
         """
         _require_whole(linear)
+        require_divisible(linear, "in_features", require_group(process_group), f"{cls.__name__}.from_linear")
         layer = cls(
             linear.in_features,
             linear.out_features,
@@ -244,7 +247,35 @@ def _require_whole(linear: nn.Module) -> None:
         )
 
 
+def require_divisible(linear: nn.Linear, features: str, process_group: ProcessGroup, whose: str) -> None:
+    """Check, before anything is made, that a group's ranks can divide a layer evenly.
+
+    Args:
+        linear: the whole layer.
+        features: the name of its attribute that is divided.
+        process_group: the ranks.
+        whose: what the error calls itself.
+
+    Raises:
+        ValueError: if they cannot, naming the layer as its model does, where a model holds it.
+    """
+    if getattr(linear, features) % group_size(process_group):
+        name = qualified_name(linear)
+        raise ValueError(f"{whose}: {_indivisible(features, linear, process_group, name)}")
+
+
+def _indivisible(features: str, layer: Any, process_group: ProcessGroup, name: str | None) -> str:
+    size, num_ranks = getattr(layer, features), group_size(process_group)
+    return (
+        f"{features}={size} is not divisible by the {num_ranks} ranks of the process group, in "
+        f"{f'layer {name}' if name else 'a layer'} with in_features={layer.in_features} and "
+        f"out_features={layer.out_features}. The next larger {features} that is divisible is "
+        f"{(size // num_ranks + 1) * num_ranks}"
+    )
+
+
 def _own_size(
+    layer: ColumnParallelLinear | RowParallelLinear,
     name: str,
     size: int,
     num_ranks: int,
@@ -260,7 +291,7 @@ def _own_size(
             )
         return own_features
     if size % num_ranks:
-        raise ValueError(f"{name}={size} is not divisible by the {num_ranks} ranks of the process group")
+        raise ValueError(f"{type(layer).__name__}: {_indivisible(name, layer, layer.process_group, None)}")
     return size // num_ranks
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from zeroresize.comm.collectives import broadcast, group_size, message_device, require_group
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
+from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear, require_divisible
 
 
 class ColwiseParallel(ParallelStyle):
@@ -50,7 +50,7 @@ class ColwiseParallel(ParallelStyle):
         self._gathers_output = kind == "replicated"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        process_group = _checked(self, module, device_mesh)
+        process_group = _checked(self, module, device_mesh, "out_features")
         whole = _of_source(module, process_group, getattr(self, "src_data_rank", 0))
         layer = ColumnParallelLinear.from_linear(whole, process_group=process_group, gather_output=self._gathers_output)
         return _become(module, layer, is_converted=not self._gathers_output)
@@ -79,7 +79,7 @@ class RowwiseParallel(ParallelStyle):
         self._reads_slice = kind == "divided"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        process_group = _checked(self, module, device_mesh)
+        process_group = _checked(self, module, device_mesh, "in_features")
         whole = _of_source(module, process_group, getattr(self, "src_data_rank", 0))
         layer = RowParallelLinear.from_linear(whole, process_group=process_group, input_is_parallel=self._reads_slice)
         return _become(module, layer, is_converted=True)
@@ -110,7 +110,7 @@ def _require_local_output(style: ParallelStyle, use_local_output: bool) -> None:
         )
 
 
-def _checked(style: ParallelStyle, module: nn.Module, device_mesh: DeviceMesh) -> ProcessGroup:
+def _checked(style: ParallelStyle, module: nn.Module, device_mesh: DeviceMesh, features: str) -> ProcessGroup:
     """The group of the mesh; before anything has changed it is an error if the style does not fit the module."""
     name = type(style).__name__
     if not isinstance(module, nn.Linear):
@@ -129,7 +129,9 @@ def _checked(style: ParallelStyle, module: nn.Module, device_mesh: DeviceMesh) -
         )
     if any(hasattr(parameter, "placements") for parameter in module.parameters()):
         raise ValueError(f"{name} needs a whole torch.nn.Linear, found one of DTensors, which is split already")
-    return require_group(device_mesh)
+    process_group = require_group(device_mesh)
+    require_divisible(module, features, process_group, name)
+    return process_group
 
 
 def _of_source(module: Any, process_group: ProcessGroup, source: int | None) -> nn.Linear:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 
 from torch.distributed import ProcessGroup
 
+from zeroresize.comm.collectives import group_rank
 from zeroresize.comm.meeting import Meet
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES
@@ -42,17 +44,27 @@ def calibrate_group(
     may_migrate = config.mode in ("off", *MIGRATING_MODES)
     unknown = [not monitor.is_calibrated, may_migrate and migration is None]
     measures_pruning, measures_migrating = (any(on_ranks) for on_ranks in zip(*meet(*unknown), strict=True))
-    if measures_pruning or measures_migrating:
-        logger.info("calibration begins, on the shapes of this step; it takes some seconds")
+    began = time.perf_counter()
+    results = []
     if measures_pruning:
-        monitor.calibrate()
+        cost = monitor.calibrate()
+        results.append(
+            f"without {100.0 * cost.max_ratio:.0f} % of its columns this rank's products take "
+            f"{100.0 * cost.gemm_share[-1]:.0f} % of their time"
+        )
     if may_migrate and not all(layer.may_lend for layer in layers.values()):
-        return MigrationCost(fixed_s=MOST_SECONDS)  # so nobody plans to lend
-    if may_migrate and (measures_pruning or measures_migrating):
+        migration = MigrationCost(fixed_s=MOST_SECONDS)  # so nobody plans to lend
+    elif may_migrate and (measures_pruning or measures_migrating):
         migration = measure_migration_cost(layers, process_group, config.migration_transport)
+        results.append(
+            f"lending columns to other ranks takes {1e3 * migration.fixed_s:.1f} ms a step, and where all are lent "
+            f"{1e3 * migration.per_share_s:.1f} ms more"
+        )
+    if results and group_rank(process_group) == 0:
         logger.info(
-            "calibration of migrating: %.1f ms a loan, and %.1f ms for all of a rank's columns",
-            1e3 * migration.fixed_s,
-            1e3 * migration.per_share_s,
+            "measured once, in %.1f s, what it would cost to relieve a slow rank, to be weighed against waiting for "
+            "it: %s. Nothing is changed by that",
+            time.perf_counter() - began,
+            "; ".join(results),
         )
     return migration

@@ -184,8 +184,8 @@ class RankMonitor:
         now = _Conditions.of_step(self._layers, self._config)
         return self._calibrated_on is not None and self._calibrated_on.is_like(now)
 
-    def calibrate(self) -> None:
-        """Measure what pruning costs on the shapes of the step that has just ended; takes about a second."""
+    def calibrate(self) -> ResizingCost:
+        """Measure and return what pruning costs on the shapes of the step that has just ended; takes about a second."""
         cost, split = measure_resizing_cost(self._layers, self._config)
         self._estimator = RankEstimator(cost)
         self._take_split(split)
@@ -193,12 +193,13 @@ class RankMonitor:
         with self._optional("no reference product could be chosen"):
             self._reference = choose_reference(self._layers, self._num_tokens)
         self._time_reference(self._shares_in_force.owned)
-        logger.info(
+        logger.debug(
             "calibration of pruning: at γ = %.2f multiplications take %.2f of their time, gathers and fills %.1f ms",
             cost.max_ratio,
             cost.gemm_share[-1],
             1e3 * cost.gather_fill_s[-1],
         )
+        return cost
 
     def compare(self, owned: float) -> float:
         """Time products at even shares and at the present ones in turn, after units have moved.

@@ -179,6 +179,11 @@ class Controller:
         known = [times.busy_s for times in self._times if times is not None]
         return tuple(known) if len(known) == self.num_ranks else ()
 
+    @property
+    def is_another_division_wanted(self) -> bool:
+        """Return whether units would be divided otherwise if moving them cost nothing, and it is no matter of noise."""
+        return bool(self._ownership.rental.owed_s)
+
     def moved(self, num_bytes: float, seconds: float, comparing_s: float = 0.0) -> None:
         """Note that the move of the last plan has been made; to be called alike on every rank.
 

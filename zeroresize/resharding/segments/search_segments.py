@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from torch import nn
@@ -13,6 +14,7 @@ from zeroresize.integrations.find_segments import find_segments
 from zeroresize.integrations.keyed_dropout import why_not_keyable
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import Segment
+from zeroresize.layers.segments import owned_segments
 from zeroresize.resharding.checkpoints.state_dict_guards import guard_modules
 from zeroresize.resharding.data_parallel import unwrap
 
@@ -25,7 +27,7 @@ _MOST_NAMED = 4
 def search_segments(
     model: nn.Module, layers: Mapping[str, BalancedLinear], process_group: ProcessGroup, named: Sequence[Segment] = ()
 ) -> None:
-    """Tell every layer in which segment it lies, or why it lies in none; log lines tell those reasons.
+    """Tell every layer in which segment it lies, or why it lies in none; lines of level DEBUG tell those reasons.
 
     A segment whose dropout cannot be keyed by the unit stays even in every mode: ranks that draw differently many
     random numbers would also drop different elements where all must drop the same.
@@ -55,7 +57,7 @@ def search_segments(
 
 
 def log_staying_even(staying_even: Mapping[str, str]) -> None:
-    """Log one line for each reason why layers stay evenly divided.
+    """Log one line of level DEBUG for each reason why layers stay evenly divided.
 
     Args:
         staying_even: why units of layers stay evenly divided, by the layer's name.
@@ -64,7 +66,25 @@ def log_staying_even(staying_even: Mapping[str, str]) -> None:
     for name, reason in staying_even.items():
         names_by_reason.setdefault(reason, []).append(name)
     for reason, names in names_by_reason.items():
-        logger.info("%d layers stay evenly divided (%s): %s", len(names), first_of(names), reason)
+        logger.debug("%d layers stay evenly divided (%s): %s", len(names), first_of(names), reason)
+
+
+def summary_of_segments(layers: Mapping[str, BalancedLinear]) -> str:
+    """Return how many segments have units that can move, how many layers stay, and the first reason, for a log line.
+
+    Args:
+        layers: converted layers by name, for which :func:`search_segments` was called.
+    """
+    segments = owned_segments(layers)
+    kinds = Counter(segment.kind for segment in segments)
+    of_kinds = f" ({', '.join(f'{count} of {kind}' for kind, count in kinds.items())})" if kinds else ""
+    staying = [name for name, layer in layers.items() if layer.segment is None]
+    movable = f"units of {len(segments)} segments can move{of_kinds}"
+    if not staying:
+        return movable
+    reason = layers[staying[0]].stays_even
+    why = "" if reason is None else f", as {staying[0]}: {reason}"
+    return f"{movable}, and {len(staying)} layers stay evenly divided{why} (level DEBUG tells of all)"
 
 
 def first_of(names: Sequence[str]) -> str:
