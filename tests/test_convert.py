@@ -193,13 +193,13 @@ def not_last(module, name):
 
 def test_one_line_tells_of_all_segments_and_details_are_of_level_debug(run_ranks):
     def check(rank, group):
-        told = []
+        lines_by_level = []
         for level in (logging.INFO, logging.DEBUG):
             model = nn.ModuleDict({"several": nn.ModuleList(mlp(group) for _ in range(3)), "alone": mlp(group)[0]})
             with caught_log_lines(level) as lines:
                 convert(model, process_group=group)
-            told.append(lines)
-        return told
+            lines_by_level.append(lines)
+        return lines_by_level
 
     (lines, detailed), (of_other_rank, _) = run_ranks(check, 2)
     assert of_other_rank == []
