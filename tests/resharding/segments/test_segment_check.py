@@ -15,7 +15,7 @@ import zeroresize as zr
 from zeroresize import ColumnParallelLinear, RowParallelLinear
 from zeroresize.convert import balanced_layers
 from zeroresize.layers.segments import owned_segments
-from zeroresize.resharding import segment_check
+from zeroresize.resharding.segments import segment_check
 
 CONFIG = zr.BalanceConfig(mode="exact")
 WIDTH, HEADS, HEAD = 8, 8, 4
