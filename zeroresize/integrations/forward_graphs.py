@@ -13,8 +13,8 @@ import inspect
 import itertools
 import sys
 import traceback
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -52,15 +52,16 @@ def forward_graphs(module: nn.Module, holding: nn.Module | None, num_times: int)
         if parameter.default is not inspect.Parameter.empty
     }
     for_arguments: list[dict[str, Any] | None] = [None, optional] if optional else [None]
-    with _proxies_are_tensors(optional), own_hooks_off(module), nothing_kept(module) as codes:
+    with _proxies_are_tensors(optional), own_hooks_off(module), nothing_kept(module) as watch:
+        make_tracer = functools.partial(_Tracer, holding, watch.running)
         for arguments in for_arguments:
-            yield from _under_modes(module, holding, num_times, arguments)
-        if (asked := unseen_question(codes)) is not None:
+            yield from _under_modes(module, make_tracer, num_times, arguments)
+        if (asked := unseen_question(watch.codes)) is not None:
             raise TypeError(asked)
-        if compares_arguments(codes):
+        if compares_arguments(watch.codes):
             for name, value in itertools.product(optional, _SINGLE_VALUES):
                 with suppress(AttributeError, ValueError):  # no value for this argument
-                    yield from _under_modes(module, holding, num_times, {**optional, name: value})
+                    yield from _under_modes(module, make_tracer, num_times, {**optional, name: value})
 
 
 def place_of(error: BaseException) -> str:
@@ -130,11 +131,24 @@ class _Tracer(fx.Tracer):
 
     Args:
         holding: if given, of the user's modules only those are entered that hold this layer.
+        running: begins a block in which the forward runs.
     """
 
-    def __init__(self, holding: nn.Module | None) -> None:
+    def __init__(self, holding: nn.Module | None, running: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__()
         self._holding = holding
+        self._running = running
+
+    def create_args_for_root(self, root_fn: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, Any]:
+        """Return the function that fx traces, and its proxies; the function's run is watched."""
+        forward, proxies = super().create_args_for_root(root_fn, *arguments, **options)
+
+        @functools.wraps(forward)
+        def watched(*inputs: Any) -> Any:
+            with self._running():
+                return forward(*inputs)
+
+        return watched, proxies
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _TensorProxy(node, self)
@@ -148,13 +162,13 @@ class _Tracer(fx.Tracer):
 
 
 def _under_modes(
-    module: nn.Module, holding: nn.Module | None, num_times: int, arguments: dict[str, Any] | None
+    module: nn.Module, make_tracer: Callable[[], fx.Tracer], num_times: int, arguments: dict[str, Any] | None
 ) -> Iterator[fx.Graph]:
     flags = {one.training for one in module.modules()}
     for training in (True, False) if len(flags) == 1 else (True, False, None):
         for gradients, autocast in itertools.product((True, False), (False, True)):
             with _in_mode(module, training), torch.set_grad_enabled(gradients), _autocast(autocast):
-                graphs = [_Tracer(holding).trace(module, concrete_args=arguments) for _ in range(num_times)]
+                graphs = [make_tracer().trace(module, concrete_args=arguments) for _ in range(num_times)]
             if any(_operations(again) != _operations(graphs[0]) for again in graphs[1:]):
                 raise TypeError("its forward does not compute the same every time")
             yield graphs[0]

@@ -11,7 +11,8 @@ import random
 import sys
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,26 @@ from zeroresize.integrations.held_objects import HeldObjects, KeepsStateError
 _MOST_NAMED = 4
 
 
+@dataclass
+class ForwardWatch:
+    """Watches a forward while it runs.
+
+    Attributes:
+        codes: holds the code of users' functions that have run.
+        running: begins a block in which a forward runs. Elsewhere nothing is watched: every call of a function takes
+            longer while it is.
+    """
+
+    codes: set[types.CodeType]
+    running: Callable[[], AbstractContextManager[None]]
+
+
 @contextmanager
-def nothing_kept(module: nn.Module) -> Iterator[set[types.CodeType]]:
+def nothing_kept(module: nn.Module) -> Iterator[ForwardWatch]:
     """Put back, when the block ends, what ``module`` and the user's code that ran hold, and random states.
 
     Yields:
-        The code of users' functions that have run.
+        What is to know when a forward runs.
 
     Raises:
         KeepsStateError: if something had changed.
@@ -41,15 +56,23 @@ def nothing_kept(module: nn.Module) -> Iterator[set[types.CodeType]]:
     outer, collects = sys.getprofile(), gc.isenabled()
     if outer is not None and not callable(outer):
         raise KeepsStateError("a profiler is active, beside which it is not seen what a forward keeps")
+    on_call = watch.on_call if outer is None else _both(watch.on_call, outer)
+
+    @contextmanager
+    def running() -> Iterator[None]:
+        sys.setprofile(on_call)
+        try:
+            yield
+        finally:
+            sys.setprofile(outer)
+
     gc.disable()  # what it calls back is not the forward's
-    sys.setprofile(watch.on_call if outer is None else _both(watch.on_call, outer))
     error: Exception | None = None
     try:
-        yield watch.codes
+        yield ForwardWatch(watch.codes, running)
     except Exception as raised:  # what was kept says more
         error = raised
     finally:
-        sys.setprofile(outer)
         if collects:
             gc.enable()
         random_after = _random_states(module)

@@ -49,9 +49,10 @@ def measure_messages(process_group: ProcessGroup, device: torch.device, over: Ch
         return MoveCost(0.0, 0.0)
     where = message_device(process_group, device) if over is None else torch.device("cpu")
     seconds: dict[int, list[float]] = {_SMALL: [], _LARGE: []}
+    buffers = {size: torch.zeros(2, size, dtype=torch.uint8, device=where) for size in seconds}
     for number in range(1 + _ROUNDS):
         for size, of_size in seconds.items():
-            taken_s = _seconds(process_group, where, size, over)
+            taken_s = _seconds(process_group, buffers[size], over)
             if number:  # the first messages open connections and touch memory
                 of_size.append(taken_s)
     small_s, large_s = (median(of_size) for of_size in seconds.values())
@@ -61,13 +62,13 @@ def measure_messages(process_group: ProcessGroup, device: torch.device, over: Ch
     return MoveCost(*(max(column) for column in zip(*table, strict=True)))
 
 
-def _seconds(process_group: ProcessGroup, device: torch.device, size: int, over: Channel | None) -> float:
+def _seconds(process_group: ProcessGroup, buffers: torch.Tensor, over: Channel | None) -> float:
     rank, num_ranks = group_rank(process_group), group_size(process_group)
-    sent, received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    sent, received = buffers
     began = time.perf_counter()
     transfers = start_messages({(rank + 1) % num_ranks: sent}, {(rank - 1) % num_ranks: received}, process_group, over)
     for error in wait_for_all(transfers).values():
         raise error
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if received.is_cuda:
+        torch.cuda.synchronize(received.device)
     return time.perf_counter() - began
