@@ -4,10 +4,9 @@ import pytest
 import torch.distributed as dist
 from helpers.hosts import DEPTH, HEADS, HIDDEN, KV_HEADS, MLP, Host, build, compute
 from helpers.parallel_layers import assert_any_owner_computes_the_same
+from helpers.segments import convert_and_find
 
-from zeroresize import convert
 from zeroresize.convert import balanced_layers
-from zeroresize.integrations.find_segments import find_segments
 from zeroresize.integrations.keyed_dropout import KeyedDropout
 from zeroresize.layers.unit_dropout import UnitDropout
 
@@ -33,8 +32,7 @@ def sharded(kind, group, fused_by_jit=False, **changes):
         tensor_parallel_process_group=group, sequence_parallel_process_group=alone, enable_jit_fused=fused_by_jit
     )
     model, _ = ShardFormer(config).optimize(build(kind, **changes))
-    convert(model, process_group=group)
-    return model, *find_segments(model, balanced_layers(model), 2)
+    return model, *convert_and_find(model, group)
 
 
 @pytest.mark.parametrize("kind", ATTENTION)

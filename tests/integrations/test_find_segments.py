@@ -5,6 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.parallel_layers import assert_any_owner_computes_the_same
+from helpers.processes import in_first_rank
+from helpers.segments import convert_and_find
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -56,8 +58,7 @@ def module(forward, **parts):
 
 def found_in(model, group, named=()):
     torch.manual_seed(0)
-    zr.convert(model, process_group=group)
-    return find_segments(model, balanced_layers(model), 2, named)
+    return convert_and_find(model, group, named)
 
 
 def mlp(layers, act=None):
@@ -157,7 +158,7 @@ def test_neurons_change_hands_by_eights_or_fours_where_there_are_enough(run_rank
         segments, _ = found_in(model, group)
         assert [one.quantum for one in segments] == [8, 8, 4, 4, 1]
 
-    run_ranks(check, 2)
+    run_ranks(in_first_rank(check), 2)
 
 
 def odd(forward, **more):
@@ -279,7 +280,7 @@ def test_what_is_not_proven_stays_even_with_the_reason(run_ranks, kind):
         assert len(segments) == (kind == "row after row")
         assert model.training
 
-    run_ranks(check, 2)
+    run_ranks(in_first_rank(check), 2)
 
 
 def test_tracing_leaves_no_trace(run_ranks):
@@ -354,7 +355,7 @@ def test_a_named_segment_that_cannot_be_is_an_error(run_ranks, kind):
             found_in(model, group, named=[segment])
         assert str(error.value).startswith("Segment(column=[")
 
-    run_ranks(check, 2)
+    run_ranks(in_first_rank(check), 2)
 
 
 def test_a_layer_in_two_named_segments_is_an_error(run_ranks):
@@ -363,7 +364,7 @@ def test_a_layer_in_two_named_segments_is_an_error(run_ranks):
         with pytest.raises(ValueError, match="layer 0 is in another segment already, that of 2"):
             found_in(model, group, named=[Segment(["0"], "2"), Segment(["0"], "2")])
 
-    run_ranks(check, 2)
+    run_ranks(in_first_rank(check), 2)
 
 
 def test_a_named_segment_wins_over_a_found_one(run_ranks):

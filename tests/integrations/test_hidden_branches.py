@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.processes import in_first_rank
+from helpers.segments import convert_and_find
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
 from zeroresize import ColumnParallelLinear, RowParallelLinear
-from zeroresize.convert import balanced_layers
-from zeroresize.integrations.find_segments import find_segments
 
 OFF = zr.BalanceConfig(mode="off")
 WIDTH, INNER = 8, 12
@@ -62,11 +62,6 @@ def module(forward, group, **parts):
     for name, part in parts.items():
         setattr(made, name, part)
     return made
-
-
-def found_in(model, group):
-    zr.convert(model, process_group=group)
-    return find_segments(model, balanced_layers(model), 2)
 
 
 def softmax_if(question):
@@ -294,7 +289,7 @@ def test_what_is_not_the_same_every_time_stays_even(run_ranks, kind):
         model = module(forward, group, **parts)
         before = {name: repr(one) for name, one in vars(model).items() if name in parts and name != "coin"}
         states = random.getstate(), torch.get_rng_state(), CALLS[0], SHARED.calls, len(KEPT), Stats.calls
-        segments, reasons = found_in(model, group)
+        segments, reasons = convert_and_find(model, group)
         assert segments == [] and reason in reasons["b"], reasons
         if kind != "an iterator":
             assert {name: repr(one) for name, one in vars(model).items() if name in before} == before
@@ -302,7 +297,7 @@ def test_what_is_not_the_same_every_time_stays_even(run_ranks, kind):
         assert states[2:] == (CALLS[0], SHARED.calls, len(KEPT), Stats.calls)
         assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
-    run_ranks(check, 2)
+    run_ranks(in_first_rank(check), 2)
 
 
 class Doubled(torch.autograd.Function):
@@ -320,10 +315,10 @@ class Doubled(torch.autograd.Function):
 
 def test_an_autograd_function_shows_only_its_forward(run_ranks):
     def check(rank, group):
-        segments, reasons = found_in(module(lambda self, x: self.b(Doubled.apply(self.a(x))), group), group)
+        segments, reasons = convert_and_find(module(lambda self, x: self.b(Doubled.apply(self.a(x))), group), group)
         assert segments == [] and "Doubled is an autograd function, whose backward is not seen" in reasons["b"]
 
-    run_ranks(check, 2)
+    run_ranks(in_first_rank(check), 2)
 
 
 def test_a_collection_of_garbage_is_not_the_forward_s(run_ranks):
@@ -334,10 +329,10 @@ def test_a_collection_of_garbage_is_not_the_forward_s(run_ranks):
     def check(rank, group):
         gc.set_threshold(1)
         gc.callbacks.append(count)
-        segments, reasons = found_in(module(softmax_if(lambda self, h: False), group), group)
+        segments, reasons = convert_and_find(module(softmax_if(lambda self, h: False), group), group)
         assert gc.isenabled() and [one.name for one in segments] == ["b"], reasons
 
-    run_ranks(check, 2)
+    run_ranks(in_first_rank(check), 2)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -346,10 +341,10 @@ def test_a_first_look_at_softmax_is_not_forgotten(run_ranks, seed):
 
     def check(rank, group):
         random.seed(seed)
-        segments, _ = found_in(module(relu_if(lambda self, h: random.random() < 0.5), group), group)
+        segments, _ = convert_and_find(module(relu_if(lambda self, h: random.random() < 0.5), group), group)
         assert segments == []
 
-    run_ranks(check, 2)
+    run_ranks(in_first_rank(check), 2)
 
 
 def test_beside_a_profiler_of_python_state_is_seen_and_beside_another_nothing_moves(run_ranks):
@@ -363,13 +358,13 @@ def test_beside_a_profiler_of_python_state_is_seen_and_beside_another_nothing_mo
         for forward in (softmax_if(counts_globally), softmax_if(lambda self, h: False)):
             model = module(forward, group)
             sys.setprofile(watch)
-            segments, reasons = found_in(model, group)
+            segments, reasons = convert_and_find(model, group)
             assert sys.getprofile() is watch
             sys.setprofile(None)
             outcomes.append((len(segments), "CALLS" in str(reasons)))
         model = module(softmax_if(counts_globally), group)
         with cProfile.Profile():
-            segments, reasons = found_in(model, group)
+            segments, reasons = convert_and_find(model, group)
         assert segments == [] and ("a profiler is active" in reasons["b"] or "CALLS" in reasons["b"])
         return outcomes, bool(seen)
 
@@ -395,7 +390,7 @@ def test_what_is_always_the_same_moves(run_ranks, kind):
     forward, parts = PROVEN[kind]
 
     def check(rank, group):
-        segments, reasons = found_in(module(forward, group, **parts), group)
+        segments, reasons = convert_and_find(module(forward, group, **parts), group)
         assert [one.name for one in segments] == ["b"] and reasons == {}
 
     run_ranks(check, 2)

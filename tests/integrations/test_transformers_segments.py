@@ -3,6 +3,7 @@
 import pytest
 from helpers.hosts import DEPTH, HEADS, HIDDEN, KINDS, KV_HEADS, MLP, build, compute, split
 from helpers.parallel_layers import assert_any_owner_computes_the_same
+from helpers.segments import convert_and_find
 from torch import nn
 
 import zeroresize as zr
@@ -21,16 +22,11 @@ HEADS_OF = {
 }
 
 
-def segments_of(model, group):
-    zr.convert(model, process_group=group)
-    return find_segments(model, balanced_layers(model), 2)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_layer_is_in_a_segment_of_heads_or_of_neurons(run_ranks, kind):
     def check(rank, group):
         model = split(build(kind), group)
-        segments, reasons = segments_of(model, group)
+        segments, reasons = convert_and_find(model, group)
         layers = balanced_layers(model)
         assert reasons == {} and sorted(name for one in segments for name in one.layers) == sorted(layers)
         assert len(segments) == 2 * DEPTH
@@ -61,7 +57,7 @@ def test_every_layer_is_in_a_segment_of_heads_or_of_neurons(run_ranks, kind):
 def test_any_owner_computes_the_same(run_ranks, kind, attention):
     def check(rank, group):
         model = split(build(kind, attention), group)
-        segments, _ = segments_of(model, group)
+        segments, _ = convert_and_find(model, group)
         assert_any_owner_computes_the_same(model, segments, compute(kind), group)
 
     run_ranks(check, 2)
@@ -74,7 +70,7 @@ def test_what_was_changed_stays_even_with_the_reason(run_ranks):
         first.intermediate.intermediate_act_fn = nn.Softmax(-1)
         own_forward = second.attention.forward
         second.attention.forward = lambda *args, **kwargs: own_forward(*args, **kwargs)
-        segments, reasons = segments_of(model, group)
+        segments, reasons = convert_and_find(model, group)
         names = [segment.name for segment in segments]
         assert names == ["encoder.layer.0.attention.output.dense", "encoder.layer.1.output.dense"]
         assert set(reasons) == {
