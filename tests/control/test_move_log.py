@@ -102,8 +102,8 @@ def test_an_expectation_above_what_was_measured_is_left_out():
     line = log.line(back, plan(3, (), 0.255), (0.1, 0.1, 0.1), num_steps=5, step_s=0.101)
     assert line == "no rank is slow any more: units come home to rank 1: 38 MB, 0.4 s; a step takes 101 ms"
     assert log.came_of(0.09) == (
-        "since units moved at step 5 a step takes 90 ms, 101 ms before: steps are 11 % shorter, and units stay "
-        "where they are while that is so"
+        "since units moved at step 5 a step takes 90 ms, 101 ms before: steps are 11 % shorter, so units stay "
+        "there until another division is better"
     )
 
 
@@ -143,7 +143,7 @@ def test_what_came_of_a_move_is_told_once():
     assert log.came_of(math.nan) is None, "nothing was measured yet"
     assert log.came_of(0.18) == (
         "since units moved at step 40 a step takes 180 ms, 290 ms before, 200 ms were expected: steps are 38 % "
-        "shorter, and units stay where they are while that is so"
+        "shorter, so units stay there until another division is better"
     )
     assert log.came_of(0.18) is None
 

@@ -73,6 +73,8 @@ def test_a_plan_tells_who_prunes_and_lends():
     ranks = RankPlan(borrowed=1.25), RankPlan(0.5, 0.25, is_straggler=True), RankPlan(0.0, 1.0, is_straggler=True)
     plan = WorkloadPlan(ranks)
     assert plan.relieved == [1, 2] and [rank.spared for rank in plan.ranks] == [0.0, 0.75, 1.0]
-    parts = ("rank 1 prunes 0.50 and lends 0.25", "rank 2 lends 1.00")
-    assert plan.description == ", ".join(f"{one} of its products" for one in parts)
+    assert plan.description == (
+        "rank 1 prunes 50 % of its products (nobody computes these) and lends 25 % of its products (other ranks "
+        "compute these), rank 2 lends 100 % of its products (other ranks compute these)"
+    )
     assert WorkloadPlan((RankPlan(),) * 2).description == "every rank computes all of its products"

@@ -101,7 +101,7 @@ class MoveLog:
     def _conclusion(self, step_s: float, before_s: float, next_update: int) -> str:
         saved = 1.0 - step_s / before_s
         if saved >= _NOTICEABLE:
-            return f"steps are {100.0 * saved:.0f} % shorter, and units stay where they are while that is so"
+            return f"steps are {100.0 * saved:.0f} % shorter, so units stay there until another division is better"
         self._was_in_vain = True
         longer = f"steps are {-100.0 * saved:.0f} % longer" if saved <= -_NOTICEABLE else "steps are as long as before"
         return f"{longer}. Units stay until the balancer decides by these times, at step {next_update}"

@@ -49,7 +49,12 @@ class OwnershipExecution:
             self._move(plan, num_steps)
         except (CannotMoveError, NotEnoughMemoryError) as error:
             if self._tells:
-                logger.warning("step %d: units stay where they are: %s", num_steps, error)
+                logger.warning(
+                    "step %d: the units that were to move stay where they are, training goes on, and a move is tried "
+                    "again some updates later: %s",
+                    num_steps,
+                    error,
+                )
             self._refuse()
 
     def tell_what_was_replaced(self, num_steps: int) -> None:
@@ -96,7 +101,9 @@ class OwnershipExecution:
             if any(math.isnan(own) for *_, own in rows):
                 units.why_not_movable = units.gather_reasons(why)
                 if parts.rank == 0:
-                    logger.warning("units cannot move: %s", units.why_not_movable)
+                    logger.warning(
+                        "no units change hands between the ranks, and training goes on: %s", units.why_not_movable
+                    )
                 parts.decision.hold_owned(units.shares)
                 return
             per_byte_s, fixed_s, num_bytes = (max(column) for column in zip(*rows, strict=True))

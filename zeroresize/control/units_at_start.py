@@ -56,9 +56,11 @@ def _log_what_stays(units: OwnedUnits, setup: Setup) -> None:
     if units.why_not_movable is None or setup.config.mode not in MOVING_MODES or not setup.config.moves:
         return
     if units.why_not_divisible is None:
-        logger.info("no units change hands: %s", units.why_not_movable)
+        logger.info("no units change hands between the ranks, neither neurons nor heads: %s", units.why_not_movable)
     elif setup.rank == 0:
-        logger.warning("no units change hands, and columns are lent instead: %s", units.why_not_movable)
+        logger.warning(
+            "no units change hands, so a slow rank's columns are lent to others instead: %s", units.why_not_movable
+        )
 
 
 def _require_home(units: OwnedUnits, setup: Setup) -> None:

@@ -43,7 +43,10 @@ def measure_wanted_shares(
             "may measure differently: give the shares as numbers"
         )
     measured = measured_shares(layers, meet)
-    logger.info("by their speed the ranks take the shares %s", [round(share, 2) for share in measured])
+    logger.info(
+        "shares='auto': by how fast the ranks multiply they are to own the shares %s",
+        [round(share, 2) for share in measured],
+    )
     return measured
 
 

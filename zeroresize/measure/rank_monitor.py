@@ -190,7 +190,9 @@ class RankMonitor:
         self._estimator = RankEstimator(cost)
         self._take_split(split)
         self._calibrated_on = _Conditions.of_step(self._layers, self._config)
-        with self._optional("no reference product could be chosen"):
+        with self._optional(
+            "how fast this rank is while it owns nothing cannot be measured, as no product could be chosen for that"
+        ):
             self._reference = choose_reference(self._layers, self._num_tokens)
         self._time_reference(self._shares_in_force.owned)
         logger.debug(
@@ -217,7 +219,9 @@ class RankMonitor:
         if owned == 0.0:
             self._time_reference(owned)
         elif owned != 1.0:
-            with self._optional("products could not be compared after a move, so speeds are known later"):
+            with self._optional(
+                "after the move this rank's products could not be timed, so its speed is known only after some updates"
+            ):
                 of_forward = {name: -(-tokens // self._most_forwards) for name, tokens in self._num_tokens.items()}
                 ratio = compare_products(self._layers, of_forward)
                 if ratio is not None:
@@ -227,7 +231,7 @@ class RankMonitor:
     def _time_reference(self, owned: float) -> None:
         layer = self._layers.get(self._reference.layer) if self._reference is not None else None
         if self._reference is not None and layer is not None:
-            with self._optional("a reference product could not be timed"):
+            with self._optional("how fast this rank is while it owns nothing could not be measured this time"):
                 self._estimator.learn_reference(time_reference(layer, self._reference), owned)
 
     @contextmanager

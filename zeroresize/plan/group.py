@@ -107,7 +107,8 @@ class WorkloadPlan:
         """Return, for a log, who prunes and lends how much."""
         shares = []
         for rank in self.relieved:
-            parts = {"prunes": self.ranks[rank].pruned, "lends": self.ranks[rank].lent}
-            what = " and ".join(f"{verb} {share:.2f}" for verb, share in parts.items() if share > 0.0)
-            shares.append(f"rank {rank} {what} of its products")
+            pruned, lent = self.ranks[rank].pruned, self.ranks[rank].lent
+            parts = [f"prunes {100.0 * pruned:.3g} % of its products (nobody computes these)"] * (pruned > 0.0)
+            parts += [f"lends {100.0 * lent:.3g} % of its products (other ranks compute these)"] * (lent > 0.0)
+            shares.append(f"rank {rank} {' and '.join(parts)}")
         return ", ".join(shares) or "every rank computes all of its products"

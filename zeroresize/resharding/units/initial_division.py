@@ -29,7 +29,7 @@ def divide_units(units: OwnedUnits, shares: Sequence[float]) -> None:
     for segment in units.segments:
         segment.has_given_shares = True
     counts = "; ".join(f"{kind} {' : '.join(map(str, of_ranks))}" for kind, of_ranks in units.num_units.items())
-    logger.info("the ranks own by the shares %s, in whole units of all layers: %s", list(shares), counts)
+    logger.info("units are divided by the shares %s: of all layers together the ranks own %s", list(shares), counts)
 
 
 def require_segments(shares: Sequence[float] | str, segments: Sequence[object]) -> None:
