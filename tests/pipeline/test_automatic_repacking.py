@@ -133,13 +133,13 @@ def test_a_single_profile_releases_nobody(run_ranks):
     def check(rank, group):
         training = Training(group, {"max_slowdown": 1.05})
         training.train(3)  # the second one is profiled, and known behind the third
-        first = training.balancer._releasing._first_step_s
+        first = training.balancer._repacking.decision._first_step_s
         training.pace.of_layers = dict.fromkeys(range(NUM_LAYERS), 0.05)
         training.train(3)
-        assert training.balancer._releasing.looks_again
+        assert training.balancer._repacking.decision.looks_again
         training.pace.of_layers = {}
         training.train(2)
-        assert training.balancer._releasing._first_step_s == first
+        assert training.balancer._repacking.decision._first_step_s == first
         return training.pipeline.num_stages
 
     assert run_ranks(check, 2) == [2, 2]
@@ -154,11 +154,11 @@ def test_nobody_is_released_by_profiles_of_work_that_is_no_more(run_ranks):
             training.pace.of_layers = dict.fromkeys(range(NUM_LAYERS), 0.05)
             training.balancer.profile_next()
             training.train(num_steps[1])
-            assert training.balancer._releasing.looks_again
+            assert training.balancer._repacking.decision.looks_again
             training.pace.of_layers = {} if profile_every == 1 else dict.fromkeys(range(NUM_LAYERS), 0.1)
             training.balancer.profile_next()
             training.train(num_steps[2])
-            results.append((training.pipeline.num_stages, training.balancer._releasing.looks_again))
+            results.append((training.pipeline.num_stages, training.balancer._repacking.decision.looks_again))
         return results
 
     # One profile of the other work wants it, too, and must be confirmed; running figures of it do not want it.

@@ -1,4 +1,4 @@
-"""A pipeline decides after each profile whether it needs all of its ranks, and releases those that it does not."""
+"""A pipeline releases the ranks that it does not need any more, when :class:`RepackingDecision` says so."""
 
 from __future__ import annotations
 
@@ -6,26 +6,20 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.release_hooks import ReleaseHook
 from zeroresize.pipeline.repacking import RepackingReport, carry_out_repacking, stage_that_stays
-from zeroresize.plan.partition import Partition
-from zeroresize.policy.pipeline.fewest_stages import RepackingRule
-from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.rebalancing import Rebalancing
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal
+from zeroresize.policy.pipeline.repacking_decision import RepackingDecision
 from zeroresize.resharding.agreement import NotEnoughMemoryError
-from zeroresize.utils.state_checks import keyed, not_negative
 from zeroresize.utils.value_checks import at_least, number
 
 logger = logging.getLogger(__name__)
-
-_CHECK = keyed({"first_step_s": not_negative})
 
 
 @dataclass(frozen=True)
@@ -73,21 +67,16 @@ class Released:
 
 
 class AutomaticRepacking:
-    """Decides after each profile whether ranks are released, and releases them.
+    """Releases ranks when the decision wants it.
 
     Attributes:
         options: as given.
-        looks_again: whether the next profile is to come at once, as this one wants fewer stages.
+        decision: which profiles go to.
     """
 
     def __init__(self, options: Repack) -> None:
         self.options = options
-        self.looks_again = False
-        self._first_step_s: float | None = None
-
-    def expect_other_work(self) -> None:
-        """Let two profiles want fewer stages from now on, whatever the last one wanted, as the work has changed."""
-        self.looks_again = False
+        self.decision = RepackingDecision(options.least_stages, options.max_slowdown)
 
     def release(
         self,
@@ -108,23 +97,17 @@ class AutomaticRepacking:
         Raises:
             RuntimeError, ValueError: as :func:`~zeroresize.pipeline.repack`.
         """
-        if rebalancing.costs is None or not rebalancing.has_learned:
+        wanted = self.decision.update(profile, rebalancing, stage_that_stays(pipeline))
+        if wanted is None:
             return None
-        rule, costs, before = rebalancing.rule, rebalancing.costs, Partition(profile.boundaries)
-        now = rule.simulated(costs, before)
-        if self._first_step_s is None:
-            self._first_step_s = now.step_s
-        repacking_rule = RepackingRule(rule, costs, profile, stage_that_stays(pipeline))
-        repacking = repacking_rule.on_fewest(self.options.least_stages, self.options.max_slowdown * self._first_step_s)
-        is_wanted = len(repacking.stages) < before.num_stages
-        self.looks_again, is_confirmed = is_wanted and not self.looks_again, is_wanted and self.looks_again
-        if not is_confirmed:
-            return None
-        then = repacking_rule.simulated(repacking)
-        stage_s = PipelineLoad.of(costs.seconds, before.num_stages, speeds=costs.speeds).stage_times(before)
         try:
             report = carry_out_repacking(
-                pipeline, optimizer, repacking, max_bytes=max_bytes, on_release=self.options.on_release, step=step
+                pipeline,
+                optimizer,
+                wanted.repacking,
+                max_bytes=max_bytes,
+                on_release=self.options.on_release,
+                step=step,
             )
         except NotEnoughMemoryError as error:
             if pipeline.stage == 0:
@@ -136,48 +119,24 @@ class AutomaticRepacking:
                 "step %d: %d of %d stages go on, ranks %s are released: %.1f MB, %.2f s; expected step %.0f -> %.0f ms",
                 step,
                 len(report.stages),
-                before.num_stages,
+                wanted.before.num_stages,
                 list(report.released),
                 report.moved_bytes / 1e6,
                 report.seconds,
-                1e3 * now.step_s,
-                1e3 * then.step_s,
+                1e3 * wanted.step.step_s,
+                1e3 * wanted.expected_step.step_s,
             )
         proposal = RebalancingProposal(
-            before.boundaries,
+            wanted.before.boundaries,
             report.boundaries,
-            tuple(stage_s.tolist()),
-            now.step_s,
-            then.step_s,
-            now.bubble_ratio,
-            then.bubble_ratio,
+            wanted.stage_s,
+            wanted.step.step_s,
+            wanted.expected_step.step_s,
+            wanted.step.bubble_ratio,
+            wanted.expected_step.bubble_ratio,
             profile.bubble_ratio,
             report.busiest_bytes,
             rebalancing.cost_of_move.there_and_back(report.busiest_bytes),
             is_needed=False,
         )
         return Released(proposal, report)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what was learned, as plain values."""
-        return {} if self._first_step_s is None else {"first_step_s": self._first_step_s}
-
-    @staticmethod
-    def check_state(state: Any) -> None:
-        """Check that :meth:`load_state_dict` can go on from ``state``.
-
-        Raises:
-            ValueError: naming what does not fit.
-        """
-        if state != {}:
-            _CHECK(state, "state.repack")
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`.
-
-        Raises:
-            ValueError: as :meth:`check_state`; nothing is taken over then.
-        """
-        self.check_state(state)
-        self._first_step_s = state.get("first_step_s")
-        self.looks_again = False

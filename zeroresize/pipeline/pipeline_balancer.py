@@ -142,7 +142,7 @@ class PipelineBalancer:
         self._replicas: PipelineReplicas | None = None
         self._units = None if units is None else UnitsFirst(units)
         options = ""
-        self._releasing = None if repack is None else AutomaticRepacking(repack)
+        self._repacking = None if repack is None else AutomaticRepacking(repack)
         alike: tuple[float, float] | Exception
         try:
             limits = None if memory_limits is None else tuple(map(float, memory_limits))
@@ -235,8 +235,8 @@ class PipelineBalancer:
         self._wanted = None
         self._profiles.forget()
         self._rebalancing.expect_other_work()
-        if self._releasing is not None:
-            self._releasing.expect_other_work()
+        if self._repacking is not None:
+            self._repacking.decision.expect_other_work()
 
     def what_if(self) -> RebalancingProposal | None:
         """Return what moving layers would save now, by the last profile; None before there was one.
@@ -248,7 +248,7 @@ class PipelineBalancer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned of layers, devices and moves: plain values, the same on every rank."""
-        repack = {} if self._releasing is None else {"repack": self._releasing.state_dict()}
+        repack = {} if self._repacking is None else {"repack": self._repacking.decision.state_dict()}
         return {"steps": self.steps, **self._rebalancing.state_dict(), **repack}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -263,11 +263,11 @@ class PipelineBalancer:
         steps = learned.pop("steps", None)
         count(steps, "state['steps']")
         repack = learned.pop("repack", {})
-        if self._releasing is not None:
-            self._releasing.check_state(repack)
+        if self._repacking is not None:
+            self._repacking.decision.check_state(repack)
         self._rebalancing.load_state_dict(learned, len(self._pipeline.layers), self._pipeline.num_stages)
-        if self._releasing is not None:
-            self._releasing.load_state_dict(repack)
+        if self._repacking is not None:
+            self._repacking.decision.load_state_dict(repack)
         self._profiles.forget()
         self.steps, self._cadence.next_due, self._wanted = steps, 0, None
 
@@ -344,12 +344,12 @@ class PipelineBalancer:
 
     def _release(self, profile: PipelineProfile) -> bool:
         """Whether the pipeline has fewer stages now."""
-        if self._releasing is None:
+        if self._repacking is None:
             return False
-        released = self._releasing.release(
+        released = self._repacking.release(
             profile, self._rebalancing, self._pipeline, self._optimizer, step=self.steps, max_bytes=self._max_bytes
         )
-        if self._releasing.looks_again:
+        if self._repacking.decision.looks_again:
             self._cadence.look_again(self.steps - 1)
         if released is None:
             return False

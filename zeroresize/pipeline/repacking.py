@@ -21,12 +21,12 @@ from zeroresize.pipeline.moving_layers import participants_of
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.release_hooks import Release, ReleaseHook, tell_outside
 from zeroresize.plan.partition import Partition
-from zeroresize.policy.pipeline.fewest_stages import RepackingRule
+from zeroresize.policy.pipeline.fewer_stages import Repacking, repacked
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
-from zeroresize.policy.pipeline.repacking import Repacking, repacked
+from zeroresize.policy.pipeline.repacking_decision import RepackingRule
 from zeroresize.resharding.agreement import meet_prepared
 from zeroresize.resharding.transaction import prepare_transaction, receive_transaction
 

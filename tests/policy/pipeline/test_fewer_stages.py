@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroresize.plan.partition import Partition
+from zeroresize.policy.pipeline.fewer_stages import can_hold, repacked
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
-from zeroresize.policy.pipeline.repacking import can_hold, repacked
 
 
 def is_possible(load, num_stages, keep=None):
