@@ -80,11 +80,6 @@ class Balancer:
         on_update: Callable[[UpdateRecord], None] | None = None,
     ) -> None:
         config = BalanceConfig() if config is None else config
-        if not isinstance(config, BalanceConfig):
-            raise ValueError(
-                f"config must be a BalanceConfig, found {type(config).__name__}: use BalanceConfig(...), "
-                "BalanceConfig.from_dict(...) or BalanceConfig.from_yaml(...)"
-            )
         self.config, self.on_update = config, on_update
         self._parts = build(model, optimizer, config, process_group, data_parallel_group)
         self.lineage = self._parts.lineage

@@ -156,9 +156,15 @@ def group_of(
     if process_group is not None:
         return require_group(process_group)
     layers: dict[str, Any] = dict(balanced_layers(model))
-    if not layers:
-        chosen = ((name, module) for name, module, _ in _parallel_layers(model))
-        layers = {name: module for name, module in chosen if module_filter_fn is None or module_filter_fn(module, name)}
+    is_converted = any(layer.is_searched for layer in layers.values())
+    if not is_converted:  # convert() leaves the layers of other groups on purpose
+        is_only = not layers
+        layers |= {
+            name: module
+            for name, module, _ in _parallel_layers(model)
+            if (module_filter_fn is None or module_filter_fn(module, name))
+            and (is_only or group_size(module.process_group) > 1)
+        }
     if not layers:
         raise ValueError(_nothing_to_convert(model, {}, []))
     first_name, first = next(iter(layers.items()))

@@ -2,6 +2,7 @@
 
 import datetime
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,6 +60,25 @@ def test_what_one_rank_cannot_set_up_the_others_hear_at_once_and_all_may_try_aga
         with pytest.raises((RuntimeError, ValueError)) as error:
             zr.Balancer(run.model, of_some if rank == 1 else run.optimizer, run.config, process_group=group)
         assert (expected in str(error.value)) == (rank == 0), error.value
+        zr.Balancer(run.model, run.optimizer, run.config, process_group=group).close()
+        return time.monotonic() - began < 10.0
+
+    assert run_ranks(build, 2, timeout_s=20) == [True, True]
+
+
+@pytest.mark.parametrize("wrong", ["configuration", "mesh"])
+def test_what_is_wrong_before_anything_is_looked_at_the_others_hear_at_once_too(run_ranks, wrong):
+    def build(rank, group):
+        run = Run(group)
+        run.balancer.close()
+        given = {"config": run.config, "process_group": group}
+        if rank == 1:
+            mesh = SimpleNamespace(ndim=2, get_group=lambda number: group)
+            given |= {"config": {"mode": "exact"}} if wrong == "configuration" else {"process_group": mesh}
+        began = time.monotonic()
+        with pytest.raises((RuntimeError, ValueError)) as error:
+            zr.Balancer(run.model, run.optimizer, **given)
+        assert ("ranks [1] of the group failed" in str(error.value)) == (rank == 0), error.value
         zr.Balancer(run.model, run.optimizer, run.config, process_group=group).close()
         return time.monotonic() - began < 10.0
 

@@ -259,6 +259,20 @@ def test_layers_of_two_meshes_are_an_error_that_names_both(run_ranks):
     run_ranks(check, 4)
 
 
+def test_layers_of_another_group_count_also_where_only_styles_have_converted(run_ranks):
+    def check(rank, group):
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = whole_model()
+        parallelize_module(model[0], grid["tp"], {"up": zr.ColwiseParallel(), "down": zr.RowwiseParallel()})
+        model.append(zr.ColumnParallelLinear(8, 8, process_group=grid["dp"]))
+        with pytest.raises(ValueError, match=r"two process groups: 0\.up of ranks"):
+            zr.Balancer(model, adamw(model))
+        zr.convert(model, grid["tp"])  # it leaves the others alone
+        zr.Balancer(model, adamw(model), process_group=grid["tp"]).close()
+
+    run_ranks(check, 4)
+
+
 def test_a_mesh_of_one_rank_trains_as_the_whole_model_and_balances_nothing(run_ranks):
     def check(rank, group):
         whole = whole_model()

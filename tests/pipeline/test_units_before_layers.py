@@ -115,7 +115,7 @@ def test_what_cannot_leave_or_move_stays_and_is_attached_again(run_ranks, step):
         training.pace.of_rank = 3.0 if rank == 1 else 1.0
         training.train(2)
         real = transaction.allocate_together
-        error = NotEnoughMemoryError("too little")
+        error = NotEnoughMemoryError("nothing has moved: DefaultCPUAllocator: can't allocate memory")
         if step == "leaving":
             training.units.fails_with = error if rank == 1 else None
         else:

@@ -15,6 +15,7 @@ from helpers.processes import dying, send_half, told_by_survivors
 
 from zeroresize.resharding import agreement, transport
 from zeroresize.resharding.agreement import NotEnoughMemoryError
+from zeroresize.resharding.transaction import Transaction
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 NOTHING = "nothing has moved or changed"
@@ -154,6 +155,34 @@ def test_a_rank_that_fails_in_the_middle_tells_the_others_at_once(run_ranks, mon
         moving.goes_on()
 
     run_ranks(check, 3)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("no rounds")], ids=repr)
+def test_a_rank_that_fails_while_it_lays_out_rounds_tells_the_others_at_once(run_ranks, monkeypatch, kind, error):
+    def check(rank, group):
+        moving = KINDS[kind](group)
+
+        def failing(self, *arguments):
+            raise error
+
+        with monkeypatch.context() as patched:
+            if rank == 1:
+                for transaction_class in all_transactions():
+                    patched.setattr(transaction_class, "agree", failing)
+            begin = time.perf_counter()
+            text = moving.fails(moving.move)
+            assert time.perf_counter() - begin < 0.8 * moving.limit_s, text
+        moving.goes_on()
+
+    run_ranks(check, 3)
+
+
+def all_transactions():
+    """The classes of the engine's moves."""
+    classes = list(Transaction.__subclasses__())
+    for each in classes:
+        classes += each.__subclasses__()
+    return classes
 
 
 def test_what_does_not_fit_into_memory_moves_nowhere(run_ranks, monkeypatch, kind):

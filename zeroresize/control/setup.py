@@ -79,6 +79,11 @@ def checked_setup(
     Raises:
         ValueError: as :class:`~zeroresize.balancer.Balancer` tells.
     """
+    if not isinstance(config, BalanceConfig):
+        raise ValueError(
+            f"config must be a BalanceConfig, found {type(config).__name__}: use BalanceConfig(...), "
+            "BalanceConfig.from_dict(...) or BalanceConfig.from_yaml(...)"
+        )
     process_group = group_of(model, process_group)
     replicas_group: ProcessGroup | None = as_process_group(data_parallel_group)
     config.validate_group_size(group_size(process_group))
@@ -96,7 +101,10 @@ def tell_other_ranks(model: nn.Module, process_group: ProcessGroup | DeviceMesh 
         error: what it raised.
     """
     with suppress(Exception):  # nothing tells of which group this rank is
-        group = group_of(model, process_group)
+        try:
+            group = group_of(model, process_group)
+        except Exception:  # it may be just this that is wrong
+            group = group_of(model)
         if group_size(group) > 1:
             let_others_fail(group, error)
 

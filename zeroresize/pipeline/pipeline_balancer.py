@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import Schedule1F1B
 
-from zeroresize.comm.collectives import all_reduce
+from zeroresize.comm.collectives import all_reduce, as_process_group
 from zeroresize.layers.whole_parameters import require_whole_parameters
 from zeroresize.measure.links import measure_move_cost
 from zeroresize.optim.independence import why_not_by_parameter
@@ -47,6 +47,9 @@ from zeroresize.resharding.agreement import (
 from zeroresize.resharding.movable_optimizer import groups_of, require_movable_state
 from zeroresize.utils.fingerprint import fingerprint
 from zeroresize.utils.state_checks import count
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +129,7 @@ class PipelineBalancer:
         min_saving: float = MIN_SAVING,
         max_bytes: int = 64 * 2**20,
         move_during_backward: bool = True,
-        replicas: ProcessGroup | None = None,
+        replicas: ProcessGroup | DeviceMesh | None = None,
         units: StageUnits | None = None,
         on_change: Callable[[RebalancingRecord], object] | None = None,
         on_profile: Callable[[ProfileRecord], object] | None = None,
@@ -152,6 +155,7 @@ class PipelineBalancer:
                 raise ValueError("repack needs memory_limits, or a max_slowdown: nothing else would keep any stage")
             if repack is not None and (replicas is not None or units is not None):
                 raise ValueError("repack is for pipelines by themselves: not with replicas or units beside them")
+            replicas_group: ProcessGroup | None = as_process_group(replicas)
             if units is not None and replicas is None and units.num_ranks > 1:
                 raise ValueError(f"units of {units.num_ranks} ranks need these ranks as replicas=")
             _require_no_ties(pipeline)
@@ -173,8 +177,8 @@ class PipelineBalancer:
         meet = pipeline.meet()
         table = meet_prepared(meet, alike)
         require_same([one for one, *_ in table], _OPTIONS, meet)
-        if replicas is not None:
-            self._replicas = PipelineReplicas(pipeline, replicas, options)
+        if replicas_group is not None:
+            self._replicas = PipelineReplicas(pipeline, replicas_group, options)
         self._tells = pipeline.stage == 0 and (self._replicas is None or self._replicas.is_first)
         self._connect()
         self._rebalancing = Rebalancing(rule, self._measure_cost())
@@ -295,7 +299,7 @@ class PipelineBalancer:
         try:
             if self._units is not None:
                 self._units.leave(proposal.after, self._pipeline.meet())
-        except CannotMoveError as error:
+        except (CannotMoveError, NotEnoughMemoryError) as error:
             self._stay(error)
             return
         try:

@@ -59,7 +59,8 @@ class UnitsFirst:
         """Let the groups whose stages get other layers let go of them.
 
         Raises:
-            CannotMoveError: on every rank, if the units of some cannot come home; all groups balance as before then.
+            CannotMoveError, NotEnoughMemoryError: on every rank, if the units of some cannot come home; all groups
+                balance as before then.
             RuntimeError: if a rank does not come.
             Exception: what else letting go raises on this rank; the others then raise a CannotMoveError.
         """
@@ -70,7 +71,7 @@ class UnitsFirst:
             left = error
         try:
             meet_prepared(meet, left)
-        except CannotMoveError:
+        except (CannotMoveError, NotEnoughMemoryError):
             if isinstance(left, Exception) and not isinstance(left, CannotMoveError | NotEnoughMemoryError):
                 raise left from None
             self._units.attach()

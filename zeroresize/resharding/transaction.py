@@ -199,16 +199,31 @@ def prepare_transaction(make: Callable[[], TransactionT], participants: Particip
         device = participants.message_device
         descriptions = gather_texts(description, meet, participants.process_group, device, sizes)
         agreed: tuple[float, float] | Exception = (0.0, 0.0)
+        needed, allocate = 0, transaction.allocate
         try:
             transaction.agree(descriptions)
+            needed = transaction.needed_bytes
         except Exception as error:  # the others must hear of any
             agreed = error
         meet_prepared(meet, agreed, transaction.title)
     else:
-        transaction.agree(None)
-    needed = transaction.needed_bytes
-    allocate_together(needed, participants.device, transaction.allocate, meet, transaction.memory_name)
+        needed, allocate = _agree_alone(transaction)
+    allocate_together(needed, participants.device, allocate, meet, transaction.memory_name)
     return transaction
+
+
+def _agree_alone(transaction: Transaction) -> tuple[int, Callable[[], None]]:
+    """Lay out the rounds without descriptions; return the bytes they need, and what allocates or raises the failure."""
+    try:
+        transaction.agree(None)
+        return transaction.needed_bytes, transaction.allocate
+    except Exception as error:  # the others must hear of any, when they meet over memory
+        failure = error
+
+    def fail() -> None:
+        raise failure
+
+    return 0, fail
 
 
 def _prepare_in_one_meeting(make: Callable[[], TransactionT], participants: Participants) -> TransactionT:
