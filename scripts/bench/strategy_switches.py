@@ -26,7 +26,8 @@ from lm_examples.llama import LlamaConfig, llama_layers
 from scripts.bench.common import machine, save, time_slowest_rank
 from zeroresize.comm.collectives import start_messages
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds, plan_gradients, plan_weights
+from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
+from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.resharding.agreement import wait_for_all
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.switching import switch as switching

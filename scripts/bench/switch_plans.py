@@ -23,7 +23,8 @@ from scripts.bench.common import save
 from zeroresize.plan.layout import TensorSpec
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.switches.slices import common_slices
-from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds, lower_bound, plan_gradients, plan_weights
+from zeroresize.policy.strategy.switches.switch_plan import lower_bound, plan_gradients, plan_weights
+from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.simulate.llama_tensors import LLAMA_32B, LlamaShape, llama_tensors
 
 #: HotSPa, Table 3.

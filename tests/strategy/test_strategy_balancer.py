@@ -18,7 +18,7 @@ from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
 from zeroresize.policy.strategy.stragglers.costs import StragglerCosts
 from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds
-from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds
+from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.placement import strategy_groups

@@ -47,7 +47,7 @@ class GroupDecision:
 
     Attributes:
         plan: what is decided.
-        num_calibration_steps: for how many of the next steps another plan is in force, :attr:`calibration`.
+        num_calibration_steps: for how many of the next steps another plan is in force, :attr:`calibration_plan`.
         outside_s: of every rank, seconds of a step before its first balanced layer; empty before all were measured.
         migration: Φ1 by the calibration, the same on every rank; None where nobody can lend, or before it is known.
     """

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
 from zeroresize.policy.strategy.packing import pack
-from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds
+from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.simulate.llama_tensors import LlamaShape, llama_tensors
 
 _BF16 = 2

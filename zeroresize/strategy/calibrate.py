@@ -15,7 +15,7 @@ from zeroresize.comm.collectives import all_reduce, group_rank, group_size, mess
 from zeroresize.measure.links import measure_messages
 from zeroresize.policy.strategy.costs.cost_model import Floats
 from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
-from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds
+from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
 from zeroresize.utils.value_checks import at_least

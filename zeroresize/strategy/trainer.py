@@ -136,7 +136,7 @@ class StrategyTrainer:
 
         Raises:
             ValueError: for no sequences, a row of another kind, one that is longer than the last range, an optimizer
-                that does not step the model's parameters, gradients that are left, and a model that is not under its
+                that does not step the model's parameters, gradients that are left, and a model that is not under
                 the optimizer's strategy; the other ranks raise a RuntimeError. Nothing has run then.
             RuntimeError: if ranks were given different sequences, or one does not come, and after a step that failed.
             Exception: what a layer or the loss raises. A step that fails while it runs is to be repeated from a

@@ -12,7 +12,7 @@ from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.pipeline.bubbles import order_of, simulated_step
 from zeroresize.policy.strategy.costs.cost_model import CostModel, pipeline_seconds
 from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
-from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds
+from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 
 NUM_LAYERS = 4
 #: A weight of 8 units of 100 bytes in each layer, and a bias of 8 bytes that nobody divides.

@@ -16,7 +16,7 @@ from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.costs.forecast import forecast_step
 from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
 from zeroresize.policy.strategy.costs.search import search_strategies
-from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds
+from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 
 TENSORS = tuple(TensorSpec(f"{layer}.weight", layer, (8, 25), 4, UnitDivision(0, 8, 1)) for layer in range(4))
 CANDIDATES = [Strategy(dp=4), Strategy(tp=4), Strategy(dp=2, tp=2), Strategy(pp=4)]

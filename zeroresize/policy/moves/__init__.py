@@ -1,1 +1,1 @@
-"""When a change pays: the same rule for units, layers, strategies and fewer ranks."""
+"""When a change pays: the same rule for units, layers and strategies."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zeroresize.plan.layout import Indices
-from zeroresize.policy.strategy.switches.switch_plan import SliceTransfers
+from zeroresize.policy.strategy.switches.transfers import SliceTransfers
 from zeroresize.resharding.transport import Pair
 from zeroresize.strategy.placement.whole_layers import WholeTensor
 from zeroresize.utils.fingerprint import digest

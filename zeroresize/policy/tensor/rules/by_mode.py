@@ -1,4 +1,4 @@
-"""What each mode wants: from the times of a group to a division of its work."""
+"""What each mode prunes and lends: from the times of a group to a division of its work."""
 
 from __future__ import annotations
 
