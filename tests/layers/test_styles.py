@@ -259,6 +259,35 @@ def test_layers_of_two_meshes_are_an_error_that_names_both(run_ranks):
     run_ranks(check, 4)
 
 
+class _WithMethod(nn.Linear):
+    def norm(self):
+        return self.weight.norm()
+
+
+class _MadeOtherwise(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+
+
+def test_a_subclass_that_would_lose_something_is_refused(run_ranks):
+    def check(rank, group):
+        mesh = init_device_mesh("cpu", (2,))
+        linear = _WithMethod(8, 8)
+        with pytest.raises(ValueError, match="found a _WithMethod: its norm would be lost"):
+            parallelize_module(linear, mesh, zr.ColwiseParallel())
+        assert type(linear) is _WithMethod and linear.weight.shape == (8, 8)
+        made = _MadeOtherwise()
+        parallelize_module(made, mesh, zr.ColwiseParallel())
+        assert made.weight.shape == (4, 8)
+
+    run_ranks(check, 2)
+
+
+def test_what_is_no_placement_is_an_error_that_shows_it():
+    with pytest.raises(ValueError, match=r"ColwiseParallel\(output_layouts='x'\) is not allowed"):
+        zr.ColwiseParallel(output_layouts="x")
+
+
 def test_layers_of_another_group_count_also_where_only_styles_have_converted(run_ranks):
     def check(rank, group):
         grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

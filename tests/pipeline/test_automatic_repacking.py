@@ -1,5 +1,6 @@
 """A balanced pipeline releases ranks that it no longer needs, on real processes whose layers take known seconds."""
 
+import itertools
 import json
 import logging
 
@@ -11,8 +12,9 @@ from helpers.sleeping_layers import MICRO, Pace, layers_of, undivided_losses
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
 
-from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, Repack
+from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, Repack, automatic_repacking
 from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.resharding.agreement import NotEnoughMemoryError
 
 NUM_LAYERS = 8
 
@@ -140,6 +142,26 @@ def test_a_single_profile_releases_nobody(run_ranks):
         training.pace.of_layers = {}
         training.train(2)
         assert training.balancer._repacking.decision._first_step_s == first
+        return training.pipeline.num_stages
+
+    assert run_ranks(check, 2) == [2, 2]
+
+
+def test_a_release_that_was_refused_is_not_tried_again_at_once(run_ranks, monkeypatch):
+    def check(rank, group):
+        attempts = []
+
+        def refuse(*arguments, step, **options):
+            attempts.append(step)
+            raise NotEnoughMemoryError("no room")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(automatic_repacking, "carry_out_repacking", refuse)
+            training = Training(group, {"max_slowdown": 100.0}, profile_every=3)
+            training.train(160)
+        pauses = [after - before for before, after in itertools.pairwise(attempts)]
+        assert len(pauses) >= 1 and all(pause >= 8 * 3 for pause in pauses), attempts
+        assert pauses == sorted(pauses)
         return training.pipeline.num_stages
 
     assert run_ranks(check, 2) == [2, 2]

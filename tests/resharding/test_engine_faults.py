@@ -68,11 +68,18 @@ def test_a_rank_that_dies_is_named_and_the_others_stay_as_they_were(tmp_path, ki
             assert text.startswith(f"RuntimeError: {NOTHING}") and "ranks [1] of the group" in text, text
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("when", ["before all", "between rounds", "received"])
-def test_a_rank_that_is_stopped_is_waited_for_no_longer_than_the_time_limit(tmp_path, kind, when):
-    limit_s = 5.0
+def test_a_rank_that_is_stopped_between_rounds_is_waited_for_once(tmp_path, kind):
+    """The verdict on a move that has failed waits for what is left of the time limit only."""
+    stops_and_is_waited_for(tmp_path, kind, "between rounds", limit_s=3.0)
 
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("when", ["before all", "received"])
+def test_a_rank_that_is_stopped_is_waited_for_no_longer_than_the_time_limit(tmp_path, kind, when):
+    stops_and_is_waited_for(tmp_path, kind, when, limit_s=5.0)
+
+
+def stops_and_is_waited_for(tmp_path, kind, when, *, limit_s):
     def check(rank, group):
         moving = KINDS[kind](group, limit_s)
         if rank != 1:

@@ -159,6 +159,15 @@ def test_files_outside_of_the_checkpoint_are_not_read(tmp_path, path):
     assert f"is in {path}, outside of the checkpoint" in refusal(tmp_path)
 
 
+def test_files_of_an_inner_folder_are_not_read(tmp_path):
+    """It may be a link to anywhere."""
+    written(tmp_path)
+    change_index(
+        tmp_path, lambda index: [setattr(one, "relative_path", "inner/file") for one in index.storage_data.values()]
+    )
+    assert "'inner/file' is not the name of a file in it, refused" in refusal(tmp_path)
+
+
 @pytest.mark.parametrize("target", ["/dev/zero", "outside", "pipe"])
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_what_is_no_plain_file_is_not_opened(tmp_path, name, target):

@@ -17,7 +17,7 @@ from zeroresize.utils import torch_private
 
 PACKAGE = Path(torch_private.__file__).parents[1]
 #: Private names of Python's own library that are used.
-OF_PYTHON = {"_getframe", "_make"}
+OF_PYTHON = {"_current_frames", "_getframe", "_make"}
 #: Of transformers and Colossal-AI.
 OF_HOSTS = {"_attn_implementation", "_origin_length"}
 

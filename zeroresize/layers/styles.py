@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from zeroresize.comm.collectives import broadcast, group_size, message_device, require_group
@@ -85,10 +86,19 @@ class RowwiseParallel(ParallelStyle):
         return _become(module, layer, is_converted=True)
 
 
+#: What a subclass of ``nn.Linear`` may have and still compute the same as an ``nn.Linear``, once it is made.
+_LOSES_NOTHING = {
+    *("__init__", "__module__", "__doc__", "__qualname__", "__annotations__", "__annotate_func__", "__parameters__"),
+    *("__constants__", "__firstlineno__", "__static_attributes__"),
+}
+
+
 def _kind_of(layout: Any, default: str) -> str:
     """What a placement of torch, or its absence, means here; its text where that is nothing."""
     if layout is None:
         return default
+    if not isinstance(layout, Placement):
+        return repr(layout)
     if layout.is_replicate():
         return "replicated"
     return "divided" if layout.is_shard(-1) else repr(layout)
@@ -119,6 +129,13 @@ def _checked(style: ParallelStyle, module: nn.Module, device_mesh: DeviceMesh, f
     if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
         raise ValueError(
             f"{name} needs a plain torch.nn.Linear, found a {type(module).__name__} with a forward of its own"
+        )
+    classes = type(module).__mro__[: type(module).__mro__.index(nn.Linear)]
+    lost = sorted({added for each in classes for added in vars(each)} - _LOSES_NOTHING)
+    if lost:
+        raise ValueError(
+            f"{name} needs a plain torch.nn.Linear, found a {type(module).__name__}: its {', '.join(lost)} would be "
+            "lost"
         )
     named = (*module.named_parameters(), *module.named_buffers(), *module.named_children())
     others = {part for part, _ in named} - {"weight", "bias"}

@@ -110,9 +110,11 @@ class AutomaticRepacking:
                 step=step,
             )
         except NotEnoughMemoryError as error:
+            self.decision.refuse()
             if pipeline.stage == 0:
                 logger.warning("step %d: no rank is released: %s", step, error)
             return None
+        self.decision.succeed()
         rebalancing.continue_on(report.stages, report.boundaries)
         if pipeline.stage == 0:
             logger.info(

@@ -112,8 +112,7 @@ class PipelineBalancer:
         ValueError: for values that are not allowed, for layers of which some share a parameter or that are inside
             DistributedDataParallel or FSDP, and for an optimizer that is a wrapper, does not step all parameters that
             want gradients, or is not known to step each by itself (LBFGS).
-        RuntimeError: on every rank, if ranks differ in these values or in the optimizer's parameter groups, or, with
-            ``repack``, in how many process groups they are members of: torch names new ones by that.
+        RuntimeError: on every rank, if ranks differ in these values or in the optimizer's parameter groups.
         ValueError, RuntimeError: as :class:`~zeroresize.pipeline.replicas.PipelineReplicas`.
     """
 

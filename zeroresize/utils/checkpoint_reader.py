@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorP
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from zeroresize.utils.checkpoint_files import require_plain_file
+from zeroresize.utils.checkpoint_files import plain_file, require_plain_file
 from zeroresize.utils.checkpoint_index import INDEX, index_from_json, read_index
 
 #: A file with this name tells itself what the names that begin so are to be read as; none of them must be there.
@@ -76,7 +76,7 @@ class CheckpointReader(FileSystemReader):
                 metadata = read_index(stream, str(path))
         for name in {storage.relative_path for storage in metadata.storage_data.values()}:
             with suppress(FileNotFoundError):  # which is an error where it is needed
-                require_plain_file(Path(self.path) / name)
+                plain_file(self.path, name)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         if TOLD in metadata.state_dict_metadata:

@@ -14,8 +14,8 @@ missing for good, both cost the same.
 Units that change owners (:mod:`zeroresize.policy.tensor.ownership_decision`), layers that change stages
 (:mod:`zeroresize.policy.pipeline.rebalancing`) and strategies that are put in force
 (:mod:`zeroresize.policy.strategy.stragglers.decision`) ask it. They say what is wanted, what it saves and what it
-takes. Re-packing a pipeline onto fewer ranks does not ask it: ranks are released for good, so nothing is ever owed for
-having waited, and what it takes is bounded by the memory and by a slowdown that a user allows.
+takes. Of re-packing a pipeline onto fewer ranks (:mod:`zeroresize.policy.pipeline.repacking_decision`) nothing is owed,
+as waiting costs nothing there, but what was refused pauses, too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Whether a pipeline is packed onto fewer stages after a profile, and onto how few, within memory and within seconds.
 
-It asks no ski rental as moves do: ranks are released for good, so nothing is ever owed for having waited, and what
-re-packing takes is bounded by the memory and by a slowdown that a user allows. Two profiles must want it instead.
+Nothing is owed to its ski rental, as it is for moves: ranks are released for good, so waiting costs nothing, and what
+re-packing takes is bounded by the memory and by a slowdown that a user allows. Two profiles must want it instead. Of
+the rental it takes the pauses: what could not be made is not tried again at once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zeroresize.plan.partition import Partition
+from zeroresize.policy.moves.ski_rental import RENTAL_CHECK, SkiRental
 from zeroresize.policy.pipeline.bubbles import PipelineStep
 from zeroresize.policy.pipeline.fewer_stages import Repacking, can_hold, repacked
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
@@ -20,7 +22,7 @@ from zeroresize.policy.pipeline.rebalancing import Rebalancing
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
 from zeroresize.utils.state_checks import keyed, not_negative
 
-_CHECK = keyed({"first_step_s": not_negative})
+_CHECK = keyed({"first_step_s": not_negative, "rental": RENTAL_CHECK})
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,13 @@ class RepackingDecision:
         least_stages: that always stay.
         max_slowdown: how many times as long as in the first profile of all a step may take, as simulated.
         looks_again: whether the next profile is to come at once, as the last one wanted fewer stages.
+        rental: tells how long the pause is after a re-packing that could not be made.
     """
 
     least_stages: int = 1
     max_slowdown: float = math.inf
     looks_again: bool = field(default=False, init=False)
+    rental: SkiRental = field(default_factory=SkiRental, init=False)
     _first_step_s: float | None = field(default=None, init=False)
 
     def expect_other_work(self) -> None:
@@ -121,11 +125,15 @@ class RepackingDecision:
         """
         if rebalancing.costs is None or not rebalancing.has_learned:
             return None
+        self.rental.next_update()
         costs, before = rebalancing.costs, Partition(profile.boundaries)
         rule = RepackingRule(rebalancing.rule, costs, profile, keep)
         now = rebalancing.rule.simulated(costs, before)
         if self._first_step_s is None:
             self._first_step_s = now.step_s
+        if self.rental.pause:
+            self.looks_again = False
+            return None
         repacking = rule.on_fewest(self.least_stages, self.max_slowdown * self._first_step_s)
         is_wanted = len(repacking.stages) < before.num_stages
         self.looks_again, is_confirmed = is_wanted and not self.looks_again, is_wanted and self.looks_again
@@ -134,9 +142,19 @@ class RepackingDecision:
         stage_s = PipelineLoad.of(costs.seconds, before.num_stages, speeds=costs.speeds).stage_times(before)
         return RepackingProposal(repacking, before, tuple(stage_s.tolist()), now, rule.simulated(repacking))
 
+    def refuse(self) -> None:
+        """Note that the re-packing could not be made: none is wanted for some profiles, longer after each refusal."""
+        self.rental.refuse()
+
+    def succeed(self) -> None:
+        """Note that the re-packing was made."""
+        self.rental.succeed()
+
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned, as plain values."""
-        return {} if self._first_step_s is None else {"first_step_s": self._first_step_s}
+        if self._first_step_s is None:
+            return {}
+        return {"first_step_s": self._first_step_s, "rental": self.rental.state_dict()}
 
     @staticmethod
     def check_state(state: Any) -> None:
@@ -156,4 +174,7 @@ class RepackingDecision:
         """
         self.check_state(state)
         self._first_step_s = state.get("first_step_s")
+        self.rental = SkiRental()
+        if "rental" in state:
+            self.rental.load_state_dict(state["rental"])
         self.looks_again = False

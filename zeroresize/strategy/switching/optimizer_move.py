@@ -134,7 +134,7 @@ class OptimizerMove(Transaction):
         self._strategy, self._before, self._after, self._tensors = strategy, before, after, tensors
         self._nodes, self._group, self._device, self._max_bytes = nodes, process_group, device, max_bytes
         self._optimizer = RankOptimizer(before, tensors, optimizer)
-        self.plan = fingerprint(json.dumps([strategy.as_dict(), self._optimizer.settings]))
+        self.plan = fingerprint(json.dumps([strategy.as_dict(), self._optimizer.settings, list(nodes), max_bytes]))
 
     @property
     def title(self) -> str:
