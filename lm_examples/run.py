@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from contextlib import ExitStack
@@ -22,9 +21,10 @@ from lm_examples.config_file import READER
 from lm_examples.data import Batches, Text, batches_of
 from lm_examples.pace import Pace
 from lm_examples.recorder import Recorder
-from vit_examples.harness.all_ranks import do_nothing, of_all_ranks, on_all_ranks
+from vit_examples.harness.all_ranks import of_all_ranks, on_all_ranks, on_first_rank
 from vit_examples.harness.begin_run import begin_run
 from vit_examples.harness.checkpoint_files import load_checkpoint
+from vit_examples.harness.run_folder import as_json
 from vit_examples.harness.step_clock import StepClock
 from zeroresize.pipeline import Pipeline, PipelineBalancer, ProfileRecord, RebalancingRecord
 
@@ -96,26 +96,23 @@ def prepare(config: RunConfig, text: Text, process_group: ProcessGroup, *, resum
     """
     config.validate_stages(dist.get_world_size(process_group))
     begun = begin_run(
+        READER,
         config,
-        READER.to_dict(config),
-        text.digest,
         process_group,
         layout=layout_of(config),
         kind=SavedState,
         resume=resume,
+        digests={"the text to train on": text.digest},
     )
     with begun.held as held:
-        saved = begun.state
+        checkpoint, saved = begun.saved or (None, None)
         run = _build(config, text, process_group, saved)
-        if begun.checkpoint is not None and saved is not None:
-            load_checkpoint(begun.checkpoint, run.pipeline, run.optimizer, process_group=process_group)
+        if checkpoint is not None and saved is not None:
+            load_checkpoint(checkpoint, run.pipeline, run.optimizer, process_group=process_group)
             on_all_ranks(ValueError, lambda: _go_on(run, saved), process_group)
-
-        def record() -> None:
-            run.recorder = Recorder(config, num_stages=run.pipeline.num_stages, from_step=run.step)
-
-        is_first = dist.get_rank(process_group) == 0
-        on_all_ranks(ValueError, record if is_first else do_nothing, process_group)
+        run.recorder = on_first_rank(
+            ValueError, lambda: Recorder(config, num_stages=run.pipeline.num_stages, from_step=run.step), process_group
+        )
         run.held = held.pop_all()
     return run
 
@@ -124,7 +121,7 @@ def layout_of(config: RunConfig) -> dict[str, Any]:
     """What a checkpoint's tensors depend on; as JSON has it."""
     values = READER.to_dict(config)
     layout = {"model": values["model"], "dtype": config.training.dtype, "case": values["case"]}
-    return json.loads(json.dumps(layout))
+    return as_json(layout)
 
 
 def _build(config: RunConfig, text: Text, process_group: ProcessGroup, saved: SavedState | None) -> Run:

@@ -30,10 +30,9 @@ from lm_examples.data import load_text
 from lm_examples.dry_run import dry_run
 from lm_examples.recorder import summary_table
 from lm_examples.run import Run, prepare
-from vit_examples.build_host import require_torchrun
 from vit_examples.harness.all_ranks import leave_together, of_all_ranks
 from vit_examples.harness.checkpoint_files import save_checkpoint
-from vit_examples.harness.program import join, run_program
+from vit_examples.harness.program import join, require_torchrun, run_program
 from vit_examples.harness.run_folder import checkpoint_folder
 from vit_examples.harness.step_clock import num_settling
 from zeroresize.pipeline import clip_grad_norm_

@@ -22,17 +22,15 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from lm_examples.documents import load_documents
-from lm_examples.switching.checkpoint import SavedState
 from lm_examples.switching.config import RunConfig
 from lm_examples.switching.config_file import READER
 from lm_examples.switching.dry_run import dry_run
 from lm_examples.switching.recorder import choice_table, lengths_table, summary_table
-from lm_examples.switching.run import Run, layout_of, prepare
+from lm_examples.switching.run import Run, prepare
 from lm_examples.switching.step_numbers import StepSums
-from vit_examples.build_host import require_torchrun
 from vit_examples.harness.all_ranks import leave_together
 from vit_examples.harness.checkpoint_files import save_checkpoint
-from vit_examples.harness.program import join, run_program
+from vit_examples.harness.program import join, require_torchrun, run_program
 from vit_examples.harness.run_folder import checkpoint_folder
 
 
@@ -53,7 +51,7 @@ def train(run: Run) -> dict[str, Any]:
             if output.save_every and run.step % output.save_every == 0:
                 save_checkpoint(
                     checkpoint_folder(run.config),
-                    SavedState(layout_of(run.config), run.step, run.unwritten.to_dict()),
+                    run.saved_state(),
                     run.model,
                     run.optimizer,
                     keep=output.keep,

@@ -27,7 +27,7 @@ class Progress:
         epochs: completed.
         steps: optimizer steps over all of them.
         step_seconds: of every iteration, one sequence a process that trained.
-        timed_settings: what they were timed with (:func:`vit_examples.harness.run_folder.timed_settings`).
+        timed_settings: what they were timed with (:func:`vit_examples.run.timed_settings`).
         commits: of the code that trained, in order.
 
     Raises:

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from vit_examples.config import RunConfig
 from vit_examples.harness.all_ranks import leave_together
 
 
 class Host(ABC):
     """A sharded model with its optimizer; all ranks form one tensor-parallel group.
 
-    Making a host is collective and needs what torchrun sets in the environment.
+    Making a host is collective; the ranks have joined before, by :meth:`join`.
 
     Attributes:
         model: what ``forward`` runs; ``zeroresize.convert`` changes its layers in place.
@@ -31,6 +32,14 @@ class Host(ABC):
     optimizer: Any
     tp_group: ProcessGroup
     device: torch.device
+
+    @staticmethod
+    @abstractmethod
+    def join(config: RunConfig) -> None:
+        """Join the other ranks, by what torchrun sets in the environment; collective."""
+
+    @abstractmethod
+    def __init__(self, config: RunConfig) -> None: ...
 
     @property
     def rank(self) -> int:
@@ -67,6 +76,23 @@ class Host(ABC):
     def close(self) -> None:
         """Leave the process groups once all ranks want to."""
         leave_together()
+
+
+def host_class(config: RunConfig) -> type[Host]:
+    """Return the class of the host that ``config`` names.
+
+    Raises:
+        ValueError: for what this machine cannot run.
+    """
+    if config.training.precision == "fp16" and not torch.cuda.is_available():
+        raise ValueError("training.precision='fp16' needs a GPU: choose fp32 or bf16 on a CPU")
+    if config.host == "colossalai":
+        from vit_examples.host_colossalai import ColossalAIHost
+
+        return ColossalAIHost
+    from vit_examples.host_torch import TorchHost
+
+    return TorchHost
 
 
 def limit_collectives(process_group: ProcessGroup, timeout_s: float) -> None:

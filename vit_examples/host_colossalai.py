@@ -34,9 +34,18 @@ class ColossalAIHost(Host):
     them, so that a resumed run follows the uninterrupted one also in bf16. In fp16 it seeks its loss scale anew.
     """
 
+    @staticmethod
+    def join(config: RunConfig) -> None:
+        """Do what ``colossalai.launch_from_torch`` does, with a timeout, for which it has no argument."""
+        prepare_accelerator()
+        accelerator = get_accelerator()
+        dist.init_process_group(backend=accelerator.communication_backend, timeout=timedelta(seconds=config.timeout_s))
+        if accelerator.support_set_device:
+            accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+        set_seed(config.training.seed)
+
     def __init__(self, config: RunConfig) -> None:
         training = config.training
-        self._join(config)
         self._plugin = HybridParallelPlugin(
             tp_size=dist.get_world_size(),
             pp_size=1,
@@ -64,13 +73,3 @@ class ColossalAIHost(Host):
     def step(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-    @staticmethod
-    def _join(config: RunConfig) -> None:
-        """What ``colossalai.launch_from_torch`` does, with a timeout, for which it has no argument."""
-        prepare_accelerator()
-        accelerator = get_accelerator()
-        dist.init_process_group(backend=accelerator.communication_backend, timeout=timedelta(seconds=config.timeout_s))
-        if accelerator.support_set_device:
-            accelerator.set_device(int(os.environ["LOCAL_RANK"]))
-        set_seed(config.training.seed)

@@ -24,9 +24,15 @@ from zeroresize.comm.collectives import require_group
 class TorchHost(Host):
     """1D tensor parallelism without a framework; mixed precision by autocast. The classifier stays replicated."""
 
+    @staticmethod
+    def join(config: RunConfig) -> None:
+        if _on_gpu():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if _on_gpu() else "gloo", timeout=timedelta(seconds=config.timeout_s))
+
     def __init__(self, config: RunConfig) -> None:
         training = config.training
-        self.device = self._join(config)
+        self.device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
         self.tp_group = require_group(dist.group.WORLD)
         model = build_vit(config.model, num_ranks=self.num_ranks, seed=training.seed)
         if training.activation_checkpointing:
@@ -67,14 +73,6 @@ class TorchHost(Host):
         if self._scaler is not None:
             self._scaler.load_state_dict({**scale, "_growth_tracker": int(scale["_growth_tracker"])})
 
-    @staticmethod
-    def _join(config: RunConfig) -> torch.device:
-        on_gpu = torch.cuda.is_available()
-        if on_gpu:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=config.timeout_s))
-        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-
 
 def shard_vit(model: Any, process_group: ProcessGroup) -> Any:
     """Split the attention and feed-forward layers of Hugging Face's ViT over the group, in place.
@@ -96,3 +94,7 @@ def shard_vit(model: Any, process_group: ProcessGroup) -> Any:
         attention.num_attention_heads //= num_ranks
         attention.all_head_size = attention.num_attention_heads * attention.attention_head_size
     return model
+
+
+def _on_gpu() -> bool:
+    return torch.cuda.is_available()

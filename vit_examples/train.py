@@ -8,15 +8,12 @@ The loop is :func:`train_epoch`; what this package adds to an ordinary loop are 
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import os
 import signal
 import statistics
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,111 +29,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-import zeroresize as zr
-from vit_examples.balance_log import BalanceLog
-from vit_examples.build_host import build_host, require_same_on_all_ranks, require_torchrun
-from vit_examples.checkpoint import Progress, SavedState, layout_of
-from vit_examples.config import RunConfig
+from vit_examples.checkpoint import Progress
 from vit_examples.config_file import READER
-from vit_examples.data import Split, load_splits, num_batches, test_batches, training_batches
+from vit_examples.data import test_batches, training_batches
 from vit_examples.dry_run import dry_run
 from vit_examples.harness.checkpoint_files import save_checkpoint
 from vit_examples.harness.program import run_program
-from vit_examples.harness.run_folder import checkpoint_folder, checkpoint_to_resume, claimed, timed_settings
-from vit_examples.harness.step_clock import StepClock
-from vit_examples.host import Host
+from vit_examples.harness.run_folder import checkpoint_folder
 from vit_examples.model import classification_loss, num_correct
-from vit_examples.recorder import Recorder
+from vit_examples.run import Run, prepare
 from vit_examples.step_times import timing
 from vit_examples.straggling import stragglers
-
-
-@dataclass
-class Run:
-    """Everything of one run on one rank.
-
-    Attributes:
-        trace: which share of what its host gave it this rank does not compute, at each logged step of the epoch.
-        held: what keeps other runs out of the output folder; close it when all is written.
-    """
-
-    config: RunConfig
-    host: Host
-    balancer: zr.Balancer
-    train: Split
-    test: Split
-    progress: Progress
-    clock: StepClock
-    balance_log: BalanceLog
-    recorder: Recorder | None = None
-    trace: list[float] = field(default_factory=list)
-    held: ExitStack = field(default_factory=ExitStack)
-
-    @property
-    def num_done(self) -> int:
-        """How many epochs are trained."""
-        return self.progress.epochs
-
-    @property
-    def steps_per_epoch(self) -> int:
-        training = self.config.training
-        whole = num_batches(self.train, training.batch_size)
-        return min(whole, training.max_steps_per_epoch or whole)
-
-    @property
-    def total_steps(self) -> int:
-        """Steps done, which a resumed run may have cut into epochs of another length, and those that are left."""
-        epochs_left = self.config.training.epochs - self.progress.epochs
-        return self.progress.steps + epochs_left * self.steps_per_epoch
-
-
-def prepare(config: RunConfig, *, resume: bool) -> Run:
-    """Load the data, join the other ranks, shard and convert the model, and continue where asked to.
-
-    Raises:
-        ValueError: for anything a user can mend, naming it.
-    """
-    require_torchrun()
-    with ExitStack() as held:
-        held.enter_context(claimed(config))
-        run = _prepare(config, resume=resume)
-        run.held = held.pop_all()
-    return run
-
-
-def _prepare(config: RunConfig, *, resume: bool) -> Run:
-    train, test = load_splits(config.data, config.model)
-    num_batches(train, config.training.batch_size)
-    # Rank 0 has claimed the folder; the others look into it once they have met rank 0, so nobody else is writing there.
-    is_first = os.environ["RANK"] == "0"
-    newest = checkpoint_to_resume(config, resume=resume) if is_first else None
-    host = build_host(config)
-    if not is_first:
-        newest = checkpoint_to_resume(config, resume=resume)
-    require_same_on_all_ranks("the newest checkpoint", str(newest and newest[0]))
-    zr.convert(host.model, process_group=host.tp_group)
-    balancer = zr.Balancer(host.model, host.optimizer, config.balance, process_group=host.tp_group)
-    progress = Progress()
-    if newest is not None:
-        checkpoint, saved = newest
-        saved.go_on(checkpoint, host, balancer)
-        progress = saved.progress
-    dist.barrier()  # all ranks have looked at the folder before anyone writes into it
-    balance_log = BalanceLog(Path(config.output.folder), host.rank, from_step=progress.steps)
-    balancer.on_update = balance_log
-    is_timed_alike = progress.timed_settings == timed_settings(config)
-    clock = StepClock(host.device, progress.step_seconds if is_timed_alike else ())
-    run = Run(config, host, balancer, train, test, progress, clock, balance_log)
-    if host.rank == 0:
-        run.recorder = Recorder(
-            config,
-            num_ranks=host.num_ranks,
-            from_epoch=progress.epochs,
-            from_step=progress.steps,
-            total_steps=run.total_steps,
-            commits=progress.commits,
-        )
-    return run
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -154,15 +57,9 @@ def train(run: Run) -> dict[str, Any]:
             report_epoch(run, epoch, loss, accuracy)
             run.progress = Progress(epoch + 1, run.progress.steps + run.steps_per_epoch)
             if config.output.save_every and (epoch + 1) % config.output.save_every == 0:
-                progress = dataclasses.replace(
-                    run.progress,
-                    step_seconds=run.clock.by_process,
-                    timed_settings=timed_settings(config),
-                    commits=run.recorder.commits if run.recorder is not None else (),
-                )
                 save_checkpoint(
                     checkpoint_folder(config),
-                    SavedState(layout_of(config, host.num_ranks), progress, host.loss_scale()),
+                    run.saved_state(),
                     host.model,
                     host.optimizer,
                     keep=config.output.keep,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,9 +20,10 @@ from lm_examples.switching.dry_run import needs_of, require_memory
 from lm_examples.switching.recorder import Recorder
 from lm_examples.switching.search import Choice, chosen
 from lm_examples.switching.step_numbers import StepSums
-from vit_examples.harness.all_ranks import do_nothing, on_all_ranks
+from vit_examples.harness.all_ranks import on_first_rank
 from vit_examples.harness.begin_run import begin_run
 from vit_examples.harness.checkpoint_files import load_checkpoint
+from vit_examples.harness.run_folder import as_json
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.trainer import StrategyTrainer
 
@@ -62,6 +62,10 @@ class Run:
         """How many steps are trained."""
         return self.step
 
+    def saved_state(self) -> SavedState:
+        """Return what of this run is no tensor of its model."""
+        return SavedState(layout_of(self.config), self.step, self.unwritten.to_dict())
+
 
 def prepare(config: RunConfig, documents: Documents, process_group: ProcessGroup, *, resume: bool) -> Run:
     """Build the model, and continue where asked to; collective.
@@ -74,26 +78,24 @@ def prepare(config: RunConfig, documents: Documents, process_group: ProcessGroup
     if not config.strategies.search and config.strategies.memory_limit is not None:
         require_memory(config, needs_of(config, num_ranks))
     begun = begin_run(
+        READER,
         config,
-        READER.to_dict(config),
-        documents.digest,
         process_group,
         layout=layout_of(config),
         kind=SavedState,
         resume=resume,
+        digests={"the text to train on": documents.digest},
     )
     with begun.held as held:
         run = _build(config, documents, process_group)
-        if begun.checkpoint is not None and begun.state is not None:
-            load_checkpoint(begun.checkpoint, run.model, run.optimizer, process_group=process_group)
-            run.step = run.trainer.num_steps = begun.state.step
-            run.unwritten = StepSums.from_dict(begun.state.unwritten)
-
-        def record() -> None:
-            run.recorder = Recorder(config, run.choice, num_ranks=num_ranks, from_step=run.step)
-
-        is_first = dist.get_rank(process_group) == 0
-        on_all_ranks(ValueError, record if is_first else do_nothing, process_group)
+        if begun.saved is not None:
+            checkpoint, state = begun.saved
+            load_checkpoint(checkpoint, run.model, run.optimizer, process_group=process_group)
+            run.step = run.trainer.num_steps = state.step
+            run.unwritten = StepSums.from_dict(state.unwritten)
+        run.recorder = on_first_rank(
+            ValueError, lambda: Recorder(config, run.choice, num_ranks=num_ranks, from_step=run.step), process_group
+        )
         run.held = held.pop_all()
     return run
 
@@ -101,7 +103,7 @@ def prepare(config: RunConfig, documents: Documents, process_group: ProcessGroup
 def layout_of(config: RunConfig) -> dict[str, Any]:
     """What a checkpoint's tensors depend on; as JSON has it. Strategies are not among it."""
     layout = {"model": READER.to_dict(config)["model"], "dtype": config.training.dtype}
-    return json.loads(json.dumps(layout))
+    return as_json(layout)
 
 
 def _build(config: RunConfig, documents: Documents, process_group: ProcessGroup) -> Run:

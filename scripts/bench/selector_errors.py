@@ -85,6 +85,7 @@ def train(optimizer: str, epochs: int, ratio: float, max_steps: int | None) -> l
     """What :func:`measure` finds after each epoch, with the mean loss of its steps."""
     config = load_config("cifar_small", ["host=torch"])
     pictures, _ = load_splits(config.data, config.model)
+    TorchHost.join(config)
     host = TorchHost(config)
     host.optimizer = OPTIMIZERS[optimizer](host.model.parameters())
     layers = {name: module for name, module in host.model.named_modules() if isinstance(module, BalancedLinear)}

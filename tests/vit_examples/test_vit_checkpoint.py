@@ -30,6 +30,7 @@ from vit_examples.harness import checkpoint_folders
 from vit_examples.harness.all_ranks import of_all_ranks
 from vit_examples.harness.checkpoint_files import read_saved_state, save_checkpoint
 from vit_examples.harness.plain_files import read_state, write_state
+from vit_examples.host import host_class
 from zeroresize.optim.optimizers import torch_optimizer
 from zeroresize.utils.checkpoint_writer import CheckpointWriter
 
@@ -44,23 +45,15 @@ class Training:
         if config.host == "colossalai":
             from colossalai.utils import set_seed
 
-            from vit_examples import host_colossalai
             from zeroresize.integrations.colossalai import prepare_accelerator
 
-            class Host(host_colossalai.ColossalAIHost):
-                @staticmethod
-                def _join(config: RunConfig) -> None:
-                    prepare_accelerator()
-                    set_seed(config.training.seed)
+            prepare_accelerator()
+            set_seed(config.training.seed)
         else:
             from vit_examples import host_torch
 
-            class Host(host_torch.TorchHost):  # type: ignore[no-redef]
-                @staticmethod
-                def _join(config: RunConfig) -> torch.device:
-                    return torch.device("cpu")
-
-        self.config, self.host = config, Host(config)
+            host_torch._on_gpu = lambda: False
+        self.config, self.host = config, host_class(config)(config)
         zr.convert(self.host.model, process_group=self.host.tp_group)
         self.balancer = zr.Balancer(
             self.host.model, self.host.optimizer, process_group=self.host.tp_group, config=config.balance

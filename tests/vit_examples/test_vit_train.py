@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -33,14 +34,15 @@ from rich.console import Console
 import vit_examples.train
 import zeroresize as zr
 from vit_examples import demo
-from vit_examples.checkpoint import EPOCHS, Progress
+from vit_examples.checkpoint import EPOCHS, Progress, SavedState, layout_of
 from vit_examples.config_file import READER, load_config
 from vit_examples.data import Split
 from vit_examples.harness import step_clock
-from vit_examples.harness.run_folder import changed_settings, checkpoint_to_resume, timed_settings
+from vit_examples.harness.begin_run import begin_run
 from vit_examples.recorder import Recorder
+from vit_examples.run import Run, timed_settings
 from vit_examples.step_times import seconds_by_process, timed_steps, timing
-from vit_examples.train import Run, train_epoch
+from vit_examples.train import train_epoch
 from zeroresize.utils.json_lines import read_json_lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -284,7 +286,7 @@ def test_a_second_start_beside_a_running_one_is_refused_and_that_goes_on(
     assert first.returncode == 0, first.stderr
     assert second.returncode != 0
     (said,) = [line for line in second.stderr.splitlines() if line.startswith("error (rank")]
-    assert said.startswith(f"error (rank 0): output.folder={output}: another run is writing there")
+    assert re.match(rf"error \(rank [01]\): output\.folder={output}: another run is writing there", said)
     assert losses_of(output) == expected
 
 
@@ -380,48 +382,28 @@ def as_rank_0_of_2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("as_rank_0_of_2")
-def test_a_checkpoint_of_another_layout_is_refused(
-    pictures: Path, finished_runs: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_of_another_layout_is_refused(run_ranks, pictures: Path, finished_runs: dict[str, Path]) -> None:
     output = finished_run("torch", pictures, finished_runs)
-    arguments = micro_arguments(pictures, output, "host=torch")
-    assert "add --resume, or choose another --output" in refused(arguments, capsys)
-    said = refused([*arguments, "--resume", "--set=host=colossalai"], capsys)
+
+    def refused_by(*changes: str, resume: bool = True, num_ranks: int = 2) -> str:
+        arguments = micro_arguments(pictures, output, "host=torch", *changes)
+        config = READER.from_arguments(READER.argument_parser().parse_args(arguments))
+
+        def begin(rank: int, group: Any) -> str:
+            with pytest.raises(ValueError) as refused:
+                begin_run(READER, config, group, layout=layout_of(config, num_ranks), kind=SavedState, resume=resume)
+            return str(refused.value)
+
+        (said,) = set(run_ranks(begin, num_ranks))
+        return said
+
+    assert "add --resume, or choose another --output" in refused_by(resume=False)
+    said = refused_by("host=colossalai")
     assert "another layout (host differ)" in said
     assert '"host": "torch"' in said
     assert '"host": "colossalai"' in said
-    assert '"hidden_size": 64' in refused([*arguments, "--resume", "--set=model.hidden_size=64"], capsys)
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert '"tp_size": 2' in refused([*arguments, "--resume"], capsys)
-
-
-def test_an_earlier_run_without_checkpoints_is_not_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = load_config("demo", [f"output.folder={tmp_path}"])
-    assert checkpoint_to_resume(config, resume=False) is None
-    (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(ValueError, match=f"{tmp_path} holds an earlier run: add --resume, or choose another --output"):
-        checkpoint_to_resume(config, resume=False)
-    assert checkpoint_to_resume(config, resume=True) is None
-    assert capsys.readouterr().out == f"no checkpoint in {tmp_path}/checkpoints: starting anew\n"
-    monkeypatch.setenv("RANK", "1")
-    checkpoint_to_resume(config, resume=True)
-    assert capsys.readouterr().out == ""
-
-
-def test_settings_that_changed_since_the_last_start_are_named(tmp_path: Path) -> None:
-    before = load_config("demo", [f"output.folder={tmp_path}", "straggler={kind: sleep, chi: {1: 4.0}}"])
-    (tmp_path / "config.json").write_text(json.dumps({**READER.to_dict(before), "total_steps": 60}))
-    assert changed_settings(before) == []
-    changes = ["data.train_size=300", "straggler.chi={0: 2.0}", "host=torch", "output.log_every=7"]
-    after = load_config("demo", [f"output.folder={tmp_path}", "straggler.kind=sleep", *changes])
-    assert changed_settings(after) == [
-        'host "colossalai" → "torch"',
-        "data.train_size 4000 → 300",
-        'straggler.chi {"1": 4.0} → {"0": 2.0}',
-    ]
+    assert '"hidden_size": 64' in refused_by("model.hidden_size=64")
+    assert '"tp_size": 2' in refused_by(num_ranks=1)
 
 
 def test_times_are_of_settings_that_a_step_takes_its_time_by(tmp_path: Path) -> None:

@@ -23,10 +23,7 @@ def on_all_ranks(kind: type[Exception], call: Callable[[], _T], process_group: P
     Raises:
         kind: on every rank, where it is raised on any, with what each of them says; once where all say the same.
     """
-    try:
-        result, failure = call(), None
-    except kind as error:
-        result, failure = None, str(error)
+    result, failure = _tried(kind, call)
     failures = of_all_ranks(failure, process_group)
     if failure is not None and len(set(failures)) == 1:
         raise kind(failure)
@@ -36,6 +33,22 @@ def on_all_ranks(kind: type[Exception], call: Callable[[], _T], process_group: P
     return cast("_T", result)
 
 
+def on_first_rank(
+    kind: type[Exception], call: Callable[[], _T], process_group: ProcessGroup | None = None
+) -> _T | None:
+    """Call ``call`` on the first rank alone, whose result it has; collective.
+
+    Raises:
+        kind: on every rank, where it is raised there.
+    """
+    is_first = dist.get_rank(process_group) == 0
+    result, failure = _tried(kind, call) if is_first else (None, None)
+    failure = of_all_ranks(failure, process_group)[0]
+    if failure is not None:
+        raise kind(failure)
+    return result
+
+
 def of_all_ranks(value: Any, process_group: ProcessGroup | None = None) -> list[Any]:
     """Every rank's ``value``; collective."""
     values: list[Any] = [None] * dist.get_world_size(process_group)
@@ -43,20 +56,19 @@ def of_all_ranks(value: Any, process_group: ProcessGroup | None = None) -> list[
     return values
 
 
-def require_same(what: str, value: str, process_group: ProcessGroup | None = None) -> None:
+def require_same(what: str, value: str, process_group: ProcessGroup | None = None, *, is_shown: bool = False) -> None:
     """Check that every rank has the same; collective.
 
     Raises:
-        ValueError: on every rank, naming the ranks that are alike.
+        ValueError: on every rank, naming the ranks that are alike, or, if ``is_shown``, what each of them has.
     """
     values = of_all_ranks(value, process_group)
+    if len(set(values)) > 1 and is_shown:
+        detail = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(values))
+        raise ValueError(f"the ranks do not agree on {what}: {detail}")
     if len(set(values)) > 1:
         alike = [[rank for rank, one in enumerate(values) if one == own] for own in dict.fromkeys(values)]
         raise ValueError(f"the ranks do not agree on {what}; those that do: {alike}")
-
-
-def do_nothing() -> None:
-    """What a rank calls that has no part in it."""
 
 
 def leave_together() -> None:
@@ -68,3 +80,10 @@ def leave_together() -> None:
         with suppress(RuntimeError):  # unlike barrier(), it leaves nothing pending that the group's end waits for
             dist.monitored_barrier(timeout=timedelta(seconds=LEAVE_TOGETHER_S))
     dist.destroy_process_group()
+
+
+def _tried(kind: type[Exception], call: Callable[[], _T]) -> tuple[_T | None, str | None]:
+    try:
+        return call(), None
+    except kind as error:
+        return None, str(error)

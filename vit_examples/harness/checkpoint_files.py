@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
 import zeroresize as zr
-from vit_examples.harness.all_ranks import do_nothing, of_all_ranks, on_all_ranks
+from vit_examples.harness.all_ranks import of_all_ranks, on_all_ranks, on_first_rank
 from vit_examples.harness.checkpoint_folders import CheckpointFolders, way_out
 from vit_examples.harness.manifest import files_in_manifest, require_intact, sealed, sync_names, write_manifest
 from vit_examples.harness.plain_files import read_state, state_files, write_state
@@ -151,7 +151,7 @@ def save_checkpoint(
         sync_names(folder)  # before older ones are deleted
 
     try:
-        on_all_ranks(OSError, begin if is_first else do_nothing, process_group)
+        on_first_rank(OSError, begin, process_group)
         on_all_ranks(OSError, write_balancer, process_group)
         dcp.save(
             zr.sharded_state_dict(model, optimizer),
@@ -159,7 +159,7 @@ def save_checkpoint(
             process_group=process_group,
         )
         seals = of_all_ranks(on_all_ranks(OSError, seal, process_group), process_group)
-        on_all_ranks(OSError, complete if is_first else do_nothing, process_group)
+        on_first_rank(OSError, complete, process_group)
     except (OSError, CheckpointException) as error:
         _raise_interrupt(error, process_group)
         if is_first:

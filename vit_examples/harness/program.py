@@ -21,6 +21,7 @@ from vit_examples.harness.run_record import SummaryNotWrittenError
 _Config = TypeVar("_Config")
 _Run = TypeVar("_Run", bound="Trainable")
 _NOT_WRITTEN = 1
+_TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Trainable(Protocol):
@@ -82,6 +83,16 @@ def run_program(
     if unwritten is not None:
         sys.stderr.write(f"error: {unwritten}\n")
         raise SystemExit(_NOT_WRITTEN) from unwritten
+
+
+def require_torchrun(program: str) -> None:
+    """Raise ValueError, saying how to start ``program``, where torchrun's environment is missing."""
+    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} not set: training runs on several ranks, start it with "
+            f"`torchrun --nproc-per-node 2 -m {program}` (or add --dry-run to check only)"
+        )
 
 
 def join(timeout_s: float) -> ProcessGroup:

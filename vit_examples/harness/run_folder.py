@@ -1,9 +1,8 @@
-"""Whether a run may write into its output folder, alone, and what it continues from there."""
+"""A run's output folder: whether it may write there, alone, and what was trained there before."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -11,10 +10,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from vit_examples.checkpoint import EPOCHS, SavedState, layout_of
-from vit_examples.config import RunConfig
-from vit_examples.config_file import READER
-from vit_examples.harness.checkpoint_files import read_saved_state
 from vit_examples.harness.file_lock import locked
 from vit_examples.harness.plain_files import read_values
 from zeroresize.config.paper import dotted
@@ -26,25 +21,11 @@ def checkpoint_folder(config: Any) -> Path:
 
 
 @contextmanager
-def claimed(config: RunConfig) -> Iterator[None]:
-    """The output folder is made, can be written to, and is this run's alone within such a block, on rank 0.
+def claimed(config: Any) -> Iterator[None]:
+    """Make the output folder; within such a block it can be written to, and is this run's alone.
 
     Raises:
         ValueError: naming the folder, if it is no such folder, or another run has it.
-    """
-    if int(os.environ.get("RANK", "0")):
-        yield
-        return
-    with claimed_here(config):
-        yield
-
-
-@contextmanager
-def claimed_here(config: Any) -> Iterator[None]:
-    """As :func:`claimed`, whatever rank this is.
-
-    Raises:
-        ValueError: as there.
     """
     folder = Path(config.output.folder)
     with writable(folder):
@@ -108,56 +89,27 @@ def refuse_earlier_run(config: Any, newest: Path | None) -> None:
         raise ValueError(f"{folder} holds an earlier run: add --resume, or choose another --output")
 
 
-def checkpoint_to_resume(config: RunConfig, *, resume: bool) -> tuple[Path, SavedState] | None:
-    """Find the newest checkpoint of the output folder if asked for, checked against this run's layout; else None.
+def changed_settings(config: Any, settings: Mapping[str, Any]) -> list[str]:
+    """Say how a configuration differs from the ``config.json`` of its output folder, apart from where its output goes.
 
-    Raises:
-        ValueError: if the folder holds an earlier run that would be overwritten, or a checkpoint that does not fit.
+    Args:
+        settings: plain values of ``config``, by ``section.key``, as :func:`flat_settings` gives them.
     """
-    newest = EPOCHS.newest(checkpoint_folder(config))
-    if not resume:
-        refuse_earlier_run(config, newest)
-        return None
-    if newest is None:
-        _say(f"no checkpoint in {checkpoint_folder(config)}: starting anew")
-        return None
-    state = read_saved_state(newest, layout_of(config, int(os.environ["WORLD_SIZE"])), SavedState)
-    changed = changed_settings(config)
-    if changed:
-        _say(f"resuming with changed settings: {', '.join(changed)}")
-    return newest, state
-
-
-def changed_settings(config: RunConfig) -> list[str]:
-    """How ``config`` differs from the ``config.json`` of its output folder, apart from where its output goes."""
     try:
-        saved = _flat(read_values(Path(config.output.folder) / "config.json"))
+        saved = flat_settings(read_values(Path(config.output.folder) / "config.json"))
     except ValueError:  # not written yet, or cut off by a crash
         return []
     return [
         f"{key} {json.dumps(saved[key])} → {json.dumps(value)}"
-        for key, value in _settings(config).items()
+        for key, value in settings.items()
         if key in saved and saved[key] != value and not key.startswith("output.")
     ]
 
 
-def timed_settings(config: RunConfig) -> dict[str, Any]:
-    """What can change the time of a step, by ``section.key``: all but where output goes and how long a run is."""
-    untimed = ("training.epochs", "timeout_s")
-    return {
-        key: value for key, value in _settings(config).items() if key not in untimed and not key.startswith("output.")
-    }
-
-
-def _settings(config: RunConfig) -> dict[str, Any]:
-    """By ``section.key``, as they are read from JSON."""
-    return _flat(json.loads(json.dumps(READER.to_dict(config))))
-
-
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """By ``section.key``; keys outside sections by their own name."""
+def flat_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return plain values of a configuration by ``section.key``, as JSON has them; others by their bare name."""
     flat: dict[str, Any] = {}
-    for name, value in values.items():
+    for name, value in as_json(values).items():
         if isinstance(value, dict):
             flat |= {f"{name}.{key}": entry for key, entry in dotted(value).items()}
         else:
@@ -165,6 +117,6 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _say(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print(line, flush=True)
+def as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return plain values as they are read back from JSON: tuples are lists, and keys are texts."""
+    return json.loads(json.dumps(values))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import multiprocessing
 import os
 import signal
@@ -13,18 +14,13 @@ from pathlib import Path
 import pytest
 
 from vit_examples.config import RunConfig
-from vit_examples.config_file import load_config
+from vit_examples.config_file import READER, load_config
 from vit_examples.harness.file_lock import locked
-from vit_examples.harness.run_folder import changed_settings, claimed
+from vit_examples.harness.run_folder import changed_settings, claimed, flat_settings
 
 
 def config_of(folder: Path, *overrides: str) -> RunConfig:
     return load_config("demo", [f"output.folder={folder}", "output.save_every=1", *overrides])
-
-
-@pytest.fixture(autouse=True)
-def as_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
 
 
 def test_a_second_run_is_refused_and_may_come_when_the_first_has_ended(tmp_path: Path) -> None:
@@ -37,13 +33,6 @@ def test_a_second_run_is_refused_and_may_come_when_the_first_has_ended(tmp_path:
             pass
     with claimed(config):
         pass
-
-
-def test_only_rank_0_holds_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with claimed(config_of(tmp_path)):
-        monkeypatch.setenv("RANK", "1")
-        with claimed(config_of(tmp_path)):
-            pass
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
@@ -153,25 +142,18 @@ def test_a_folder_that_cannot_be_written_to_is_told_at_the_start(
 @pytest.mark.parametrize("content", ["[]", '"text"', '{"host"', "\xff", '{"training": [], "host": {"a": 1}}'])
 def test_damaged_settings_of_before_are_not_compared(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content, encoding="latin-1")
-    assert changed_settings(config_of(tmp_path)) == []
+    config = config_of(tmp_path)
+    assert changed_settings(config, flat_settings(READER.to_dict(config))) == []
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_only_rank_0_looks_at_the_folder_before_the_ranks_meet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str
-) -> None:
-    """The others see what another run writes there, which only rank 0 is kept out of."""
-    train = pytest.importorskip("vit_examples.train")
-
-    def meet(config: RunConfig) -> None:
-        raise RuntimeError("the ranks meet")
-
-    for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "2")
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(train, "load_splits", lambda *_: (range(4096), range(8)))
-    monkeypatch.setattr(train, "build_host", meet)
-    (tmp_path / "metrics.jsonl").touch()
-    error, message = (ValueError, "holds an earlier run") if rank == "0" else (RuntimeError, "the ranks meet")
-    with pytest.raises(error, match=message):
-        train.prepare(config_of(tmp_path), resume=False)
+def test_settings_that_changed_since_the_last_start_are_named(tmp_path: Path) -> None:
+    before = load_config("demo", [f"output.folder={tmp_path}", "straggler={kind: sleep, chi: {1: 4.0}}"])
+    (tmp_path / "config.json").write_text(json.dumps({**READER.to_dict(before), "total_steps": 60}))
+    assert changed_settings(before, flat_settings(READER.to_dict(before))) == []
+    changes = ["data.train_size=300", "straggler.chi={0: 2.0}", "host=torch", "output.log_every=7"]
+    after = load_config("demo", [f"output.folder={tmp_path}", "straggler.kind=sleep", *changes])
+    assert changed_settings(after, flat_settings(READER.to_dict(after))) == [
+        'host "colossalai" → "torch"',
+        "data.train_size 4000 → 300",
+        'straggler.chi {"1": 4.0} → {"0": 2.0}',
+    ]
