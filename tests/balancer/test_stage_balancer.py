@@ -14,7 +14,14 @@ from helpers.virtual_training import VirtualTime
 from torch import nn
 
 import zeroresize as zr
-from zeroresize.pipeline import Pipeline, PipelineBalancer, clip_grad_norm_, moving, profiling
+from zeroresize.pipeline import (
+    Pipeline,
+    PipelineBalancer,
+    clip_grad_norm_,
+    moving_layers,
+    moving_layers_during_backward,
+    profiling,
+)
 
 NUM_LAYERS, MICRO, BATCH, WIDTH = 6, 4, 8, virtual_training.FEATURES
 
@@ -80,7 +87,7 @@ class Training:
         zr.convert(layers, process_group=self.group)
         self.time = VirtualTime(0.001)
         virtual_training.keep_time(self.time, [one for layer in layers for one in (layer.up, layer.down)])
-        for module in (moving, profiling):
+        for module in (moving_layers, moving_layers_during_backward, profiling):
             module.time = types.SimpleNamespace(perf_counter=self.time.perf_counter)
         self.pipeline = Pipeline(layers, nn.functional.mse_loss, num_microbatches=MICRO, process_group=pipelines[shard])
         self.optimizer = torch.optim.AdamW(self.pipeline.parameters(), lr=1e-3)
