@@ -51,7 +51,7 @@ test-slow: setup  ## run the slow tests
 
 test-all: setup  ## run all tests, also further cases of those that run otherwise
 	@echo "Running all tests"
-	@$(PYTEST) $(PYTEST_ARGS)
+	@HYPOTHESIS_PROFILE=exploring $(PYTEST) $(PYTEST_ARGS)
 
 demo: setup  ## train a small ViT with one slow rank, with and without balancing
 	@$(BIN)/python -m vit_examples.demo
