@@ -5,13 +5,22 @@ import torch
 import torch.nn.functional as F
 from helpers.hosts import build, compute, split
 from helpers.parallel_layers import assert_any_owner_computes_the_same
-from test_find_segments import WIDTH, Layers, found_in, mlp, module
+from test_find_segments import WIDTH, Layers, mlp, module
 from torch import nn
 
+import zeroresize as zr
+from zeroresize.convert import balanced_layers
+from zeroresize.integrations.find_segments import find_segments
 from zeroresize.integrations.keyed_dropout import KeyedDropout, why_not_keyable
 from zeroresize.layers.unit_dropout import UnitDropout
 
 pytestmark = pytest.mark.slow
+
+
+def found_in(model, group):
+    """The segments before those whose dropout cannot be keyed are taken out, and why the others stay even."""
+    zr.convert(model, process_group=group)
+    return find_segments(model, balanced_layers(model), 2)
 
 
 def from_the_first_call(model, compute):
