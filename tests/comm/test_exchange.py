@@ -113,3 +113,20 @@ def test_where_the_jobs_store_is_gone_that_is_what_is_told(run_ranks):
             rendezvous.exchange("here")
 
     run_ranks(meet, 1)
+
+
+def test_ranks_meet_at_once_after_one_has_failed_before_it_came(run_ranks):
+    limit_s = 3.0
+
+    def train(rank, group):
+        impatient = dist.new_group([0, 1, 2], timeout=datetime.timedelta(seconds=limit_s))
+        if rank != 1:  # which has failed before
+            with pytest.raises(RuntimeError, match=r"ranks \[1\] of the group did not come"):
+                CpuGroup(impatient, {})
+        dist.barrier(group)
+        began = time.perf_counter()
+        table = Exchange(CpuGroup(impatient, {})).gather([float(rank)])
+        return table, time.perf_counter() - began
+
+    for table, seconds in run_ranks(train, 3, timeout_s=30):
+        assert table == [[0.0], [1.0], [2.0]] and seconds < limit_s / 2

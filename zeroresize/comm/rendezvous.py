@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -38,6 +39,8 @@ _NUM_THREADS = 4
 _RAN_OUT = "\0out of memory: "
 #: Begins what a rank leaves in place of a message where it failed otherwise.
 _FAILED = "\0failed: "
+#: What a rank leaves where it has waited in vain.
+_OVER = "over"
 
 
 class Rendezvous:
@@ -54,7 +57,7 @@ class Rendezvous:
         ranks: who meets in place of the group's ranks, counted over the whole world: the group's replicas as well.
         whose: what errors call the ``ranks``; None for "the group and its replicas".
         number: tells this meeting from others of the same purpose and ranks, on all ranks alike; None where all ranks
-            have called for equally many.
+            have called for equally many, but for those at which others have waited in vain: these are skipped.
         has_met: whether these ranks have met just before: then nobody is late, and half the time limit suffices.
 
     Attributes:
@@ -83,11 +86,24 @@ class Rendezvous:
         self.size, self.time_limit = len(self.ranks), time_limit(process_group) / (2 if has_met else 1)
         self.whose = whose or ("the group" if ranks is None else "the group and its replicas")
         self._purpose, self._has_met = purpose, has_met
-        if number is None:
-            number = self._num_made[purpose, self.ranks]
-            self._num_made[purpose, self.ranks] += 1
-        name = f"zeroresize, to {purpose}/{'-'.join(map(str, self.ranks))}/{number}"
-        self.store: Any = dist.PrefixStore(name, default_store())
+        self.store: Any = self._store_of(self._next_number() if number is None else number)
+
+    def _next_number(self) -> int:
+        """Return the first number that this rank has not had and at which no rank has waited in vain."""
+        key = self._purpose, self.ranks
+        number = first = self._num_made[key]
+
+        def ask() -> int:
+            return next(later for later in itertools.count(first) if not self._store_of(later).check([_OVER]))
+
+        with suppress(Exception):  # the first exchange says what is wrong with the store
+            number = within(_GRACE, ask)
+        self._num_made[key] = number + 1
+        return number
+
+    def _store_of(self, number: int) -> Any:
+        name = f"zeroresize, to {self._purpose}/{'-'.join(map(str, self.ranks))}/{number}"
+        return dist.PrefixStore(name, default_store())
 
     def exchange(self, where: str, message: str = "", ends_at: float | None = None) -> list[str]:
         """Leave a message and wait for those of all ranks; collective.
@@ -113,7 +129,7 @@ class Rendezvous:
             messages = within(limit + _GRACE, exchange)
         except Exception as error:
             self._require_memory(error, keys)
-            raise RuntimeError(f"{self._missing(keys)} did not come to {self._purpose} {self._limit_text}") from error
+            raise RuntimeError(f"{self._give_up(keys)} did not come to {self._purpose} {self._limit_text}") from error
         self._require_all(messages)
         return messages
 
@@ -226,9 +242,15 @@ class Rendezvous:
             "where it is made): they may have died, or be busy for longer, as with a checkpoint"
         )
 
-    def _missing(self, keys: list[str]) -> str:
+    def _give_up(self, keys: list[str]) -> str:
+        """Let ranks that come later skip this meeting, and return who has not come."""
+
+        def give_up() -> list[int]:
+            self.store.set(_OVER, "")
+            return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+
         try:
-            missing = within(_GRACE, lambda: [rank for rank, key in enumerate(keys) if not self.store.check([key])])
+            missing = within(_GRACE, give_up)
         except Exception:
             return (
                 "the job's store cannot be reached: the process that keeps it, usually rank 0's or torchrun's own, is "
