@@ -48,12 +48,13 @@ from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.resharding.checkpoints.sharded_state import sharded_state_of
 from zeroresize.resharding.movable_optimizer import groups_of, require_movable_state, settings_of
 from zeroresize.resharding.parameter_state import GRADIENT, PARAMETER, STATE
-from zeroresize.utils.checkpoint_reader import TOLD, CheckpointReader
+from zeroresize.utils.checkpoint_reader import CheckpointReader, register_reads_itself
 from zeroresize.utils.torch_private import no_torch_function
 
-_SETTINGS = TOLD
+_SETTINGS = "pipeline.settings"
 #: DCP loads them in the order of their names: the last one when the others are done.
 _SECTIONS = ("layers", "optimizer", "pipeline")
+register_reads_itself(_SETTINGS, ("layers.", "optimizer.layers.", "pipeline.layers."))
 
 
 @sharded_state_of.register

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,8 @@ from torch.futures import Future
 from zeroresize.utils.checkpoint_files import plain_file, require_plain_file
 from zeroresize.utils.checkpoint_index import INDEX, index_from_json, read_index
 
-#: A file with this name tells itself what the names that begin so are to be read as; none of them must be there.
-TOLD, TOLD_PREFIXES = "pipeline.settings", ("layers.", "optimizer.layers.", "pipeline.layers.")
+#: How the names begin that a value which reads itself reads, by the name of that value in a checkpoint.
+_optional_prefixes: dict[str, tuple[str, ...]] = {}
 
 
 @runtime_checkable
@@ -32,6 +33,14 @@ class ReadsItself(Protocol):
         Raises:
             ValueError: if something is missing or does not fit.
         """
+
+
+def register_reads_itself(name: str, prefixes: Sequence[str]) -> None:
+    """Let a checkpoint that has ``name`` lack names that begin with any of ``prefixes``.
+
+    The value of that name, a :class:`ReadsItself`, decides which of them are read; DCP would want all of them to exist.
+    """
+    _optional_prefixes[name] = tuple(prefixes)
 
 
 class CheckpointReader(FileSystemReader):
@@ -79,8 +88,9 @@ class CheckpointReader(FileSystemReader):
                 plain_file(self.path, name)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
-        if TOLD in metadata.state_dict_metadata:
-            metadata.state_dict_metadata = _Told(metadata.state_dict_metadata)
+        for name, prefixes in _optional_prefixes.items():
+            if name in metadata.state_dict_metadata:
+                metadata.state_dict_metadata = _WithOptionalNames(metadata.state_dict_metadata, prefixes)
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -107,11 +117,15 @@ class CheckpointReader(FileSystemReader):
         return done
 
 
-class _Told(dict[str, Any]):
-    """What is where, in a checkpoint that tells itself what it holds: nothing is read of what it lacks."""
+class _WithOptionalNames(dict[str, Any]):
+    """An index by name in which names that begin with ``prefixes`` are empty tensors where they are missing."""
+
+    def __init__(self, index: Mapping[str, Any], prefixes: tuple[str, ...]) -> None:
+        super().__init__(index)
+        self._prefixes = prefixes
 
     def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or (isinstance(name, str) and name.startswith(TOLD_PREFIXES))
+        return super().__contains__(name) or (isinstance(name, str) and name.startswith(self._prefixes))
 
     def __missing__(self, name: str) -> TensorStorageMetadata:
         if name not in self:
