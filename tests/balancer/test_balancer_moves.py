@@ -1,19 +1,22 @@
 """Mode "exact" on real ranks: units change hands, nothing else changes, and nothing travels afterwards."""
 
 import copy
+import os
 import re
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from helpers.processes import caught_log_lines
+from helpers.processes import caught_log_lines, told_by_survivors
 from helpers.virtual_training import Pair, Run, keep_time
 from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
 from zeroresize.measure import calibration
 from zeroresize.policy.tensor.costs import MigrationCost
+from zeroresize.resharding.units import owned_units
 from zeroresize.resharding.units.owned_units import OwnedUnits
 
 
@@ -255,6 +258,28 @@ def test_a_receiver_without_memory_is_given_nothing(run_ranks, monkeypatch, capl
         return counts(run), run.balancer.plan.owned
 
     assert run_ranks(train, 2) == [((96, 96), (1.0, 1.0))] * 2
+
+
+def test_a_rank_that_dies_once_units_have_moved_is_told_with_that_they_have(tmp_path, monkeypatch):
+    def train(rank, world):
+        run = exact_run(dist.new_group([0, 1], timeout=timedelta(seconds=5)))
+        run.updates(1)
+        move_units = owned_units.move_units
+
+        def move_and_die(*arguments, **options):
+            move_units(*arguments, **options)
+            os._exit(0)
+
+        if rank == 1:
+            monkeypatch.setattr(owned_units, "move_units", move_and_die)
+        with pytest.raises(RuntimeError) as caught:
+            run.balancer.move((2, 1))
+        assert counts(run) == (128, 64)
+        return str(caught.value)
+
+    (text,) = told_by_survivors(train, 2, tmp_path).values()
+    assert "the units have moved, they are divided by [1.333333, 0.666667] now; then: ranks [1] of the group" in text, text
+    assert "nothing has" not in text
 
 
 def test_no_unit_moves_in_a_mode_that_prunes(run_ranks):

@@ -18,7 +18,7 @@ def move(num_ranks, total_bytes=38e6, seconds=0.4, after=None, owned_before=None
         sent_bytes=0,
         received_bytes=0,
         total_bytes=int(total_bytes),
-        largest_bytes=0,
+        most_bytes=0,
         seconds=seconds,
         changes={kind: tuple(own) for kind, own in changes.items()},
         owned_before=owned_before or {kind: (owned[kind],) * num_ranks for kind in changes},

@@ -92,7 +92,7 @@ def test_training_goes_on_as_if_nothing_had_happened(run_ranks, before, after, n
     for key, tensor in tensors.items():
         torch.testing.assert_close(torch.as_tensor(tensor), state[key], rtol=1e-9, atol=1e-12)
     reports = [report for report, *_ in by_rank if report.stages == by_rank[0][0].stages]
-    assert len({(one.moved_bytes, one.busiest_bytes, one.seconds, one.released) for one in reports}) == 1
+    assert len({(one.moved_bytes, one.most_bytes, one.seconds, one.released) for one in reports}) == 1
 
 
 def test_layers_arrive_bit_for_bit_between_two_batches_of_a_step(run_ranks):

@@ -13,8 +13,11 @@ from zeroresize.plan.strategy import Strategy
 from zeroresize.resharding import agreement
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.placement.placement import Placement
+from zeroresize.utils.torch_private import known_groups
 
 UNEVEN, PIPELINE, REPLICAS = Strategy(1, 3, shares=(1, 2, 3)), Strategy(1, 1, 3), Strategy(3)
+UNEVEN_PIPELINE = Strategy(1, 1, 2, ranks=(2, 0))
 HALVES, PAIR = Strategy(1, 2), Strategy(2)
 
 
@@ -95,6 +98,29 @@ def test_switches_that_ranks_do_not_agree_on_or_that_do_not_fit_change_nothing(r
         assert "rank 1 lacks 0.0" in messages[6] and "rank 0" not in messages[6]
         assert "call collect() before" in messages[7]
         assert "would lose gradients" in messages[8]
+
+
+def test_a_strategy_that_one_rank_cannot_make_leaves_no_group_on_any(run_ranks, monkeypatch):
+    def check(rank, group):
+        training = Training(group, [UNEVEN, REPLICAS])
+        groups, make = known_groups(), Placement.of
+        if rank == 1:
+
+            def fail(*arguments):
+                raise ValueError("no module for this strategy")
+
+            monkeypatch.setattr(Placement, "of", fail)
+        text = training.fails(lambda model: model.add(UNEVEN_PIPELINE), (ValueError, RuntimeError))
+        assert known_groups() == groups
+        monkeypatch.setattr(Placement, "of", make)
+        training.model.add(UNEVEN_PIPELINE)
+        training.model.switch_to(UNEVEN_PIPELINE)
+        assert len(known_groups()) > len(groups)
+        assert_holds(training.model, training.wholes)
+        return text
+
+    for rank, text in enumerate(run_ranks(check, 3)):
+        assert "no module for this strategy" in text if rank == 1 else "ranks [1] of the group failed before" in text
 
 
 class Odd(nn.Module):

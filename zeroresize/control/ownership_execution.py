@@ -136,7 +136,7 @@ class OwnershipExecution:
                 parts.statistic.pause()
         if move is not None:
             comparing_s = self._compare()
-            parts.decision.moved(move.largest_bytes, move.seconds, comparing_s)
+            parts.decision.moved(move.most_bytes, move.seconds, comparing_s)
             if self._tells:
                 line = self._log.line(
                     move,

@@ -137,8 +137,8 @@ class AutomaticRepacking:
             wanted.step.bubble_ratio,
             wanted.expected_step.bubble_ratio,
             profile.bubble_ratio,
-            report.busiest_bytes,
-            rebalancing.cost_of_move.there_and_back(report.busiest_bytes),
+            report.most_bytes,
+            rebalancing.cost_of_move.there_and_back(report.most_bytes),
             is_needed=False,
         )
         return Released(proposal, report)

@@ -27,7 +27,7 @@ from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
 from zeroresize.pipeline.replicas import PipelineReplicas
 from zeroresize.pipeline.units_before_layers import StageUnits, UnitsFirst
 from zeroresize.policy.moves.least_saving import MIN_SAVING
-from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.moves.move_cost import MoveCost, most_bytes
 from zeroresize.policy.pipeline.profile_cadence import ProfileCadence
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.rebalancing import Rebalancing
@@ -384,12 +384,12 @@ class PipelineBalancer:
         table[self._pipeline.stage] = torch.tensor([report.sent_bytes, report.received_bytes, report.seconds])
         whole = table.to(self._pipeline.meet_device)
         all_reduce(whole, self._pipeline.process_group)
-        rows = whole.tolist()
-        moved_bytes, seconds = int(sum(sent for sent, *_ in rows)), min(one for *_, one in rows)
-        most_bytes = max(sent + received for sent, received, _ in rows)
+        sent, received, stage_seconds = zip(*whole.tolist(), strict=True)
+        # Stages come to a move one after the other, as their steps end, and end it together.
+        moved_bytes, num_bytes, seconds = int(sum(sent)), most_bytes(sent, received), min(stage_seconds)
         if self._replicas is not None:
-            most_bytes, seconds = self._replicas.gather_most(most_bytes, seconds)
-        self._rebalancing.learn(most_bytes, seconds)
+            num_bytes, seconds = self._replicas.gather_most(num_bytes, seconds)
+        self._rebalancing.learn(num_bytes, seconds)
         if self._tells:
             slowest = max(range(len(proposal.stage_s)), key=proposal.stage_s.__getitem__)
             logger.info(

@@ -6,7 +6,7 @@ DynMo, section 3.4: layers are packed onto as few devices as hold them, communic
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from zeroresize.pipeline.moving_layers import participants_of
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.release_hooks import Release, ReleaseHook, tell_outside
 from zeroresize.plan.partition import Partition
+from zeroresize.policy.moves.move_cost import most_bytes
 from zeroresize.policy.pipeline.fewer_stages import Repacking, repacked
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
@@ -42,7 +43,7 @@ class RepackingReport:
         released, remaining: ranks, counted over the whole job.
         num_layers: how many changed stages.
         moved_bytes: of all ranks together.
-        busiest_bytes: that the rank with most of them sent and received.
+        most_bytes: that one rank sent, or received; by which a move is priced.
         seconds: wall time of the slowest rank.
     """
 
@@ -53,7 +54,7 @@ class RepackingReport:
     remaining: tuple[int, ...]
     num_layers: int
     moved_bytes: int
-    busiest_bytes: int
+    most_bytes: int
     seconds: float
 
 
@@ -197,9 +198,14 @@ def _move_and_follow(
         remaining,
         move.num_layers,
         sum(streams.values()),
-        max(sum(size for pair, size in streams.items() if one in pair) for one in range(len(ranks))),
+        int(most_bytes(*(_of_ranks(streams, end, len(ranks)) for end in (0, 1)))),
         seconds,
     )
+
+
+def _of_ranks(streams: Mapping[tuple[int, int], int], end: int, num_ranks: int) -> list[float]:
+    """[R] bytes of the streams that begin, or with ``end`` 1 end, at each rank."""
+    return [float(sum(size for pair, size in streams.items() if pair[end] == rank)) for rank in range(num_ranks)]
 
 
 def _make_remaining_group(pipeline: Pipeline, stages: Sequence[int], begin: float) -> tuple[ProcessGroup | None, float]:

@@ -5,7 +5,8 @@ A move goes through four phases, each of which all ranks end together:
 1. **Prepare**: each rank makes its part and tells what must be alike on all; where ranks must know what others hold,
    they tell it. A rank that cannot is heard of by all.
 2. **Allocate**: each rank makes its new tensors and messages once it is known that those of all ranks fit.
-3. **Carry out**: messages travel into the new tensors. Nothing that was there before is changed.
+3. **Carry out**: messages travel into the new tensors. Nothing that was there before is changed, but for gradients that
+   a switch of strategies adds to where they are reduced: where it fails, the gradients of that step are lost.
 4. **Commit**: once all ranks know that all of them have received everything, each puts the new tensors in place.
 """
 
@@ -167,8 +168,8 @@ def run_transaction(
         ValueError: that ``make`` raises; the other ranks raise a :class:`CannotMoveError`, a RuntimeError.
         NotEnoughMemoryError: on every rank, if new tensors and messages do not fit on some.
         RuntimeError: on every rank that lives, if ranks differ in the move, or one dies, stops or fails; it names them.
-            After any of these everything is as it was. Only what ``commit`` raises, and a rank that dies just when the
-            last one has received all, can leave others with what has moved.
+            After any of these everything is as it was, but for gradients that a switch has added. Only what ``commit``
+            raises, and a rank that dies just when the last one has received all, can leave others with what has moved.
     """
     prepare = _prepare_in_one_meeting if in_two_meetings else prepare_transaction
     transaction = prepare(make, participants)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.moves.move_cost import MoveCost, most_bytes
 
 COST = MoveCost(0.05, 1.0)
 
@@ -49,3 +49,10 @@ def test_a_move_teaches_only_of_what_had_a_part_in_it():
     assert cost.setup_s == cost.fixed_s > 5.0 and cost.seconds_per_byte == 1.0
     assert MoveCost(1.0, 1.0, 1.0).learned(2.0, 4.0, 1) == MoveCost(1.0, 1.0, 1.0)
     assert MoveCost(0.0, 0.0, 0.0).learned(0.0, 2.0, 1).seconds(0.0) == 2.0
+
+
+@given(st.lists(st.floats(0.0, 1e9), min_size=2, max_size=6))
+def test_a_rank_that_hands_on_what_it_gets_is_as_dear_as_the_ring_by_which_links_are_measured(sizes):
+    """Every rank of the ring sends and receives at once, and its seconds per byte are of what each sends."""
+    assert most_bytes(sizes, [0.0] * len(sizes)) == most_bytes([0.0] * len(sizes), sizes) == max(sizes)
+    assert most_bytes([sizes[0]] * 3, [sizes[0]] * 3) == sizes[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
 #: How much the newest move says of what moves cost, and by which factors no single move changes that.
@@ -11,7 +12,7 @@ _WEIGHT, _LEAST_FACTOR, _MOST_FACTOR = 0.7, 0.1, 10.0
 
 @dataclass(frozen=True)
 class MoveCost:
-    """Describe what a move takes. Bytes are those of the rank that sends or receives most.
+    """Describe what a move takes. Bytes are those of the rank that sends or receives most (:func:`most_bytes`).
 
     Attributes:
         seconds_per_byte: of these bytes.
@@ -59,3 +60,16 @@ class MoveCost:
             self.fixed_s * factor,
             self.setup_s * (factor if num_setups else 1.0),
         )
+
+
+def most_bytes(sent: Iterable[float], received: Iterable[float]) -> float:
+    """Return the bytes by which a move is priced and learned from: the most that some rank sends, or receives.
+
+    Links carry both ways at once, and are measured so: every rank sends as much as it receives. Bytes sent and received
+    are therefore not added up. Where ranks share one memory, as on one host, that takes a move of one way only for up
+    to twice as dear as it is; their sum would take every move of both ways for that.
+
+    Args:
+        sent, received: [R], bytes of each rank.
+    """
+    return max((*sent, *received), default=0.0)

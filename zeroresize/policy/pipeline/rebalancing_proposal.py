@@ -13,7 +13,7 @@ import numpy as np
 
 from zeroresize.plan.partition import LayerTransfer, Partition
 from zeroresize.policy.moves.least_saving import MIN_SAVING, is_saving
-from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.moves.move_cost import MoveCost, most_bytes
 from zeroresize.policy.pipeline.bubbles import PipelineStep, Schedule, simulated_step
 from zeroresize.policy.pipeline.centralized import balanced_partition
 from zeroresize.policy.pipeline.diffusion import diffused_partition
@@ -117,7 +117,7 @@ class RebalancingRule:
         before, after = (self.simulated(costs, one) for one in (now, wanted))
         if not is_needed and not is_saving(before.step_s - after.step_s, before.step_s, self.min_saving):
             wanted, after = now, before
-        num_bytes = _most_bytes(now.transfers_to(wanted), _moving_bytes(profile), now.num_stages)
+        num_bytes = _bytes_of_transfers(now.transfers_to(wanted), _moving_bytes(profile), now.num_stages)
         of_time = PipelineLoad.of(costs.seconds, now.num_stages, speeds=costs.speeds)
         return RebalancingProposal(
             now.boundaries,
@@ -222,9 +222,10 @@ def _moving_bytes(profile: PipelineProfile) -> Floats:
     return np.array([float(one.bytes_at_rest) for one in profile.layers])
 
 
-def _most_bytes(transfers: Sequence[LayerTransfer], layer_bytes: Floats, num_stages: int) -> float:
-    """That one stage sends or receives."""
-    of_stage = np.zeros(num_stages)
+def _bytes_of_transfers(transfers: Sequence[LayerTransfer], layer_bytes: Floats, num_stages: int) -> float:
+    """By which the transfers are priced."""
+    sent, received = np.zeros(num_stages), np.zeros(num_stages)
     for transfer in transfers:
-        of_stage[[transfer.source, transfer.destination]] += layer_bytes[transfer.layer]
-    return float(of_stage.max())
+        sent[transfer.source] += layer_bytes[transfer.layer]
+        received[transfer.destination] += layer_bytes[transfer.layer]
+    return most_bytes(sent.tolist(), received.tolist())

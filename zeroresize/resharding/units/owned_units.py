@@ -21,6 +21,7 @@ from zeroresize.layers.weight_checks import is_sharded
 from zeroresize.optim.independence import why_not_elementwise
 from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
+from zeroresize.policy.moves.move_cost import most_bytes
 from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError, gather_texts, meet_unchanged
 from zeroresize.resharding.data_parallel import DataParallelReplicas
 from zeroresize.resharding.parameter_state import why_of_fixed_size
@@ -39,8 +40,8 @@ class Move:
         before, after: shares by which units were divided.
         sent_bytes, received_bytes: of this rank.
         total_bytes: that changed hands, in all replicas of the group; the same on every rank.
-        largest_bytes: sent or received by the rank that sent or received most; the same on every rank.
-        seconds: that it took the slowest rank; the same on every rank.
+        most_bytes: that one rank sent, or received; the same on every rank.
+        seconds: that it took; the same on every rank.
         changes: of every kind, by how many units of all segments each rank has more now; negative for fewer.
         owned_before: of every kind, how many each rank had.
     """
@@ -50,7 +51,7 @@ class Move:
     sent_bytes: int
     received_bytes: int
     total_bytes: int
-    largest_bytes: int
+    most_bytes: int
     seconds: float
     changes: Mapping[str, tuple[int, ...]]
     owned_before: Mapping[str, tuple[int, ...]]
@@ -188,7 +189,8 @@ class OwnedUnits:
             CannotMoveError: on every rank, if something on one of them cannot move, as state of the optimizer that has
                 another shape, or a model that was changed after converting; nothing has changed.
             NotEnoughMemoryError: on every rank, if one lacks the memory; nothing has changed.
-            RuntimeError: if the ranks do not agree, or one has died; nothing has changed here.
+            RuntimeError: if the ranks do not agree, or one has died; nothing has changed here, unless the error says
+                that the units have moved.
         """
         before, after = self.shares, tuple(shares)
         if after == before or not self.segments:
@@ -219,15 +221,18 @@ class OwnedUnits:
         for segment in self.segments:
             segment.shares = after
         self.shares = after
-        traffic = self.meet(report.sent_bytes, report.received_bytes)
-        seconds = max(own for own, *_ in self.meet(report.seconds, 0.0))
+        try:
+            sent, received = zip(*self.meet(report.sent_bytes, report.received_bytes), strict=True)
+            seconds = max(row[0] for row in self.meet(report.seconds, 0.0))
+        except RuntimeError as error:
+            raise RuntimeError(f"the units have moved, they are divided by {list(after)} now; then: {error}") from error
         move = Move(
             before,
             after,
             report.sent_bytes,
             report.received_bytes,
-            int(sum(sent for sent, *_ in traffic)),
-            int(max(map(max, traffic))),
+            int(sum(sent)),
+            int(most_bytes(sent, received)),
             seconds,
             {kind: tuple(map(operator.sub, now, owned_before[kind])) for kind, now in self.num_units.items()},
             owned_before,
