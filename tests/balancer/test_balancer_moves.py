@@ -278,7 +278,7 @@ def test_a_rank_that_dies_once_units_have_moved_is_told_with_that_they_have(tmp_
         return str(caught.value)
 
     (text,) = told_by_survivors(train, 2, tmp_path).values()
-    assert "the units have moved, they are divided by [1.333333, 0.666667] now; then: ranks [1] of the group" in text, text
+    assert "the units have moved, they are divided by [1.333333, 0.666667] now; then: ranks [1]" in text, text
     assert "nothing has" not in text
 
 
