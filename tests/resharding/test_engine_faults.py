@@ -106,10 +106,16 @@ def test_a_rank_that_cannot_go_there_tells_the_others(run_ranks, kind):
     run_ranks(check, 3)
 
 
-def test_ranks_that_differ_in_where_to_move_are_told_who_differs(run_ranks, kind):
+def test_ranks_that_differ_in_where_to_move_are_told_who_differs(run_ranks, monkeypatch, kind):
+    """Also where one lacks the memory to go there, which it would not need if they agreed."""
+
     def check(rank, group):
         moving = KINDS[kind](group)
-        text = moving.fails(moving.move_elsewhere if rank == 1 else moving.move)
+        with monkeypatch.context() as patched:
+            if rank == 1:
+                patched.setattr(agreement, "free_bytes", lambda device: 100)
+                patched.setattr(agreement, "_place_of", lambda device: "a small device")
+            text = moving.fails(moving.move_elsewhere if rank == 1 else moving.move)
         assert f"{NOTHING}: the ranks of the group differ in {moving.differs_in}" in text
         assert "[[0, 2], [1]]" in text
         moving.goes_on()

@@ -170,7 +170,12 @@ def require_same(numbers: Sequence[float], what: str, meet: Meet) -> None:
 
 
 def allocate_together(
-    needed: int, device: torch.device, allocate: Callable[[], None], meet: Meet, what: str = "new tensors"
+    needed: int,
+    device: torch.device,
+    allocate: Callable[[], None],
+    meet: Meet,
+    what: str = "new tensors",
+    check: Callable[[Sequence[Sequence[float]]], None] | None = None,
 ) -> None:
     """Call ``allocate`` once it is known that what every rank needs fits; collective.
 
@@ -180,6 +185,8 @@ def allocate_together(
         needed: bytes that this rank's ``allocate`` takes on ``device``, and what else must be free. It must not fill
             them: they are taken before other ranks have told what they need.
         what: it is for, for errors.
+        check: is given what ``meet`` returned before memory is compared, unless a rank has failed; raises what all
+            ranks are to raise.
 
     Raises:
         NotEnoughMemoryError: on every rank, naming those that lack memory, and how much; also where ``allocate`` runs
@@ -199,7 +206,10 @@ def allocate_together(
             numbers = error
             if is_out_of_memory(error):
                 ran_out, numbers = error, [float(max(needed, 1)), 0.0, place_here]
-    all_needed, frees, places = zip(*(row[:3] for row in meet_prepared(meet, numbers)), strict=True)
+    table = meet_prepared(meet, numbers)
+    if check is not None:
+        check(table)
+    all_needed, frees, places = zip(*(row[:3] for row in table), strict=True)
     lacking = {}
     for rank, needed_there in enumerate(all_needed):
         sharing = [other for other, place in enumerate(places) if place == places[rank]]

@@ -12,6 +12,7 @@ A move goes through four phases, each of which all ranks end together:
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -235,11 +236,15 @@ def _prepare_in_one_meeting(make: Callable[[], TransactionT], participants: Part
         made.agree(None)
     except Exception as error:  # the others must hear of any
         made = error
-    table: list[Sequence[float]] = []
 
     def meet_with_plan(*numbers: float) -> Sequence[Sequence[float]]:
-        table[:] = participants.meet(*numbers, 0.0 if isinstance(made, Exception) else made.plan)
-        return table
+        return participants.meet(*numbers, math.nan if isinstance(made, Exception) else made.plan)
+
+    def require_same_plans(table: Sequence[Sequence[float]]) -> None:
+        plans = [plan for *_, plan in table]
+        if not any(map(math.isnan, plans)):  # a rank that ran out of memory has none
+            assert not isinstance(made, Exception)
+            require_same(plans, made.plan_name, participants.meet)
 
     def allocate() -> None:
         if isinstance(made, Exception):
@@ -247,9 +252,8 @@ def _prepare_in_one_meeting(make: Callable[[], TransactionT], participants: Part
         made.allocate()
 
     needed = 0 if isinstance(made, Exception) else made.needed_bytes
-    allocate_together(needed, participants.device, allocate, meet_with_plan)
+    allocate_together(needed, participants.device, allocate, meet_with_plan, check=require_same_plans)
     assert not isinstance(made, Exception)
-    require_same([plan for *_, plan in table], made.plan_name, participants.meet)
     return made
 
 
