@@ -110,22 +110,23 @@ def test_a_rank_that_stops_in_the_block_is_waited_for_once(tmp_path, stopped):
     assert all(text.startswith("RuntimeError: ") for text in texts.values()), texts
 
 
-def test_a_step_that_fails_moves_nothing_and_says_why(run_ranks):
+@pytest.mark.parametrize("kind", [ArithmeticError, KeyboardInterrupt])
+def test_a_step_that_fails_or_is_interrupted_moves_nothing_and_says_why(run_ranks, kind):
     def check(rank, group):
         training = Training(group)
         with (
-            training.fails(ArithmeticError),
+            training.fails(kind),
             moving_during_backward(training.pipeline, (0, 6, 7), optimizer=training.optimizer),
         ):
             training.step()
-            raise ArithmeticError
+            raise kind
         with (
-            training.fails(ArithmeticError if rank == 0 else RuntimeError) as texts,
+            training.fails(kind if rank == 0 else RuntimeError) as texts,
             moving_during_backward(training.pipeline, (0, 6, 7), optimizer=training.optimizer),
         ):
             training.step()
             if rank == 0:
-                raise ArithmeticError
+                raise kind
         assert rank == 0 or "ranks [0] of the group have not received everything" in texts[0]
         assert training.moves() == 3
 

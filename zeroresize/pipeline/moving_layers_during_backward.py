@@ -84,7 +84,7 @@ def moving_during_backward(
     try:
         with move.finished:
             yield outcome
-    except Exception as error:
+    except BaseException as error:  # an interrupt, too: the others would wait
         _give_up(pipeline, move, error, meet, begin)
         raise
     begin = time.perf_counter()
@@ -104,7 +104,7 @@ def moving_during_backward(
     outcome.report = replace(report, seconds=before_s + time.perf_counter() - begin)
 
 
-def _give_up(pipeline: Pipeline, move: LayerMoveDuringBackward, error: Exception, meet: Meet, begin: float) -> None:
+def _give_up(pipeline: Pipeline, move: LayerMoveDuringBackward, error: BaseException, meet: Meet, begin: float) -> None:
     """Tell the other ranks that the block has failed here, and wait for them for what is left of the time limit.
 
     A step that has failed may have waited for as long already, for a rank that will not come to this either. The side
@@ -116,9 +116,11 @@ def _give_up(pipeline: Pipeline, move: LayerMoveDuringBackward, error: Exception
         require_received(error, meet)
 
     left = time_limit(pipeline.process_group) - timedelta(seconds=time.perf_counter() - begin)
-    with suppress(Exception):  # the error of the block says more
-        within(max(left, _LEAST_WAIT), tell)
-    pipeline.leave_side_group()
+    try:
+        with suppress(Exception):  # the error of the block says more
+            within(max(left, _LEAST_WAIT), tell)
+    finally:  # also where an interrupt ends this wait
+        pipeline.leave_side_group()
 
 
 def _connect(move: LayerMoveDuringBackward, meet: Meet) -> None:

@@ -261,7 +261,7 @@ def _left_to_container() -> float:
 
 
 def require_received(
-    error: Exception | None, meet: Meet, number: float = 0.0, left: timedelta | None = None
+    error: BaseException | None, meet: Meet, number: float = 0.0, left: timedelta | None = None
 ) -> list[float]:
     """Check with all ranks that every one of them has received all; collective.
 
