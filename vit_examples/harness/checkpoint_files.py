@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 import zeroresize as zr
 from vit_examples.harness.all_ranks import of_all_ranks, on_all_ranks, on_first_rank
 from vit_examples.harness.checkpoint_folders import CheckpointFolders, way_out
-from vit_examples.harness.manifest import files_in_manifest, require_intact, sealed, sync_names, write_manifest
+from vit_examples.harness.manifest import files_in_manifest, require_intact, sealed, write_manifest
 from vit_examples.harness.plain_files import read_state, state_files, write_state
 from zeroresize.optim.optimizers import torch_optimizer
 from zeroresize.utils.checkpoint_index import INDEX
@@ -148,7 +148,6 @@ def save_checkpoint(
     def complete() -> None:
         write_manifest(temporary, {name: seal for of_rank in seals for name, seal in of_rank.items()})
         folders.complete_with(folder, state.number)
-        sync_names(folder)  # before older ones are deleted
 
     try:
         on_first_rank(OSError, begin, process_group)

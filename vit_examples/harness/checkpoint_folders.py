@@ -7,6 +7,8 @@ import re
 import shutil
 from pathlib import Path
 
+from vit_examples.harness.manifest import sync_names
+
 logger = logging.getLogger(__name__)
 
 
@@ -27,9 +29,11 @@ class CheckpointFolders:
         return int(checkpoint.name.removeprefix(f"{self.unit}-"))
 
     def complete(self, folder: Path) -> list[Path]:
-        """The complete ones under ``folder``, the oldest first."""
+        """The complete ones under ``folder``, the oldest first; of one number that which was put aside comes first."""
         named = (path for path in folder.glob(f"{self.unit}-*") if self._complete.fullmatch(path.name))
-        return sorted((path for path in named if path.is_dir()), key=self.number_of)
+        return sorted(
+            (path for path in named if path.is_dir()), key=lambda path: (self.number_of(path), -len(path.name))
+        )
 
     def begin(self, folder: Path, number: int) -> Path:
         """An empty folder to write a checkpoint into, under the name of an unfinished one.
@@ -52,14 +56,23 @@ class CheckpointFolders:
         return self._path(folder, number).with_suffix(".tmp")
 
     def complete_with(self, folder: Path, number: int) -> None:
-        """Give a checkpoint that is written its name, in place of one that had it before.
+        """Give a checkpoint that is written its name on the disk, in place of one that had it before.
+
+        That one is put aside under a name with one more zero, which counts as complete, until the other has its name.
 
         Raises:
             OSError: if that cannot be done.
         """
         final = self._path(folder, number)
-        shutil.rmtree(final, ignore_errors=True)
+        aside = folder / f"{self.unit}-0{final.name.removeprefix(f'{self.unit}-')}"
+        if final.is_dir():
+            if aside.is_dir():
+                self.delete(aside)
+            final.rename(aside)
         self.unfinished(folder, number).rename(final)
+        sync_names(folder)
+        if aside.is_dir():
+            self.delete(aside)
 
     def abandon(self, folder: Path, number: int, reason: object) -> None:
         """Delete what was begun of a checkpoint that cannot be written, and warn of it."""

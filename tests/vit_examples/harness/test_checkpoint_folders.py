@@ -103,3 +103,58 @@ def test_what_a_kill_leaves_of_an_old_checkpoint_is_gone_at_the_next_save(tmp_pa
     assert not going.exists()
     assert (tmp_path / "step-best.tmp").exists() and (tmp_path / "epoch-0001.tmp").exists(), "they are not the run's"
     assert [path.name for path in folders.complete(tmp_path)] == ["step-00000002", "step-00000003"]
+
+
+def test_a_kill_while_a_checkpoint_is_written_anew_leaves_the_old_or_the_new_one(tmp_path):
+    """Wherever it happens, and the next save succeeds."""
+    folders = CheckpointFolders("step", 8)
+
+    def write(folder, content):
+        unfinished = folders.begin(folder, 1)
+        for name in "ab":
+            (unfinished / name).write_text(content)
+
+    def held(checkpoint):
+        return {path.name: path.read_text() for path in checkpoint.iterdir()}
+
+    old, new, newer = ({"a": content, "b": content} for content in ("old", "new", "newer"))
+    status, killed_before = -1, 0
+    while status != 0:
+        folder = tmp_path / str(killed_before)
+        write(folder, "old")
+        folders.complete_with(folder, 1)
+        write(folder, "new")
+        child = os.fork()
+        if child == 0:
+            kill_before_change(killed_before)
+            folders.complete_with(folder, 1)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        newest = folders.newest(folder)
+        assert newest is not None and folders.number_of(newest) == 1, killed_before
+        assert held(newest) in ([new] if status == 0 else [old, new]), killed_before
+        write(folder, "newer")
+        assert folders.newest(folder) is not None, killed_before
+        folders.complete_with(folder, 1)
+        folders.delete_but(folder, 1)
+        assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+        assert held(folder / "step-00000001") == newer
+        killed_before += 1
+    assert killed_before > 3, "it makes several changes"
+
+
+def kill_before_change(number):
+    """Kill this process before it renames or deletes once more than ``number`` times."""
+    left = number
+
+    def counted(change):
+        def call(*arguments, **options):
+            nonlocal left
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+            return change(*arguments, **options)
+
+        return call
+
+    os.rename, os.unlink, os.rmdir = map(counted, (os.rename, os.unlink, os.rmdir))
