@@ -78,11 +78,6 @@ class Placements(Mapping[Strategy, Placement]):
         """
         return statistics.fmean(self._setups_s) if self._setups_s else None
 
-    @property
-    def num_routes(self) -> int:
-        """Return how many routes are kept."""
-        return len(self._routes)
-
     def place(self, layouts: Mapping[Strategy, Layout]) -> None:
         """Take strategies, each with its process groups and modules, on all ranks or on none; collective.
 
