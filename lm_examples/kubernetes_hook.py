@@ -25,7 +25,7 @@ from zeroresize.utils.value_checks import number
 Subresource = Literal["resize", "none", "either"]
 
 _NOT_FOUND = (404, 405)
-_MOST_TOLD = 500
+_MAX_CHARS = 500
 
 
 class ReleasedRank(Protocol):
@@ -138,7 +138,7 @@ def _message_of(body: Any) -> str:
     try:
         return str(json.loads(body)["message"])
     except (TypeError, ValueError, LookupError):
-        return str(body)[:_MOST_TOLD]
+        return str(body)[:_MAX_CHARS]
 
 
 def _client() -> Any:

@@ -111,10 +111,10 @@ def _build(config: RunConfig, documents: Documents, process_group: ProcessGroup)
     torch.manual_seed(training.seed)
     layers = [one.to(getattr(torch, training.dtype)) for one in llama_layers(config.model)]
     batches = MiniBatches(documents, tokens=training.tokens, seed=training.seed)
-    is_told = config.output.progress and dist.get_rank(process_group) == 0
+    shows_progress = config.output.progress and dist.get_rank(process_group) == 0
 
     def tell(line: str) -> None:
-        if is_told:
+        if shows_progress:
             print(line, flush=True)
 
     choice = chosen(config, layers, batches, process_group, tell)

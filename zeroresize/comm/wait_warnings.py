@@ -52,7 +52,7 @@ class _Wait:
     began: float
     thread: int = field(default_factory=threading.get_ident)
     next_look_s: float = 0.0
-    is_told: bool = False
+    has_warned: bool = False
 
 
 class WaitWarnings:
@@ -97,7 +97,7 @@ class WaitWarnings:
             yield
         finally:
             self._waits.remove(wait)
-        if wait.is_told:
+        if wait.has_warned:
             logger.info("all ranks have come after %.0f s: training goes on", time.monotonic() - wait.began)
 
     def _look(self, still_s: float) -> None:
@@ -113,7 +113,7 @@ class WaitWarnings:
         if self._left is not subject:
             self._left = subject
             self._leave(json.dumps(self._word(wait, waited_s)))
-        if wait is not None and waited_s >= wait.next_look_s and not wait.is_told:
+        if wait is not None and waited_s >= wait.next_look_s and not wait.has_warned:
             wait.next_look_s = 2.0 * waited_s
             self._warn(wait, waited_s)
 
@@ -149,7 +149,7 @@ class WaitWarnings:
         words = self._read()
         if any(word is not None and word.place for word in (words or [])[:rank]):
             return  # a lower rank waits, too, and warns
-        wait.is_told = True
+        wait.has_warned = True
         here = self._word(wait, waited_s)
         others = {peer: None if words is None else words[peer] for peer in range(size) if peer != rank}
         absent = _not_come(here, others, None if wait.absent is None else wait.absent())

@@ -63,7 +63,7 @@ class GroupDecision:
         self._exchange, self._migration_transport = exchange, config.migration_transport
         self._num_ranks = num_ranks
         self._may_migrate = config.mode in MIGRATING_MODES
-        self._told_config = repr(config)
+        self._config_text = repr(config)
         self._controller = Controller(config, num_ranks, segments)
         if owned is not None:
             self._controller.set_owned(owned)
@@ -132,7 +132,7 @@ class GroupDecision:
             "controller": self._controller.state_dict(),
             # A tuple is one entry of a checkpoint, which another mode finds too and leaves alone.
             "what_if": tuple(self._what_if.states()),
-            "received": (self._told_config, self._received),
+            "received": (self._config_text, self._received),
             "lent_when_sent": list(self._lent_when_sent),
             "num_calibration_steps": self.num_calibration_steps,
             "migration": dataclasses.astuple(self.migration) if self.migration is not None else None,
@@ -146,7 +146,7 @@ class GroupDecision:
 
         def received(value: Any, where: str) -> None:
             row(text, optional(each(each(any_number), num_ranks)))(value, where)
-            if value[0] == self._told_config and value[1] is not None:
+            if value[0] == self._config_text and value[1] is not None:
                 each(each(any_number, 10 + 3 * NUM_POINTS))(value[1], f"{where}[1]")
 
         return keyed(
@@ -173,8 +173,8 @@ class GroupDecision:
         self._collect()
         self._controller.load_state_dict(state["controller"])
         self._what_if.load_states(state["what_if"])
-        told_config, received = state["received"]
-        self._received = received if told_config == self._told_config else None
+        config_text, received = state["received"]
+        self._received = received if config_text == self._config_text else None
         self._lent_when_sent = tuple(state["lent_when_sent"])
         is_known = state["migration"] is not None and state["migration_transport"] == self._migration_transport
         self.migration = MigrationCost(*state["migration"]) if is_known else None

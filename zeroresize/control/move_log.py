@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.resharding.units.owned_units import Move
 
-#: Up to so many ranks are named; of more the line tells how many they are.
-_MOST_NAMED, _MOST_TOLD = 8, 3
+#: Up to so many ranks are named, and described one by one; of more the line tells how many they are.
+_MOST_NAMED, _MOST_DETAILED = 8, 3
 #: A step is shorter or longer where it differs by this share at least.
 _NOTICEABLE = 0.02
 #: At the second decision after a move the times measured since are known.
@@ -137,7 +137,7 @@ class MoveLog:
         if not slow or len(busy_s) != len(plan.ranks):
             return ""
         by = {rank: busy_s[rank] / min(busy_s) for rank in slow}
-        if len(slow) > _MOST_TOLD:
+        if len(slow) > _MOST_DETAILED:
             most = max(slow, key=lambda rank: by[rank])
             return f"{len(slow)} ranks are slower than the fastest, rank {most} most, {by[most]:.1f} times: "
         lines = [
@@ -165,7 +165,7 @@ def _what(move: Move) -> str:
     if _comes_home(move):
         return f"units come home to {takers}"
     givers = _changing(move, lambda change: change < 0)
-    if len(givers) > _MOST_TOLD:
+    if len(givers) > _MOST_DETAILED:
         most = {
             kind: max(
                 (-change[rank] / move.owned_before[kind][rank] for rank in givers if change[rank] < 0), default=0.0

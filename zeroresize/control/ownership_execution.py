@@ -28,7 +28,7 @@ class OwnershipExecution:
     """
 
     def __init__(self, parts: Parts) -> None:
-        self._parts, self._log, self._has_told = parts, MoveLog(), False
+        self._parts, self._log, self._has_warned = parts, MoveLog(), False
         # The ranks agree on what is told, and so do replicas: it is told once.
         everybody = parts.exchange_of_replicas
         self._tells = parts.rank == 0 and (everybody is None or everybody.ranks[0] == dist.get_rank())
@@ -60,10 +60,10 @@ class OwnershipExecution:
     def tell_what_was_replaced(self, num_steps: int) -> None:
         """Warn, once and on rank 0, where units may no longer move; at the end of an interval."""
         units = self._parts.units
-        if self._has_told or units is None or not units.segments or units.why_not_movable is not None:
+        if self._has_warned or units is None or not units.segments or units.why_not_movable is not None:
             return
         if (why := units.why_not_now()) is not None:
-            self._has_told = True
+            self._has_warned = True
             if self._parts.rank == 0:
                 logger.warning("step %d: from now on no units change hands, and training goes on: %s", num_steps, why)
 

@@ -56,7 +56,7 @@ class StartCheck:
     def __init__(self, model: nn.Module, layers: Layers, process_group: ProcessGroup, exchange: Exchange) -> None:
         self._model, self._layers, self._group, self._exchange = model, layers, process_group, exchange
         self._at_start: dict[str, list[float]] | None = None
-        self._next_step, self._has_told = 0, False
+        self._next_step, self._has_warned = 0, False
         first: Any = next(iter(layers.values()))
         self._first = first
         hook = first.register_forward_pre_hook(_calling(weakref.WeakMethod(self._training_begins)))
@@ -110,8 +110,8 @@ class StartCheck:
             most = min(rounding, _TOLERANCE)
             if _above(more, most):
                 drifted[name] = _description(sums[name], most)
-        if drifted and not self._has_told and group_rank(self._group) == 0:
-            self._has_told = True
+        if drifted and not self._has_warned and group_rank(self._group) == 0:
+            self._has_warned = True
             logger.warning(
                 "step %d: %d of %d parameters that all ranks of the group hold alike have drifted apart, so the ranks "
                 "train different models: %s. Give every rank of the group the same batches (samplers divide them over "

@@ -18,7 +18,7 @@ from zeroresize.utils.value_checks import number
 logger = logging.getLogger(__name__)
 
 #: How much of what a command prints an error shows.
-_MOST_TOLD = 500
+_MAX_CHARS = 500
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class CommandHook:
         except subprocess.TimeoutExpired as error:
             raise RuntimeError(f"{command} has not ended within {self._timeout_s:g} s") from error
         if done.returncode:
-            raise RuntimeError(f"{command} ended with status {done.returncode}: {done.stdout.strip()[-_MOST_TOLD:]}")
+            raise RuntimeError(f"{command} ended with status {done.returncode}: {done.stdout.strip()[-_MAX_CHARS:]}")
 
     def _filled(self, rank: int, step: int | None) -> list[str]:
         try:

@@ -121,7 +121,7 @@ def check_segments(
         raise ValueError(
             f"check_segments: units of {away[0]} are away: check before they move, or within `with balancer.at_home():`"
         )
-    with _duration_told(segments), _keyed_dropout(inner, segments):
+    with _log_duration(segments), _keyed_dropout(inner, segments):
         require_replaceable(inner)
         check = _Check(inner, segments, to_float64(batch), forward or _call)
         with in_float64(inner):
@@ -149,21 +149,21 @@ def check_segments(
 
 
 @contextmanager
-def _duration_told(segments: Sequence[OwnedSegment]) -> Iterator[None]:
+def _log_duration(segments: Sequence[OwnedSegment]) -> Iterator[None]:
     """Log, on rank 0, that the block is under way once it takes longer than ``_LONG_S``, and how long it took then."""
     began = time.monotonic()
     text = "check_segments: it computes the model forward and backward in float64, three times for each of %d segments"
     under_way = threading.Timer(_LONG_S, logger.info, (f"{text}, which takes a while", len(segments)))
     under_way.daemon = True
-    is_told = group_rank(segments[0].modules[-1].process_group) == 0
-    if is_told:
+    is_first = group_rank(segments[0].modules[-1].process_group) == 0
+    if is_first:
         under_way.start()
     try:
         yield
     finally:
         under_way.cancel()
     seconds = time.monotonic() - began
-    if is_told and seconds > _LONG_S:
+    if is_first and seconds > _LONG_S:
         logger.info("check_segments: it took %.1f s for %d segments", seconds, len(segments))
 
 
