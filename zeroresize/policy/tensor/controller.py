@@ -180,6 +180,11 @@ class Controller:
         return tuple(known) if len(known) == self.num_ranks else ()
 
     @property
+    def ownership(self) -> OwnershipDecision:
+        """Return the decision who owns what, to be read: whether a user holds it, what is owed, what a move costs."""
+        return self._ownership
+
+    @property
     def is_another_division_wanted(self) -> bool:
         """Return whether units would be divided otherwise if moving them cost nothing, and it is no matter of noise."""
         return bool(self._ownership.rental.owed_s)
