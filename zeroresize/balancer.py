@@ -308,7 +308,7 @@ class Balancer:
         if is_collective:  # what moves, or is lent, at once by one plan cannot be received by another
             self._parts.decision.require_agreement(self._agreed)
         if not self._is_closed:
-            self._moves.follow(self.plan, self._num_steps)
+            self._moves.follow(self.plan, self._num_steps, "as in the checkpoint")
         self._change_plan()
         self._is_at(Call.TRAINING)
 

@@ -202,6 +202,30 @@ def test_a_resumed_run_goes_on_with_units_away(run_ranks):
         assert losses == expected and owned == (144, 48)
 
 
+@pytest.mark.parametrize("is_held", [True, False])
+def test_the_line_at_loading_tells_the_checkpoint_as_the_cause_and_whether_shares_are_held(run_ranks, is_held):
+    def train(rank, group):
+        run = exact_run(group)
+        run.time.chi = 4.0 if rank == 1 else 1.0  # a straggler that is no cause of what is done by hand
+        run.updates(3)
+        run.balancer.move((3, 1))
+        if not is_held:
+            run.balancer.move(None)
+        saved = copy.deepcopy(run.balancer.state_dict())
+        run.balancer.close()
+        with caught_log_lines() as lines:
+            resumed = exact_run(group)
+            resumed.balancer.load_state_dict(saved)
+        return [line for line in lines if line.startswith("step ")], counts(resumed)
+
+    (lines, owned), (of_other_rank, _) = run_ranks(train, 2)
+    assert owned == (144, 48) and of_other_rank == []
+    (line,) = lines
+    assert line.startswith("step 12: as in the checkpoint: 50 % of rank 1's neurons move to rank 0: ")
+    assert line.endswith("; these shares are held until move(None)") == is_held
+    assert "slower" not in line and "expected" not in line
+
+
 def _through_a_file(state):
     import io
 

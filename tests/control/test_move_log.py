@@ -197,9 +197,22 @@ def test_the_time_of_the_move_and_that_of_comparing_products_are_told_apart():
 
 def test_a_move_by_hand_is_told_as_such_and_promises_nothing():
     log = MoveLog()
-    line = log.line(move(2, neurons=(500, -500)), plan(2, {1}, 0.2), (0.1, 0.3), step_s=0.29, is_by_hand=True)
+    line = log.line(move(2, neurons=(500, -500)), plan(2, {1}, 0.2), (0.1, 0.3), step_s=0.29, cause="by hand")
     assert line == "by hand: 50 % of rank 1's neurons move to rank 0: 38 MB, 0.4 s"
     assert log.came_of(0.18) is None
+
+
+def test_a_move_of_a_checkpoint_names_no_straggler_and_tells_whether_shares_are_held():
+    log = MoveLog()
+    of_checkpoint = {"step_s": 0.29, "cause": "as in the checkpoint"}
+    line = log.line(move(2, neurons=(500, -500)), plan(2, {1}, 0.2), (0.1, 0.3), is_held=True, **of_checkpoint)
+    assert line == (
+        "as in the checkpoint: 50 % of rank 1's neurons move to rank 0: 38 MB, 0.4 s; these shares are held until "
+        "move(None)"
+    )
+    assert log.came_of(0.18) is None
+    line = log.line(move(2, neurons=(500, -500)), plan(2, {1}, 0.2), (0.1, 0.3), **of_checkpoint)
+    assert line == "as in the checkpoint: 50 % of rank 1's neurons move to rank 0: 38 MB, 0.4 s"
 
 
 @pytest.mark.parametrize("num_slow", [1, 2, 500])

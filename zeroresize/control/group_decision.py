@@ -229,6 +229,11 @@ class GroupDecision:
         return self._controller.busy_s
 
     @property
+    def is_held(self) -> bool:
+        """Whether a user holds the shares, so that no measurement changes them."""
+        return self._controller.ownership.is_held
+
+    @property
     def is_another_division_wanted(self) -> bool:
         """Whether units would be divided otherwise if moving them cost nothing, and it is no matter of noise."""
         return self._controller.is_another_division_wanted

@@ -52,7 +52,8 @@ class MoveLog:
         num_steps: int = 0,
         step_s: float = math.nan,
         comparing_s: float = 0.0,
-        is_by_hand: bool = False,
+        cause: str | None = None,
+        is_held: bool = False,
     ) -> str:
         """Describe ``move`` for the log, as "rank 3 is 2.1 times slower than the fastest for 40 s: 43 % of rank
         3's neurons and 25 % of its heads move to ranks 0, 1, 2: 38 MB, 0.4 s, then 0.2 s to compare products; a step
@@ -66,17 +67,19 @@ class MoveLog:
             num_steps: after so many steps it was made.
             step_s: what a step took before, as it was measured.
             comparing_s: seconds for which ranks compared products after it.
-            is_by_hand: whether a user called for it.
+            cause: why it was made, such as "by hand", where no measurement did; None where one did.
+            is_held: whether a user holds the shares.
         """
-        self._last = None if is_by_hand else (num_steps, step_s, plan.predicted_step_s)
+        self._last = None if cause is not None else (num_steps, step_s, plan.predicted_step_s)
         self._was_in_vain, self._num_decisions, self._moved_at = False, 0, num_steps
         if not any(map(any, move.changes.values())):
             return "shares change by less than a unit: nothing moves"
-        return (
-            f"{'by hand: ' if is_by_hand else self._why(move, plan, busy_s)}{_what(move)}: {_size(move.total_bytes)}, "
-            f"{_seconds(move.seconds)}{f', then {_seconds(comparing_s)} to compare products' if comparing_s else ''}"
-            f"{'' if is_by_hand else _expected(step_s, plan.predicted_step_s)}"
-        )
+        comparing = f", then {_seconds(comparing_s)} to compare products" if comparing_s else ""
+        why, expected = self._why(move, plan, busy_s), _expected(step_s, plan.predicted_step_s)
+        if cause is not None:
+            why, expected = f"{cause}: ", ""
+        held = "; these shares are held until move(None)" if is_held else ""
+        return f"{why}{_what(move)}: {_size(move.total_bytes)}, {_seconds(move.seconds)}{comparing}{expected}{held}"
 
     def came_of(self, step_s: float, next_update: int = 0) -> str | None:
         """Describe what came of the last move, once after it; None where there is nothing to tell.

@@ -37,16 +37,21 @@ class OwnershipExecution:
         """Note that a decision is about to replace the present plan."""
         self._log.planned(self._parts.decision.plan)
 
-    def follow(self, plan: WorkloadPlan, num_steps: int) -> None:
+    def follow(self, plan: WorkloadPlan, num_steps: int, cause: str | None = None) -> None:
         """Let units change hands where ``plan`` divides them in another way than they are.
 
         Where something cannot move, or does not fit, nobody moves: a warning says so, and it is tried again later.
+
+        Args:
+            plan: what is decided.
+            num_steps: after so many steps.
+            cause: of the division, for the log, where it does not follow from measurements.
 
         Raises:
             RuntimeError: if the ranks do not agree, or one has died; nothing has changed here.
         """
         try:
-            self._move(plan, num_steps)
+            self._move(plan, num_steps, cause)
         except (CannotMoveError, NotEnoughMemoryError) as error:
             if self._tells:
                 logger.warning(
@@ -79,7 +84,7 @@ class OwnershipExecution:
             )
         parts.decision.hold_owned(units.checked(shares) if shares is not None else None)
         try:
-            self._move(parts.decision.plan, num_steps, is_by_hand=True)
+            self._move(parts.decision.plan, num_steps, "by hand")
         except BaseException:
             self._refuse()
             raise
@@ -120,7 +125,7 @@ class OwnershipExecution:
         if line is not None and self._tells:
             logger.info("step %d: %s", num_steps, line)
 
-    def _move(self, plan: WorkloadPlan, num_steps: int, *, is_by_hand: bool = False) -> None:
+    def _move(self, plan: WorkloadPlan, num_steps: int, cause: str | None = None) -> None:
         parts, units = self._parts, self._parts.units
         if units is None or not units.segments or plan.owned == units.shares:
             verdict = self._log.verdict(parts.decision.is_another_division_wanted)
@@ -145,7 +150,8 @@ class OwnershipExecution:
                     num_steps=num_steps,
                     step_s=parts.monitor.step_s,
                     comparing_s=comparing_s,
-                    is_by_hand=is_by_hand,
+                    cause=cause,
+                    is_held=parts.decision.is_held,
                 )
                 logger.info("step %d: %s", num_steps, line)
 
