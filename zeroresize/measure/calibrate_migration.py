@@ -152,7 +152,7 @@ class _Transfers:
 
     def _backward(self) -> None:
         if self._shape.is_column_parallel:
-            self._transport.send_whole(self._route, self._y_TN, "dy").wait()
+            self._transport.send_whole(self._route, self._y_TN, self._shape.num_outputs, "dy").wait()
         if not self._shape.is_column_parallel or not self._transport.merges:
             self._return_slice(self._x_TK, "dx")
         self._return_slice(self._dw_NK, "dw")

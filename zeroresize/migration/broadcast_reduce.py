@@ -30,10 +30,10 @@ class BroadcastReduce(Transport):
         is_receiver = self.rank in route.receivers
         return Pending(slice_RL[:, route.part_of(self.rank)] if is_receiver else None, (work,))
 
-    def send_whole(self, route: LoanRoute, tensor: Tensor, name: Hashable) -> Pending:
+    def send_whole(self, route: LoanRoute, tensor: Tensor, num_columns: int, name: Hashable) -> Pending:
         if self.rank == route.owner:
             return Pending(None, (self._broadcast(route, tensor.contiguous()),))
-        arriving = self.buffers.take(name, tuple(tensor.shape), tensor)
+        arriving = self.buffers.take(name, (len(tensor), num_columns), tensor)
         return Pending(arriving, (self._broadcast(route, arriving),))
 
     def expect_addends(self, route: LoanRoute, shape: tuple[int, ...], like: Tensor, name: Hashable) -> list[Pending]:

@@ -1,6 +1,7 @@
 """One layer's loans: what it computes for other ranks, and other ranks for it, around its own products.
 
-``T`` tokens, ``K`` input and ``N`` output features on a rank, ``L`` columns lent, ``m`` of them computed here.
+``T`` tokens, ``K`` input and ``N`` output features on a rank, ``L`` columns lent, ``m`` of them computed here. While
+units are away from home, shards differ: ``N`` of a loan's matrices is the owner's.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ class LayerLoan:
 
     Attributes:
         route: from whom to whom.
-        columns: indices into K: the L lent ones on the owner, its own m on a receiver, none on other ranks.
+        columns: indices into the owner's K: the L lent ones on the owner, its own m on a receiver, none on other ranks.
+        num_rows: N on the owner.
     """
 
     route: LoanRoute
     columns: Columns
+    num_rows: int
 
 
 class LayerLoans:
@@ -83,15 +86,13 @@ class LayerLoans:
         self._awaiting_return = self._gradient_return.awaiting_return(self._weight)
         self._sent = []
         for loan in self._loans:
-            owner = loan.route.owner
+            name = ("w", self.name, loan.route.owner)
             packed = None
-            if owner == self._rank:
-                packed = self._weight_transport.buffers.take(
-                    ("w", self.name, owner), (len(weight_NK), loan.route.num_columns), weight_NK
-                )
+            if loan.route.owner == self._rank:
+                shape = loan.num_rows, loan.route.num_columns
+                packed = self._weight_transport.buffers.take(name, shape, weight_NK)
                 loan.columns.copy_to(packed, weight_NK)
-            name = ("w", self.name, owner)
-            self._sent.append(self._weight_transport.send_slice(loan.route, packed, len(weight_NK), weight_NK, name))
+            self._sent.append(self._weight_transport.send_slice(loan.route, packed, loan.num_rows, weight_NK, name))
         self._sent_as = version_of(self._weight), self._weight.data_ptr()
 
     def finish_sending(self) -> None:
@@ -161,7 +162,7 @@ class LayerLoans:
                 part_TN = self._probes.product(kernels.forward, loan.columns.of(x_TK), w_Nm, None, None)
                 self._transport.give(loan.route, part_TN, ("y", loan.route.owner))
             else:
-                zeros_TN = x_TK.new_zeros(len(x_TK), len(self._weight))
+                zeros_TN = x_TK.new_zeros(len(x_TK), loan.num_rows)
                 self._transport.give(loan.route, zeros_TN, ("y", loan.route.owner))
         if whole is not None:
             whole.wait()
@@ -169,12 +170,13 @@ class LayerLoans:
 
     def _expect_y(self, x_TK: Tensor) -> list[Pending]:
         """Expect, on an owner, the addends to y [T, N] that receivers will send; none on other ranks."""
-        shape = len(x_TK), len(self._weight)
         return [
             addend
             for loan in self._loans
             if loan.route.owner == self._rank
-            for addend in self._transport.expect_addends(loan.route, shape, x_TK, ("y", self._rank))
+            for addend in self._transport.expect_addends(
+                loan.route, (len(x_TK), loan.num_rows), x_TK, ("y", self._rank)
+            )
         ]
 
     def column_backward(
@@ -191,7 +193,10 @@ class LayerLoans:
         """
         self._gradient_return.backward_begins()
         weights = self._borrowed_weights(x_TK)
-        sent = [self._transport.send_whole(loan.route, dy_TN, ("dy", loan.route.owner)) for loan in self._loans]
+        sent = [
+            self._transport.send_whole(loan.route, dy_TN, loan.num_rows, ("dy", loan.route.owner))
+            for loan in self._loans
+        ]
         dx_TK = own_dgrad() if own_dgrad is not None else None
         borrowed = []
         for loan, w_Nm, pending in zip(self._loans, weights, sent, strict=True):
@@ -294,6 +299,6 @@ class LayerLoans:
 
     def _return_dw(self, loan: LayerLoan, dw_Nm: Tensor | None, like: Any) -> None:
         name = ("dw", self.name, loan.route.owner, self._gradient_return.num_expected(self._weight))
-        pending = self._transport.return_slice(loan.route, dw_Nm, len(self._weight), like, name)
+        pending = self._transport.return_slice(loan.route, dw_Nm, loan.num_rows, like, name)
         if loan.route.owner == self._rank:
             self._gradient_return.expect(self._weight, loan.columns, pending)

@@ -12,15 +12,21 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import Channel, broadcast, group_rank, group_size, world_size
 from zeroresize.comm.weight_group import WeightGroup
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.segments import all_segments
 from zeroresize.migration.broadcast_reduce import BroadcastReduce
 from zeroresize.migration.buffers import Buffers
 from zeroresize.migration.gradient_return import GradientReturn
 from zeroresize.migration.layer_loans import LayerLoan, LayerLoans
 from zeroresize.migration.scatter_gather import ScatterGather
+from zeroresize.migration.shard_shapes import shard_shape
 from zeroresize.migration.transport import LoanRoute, Transport, bounds_of_parts
 from zeroresize.plan.columns import Columns
 from zeroresize.plan.group import Loan
+from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.policy.tensor.columns.order import num_lent
+
+#: Loans, the epoch of their columns, and who owns which units of all segments: what is lent follows from these.
+_InForce = tuple[tuple[Loan, ...], int, tuple[OwnershipMap, ...]]
 
 _TRANSPORTS: dict[str, type[Transport]] = {"broadcast-reduce": BroadcastReduce, "scatter-gather": ScatterGather}
 
@@ -59,46 +65,46 @@ class Lender:
         self._weight_group = WeightGroup(process_group, self._device)
         self._weight_transport = make_transport(migration_transport, process_group, self._buffers, self._weight_group)
         self._gradient_return = GradientReturn(self._buffers)
-        self._in_force: tuple[tuple[Loan, ...], int] | None = None
+        self._in_force: _InForce | None = None
         self._layer_loans: list[LayerLoans] = []
 
     def install(self, loans: Sequence[Loan], lent: Mapping[str, Tensor], epoch: int = 0) -> None:
         """Put ``loans`` in force; collective over the group if they are new.
 
         :meth:`send_weights` sends the weights of new loans, or the first training forward that needs one does. Until
-        then they may change.
+        then they may change. A layer of which the owner has no row or lends no column is left out, on every rank.
 
         Args:
             loans: the same on every rank.
             lent: if this rank is an owner, its lent columns of every layer, int64, in the order in which they are
-                divided among the receivers.
-            epoch: of the columns that ``lent`` names, the same on every rank; the same loans in another one are new.
+                divided among the receivers: as many as the loan's share is of the columns that this rank has now.
+            epoch: of the columns that ``lent`` names, the same on every rank; the same loans in another one are new,
+                and so they are once units have moved.
         """
         if not (loans or self._has_replicas):
             self.take_back()
             return
-        if (tuple(loans), epoch) == self._in_force:
+        if self._key(loans, epoch) == self._in_force:
             return
         self.take_back()
-        self._in_force = (tuple(loans), epoch)
+        self._in_force = self._key(loans, epoch)
         by_layer: dict[str, list[LayerLoan]] = {name: [] for name in self._layers}
         for loan in loans:
-            columns = self._tell_columns(loan, lent)
-            for name, layer in self._layers.items():
-                bounds = bounds_of_parts(self._num_lent(layer, loan), loan.parts)
-                route = LoanRoute.of_parts(loan.owner, loan.receivers, bounds, name)
-                if route.receivers:  # a ratio may be no column at all of a small layer
-                    by_layer[name].append(LayerLoan(route, Columns.at(self._own_columns(route, columns[name]))))
+            shapes = self._lent_shapes(loan)
+            for name, columns in self._tell_columns(loan, lent, shapes).items():
+                num_rows, num_columns = shapes[name]
+                route = LoanRoute.of_parts(loan.owner, loan.receivers, bounds_of_parts(num_columns, loan.parts), name)
+                by_layer[name].append(LayerLoan(route, Columns.at(self._own_columns(route, columns)), num_rows))
         for name, layer in self._layers.items():
             layer.loans = loans_of_layer = self._loans_of(name, layer, by_layer[name])
             self._layer_loans.append(loans_of_layer)
 
     def would_be_new(self, loans: Sequence[Loan], epoch: int) -> bool:
         """Tell whether ``loans`` are not in force yet, so :meth:`install` would send their columns to the group."""
-        return bool(loans) and (tuple(loans), epoch) != self._in_force
+        return bool(loans) and self._key(loans, epoch) != self._in_force
 
     def take_back(self) -> None:
-        """End all loans: wait for their transfers and free their memory.
+        """End all loans: wait for their transfers and free their memory; before units move, on every rank.
 
         Raises:
             RuntimeError: if a transfer failed; the loans have ended then, too.
@@ -145,18 +151,33 @@ class Lender:
         """Bytes of all transfers so far; each counts at one of its ends."""
         return self._transport.bytes_moved + self._weight_transport.bytes_moved
 
-    def _tell_columns(self, loan: Loan, lent: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The owner's lent columns of every layer, on every rank."""
-        counts = [self._num_lent(layer, loan) for layer in self._layers.values()]
+    def _key(self, loans: Sequence[Loan], epoch: int) -> _InForce:
+        return tuple(loans), epoch, tuple(segment.owned for segment in all_segments(self._layers))
+
+    def _lent_shapes(self, loan: Loan) -> dict[str, tuple[int, int]]:
+        """[N, L] of what the owner lends of every layer, alike on every rank; without layers where that is nothing.
+
+        A ratio may be no column at all of a small layer, and a rank may own nothing of a segment.
+        """
+        shapes = {}
+        for name, layer in self._layers.items():
+            num_rows, num_columns = shard_shape(layer, loan.owner)
+            shapes[name] = num_rows, num_lent(num_columns, loan.share, is_forced=self._is_forced)
+        return {name: shape for name, shape in shapes.items() if 0 not in shape}
+
+    def _tell_columns(
+        self, loan: Loan, lent: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, int]]
+    ) -> dict[str, Tensor]:
+        """The owner's lent columns of the layers of which it lends ``shapes``, on every rank."""
+        if not shapes:
+            return {}
+        counts = [num_columns for _, num_columns in shapes.values()]
         if loan.owner == self._rank:
-            indices = torch.cat([lent[name].to(self._device) for name in self._layers])
+            indices = torch.cat([lent[name].to(self._device) for name in shapes])
         else:
             indices = torch.empty(sum(counts), dtype=torch.int64, device=self._device)
         broadcast(indices, loan.owner, self._group)
-        return dict(zip(self._layers, indices.split(counts), strict=True))
-
-    def _num_lent(self, layer: BalancedLinear, loan: Loan) -> int:
-        return num_lent(layer.num_columns, loan.share, is_forced=self._is_forced)
+        return dict(zip(shapes, indices.split(counts), strict=True))
 
     def _own_columns(self, route: LoanRoute, columns: Tensor) -> Tensor:
         if self._rank == route.owner:

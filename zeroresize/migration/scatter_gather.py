@@ -28,12 +28,12 @@ class ScatterGather(Transport):
         part = self.buffers.take(name, (num_rows, columns.stop - columns.start), like)
         return Pending(part, tuple(self._receive(route, part, route.owner)))
 
-    def send_whole(self, route: LoanRoute, tensor: Tensor, name: Hashable) -> Pending:
+    def send_whole(self, route: LoanRoute, tensor: Tensor, num_columns: int, name: Hashable) -> Pending:
         if self.rank == route.owner:
             tensor = tensor.contiguous()
             works = [work for receiver in route.receivers for work in self._send(route, tensor, receiver)]
             return Pending(None, tuple(works))
         if self.rank not in route.receivers:
             return Pending(None)
-        arriving = self.buffers.take(name, tuple(tensor.shape), tensor)
+        arriving = self.buffers.take(name, (len(tensor), num_columns), tensor)
         return Pending(arriving, tuple(self._receive(route, arriving, route.owner)))

@@ -124,8 +124,11 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def send_whole(self, route: LoanRoute, tensor: Tensor, name: Hashable) -> Pending:
-        """Send the owner's ``tensor`` to every receiver; other ranks pass one of the same shape and dtype."""
+    def send_whole(self, route: LoanRoute, tensor: Tensor, num_columns: int, name: Hashable) -> Pending:
+        """Send the owner's ``tensor`` [rows, num_columns] to every receiver.
+
+        Other ranks pass one of as many rows and of the same dtype and device.
+        """
 
     def expect_addends(self, route: LoanRoute, shape: tuple[int, ...], like: Tensor, name: Hashable) -> list[Pending]:
         """Expect the addends, which arrive one by one: on the owner of a sum, before its own part is computed."""
