@@ -1,5 +1,6 @@
 """The configuration: a user's mistake is named before anything runs, and nothing is lost on the way to YAML."""
 
+import inspect
 import math
 import re
 from dataclasses import FrozenInstanceError
@@ -83,6 +84,39 @@ def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(key, value, all
 def test_unknown_keys_are_named_with_those_that_exist():
     with pytest.raises(ValueError, match=r"'rato' \(did you mean 'ratio'\?\), '1': allowed are \['mode', 'ratio', "):
         BalanceConfig.from_dict({"rato": 0.5, 1: 2, "mode": "zero-rd"})
+
+
+MISSPELT_KEYS = [
+    ({"tolerence": 0.2}, "unknown balance key 'tolerence' (did you mean 'tolerance'?): allowed are ['mode', "),
+    (
+        {"semi_rule": "paper"},
+        "unknown balance key 'semi_rule' (did you mean 'paper.semi_rule'?): allowed are ['mode', ",
+    ),
+    ({"modus": "off"}, "unknown balance key 'modus' (did you mean 'mode'?): allowed are ['mode', "),
+    ({"mode": "exat"}, "mode='exat' is not allowed (did you mean 'exact'?): choose one of ['off', "),
+    ({"mode": "ZERO-Pri"}, "mode='ZERO-Pri' is not allowed (did you mean 'zero-pri'?): choose one of ['off', "),
+    ({"mode": "x"}, "mode='x' is not allowed: choose one of ['off', "),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), MISSPELT_KEYS)
+@pytest.mark.parametrize("by", ["from_dict", "constructor", "replace", "in_mode"])
+def test_what_is_misspelt_in_python_is_told_as_in_yaml(values, message, by):
+    build = {
+        "from_dict": BalanceConfig.from_dict,
+        "constructor": lambda values: BalanceConfig(**values),
+        "replace": lambda values: BalanceConfig().replace(**values),
+        "in_mode": lambda values: BalanceConfig().in_mode(**{"mode": "semi", **values}),
+    }[by]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(values)
+
+
+def test_a_misspelt_key_of_the_room_is_told_as_in_yaml_and_the_constructors_keep_their_signatures():
+    with pytest.raises(ValueError, match=r"unknown balance key 'paper\.alpah' \(did you mean 'paper\.alpha'\?\)"):
+        PaperConfig(alpah=0.5)
+    assert list(inspect.signature(PaperConfig).parameters)[:2] == ["semi_rule", "num_migrating"]
+    assert list(inspect.signature(BalanceConfig).parameters)[:2] == ["mode", "ratio"]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,10 @@ def test_every_configuration_that_comes_along_is_whole(name):
         ({"straggler": {"chi": 0.5}}, "straggler.chi=0.5 is not allowed"),
         ({"straggler": {"from_step": 5, "to_step": 5}}, "straggler.to_step=5 is not allowed"),
         ({"sleep": {"forward_s": -1}}, "sleep.forward_s=-1 is not allowed"),
-        ({"case": {"name": "pruned"}}, "case.name='pruned' is not allowed: choose one of ['none', 'pruning'"),
+        (
+            {"case": {"name": "pruned"}},
+            "case.name='pruned' is not allowed (did you mean 'pruning'?): choose one of ['none', 'pruning'",
+        ),
         ({"case": {"nmae": "none"}}, "unknown key of case 'none' 'nmae' (did you mean 'name'?)"),
         ({"case": "none"}, "case='none': expected a mapping such as {name: pruning}"),
         ({"data": {"held_out": 1}}, "data.held_out=1 is not allowed"),

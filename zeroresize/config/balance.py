@@ -23,10 +23,11 @@ from zeroresize.config.keys import (
     without_effect,
 )
 from zeroresize.config.paper import PAPER_DEFAULTS, ROOM, PaperConfig, dotted, known_paper_keys, nested, paper_config
-from zeroresize.utils.value_checks import at_least, is_bool, known_keys, number, one_of
+from zeroresize.utils.value_checks import at_least, checking_keys, is_bool, known_keys, number, one_of
 from zeroresize.utils.yaml_values import read_yaml
 
 
+@checking_keys(lambda values: known_balance_keys(values))
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
     """How a tensor-parallel group is balanced.
@@ -79,7 +80,8 @@ class BalanceConfig:
         paper: the rules and choices of the paper's methods, a :class:`PaperConfig` or a mapping of its keys.
 
     Raises:
-        ValueError: naming the key, the value and what is allowed, or where the key is used.
+        ValueError: naming the key, the value and what is allowed, or where the key is used; also for a key that does
+            not exist, naming those that do.
     """
 
     mode: str = "exact"

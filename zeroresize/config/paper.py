@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroresize.config.keys import IMPUTATIONS, MIG_RULES, PRIDIFF_RULES, SEMI_RULES, SNAPSHOTS
-from zeroresize.utils.value_checks import at_least, known_keys, number, one_of
+from zeroresize.utils.value_checks import at_least, checking_keys, known_keys, number, one_of
 
 ROOM = "paper"
 
 
+@checking_keys(lambda values: known_paper_keys(values))
 @dataclass(frozen=True, kw_only=True)
 class PaperConfig:
     """The paper's own rules and choices, where this package's default is another or the paper compares several.
