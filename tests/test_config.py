@@ -5,6 +5,7 @@ import math
 import re
 from dataclasses import FrozenInstanceError
 from functools import partial
+from pathlib import Path
 
 import pytest
 import yaml
@@ -397,12 +398,17 @@ def test_yaml_with_and_without_a_section_of_its_own(tmp_path, text):
         ("", "expected a mapping of balance keys, found nothing"),
         ("- mode\n- ratio\n", "expected a mapping of balance keys, found list"),
         ("zero-rd\n", "expected a mapping of balance keys, found str"),
-        ("balance:\n", "expected a mapping of balance keys, found nothing"),
+        ("balance:\n", r"expected a mapping of balance keys, found nothing \({} is an empty one\): allowed are "),
+        ("balance:\n  # mode: off\n", r"expected a mapping of balance keys, found nothing \({} is an empty one\)"),
+        ("balance: {iters_per_epoch: none}\n", r"iters_per_epoch='none' .* at least 1, or null \(None in Python\),"),
         ("balance: [mode]\n", "expected a mapping of balance keys, found list"),
         ("balance: {mode: no}\n", "mode='no' is not allowed"),
         ("ratio: .nan\n", "ratio=nan is not allowed"),
         ("balance: {gamma: 0.5}\n", "unknown balance key 'gamma'"),
-        ("model: {depth: 2}\n", "unknown balance key 'model'"),
+        ("model: {depth: 2}\n", "no section 'balance', and no key of balancing: there is model. Write the keys under"),
+        ("lr: 0.1\nsteps: 5\n", "no section 'balance', and no key of balancing: there is lr, steps. Write the keys"),
+        ("tolerence: 0.1\nlr: 0.1\n", "unknown balance key 'tolerence'"),
+        ("lr: 0.1\nmode: off\n", "unknown balance key 'lr'"),
         ("balance: {}\nupdate_every: 3\n", "the balance key 'update_every' stands beside the section 'balance'"),
         ("mode: off\nbalance: {}\n", "the balance key 'mode' stands beside the section 'balance'"),
         ("balance: {}\nupdate_evry: 3\n", "the key 'update_evry' stands beside .*: did you mean 'update_every'"),
@@ -420,6 +426,20 @@ def test_a_wrong_file_is_named(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ValueError, match=f"{re.escape(str(path))}: {message}"):
         BalanceConfig.from_yaml(path)
+
+
+def test_the_defaults_that_the_page_gives_may_be_written_in_yaml(tmp_path):
+    page = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    rows = re.findall(r"(?m)^\| `([a-z_.]+)` \| `?([^|`]+?)`? \| ", page)
+    defaults = dict(reversed(rows))  # of a key that stands in two tables the first row
+    keys = BalanceConfig().to_flat_dict().keys()
+    assert keys <= defaults.keys()
+    path = tmp_path / "balance.yaml"
+    for key in keys:
+        default = defaults[key]
+        room, _, name = key.rpartition(".")
+        path.write_text(f"balance: {{{room}: {{{name}: {default}}}}}" if room else f"balance: {{{name}: {default}}}")
+        assert BalanceConfig.from_yaml(path) == BalanceConfig()
 
 
 def test_what_other_programs_read_may_stand_beside_the_section(tmp_path):

@@ -122,7 +122,7 @@ class BalanceConfig:
         is_bool("moves", self.moves)
         is_bool("start_checks", self.start_checks)
         if self.iters_per_epoch is not None:
-            at_least("iters_per_epoch", self.iters_per_epoch, 1)
+            at_least("iters_per_epoch", self.iters_per_epoch, 1, otherwise="null (None in Python)")
         object.__setattr__(self, "paper", paper_config(self.paper))
         object.__setattr__(self, "ratio", checked_ratio(self.ratio, self.mode))
         object.__setattr__(self, "shares", checked_share_choice(self.shares))
@@ -242,7 +242,7 @@ class BalanceConfig:
     def from_yaml(cls, path: str | Path) -> BalanceConfig:
         """Read the ``balance:`` section of a YAML file, or the whole file if it has no such section.
 
-        Beside the section a file may hold whatever other programs read.
+        Beside the section a file may hold whatever other programs read. An empty section is written ``balance: {}``.
 
         Raises:
             ValueError: if the file is no mapping, holds a wrong key or value, or has a key of the section beside it or

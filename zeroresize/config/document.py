@@ -18,7 +18,8 @@ def balance_section(document: Any, known: Sequence[str]) -> Any:
         known: the keys of the section, those of the room as ``paper.alpha``.
 
     Raises:
-        ValueError: for what would be passed over though it is surely meant for balancing.
+        ValueError: for what would be passed over though it is surely meant for balancing; for a document without the
+            section of which no key is one of balancing, or nearly one.
     """
     if not isinstance(document, Mapping):
         return document
@@ -31,11 +32,23 @@ def balance_section(document: Any, known: Sequence[str]) -> Any:
         ):
             raise ValueError(f"unknown section '{key}' (did you mean 'balance'?)")
     if "balance" not in document:
+        if document and not any(_is_nearly(key, value, known) for key, value in document.items()):
+            there_is = ", ".join([*map(str, document)][:6])
+            raise ValueError(
+                f"no section 'balance', and no key of balancing: there is {there_is}. Write the keys under "
+                "'balance:', or alone in a file of their own; {} is an empty section"
+            )
         return document
     for key, value in dotted(document).items():
         if isinstance(key, str):
             _require_elsewhere(key, value, known)
     return document["balance"]
+
+
+def _is_nearly(key: Any, value: Any, known: Sequence[str]) -> bool:
+    """Return whether a key of a document without the section is one of the section's keys, or misspelt for one."""
+    names = [name.rpartition(".")[2] for name in known]
+    return key == ROOM or (not isinstance(value, Mapping) and closest(str(key), names) is not None)
 
 
 def _require_elsewhere(key: str, value: Any, known: Sequence[str]) -> None:

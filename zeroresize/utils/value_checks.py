@@ -14,10 +14,15 @@ Checked = TypeVar("Checked")
 LARGEST_COUNT = 2**31 - 1
 
 
-def at_least(key: str, value: Any, least: int, most: int = LARGEST_COUNT) -> None:
-    """Check for a whole number of at least ``least`` and at most ``most``."""
+def at_least(key: str, value: Any, least: int, most: int = LARGEST_COUNT, *, otherwise: str = "") -> None:
+    """Check for a whole number of at least ``least`` and at most ``most``.
+
+    Args:
+        otherwise: what may stand in its place, for the error.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{key}={value!r} is not allowed: a whole number of at least {least} is needed")
+        choices = f"a whole number of at least {least}{f', or {otherwise},' if otherwise else ''}"
+        raise ValueError(f"{key}={value!r} is not allowed: {choices} is needed")
     if value > most:
         raise ValueError(f"{key}={value} is not allowed: {most} is the largest")
 
@@ -84,7 +89,7 @@ def known_keys(
         ValueError: if there are others; it names them, what each may be misspelt for, and those that are known.
     """
     if not isinstance(values, Mapping):
-        given = "nothing" if values is None else type(values).__name__
+        given = "nothing ({} is an empty one)" if values is None else type(values).__name__
         raise ValueError(f"expected a mapping of {what}s, found {given}: allowed are {list(known)}")
     prefix = f"{room}." if room else ""
     unknown = [str(key) for key in values if key not in known]
