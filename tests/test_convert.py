@@ -92,6 +92,30 @@ def test_something_else_than_a_configuration_is_an_error(run_ranks):
     run_ranks(check, 2)
 
 
+def test_a_model_and_an_optimizer_in_the_wrong_order_are_an_error_that_tells_the_right_one(run_ranks):
+    def check(rank, group):
+        model = mlp(group)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.raises(
+            ValueError, match=r"^model must be .*Module, found AdamW: call Balancer\(model, optimizer\)"
+        ):
+            Balancer(optimizer, model)
+        Balancer(model, optimizer, process_group=group)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize(("shares", "is_said"), [((1, 0), True), ((3, 1), False)])
+def test_a_rank_that_is_given_nothing_is_named(run_ranks, shares, is_said):
+    def check(rank, group):
+        with caught_log_lines() as lines:
+            convert(mlp(group), group, shares=shares)
+        return [line for line in lines if line.startswith("units are divided by the shares")]
+
+    for (line,) in run_ranks(check, 2):
+        assert line.endswith("; ranks [1] own none, and have no work in these layers") == is_said
+
+
 def test_a_group_of_one_rank_changes_nothing_and_says_so(run_ranks):
     def check(rank, group):
         model = mlp(group)

@@ -167,13 +167,10 @@ def test_a_move_in_vain_is_called_so_and_the_balancer_s_verdict_follows_its_next
     assert log.verdict(is_another_wanted) is None
     log.planned(plan(2, {1}))  # by what was measured after it
     assert log.verdict(is_another_wanted) == (
-        "the move at step 40 has not made steps shorter, but by the times since then "
-        + (
-            "another division seems to be faster. Units stay until the steps that it would have saved add up to what "
-            "moving them costs"
-            if is_another_wanted
-            else "no other division seems to be faster, so units stay"
-        )
+        "the move at step 40 has not made steps shorter; another division would be faster, and units move once it "
+        "would have saved as much as the move takes"
+        if is_another_wanted
+        else "the move at step 40 has not made steps shorter; units stay, as no other division would be faster"
     )
     assert log.verdict(is_another_wanted) is None
 
@@ -193,6 +190,11 @@ def test_no_verdict_follows_a_move_that_helped_or_that_another_has_followed():
 def test_the_time_of_the_move_and_that_of_comparing_products_are_told_apart():
     line = MoveLog().line(move(2, neurons=(500, -500)), plan(2, {1}, 0.2), (0.1, 0.3), step_s=0.29, comparing_s=0.21)
     assert line.endswith(": 38 MB, 0.4 s, then 0.21 s to compare products; a step takes 290 ms, expected 200 ms")
+
+
+def test_comparing_before_the_first_step_had_nothing_to_compare_and_is_left_out():
+    line = MoveLog().line(move(2, neurons=(500, -500)), plan(2), (), comparing_s=1.9e-5)
+    assert line == "50 % of rank 1's neurons move to rank 0: 38 MB, 0.4 s"
 
 
 def test_a_move_by_hand_is_told_as_such_and_promises_nothing():

@@ -13,6 +13,8 @@ from zeroresize.resharding.units.owned_units import Move
 _MOST_NAMED, _MOST_DETAILED = 8, 3
 #: A step is shorter or longer where it differs by this share at least.
 _NOTICEABLE = 0.02
+#: Who compares for less seconds than this had no products to compare, as before the first step.
+_LEAST_COMPARING_S = 1e-4
 #: At the second decision after a move the times measured since are known.
 _UPDATES_TO_VERDICT = 2
 
@@ -74,7 +76,8 @@ class MoveLog:
         self._was_in_vain, self._num_decisions, self._moved_at = False, 0, num_steps
         if not any(map(any, move.changes.values())):
             return "shares change by less than a unit: nothing moves"
-        comparing = f", then {_seconds(comparing_s)} to compare products" if comparing_s else ""
+        compared = comparing_s >= _LEAST_COMPARING_S
+        comparing = f", then {_seconds(comparing_s)} to compare products" if compared else ""
         why, expected = self._why(move, plan, busy_s), _expected(step_s, plan.predicted_step_s)
         if cause is not None:
             why, expected = f"{cause}: ", ""
@@ -122,14 +125,11 @@ class MoveLog:
             return None
         self._was_in_vain = False
         makes_of_it = (
-            "another division seems to be faster. Units stay until the steps that it would have saved add up to what "
-            "moving them costs"
+            "another division would be faster, and units move once it would have saved as much as the move takes"
             if is_another_wanted
-            else "no other division seems to be faster, so units stay"
+            else "units stay, as no other division would be faster"
         )
-        return (
-            f"the move at step {self._moved_at} has not made steps shorter, but by the times since then {makes_of_it}"
-        )
+        return f"the move at step {self._moved_at} has not made steps shorter; {makes_of_it}"
 
     def _why(self, move: Move, plan: WorkloadPlan, busy_s: Sequence[float]) -> str:
         """The stragglers whose units change, or that there are none any more."""

@@ -79,6 +79,10 @@ def checked_setup(
     Raises:
         ValueError: as :class:`~zeroresize.balancer.Balancer` tells.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model must be a torch.nn.Module, found {type(model).__name__}: call Balancer(model, optimizer)"
+        )
     if not isinstance(config, BalanceConfig):
         raise ValueError(
             f"config must be a BalanceConfig, found {type(config).__name__}: use BalanceConfig(...), "

@@ -135,15 +135,20 @@ def normalised(shares: Sequence[float]) -> tuple[float, ...]:
     return tuple(round(share / mean, SHARE_DECIMALS) for share in shares)
 
 
-def checked_shares(shares: Any, num_ranks: int) -> tuple[float, ...]:
+def checked_shares(shares: Any, num_ranks: int, *, call: str = "") -> tuple[float, ...]:
     """Return the ranks' shares that a user gives, scaled so that their mean is 1.
 
     For example, ``(2, 1, 1)`` becomes (1.5, 0.75, 0.75).
 
+    Args:
+        shares: of every rank, in any unit.
+        num_ranks: how many there must be.
+        call: the function that was given them, for the error.
+
     Raises:
         ValueError: unless they are ``num_ranks`` finite numbers, none negative and not all zero.
     """
-    return normalised(share_numbers(shares, num_ranks))
+    return normalised(share_numbers(shares, num_ranks, call=call))
 
 
 def neuron_quantum(num_neurons: int, num_ranks: int) -> int:

@@ -128,12 +128,13 @@ def closest(key: str, known: Sequence[str], cutoff: float = 0.6) -> str | None:
     return next(iter(difflib.get_close_matches(key, known, n=1, cutoff=cutoff)), None)
 
 
-def share_numbers(shares: Any, num_ranks: int | None = None, choices: str = "") -> tuple[float, ...]:
+def share_numbers(shares: Any, num_ranks: int | None = None, choices: str = "", *, call: str = "") -> tuple[float, ...]:
     """Check what a user gives as the shares of the ranks of a group, and return it as floats.
 
     Args:
         num_ranks: how many there must be; None where the group is not known yet.
         choices: the words that are allowed in their place, for the error.
+        call: the function that was given them, for the error; empty for a key of the configuration.
 
     Raises:
         ValueError: unless they are so many finite numbers, none negative and not all zero.
@@ -142,8 +143,9 @@ def share_numbers(shares: Any, num_ranks: int | None = None, choices: str = "") 
     is_sound = is_row and all(is_number(share) and 0.0 <= share < math.inf for share in shares) and any(shares)
     if not is_sound or num_ranks not in (None, len(shares)):
         count = "one number" if num_ranks is None else f"{num_ranks} numbers, one"
+        given = f"{call}(shares={shares!r})" if call else f"shares={shares!r}"
         raise ValueError(
-            f"shares={shares!r} is not allowed: wanted are {choices}{count} for each rank of the group, none negative "
+            f"{given} is not allowed: wanted are {choices}{count} for each rank of the group, none negative "
             f"and not all zero, such as {(2, *(1,) * ((num_ranks or 3) - 1))}"
         )
     return tuple(map(float, shares))

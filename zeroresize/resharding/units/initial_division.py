@@ -29,7 +29,14 @@ def divide_units(units: OwnedUnits, shares: Sequence[float]) -> None:
     for segment in units.segments:
         segment.has_given_shares = True
     counts = "; ".join(f"{kind} {' : '.join(map(str, of_ranks))}" for kind, of_ranks in units.num_units.items())
-    logger.info("units are divided by the shares %s: of all layers together the ranks own %s", list(shares), counts)
+    totals = [sum(of_rank) for of_rank in zip(*units.num_units.values(), strict=True)]
+    without = [rank for rank, total in enumerate(totals) if not total]
+    logger.info(
+        "units are divided by the shares %s: of all layers together the ranks own %s%s",
+        list(shares),
+        counts,
+        f"; ranks {without} own none, and have no work in these layers" if without else "",
+    )
 
 
 def require_segments(shares: Sequence[float] | str, segments: Sequence[object]) -> None:

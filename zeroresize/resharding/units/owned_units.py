@@ -141,7 +141,7 @@ class OwnedUnits:
         Raises:
             ValueError: for shares that are negative, all zero, or not one a rank; or where no unit may change hands.
         """
-        checked = checked_shares(shares, self._num_ranks)
+        checked = checked_shares(shares, self._num_ranks, call="move")
         if self.why_not_movable is not None:
             raise ValueError(f"move({shares}): no unit can change hands: {self.why_not_movable}")
         return checked
