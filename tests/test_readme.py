@@ -55,6 +55,20 @@ def evaluate(model):
     return [nn.functional.mse_loss(model(inputs), targets).item() for inputs, targets in batches()]
 
 
+def test_the_words_of_its_log_lines_and_tables_are_explained_where_they_come_first():
+    page = README.read_text()
+    explained = re.findall(r"(?m)^\| ([^|]+) \|", (README.parent / "docs" / "words.md").read_text())
+    words = {word.strip() for row in explained for word in row.split(",")}
+    assert {"unit", "lent", "target", "Baseline", "comparing products"} <= words
+    first_link = page.index("(docs/words.md)")
+    assert page.index("to compare products") < first_link < page.index("| it attaches to |")
+    assert "[target](docs/words.md)" in page
+
+
+def test_the_first_example_says_how_its_log_lines_are_seen():
+    assert "logging.basicConfig(level=logging.INFO)" in EXAMPLE
+
+
 def test_the_first_example_has_at_most_fifteen_lines():
     assert len(EXAMPLE.splitlines()) <= 15
 

@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 -m vit_examples.minimal
 """
 
+import logging
 import time
 
 import torch
@@ -28,6 +29,7 @@ class Block(nn.Module):
 
 
 def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")  # tells what the balancer does, and why
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.set_num_threads(1)
@@ -42,7 +44,7 @@ def main() -> None:
     balancer = zr.Balancer(model, optimizer, config)
 
     with zr.StragglerInjector(model, process_group=mesh, chi={1: 4.0}):
-        for _ in range(6):
+        for _ in range(12):
             begin = time.perf_counter()
             for _ in range(config.update_every):
                 x, target = torch.randn(BATCH, WIDTH), torch.randint(NUM_CLASSES, (BATCH,))

@@ -15,6 +15,8 @@ def test_the_minimal_example_relieves_its_straggler():
     command = [*torchrun, "-m", "vit_examples.minimal"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
     assert result.returncode == 0, result.stderr
+    lines = re.findall(r"(?m)^zeroresize\.\S+: step \d+: rank 1 (?:is \S+ times slower|lends \S+ %)", result.stderr)
+    assert lines, f"what README shows first is not seen: {result.stderr}"
     computed = [int(share) for share in re.findall(r"rank 1 computes (\d+)% of an even share", result.stdout)]
     assert computed[0] == 100, "nothing is known before the first exchange"
     assert min(computed) <= 70, "in equal times a rank that is four times as slow as the other does 40 %, or nearly"
