@@ -95,12 +95,15 @@ def test_coming_home_is_told_by_itself_though_another_rank_is_slow():
     assert line.startswith("no rank is slow any more: units come home to rank 1: ")
 
 
-def test_an_expectation_above_what_was_measured_is_left_out():
+def test_an_expectation_above_what_was_measured_is_left_out_with_the_reason():
     """It rests on older times, and reads as if the move made steps longer."""
     log = MoveLog()
     back = move(3, after=(1.0, 1.0, 1.0), neurons=(-200, 400, -200))
     line = log.line(back, plan(3, (), 0.255), (0.1, 0.1, 0.1), num_steps=5, step_s=0.101)
-    assert line == "no rank is slow any more: units come home to rank 1: 38 MB, 0.4 s; a step takes 101 ms"
+    assert line == (
+        "no rank is slow any more: units come home to rank 1: 38 MB, 0.4 s; a step takes 101 ms, less than by the "
+        "older times that decided this"
+    )
     assert log.came_of(0.09) == (
         "since units moved at step 5 a step takes 90 ms, 101 ms before: steps are 11 % shorter, so units stay "
         "there until another division is better"

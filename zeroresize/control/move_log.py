@@ -156,8 +156,10 @@ def _expected(before_s: float, after_s: float) -> str:
 
     What is expected may rest on older times than the last measured one: where it is longer, it is no promise of a move.
     """
-    if math.isnan(after_s) or after_s > before_s:
+    if math.isnan(after_s):
         return "" if math.isnan(before_s) else f"; a step takes {_number(1e3 * before_s)} ms"
+    if after_s > before_s:
+        return f"; a step takes {_number(1e3 * before_s)} ms, less than by the older times that decided this"
     if math.isnan(before_s):
         return f"; expected step {_number(1e3 * after_s)} ms"
     return f"; a step takes {_number(1e3 * before_s)} ms, expected {_number(1e3 * after_s)} ms"
