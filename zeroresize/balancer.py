@@ -16,7 +16,6 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.whereabouts import Call
 from zeroresize.config import BalanceConfig
-from zeroresize.config.keys import AWAY_MODES
 from zeroresize.control import balancer_state, records
 from zeroresize.control.assembly import build
 from zeroresize.control.late_starts import LateStarts
@@ -202,8 +201,8 @@ class Balancer:
                 to that as whole units allow.
 
         Raises:
-            ValueError: for shares that are negative, all zero, or not one a rank; in a mode that prunes or lends only;
-                or where no unit may change hands, saying why.
+            ValueError: for shares that are negative, all zero, or not one a rank; in a mode that prunes or lends only,
+                where units stay as ``shares`` divide them at the start; or where no unit may change hands, saying why.
             RuntimeError: if the ranks do not agree, one lacks the memory, or has died; nothing has changed then.
         """
         self._require_open()
@@ -232,7 +231,7 @@ class Balancer:
         self._is_at(Call.MOVING)
         self._is_at_home = True
         try:
-            with parts.units.at_home():
+            with self._moves.at_home():
                 yield
         finally:
             self._is_at_home = False
@@ -282,33 +281,35 @@ class Balancer:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state; the plan that was in force when it was saved is in force again.
 
-        A statistic of another kind than this configuration's is not taken over: it starts anew.
+        A statistic of another kind than this configuration's, or of units that this rank does not own, is not taken
+        over: it starts anew. What is known of columns follows their units to whoever owns them now.
 
         Raises:
             ValueError: if it was saved for other layers or another group of ranks, or something of it is missing or of
-                another kind, naming that; nothing has changed then. In modes that migrate or move, and in "off", where
-                it is collective, also if the ranks were given different states.
+                another kind, naming that; nothing has changed then. In modes that migrate or move, in "off", and where
+                units may be away by ``shares``, it is collective: also if the ranks were given different states.
         """
         self._require_no_visit("load_state_dict()")
         parts = self._parts
         is_collective = (
             parts.lender is not None
             or parts.exchange_of_replicas is not parts.exchange
-            or (parts.units is not None and parts.units.why_not_movable is None and self.config.mode in AWAY_MODES)
+            or (parts.units is not None and parts.units.why_not_movable is None and parts.may_be_away)
         )
         self._is_at(Call.LOADING)
         problem = balancer_state.why_not_loadable(self._parts, state_dict)
         if is_collective:  # nobody may wait for a rank that has none to load
-            self._parts.decision.require_loadable(problem)
+            balancer_state.require_loadable(parts, problem)
         if problem is not None:
             self._is_at(Call.TRAINING)  # as before: nothing has changed
             raise problem
-        self._num_steps = balancer_state.load_state(self._parts, state_dict)
+        self._num_steps = balancer_state.load_state(parts, state_dict, gathers=is_collective and not self._is_closed)
         self._has_calibrated = False
         if is_collective:  # what moves, or is lent, at once by one plan cannot be received by another
             self._parts.decision.require_agreement(self._agreed)
         if not self._is_closed:
-            self._moves.follow(self.plan, self._num_steps, "as in the checkpoint")
+            self._moves.follow_loaded(self.plan, self._num_steps)
+        balancer_state.load_what_is_of_units(parts, state_dict)
         self._change_plan()
         self._is_at(Call.TRAINING)
 
@@ -369,7 +370,7 @@ class Balancer:
         if parts.exchange is not None and not self._has_calibrated and parts.monitor.is_step_of_training:
             self._has_calibrated = True
             self._is_at(Call.STEP)
-            everybody = parts.exchange_of_replicas or parts.exchange
+            everybody = (parts.exchange_of_replicas if parts.decides_for_replicas else None) or parts.exchange
             migration = calibrate_group(
                 parts.layers,
                 parts.process_group,
@@ -399,10 +400,10 @@ class Balancer:
     def _end_epoch(self) -> None:
         """Order the columns anew, by what the epoch told of them."""
         selector, statistic = self._parts.selector, self._parts.statistic
-        if statistic is None or statistic.is_paused or not selector.steps_of_epoch:
+        if statistic is None or not selector.steps_of_epoch:
             selector.end_epoch({}, incremental=False)
         else:
-            selector.end_epoch(statistic.take(), incremental=statistic.incremental)
+            selector.end_epoch(statistic.take(), incremental=statistic.incremental, adds_up=statistic.adds_up)
 
     def _is_at(self, call: Call) -> None:
         """Note where this rank is, for the other ranks and for error texts."""

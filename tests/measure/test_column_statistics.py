@@ -12,7 +12,6 @@ from torch import nn
 import zeroresize as zr
 from zeroresize.config.keys import PRIORITIES
 from zeroresize.measure.column_statistics import ActivationNorms, PathLength, WeightVariation, build_statistic
-from zeroresize.measure.restartable_statistic import RestartableStatistic
 from zeroresize.plan.layer import LayerPlan
 
 COLUMNS = {"one": 6, "two": 8, "three": 5}
@@ -269,7 +268,7 @@ def test_path_length_does_not_count_steps_that_freezing_takes_back(run_ranks):
     """Column by column: what the optimizer moved and freezing put back was never travelled."""
 
     def check(rank, group):
-        with instances_of(RestartableStatistic) as statistics:
+        with instances_of(PathLength) as statistics:
             run = Run(group, mode="zero-pri", priority="path_length", ratio=0.5, ranks="all", pruned_update="freeze")
         run.steps(4)
         pruned = run.pruned()
@@ -341,7 +340,8 @@ def test_change_of_a_weight_that_is_not_trained_is_unknown(run_ranks, kind):
 @pytest.mark.parametrize("priority", ["activation", "path_length"])
 def test_a_closed_statistic_sees_nothing_more(run_ranks, priority):
     def check(rank, group):
-        with instances_of(RestartableStatistic) as statistics:
+        kind = {"activation": ActivationNorms, "path_length": PathLength}[priority]
+        with instances_of(kind) as statistics:
             run = Run(group, mode="zero-pri", priority=priority, update_every=1)
         run.steps(2)
         (statistic,) = statistics

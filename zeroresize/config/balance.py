@@ -60,11 +60,12 @@ class BalanceConfig:
             weight decay, or they ``"freeze"``; that needs ``paper.imputation="zero"``.
         migration_transport: how migrated columns travel: ``"broadcast-reduce"`` by collectives, merged with those that
             run anyway, or ``"scatter-gather"`` from rank to rank.
-        moves: whether units may change their owner. While some are away from home nothing is lent or pruned. By
-            ``paper.semi_rule="paper"``, or with a number for ``paper.num_migrating``, none move, as in the paper.
+        moves: whether units may change their owner. By ``paper.semi_rule="paper"``, or with a number for
+            ``paper.num_migrating``, none move, as in the paper.
         shares: how units are divided from the start: ``"even"``, one number for each rank of the group, such as
             ``(2, 1, 1)`` where rank 0 is twice as fast or has twice the memory, or ``"auto"``, as fast as the ranks
-            multiply before training. Decisions go on from there, by time alone; with ``moves=False`` it stays so.
+            multiply before training. Decisions go on from there, by time alone; where none moves units, as with
+            ``moves=False`` or in the modes that only prune or lend, it stays so.
         budget: the largest share of the group's products that an automatic decision prunes, but by
             ``paper.semi_rule="paper"``; 0 is exact.
         min_gain: what share of a step it must save to prune all of the stragglers' products, and of less in proportion:

@@ -27,8 +27,8 @@ PRIORITY_MODES = ("zero-pri", "zero-pridiff", "semi")
 MIGRATING_MODES = ("exact", "mig", "semi")
 #: Those in which units of the layers change their owner.
 MOVING_MODES = ("exact", "semi")
-#: Those in which units may be away: moved by hand, or by the shares of convert.
-AWAY_MODES = ("off", *MOVING_MODES)
+#: Those in which they may, by a decision or by hand; in the others units stay as shares have divided them at the start.
+MOVABLE_MODES = ("off", *MOVING_MODES)
 #: Those in which one rank's ratio is its own affair.
 PINNABLE_MODES = tuple(mode for mode in PRUNING_MODES if mode not in MIGRATING_MODES)
 
@@ -99,7 +99,6 @@ _USE: Mapping[str, tuple[Callable[[Values], bool], str]] = {
         lambda values: values["mode"] == "mig" and values["ratio"] == "auto",
         "in mode 'mig' with ratio='auto'",
     ),
-    "shares": (lambda values: values["mode"] in MOVING_MODES, _modes(MOVING_MODES)),
     "moves": (lambda values: values["mode"] in MOVING_MODES, _modes(MOVING_MODES)),
     "paper.semi_rule": (_is_semi, "in mode 'semi'"),
     "paper.num_migrating": (_is_semi, "in mode 'semi'"),

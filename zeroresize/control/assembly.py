@@ -15,7 +15,8 @@ from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.replicas import ranks_with_replicas
 from zeroresize.comm.whereabouts import Whereabouts
 from zeroresize.config import BalanceConfig
-from zeroresize.config.keys import AWAY_MODES, MOVING_MODES, PRIORITY_MODES, PRUNING_MODES
+from zeroresize.config.keys import MOVABLE_MODES, MOVING_MODES, PRIORITY_MODES, PRUNING_MODES
+from zeroresize.control.column_moves import ColumnMoves
 from zeroresize.control.dropout_keys import DropoutKeys
 from zeroresize.control.forward_watch import ForwardWatch
 from zeroresize.control.group_decision import GroupDecision
@@ -34,9 +35,8 @@ from zeroresize.control.setup import (
 from zeroresize.control.start_checks import StartCheck
 from zeroresize.control.units_at_start import agree_on_units
 from zeroresize.layers.segments import owned_segments, segments_of_layers, work_of_layers
-from zeroresize.measure.column_statistics import build_statistic
+from zeroresize.measure.column_statistics import ColumnStatistic, build_statistic
 from zeroresize.measure.rank_monitor import RankMonitor
-from zeroresize.measure.restartable_statistic import RestartableStatistic
 from zeroresize.migration.lender import Lender
 from zeroresize.optim.freezing import ColumnFreezer
 from zeroresize.policy.tensor.columns.selector import ColumnSelector
@@ -78,7 +78,8 @@ def build(
         attached.callback(release_layers, setup)
         exchange = exchange_of_replicas = units = None
         if setup.num_ranks > 1:
-            _kept(DropoutKeys(model, setup.layers, setup.process_group, config), attached)
+            keys = DropoutKeys(model, setup.layers, setup.process_group, config, are_divided=setup.are_divided)
+            _kept(keys, attached)
             warn_of_layers_that_stay(setup)
             exchange = _kept(_exchange(setup), attached)
             replicas = replicas_of(model, setup.layers, setup.process_group, setup.replicas_group)
@@ -90,16 +91,19 @@ def build(
         # put back.
         start_check = _kept(_start_check(setup, exchange), attached)
         freezer = _kept(_freezer(setup), attached)
-        statistic = _kept(_statistic(setup, units), attached)
+        statistic = _kept(_statistic(setup), attached)
         lender = _kept(_lender(setup), attached)
         # Measure.
         monitor = _kept(RankMonitor(setup.layers, config), attached)
         optimizer_steps = _kept(_optimizer_steps(setup, exchange, units), attached)
         forward_watch = _kept(_forward_watch(setup, exchange), attached)
         # Decide.
-        decision = _decision(setup, exchange_of_replicas, units)
+        decision = _decision(setup, exchange_of_replicas if config.mode in MOVABLE_MODES else exchange, units)
         # Plan.
         selector = _selector(setup)
+        knows_columns = setup.may_be_away and config.mode in PRUNING_MODES
+        columns = ColumnMoves(selector, setup.layers, setup.rank, exchange if knows_columns else None)
+        columns.follow(gathers=False)
         # Apply.
         installer = PlanInstaller(setup.layers, selector, config.paper.imputation)
         attached.callback(installer.clear)
@@ -123,6 +127,7 @@ def build(
             where=exchange.where if exchange is not None else Whereabouts(),
             exchange=exchange,
             exchange_of_replicas=exchange_of_replicas,
+            may_be_away=setup.may_be_away,
             start_check=start_check,
             forward_watch=forward_watch,
             optimizer_steps=optimizer_steps,
@@ -130,6 +135,7 @@ def build(
             statistic=statistic,
             decision=decision,
             selector=selector,
+            columns=columns,
             plan_execution=plan_execution,
             lender=lender,
             freezer=freezer,
@@ -173,7 +179,7 @@ def _exchange_of_replicas(
     Raises:
         ValueError: if the ranks do not agree on what they will do, or are no whole replicas.
     """
-    if world_size() <= setup.num_ranks or setup.config.mode not in AWAY_MODES:
+    if world_size() <= setup.num_ranks or not setup.may_be_away:
         return exchange
     data_parallel_group = replicas.group if units.why_not_movable is None else None
     ranks = ranks_with_replicas(setup.process_group, data_parallel_group, exchange)
@@ -217,15 +223,12 @@ def _freezer(setup: Setup) -> ColumnFreezer | None:
     return ColumnFreezer(setup.layers, setup.optimizer)
 
 
-def _statistic(setup: Setup, units: OwnedUnits | None) -> RestartableStatistic | None:
-    """Make what tells how important each column is; it rests where units are away."""
+def _statistic(setup: Setup) -> ColumnStatistic | None:
+    """Make what tells how important each column is."""
     config, layers, optimizer = setup.config, setup.layers, setup.optimizer
     if not layers or config.mode not in PRIORITY_MODES:
         return None
-    statistic = RestartableStatistic(lambda: build_statistic(config, layers, optimizer))
-    if units is not None and not units.is_home:
-        statistic.pause()
-    return statistic
+    return build_statistic(config, layers, optimizer)
 
 
 def _lender(setup: Setup) -> Lender | None:

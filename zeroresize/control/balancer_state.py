@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zeroresize.comm.collectives import group_ranks
 from zeroresize.config.keys import PINNABLE_MODES
 from zeroresize.control.parts import Parts
+from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.functional import LastGradients
+from zeroresize.layers.segments import all_segments, homes_of_columns, shape_with
 from zeroresize.layers.unit_dropout import UnitDropout
+from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.utils.state_checks import anything, count, each, keyed, optional, row, share, tensor, text, values
+
+#: Of every segment, by name, the units that a rank owns, ascending.
+_Units = Mapping[str, Sequence[int]]
 
 
 def state_of(parts: Parts, num_steps: int) -> dict[str, Any]:
@@ -25,11 +31,14 @@ def state_of(parts: Parts, num_steps: int) -> dict[str, Any]:
         "dropout_calls": ({name: dropout.num_calls for name, dropout in _keyed_dropouts(parts).items()},),
     }
     of_rank = {
+        "units": (_units(parts),),
         "selector": parts.selector.state_dict(),
         "measurement": parts.monitor.state_dict(),
         # Also for another kind of statistic, which leaves it alone.
         "statistic": (_name_of_statistic(parts), statistic.state_dict() if statistic is not None else {}),
-        "last_gradients": ({name: dict(vars(last)) for name, last in _last_gradients(parts).items()},),
+        "last_gradients": (
+            {name: dict(vars(layer.last)) for name, layer in parts.layers.items() if layer.last is not None},
+        ),
     }
     return dict(zip(_keys(parts), (shared, of_rank), strict=True))
 
@@ -51,28 +60,55 @@ def why_not_loadable(parts: Parts, state_dict: Any) -> ValueError | None:
     return None
 
 
-def load_state(parts: Parts, state_dict: Mapping[str, Any]) -> int:
-    """Take over a state that can be loaded; nothing of a plan is in force then.
+def require_loadable(parts: Parts, problem: Exception | None) -> None:
+    """Check that all ranks that move alike have a state that they can load; collective.
+
+    Args:
+        problem: of this rank with its own; it is this rank's to raise.
+
+    Raises:
+        ValueError: on a rank without a problem, if others have one.
+        RuntimeError: if not all ranks come.
+    """
+    everybody = parts.exchange_of_replicas
+    if everybody is None:
+        return
+    problems = everybody.meet(float(problem is not None))
+    unable = [rank for rank, (has_problem, *_) in enumerate(problems) if has_problem]
+    if unable and problem is None:
+        has_replicas = len(everybody.ranks) > parts.num_ranks
+        named = [everybody.ranks[rank] for rank in unable] if has_replicas else unable
+        raise ValueError(
+            f"ranks {named} of the {'job' if has_replicas else 'group'} cannot load their balancer's state (their "
+            "errors say why): no rank has loaded anything"
+        )
+
+
+def load_state(parts: Parts, state_dict: Mapping[str, Any], *, gathers: bool) -> int:
+    """Take over a state that can be loaded, but for :func:`load_what_is_of_units`; nothing of a plan is in force then.
+
+    Args:
+        gathers: whether all ranks of the group load now: what is known of columns goes to whoever owns their units.
+            Else it begins anew where another rank owned them.
 
     Returns:
         The number of steps.
+
+    Raises:
+        RuntimeError: if not all ranks come.
     """
     shared, of_rank = (state_dict[key] for key in _keys(parts))
-    in_force, statistic = parts.plan_execution, parts.statistic
+    in_force = parts.plan_execution
     parts.decision.load_state_dict(shared["decision"])
-    in_force.take_back()  # the same ratio and epoch may mean other columns
-    parts.selector.load_state_dict(of_rank["selector"])
-    name_of_statistic, seen = of_rank["statistic"]
-    if statistic is not None and not statistic.is_paused:
-        if name_of_statistic == _name_of_statistic(parts):
-            statistic.load_state_dict(seen)
-        else:
-            statistic.take()  # what it saw until now was of other weights
-    (last_gradients,) = of_rank["last_gradients"]
-    for name, layer in parts.layers.items():
-        if layer.last is not None and name in last_gradients:
-            known = {key: last_gradients[name][key] for key in vars(layer.last)}
-            layer.last = LastGradients(**known).to(layer.local_weight.device)
+    in_force.take_back()
+    (units,) = of_rank["units"]
+    homes = {
+        name: homes_of_columns(layer, _units_of_layer(units, parts, layer))
+        for name, layer in parts.layers.items()
+        if layer.segment is not None and not layer.is_column_parallel
+    }
+    parts.selector.load_state_dict(of_rank["selector"], homes)
+    parts.columns.follow(gathers=gathers)
     for name, dropout in _keyed_dropouts(parts).items():
         dropout.resume(shared["dropout_calls"][0].get(name, 0))
     pins = enumerate(shared["pins"]) if parts.config.mode in PINNABLE_MODES else ()
@@ -83,6 +119,29 @@ def load_state(parts: Parts, state_dict: Mapping[str, Any]) -> int:
     return num_steps
 
 
+def load_what_is_of_units(parts: Parts, state_dict: Mapping[str, Any]) -> None:
+    """Take over what a state holds of the units that it was saved with, where this rank owns just these; else begin
+    it anew."""
+    of_rank = state_dict[_keys(parts)[1]]
+    (units,), statistic = of_rank["units"], parts.statistic
+    are_here = {name: _has_units(units, parts, layer) for name, layer in parts.layers.items()}
+    name_of_statistic, seen = of_rank["statistic"]
+    if statistic is not None:
+        present = statistic.state_dict()
+        fits = all(are_here.values()) and name_of_statistic == _name_of_statistic(parts)
+        if fits and all(name in seen and seen[name].shape == value.shape for name, value in present.items()):
+            statistic.load_state_dict(seen)
+            parts.selector.steps_unseen = of_rank["selector"]["steps_unseen"]
+        else:
+            statistic.restart()  # what it saw until now was of other weights
+            parts.selector.steps_unseen = parts.selector.steps_of_epoch
+    (last_gradients,) = of_rank["last_gradients"]
+    for name, layer in parts.layers.items():
+        if layer.last is not None and name in last_gradients and are_here[name]:
+            known = {key: last_gradients[name][key] for key in vars(layer.last)}
+            layer.last = LastGradients(**known).to(layer.local_weight.device)
+
+
 def _keys(parts: Parts) -> tuple[str, str]:
     """Return the key of the part that is the same on every rank of the group, and the key of this rank's own."""
     shared = "group " + "-".join(map(str, group_ranks(parts.process_group)))
@@ -90,20 +149,34 @@ def _keys(parts: Parts) -> tuple[str, str]:
 
 
 def _name_of_statistic(parts: Parts) -> str | None:
-    return f"{parts.config.priority} {parts.config.paper.snapshot}" if _statistic_at_work(parts) else None
+    return None if parts.statistic is None else f"{parts.config.priority} {parts.config.paper.snapshot}"
 
 
-def _statistic_at_work(parts: Parts) -> bool:
-    return parts.statistic is not None and not parts.statistic.is_paused
+def _units(parts: Parts) -> dict[str, list[int]]:
+    return {segment.name: segment.owned.units_of(parts.rank).tolist() for segment in all_segments(parts.layers)}
 
 
-def _last_gradients(parts: Parts) -> dict[str, LastGradients]:
-    """Return the last gradients of the layers that have the shape their host gave them, by name."""
-    return {
-        name: layer.last
-        for name, layer in parts.layers.items()
-        if layer.last is not None and layer.local_weight.shape == layer.even_shape
-    }
+def _units_of_layer(units: _Units, parts: Parts, layer: BalancedLinear) -> Sequence[int]:
+    """Return which of ``units`` a layer of a segment held; those of even shares where they do not tell."""
+    segment = layer.segment
+    assert segment is not None
+    even = OwnershipMap.even(len(segment.owned.owners), segment.owned.num_ranks)
+    return units[segment.name] if segment.name in units else even.units_of(parts.rank).tolist()
+
+
+def _has_units(units: _Units, parts: Parts, layer: BalancedLinear) -> bool:
+    """Tell whether a layer holds just what it held of ``units``."""
+    segment = layer.segment
+    if segment is None:
+        return True
+    return list(_units_of_layer(units, parts, layer)) == segment.owned.units_of(parts.rank).tolist()
+
+
+def _shape(units: _Units, parts: Parts, layer: BalancedLinear) -> tuple[int, ...]:
+    """Return [N, K] of a layer with what it held of ``units``."""
+    if layer.segment is None:
+        return tuple(layer.even_shape)
+    return shape_with(layer, len(_units_of_layer(units, parts, layer)))
 
 
 def _keyed_dropouts(parts: Parts) -> dict[str, UnitDropout]:
@@ -141,23 +214,36 @@ def _require_shared(parts: Parts, state: Any, where: str) -> None:
 def _require_own(parts: Parts, state: Any, where: str) -> None:
     """Raises ValueError, naming what is missing or of another kind."""
 
+    def check_units(saved: Any, where: str) -> None:
+        row(values(each(count)))(saved, where)
+        for segment in all_segments(parts.layers):
+            units, num_units = saved[0].get(segment.name, []), len(segment.owned.owners)
+            if sorted(set(units)) != list(units) or any(unit >= num_units for unit in units):
+                raise ValueError(f"{where}[0].{segment.name}: ascending numbers below {num_units} are needed")
+
+    keyed({"units": check_units})(state, where)
+    (units,) = state["units"]
+    shapes = {name: _shape(units, parts, layer) for name, layer in parts.layers.items()}
+    are_here = all(_has_units(units, parts, layer) for layer in parts.layers.values())
+
     def check_statistic(saved: Any, where: str) -> None:
         row(optional(text), values(tensor()))(saved, where)
         statistic = parts.statistic
-        if statistic is not None and saved[0] == _name_of_statistic(parts) is not None:  # else it starts anew
-            shapes = {name: tensor(value.shape) for name, value in statistic.state_dict().items()}
-            keyed(shapes)(saved[1], f"{where}[1]")
+        if statistic is not None and saved[0] == _name_of_statistic(parts) and are_here:  # else it may start anew
+            keyed({name: tensor(value.shape) for name, value in statistic.state_dict().items()})(
+                saved[1], f"{where}[1]"
+            )
 
     def check_last_gradients(saved: Any, where: str) -> None:
         row(values(anything))(saved, where)
         for name, layer in parts.layers.items():
             if layer.last is not None and name in saved[0]:
-                kinds = {"dx_TK": optional(tensor()), "dw_NK": optional(tensor(layer.even_shape))}
+                kinds = {"dx_TK": optional(tensor()), "dw_NK": optional(tensor(shapes[name]))}
                 keyed(kinds)(saved[0][name], f"{where}[0].{name}")
 
     keyed(
         {
-            "selector": parts.selector.state_check,
+            "selector": parts.selector.state_check({name: shape[1] for name, shape in shapes.items()}),
             "measurement": parts.monitor.state_check,
             "statistic": check_statistic,
             "last_gradients": check_last_gradients,

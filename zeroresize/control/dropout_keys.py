@@ -20,22 +20,32 @@ from zeroresize.resharding.segments.search_segments import log_staying_even
 class DropoutKeys:
     """Keys the dropout of segments whose units may move, or are away; a segment with other dropout stays even.
 
-    In a mode in which units do not move by themselves dropout stays as the host has it, and so do the units around it.
+    In a mode in which units do not move by themselves dropout stays as the host has it, and so do the units around it,
+    unless they are divided unevenly from the start.
 
     Args:
         model: holds the layers.
         layers: converted layers by name.
         process_group: the tensor-parallel group; replicas of it drop other elements.
         config: its mode and seed count.
+        are_divided: whether units are to be divided unevenly from the start.
     """
 
-    def __init__(self, model: nn.Module, layers: Layers, process_group: ProcessGroup, config: BalanceConfig) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Layers,
+        process_group: ProcessGroup,
+        config: BalanceConfig,
+        *,
+        are_divided: bool = False,
+    ) -> None:
         self._segments = all_segments(layers)
         keyed: list[OwnedSegment] = []
         staying_even: dict[str, str] = {}
         for segment in self._segments:
             segment.stays_even = None
-            if config.mode in MOVING_MODES or not segment.owned.is_even:
+            if config.mode in MOVING_MODES or are_divided or not segment.owned.is_even:
                 keyed.append(segment)
             elif drops(segment):
                 segment.stays_even = f"in mode {config.mode!r} dropout between its layers stays as it is"

@@ -198,26 +198,6 @@ class GroupDecision:
                 f"{at_fault(groups)}"
             )
 
-    def require_loadable(self, problem: Exception | None) -> None:
-        """Check that every rank of the group has a state that it can load; collective.
-
-        Args:
-            problem: of this rank with its own; it is this rank's to raise.
-
-        Raises:
-            ValueError: on a rank without a problem, if others have one.
-            RuntimeError: if not all ranks come.
-        """
-        if self._exchange is None:
-            return
-        problems = self._exchange.meet(float(problem is not None))
-        unable = [rank for rank, (has_problem, *_) in enumerate(problems) if has_problem]
-        if unable and problem is None:
-            raise ValueError(
-                f"ranks {self._named(unable)} of the {self._whole} cannot load their balancer's state (their errors "
-                "say why): no rank has loaded anything"
-            )
-
     @property
     def calibration_plan(self) -> WorkloadPlan | None:
         """The plan of a calibration step, if the next step is one: it spares nobody, to be measured."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
-from zeroresize.config.keys import AWAY_MODES, MOVING_MODES
+from zeroresize.config.keys import MOVABLE_MODES, MOVING_MODES
 from zeroresize.control.move_log import MoveLog
 from zeroresize.control.parts import Parts
 from zeroresize.measure.compare_products import BUDGET_S
@@ -16,6 +17,7 @@ from zeroresize.measure.links import measure_move_cost
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError
+from zeroresize.resharding.units.owned_units import Move, OwnedUnits
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,41 @@ class OwnershipExecution:
                 )
             self._refuse()
 
+    def follow_loaded(self, plan: WorkloadPlan, num_steps: int) -> None:
+        """Let units change hands as a loaded state has it; they stay where this run keeps them as they were given.
+
+        Raises:
+            RuntimeError: as :meth:`follow`.
+        """
+        parts, units = self._parts, self._parts.units
+        if units is None or plan.owned == units.shares:
+            return
+        is_of_start = parts.config.mode not in MOVABLE_MODES
+        if is_of_start and (not parts.may_be_away or plan.owned == units.home or units.why_not_movable is not None):
+            if units.shares == units.home:
+                self._refuse()
+            else:
+                parts.decision.hold_owned(units.shares)
+            return
+        self.follow(plan, num_steps)
+
+    @contextmanager
+    def at_home(self) -> Iterator[None]:
+        """Bring all units home for as long as the block lasts; collective. They go back after an error, too."""
+        units = self._parts.units
+        if units is None:
+            yield
+            return
+        away = units.shares
+        self._change_hands(units, units.home)
+        try:
+            yield
+        except Exception:
+            with suppress(RuntimeError):  # the error within says more
+                self._change_hands(units, away)
+            raise
+        self._change_hands(units, away)
+
     def tell_what_was_replaced(self, num_steps: int) -> None:
         """Warn, once and on rank 0, where units may no longer move; at the end of an interval."""
         units = self._parts.units
@@ -77,10 +114,11 @@ class OwnershipExecution:
         parts, units = self._parts, self._parts.units
         if units is None:
             return
-        if parts.config.mode not in AWAY_MODES:
+        if parts.config.mode not in MOVABLE_MODES:
             raise ValueError(
                 f"move() with mode={parts.config.mode!r} is not allowed: units may move in the modes "
-                f"{', '.join(map(repr, MOVING_MODES))} and 'off'"
+                f"{', '.join(map(repr, MOVING_MODES))} and 'off'; in the others they stay as shares= divides them at "
+                "the start"
             )
         parts.decision.hold_owned(units.checked(shares) if shares is not None else None)
         try:
@@ -132,13 +170,7 @@ class OwnershipExecution:
             if verdict is not None and self._tells:
                 logger.info("step %d: %s", num_steps, verdict)
             return
-        parts.plan_execution.take_back()
-        move = units.move(plan.owned)
-        if parts.statistic is not None:
-            if units.is_home:
-                parts.statistic.resume()
-            else:
-                parts.statistic.pause()
+        move = self._change_hands(units, plan.owned)
         if move is not None:
             comparing_s = self._compare()
             parts.decision.moved(move.most_bytes, move.seconds, comparing_s)
@@ -154,6 +186,30 @@ class OwnershipExecution:
                     is_held=parts.decision.is_held,
                 )
                 logger.info("step %d: %s", num_steps, line)
+
+    def _change_hands(self, units: OwnedUnits, shares: Sequence[float]) -> Move | None:
+        """Divide the units by ``shares``; what is known of columns, and their statistic, follows; collective."""
+        if tuple(shares) == units.shares:
+            return None
+        parts, before = self._parts, [segment.owned for segment in units.segments]
+        parts.plan_execution.take_back()
+        try:
+            move = units.move(shares)
+        except BaseException:
+            parts.columns.follow(gathers=False)  # also where the error tells that units have moved
+            raise
+        if before == [segment.owned for segment in units.segments]:
+            return move
+        if parts.statistic is not None:
+            parts.statistic.restart()
+            parts.selector.steps_unseen = parts.selector.steps_of_epoch
+        try:
+            parts.columns.follow()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the units have moved, they are divided by {list(units.shares)} now; then: {error}"
+            ) from error
+        return move
 
     def _compare(self) -> float:
         """Let all ranks time products at even shares and at those in force; the most seconds that one of them took."""

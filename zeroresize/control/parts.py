@@ -11,6 +11,8 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.whereabouts import Whereabouts
 from zeroresize.config import BalanceConfig
+from zeroresize.config.keys import MOVABLE_MODES
+from zeroresize.control.column_moves import ColumnMoves
 from zeroresize.control.forward_watch import ForwardWatch
 from zeroresize.control.group_decision import GroupDecision
 from zeroresize.control.optimizer_steps import OptimizerSteps
@@ -18,8 +20,8 @@ from zeroresize.control.plan_execution import PlanExecution
 from zeroresize.control.plan_installer import LineageTable
 from zeroresize.control.setup_checks import Layers
 from zeroresize.control.start_checks import StartCheck
+from zeroresize.measure.column_statistics import ColumnStatistic
 from zeroresize.measure.rank_monitor import RankMonitor
-from zeroresize.measure.restartable_statistic import RestartableStatistic
 from zeroresize.migration.lender import Lender
 from zeroresize.optim.freezing import ColumnFreezer
 from zeroresize.policy.tensor.columns.selector import ColumnSelector
@@ -37,8 +39,9 @@ class Parts:
         lineage: tells which of their columns are pruned.
         where: holds this rank's whereabouts, which the other ranks and error texts are told.
         exchange: gathers numbers from the ranks of the group.
-        exchange_of_replicas: gathers them from all ranks that decide and move alike: from data-parallel replicas, too,
-            where units may move. Without replicas it is ``exchange``.
+        exchange_of_replicas: gathers them from all ranks that move alike: from data-parallel replicas, too, where units
+            may be away. Without replicas it is ``exchange``.
+        may_be_away: whether units may be away from home at any time.
         start_check: compares the ranks' parameters when training begins.
         forward_watch: compares the ranks' batches, and notices where no step is called.
         optimizer_steps: counts the optimizer's steps, and notices where another optimizer steps.
@@ -46,6 +49,7 @@ class Parts:
         statistic: tells how important each column is.
         decision: turns the group's exchanged numbers into a plan.
         selector: chooses the columns that make up a share.
+        columns: lets what the selector knows of columns follow their units.
         plan_execution: carries out a plan.
         lender: carries out a plan's loans.
         freezer: keeps the optimizer off pruned columns.
@@ -62,18 +66,25 @@ class Parts:
     where: Whereabouts
     exchange: Exchange | None
     exchange_of_replicas: Exchange | None
+    may_be_away: bool
     start_check: StartCheck | None
     forward_watch: ForwardWatch | None
     optimizer_steps: OptimizerSteps | None
     monitor: RankMonitor
-    statistic: RestartableStatistic | None
+    statistic: ColumnStatistic | None
     decision: GroupDecision
     selector: ColumnSelector
+    columns: ColumnMoves
     plan_execution: PlanExecution
     lender: Lender | None
     freezer: ColumnFreezer | None
     units: OwnedUnits | None
     attached: ExitStack
+
+    @property
+    def decides_for_replicas(self) -> bool:
+        """Whether data-parallel replicas decide alike: in modes in which that may move units."""
+        return self.config.mode in MOVABLE_MODES
 
     @property
     def device(self) -> torch.device:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.segments import work_of_layers
+from zeroresize.layers.segments import present_work_of_layers
 from zeroresize.plan.group import Relief, Shares
 from zeroresize.plan.layer import LayerPlan
 from zeroresize.policy.tensor.columns.selector import ColumnSelector
@@ -22,7 +22,7 @@ class PlanInstaller:
     Attributes:
         relief: what is in force.
         shares: of this rank's product FLOPs, what it drops and leaves to others, after rounding to columns and blocks
-            (layers weighted by their matrices' sizes).
+            (layers weighted by the sizes of their matrices, as this rank owns them).
         layer_shares: share of every layer's columns that is pruned.
     """
 
@@ -31,13 +31,13 @@ class PlanInstaller:
         self.relief = Relief()
         self.shares = Shares()
         self.layer_shares = dict.fromkeys(layers, 0.0)
-        self._epoch_in_force = 0
+        self._edition_in_force = selector.edition
 
     def install(self, relief: Relief) -> None:
-        """Prune, and leave to others, the columns that the selector names in its epoch, from the next forward on."""
-        if (relief, self._selector.epoch) == (self.relief, self._epoch_in_force):
+        """Prune, and leave to others, the columns that the selector names, from the next forward on."""
+        if (relief, self._selector.edition) == (self.relief, self._edition_in_force):
             return
-        self.relief, self._epoch_in_force = relief, self._selector.epoch
+        self.relief, self._edition_in_force = relief, self._selector.edition
         pruned_columns, lent_columns = self._selector.pruned_columns(relief), self._selector.lent_columns(relief)
         for name, layer in self._layers.items():
             layer.plan = self._layer_plan(layer, pruned_columns[name].tolist(), lent_columns[name].tolist())
@@ -56,7 +56,7 @@ class PlanInstaller:
         return {name: layer.plan.lent if layer.plan is not None else none for name, layer in self._layers.items()}
 
     def _share_of_work(self, shares: Mapping[str, float]) -> float:
-        work = work_of_layers(self._layers)
+        work = present_work_of_layers(self._layers)
         return sum(work[name] * share for name, share in shares.items()) / max(sum(work.values()), 1)
 
     def _layer_plan(self, layer: BalancedLinear, pruned: list[int], lent: list[int]) -> LayerPlan | None:

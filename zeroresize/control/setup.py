@@ -14,10 +14,11 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import as_process_group, group_rank, group_size
 from zeroresize.comm.cpu_group import let_others_fail
 from zeroresize.config import BalanceConfig
-from zeroresize.config.keys import MIGRATING_MODES, PRUNING_MODES
+from zeroresize.config.keys import MIGRATING_MODES, MOVABLE_MODES, PRUNING_MODES
 from zeroresize.control.setup_checks import Layers, check_layers, check_weights
 from zeroresize.convert import balanced_layers, convert, group_of
 from zeroresize.layers.functional import LastGradients
+from zeroresize.layers.segments import all_segments
 from zeroresize.resharding.segments.search_segments import first_of
 
 if TYPE_CHECKING:
@@ -65,6 +66,19 @@ class Setup:
     def may_lend(self) -> bool:
         """Whether ranks may compute for others, by the mode and by all layers."""
         return self.config.mode in MIGRATING_MODES and all(layer.may_lend for layer in self.layers.values())
+
+    @property
+    def are_divided(self) -> bool:
+        """Whether units are away from home, or will be as soon as ``config.shares`` divide them."""
+        segments, shares = all_segments(self.layers), self.config.shares
+        is_uneven = shares == "auto" if isinstance(shares, str) else len(set(shares)) > 1
+        will_be = is_uneven and not any(segment.has_given_shares for segment in segments)
+        return will_be or any(len(set(segment.shares)) > 1 or not segment.owned.is_even for segment in segments)
+
+    @property
+    def may_be_away(self) -> bool:
+        """Whether units may be away from home at any time."""
+        return self.config.mode in MOVABLE_MODES or self.are_divided
 
 
 def checked_setup(

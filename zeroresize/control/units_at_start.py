@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from zeroresize.comm.meeting import Meet
-from zeroresize.config.keys import AWAY_MODES, MOVING_MODES
+from zeroresize.config.keys import MOVING_MODES
 from zeroresize.control.setup import Setup
 from zeroresize.measure.device_speed import measure_wanted_shares
 from zeroresize.plan.ownership import checked_shares
@@ -29,8 +29,7 @@ def agree_on_units(setup: Setup, meet: Meet, replicas: DataParallelReplicas) -> 
         replicas: who else holds the same shards.
 
     Raises:
-        ValueError: if the ranks do not agree, ``config.shares`` is no division of the units, or units are away in a
-            mode whose layers must have their even shapes.
+        ValueError: if the ranks do not agree, or ``config.shares`` is no division of the units.
     """
     units = OwnedUnits(setup.model, setup.layers, setup.optimizer, setup.process_group, meet=meet, replicas=replicas)
     units.agree()
@@ -38,7 +37,6 @@ def agree_on_units(setup: Setup, meet: Meet, replicas: DataParallelReplicas) -> 
         _divide_by_configuration(units, setup, meet)
     _log_what_stays(units, setup)
     guard_optimizer(setup.optimizer, units.are_away)  # also once the balancer is closed
-    _require_home(units, setup)
     return units
 
 
@@ -60,18 +58,4 @@ def _log_what_stays(units: OwnedUnits, setup: Setup) -> None:
     elif setup.rank == 0:
         logger.warning(
             "no units change hands, so a slow rank's columns are lent to others instead: %s", units.why_not_movable
-        )
-
-
-def _require_home(units: OwnedUnits, setup: Setup) -> None:
-    """Check that no unit is away in a mode whose layers must have their even shapes.
-
-    Raises:
-        ValueError: if some are.
-    """
-    mode = setup.config.mode
-    if not units.is_home and mode not in AWAY_MODES:
-        raise ValueError(
-            f"units are divided by the shares {list(units.shares)}, and in mode {mode!r} all must be at home: "
-            "before closing the balancer that moved them call its move() with equal shares"
         )

@@ -3,16 +3,58 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
-from zeroresize.plan.ownership import SegmentWork
+from zeroresize.plan.ownership import Indices, SegmentWork
 
 
 def work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, float]:
     """Return the work of every layer's products on a rank at even shares, in relative units: the size of its weight."""
     return {name: float(math.prod(layer.even_shape)) for name, layer in layers.items()}
+
+
+def present_work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, float]:
+    """Return the same of what this rank owns now, in the same units."""
+    return {name: float(math.prod(layer.local_weight.shape)) for name, layer in layers.items()}
+
+
+def shape_with(layer: BalancedLinear, num_units: int) -> tuple[int, int]:
+    """Return [N, K] of a layer of a segment on a rank that owns so many of its units."""
+    num_outputs, num_columns = layer.even_shape
+    num_even = _num_even(layer)
+    if layer.is_column_parallel:
+        return num_outputs * num_units // num_even, num_columns
+    return num_outputs, num_columns * num_units // num_even
+
+
+def homes_of_columns(layer: BalancedLinear, units: Sequence[int] | Indices) -> Indices:
+    """Return where at even shares the columns of a row-parallel layer are whose rank owns these units of its segment.
+
+    Args:
+        layer: of a segment.
+        units: ascending, as they lie on the rank.
+
+    Returns:
+        [K], for every column the rank that holds it at even shares × the columns of the layer there + its place there.
+    """
+    assert layer.segment is not None
+    num_blocks = next(tensor.num_blocks for tensor in layer.segment.tensors if tensor.parameter is layer.weight)
+    num_at_home, num_even = layer.even_shape[1], _num_even(layer)
+    rows = num_at_home // (num_blocks * num_even)
+    ranks, places = np.divmod(np.asarray(units, dtype=np.int64), num_even)
+    begins_U = ranks * num_at_home + places * rows
+    blocks = np.arange(num_blocks) * num_even * rows
+    return (blocks[:, None, None] + begins_U[:, None] + np.arange(rows)).reshape(-1)
+
+
+def _num_even(layer: BalancedLinear) -> int:
+    """How many units of the layer's segment every rank has at even shares."""
+    assert layer.segment is not None
+    return len(layer.segment.owned.owners) // layer.segment.owned.num_ranks
 
 
 def segments_of_layers(layers: Mapping[str, BalancedLinear]) -> list[list[str]]:

@@ -33,13 +33,19 @@ class ColumnStatistic(ABC):
 
     Attributes:
         incremental: whether pruning a column spoils its statistic, so the last value from before must be kept.
+        adds_up: whether it adds up over the steps of an epoch.
     """
 
     incremental: bool = True
+    adds_up: bool = True
 
     @abstractmethod
     def take(self) -> Fresh:
         """Return the statistic of the epoch, [K] a layer, NaN where there is none, and begin the next epoch."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """Begin the epoch anew, with the layers as they are: units have moved, or other weights were loaded."""
 
     def begin_step(self, step: int) -> None:  # noqa: B027 - most statistics need not know
         """Begin optimizer step number ``step`` (from 0)."""
@@ -104,6 +110,10 @@ class WeightVariation(ColumnStatistic):
             self._then[name] = now
         return fresh
 
+    @torch.no_grad()
+    def restart(self) -> None:
+        self._then = {name: self._copy_of(layer.local_weight) for name, layer in self._layers.items()}
+
     @property
     def bytes_held(self) -> int:
         return sum(copy.numel() * copy.element_size() for copy in self._then.values())
@@ -146,14 +156,18 @@ class ActivationNorms(ColumnStatistic):
     after it are sampled, except forwards in which a column overflows, as in half precision while a loss scale settles.
     """
 
-    incremental = False
+    incremental = adds_up = False
 
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
+        self.restart()
+
+    def restart(self) -> None:
         self._first_step: int | None = None
-        self._squares = {name: self._zeros(layer) for name, layer in layers.items()}
+        self._squares = {name: self._zeros(layer) for name, layer in self._layers.items()}
         self._num_tokens = {
-            name: torch.zeros((), dtype=torch.int64, device=layer.local_weight.device) for name, layer in layers.items()
+            name: torch.zeros((), dtype=torch.int64, device=layer.local_weight.device)
+            for name, layer in self._layers.items()
         }
 
     def begin_step(self, step: int) -> None:
@@ -170,9 +184,9 @@ class ActivationNorms(ColumnStatistic):
             mean_squares_K = self._squares[name] / self._num_tokens[name]  # NaN where there were none
             norms_K = _norms_of_columns(layer.local_weight.detach())
             fresh[name] = (norms_K * mean_squares_K.sqrt()).to("cpu", torch.float64).numpy()
-            self._squares[name].zero_()
-            self._num_tokens[name].zero_()
-        self._first_step = None
+            if not len(layer.local_weight):
+                fresh[name][:] = np.nan  # without outputs no column matters, and none less than another
+        self.restart()
         return fresh
 
     @property
@@ -225,20 +239,23 @@ class PathLength(ColumnStatistic):
     def __init__(self, layers: Layers, optimizer: Any) -> None:
         self._layers = layers
         self._stepped = SteppedTensors(optimizer, {name: layer.local_weight for name, layer in layers.items()})
-        self._paths = {name: torch.zeros(layer.num_columns) for name, layer in layers.items()}
-        self._num_looks = dict.fromkeys(layers, 0)
-        self._turn = self._num_steps = 0
-        self._looked_at: tuple[str, Tensor, Tensor] | None = None
+        self._turn = 0
+        self.restart()
         self._unhook = hook_steps(optimizer, self._before_step, self._after_step)
+
+    def restart(self) -> None:
+        """As all do; the next step samples the layer whose turn it is."""
+        self._paths = {name: torch.zeros(layer.num_columns) for name, layer in self._layers.items()}
+        self._num_looks = dict.fromkeys(self._layers, 0)
+        self._num_steps = 0
+        self._looked_at: tuple[str, Tensor, Tensor] | None = None
 
     def take(self) -> Fresh:
         fresh = {}
         for name, path in self._paths.items():
             steps_a_look = self._num_steps / self._num_looks[name] if self._num_looks[name] else math.nan
             fresh[name] = path.to("cpu", torch.float64).numpy() * steps_a_look
-            self._paths[name] = torch.zeros_like(path)
-            self._num_looks[name] = 0
-        self._num_steps = 0
+        self.restart()
         return fresh
 
     @property

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,19 +254,6 @@ class OwnedUnits:
     def forget_moves(self) -> None:
         """Empty :attr:`moves`, as those made so far have been reported."""
         self.moves = []
-
-    @contextmanager
-    def at_home(self) -> Iterator[None]:
-        """Bring all units home for as long as the block lasts; collective. They go back after an error, too."""
-        away = self.shares
-        self.move(self.home)
-        try:
-            yield
-        except Exception:
-            with suppress(RuntimeError):  # the error within says more
-                self.move(away)
-            raise
-        self.move(away)
 
     @property
     def _parameters(self) -> dict[str, Tensor]:

@@ -48,6 +48,34 @@ def order_without_priority(
     return random_order(num_columns, block=config.block, seed=config.seed, epoch=epoch, rank=rank, layer=layer)
 
 
+def order_of_homes(
+    config: BalanceConfig, homes: NDArray[np.int64], num_at_home: int, *, epoch: int, layer: int
+) -> NDArray[np.int64]:
+    """Return the order of the columns that a rank holds, where units of other ranks may be among them.
+
+    Each column stands as early as in its home rank's order of :func:`order_without_priority`. So the order follows
+    from which columns the rank holds alone, columns that stay keep their order when others come or go, and a rank that
+    holds its own columns has the order that it always had.
+
+    Args:
+        config: how to balance.
+        homes: [K], of every column here the rank that holds it at even shares × ``num_at_home`` + its place there.
+        num_at_home: how many columns of the layer every rank holds at even shares.
+        epoch, layer: as of :func:`random_order`.
+    """
+    if config.mode == "mig":
+        return np.arange(len(homes))
+    ranks, places = homes // num_at_home, homes % num_at_home
+    turns = np.empty(len(homes), dtype=np.int64)
+    for rank in np.unique(ranks).tolist():
+        turns_at_home = np.empty(num_at_home, dtype=np.int64)
+        order = order_without_priority(config, num_at_home, epoch=epoch, rank=rank, layer=layer)
+        turns_at_home[order] = np.arange(num_at_home)
+        turns[ranks == rank] = turns_at_home[places[ranks == rank]]
+    firsts = np.arange(0, len(homes), config.block)
+    return columns_of_blocks(np.lexsort((ranks[firsts], turns[firsts])), len(homes), block=config.block)
+
+
 def pruned_of_order(order: NDArray[np.int64], ratio: float, block: int, max_ratio: float = 1.0) -> NDArray[np.int64]:
     """Return the first round(γK) columns of an order of all K.
 
@@ -71,6 +99,8 @@ def aligned_ratio(num_columns: int, ratio: float, max_ratio: float) -> float:
 
     γ itself if it is 0, or if the layer has so few columns that this would be another ratio altogether.
     """
+    if num_columns == 0:
+        return ratio
     num_kept = ALIGNMENT * round((1.0 - ratio) * num_columns / ALIGNMENT)
     fewest_kept = max(math.ceil((1.0 - max_ratio) * num_columns - 1e-9), 1)
     num_kept = min(max(num_kept, ALIGNMENT * math.ceil(fewest_kept / ALIGNMENT)), num_columns)

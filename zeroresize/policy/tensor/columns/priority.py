@@ -69,6 +69,8 @@ class ColumnPriority:
             block: so many neighbouring columns are ranked together, by their mean score.
             tie_break: [K], a permutation of the columns with blocks kept together, such as ``random_order``'s.
         """
+        if self.num_columns == 0:
+            return tie_break
         starts = np.arange(0, self.num_columns, block)
         sizes = np.diff(np.append(starts, self.num_columns))
         score = np.add.reduceat(self.scores(ageing), starts) / sizes

@@ -1,13 +1,15 @@
-"""What a ratio γ means on one rank: which columns of which layer it prunes or lends. They change at epochs' ends only.
+"""What a ratio γ means on one rank: which columns of which layer it prunes or lends. They change at epochs' ends only,
+and where units move.
 
 Each layer has an order of its columns for the epoch; a ratio prunes the first of them, so a change of γ adds to or
-takes from the same set.
+takes from the same set. The order follows from what is known of the columns that the rank holds, and from their homes.
+
+``K`` columns of a layer on this rank, whatever it owns now.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +21,12 @@ from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import PRIORITY_MODES
 from zeroresize.plan.group import Relief
 from zeroresize.policy.tensor.columns.differentiated import budget_ratios, paper_ratios, relative_scores
-from zeroresize.policy.tensor.columns.order import decided_columns, num_lent, order_without_priority, pruned_of_order
+from zeroresize.policy.tensor.columns.order import decided_columns, num_lent, order_of_homes, pruned_of_order
 from zeroresize.policy.tensor.columns.priority import ColumnPriority
-from zeroresize.utils.state_checks import Check, any_number, count, each, flag, keyed, row, share
+from zeroresize.utils.state_checks import Check, any_number, count, each, keyed
 
 Columns = NDArray[np.int64]
+Floats = NDArray[np.float64]
 #: Names of the layers between two synchronisations of the ranks, one after the other.
 Segments = Sequence[Sequence[str]]
 
@@ -48,13 +51,17 @@ class ColumnSelector:
     Args:
         config: how to balance.
         rank: this rank within the group, for the seed of random orders.
-        num_columns: K of every layer by name, in the order of the model.
+        num_columns: K of every layer at even shares, by name, in the order of the model.
         costs: of every layer's products, in any unit.
         segments: None for all layers in one.
 
     Attributes:
         epoch: number of epochs that have ended.
         steps_of_epoch: iterations of the epoch so far.
+        steps_unseen: of how many of them, the first ones, the statistic will tell nothing, as it began anew after them.
+        homes: of every layer [K]: for each column the rank that holds it at even shares × the layer's columns there +
+            its place there.
+        edition: how often the columns were ordered: the same ratio means other columns in another edition.
     """
 
     def __init__(
@@ -65,16 +72,21 @@ class ColumnSelector:
         costs: Mapping[str, float],
         segments: Segments | None = None,
     ) -> None:
-        self._config, self._rank, self._costs = config, rank, dict(costs)
+        self._config, self._costs = config, dict(costs)
         self._segments: Segments = [list(num_columns)] if segments is None else segments
+        self._num_at_home = dict(num_columns)
+        self.homes: dict[str, Columns] = {
+            name: rank * columns + np.arange(columns) for name, columns in num_columns.items()
+        }
         self._priorities = {name: ColumnPriority(columns) for name, columns in num_columns.items()}
-        self._steps: Counter[Relief] = Counter()
-        self._steps_of_last_epoch = self.steps_of_epoch = 0
-        self.epoch = 0
+        self._steps_of_last_epoch = self.steps_of_epoch = self.steps_unseen = 0
+        self.epoch = self.edition = 0
         self._pruned_steps = {name: np.zeros(columns, dtype=np.int64) for name, columns in num_columns.items()}
+        self._pruned_of_epoch = {name: steps.copy() for name, steps in self._pruned_steps.items()}
+        self._orders: dict[str, Columns] = {}
         self._selected: tuple[Relief, dict[str, Columns]] | None = None
         self._under_way = _UnderWay()
-        self._orders = self._orders_of_epoch()
+        self._order_columns()
         coarse = [name for name, columns in num_columns.items() if 2 * config.block > columns]
         if coarse and config.mode != "off":
             names = ", ".join(coarse)
@@ -120,7 +132,7 @@ class ColumnSelector:
         order, block = self._orders[name], self._config.block
         if relief.is_forced:
             return pruned_of_order(order, ratio, block)
-        lent_share = num_lent(len(order), relief.lent, is_forced=False) / len(order)
+        lent_share = num_lent(len(order), relief.lent, is_forced=False) / max(len(order), 1)
         return decided_columns(order, ratio, block, max(self._config.max_ratio - lent_share, 0.0))
 
     def lent_columns(self, relief: Relief) -> dict[str, Columns]:
@@ -136,7 +148,6 @@ class ColumnSelector:
             self._count_pruned_steps()
             self._under_way = _UnderWay(relief, self.pruned_columns(relief))
         self._under_way.num_steps += 1
-        self._steps[relief] += 1
         self.steps_of_epoch += 1
         if self._config.mode in PRIORITY_MODES and self.epoch == 0 and self.steps_of_epoch == _LONG_EPOCH:
             logger.warning(
@@ -151,95 +162,144 @@ class ColumnSelector:
         self._count_pruned_steps()
         return self._pruned_steps
 
-    def end_epoch(self, fresh: Mapping[str, NDArray[np.float64]], *, incremental: bool) -> None:
+    def end_epoch(self, fresh: Mapping[str, NDArray[np.float64]], *, incremental: bool, adds_up: bool = False) -> None:
         """Learn from the epoch that ends and order the columns for the next.
 
         Args:
             fresh: the statistic of every layer's columns; empty where none is taken.
             incremental: see :meth:`~zeroresize.policy.tensor.columns.priority.ColumnPriority.update`.
+            adds_up: whether the statistic adds up over steps: then one that has not seen the whole epoch counts as if
+                the rest had been like what it saw.
         """
         self._count_pruned_steps()
-        pruned = self.pruned_columns(self._relief_of_most_steps())
+        unseen, num_steps = self.steps_unseen, self.steps_of_epoch
+        scale = num_steps / (num_steps - unseen) if num_steps > unseen else np.nan
         for name, values in fresh.items():
-            priority = self._priorities[name]
-            was_pruned = np.zeros(priority.num_columns, dtype=bool)
-            was_pruned[pruned[name]] = True
-            priority.update(values, was_pruned, incremental=incremental)
+            was_pruned = 2 * self._pruned_of_epoch[name] > num_steps
+            is_scaled = unseen > 0 and (adds_up or num_steps == unseen)
+            self._priorities[name].update(values * scale if is_scaled else values, was_pruned, incremental=incremental)
         self._steps_of_last_epoch = self.steps_of_epoch or self._steps_of_last_epoch
-        self._steps.clear()
-        self.steps_of_epoch = 0
+        for pruned in self._pruned_of_epoch.values():
+            pruned[:] = 0
+        self.steps_of_epoch = self.steps_unseen = 0
         self.epoch += 1
+        self._order_columns()
+
+    def known_of(self, name: str, columns: Columns) -> Floats:
+        """Return what is known of some columns of a layer, which :meth:`hold` takes where units moved to; [4, columns].
+
+        That is w_var, age, and in how many steps so far, and in how many of the epoch, the column was pruned.
+        """
+        self._count_pruned_steps()
+        priority = self._priorities[name]
+        return np.stack(
+            [
+                row[columns].astype(np.float64)
+                for row in (priority.w_var, priority.age, self._pruned_steps[name], self._pruned_of_epoch[name])
+            ]
+        )
+
+    def hold(
+        self,
+        homes: Mapping[str, Columns],
+        arrived: Mapping[str, tuple[Columns, Floats]] | None = None,
+        costs: Mapping[str, float] | None = None,
+    ) -> None:
+        """Hold other columns of some layers from now on, in the epoch that is under way.
+
+        Columns that stay keep what is known of them. All are ordered anew by the rule of an epoch's beginning: it
+        follows from the columns alone, so a resumed run has the same order.
+
+        Args:
+            homes: as :attr:`homes`, of the layers that change.
+            arrived: of a layer the homes of columns that came, and what :meth:`known_of` told of them where they were.
+                What is held and known from nowhere begins anew.
+            costs: of the products of every layer, as this rank owns it now; None where they stay.
+        """
+        self._count_pruned_steps()
+        for name, of_layer in homes.items():
+            others = (arrived or {}).get(name, (np.empty(0, np.int64), np.empty((4, 0))))
+            known_homes = np.concatenate([self.homes[name], others[0]])
+            known = np.concatenate([self.known_of(name, np.arange(len(self.homes[name]))), others[1]], axis=1)
+            held = np.repeat([[np.nan], [0.0], [0.0], [0.0]], len(of_layer), axis=1)
+            _, here, there = np.intersect1d(of_layer, known_homes, return_indices=True)
+            held[:, here] = known[:, there]
+            self._priorities[name] = ColumnPriority(len(of_layer))
+            self._priorities[name].w_var, self._priorities[name].age = held[0], held[1].astype(np.int64)
+            self._pruned_steps[name], self._pruned_of_epoch[name] = held[2:].astype(np.int64)
+            self.homes[name] = of_layer
+        if costs is not None:
+            self._costs = dict(costs)
         self._order_columns()
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers; they are this rank's own, unlike the controller's."""
         return {
             "epoch": self.epoch,
-            "steps": [(one.pruned, one.lent, one.is_forced, steps) for one, steps in self._steps.items()],
+            "steps_of_epoch": self.steps_of_epoch,
+            "steps_unseen": self.steps_unseen,
             "steps_of_last_epoch": self._steps_of_last_epoch,
             "pruned_steps": {name: steps.tolist() for name, steps in self.pruned_steps.items()},
+            "pruned_of_epoch": {name: steps.tolist() for name, steps in self._pruned_of_epoch.items()},
             "w_var": {name: priority.w_var.tolist() for name, priority in self._priorities.items()},
             "age": {name: priority.age.tolist() for name, priority in self._priorities.items()},
         }
 
-    @property
-    def state_check(self) -> Check:
-        """Return the check of what :meth:`load_state_dict` can take over."""
-        columns = {name: priority.num_columns for name, priority in self._priorities.items()}
+    def state_check(self, num_columns: Mapping[str, int]) -> Check:
+        """Return the check of what :meth:`load_state_dict` can take over.
+
+        Args:
+            num_columns: how many columns the rank that saved it held of every layer of this model, by name.
+        """
+
+        def of_layers(check: Check) -> Check:
+            return keyed({name: each(check, number_of) for name, number_of in num_columns.items()})
+
         return keyed(
             {
                 "epoch": count,
-                "steps": each(row(share, share, flag, count)),
+                "steps_of_epoch": count,
+                "steps_unseen": count,
                 "steps_of_last_epoch": count,
-                "pruned_steps": keyed({name: each(count, number_of) for name, number_of in columns.items()}),
-                "w_var": keyed({name: each(any_number, number_of) for name, number_of in columns.items()}),
-                "age": keyed({name: each(count, number_of) for name, number_of in columns.items()}),
+                "pruned_steps": of_layers(count),
+                "pruned_of_epoch": of_layers(count),
+                "w_var": of_layers(any_number),
+                "age": of_layers(count),
             }
         )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict` of the same layers."""
-        self.epoch = state["epoch"]
-        self._steps = Counter(
-            {Relief(pruned, lent, is_forced=is_forced): steps for pruned, lent, is_forced, steps in state["steps"]}
-        )
-        self.steps_of_epoch = sum(self._steps.values())
-        self._steps_of_last_epoch = state["steps_of_last_epoch"]
-        for name, priority in self._priorities.items():
+    def load_state_dict(self, state: Mapping[str, Any], homes: Mapping[str, Columns] | None = None) -> None:
+        """Go on from :meth:`state_dict` of the same layers, and hold the columns that it tells of.
+
+        Args:
+            state: whose layers have as many columns as there are homes.
+            homes: as :attr:`homes`, of the columns when it was saved; None for those that are held now.
+        """
+        self.epoch, self.steps_of_epoch = state["epoch"], state["steps_of_epoch"]
+        self.steps_unseen, self._steps_of_last_epoch = state["steps_unseen"], state["steps_of_last_epoch"]
+        self.homes |= homes or {}
+        for name, of_layer in self.homes.items():
             self._pruned_steps[name] = np.asarray(state["pruned_steps"][name], dtype=np.int64)
-            priority.w_var = np.asarray(state["w_var"][name], dtype=np.float64)
-            priority.age = np.asarray(state["age"][name], dtype=np.int64)
+            self._pruned_of_epoch[name] = np.asarray(state["pruned_of_epoch"][name], dtype=np.int64)
+            self._priorities[name] = ColumnPriority(len(of_layer))
+            self._priorities[name].w_var = np.asarray(state["w_var"][name], dtype=np.float64)
+            self._priorities[name].age = np.asarray(state["age"][name], dtype=np.int64)
+        self._under_way = _UnderWay()
         self._order_columns()
 
     def _count_pruned_steps(self) -> None:
         for name, columns in self._under_way.columns.items():
             self._pruned_steps[name][columns] += self._under_way.num_steps
+            self._pruned_of_epoch[name][columns] += self._under_way.num_steps
         self._under_way.num_steps = 0
 
-    def _relief_of_most_steps(self) -> Relief:
-        """Whose columns were pruned in more than half of the epoch's iterations: the lower median.
-
-        Sets grow with γ, so a column was pruned in most iterations exactly if it is pruned at the median.
-        """
-        steps_before = (self.steps_of_epoch - 1) // 2
-        for relief, steps in sorted(self._steps.items()):
-            steps_before -= steps
-            if steps_before < 0:
-                return relief
-        return Relief()
-
     def _order_columns(self) -> None:
-        """Order the columns of the epoch that begins; nothing of the last one's is selected any more."""
-        self._orders, self._selected, self._under_way = self._orders_of_epoch(), None, _UnderWay()
-
-    def _orders_of_epoch(self) -> dict[str, Columns]:
+        """Order the columns by what is known of them; nothing of the last order is selected any more."""
         config = self._config
-        orders = {}
         for position, (name, priority) in enumerate(self._priorities.items()):
-            order = order_without_priority(
-                config, priority.num_columns, epoch=self.epoch, rank=self._rank, layer=position
-            )
+            order = order_of_homes(config, self.homes[name], self._num_at_home[name], epoch=self.epoch, layer=position)
             if config.mode in PRIORITY_MODES:
                 order = priority.order(ageing=config.ageing, block=config.block, tie_break=order)
-            orders[name] = order
-        return orders
+            self._orders[name] = order
+        self._selected, self._under_way = None, _UnderWay()
+        self.edition += 1

@@ -1,0 +1,81 @@
+"""What is known of columns goes with their units to the rank that owns them now.
+
+Only row-parallel layers of segments have columns that change hands: a column-parallel layer's input is replicated.
+``K`` columns of a layer on this rank.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from zeroresize.comm.exchange import Exchange
+from zeroresize.control.setup_checks import Layers
+from zeroresize.layers.segments import homes_of_columns, present_work_of_layers
+from zeroresize.policy.tensor.columns.selector import Columns, ColumnSelector, Floats
+
+#: Numbers that travel for each column: its home, and what is known of it.
+_NUMBERS = 5
+
+
+class ColumnMoves:
+    """Lets a selector hold the columns of the units that this rank owns.
+
+    Args:
+        selector: of this rank.
+        layers: balanced layers by name.
+        rank: of this process in the group.
+        exchange: with the other ranks; None where nothing is known of columns that would have to travel.
+    """
+
+    def __init__(self, selector: ColumnSelector, layers: Layers, rank: int, exchange: Exchange | None) -> None:
+        self._selector, self._layers, self._rank, self._exchange = selector, layers, rank, exchange
+
+    def follow(self, *, gathers: bool = True) -> None:
+        """Let the selector hold the columns that are here now, with what the ranks know that held them; collective.
+
+        Args:
+            gathers: False where the other ranks do not come: what came here then begins anew.
+
+        Raises:
+            RuntimeError: if not all ranks come; what came here has begun anew then.
+        """
+        homes = self._homes()
+        arrived = None
+        try:
+            if gathers and self._exchange is not None and homes:
+                arrived = self._arrived(homes, self._exchange.gather(self._leaving(homes)))
+        finally:
+            held = self._selector.homes
+            changed = {name: here for name, here in homes.items() if not np.array_equal(here, held[name])}
+            if changed:
+                self._selector.hold(changed, arrived, present_work_of_layers(self._layers))
+
+    def _homes(self) -> dict[str, Columns]:
+        return {
+            name: homes_of_columns(layer, layer.segment.owned.units_of(self._rank))
+            for name, layer in self._layers.items()
+            if layer.segment is not None and not layer.is_column_parallel
+        }
+
+    def _leaving(self, homes: dict[str, Columns]) -> list[float]:
+        """Of each layer how many columns are no longer here, and their numbers."""
+        numbers: list[float] = []
+        for name, here in homes.items():
+            held = self._selector.homes[name]
+            gone = np.flatnonzero(~np.isin(held, here))
+            table = np.concatenate([held[gone][None].astype(np.float64), self._selector.known_of(name, gone)])
+            numbers += [float(len(gone)), *table.ravel().tolist()]
+        return numbers
+
+    @staticmethod
+    def _arrived(homes: dict[str, Columns], of_ranks: list[list[float]]) -> dict[str, tuple[Columns, Floats]]:
+        """What :meth:`_leaving` told on all ranks, by layer."""
+        tables: dict[str, list[Floats]] = {name: [] for name in homes}
+        for numbers in map(np.asarray, of_ranks):
+            begin = 0
+            for name in homes:
+                end = begin + 1 + _NUMBERS * int(numbers[begin])
+                tables[name].append(numbers[begin + 1 : end].reshape(_NUMBERS, -1))
+                begin = end
+        whole = {name: np.concatenate(of_layer, axis=1) for name, of_layer in tables.items()}
+        return {name: (table[0].astype(np.int64), table[1:]) for name, table in whole.items()}
