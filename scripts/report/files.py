@@ -100,9 +100,7 @@ def read_columns(file: Path) -> dict[str, np.ndarray] | str:
             columns = dict(arrays)
     except _DAMAGES as error:
         return f"{file.name} is damaged: {error}"
-    if any(
-        steps.ndim != 1 or not steps.size or not np.issubdtype(steps.dtype, np.integer) for steps in columns.values()
-    ):
+    if any(steps.ndim != 1 or not np.issubdtype(steps.dtype, np.integer) for steps in columns.values()):
         return f"{file.name} is damaged: expected whole numbers, one a column"
     return columns
 

@@ -191,7 +191,8 @@ def layers_picture(run: RunFolder, rank: int) -> Figure:
 
 def columns_picture(run: RunFolder, rank: int, bins: int = 192) -> Figure:
     """Draw in how many steps a rank pruned each column of each layer, by up to ``bins`` points a layer."""
-    counts = run.columns[rank]
+    # Of a layer of which the rank owns nothing there is no column.
+    counts = {name: steps if len(steps) else np.zeros(1, dtype=int) for name, steps in run.columns[rank].items()}
     most = max(int(steps.max()) for steps in counts.values())
     figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.22 * len(counts)), layout="constrained")
     rows = [[part.mean() for part in np.array_split(steps, min(bins, len(steps)))] for steps in counts.values()]

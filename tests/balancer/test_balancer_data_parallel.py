@@ -148,6 +148,30 @@ def test_units_are_divided_from_the_start_and_a_resumed_run_goes_on_with_units_a
         assert began == (144, 48) and resumed == (32, 160) and losses == expected
 
 
+def test_where_only_shares_divide_units_replicas_go_home_together_and_prune_by_themselves(run_ranks):
+    def train(rank, _):
+        run = ReplicaRun(groups_of(rank), mode="zero-rd", shares=(3, 1))
+        if rank < 2:  # the other replica knows nothing of it
+            run.balancer.pin(1, 0.5)
+        run.steps(5)
+        with run.balancer.at_home():
+            at_home = run.counts()
+        run.steps(5)
+        state = run.balancer.state_dict()
+        if rank == 3:
+            del state["group 2-3 rank 1"]["selector"]
+        with pytest.raises(ValueError) as caught:
+            run.balancer.load_state_dict(state)
+        run.steps(5)
+        weights = run.inner.up.weight.detach()
+        return at_home, run.counts(), run.balancer.metrics()["balance/pruned_share"], str(caught.value), weights
+
+    results = run_ranks(train, 4)
+    assert [result[:3] for result in results] == [((96, 96), (144, 48), share) for share in (0.0, 0.5, 0.0, 0.0)]
+    assert ["ranks [3] of the job cannot load" in result[3] for result in results] == [True, True, True, False]
+    assert all(torch.equal(results[rank][4], results[rank + 2][4]) for rank in range(2))
+
+
 def refused(run_ranks, make_run, shares=(2, 1)):
     """What the log tells, once a group or on every rank, and what asking for a move raises; nothing has moved then."""
 

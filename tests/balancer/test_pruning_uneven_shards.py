@@ -1,0 +1,488 @@
+"""Pruning on uneven shards: what a plan leaves out is what the unsharded layers would leave out, whoever owns it."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from helpers import parallel_layers
+from helpers.parallel_layers import HEAD_SIZE, WIDTH, gathered, impute
+from helpers.virtual_training import FEATURES, Run
+from torch import nn
+from torch.testing import assert_close
+
+import zeroresize as zr
+from zeroresize.config.keys import IMPUTATIONS, MODES, PINNABLE_MODES, PRIORITIES
+from zeroresize.plan.group import RankPlan, WorkloadPlan
+
+SHARES = {2: (3, 1), 3: (1, 3, 2)}
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+
+class LeftOut(torch.autograd.Function):
+    """A whole linear layer of which each rank leaves out columns of its part.
+
+    ``parts`` are (which outputs, or which inputs, a rank has, its kept columns), ``last`` each part's last gradients.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w_NK, is_column_parallel, parts, imputation, last):
+        ctx.save_for_backward(x, w_NK)
+        ctx.how = is_column_parallel, parts, imputation, last
+        if not is_column_parallel:
+            return sum((x[..., where] * kept) @ w_NK[:, where].T for where, kept in parts)
+        y = x.new_zeros(*x.shape[:-1], len(w_NK))
+        for where, kept in parts:
+            y[..., where] = (x * kept) @ w_NK[where].T
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x, w_NK), (is_column_parallel, parts, imputation, last) = ctx.saved_tensors, ctx.how
+        dx, dw_NK = torch.zeros_like(x), torch.zeros_like(w_NK)
+        for number, (where, kept) in enumerate(parts):
+            dy_part = dy[..., where] if is_column_parallel else dy
+            rows, columns = (where, slice(None)) if is_column_parallel else (slice(None), where)
+            before = last.get(number, (None, None))
+            dx_part = impute(dy_part @ w_NK[rows][:, columns], kept, imputation, before[0])
+            dw_part = impute(torch.einsum("...n,...k->nk", dy_part, x[..., columns]), kept, imputation, before[1])
+            last[number] = dx_part, dw_part
+            dx[..., columns] += dx_part
+            dw_NK[rows, columns] = dw_part
+        return dx, dw_NK, None, None, None, None
+
+
+class WholeBlock(nn.Module):
+    """What ``parallel_layers.block`` computes, from whole weights by name, each layer by ``LeftOut``."""
+
+    def __init__(self, weights, imputation):
+        super().__init__()
+        self.weights = {name: one.clone().requires_grad_() for name, one in weights.items()}
+        self.imputation, self.parts = imputation, {}
+        self.last = {name: {} for name in ("0.q", "0.k", "0.v", "0.out", "1.up", "1.down")}
+
+    def linear(self, name, x):
+        is_column_parallel = name not in ("0.out", "1.down")
+        last = self.last[name] if self.imputation == "same" else {}
+        weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
+        y = LeftOut.apply(x, weight, is_column_parallel, self.parts[name], self.imputation, last)
+        return y if bias is None else y + bias
+
+    def forward(self, x):
+        q, k, v = (
+            self.linear(f"0.{name}", x).view(*x.shape[:-1], -1, HEAD_SIZE).transpose(1, 2) for name in ("q", "k", "v")
+        )
+        scores = (q @ k.transpose(-1, -2) / HEAD_SIZE**0.5).softmax(dim=-1)
+        x = x + self.linear("0.out", (scores @ v).transpose(1, 2).reshape(*x.shape[:-1], -1))
+        x = x + self.linear("1.down", nn.functional.gelu(self.linear("1.up", x)))
+        return nn.functional.linear(x, self.weights["2.weight"], self.weights["2.bias"])
+
+
+class UnevenBlock:
+    """``parallel_layers.block``, its heads and neurons divided by shares, in a balancer that prunes what is pinned."""
+
+    def __init__(self, group, shares, **config):
+        self.group, self.rank, self.num_ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        self.model = parallel_layers.block(group)
+        attention = self.model[0]
+        heads = zr.Segment(
+            column=["0.q", "0.k", "0.v"],
+            row="0.out",
+            unit_size=HEAD_SIZE,
+            head_size=HEAD_SIZE,
+            kind="heads",
+            min_units=0,
+            on_change=lambda units: setattr(attention, "num_heads", len(units)),
+        )
+        zr.convert(self.model, group, segments=[heads])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.config = zr.BalanceConfig(**{"mode": "zero-rd", "shares": shares, "update_every": 100, **config})
+        self.balancer = zr.Balancer(self.model, self.optimizer, self.config, process_group=group)
+        self.segments = [self.model[0].out.segment, self.model[1].down.segment]
+        self.x = parallel_layers.randn(2, 5, WIDTH, dtype=torch.float64)
+
+    def whole(self, of=lambda parameter: parameter):
+        """Weights, or what belongs to them, of the unsharded model by name."""
+        tensors = {name: of(one) for name, one in self.model.named_parameters()}
+        for segment in self.segments:
+            for one in segment.tensors:
+                units = gathered(tensors[one.name], one, segment.owned, self.group)
+                tensors[one.name] = units.flatten(0, 2).movedim(0, one.dim)
+        return {name: None if one is None else one.detach().clone() for name, one in tensors.items()}
+
+    def parts(self):
+        """Of each layer, by name, what each rank has of it, and which of its columns that rank computes."""
+        parts = {}
+        for segment in self.segments:
+            for name, layer in zip(segment.layers, segment.modules, strict=True):
+                pruned = self.balancer.lineage.pruned(name, "w")
+                kept = torch.ones(layer.num_columns, dtype=torch.bool)
+                kept[[] if pruned is None else pruned] = False
+                rows = HEAD_SIZE if segment.kind == "heads" else 1
+                units = segment.owned.units_of(self.rank)
+                where = torch.from_numpy((units[:, None] * rows + np.arange(rows)).reshape(-1))
+                parts[name] = [None] * self.num_ranks
+                dist.all_gather_object(parts[name], (where, kept), group=self.group)
+        return parts
+
+    def backward(self):
+        self.optimizer.zero_grad()
+        y = self.model(self.x)
+        y.square().sum().backward()
+        return y.detach()
+
+    def step(self):
+        self.backward()
+        self.optimizer.step()
+        self.balancer.step()
+
+
+@pytest.mark.parametrize("imputation", IMPUTATIONS)
+@pytest.mark.parametrize("shares", [(3, 1), (1, 0), (1, 3, 2)], ids=str)
+def test_a_pruned_step_is_that_of_the_unsharded_layers_without_the_same_columns(run_ranks, shares, imputation):
+    def check(rank, group):
+        block = UnevenBlock(group, shares, paper={"imputation": imputation})
+        whole = WholeBlock(block.whole(), imputation)
+        for ratios in ((0.0, 0.0, 0.0), (0.5, 0.25, 0.75)):  # "same" takes what the first leaves
+            for pinned, ratio in enumerate(ratios[: len(shares)]):
+                block.balancer.pin(pinned, ratio)
+            whole.parts = block.parts()
+            y = block.backward()
+            for weight in whole.weights.values():
+                weight.grad = None
+            expected = whole(block.x)
+            expected.square().sum().backward()
+            assert_close(y, expected, rtol=1e-10, atol=1e-10)
+            gradients = block.whole(lambda parameter: parameter.grad)
+            for name, weight in whole.weights.items():
+                assert_close(
+                    gradients[name], weight.grad, rtol=1e-9, atol=1e-9, msg=lambda text, of=name: f"{of}: {text}"
+                )
+        counts = [segment.owned.counts[rank] for segment in block.segments]
+        return counts, {name: int((~of_ranks[rank][1]).sum()) for name, of_ranks in whole.parts.items()}
+
+    for share, ratio, ((num_heads, num_neurons), pruned) in zip(
+        shares, (0.5, 0.25, 0.75), run_ranks(check, len(shares)), strict=False
+    ):
+        assert (num_heads, num_neurons) == (12 * share // sum(shares), 24 * share // sum(shares))
+        assert pruned["1.down"] == int(ratio * num_neurons + 0.5)
+        assert pruned["0.out"] == int(ratio * num_heads * HEAD_SIZE + 0.5)
+        assert pruned["1.up"] == pruned["0.q"] == ratio * WIDTH
+
+
+# ---- what is known of columns ---------------------------------------------------------------------------------------
+
+
+def known_of_units(run):
+    """What every rank's selector knows of ``down``'s columns: [4, 192] by the number of the neuron."""
+    state = run.balancer.state_dict()
+    of_rank = next(value for key, value in state.items() if " rank " in key)
+    kinds = "w_var", "age", "pruned_steps", "pruned_of_epoch"
+    held = of_rank["units"][0]["down"], [of_rank["selector"][kind]["down"] for kind in kinds]
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, held)
+    known = np.full((4, 192), -1.0)
+    for units, values in of_ranks:
+        assert (known[:, units] == -1.0).all(), "two ranks own a neuron"
+        known[:, units] = values
+    return known
+
+
+def same_known(ones, others):
+    return np.array_equal(ones, others, equal_nan=True)
+
+
+def pruning_run(group, **config):
+    run = Run(group, **{"mode": "zero-pri", "shares": SHARES[dist.get_world_size()], "update_every": 100, **config})
+    return run
+
+
+def pin(run, *ratios):
+    for rank, ratio in enumerate(ratios[: dist.get_world_size()]):
+        run.balancer.pin(rank, ratio)
+
+
+@pytest.mark.parametrize("priority", PRIORITIES)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_what_is_known_of_a_column_is_known_to_whoever_owns_its_unit(run_ranks, num_ranks, priority):
+    def train(rank, group):
+        run = pruning_run(group, priority=priority, iters_per_epoch=4, ageing=0.0)
+        pin(run, 0.5, 0.25, 0.75)
+        run.steps(7)
+        away, pruned = known_of_units(run), run.pruned()
+        with run.balancer.at_home():
+            home, units = known_of_units(run), run.model.down.segment.owned.counts
+        again = known_of_units(run)
+        assert all(map(torch.equal, pruned.values(), run.pruned().values()))
+        assert len(set(units)) == 1 and run.model.down.segment.owned.counts != units
+        return same_known(away, home) and same_known(home, again), away
+
+    for is_same, known in run_ranks(train, num_ranks):
+        w_var, age, pruned_steps, of_epoch = known
+        assert is_same and np.isfinite(w_var).any() and set(age) == {0.0, 1.0}
+        # The first epoch drew them at random, and what it pruned is pruned on, as nothing is known of it.
+        ratio, share = (0.5, 0.25, 0.75)[:num_ranks], SHARES[num_ranks]
+        num_pruned = sum(g * 192 * s / sum(share) for g, s in zip(ratio, share, strict=True))
+        assert pruned_steps.sum() == 7 * num_pruned and of_epoch.sum() == 3 * num_pruned
+
+
+def test_a_move_in_the_middle_of_an_epoch_takes_counted_steps_along(run_ranks):
+    """By hand, under a plan made by hand: pruned in most of the epoch's steps is pruned on any owner."""
+
+    def train(rank, group):
+        run = pruning_run(group, mode="semi", priority="variation", shares="even", ageing=1.0)
+        run.balancer.epoch_end()
+        plan = WorkloadPlan((RankPlan(), RankPlan(0.5)))
+        for shares, num_steps in (((1, 1), 3), ((3, 1), 2)):
+            run.balancer.move(shares)
+            run.balancer._parts.plan_execution.install(plan if num_steps == 3 else WorkloadPlan((RankPlan(),) * 2))
+            run.steps(1)
+            for _ in range(num_steps - 1):
+                run.balancer._parts.plan_execution.install(plan if num_steps == 3 else WorkloadPlan((RankPlan(),) * 2))
+                run.steps(1)
+        before = known_of_units(run)
+        run.balancer.epoch_end()
+        return before, known_of_units(run), run.model.down.segment.owned.counts
+
+    for before, after, counts in run_ranks(train, 2):
+        assert counts == (144, 48)
+        was_pruned = before[2] == 3
+        assert was_pruned.sum() == 48 and not was_pruned[:96].any() and was_pruned[96:144].any()
+        assert (before[2][~was_pruned] == 0).all()
+        assert (after[1] == was_pruned).all(), "ages of columns, also of those that rank 0 owns now"
+
+
+def test_freezing_leaves_weights_and_moments_of_pruned_columns_across_moves(run_ranks):
+    def train(rank, group):
+        run = pruning_run(group, pruned_update="freeze", iters_per_epoch=100)
+        run.steps(2)
+        pin(run, 0.5, 0.5)
+        pruned = run.pruned()
+
+        def of_columns(is_pruned):
+            held = []
+            for name, columns in pruned.items():
+                weight = getattr(run.model, name).weight
+                mask = torch.zeros(weight.shape[1], dtype=torch.bool)
+                mask[columns] = True
+                state = run.optimizer.state[weight]
+                tensors = (weight.detach(), state["exp_avg"], state["exp_avg_sq"])
+                held += [one[:, mask == is_pruned].clone() for one in tensors]
+            return held
+
+        frozen, others = of_columns(True), of_columns(False)
+        run.steps(2)
+        with run.balancer.at_home():
+            pass
+        run.steps(2)
+        is_frozen = all(map(torch.equal, frozen, of_columns(True)))
+        return is_frozen, any(map(torch.equal, others, of_columns(False))), [len(one) for one in pruned.values()]
+
+    assert run_ranks(train, 2) == [(True, False, [24, 72]), (True, False, [24, 24])]
+
+
+# ---- saved and resumed ----------------------------------------------------------------------------------------------
+
+KINDS = [
+    *({"priority": priority} for priority in PRIORITIES),
+    {"priority": "activation", "paper": {"imputation": "same"}},
+    {"priority": "path_length", "pruned_update": "freeze"},
+    {"mode": "zero-rd"},
+    {"mode": "zero-pridiff", "priority": "variation", "paper": {"pridiff_rule": "paper"}},
+]
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("saved_at_home", [False, True])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
+def test_a_run_resumed_within_an_epoch_goes_on_bit_for_bit(run_ranks, tmp_path, kind, saved_at_home):
+    def train(rank, group):
+        def go_on(run):
+            steps = []
+            for step in range(10):
+                run.x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(100 + step))
+                losses = run.steps(1)
+                steps.append((losses, {name: None if p is None else p.tolist() for name, p in run.pruned().items()}))
+            return steps, repr(run.balancer.state_dict()[f"group 0-1 rank {rank}"]["selector"])
+
+        first = pruning_run(group, iters_per_epoch=4, **kind)
+        first.steps(1)
+        pin(first, 0.5, 0.25)
+        first.steps(5)
+        folder = str(tmp_path / "checkpoint")
+        state = {**zr.sharded_state_dict(first.model, first.optimizer), "balancer": first.balancer}
+        if saved_at_home:
+            with first.balancer.at_home():
+                dcp.save({**state, **zr.sharded_state_dict(first.model, first.optimizer)}, checkpoint_id=folder)
+        else:
+            dcp.save(state, checkpoint_id=folder)
+        expected = go_on(first)
+        first.balancer.close()
+
+        resumed = pruning_run(group, iters_per_epoch=4, **kind)
+        state = {**zr.sharded_state_dict(resumed.model, resumed.optimizer), "balancer": resumed.balancer}
+        dcp.load(state, storage_reader=zr.CheckpointReader(folder))
+        return expected, go_on(resumed)
+
+    for expected, resumed in run_ranks(train, 2):
+        assert resumed[0] == expected[0]
+        assert resumed[1] == expected[1]
+
+
+@pytest.mark.parametrize(("from_shares", "to_shares"), [("even", (3, 1)), ((3, 1), "even"), ((3, 1), (1, 3))], ids=str)
+def test_a_state_of_another_division_brings_what_is_known_to_the_owners_of_now(run_ranks, from_shares, to_shares):
+    """Where units do not move they stay as this run was told, and where it may not be away, at home."""
+
+    def train(rank, group):
+        def straight(run):
+            pin(run, 0.5, 0.25)
+            run.steps(6)
+            return run
+
+        first = straight(pruning_run(group, shares=from_shares, iters_per_epoch=4, priority="variation"))
+        state, known = first.balancer.state_dict(), known_of_units(first)
+        first.balancer.close()
+        resumed = pruning_run(group, shares=to_shares, iters_per_epoch=4, priority="variation")
+        resumed.balancer.load_state_dict(state)
+        now, counts = known_of_units(resumed), resumed.model.down.segment.owned.counts
+        resumed.steps(4)
+        ends = known_of_units(resumed)
+        return known, now, counts, np.isfinite(ends[0]).sum(), ends[2].max()
+
+    expected = {"even": (96, 96), (3, 1): (144, 48), (1, 3): (48, 144)}
+    for known, now, counts, num_known, most_steps in run_ranks(train, 2):
+        if to_shares == "even":  # nobody is asked: what is away from here begins anew
+            assert counts == (96, 96)
+            stayed = np.arange(192) < 144  # rank 1 gives its last ones first
+            assert same_known(now[:, stayed], known[:, stayed])
+            assert np.isnan(now[0, ~stayed]).all() and not now[1:, ~stayed].any()
+        else:  # the state's division, where it has one and this run may be away
+            assert counts == (expected[from_shares] if from_shares != "even" else expected[to_shares])
+            assert same_known(now, known)
+        assert num_known > 96 and most_steps > 6
+
+
+def test_where_the_move_back_to_the_saved_division_is_refused_what_is_known_stays_with_units_at_home(
+    run_ranks, monkeypatch
+):
+    import zeroresize.resharding.agreement as agreement
+
+    def train(rank, group):
+        first = pruning_run(group, mode="semi", iters_per_epoch=4, paper={"imputation": "same"})
+        plan = WorkloadPlan((RankPlan(0.25), RankPlan(0.5)))
+        for _ in range(6):
+            first.balancer._parts.plan_execution.install(plan)
+            first.steps(1)
+        state, known = first.balancer.state_dict(), known_of_units(first)
+        first.balancer.close()
+        resumed = pruning_run(group, mode="semi", shares="even", iters_per_epoch=4, paper={"imputation": "same"})
+        with monkeypatch.context() as patch:
+            patch.setattr(agreement, "free_bytes", lambda device: 0 if rank == 0 else 2**40)
+            resumed.balancer.load_state_dict(state)
+        now, counts = known_of_units(resumed), resumed.model.down.segment.owned.counts
+        resumed.steps(6)
+        return same_known(now, known), counts, known[2].sum()
+
+    for is_same, counts, num_pruned in run_ranks(train, 2):
+        assert is_same and counts == (96, 96) and num_pruned == 6 * (144 // 4 + 48 // 2)
+
+
+def test_a_state_whose_units_and_columns_do_not_fit_each_other_is_refused_on_all_ranks(run_ranks):
+    def train(rank, group):
+        run = pruning_run(group)
+        run.steps(1)
+        state = run.balancer.state_dict()
+        own = f"group 0-1 rank {rank}"
+        if rank == 1:
+            state[own]["selector"]["w_var"]["down"] = [1.0] * 96
+        message = r"w_var\.down: a list of 48 is needed" if rank == 1 else r"ranks \[1\] of the group cannot load"
+        with pytest.raises(ValueError, match=message):
+            run.balancer.load_state_dict(state)
+        run.steps(2)
+        with pytest.raises(ValueError, match="another model"):
+            run.balancer.load_state_dict({**state, "group 0-1": {**state["group 0-1"], "layers": {"down": 144}}})
+
+    run_ranks(train, 2)
+
+
+# ---- modes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_shares_hold_in_every_mode(run_ranks, mode):
+    def train(rank, group):
+        torch.set_default_dtype(torch.float64)
+        expected = Run(group, mode=mode, update_every=100).steps(4)
+        run = pruning_run(group, mode=mode, iters_per_epoch=2)
+        losses = run.steps(2)
+        with run.balancer.at_home():
+            shapes = [tuple(one.shape) for one in run.model.state_dict().values()]
+        losses += run.steps(2)
+        assert losses == pytest.approx(expected, rel=1e-10)
+        if mode in PINNABLE_MODES:
+            pin(run, 0.5, 0.75)
+            run.steps(3)
+            assert run.balancer.metrics()["balance/pruned_share"] == pytest.approx((0.5, 0.75)[rank], abs=0.01)
+            assert run.balancer.metrics()["balance/owned_share"] == (1.5, 0.5)[rank]
+        return run.model.down.segment.owned.counts, (96, 48) in shapes and (48, 96) in shapes
+
+    assert run_ranks(train, 2) == [((144, 48), True)] * 2
+
+
+def test_layers_weigh_in_a_share_by_what_the_rank_owns_of_them(run_ranks):
+    """Beside a segment that is uneven the layers of another one are as they were."""
+
+    class Two(nn.Module):
+        def __init__(self, group):
+            super().__init__()
+            self.up = zr.ColumnParallelLinear.from_linear(nn.Linear(FEATURES, 96), process_group=group)
+            self.down = zr.RowParallelLinear.from_linear(nn.Linear(96, FEATURES), process_group=group)
+            self.fixed = zr.RowParallelLinear.from_linear(
+                nn.Linear(FEATURES, FEATURES), process_group=group, input_is_parallel=False
+            )
+
+        def forward(self, x):
+            return self.fixed(self.down(nn.functional.gelu(self.up(x))))
+
+    def train(rank, group):
+        run = pruning_run(group, model=Two, mode="zero-rd")
+        run.balancer.pin(0, 0.5)
+        run.balancer.pin(1, 0.5)
+        layers = {"up": run.model.up, "down": run.model.down, "fixed": run.model.fixed}
+        pruned = {name: len(run.balancer.lineage.pruned(name, "w")) for name in layers}
+        of_all = sum(pruned[name] * len(layer.weight) for name, layer in layers.items())
+        return of_all / sum(layer.weight.numel() for layer in layers.values()), run.balancer.metrics()["balance/ratio"]
+
+    for of_all, ratio in run_ranks(train, 2):
+        assert ratio == pytest.approx(of_all)
+
+
+class DroppingPair(nn.Module):
+    def __init__(self, group):
+        super().__init__()
+        torch.manual_seed(0)
+        up, down = nn.Linear(FEATURES, 4 * FEATURES), nn.Linear(4 * FEATURES, FEATURES)
+        self.up = zr.ColumnParallelLinear.from_linear(up, process_group=group)
+        self.down = zr.RowParallelLinear.from_linear(down, process_group=group)
+        self.between = nn.Dropout(0.25)
+
+    def forward(self, x):
+        return x + self.down(self.between(nn.functional.gelu(self.up(x))))
+
+
+def test_dropout_around_units_that_are_away_is_keyed_where_they_may_be_away_and_only_there(run_ranks):
+    def train(rank, group):
+        torch.set_default_dtype(torch.float64)
+
+        def losses(shares, mode="zero-rd"):
+            run = pruning_run(group, model=DroppingPair, shares=shares, mode=mode)
+            torch.manual_seed(0)
+            return run.steps(3), type(run.model.between) is nn.Dropout, run.model.down.segment.owned.counts
+
+        return losses((3, 1)), losses((2, 1)), losses("even")
+
+    for (first, *away), (second, *other), (_, *at_home) in run_ranks(train, 2):
+        assert first == pytest.approx(second, rel=1e-10), "whoever owns the units"
+        assert (away, other, at_home) == ([False, (144, 48)], [False, (128, 64)], [True, (96, 96)])
