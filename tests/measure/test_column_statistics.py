@@ -353,3 +353,31 @@ def test_a_closed_statistic_sees_nothing_more(run_ranks, priority):
         assert all(np.isnan(values).all() for values in statistic.take().values())
 
     run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
+def test_a_statistic_that_begins_anew_tells_of_the_layers_as_they_are_then(run_ranks, kind):
+    """With other columns and outputs: as one that was made then, but that each layer's turn goes on."""
+
+    def check(rank, group):
+        layers = layers_of_one_rank(group)
+        optimizer = torch.optim.SGD([layer.weight for layer in layers.values()], lr=0.1)
+        config = zr.BalanceConfig(mode="zero-pri", **kind)
+        statistic = build_statistic(config, layers, optimizer)
+        for step in range(3):  # whole turns
+            statistic.begin_step(step)
+            train_step(layers, optimizer, step)
+        layer = layers["two"]
+        layer.weight.data = layer.weight.detach()[:, : layer.num_columns // 2].clone()
+        layer.weight.grad = None
+        statistic.restart()
+        made_then = build_statistic(config, layers, optimizer)
+        if kind["priority"] != "path_length":
+            statistic.begin_step(3)
+        state, expected = statistic.state_dict(), made_then.state_dict()
+        assert state.keys() == expected.keys()
+        for name, value in state.items():
+            assert name in ("first_step", "turn") or torch.equal(value, expected[name]), name
+        assert len(statistic.take()["two"]) == layer.num_columns
+
+    run_ranks(check, 1)

@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroresize.policy.tensor.columns.order import ALIGNMENT, decided_columns, num_lent, pruned_of_order, random_order
+from zeroresize.config import BalanceConfig
+from zeroresize.policy.tensor.columns.order import (
+    ALIGNMENT,
+    decided_columns,
+    num_lent,
+    order_of_homes,
+    order_without_priority,
+    pruned_of_order,
+    random_order,
+)
 
 
 @given(st.integers(1, 200), st.integers(1, 40), st.floats(0, 1, exclude_max=True))
@@ -72,3 +81,26 @@ def test_a_loan_that_was_decided_leaves_something_to_tell_the_owners_speed_by(nu
 @given(st.integers(1, 4096), st.floats(0.0, 1.0))
 def test_a_forced_loan_is_kept_to_the_column(num_columns, ratio):
     assert num_lent(num_columns, ratio) == pytest.approx(ratio * num_columns, abs=0.5 + 1e-9)
+
+
+@given(st.integers(1, 60), st.integers(1, 20), st.integers(0, 3), st.sampled_from(["zero-rd", "mig"]))
+def test_a_rank_that_holds_its_own_columns_has_the_order_that_it_has_without_moves(num_columns, block, rank, mode):
+    config = BalanceConfig(mode=mode, **({} if mode == "mig" else {"block": block}))
+    homes = rank * num_columns + np.arange(num_columns)
+    expected = order_without_priority(config, num_columns, epoch=2, rank=rank, layer=1)
+    assert order_of_homes(config, homes, num_columns, epoch=2, layer=1).tolist() == expected.tolist()
+
+
+@given(st.lists(st.integers(0, 47), unique=True), st.lists(st.integers(0, 47), unique=True), st.integers(1, 7))
+def test_columns_keep_their_order_whoever_else_comes_or_goes(first, second, block):
+    """Of three ranks with 16 columns each at home. Blocks are of what lies together, so they may change."""
+
+    def order(held, block=1):
+        homes = np.array(sorted(held), dtype=np.int64)
+        positions = order_of_homes(BalanceConfig(mode="zero-rd", block=block), homes, 16, epoch=1, layer=0)
+        assert sorted(positions) == list(range(len(held)))
+        return homes[positions].tolist()
+
+    both = set(first) & set(second)
+    assert [one for one in order(first) if one in both] == [one for one in order(second) if one in both]
+    order(first, block)

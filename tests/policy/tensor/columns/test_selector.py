@@ -76,3 +76,58 @@ def test_however_layers_differ_no_segment_waits_for_a_straggler_that_prunes_anot
         for segment in segments:
             spared = sum(costs[name] * ratios[name] for name in segment) / sum(costs[name] for name in segment)
             assert spared == pytest.approx(ratio, abs=0.02)
+
+
+def test_what_is_known_of_columns_goes_with_them_and_the_others_begin_anew():
+    def selector_of(rank):
+        return ColumnSelector(BalanceConfig(mode="zero-pri", ageing=0.0), rank, {"down": 8}, {"down": 1.0})
+
+    giver, taker = selector_of(0), selector_of(1)
+    for selector, first in ((giver, 0.0), (taker, 8.0)):
+        for _ in range(3):
+            selector.count_step(Relief(0.25, is_forced=True))
+        selector.end_epoch({"down": first + np.arange(8.0)}, incremental=False)
+        selector.count_step(Relief(0.5, is_forced=True))
+    gone = np.array([1, 6])
+    known = giver.known_of("down", gone)
+    before = taker.known_of("down", np.arange(8))
+    edition = taker.edition
+    taker.hold({"down": np.array([1, 5, 6, *range(8, 16)])}, {"down": (gone, known)}, {"down": 11 / 8})
+    after = taker.known_of("down", np.arange(11))
+    assert np.array_equal(after[:, 3:], before) and np.array_equal(after[:, [0, 2]], known)
+    assert np.isnan(after[0, 1]) and not after[1:, 1].any(), "a column that nobody tells of"
+    assert taker.edition > edition
+    # By w_var: what is unknown first, then 1, 6, 8, 9, ...
+    assert taker.pruned_columns(Relief(0.5, is_forced=True))["down"].tolist() == [1, 0, 2, 3, 4, 5]
+    assert len(taker.lent_columns(Relief(0.0, 1.0, is_forced=True))["down"]) == 11
+    taker.hold({"down": np.empty(0, dtype=np.int64)})
+    for relief in (Relief(0.5), Relief(0.5, 0.25), Relief(0.9, is_forced=True)):
+        assert not len(taker.pruned_columns(relief)["down"]) and not len(taker.lent_columns(relief)["down"])
+        taker.count_step(relief)
+    taker.end_epoch({"down": np.empty(0)}, incremental=True)
+
+
+@pytest.mark.parametrize("mode", ["zero-pri", "zero-pridiff"])
+def test_a_rank_that_owns_nothing_of_a_layer_divides_its_ratio_among_the_others(mode):
+    selector = ColumnSelector(BalanceConfig(mode=mode), 0, {"up": 8, "down": 8}, {"up": 1.0, "down": 1.0})
+    selector.hold({"down": np.empty(0, dtype=np.int64)}, costs={"up": 0.0, "down": 0.0})
+    selector.end_epoch({"up": np.arange(8.0), "down": np.empty(0)}, incremental=False)
+    for relief in (Relief(0.5), Relief(0.25, 0.5)):
+        assert not len(selector.pruned_columns(relief)["down"])
+
+
+@pytest.mark.parametrize(("adds_up", "scale"), [(True, 4.0), (False, 1.0)])
+def test_a_statistic_that_began_within_the_epoch_counts_as_one_of_the_whole_epoch(adds_up, scale):
+    selector = ColumnSelector(BalanceConfig(mode="zero-pri"), 0, {"layer": 8}, {"layer": 1.0})
+
+    def end_epoch_after(*spells):
+        for num_steps in spells:
+            selector.steps_unseen = selector.steps_of_epoch
+            for _ in range(num_steps):
+                selector.count_step(Relief())
+        selector.end_epoch({"layer": np.arange(8.0)}, incremental=True, adds_up=adds_up)
+        return selector.state_dict()["w_var"]["layer"]
+
+    assert end_epoch_after(5, 1, 2) == (scale * np.arange(8.0)).tolist()
+    assert end_epoch_after(4) == np.arange(8.0).tolist(), "the next epoch is seen from its beginning"
+    assert end_epoch_after(4, 0) == np.arange(8.0).tolist(), "nothing was seen: what was known stays"
