@@ -105,11 +105,11 @@ class UnevenBlock:
 
     def whole(self, of=lambda parameter: parameter):
         """Weights, or what belongs to them, of the unsharded model by name."""
-        tensors = {name: of(one) for name, one in self.model.named_parameters()}
+        tensors = {name: of(parameter) for name, parameter in self.model.named_parameters()}
         for segment in self.segments:
-            for one in segment.tensors:
-                units = gathered(tensors[one.name], one, segment.owned, self.group)
-                tensors[one.name] = units.flatten(0, 2).movedim(0, one.dim)
+            for where in segment.tensors:
+                units = gathered(tensors[where.name], where, segment.owned, self.group)
+                tensors[where.name] = units.flatten(0, 2).movedim(0, where.dim)
         return {name: None if one is None else one.detach().clone() for name, one in tensors.items()}
 
     def parts(self):
@@ -394,9 +394,9 @@ def test_a_state_whose_units_and_columns_do_not_fit_each_other_is_refused_on_all
         run = pruning_run(group)
         run.steps(1)
         state = run.balancer.state_dict()
-        own = f"group 0-1 rank {rank}"
+        key = f"group 0-1 rank {rank}"
         if rank == 1:
-            state[own]["selector"]["w_var"]["down"] = [1.0] * 96
+            state[key]["selector"]["w_var"]["down"] = [1.0] * 96
         message = r"w_var\.down: a list of 48 is needed" if rank == 1 else r"ranks \[1\] of the group cannot load"
         with pytest.raises(ValueError, match=message):
             run.balancer.load_state_dict(state)

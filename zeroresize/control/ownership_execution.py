@@ -80,7 +80,7 @@ class OwnershipExecution:
             else:
                 parts.decision.hold_owned(units.shares)
             return
-        self.follow(plan, num_steps)
+        self.follow(plan, num_steps, "as in the checkpoint")
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
@@ -183,7 +183,7 @@ class OwnershipExecution:
                     step_s=parts.monitor.step_s,
                     comparing_s=comparing_s,
                     cause=cause,
-                    is_held=parts.decision.is_held,
+                    is_held=parts.decision.is_held and parts.config.mode in MOVABLE_MODES,
                 )
                 logger.info("step %d: %s", num_steps, line)
 
