@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.virtual_training import Run
+from torch.distributed.checkpoint.api import CheckpointException
 
+import zeroresize as zr
 from zeroresize.config.keys import MODES
 from zeroresize.measure import calibrate_resizing, rank_monitor
 
@@ -192,6 +194,42 @@ def test_two_tensor_parallel_groups_balance_and_save_apart(run_ranks, tmp_path):
     for rank, (ratios, resumed) in enumerate(run_ranks(train, 4)):
         assert resumed == ratios
         assert (ratios[1] > 0.5) == (rank >= 2) and ratios[0] == 0.0
+
+
+def test_a_balancer_of_another_number_of_ranks_is_an_error_that_says_to_leave_it_out(run_ranks, tmp_path):
+    def check(rank, group):
+        pair = dist.new_group([0, 1])
+        if rank < 2:
+            run = Run(pair)
+            run.steps(1)
+            dcp.save({"balancer": run.balancer}, checkpoint_id=tmp_path, process_group=pair)
+        dist.barrier()
+        run = Run(group)
+        reader = zr.CheckpointReader(tmp_path)
+        with pytest.raises(CheckpointException) as error:
+            dcp.load({"balancer": run.balancer}, storage_reader=reader)
+        run.steps(3)  # nothing has changed
+        return str(error.value)
+
+    for text in run_ranks(check, 4):
+        assert (
+            "'balancer' was saved on 2 ranks (0-1), and is to be loaded on 4 ranks (0-1-2-3): leave 'balancer' out of "
+            "what is loaded" in text
+        )
+        assert "Missing key" not in text
+
+
+def test_a_balancer_that_the_same_ranks_saved_is_read(run_ranks, tmp_path):
+    def check(rank, group):
+        run = Run(group)
+        run.steps(4)
+        dcp.save({"balancer": run.balancer}, checkpoint_id=tmp_path)
+        run.balancer.close()
+        resumed = Run(group)
+        dcp.load({"balancer": resumed.balancer}, storage_reader=zr.CheckpointReader(tmp_path))
+        return resumed.balancer.state_dict()["group 0-1"]["num_steps"]
+
+    assert run_ranks(check, 2) == [4, 4]
 
 
 def test_state_of_other_layers_is_refused(run_ranks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,6 +20,8 @@ from torch.futures import Future
 from zeroresize.utils.checkpoint_files import plain_file, require_plain_file
 from zeroresize.utils.checkpoint_index import INDEX, index_from_json, read_index
 
+#: How the names of a balancer's state begin: whose it is, and the ranks of its group; see control/balancer_state.py.
+_OF_GROUP = re.compile(r"(.+)\.group (\d+(?:-\d+)*)(?: rank \d+)?\.")
 #: How the names begin that a value which reads itself reads, by the name of that value in a checkpoint.
 _optional_prefixes: dict[str, tuple[str, ...]] = {}
 
@@ -58,8 +61,8 @@ class CheckpointReader(FileSystemReader):
 
     Raises:
         RuntimeError: for a torch before 2.6, which reads tensors by unpickling, too.
-        ValueError: from ``read_metadata`` and ``read_data`` for anything else; ``dcp.load`` raises a
-            CheckpointException with it.
+        ValueError: from ``read_metadata`` and ``read_data`` for anything else, and for a balancer that was saved by
+            other ranks; ``dcp.load`` raises a CheckpointException with it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -91,6 +94,8 @@ class CheckpointReader(FileSystemReader):
         for name, prefixes in _optional_prefixes.items():
             if name in metadata.state_dict_metadata:
                 metadata.state_dict_metadata = _WithOptionalNames(metadata.state_dict_metadata, prefixes)
+        if any(map(_OF_GROUP.match, metadata.state_dict_metadata)):
+            metadata.state_dict_metadata = _OfGroups(metadata.state_dict_metadata)
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -115,6 +120,39 @@ class CheckpointReader(FileSystemReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+class _OfGroups(dict[str, Any]):
+    """An index by name in which a balancer that was saved by other ranks is an error, rather than a missing name."""
+
+    def __init__(self, index: Mapping[str, Any]) -> None:
+        super().__init__(index)
+        self._index = index  # which may have names that it does not list
+        self._groups: dict[str, set[str]] = {}
+        for name in index:
+            if (of_group := _OF_GROUP.match(name)) is not None:
+                self._groups.setdefault(of_group[1], set()).add(of_group[2])
+
+    def __contains__(self, name: object) -> bool:
+        of_group = _OF_GROUP.match(name) if isinstance(name, str) else None
+        if of_group is not None:
+            key, here = of_group.groups()
+            saved = self._groups.get(key, {here})
+            if here not in saved:
+                raise ValueError(
+                    f"{key!r} was saved on {_ranks(min(saved))}, and is to be loaded on {_ranks(here)}: leave {key!r} "
+                    "out of what is loaded, and it measures anew"
+                )
+        return name in self._index
+
+    def __missing__(self, name: str) -> Any:
+        return self._index[name]
+
+
+def _ranks(group: str) -> str:
+    """How many ranks a group has, and from which to which."""
+    ranks = group.split("-")
+    return f"{len(ranks)} ranks ({group if len(ranks) <= 8 else f'{ranks[0]}-…-{ranks[-1]}'})"
 
 
 class _WithOptionalNames(dict[str, Any]):
