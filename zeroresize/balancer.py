@@ -20,6 +20,7 @@ from zeroresize.control import balancer_state, records
 from zeroresize.control.assembly import build
 from zeroresize.control.late_starts import LateStarts
 from zeroresize.control.ownership_execution import OwnershipExecution
+from zeroresize.control.stay_log import why_relief_ended
 from zeroresize.measure.calibration import calibrate_group
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.policy.tensor.costs import MigrationCost
@@ -388,12 +389,14 @@ class Balancer:
     def _decide(self) -> None:
         """A new plan, from what all ranks measured until the last update; this rank's numbers go out for the next."""
         self._is_at(Call.STEP)
-        measured, before = self._parts.monitor, self.plan.relieved
+        measured, before = self._parts.monitor, self.plan
         self._moves.will_decide()
         self._parts.decision.update(measured.times, measured.cost, measured.wait_s, self._agreed)
         late = self._late_starts.warning(self._parts.decision.outside_s, self._parts.decision.busy_s)
-        if self._parts.rank == 0 and self.plan.relieved != before:
-            logger.info("step %d: %s", self._num_steps, self.plan.description)
+        if self._parts.rank == 0 and self.plan.relieved != before.relieved:
+            ended = why_relief_ended(before, self.plan, self._parts.decision.busy_s)
+            logger.info("step %d: %s%s", self._num_steps, self.plan.description, ended)
+        self._moves.tell_why_they_stay(self._num_steps)
         if self._parts.rank == 0 and late is not None:
             logger.warning("step %d: %s", self._num_steps, late)
 

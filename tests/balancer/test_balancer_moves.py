@@ -14,7 +14,9 @@ from helpers.virtual_training import Pair, Run, keep_time
 from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
+from zeroresize.control import ownership_execution
 from zeroresize.measure import calibration
+from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.tensor.costs import MigrationCost
 from zeroresize.resharding.units import owned_units
 from zeroresize.resharding.units.owned_units import OwnedUnits
@@ -55,6 +57,50 @@ def test_units_move_away_from_a_straggler_and_come_home_after_it_recovers(run_ra
     for _, away, after, owned in results:
         assert away == results[0][1] and away[1] < away[0] / 2
         assert after == (192 // num_ranks,) * num_ranks and owned == 1.0
+
+
+def test_a_rank_that_stays_slow_while_its_units_stay_is_told_with_the_reason(run_ranks, monkeypatch):
+    """A move takes so long that it never pays."""
+    monkeypatch.setattr(ownership_execution, "measure_move_cost", lambda *_: MoveCost(0.0, 1e6))
+
+    def train(rank, group):
+        with caught_log_lines() as lines:
+            run = exact_run(group)
+            run.updates(2)
+            run.time.chi = 4.0 if rank == 1 else 1.0
+            run.updates(24)
+        return [line for line in lines if "units stay where they are" in line], counts(run)
+
+    (lines, owned), (of_other_rank, _) = run_ranks(train, 2)
+    assert owned == (96, 96) and of_other_rank == []
+    steps = [int(line.split()[1].rstrip(":")) for line in lines]
+    assert steps[1] - steps[0] == 8 * 4
+    for line in lines:
+        assert re.search(
+            r"rank 1 is still 3\.\d times slower .* would cost about 2000000 s, and staying has cost ", line
+        )
+
+
+def test_where_lending_ends_though_the_rank_is_still_slow_the_line_says_so(run_ranks, monkeypatch):
+    monkeypatch.setattr(calibration, "measure_migration_cost", lambda *_: MigrationCost())
+
+    def train(rank, group):
+        with caught_log_lines() as lines:
+            run = exact_run(group, moves=False)
+            run.updates(2)
+            run.time.chi = 4.0 if rank == 1 else 1.0
+            run.updates(4)
+            run.balancer._parts.decision.migration = MigrationCost(fixed_s=1e3)
+            run.updates(3)
+        return [re.sub(r"step \d+: ", "", line) for line in lines if line.startswith("step ")]
+
+    (lends, ends), of_other_rank = run_ranks(train, 2)
+    assert lends.startswith("rank 1 lends ") and of_other_rank == []
+    assert re.fullmatch(
+        r"every rank computes all of its products, though rank 1 is still [34]\.\d times slower than the fastest: "
+        r"lending does not pay now",
+        ends,
+    )
 
 
 def test_a_move_that_all_ranks_becoming_slower_makes_vain_is_told_with_the_balancer_s_verdict(run_ranks):

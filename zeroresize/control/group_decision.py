@@ -18,6 +18,7 @@ from zeroresize.policy.tensor.controller import Controller
 from zeroresize.policy.tensor.costs import NUM_POINTS, MigrationCost, ResizingCost
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
 from zeroresize.policy.tensor.estimation.times import RankTimes
+from zeroresize.policy.tensor.ownership_decision import OwnershipDecision
 from zeroresize.policy.tensor.what_if import WhatIf
 from zeroresize.utils.alike import alike, at_fault
 from zeroresize.utils.state_checks import (
@@ -209,9 +210,9 @@ class GroupDecision:
         return self._controller.busy_s
 
     @property
-    def is_held(self) -> bool:
-        """Whether a user holds the shares, so that no measurement changes them."""
-        return self._controller.ownership.is_held
+    def ownership(self) -> OwnershipDecision:
+        """The decision who owns what, to be read: whether a user holds it, what is owed, what a move costs."""
+        return self._controller.ownership
 
     @property
     def is_another_division_wanted(self) -> bool:

@@ -77,12 +77,12 @@ class MoveLog:
         if not any(map(any, move.changes.values())):
             return "shares change by less than a unit: nothing moves"
         compared = comparing_s >= _LEAST_COMPARING_S
-        comparing = f", then {_seconds(comparing_s)} to compare products" if compared else ""
+        comparing = f", then {seconds_text(comparing_s)} to compare products" if compared else ""
         why, expected = self._why(move, plan, busy_s), _expected(step_s, plan.predicted_step_s)
         if cause is not None:
             why, expected = f"{cause}: ", ""
         held = "; these shares are held until move(None)" if is_held else ""
-        return f"{why}{_what(move)}: {_size(move.total_bytes)}, {_seconds(move.seconds)}{comparing}{expected}{held}"
+        return f"{why}{_what(move)}: {_size(move.total_bytes)}, {seconds_text(move.seconds)}{comparing}{expected}{held}"
 
     def came_of(self, step_s: float, next_update: int = 0) -> str | None:
         """Describe what came of the last move, once after it; None where there is nothing to tell.
@@ -145,7 +145,7 @@ class MoveLog:
             return f"{len(slow)} ranks are slower than the fastest, rank {most} most, {by[most]:.1f} times: "
         lines = [
             f"rank {rank} is {by[rank]:.1f} times slower than the fastest"
-            + (f" for {_seconds(self._clock() - self._slow_since[rank])}" if rank in self._slow_since else "")
+            + (f" for {seconds_text(self._clock() - self._slow_since[rank])}" if rank in self._slow_since else "")
             for rank in slow
         ]
         return f"{', '.join(lines)}: "
@@ -219,7 +219,8 @@ def _size(num_bytes: float) -> str:
     return f"{_number(num_bytes / 1e3)} kB"
 
 
-def _seconds(seconds: float) -> str:
+def seconds_text(seconds: float) -> str:
+    """Return seconds with two digits that count, for a line."""
     return f"{seconds:.0f} s" if seconds >= 9.5 else f"{seconds:.2g} s"
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from zeroresize.config.keys import MOVABLE_MODES, MOVING_MODES
 from zeroresize.control.move_log import MoveLog
 from zeroresize.control.parts import Parts
+from zeroresize.control.stay_log import StayLog
 from zeroresize.measure.compare_products import BUDGET_S
 from zeroresize.measure.links import measure_move_cost
 from zeroresize.plan.group import WorkloadPlan
@@ -31,6 +32,7 @@ class OwnershipExecution:
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._log, self._has_warned = parts, MoveLog(), False
+        self._stay_log = StayLog()
         # The ranks agree on what is told, and so do replicas: it is told once.
         everybody = parts.exchange_of_replicas
         self._tells = parts.rank == 0 and (everybody is None or everybody.ranks[0] == dist.get_rank())
@@ -157,6 +159,15 @@ class OwnershipExecution:
         assert units is not None
         self._parts.decision.refuse_move(units.shares)
 
+    def tell_why_they_stay(self, num_steps: int) -> None:
+        """Log, more and more rarely, why units of a slow rank stay; after a decision."""
+        parts, units = self._parts, self._parts.units
+        if units is None or not units.segments or units.why_not_movable is not None or not parts.config.may_move:
+            return
+        line = self._stay_log.line(parts.decision.plan, parts.decision.busy_s, parts.decision.ownership)
+        if line is not None and self._tells:
+            logger.info("step %d: %s", num_steps, line)
+
     def tell_what_came_of_it(self, num_steps: int) -> None:
         """Log how long steps have been since the last move; at the end of an interval."""
         line = self._log.came_of(self._parts.monitor.step_s, num_steps + self._parts.config.update_every)
@@ -183,7 +194,7 @@ class OwnershipExecution:
                     step_s=parts.monitor.step_s,
                     comparing_s=comparing_s,
                     cause=cause,
-                    is_held=parts.decision.is_held and parts.config.mode in MOVABLE_MODES,
+                    is_held=parts.decision.ownership.is_held and parts.config.mode in MOVABLE_MODES,
                 )
                 logger.info("step %d: %s", num_steps, line)
 
