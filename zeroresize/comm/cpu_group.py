@@ -41,11 +41,12 @@ class NotAllCameError(RuntimeError):
 
     Attributes:
         ranks: the ranks that did not, counted within the group.
+        waited_s: seconds for which they were waited for.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], waited_s: float) -> None:
         super().__init__(f"nothing came from ranks {list(ranks)} of the group")
-        self.ranks = list(ranks)
+        self.ranks, self.waited_s = list(ranks), waited_s
 
 
 class CpuGroup:
@@ -187,7 +188,8 @@ class PendingNumbers:
         return [part.tolist() for part in self._parts]
 
     def _wait(self) -> None:
-        deadline = time.monotonic() + self._time_limit.total_seconds()
+        began = time.monotonic()
+        deadline = began + self._time_limit.total_seconds()
         for works in (self._received, self._sent):
             self._awaited = list(works)
             for peer, work in works.items():
@@ -197,4 +199,5 @@ class PendingNumbers:
                     self._failures.setdefault(peer, error)
                 self._awaited.remove(peer)
             if self._failures:  # gloo's time limit closes all connections: what is sent fails with all
-                raise NotAllCameError(sorted(self._failures)) from next(iter(self._failures.values()))
+                waited_s = time.monotonic() - began
+                raise NotAllCameError(sorted(self._failures), waited_s) from next(iter(self._failures.values()))

@@ -8,6 +8,8 @@ from zeroresize.comm.cpu_group import CpuGroup, NotAllCameError, PendingNumbers
 from zeroresize.comm.meeting import gather, meet_by
 from zeroresize.comm.whereabouts import Whereabouts, require_same_whereabouts
 
+#: A wait that ends before this part of the time limit has not ended by it.
+_EARLY = 0.9
 _POSTED, _MET = 0, 1  # tags: the two kinds of exchange never wait for each other
 
 
@@ -99,11 +101,21 @@ class Exchange:
         except NotAllCameError as error:
             limit_s, missing, whose = self._group.time_limit.total_seconds(), error.ranks, self._group.whose
             in_job = [self._group.ranks[rank] for rank in missing]
+            who = f"ranks {missing} of {whose} (ranks {in_job} of the job)"
+            if error.waited_s < _EARLY * limit_s:
+                after = f" after {error.waited_s:.0f} s" if error.waited_s >= 1.0 else ""
+                why = (
+                    f": a connection to {who} closed{after}, before the time limit of {limit_s:g} s. One of them may "
+                    "have ended, failed before, or let go of its Balancer, as where the function that made it returned"
+                )
+            else:
+                why = (
+                    f" within {limit_s:g} s: exchanging the balancer's numbers with {who} failed: one of them may have "
+                    "died, failed before, made other calls, or be busy, as with a checkpoint, for longer than the time "
+                    f"limit of their process group, {limit_s:g} s (timeout=... where it is made)"
+                )
             raise RuntimeError(
-                f"ranks {missing} of {whose} did not come to {started_at} within {limit_s:g} s: exchanging the "
-                f"balancer's numbers with ranks {missing} of {whose} (ranks {in_job} of the job) failed: one of them "
-                "may have died, failed before, made other calls, or be busy, as with a checkpoint, for longer than the "
-                f"time limit of their process group, {limit_s:g} s (timeout=... where it is made)"
+                f"ranks {missing} of {whose} did not come to {started_at}{why}"
                 f"{self._group.reports.tell(f'ranks {missing} did not come')}"
             ) from error.__cause__
         num_of_place = Whereabouts.NUM_NUMBERS

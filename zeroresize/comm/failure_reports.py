@@ -7,6 +7,7 @@ nothing fails, nothing is written or read.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from contextlib import suppress
@@ -21,6 +22,11 @@ from zeroresize.utils.memory_errors import is_out_of_memory, reason
 WAIT_S = 2.0
 #: Seconds to wait for an answer of the store.
 _ANSWER_S = 1.0
+
+
+def word_key(rank: int) -> str:
+    """Return the key under which a rank that waits long, or makes no progress, has left a word of what it does."""
+    return f"word/{rank}"
 
 
 class FailureReports:
@@ -69,7 +75,7 @@ class FailureReports:
     def _exchange(self, report: str, wait_s: float) -> str:
         rank = self._rendezvous.rank
         try:
-            reports = within(timedelta(seconds=wait_s + _ANSWER_S), lambda: self._leave_and_read(report, wait_s))
+            reports, words = within(timedelta(seconds=wait_s + _ANSWER_S), lambda: self._leave_and_read(report, wait_s))
         except Exception as error:
             why = (
                 f"this rank has no memory left to ask in ({reason(error)})"
@@ -78,14 +84,17 @@ class FailureReports:
                 "own, is stopped or gone"
             )
             return f". This rank, {rank}, was at: {report}. What the others were doing is not known: {why}"
-        rows = (f"rank {rank}: {text or self._last_heard_of(rank)}" for rank, text in enumerate(reports))
+        rows = (f"rank {rank}: {text or self._last_heard_of(rank, words[rank])}" for rank, text in enumerate(reports))
         return f". What the ranks of the group were doing: {'; '.join(rows)}"
 
-    def _last_heard_of(self, rank: int) -> str:
-        heard = f", last heard from at {self.last_heard[rank]}" if self.last_heard else ""
+    def _last_heard_of(self, rank: int, word: str) -> str:
+        if word:
+            return f"has not reported its failure; its last word was: {word}"
+        heard = f"; when numbers were last exchanged it was at {self.last_heard[rank]}" if self.last_heard else ""
         return f"has not reported{heard} (may be dead, stopped or busy)"
 
-    def _leave_and_read(self, report: str, wait_s: float) -> list[str]:
+    def _leave_and_read(self, report: str, wait_s: float) -> tuple[list[str], list[str]]:
+        """Return the reports and the last words of all ranks; empty where there is none."""
         store = self._rendezvous.store
         store.set(self._keys[self._rendezvous.rank], report)
         deadline = time.monotonic() + wait_s
@@ -95,5 +104,9 @@ class FailureReports:
                 if not reports[rank] and store.check([key]):
                     reports[rank] = store.get(key).decode()
             if all(reports) or time.monotonic() >= deadline:
-                return reports
+                words = [
+                    store.get(word_key(rank)).decode() if not there and store.check([word_key(rank)]) else ""
+                    for rank, there in enumerate(reports)
+                ]
+                return reports, [json.loads(word)[1] if word else "" for word in words]
             time.sleep(0.05)

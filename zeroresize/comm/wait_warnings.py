@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
 
-from zeroresize.comm.failure_reports import FailureReports
+from zeroresize.comm.failure_reports import FailureReports, word_key
 from zeroresize.comm.rendezvous import Rendezvous, warning_after_s
 from zeroresize.comm.waiting_note import WaitingNote
 from zeroresize.comm.whereabouts import Whereabouts
@@ -72,7 +72,7 @@ class WaitWarnings:
         self, rendezvous: Rendezvous, where: Whereabouts, reports: FailureReports, waiting: WaitingNote
     ) -> None:
         self._rendezvous, self._where, self._reports, self._waiting = rendezvous, where, reports, waiting
-        self._keys = [f"word/{rank}" for rank in range(rendezvous.size)]
+        self._keys = [word_key(rank) for rank in range(rendezvous.size)]
         self.after_s = warning_after_s(rendezvous.time_limit)
         self._waits: list[_Wait] = []  # those that are under way, the innermost last
         self._left: object = None  # of what this rank's word tells
