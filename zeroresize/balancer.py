@@ -403,6 +403,7 @@ class Balancer:
     def _end_epoch(self) -> None:
         """Order the columns anew, by what the epoch told of them."""
         selector, statistic = self._parts.selector, self._parts.statistic
+        self._parts.columns.set_aside = None  # of the epoch that ends
         if statistic is None or not selector.steps_of_epoch:
             selector.end_epoch({}, incremental=False)
         else:

@@ -283,7 +283,7 @@ DAMAGE = [
     ((*OWN, "measurement", "interval"), [[0.1] * 3 + [[0.1] * 4] + [0.1] * 3], r"interval\[0\]\[4\]: true or false"),
     ((*OWN, "measurement", "estimator", "mean"), [1.0], r"estimator\.mean: a list of \d+ is needed"),
     ((*OWN, "measurement", "estimator", "calibrated", "ratios", 0), 0.5, "must ascend from 0"),
-    ((*OWN, "statistic"), ["variation host"], "statistic: a list of 2 is needed"),
+    ((*OWN, "statistic"), ["variation host"], "statistic: a list of 4 is needed"),
     ((*OWN, "statistic", 1, "up"), torch.zeros(3), r"statistic\[1\]\.up: a tensor of shape \[96, 48\] is needed"),
     ((*OWN, "statistic", 1, "down"), GONE, r"statistic\[1\]\.down: missing"),
     ((*OWN, "last_gradients"), GONE, "last_gradients: missing"),

@@ -254,6 +254,49 @@ def test_a_move_in_the_middle_of_an_epoch_takes_counted_steps_along(run_ranks):
         assert (after[1] == was_pruned).all(), "ages of columns, also of those that rank 0 owns now"
 
 
+@pytest.mark.parametrize("priority", PRIORITIES)
+def test_a_visit_home_before_an_epoch_ends_loses_nothing_of_what_it_tells(run_ranks, priority):
+    """As where a checkpoint is written then."""
+
+    def train(rank, group):
+        def known_after(visits):
+            run = pruning_run(group, priority=priority)
+            pin(run, 0.25, 0.5)
+            for _ in range(4):
+                run.steps(1)
+                if visits:
+                    with run.balancer.at_home():
+                        pass
+            run.balancer.epoch_end()
+            return known_of_units(run)
+
+        return known_after(visits=False), known_after(visits=True)
+
+    for expected, known in run_ranks(train, 2):
+        assert np.isfinite(expected[0]).any() and same_known(known, expected)
+
+
+@pytest.mark.parametrize("priority", PRIORITIES)
+def test_after_a_move_within_an_epoch_its_statistic_is_as_large_as_of_a_whole_epoch(run_ranks, priority):
+    """In steps that are all alike: constant weights' changes, and activations."""
+
+    def train(rank, group):
+        def known_after(*moves):
+            run = pruning_run(group, mode="semi", shares="even", priority=priority)
+            for parameter_group in run.optimizer.param_groups:
+                parameter_group.update(lr=1e-6, betas=(0.0, 0.0), weight_decay=0.0)  # ± lr in every step
+            for shares in moves:
+                run.balancer.move(shares)
+                run.steps(6)
+            run.balancer.epoch_end()
+            return known_of_units(run)[0]
+
+        return known_after((1, 1), (1, 1)), known_after((1, 1), (3, 1))
+
+    for expected, known in run_ranks(train, 2):
+        assert known == pytest.approx(expected, rel=0.05)
+
+
 def test_freezing_leaves_weights_and_moments_of_pruned_columns_across_moves(run_ranks):
     def train(rank, group):
         run = pruning_run(group, pruned_update="freeze", iters_per_epoch=100)
@@ -447,16 +490,17 @@ def test_layers_weigh_in_a_share_by_what_the_rank_owns_of_them(run_ranks):
             return self.fixed(self.down(nn.functional.gelu(self.up(x))))
 
     def train(rank, group):
-        run = pruning_run(group, model=Two, mode="zero-rd")
-        run.balancer.pin(0, 0.5)
-        run.balancer.pin(1, 0.5)
+        run = pruning_run(group, model=Two, mode="zero-rd", block=16)
+        run.balancer.pin(0, 0.4)
+        run.balancer.pin(1, 0.4)
         layers = {"up": run.model.up, "down": run.model.down, "fixed": run.model.fixed}
         pruned = {name: len(run.balancer.lineage.pruned(name, "w")) for name in layers}
         of_all = sum(pruned[name] * len(layer.weight) for name, layer in layers.items())
-        return of_all / sum(layer.weight.numel() for layer in layers.values()), run.balancer.metrics()["balance/ratio"]
+        of_all /= sum(layer.weight.numel() for layer in layers.values())
+        return of_all, run.balancer.metrics()["balance/pruned_share"], list(pruned.values())
 
-    for of_all, ratio in run_ranks(train, 2):
-        assert ratio == pytest.approx(of_all)
+    for of_all, ratio, pruned in run_ranks(train, 2):
+        assert ratio == pytest.approx(of_all) and len(set(pruned)) > 1
 
 
 class DroppingPair(nn.Module):

@@ -102,7 +102,7 @@ def build(
         # Plan.
         selector = _selector(setup)
         knows_columns = setup.may_be_away and config.mode in PRUNING_MODES
-        columns = ColumnMoves(selector, setup.layers, setup.rank, exchange if knows_columns else None)
+        columns = ColumnMoves(selector, statistic, setup.layers, setup.rank, exchange if knows_columns else None)
         columns.follow(gathers=False)
         # Apply.
         installer = PlanInstaller(setup.layers, selector, config.paper.imputation)

@@ -7,6 +7,7 @@ from typing import Any
 
 from zeroresize.comm.collectives import group_ranks
 from zeroresize.config.keys import PINNABLE_MODES
+from zeroresize.control.column_moves import SeenOfEpoch
 from zeroresize.control.parts import Parts
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.functional import LastGradients
@@ -21,7 +22,7 @@ _Units = Mapping[str, Sequence[int]]
 
 def state_of(parts: Parts, num_steps: int) -> dict[str, Any]:
     """Return what :meth:`zeroresize.balancer.Balancer.state_dict` tells after ``num_steps`` steps."""
-    in_force, statistic = parts.plan_execution, parts.statistic
+    in_force, seen = parts.plan_execution, parts.columns.seen
     shared = {
         "num_steps": num_steps,
         "decision": parts.decision.state_dict(),
@@ -31,11 +32,11 @@ def state_of(parts: Parts, num_steps: int) -> dict[str, Any]:
         "dropout_calls": ({name: dropout.num_calls for name, dropout in _keyed_dropouts(parts).items()},),
     }
     of_rank = {
-        "units": (_units(parts),),
+        "units": (parts.columns.units,),
         "selector": parts.selector.state_dict(),
         "measurement": parts.monitor.state_dict(),
         # Also for another kind of statistic, which leaves it alone.
-        "statistic": (_name_of_statistic(parts), statistic.state_dict() if statistic is not None else {}),
+        "statistic": (_name_of_statistic(parts), dict(seen.state), dict(seen.units), seen.steps_unseen),
         "last_gradients": (
             {name: dict(vars(layer.last)) for name, layer in parts.layers.items() if layer.last is not None},
         ),
@@ -123,21 +124,14 @@ def load_what_is_of_units(parts: Parts, state_dict: Mapping[str, Any]) -> None:
     """Take over what a state holds of the units that it was saved with, where this rank owns just these; else begin
     it anew."""
     of_rank = state_dict[_keys(parts)[1]]
-    (units,), statistic = of_rank["units"], parts.statistic
-    are_here = {name: _has_units(units, parts, layer) for name, layer in parts.layers.items()}
-    name_of_statistic, seen = of_rank["statistic"]
-    if statistic is not None:
-        present = statistic.state_dict()
-        fits = all(are_here.values()) and name_of_statistic == _name_of_statistic(parts)
-        if fits and all(name in seen and seen[name].shape == value.shape for name, value in present.items()):
-            statistic.load_state_dict(seen)
-            parts.selector.steps_unseen = of_rank["selector"]["steps_unseen"]
-        else:
-            statistic.restart()  # what it saw until now was of other weights
-            parts.selector.steps_unseen = parts.selector.steps_of_epoch
-    (last_gradients,) = of_rank["last_gradients"]
+    name_of_statistic, *seen = of_rank["statistic"]
+    if name_of_statistic == _name_of_statistic(parts):
+        parts.columns.see_on(SeenOfEpoch(*seen))
+    else:
+        parts.columns.restart_statistic()  # what it saw until now was of other weights
+    (units,), (last_gradients,) = of_rank["units"], of_rank["last_gradients"]
     for name, layer in parts.layers.items():
-        if layer.last is not None and name in last_gradients and are_here[name]:
+        if layer.last is not None and name in last_gradients and _has_units(units, parts, layer):
             known = {key: last_gradients[name][key] for key in vars(layer.last)}
             layer.last = LastGradients(**known).to(layer.local_weight.device)
 
@@ -150,10 +144,6 @@ def _keys(parts: Parts) -> tuple[str, str]:
 
 def _name_of_statistic(parts: Parts) -> str | None:
     return None if parts.statistic is None else f"{parts.config.priority} {parts.config.paper.snapshot}"
-
-
-def _units(parts: Parts) -> dict[str, list[int]]:
-    return {segment.name: segment.owned.units_of(parts.rank).tolist() for segment in all_segments(parts.layers)}
 
 
 def _units_of_layer(units: _Units, parts: Parts, layer: BalancedLinear) -> Sequence[int]:
@@ -224,12 +214,11 @@ def _require_own(parts: Parts, state: Any, where: str) -> None:
     keyed({"units": check_units})(state, where)
     (units,) = state["units"]
     shapes = {name: _shape(units, parts, layer) for name, layer in parts.layers.items()}
-    are_here = all(_has_units(units, parts, layer) for layer in parts.layers.values())
 
     def check_statistic(saved: Any, where: str) -> None:
-        row(optional(text), values(tensor()))(saved, where)
+        row(optional(text), values(tensor()), values(each(count)), count)(saved, where)
         statistic = parts.statistic
-        if statistic is not None and saved[0] == _name_of_statistic(parts) and are_here:  # else it may start anew
+        if statistic is not None and saved[0] == _name_of_statistic(parts) and saved[2] == parts.columns.units:
             keyed({name: tensor(value.shape) for name, value in statistic.state_dict().items()})(
                 saved[1], f"{where}[1]"
             )

@@ -1,4 +1,4 @@
-"""What is known of columns goes with their units to the rank that owns them now.
+"""What is known of columns goes with their units to the rank that owns them now, and their statistic begins anew.
 
 Only row-parallel layers of segments have columns that change hands: a column-parallel layer's input is replicated.
 ``K`` columns of a layer on this rank.
@@ -6,29 +6,93 @@ Only row-parallel layers of segments have columns that change hands: a column-pa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import numpy as np
+from torch import Tensor
 
 from zeroresize.comm.exchange import Exchange
 from zeroresize.control.setup_checks import Layers
-from zeroresize.layers.segments import homes_of_columns, present_work_of_layers
+from zeroresize.layers.segments import all_segments, homes_of_columns, present_work_of_layers
+from zeroresize.measure.column_statistics import ColumnStatistic
 from zeroresize.policy.tensor.columns.selector import Columns, ColumnSelector, Floats
 
 #: Numbers that travel for each column: its home, and what is known of it.
 _NUMBERS = 5
 
 
+@dataclass(frozen=True)
+class SeenOfEpoch:
+    """Holds what a statistic has seen of an epoch.
+
+    Attributes:
+        state: of the statistic; empty without one.
+        units: of every segment, by name, the units that this rank owned then.
+        steps_unseen: of how many of the epoch's steps the statistic tells nothing.
+    """
+
+    state: Mapping[str, Tensor]
+    units: Mapping[str, list[int]]
+    steps_unseen: int
+
+
 class ColumnMoves:
-    """Lets a selector hold the columns of the units that this rank owns.
+    """Lets a selector hold the columns of the units that this rank owns, and a statistic see them.
 
     Args:
         selector: of this rank.
+        statistic: of its columns; None without one.
         layers: balanced layers by name.
         rank: of this process in the group.
         exchange: with the other ranks; None where nothing is known of columns that would have to travel.
+
+    Attributes:
+        set_aside: what the statistic has seen, while units are at home for a visit only; else None.
     """
 
-    def __init__(self, selector: ColumnSelector, layers: Layers, rank: int, exchange: Exchange | None) -> None:
-        self._selector, self._layers, self._rank, self._exchange = selector, layers, rank, exchange
+    def __init__(
+        self,
+        selector: ColumnSelector,
+        statistic: ColumnStatistic | None,
+        layers: Layers,
+        rank: int,
+        exchange: Exchange | None,
+    ) -> None:
+        self._selector, self._statistic, self._layers = selector, statistic, layers
+        self._rank, self._exchange = rank, exchange
+        self.set_aside: SeenOfEpoch | None = None
+
+    @property
+    def units(self) -> dict[str, list[int]]:
+        """Return the units that this rank owns of every segment, by name, ascending."""
+        return {segment.name: segment.owned.units_of(self._rank).tolist() for segment in all_segments(self._layers)}
+
+    @property
+    def seen(self) -> SeenOfEpoch:
+        """Return what the statistic has seen of the epoch, what is set aside included."""
+        if self.set_aside is not None:
+            return self.set_aside
+        state = self._statistic.state_dict() if self._statistic is not None else {}
+        return SeenOfEpoch(state, self.units, self._selector.steps_unseen)
+
+    def restart_statistic(self) -> None:
+        """Begin the epoch anew for the statistic, with the layers as they are."""
+        if self._statistic is not None:
+            self._statistic.restart()
+            self._selector.steps_unseen = self._selector.steps_of_epoch
+
+    def see_on(self, seen: SeenOfEpoch) -> None:
+        """Let the statistic go on from ``seen`` if this rank owns just the same units, else begin anew."""
+        if self._statistic is None:
+            return
+        shapes = {name: value.shape for name, value in self._statistic.state_dict().items()}
+        fits = {name: value.shape for name, value in seen.state.items()} == shapes
+        if fits and seen.units == self.units:
+            self._statistic.load_state_dict(seen.state)
+            self._selector.steps_unseen = seen.steps_unseen
+        else:
+            self.restart_statistic()
 
     def follow(self, *, gathers: bool = True) -> None:
         """Let the selector hold the columns that are here now, with what the ranks know that held them; collective.

@@ -86,20 +86,30 @@ class OwnershipExecution:
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
-        """Bring all units home for as long as the block lasts; collective. They go back after an error, too."""
-        units = self._parts.units
-        if units is None:
+        """Bring all units home for as long as the block lasts; collective. They go back after an error, too.
+
+        The statistic of columns goes on from where it was if the same units come back.
+        """
+        units, columns = self._parts.units, self._parts.columns
+        if units is None or units.shares == units.home:
             yield
             return
         away = units.shares
-        self._change_hands(units, units.home)
+        # Before the first step there is nothing to go on from, and weights may be loaded within.
+        columns.set_aside = columns.seen if self._parts.selector.steps_of_epoch else None
         try:
-            yield
-        except Exception:
-            with suppress(RuntimeError):  # the error within says more
-                self._change_hands(units, away)
-            raise
-        self._change_hands(units, away)
+            self._change_hands(units, units.home)
+            try:
+                yield
+            except Exception:
+                with suppress(RuntimeError):  # the error within says more
+                    self._change_hands(units, away)
+                raise
+            self._change_hands(units, away)
+        finally:
+            seen, columns.set_aside = columns.set_aside, None
+            if seen is not None:
+                columns.see_on(seen)
 
     def tell_what_was_replaced(self, num_steps: int) -> None:
         """Warn, once and on rank 0, where units may no longer move; at the end of an interval."""
@@ -211,9 +221,7 @@ class OwnershipExecution:
             raise
         if before == [segment.owned for segment in units.segments]:
             return move
-        if parts.statistic is not None:
-            parts.statistic.restart()
-            parts.selector.steps_unseen = parts.selector.steps_of_epoch
+        parts.columns.restart_statistic()
         try:
             parts.columns.follow()
         except RuntimeError as error:
