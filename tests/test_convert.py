@@ -116,6 +116,20 @@ def test_a_rank_that_is_given_nothing_is_named(run_ranks, shares, is_said):
         assert line.endswith("; ranks [1] own none, and have no work in these layers") == is_said
 
 
+def test_an_input_that_does_not_fit_names_the_layer_and_what_to_look_at(run_ranks):
+    def check(rank, group):
+        model = convert(nn.Sequential(mlp(group)), process_group=group)
+        column, row = balanced_layers(model).values()
+        hint = r"^layer 0\.2: input \(3, 999\) does not fit .*\. Is the layer before it column-parallel\?$"
+        with pytest.raises(ValueError, match=hint):
+            row(torch.randn(3, 999))
+        hint = r"^layer 0\.0: input \(3, 999\) does not fit .*\. Is the layer before it not split, or row-parallel\?$"
+        with pytest.raises(ValueError, match=hint):
+            column(torch.randn(3, 999))
+
+    run_ranks(check, 2)
+
+
 def test_a_group_of_one_rank_changes_nothing_and_says_so(run_ranks):
     def check(rank, group):
         model = mlp(group)

@@ -111,6 +111,7 @@ def convert(
         layers = balanced_layers(model)
         if not layers:
             raise ValueError(_nothing_to_convert(model, left_alone, filtered))
+        _tell_names(layers)
         search_segments(model, layers, group, segments)
     except Exception as raised:  # other ranks may be about to divide
         error = raised
@@ -205,11 +206,18 @@ def _convert_again(
         )
     new = {name: layer for name, layer in layers.items() if not layer.is_searched}
     if new:
+        _tell_names(new)
         search_segments(model, new, process_group)
         if group_rank(process_group) == 0:
             logger.info("convert: %d more layers can be balanced; %s", len(new), summary_of_segments(new))
     else:
         logger.info("convert: the model is converted already, nothing was changed")
+
+
+def _tell_names(layers: Mapping[str, BalancedLinear]) -> None:
+    """Let layers name themselves in errors."""
+    for name, layer in layers.items():
+        layer.name_in_model = name
 
 
 def _divide(

@@ -109,7 +109,7 @@ def test_without_a_plan_a_layer_is_its_products_and_one_all_reduce_bit_for_bit(r
 def test_an_input_that_does_not_fit_is_named_with_the_weight(run_ranks):
     def check(rank, group):
         layer = ColumnParallelLinear.from_linear(seeded_linear(), process_group=group)
-        with pytest.raises(ValueError, match=r"input \(3, 6\) does not fit weight \(9, 12\).*must be 12"):
+        with pytest.raises(ValueError, match=r"^input \(3, 6\) does not fit weight \(9, 12\).*must be 12"):
             layer(randn(3, 6))
 
     run_ranks(check, 2)

@@ -42,6 +42,7 @@ class BalancedLinear:
         needs_eager_autograd: whether columns may migrate, now or later.
         watch_input: called with every training forward's local input x [..., K]; may be None.
         is_compiled: whether ``torch.compile`` compiled a training forward; such forwards are not watched.
+        name_in_model: the layer's name, for errors; empty before ``zeroresize.convert`` or a balancer has told it.
         is_converted: whether the layer may be balanced: ``zeroresize.convert`` or ``parallelize_module`` took it.
         stays_even: why the layer is in no segment, so that its units stay evenly divided. None for a layer of a
             segment, and before ``convert``, or a balancer, has looked for segments.
@@ -68,6 +69,7 @@ class BalancedLinear:
     needs_eager_autograd: bool
     watch_input: Callable[[Tensor], None] | None
     is_compiled: bool
+    name_in_model: str
     is_converted: bool
     stays_even: str | None
     even_shape: torch.Size
@@ -82,6 +84,7 @@ class BalancedLinear:
         self.compute_dtype, self.even_shape = self.local_weight.dtype, self.local_weight.shape
         self.is_converted = self.is_compiled = False
         self.stays_even = None
+        self.name_in_model = ""
 
     def _prepare_for_a_balancer(self) -> None:
         self.plan = self.loans = self.last = self.watch_forward = self.watch_input = self.segment = None
@@ -184,9 +187,11 @@ class BalancedLinear:
 
     def _plan_in_force(self, x: Tensor) -> LayerPlan | None:
         if x.shape[-1] != self.num_columns:
+            layer = f"layer {self.name_in_model}: " if self.name_in_model else ""
+            split = " not split, or row-parallel" if self.is_column_parallel else " column-parallel"
             raise ValueError(
-                f"input {tuple(x.shape)} does not fit weight {tuple(self.local_weight.shape)}: "
-                f"its last dimension must be {self.num_columns}"
+                f"{layer}input {tuple(x.shape)} does not fit weight {tuple(self.local_weight.shape)}: "
+                f"its last dimension must be {self.num_columns}. Is the layer before it{split}?"
             )
         if not self.training:
             return None
