@@ -65,6 +65,15 @@ def test_the_words_of_its_log_lines_and_tables_are_explained_where_they_come_fir
     assert "[target](docs/words.md)" in page
 
 
+def test_the_row_of_mode_off_says_until_when_to_ask_what_other_modes_would_do():
+    (row,) = re.findall(r"(?m)^\| .*`balancer\.what_if\(\)`.*$", README.read_text())
+    assert "not the accuracy" in row and "until `owned` changes" in row
+    usage = (README.parent / "docs" / "usage.md").read_text()
+    section = usage.partition("### What other modes would do\n")[2].partition("\n## ")[0]
+    for needed in ("no forecast", "second update", "as much as the move there and back", "elsewhere it is an error"):
+        assert needed in " ".join(section.split())
+
+
 def test_the_first_example_says_how_its_log_lines_are_seen():
     assert "logging.basicConfig(level=logging.INFO)" in EXAMPLE
 

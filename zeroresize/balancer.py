@@ -157,13 +157,21 @@ class Balancer:
         return {name: steps.copy() for name, steps in self._parts.selector.pruned_steps.items()}
 
     def what_if(self) -> dict[str, dict[str, Any]]:
-        """Return, in mode "off", what each mode would do with the group now, by mode; empty in other modes.
+        """Return what each mode would do with the group now, by mode, as if it had been in force since the first step.
+
+        Modes that move units lend or prune until the slowness has cost as much as a move: what they tell is that they
+        have settled once ``owned`` of a slow rank is other than 1.
 
         ``predicted_step_s`` (seconds of a step), ``gain`` (the share of the step that it saves; both NaN before the
         first decision), and of every rank, in lists: ``pruned``, ``lent``, ``owned`` (1 is an even
         share), and ``ratios``, what is left out of an even share by the three together. The same
         on every rank.
         """
+        if self.config.mode != "off":
+            raise ValueError(
+                f"what_if() with mode={self.config.mode!r} is not allowed: only in mode 'off' all ranks compute "
+                "everything, so that what the other modes would do is known"
+            )
         return records.what_if(self._parts)
 
     def layer_times(self) -> dict[str, float]:
