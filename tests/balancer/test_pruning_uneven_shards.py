@@ -83,7 +83,7 @@ class WholeBlock(nn.Module):
 class UnevenBlock:
     """``parallel_layers.block``, its heads and neurons divided by shares, in a balancer that prunes what is pinned."""
 
-    def __init__(self, group, shares, **config):
+    def __init__(self, group, shares, before_units_move=lambda model: None, **config):
         self.group, self.rank, self.num_ranks = group, dist.get_rank(group), dist.get_world_size(group)
         self.model = parallel_layers.block(group)
         attention = self.model[0]
@@ -97,6 +97,7 @@ class UnevenBlock:
             on_change=lambda units: setattr(attention, "num_heads", len(units)),
         )
         zr.convert(self.model, group, segments=[heads])
+        before_units_move(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.config = zr.BalanceConfig(**{"mode": "zero-rd", "shares": shares, "update_every": 100, **config})
         self.balancer = zr.Balancer(self.model, self.optimizer, self.config, process_group=group)
@@ -139,6 +140,7 @@ class UnevenBlock:
         self.balancer.step()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("imputation", IMPUTATIONS)
 @pytest.mark.parametrize("shares", [(3, 1), (1, 0), (1, 3, 2)], ids=str)
 def test_a_pruned_step_is_that_of_the_unsharded_layers_without_the_same_columns(run_ranks, shares, imputation):
@@ -202,6 +204,25 @@ def pruning_run(group, **config):
 def pin(run, *ratios):
     for rank, ratio in enumerate(ratios[: dist.get_world_size()]):
         run.balancer.pin(rank, ratio)
+
+
+@pytest.mark.parametrize("shares", [(3, 1), (1, 3, 2), (2, 0, 1)], ids=str)
+def test_each_column_of_heads_and_of_neurons_has_its_home(run_ranks, shares):
+    """Weights that tell it travel with the units."""
+
+    def check(rank, group):
+        def number(model):
+            for layer in (model[0].out, model[1].down):
+                columns = layer.weight.shape[1]
+                layer.weight.data[:] = rank * columns + torch.arange(columns)
+
+        block = UnevenBlock(group, shares, number)
+        homes = block.balancer._parts.selector.homes
+        for name, layer in (("0.out", block.model[0].out), ("1.down", block.model[1].down)):
+            assert homes[name].tolist() == layer.weight[0].tolist()
+        return len(homes["0.out"]), homes["0.q"].tolist() == list(range(rank * WIDTH, (rank + 1) * WIDTH))
+
+    assert run_ranks(check, len(shares)) == [(24 * share // sum(shares), True) for share in shares]
 
 
 @pytest.mark.parametrize("priority", PRIORITIES)
@@ -453,12 +474,14 @@ def test_a_state_whose_units_and_columns_do_not_fit_each_other_is_refused_on_all
 # ---- modes ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(9)
+@pytest.mark.parametrize("shares", [(3, 1), (1, 0)], ids=str)
 @pytest.mark.parametrize("mode", MODES)
-def test_shares_hold_in_every_mode(run_ranks, mode):
+def test_shares_hold_in_every_mode(run_ranks, mode, shares):
     def train(rank, group):
         torch.set_default_dtype(torch.float64)
         expected = Run(group, mode=mode, update_every=100).steps(4)
-        run = pruning_run(group, mode=mode, iters_per_epoch=2)
+        run = pruning_run(group, mode=mode, shares=shares, iters_per_epoch=2)
         losses = run.steps(2)
         with run.balancer.at_home():
             shapes = [tuple(one.shape) for one in run.model.state_dict().values()]
@@ -467,11 +490,12 @@ def test_shares_hold_in_every_mode(run_ranks, mode):
         if mode in PINNABLE_MODES:
             pin(run, 0.5, 0.75)
             run.steps(3)
-            assert run.balancer.metrics()["balance/pruned_share"] == pytest.approx((0.5, 0.75)[rank], abs=0.01)
-            assert run.balancer.metrics()["balance/owned_share"] == (1.5, 0.5)[rank]
+            ratio = (0.5, 0.75)[rank] if shares[rank] else 0.0
+            assert run.balancer.metrics()["balance/pruned_share"] == pytest.approx(ratio, abs=0.01)
+            assert run.balancer.metrics()["balance/owned_share"] == 2 * shares[rank] / sum(shares)
         return run.model.down.segment.owned.counts, (96, 48) in shapes and (48, 96) in shapes
 
-    assert run_ranks(train, 2) == [((144, 48), True)] * 2
+    assert run_ranks(train, 2) == [(tuple(192 * share // sum(shares) for share in shares), True)] * 2
 
 
 def test_layers_weigh_in_a_share_by_what_the_rank_owns_of_them(run_ranks):

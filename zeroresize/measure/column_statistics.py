@@ -211,7 +211,7 @@ class ActivationNorms(ColumnStatistic):
     def _watcher(self, name: str) -> Callable[[Tensor], None]:
         @torch.no_grad()
         def watch(x: Tensor) -> None:
-            x_TK = x.detach().reshape(-1, x.shape[-1])
+            x_TK = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])  # K may be 0
             squares_K = _norms_of_columns(x_TK).square()
             is_finite = squares_K.isfinite().all()  # stays on the device
             self._squares[name] += squares_K.where(is_finite, 0.0)
