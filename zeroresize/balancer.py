@@ -270,9 +270,10 @@ class Balancer:
         """Return this rank's numbers for any logger, names beginning with ``balance/``. Times are in seconds.
 
         Of the plan, as in :class:`~zeroresize.telemetry.UpdateRecord`: ``ratio`` (γ, pruned and lent together),
-        ``predicted_step_s``, ``is_straggler`` (0 or 1), and in mode "off" ``would/<mode>/…``. Measured: ``busy_s`` and
-        ``gemm_s`` (as they would be at full work), ``least_busy_s`` (busy time at the cheapest pruning ratio, by the
-        measured cost: the floor of ZERO). Of the last step as it was executed: ``pruned_share``, ``lent_share``,
+        ``predicted_step_s``, ``bound_s``, ``products_bound_s`` and ``moving_rest`` (T*, with and without what moves
+        along with units, and ρ), ``is_straggler`` (0 or 1), and in mode "off" ``would/<mode>/…``. Measured: ``busy_s``
+        and ``gemm_s`` (as they would be at full work), ``least_busy_s`` (busy time at the cheapest pruning ratio, by
+        the measured cost: the floor of ZERO). Of the last step as it was executed: ``pruned_share``, ``lent_share``,
         ``borrowed_share`` (of this rank's products; other than the plan's after a calibration step or a new plan), and
         ``balancing_s`` (what balancing cost). Memory: ``statistic_bytes`` for the priority's statistic,
         ``migration_bytes`` for lent and borrowed slices.

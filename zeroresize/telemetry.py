@@ -51,6 +51,10 @@ class UpdateRecord:
         lent_to: what each other rank computes of ``lent``, by its number as text (as JSON has it).
         layer_shares: share of every layer's columns that is pruned, by layer name.
         predicted_step_s: of the group under the plan: its slowest rank's busy time and the collectives.
+        bound_s: T*, below which no exact division can bring a step, what moves along with units counted as far as is
+            known; NaN before all ranks were measured.
+        products_bound_s: the same if products could be handed over alone.
+        moving_rest: ρ, the share of this rank's step outside its products that moves along with units, as far as known.
         calibration_steps: in so many of the next steps all ranks compute all of their products nevertheless, to be
             measured.
         balancing_since_update_s: what balancing cost this rank since the last update, in all.
@@ -78,6 +82,9 @@ class UpdateRecord:
     predicted_step_s: float
     calibration_steps: int
     balancing_since_update_s: float
+    bound_s: float = math.nan
+    products_bound_s: float = math.nan
+    moving_rest: float = math.nan
     owned: float = 1.0
     units: Mapping[str, int] = dataclasses.field(default_factory=dict)
     moved_bytes: int = 0

@@ -25,6 +25,7 @@ import zeroresize as zr
 from zeroresize.convert import balanced_layers
 from zeroresize.injection.delay import Delays, HostDelay
 from zeroresize.injection.slow_layers import SlowLayers
+from zeroresize.policy.tensor.rules.bounds import work_conserving_bound_s
 
 
 def pin_to_core() -> None:
@@ -50,16 +51,25 @@ def gather_from_ranks(value: float) -> list[float]:
     return everyone
 
 
-def work_conserving_bound_s(balancer: zr.Balancer, chis: Sequence[float], homogeneous_s: float) -> float:
-    """T*, seconds: what is not a product stays, products are shared out by speed; collectives cost nothing more.
+def shortest_step_s(
+    balancer: zr.Balancer, chis: Sequence[float], homogeneous_s: float, moving_rest: float = 0.0
+) -> float:
+    """T*, seconds: products are shared out by speed, and ``moving_rest`` of what else a rank is busy with moves along.
 
-    Collective. Products take what those of ranks of χ = 1 took in the last interval.
+    Collective. What a rank takes is what those of χ = 1 took in the last interval; collectives cost nothing more.
     """
-    gemm_s_here = balancer.metrics()["balance/gemm_s"]
-    gemm_s = statistics.fmean(
-        seconds for seconds, chi in zip(gather_from_ranks(gemm_s_here), chis, strict=True) if chi == 1
+    metrics = balancer.metrics()
+    busy_s, gemm_s = (
+        statistics.fmean(
+            seconds for seconds, chi in zip(gather_from_ranks(metrics[name]), chis, strict=True) if chi == 1
+        )
+        for name in ("balance/busy_s", "balance/gemm_s")
     )
-    return homogeneous_s - gemm_s + gemm_s * len(chis) / sum(1 / chi for chi in chis)
+    num_ranks = len(chis)
+    least_s = work_conserving_bound_s(
+        [busy_s - gemm_s] * num_ranks, [gemm_s * chi for chi in chis], [moving_rest] * num_ranks
+    )
+    return homogeneous_s - busy_s + least_s
 
 
 def time_slowest_rank(call: Callable[[], object]) -> float:

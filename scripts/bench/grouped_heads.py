@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import nn
 
 import zeroresize as zr
-from scripts.bench.common import interval_of_ratio, pin_to_core, save, slowness_of, work_conserving_bound_s
+from scripts.bench.common import interval_of_ratio, pin_to_core, save, shortest_step_s, slowness_of
 from zeroresize.convert import balanced_layers
 
 _COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -137,7 +137,7 @@ def _row(arguments: argparse.Namespace, chi: float) -> dict[str, object]:
     homogeneous_s = statistics.median(homogeneous)
     result = {
         "homogeneous_s": homogeneous_s,
-        "bound": work_conserving_bound_s(off.balancer, chis, homogeneous_s) / homogeneous_s,
+        "bound": shortest_step_s(off.balancer, chis, homogeneous_s) / homogeneous_s,
         "baseline": statistics.median(seconds["off"]) / homogeneous_s,
         "exact": statistics.median(seconds["exact"]) / homogeneous_s,
         "interval": interval_of_ratio(seconds["exact"], homogeneous),

@@ -2,10 +2,11 @@
 
 Copies of a ViT under Colossal-AI, one a solution, train in the same processes and take turns; the last rank sleeps
 after each matrix multiplication (scope "gemm"). For each χ the closed loops settle, and then told are: the step time as
-a ratio to the homogeneous step and to the work-conserving bound T* (which no exact scheme that moves products can
-beat), what share of the group's products is dropped and what is moved, and the step time that the plan in force
-predicts; at the end also what new plans had predicted before their first step. "ZERO as long as SEMI" is what ZERO-Pri,
-by which SEMI prunes, would have to drop for SEMI's step time, interpolated between ratios that it is pinned to.
+a ratio to the homogeneous step and to the work-conserving bound T* (which no exact scheme that moves products can beat;
+"with rest" counts what moves along with units, as far as the default has learned it), what share of the group's
+products is dropped and what is moved, and the step time that the plan in force predicts; at the end also what new plans
+had predicted before their first step. "ZERO as long as SEMI" is what ZERO-Pri, by which SEMI prunes, would have to drop
+for SEMI's step time, interpolated between ratios that it is pinned to.
 
 "removed" is the share of the removable slowdown that a solution removes, (Baseline − its step) / (Baseline − T*). With
 ``--unprepared 200`` the default also meets each χ unprepared, and told is its mean step over so many steps, those
@@ -38,8 +39,8 @@ from scripts.bench.common import (
     gather_from_ranks,
     interval_of_ratio,
     save,
+    shortest_step_s,
     slowness_of,
-    work_conserving_bound_s,
 )
 from vit_examples.config import ModelConfig
 from zeroresize.config.paper import nested
@@ -48,7 +49,7 @@ from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.plan.group import Shares, WorkloadPlan
 from zeroresize.policy.tensor.columns.order import aligned_ratio
 
-DEFAULT = "exact, the default"
+DEFAULT, SEMI = "exact, the default", "SEMI"
 #: SEMI whose units stay at home, as before there was ownership.
 STAYING_SEMI = "SEMI, nothing moves"
 #: Solutions whose closed loop runs, by name; Baseline and homogeneous are one more copy, in mode "off".
@@ -56,7 +57,7 @@ SOLUTIONS = {
     DEFAULT: {"mode": "exact"},
     "ZERO-PriDiffR": {"mode": "zero-pridiff"},
     "MIG": {"mode": "mig"},
-    "SEMI": {"mode": "semi"},
+    SEMI: {"mode": "semi"},
     STAYING_SEMI: {"mode": "semi", "moves": False},
 }
 #: After which units come home in any case.
@@ -137,7 +138,7 @@ class Bench:
         self.first_predictions: list[float] = []
         self.copies: dict[str, Copy] = {}
         self.pinned: dict[float, list[tuple[float, float]]] = {}
-        besides = {"off": {"mode": "off"}} | ({PINNED: {"mode": "zero-pri"}} if STAYING_SEMI in solutions else {})
+        besides = {"off": {"mode": "off"}} | ({PINNED: {"mode": "zero-pri"}} if SEMI in solutions else {})
         for name, changes in {**besides, **solutions}.items():
             trainer = ranks.trainer(shape, batch_size=batch_size)
             balancer = ranks.balance(trainer, config.in_mode(**changes))
@@ -178,8 +179,8 @@ class Bench:
 
     def _window_of_zero_beside_semi(self, offset: float, num_steps: int) -> list[tuple[float, float]]:
         """(share of the group's products dropped, seconds) of ZERO's steps, pinned beside what SEMI spares now."""
-        zero, semi = self.copies[PINNED], self.copies[STAYING_SEMI]
-        spared = [rank.spared for rank in semi.balancer.plan.ranks]
+        zero, semi = self.copies[PINNED], self.copies[SEMI]
+        spared = [max(1.0 - rank.owned * (1.0 - rank.spared), 0.0) for rank in semi.balancer.plan.ranks]
         pins = [self._fast_ratio(max(own + offset, 0.0)) if own > 0.0 else 0.0 for own in spared]
         for rank, ratio in enumerate(pins):
             zero.balancer.pin(rank, ratio)
@@ -206,6 +207,11 @@ class Bench:
         times_s, shares = zip(*sorted((seconds, share) for share, seconds in points), strict=True)
         return float(np.interp(step_s, times_s, shares, left=math.nan, right=math.nan))
 
+    def moving_rest(self) -> float:
+        """What the ranks have learned of the rest of a step that moves along with units, their mean; collective."""
+        copy = self.copies.get(DEFAULT) or self.copies["off"]
+        return statistics.fmean(gather_from_ranks(copy.balancer.metrics()["balance/moving_rest"]))
+
     def unprepared_run(self, name: str, chis: Sequence[float], num_steps: int) -> list[float]:
         """Seconds of a solution's first steps in which ranks are slow; it has settled undisturbed before."""
         copy = self.copies[name]
@@ -224,7 +230,9 @@ def report(
     """A table of every solution, and of what ``runs`` took unprepared."""
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     homogeneous_s = medians["homogeneous"]
-    bound_s = work_conserving_bound_s(bench.copies["off"].balancer, chis, homogeneous_s)
+    off = bench.copies["off"].balancer
+    bound_s = shortest_step_s(off, chis, homogeneous_s)
+    units_bound_s = shortest_step_s(off, chis, homogeneous_s, bench.moving_rest())
 
     def removed(step_s: float) -> float:
         """Share of the removable slowdown."""
@@ -233,13 +241,14 @@ def report(
     shares = {name: shares_of(bench.copies[name].steps) for name in bench.solutions}
     moved = {name: moved_share(bench.copies[name].steps) for name in bench.solutions}
     if bench.pinned:
-        seconds[SAME_TIME], medians[SAME_TIME] = seconds[STAYING_SEMI], medians[STAYING_SEMI]
-        shares[SAME_TIME] = Shares(pruned=bench.dropped_for(medians[STAYING_SEMI]))
+        seconds[SAME_TIME], medians[SAME_TIME] = seconds[SEMI], medians[SEMI]
+        shares[SAME_TIME] = Shares(pruned=bench.dropped_for(medians[SEMI]))
     rows, table = [], Table(
-        "solution", "step / homogeneous", "95 %", "step / T*", "removed", "moved", "lent", "pruned",
+        "solution", "step / homogeneous", "95 %", "step / T*", "with rest", "removed", "moved", "lent", "pruned",
         "predicted / measured",
         title=f"χ = {' '.join(f'{chi:g}' for chi in chis)}: homogeneous {1e3 * homogeneous_s:.0f} ms, "
-        f"T* {bound_s / homogeneous_s:.3f} of it", title_justify="left",
+        f"T* {bound_s / homogeneous_s:.3f} of it, {units_bound_s / homogeneous_s:.3f} with what moves along",
+        title_justify="left",
     )  # fmt: skip
     for name, step_s in medians.items():
         low, high = interval_of_ratio(seconds[name], seconds["homogeneous"])
@@ -248,33 +257,37 @@ def report(
         predicted = statistics.median(step.plan.predicted_step_s for step in steps) / step_s if steps else None
         table.add_row(
             name, f"{step_s / homogeneous_s:.3f}", f"[{low:.3f}, {high:.3f}]", f"{step_s / bound_s:.3f}",
-            f"{removed(step_s):.3f}",
+            f"{step_s / units_bound_s:.3f}", f"{removed(step_s):.3f}",
             f"{moved.get(name, 0.0):.3f}", f"{mean_shares.lent:.3f}", f"{mean_shares.pruned:.3f}",
             "" if predicted is None else f"{predicted:.3f}",
         )  # fmt: skip
         rows.append({"chi": list(chis), "solution": name, "step": step_s / homogeneous_s, "interval": [low, high],
-                     "to_bound": step_s / bound_s, "removed": removed(step_s), "moved": moved.get(name, 0.0),
+                     "to_bound": step_s / bound_s, "to_units_bound": step_s / units_bound_s,
+                     "removed": removed(step_s), "moved": moved.get(name, 0.0),
                      "lent": mean_shares.lent, "pruned": mean_shares.pruned,
                      "predicted_to_measured": predicted})  # fmt: skip
     for name, step_seconds in runs.items():
         mean_s = statistics.fmean(step_seconds)
         table.add_row(
             f"{name}, {len(step_seconds)} steps", f"{mean_s / homogeneous_s:.3f}", "", f"{mean_s / bound_s:.3f}",
-            f"{removed(mean_s):.3f}", "", "", "", "",
+            f"{mean_s / units_bound_s:.3f}", f"{removed(mean_s):.3f}", "", "", "", "",
         )  # fmt: skip
         solution = f"{name}, mean of {len(step_seconds)} steps"
         rows.append({"chi": list(chis), "solution": solution, "step": mean_s / homogeneous_s,
-                     "to_bound": mean_s / bound_s, "removed": removed(mean_s),
+                     "to_bound": mean_s / bound_s, "to_units_bound": mean_s / units_bound_s,
+                     "removed": removed(mean_s),
                      "predicted_to_measured": None})  # fmt: skip
     if bench.ranks.rank == 0:
-        Console(width=130).print(table)
+        Console(width=140).print(table)
     return rows
 
 
 def shares_of(steps: Sequence[TimedStep]) -> Shares:
     """Return shares of the group's products, by each rank's median step (few calibrate); collective."""
     medians = map(statistics.median, zip(*(astuple(step.shares) for step in steps), strict=True))
-    return Shares(*(statistics.fmean(gather_from_ranks(share)) for share in medians))
+    here = Shares(*medians)
+    amounts = here.pruned * here.owned, here.lent * here.owned, here.borrowed, here.owned
+    return Shares(*(statistics.fmean(gather_from_ranks(amount)) for amount in amounts))
 
 
 def moved_share(steps: Sequence[TimedStep]) -> float:

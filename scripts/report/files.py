@@ -20,11 +20,14 @@ from zeroresize.utils.json_lines import read_json_lines
 #: No run has more steps: a larger number is a damage, and would be asked of memory.
 MOST_STEPS = 10**7
 _MAPPINGS = ("lent_to", "layer_shares", "units")
-#: What records of before units could move lack.
-_OF_NO_MOVES: Mapping[str, Any] = {"owned": 1.0, "units": {}, "moved_bytes": 0, "moving_s": 0.0}
+#: What older records lack.
+_LACKING: Mapping[str, Any] = {
+    **{"owned": 1.0, "units": {}, "moved_bytes": 0, "moving_s": 0.0},
+    **dict.fromkeys(("bound_s", "products_bound_s", "moving_rest")),
+}
 #: Of what a rank owns, which is a sum over layers: 1 but for the last bits is 1.
 _DECIMALS = 6
-_MAY_BE_UNKNOWN = ("busy_s", "gemm_s", "predicted_step_s")
+_MAY_BE_UNKNOWN = ("busy_s", "gemm_s", "predicted_step_s", "bound_s", "products_bound_s", "moving_rest")
 _NUMBERS = tuple(
     field.name
     for field in dataclasses.fields(UpdateRecord)
@@ -51,7 +54,7 @@ def read_records(file: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: naming the file, the line, and what it lacks.
     """
-    records = [{**_OF_NO_MOVES, **record} for record in read_json_lines(file)]
+    records = [{**_LACKING, **record} for record in read_json_lines(file)]
     least = 0
     for number, record in enumerate(records, 1):
         wrong = [name for name in _NUMBERS if not _is_number(record.get(name))]

@@ -685,3 +685,28 @@ def test_a_mode_that_prunes_takes_units_over_that_another_balancer_left_away(run
         assert [None if one is None else len(one) for one in run.pruned().values()] == ([24, 72], [None] * 2)[rank]
 
     run_ranks(train, 2)
+
+
+@pytest.mark.parametrize("config", [{}, {"paper": {"imputation": "same"}}, {"pruned_update": "freeze"}], ids=str)
+def test_semi_prunes_what_the_others_cannot_take_and_comes_home(run_ranks, config):
+    def train(rank, group):
+        run = exact_run(group, mode="semi", moves=True, update_every=1, **config)
+        run.steps(4)
+        run.time.chi = 4.0 if rank == 1 else 1.0
+        run.steps(20)
+        began_s = run.time.now
+        run.steps(1)
+        busy_s, plan, away = run.time.now - began_s, run.balancer.plan, counts(run)
+        pruned = {name: len(columns) if columns is not None else 0 for name, columns in run.pruned().items()}
+        run.time.chi = 1.0
+        run.steps(20)
+        return busy_s, plan, away, pruned, counts(run), run.balancer.plan.relieved
+
+    results = run_ranks(train, 2)
+    (fast_s, plan, away, nothing, *_), (slow_s, _, _, pruned, *_) = results
+    assert 96 < away[0] <= 104 and plan.owned[1] < 1.0  # at most half the tolerance longer
+    assert 0.6 < plan.ranks[1].pruned < 0.8 and plan.ranks[0].pruned == 0.0
+    assert nothing == {"up": 0, "down": 0}
+    assert pruned["down"] == pytest.approx(plan.ranks[1].pruned * away[1], abs=9) and pruned["up"] > 0
+    assert slow_s <= 1.08 * fast_s
+    assert all(home == (96, 96) and relieved == [] for *_, home, relieved in results)

@@ -46,5 +46,7 @@ def test_what_zero_drops_for_a_step_time_lies_between_what_was_measured():
 def test_the_bound_shares_products_out_by_speed(monkeypatch, chis, expected):
     """Of a homogeneous step of 10 s normal ranks multiply for 8; slow ones take longer for it, which is left out."""
     monkeypatch.setattr(common, "gather_from_ranks", lambda own: [own * chi for chi in chis])
-    off = SimpleNamespace(metrics=lambda: {"balance/gemm_s": 8.0})
-    assert common.work_conserving_bound_s(off, chis, 10.0) == pytest.approx(expected)
+    off = SimpleNamespace(metrics=lambda: {"balance/gemm_s": 8.0, "balance/busy_s": 9.0})
+    assert common.shortest_step_s(off, chis, 10.0) == pytest.approx(expected)
+    slowest_moves_s = common.shortest_step_s(off, chis, 10.0, 1.0) - expected
+    assert slowest_moves_s == pytest.approx(0.0) if len(set(chis)) == 1 else slowest_moves_s > 0.1

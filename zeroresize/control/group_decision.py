@@ -19,6 +19,7 @@ from zeroresize.policy.tensor.costs import NUM_POINTS, MigrationCost, ResizingCo
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
 from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.ownership_decision import OwnershipDecision
+from zeroresize.policy.tensor.rules.bounds import Bounds
 from zeroresize.policy.tensor.what_if import WhatIf
 from zeroresize.utils.alike import alike, at_fault
 from zeroresize.utils.state_checks import (
@@ -30,7 +31,6 @@ from zeroresize.utils.state_checks import (
     not_negative,
     optional,
     row,
-    share,
     text,
 )
 
@@ -91,7 +91,7 @@ class GroupDecision:
         if self._exchange is None:
             return
         fingerprint = self._fingerprint(agreed)
-        lent_in_force = tuple(rank.lent for rank in (self.calibration_plan or self.plan).ranks)
+        lent_in_force = tuple(rank.lent * rank.owned for rank in (self.calibration_plan or self.plan).ranks)
         self.num_calibration_steps = 0
         self._collect()
         if self._received is not None:
@@ -155,7 +155,7 @@ class GroupDecision:
                 "controller": self._controller.state_check,
                 "what_if": each(self._controller.state_check),
                 "received": received,
-                "lent_when_sent": each(share, num_ranks),
+                "lent_when_sent": each(not_negative, num_ranks),
                 "num_calibration_steps": count,
                 "migration": optional(row(not_negative, not_negative)),
                 "migration_transport": text,
@@ -213,6 +213,11 @@ class GroupDecision:
     def ownership(self) -> OwnershipDecision:
         """The decision who owns what, to be read: whether a user holds it, what is owed, what a move costs."""
         return self._controller.ownership
+
+    @property
+    def bounds(self) -> Bounds | None:
+        """Below which time no exact division can bring a step; None before all ranks were measured."""
+        return self._controller.bounds
 
     @property
     def is_another_division_wanted(self) -> bool:

@@ -9,13 +9,22 @@ from typing import Any
 from zeroresize.control.parts import Parts
 from zeroresize.telemetry import UpdateRecord
 
-_RECORDED_METRICS = ("ratio", "busy_s", "gemm_s", "predicted_step_s", "is_straggler")
+_RECORDED_METRICS = (
+    "ratio",
+    "busy_s",
+    "gemm_s",
+    "predicted_step_s",
+    "bound_s",
+    "products_bound_s",
+    "moving_rest",
+    "is_straggler",
+)
 
 
 def update_record(parts: Parts, num_steps: int, balancing_since_update_s: float) -> UpdateRecord:
     """Return this rank's numbers after ``num_steps`` steps."""
     times, plan, in_force = parts.monitor.times, parts.decision.plan, parts.plan_execution
-    moves = parts.units.moves if parts.units is not None else []
+    moves, bounds = parts.units.moves if parts.units is not None else [], parts.decision.bounds
     return UpdateRecord(
         update=num_steps // parts.config.update_every,
         step=num_steps,
@@ -32,6 +41,9 @@ def update_record(parts: Parts, num_steps: int, balancing_since_update_s: float)
         lent_to={str(receiver): share for receiver, share in in_force.lent_to.items()},
         layer_shares=in_force.layer_shares,
         predicted_step_s=plan.predicted_step_s,
+        bound_s=bounds.of_units if bounds is not None else math.nan,
+        products_bound_s=bounds.of_products if bounds is not None else math.nan,
+        moving_rest=times.moving_rest if times else math.nan,
         calibration_steps=parts.decision.num_calibration_steps,
         balancing_since_update_s=balancing_since_update_s,
         would={

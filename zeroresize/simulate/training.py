@@ -23,6 +23,7 @@ from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
 from zeroresize.policy.tensor.estimation.estimator import RankEstimator
 from zeroresize.policy.tensor.estimation.times import RankTimes, StepTimes
+from zeroresize.policy.tensor.rules.pruning_by_segment import pruned_by_segment
 from zeroresize.policy.tensor.rules.sharing import borrowed_shares
 from zeroresize.simulate.noise import Noise, NoiseSource
 
@@ -166,8 +167,9 @@ def simulate(
         interval += unread[:-1] if cluster.reads_late else unread
         unread = unread[-1:] if cluster.reads_late else []
         step_s.append(max(rank.busy_s + rank.wait_s for rank in times))
-        pruned_share += sum(rank.pruned for rank in in_force.ranks) / num_ranks / num_steps
-        lent_share += sum(rank.lent for rank in in_force.ranks) / num_ranks / num_steps
+        of_ranks = list(zip(in_force.ranks, holdings.owned, strict=True))
+        pruned_share += sum(rank.pruned * share for rank, share in of_ranks) / num_ranks / num_steps
+        lent_share += sum(rank.lent * share for rank, share in of_ranks) / num_ranks / num_steps
         if (step + 1) % config.update_every:
             continue
         for rank, estimate in enumerate(estimates):
@@ -183,7 +185,8 @@ def simulate(
             samples = [estimate.times for estimate in estimates if estimate.times is not None]
             are_of_plan = all(own.shares == last.shares for own, last in zip(usual, times, strict=True))
             wait_s = min(own.wait_s for own in usual) if are_of_plan else math.nan
-            lent_then = tuple(rank.lent for rank in measured_under.ranks)
+            ranks = measured_under.ranks
+            lent_then = tuple(rank.lent * share for rank, share in zip(ranks, holdings.owned, strict=True))
             received = samples, CollectiveTimes(wait_s, lent_then, calibrated)
         ratios.append([rank.pruned for rank in plan.ranks])
         lent.append([rank.lent for rank in plan.ranks])
@@ -239,7 +242,7 @@ def _step(
 ) -> list[StepTimes]:
     """Every rank's times of one step; all of them end when the slowest has finished and all has been sent."""
     if not holdings.is_home:
-        return _step_away(cluster, chi, holdings, noise)
+        return _step_away(cluster, chi, plan, holdings, noise)
     borrowed = borrowed_shares(plan.loans, len(chi))
     borrowed_time = _borrowed_time(plan.loans, len(chi), cluster.cost)
     executed = []  # by every rank: seconds in all, multiplying and gathering, and what it did
@@ -256,22 +259,39 @@ def _step(
 
 
 def _step_away(
-    cluster: Cluster, chi: Sequence[float], holdings: _Holdings, noise: NDArray[np.float64]
+    cluster: Cluster, chi: Sequence[float], plan: WorkloadPlan, holdings: _Holdings, noise: NDArray[np.float64]
 ) -> list[StepTimes]:
-    """The same where units are away from home: ranks meet after every segment, and nothing is pruned or lent."""
-    busy_s, gemm_s = np.zeros(len(chi)), np.zeros(len(chi))
-    ends_s = 0.0
-    for work, owned in zip(holdings.work, holdings.by_segment, strict=True):
-        executed = np.array([cluster.cost.executed_at(share) for share in owned.tolist()])
+    """The same where units are away from home: ranks meet after every segment."""
+    busy_s, gemm_s, gather_fill_s = np.zeros(len(chi)), np.zeros(len(chi)), np.zeros(len(chi))
+    cost, ends_s = cluster.cost, 0.0
+    pruned_RS = [
+        pruned_by_segment(rank.pruned, rank.lent, owned, holdings.work)
+        for rank, owned in zip(plan.ranks, holdings.by_segment.T.tolist(), strict=True)
+    ]
+    borrowed = borrowed_shares(plan.loans, len(chi), holdings.owned)
+    extra = np.array([cost.borrowed_at(share) if share else 0.0 for share in borrowed])
+    for work, owned, pruned in zip(holdings.work, holdings.by_segment, zip(*pruned_RS, strict=True), strict=True):
+        spared = [share + rank.lent for share, rank in zip(pruned, plan.ranks, strict=True)]
+        shares = list(zip(owned.tolist(), spared, strict=True))
+        executed = np.array([cost.executed_at(*of_rank) for of_rank in shares]) + extra
         own_gemm_s = work * np.array(chi) * cluster.gemm_s * executed * noise[:, 1]
         rest_s = work * cluster.rest_s * (1.0 - cluster.moving_rest * (1.0 - owned)) * noise[:, 0]
         if cluster.slows_rest:
             rest_s = rest_s * np.array(chi)
+        gathers_s = work * np.array([share * cost.gather_fill_at(ratio) for share, ratio in shares]) * noise[:, 2]
         gemm_s += own_gemm_s
-        busy_s += rest_s + own_gemm_s
-        ends_s += float((rest_s + own_gemm_s).max())
-    every_rank = zip(busy_s.tolist(), gemm_s.tolist(), holdings.owned, strict=True)
-    return [StepTimes(busy, gemm, 0.0, Shares(owned=owned), wait_s=ends_s - busy) for busy, gemm, owned in every_rank]
+        gather_fill_s += gathers_s
+        busy_s += rest_s + own_gemm_s + gathers_s
+        ends_s += float((rest_s + own_gemm_s + gathers_s).max())
+    ends_s += cluster.migration.seconds([rank.lent * own for rank, own in zip(plan.ranks, holdings.owned, strict=True)])
+    every_rank = zip(plan.ranks, borrowed, holdings.owned, strict=True)
+    shares_of_step = [Shares(rank.pruned, rank.lent, share, owned) for rank, share, owned in every_rank]
+    return [
+        StepTimes(busy, gemm, gathers, shares, wait_s=ends_s - busy)
+        for busy, gemm, gathers, shares in zip(
+            busy_s.tolist(), gemm_s.tolist(), gather_fill_s.tolist(), shares_of_step, strict=True
+        )
+    ]
 
 
 def _compare(

@@ -42,9 +42,9 @@ def updated(made, chi, times=3):
     return plan
 
 
-@pytest.mark.parametrize("mode", ["exact", "semi"])
-def test_a_straggler_gives_units_and_gets_them_back(mode):
-    made = controller(mode=mode)
+@pytest.mark.parametrize("config", [{"mode": "exact"}, {"mode": "semi", "budget": 0}, {"mode": "semi", "min_gain": 1}])
+def test_a_straggler_gives_units_and_gets_them_back(config):
+    made = controller(**config)
     plan = updated(made, 4.0)
     assert plan.owned[3] == pytest.approx(4 / 3.25 / 4, rel=0.05) and plan.owned[0] == plan.owned[1] == plan.owned[2]
     assert plan.relieved == [] and plan.loans == ()
@@ -52,6 +52,32 @@ def test_a_straggler_gives_units_and_gets_them_back(mode):
     assert made.num_calibration_steps == 0
     assert made.calibration_plan.owned == plan.owned
     assert updated(made, 1.0).owned == HOME
+
+
+@pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
+def test_semi_prunes_only_what_the_others_cannot_take_within_half_the_tolerance(chi):
+    made = controller(mode="semi", min_gain=0.05)
+    plan = updated(made, chi, times=4)
+    slow = plan.ranks[3]
+    most = (1.05 - 0.2) / 0.8  # of what another rank computes in an even share's time
+    assert plan.owned[:3] == pytest.approx((most,) * 3, rel=0.01)
+    assert slow.owned * (1.0 - slow.pruned) == pytest.approx(most / chi, rel=0.05) and slow.lent == 0.0
+    assert plan.predicted_step_s <= 1.05 * 1.021
+    assert made.calibration_plan.owned == plan.owned
+    home = updated(made, 1.0)
+    assert home.owned == HOME and home.relieved == []
+
+
+def test_where_the_others_can_take_all_within_half_the_tolerance_semi_is_exact():
+    plans = [updated(controller(mode=mode, tolerance=0.6), 4.0) for mode in ("semi", "exact")]
+    assert plans[0].owned == plans[1].owned != HOME and plans[0].relieved == []
+
+
+def test_semi_prunes_more_of_a_rank_that_becomes_slower_while_its_units_are_away():
+    made = controller(mode="semi", min_gain=0.05)
+    before, after = updated(made, 4.0, times=4), updated(made, 8.0, times=4)
+    assert after.ranks[3].pruned > before.ranks[3].pruned > 0.5
+    assert after.predicted_step_s <= 1.05 * 1.021
 
 
 def test_until_the_move_pays_the_default_lends_as_mig_does():
@@ -81,14 +107,16 @@ def test_without_segments_nothing_moves():
     assert updated(controller(segments=()), 4.0).owned == HOME
 
 
-def test_what_a_user_holds_stays_whatever_is_measured_until_it_is_released():
-    made = controller()
+@pytest.mark.parametrize("mode", ["exact", "semi", "mig", "zero-pri"])
+def test_what_a_user_holds_stays_whatever_is_measured_until_it_is_released(mode):
+    made = controller(mode=mode, **({"min_gain": 0} if mode in ("semi", "zero-pri") else {}))
     plan = made.hold_owned((2, 1, 1, 0))
     assert plan.owned == (2.0, 1.0, 1.0, 0.0)
     for chi in (1.0, 8.0):
         assert updated(made, chi).owned == (2.0, 1.0, 1.0, 0.0)
-        assert updated(made, chi).relieved == []
     made.hold_owned(None)
+    if mode in ("mig", "zero-pri"):
+        return
     assert made.current_plan().owned == (2.0, 1.0, 1.0, 0.0)
     assert updated(made, 1.0).owned == HOME
 
@@ -113,11 +141,34 @@ def test_holding_ends_loans():
     assert plan.owned == AWAY and plan.loans == () and plan.relieved == []
 
 
-def test_a_forced_ratio_and_units_away_from_home_do_not_go_together():
+def test_a_ratio_is_forced_of_what_ranks_own():
     made = controller(mode="zero-pri", ratio=0.5, ranks="all")
-    with pytest.raises(ValueError, match="nothing is pruned or lent while units are away"):
+    plan = made.hold_owned(AWAY)
+    assert plan.owned == AWAY and [rank.pruned for rank in plan.ranks] == [0.5] * 4
+    assert updated(made, 4.0).ranks[0].pruned == 0.5
+
+
+def test_ranks_whose_shares_a_user_gives_are_compared_by_what_they_take_for_these():
+    """Rank 3 is three times slower and owns a third of what the others do: nobody is a straggler."""
+    for mode in ("zero-pri", "mig", "semi", "exact"):
+        made = controller(mode=mode)
         made.hold_owned(AWAY)
-    assert made.current_plan().owned == HOME and made.hold_owned(HOME).relieved == [0, 1, 2, 3]
+        assert updated(made, 3.0).relieved == []
+    made = controller(mode="zero-pri", min_gain=0.1)
+    made.hold_owned(AWAY)
+    slow = updated(made, 9.0).ranks[3]
+    others_s = 0.2 + 0.8 * 1.2
+    assert slow.owned * (1.0 - slow.pruned) == pytest.approx((0.95 * others_s - 0.2) / (0.8 * 9.0), rel=0.1)
+
+
+def test_what_is_lent_of_uneven_shares_makes_all_ranks_equally_long():
+    made = controller(mode="mig")
+    made.hold_owned(AWAY)
+    plan = updated(made, 9.0)
+    assert plan.ranks[3].lent > 0.3
+    computed = [rank.owned * (1.0 - rank.spared) + rank.borrowed for rank in plan.ranks]
+    busy_s = [0.2 + 0.8 * chi * share for chi, share in zip((1, 1, 1, 9), computed, strict=True)]
+    assert sum(computed) == pytest.approx(4.0, abs=1e-5) and max(busy_s) <= 1.05 * min(busy_s)
 
 
 @pytest.mark.parametrize("shares", [(1, 2), (1, 1, 1, -1), (0, 0, 0, 0)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES, PRUNING_MODES
 from zeroresize.plan.group import Loan, RankPlan, Shares, WorkloadPlan
-from zeroresize.plan.ownership import SegmentWork
+from zeroresize.plan.ownership import SegmentWork, owned_shares
 from zeroresize.policy.moves.least_saving import beyond_noise, is_saving
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.tensor.controller_state import (
@@ -30,9 +31,16 @@ from zeroresize.policy.tensor.estimation.spells import COST_IN_VAIN, Spells
 from zeroresize.policy.tensor.estimation.times import DURATION, RankTimes
 from zeroresize.policy.tensor.loan_fingerprint import fingerprint_of_loans
 from zeroresize.policy.tensor.ownership_decision import OwnershipDecision
-from zeroresize.policy.tensor.rules.by_mode import forced_division, wanted_division
-from zeroresize.policy.tensor.rules.ownership import owned_step_s, wanted_shares
-from zeroresize.policy.tensor.rules.ratio import find_stragglers, reference_time
+from zeroresize.policy.tensor.rules.bounds import Bounds
+from zeroresize.policy.tensor.rules.by_mode import (
+    KEPT_GAIN,
+    divided_step_s,
+    forced_division,
+    wanted_division,
+    wanted_ownership,
+)
+from zeroresize.policy.tensor.rules.ownership import fitting_shares, owned_step_s, wanted_shares
+from zeroresize.policy.tensor.rules.ratio import find_stragglers, reference_time, slowest_normal_s
 from zeroresize.policy.tensor.rules.sharing import WorkDivision, borrowed_shares, loans_of, predicted_busy_s
 from zeroresize.utils.state_checks import Check
 
@@ -43,8 +51,6 @@ CERTAINTY_LOSSY, CERTAINTY_EXACT, CERTAINTY_KEPT = 3.5, 2.5, 2.0
 UNSURE = 0.3
 #: From here on it may be as fast as others all the same.
 DOUBTFUL = 0.12
-#: Who prunes goes on where that saves this part of what it must save to begin.
-KEPT_GAIN = 0.5
 #: A step at full work is due where γ changes by so much.
 _NEW = 0.1
 #: Of what is pruned and lent: much finer than a column.
@@ -60,7 +66,9 @@ def _rounded_down(share: float) -> float:
 class Controller:
     """Keep the times of a group and decide its plans; equal inputs give equal plans on every rank.
 
-    While units are away from home, nothing is lent or pruned: the layers of different ranks have other shapes then.
+    One division says what each rank owns, and what it prunes and lends of that. Units move where not moving them has
+    cost as much as the move; what they own by then is pruned and lent as ever. A user's division is taken as given:
+    ranks are compared by what they take for it.
 
     Attributes:
         config: how to balance.
@@ -80,6 +88,7 @@ class Controller:
     _calibration: CalibrationSteps = field(default_factory=CalibrationSteps, init=False)
     _loans: tuple[Loan, ...] = field(default=(), init=False)
     _communication: CommunicationEstimate = field(default_factory=CommunicationEstimate, init=False)
+    _most_shares: tuple[float, ...] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.config.validate_group_size(self.num_ranks)
@@ -125,11 +134,12 @@ class Controller:
             return self.current_plan()
 
         times = self._floored([times for times in self._times if times is not None])
-        busy_s = times.curves.busy_s
+        given = self._given(times)
+        busy_s = given.curves.busy_s
         reference_s = reference_time(busy_s.tolist(), self.config.target)
         deviations, usual = self._deviations(times)
         self._account(times, deviations)
-        are_slow = self._are_slow(times, deviations, reference_s)
+        are_slow = self._are_slow(given, deviations, reference_s)
         saved = np.maximum(1.0 - reference_s / busy_s, 0.0).tolist()
         self._spells.learn(are_slow, saved)
         self._are_stragglers = [
@@ -139,17 +149,13 @@ class Controller:
         measured, times = times, self._lasting(times, are_slow)
         before = self._measured_under = self._shares
         self._loans_then = self._loans
-        is_in_doubt = False
-        if self._ownership.is_home:
-            migration = self._communication.migration
-            may_lend = self.config.mode != "exact" or not self._ownership.account.debt_s
-            stragglers = self._are_stragglers if may_lend else [False] * self.num_ranks
-            division = wanted_division(self.config, times, stragglers, reference_s, migration)
-            is_in_doubt = self._change_to(division, times, usual)
-            lent_before = any(own.lent for own, slow in zip(before, self._are_stragglers, strict=True) if slow)
-            if lent_before and not any(own.lent for own in self._shares):
-                self._communication.give_up()
-        self._move(times, usual, deviations, saved)
+        is_in_doubt = self._divide(times, reference_s, usual)
+        lent_before = any(own.lent for own, slow in zip(before, self._are_stragglers, strict=True) if slow)
+        if lent_before and not any(own.lent for own in self._shares):
+            self._communication.give_up()
+        if self._move(times, reference_s, usual, deviations, saved):
+            self._spare_nobody()
+            self._divide(times, reference_s, usual)
         step_s = self._step_s(measured, self._shares, self._loans)
         self._calibrate(measured, deviations, step_s, before, is_in_doubt=is_in_doubt)
         return self._plan(step_s)
@@ -173,6 +179,21 @@ class Controller:
         self._ownership.cost, self._ownership.bytes_of_units = cost, bytes_of_units
         self._ownership.comparing_s = comparing_s
 
+    def expect_memory(self, most_shares: Sequence[float] | None) -> None:
+        """Take for how much each rank has the memory, in units of an even share; alike on every rank.
+
+        No decision gives a rank more. None where all have memory for everything.
+
+        Raises:
+            ValueError: if all of them together cannot hold all units.
+        """
+        if most_shares is not None and math.fsum(most_shares) < self.num_ranks:
+            raise ValueError(
+                f"the ranks have memory for {[round(share, 3) for share in most_shares]} times an even share of the "
+                f"units, together for {math.fsum(most_shares):.3f} of {self.num_ranks}"
+            )
+        self._most_shares = None if most_shares is None else tuple(most_shares)
+
     @property
     def busy_s(self) -> tuple[float, ...]:
         """Return, for every rank, seconds of a step at full work and even shares; empty before all were measured."""
@@ -183,6 +204,15 @@ class Controller:
     def ownership(self) -> OwnershipDecision:
         """Return the decision who owns what, to be read: whether a user holds it, what is owed, what a move costs."""
         return self._ownership
+
+    @property
+    def bounds(self) -> Bounds | None:
+        """Return below which time no exact division can bring a step; None before all ranks were measured."""
+        known = [times for times in self._times if times is not None]
+        if len(known) != self.num_ranks or not all(math.isfinite(times.busy_s) for times in known):
+            return None
+        bounds, more_s = Bounds.of(known), self._communication.seconds(())
+        return Bounds(bounds.of_products + more_s, bounds.of_units + more_s)
 
     @property
     def is_another_division_wanted(self) -> bool:
@@ -220,7 +250,7 @@ class Controller:
             shares: of every rank, in any unit.
 
         Raises:
-            ValueError: if they are no such shares, nothing can move, or a ratio is forced.
+            ValueError: if they are no such shares, or nothing can move.
         """
         return self._put(shares, is_held=False)
 
@@ -234,11 +264,6 @@ class Controller:
 
     def _put(self, shares: Sequence[float], *, is_held: bool) -> WorkloadPlan:
         owned = self._ownership.checked(shares)
-        if self.config.forced_ratio is not None and owned != self._ownership.home:
-            raise ValueError(
-                f"shares={list(shares)} with ratio={self.config.ratio!r} are not allowed: nothing is pruned or lent "
-                "while units are away from home, so ratio must be 'auto'"
-            )
         if owned == self._ownership.owned:
             self._ownership.is_held = is_held
             return self.current_plan()
@@ -293,8 +318,8 @@ class Controller:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state``; a mode that does not prune, lend or move does not take over what another did.
 
-        Units that are away stay so where decisions may move them, or where a user holds them and no ratio is forced;
-        else the plan is that they are at home.
+        Units that are away stay so where decisions may move them, or where a user holds them; else the plan is that
+        they are at home.
 
         Raises:
             ValueError: if it was saved in a group of another size.
@@ -314,8 +339,7 @@ class Controller:
         self._communication.load_state_dict(state["communication"])
         self._loans, self._loans_then = loans_of_plain(state["loans"]), loans_of_plain(state["loans_then"])
         self._ownership.load_state_dict(state["ownership"])
-        may_be_away = self.config.may_move or (self._ownership.is_held and self.config.forced_ratio is None)
-        if not self._ownership.is_home and not may_be_away:
+        if not self._ownership.is_home and not (self.config.may_move or self._ownership.is_held):
             self._ownership.put(self._ownership.home, is_held=False)
         if self._goes_beyond_configuration():
             self._spare_nobody()
@@ -338,12 +362,12 @@ class Controller:
             (config.mode not in PRUNING_MODES and any(pruned))
             or (config.mode not in MIGRATING_MODES and bool(self._loans))
             or (config.forced_ratio is None and max(pruned) > config.max_ratio)
-            or math.fsum(pruned) > self._most_pruned
+            or math.fsum(map(operator.mul, pruned, self._ownership.products)) > self._most_pruned + 10.0**-_DECIMALS
             or any(forced.pruned + forced.lent)
         )
 
     def _plan(self, predicted_step_s: float) -> WorkloadPlan:
-        borrowed = borrowed_shares(self._loans, self.num_ranks)
+        borrowed = borrowed_shares(self._loans, self.num_ranks, self._ownership.products)
         return WorkloadPlan(
             ranks=tuple(
                 RankPlan(shares.pruned, shares.lent, share, owned, slow)
@@ -404,10 +428,36 @@ class Controller:
         surely_s = busy_s / (1.0 + np.where(were, CERTAINTY_KEPT, first) * deviations)
         return find_stragglers(busy_s.tolist(), reference_s, self.config.tolerance, were, surely_s.tolist())
 
-    def _change_to(self, division: WorkDivision, times: GroupTimes, deviation: float) -> bool:
+    def _given(self, times: GroupTimes) -> GroupTimes:
+        """What ranks take for all that they own where a user has said what that is; else at even shares."""
+        return times.owning(self._ownership.products) if self._ownership.is_held else times
+
+    def _divide(self, times: GroupTimes, reference_s: float, deviation: float) -> bool:
+        """Decide what is pruned and lent of what ranks own; see :meth:`_change_to`.
+
+        While units are away something is lent only until they move again, as moving costs less than lending for long.
+        """
+        ownership = self._ownership
+        may_lend = self.config.mode != "exact" or not ownership.account.debt_s
+        if self.config.may_move and not ownership.is_home and not ownership.is_held:
+            may_lend = may_lend and self.is_another_division_wanted
+        migration = self._communication.migration if may_lend or self.config.mode != "semi" else None
+        may_relieve = may_lend or self.config.mode != "exact"
+        stragglers = self._are_stragglers if may_relieve else [False] * self.num_ranks
+        in_force = times.owning(self._ownership.products)
+        normal_s = slowest_normal_s(self._given(times), stragglers)
+        division = wanted_division(self.config, in_force, stragglers, reference_s, migration, normal_s)
+        return self._change_to(division, in_force, times, deviation)
+
+    def _change_to(self, division: WorkDivision, in_force: GroupTimes, times: GroupTimes, deviation: float) -> bool:
         """Change the plan if what that saves exceeds what it costs, and noise, or if somebody has recovered.
 
         Costs are in seconds a step: of a step's length, and of what is pruned in it.
+
+        Args:
+            in_force: the times of what ranks own.
+            times: those at even shares.
+            deviation: of a rank that is spared nothing, relative.
 
         Returns:
             Whether the plan stays although a rank may have recovered, as much less is wanted for it.
@@ -418,13 +468,14 @@ class Controller:
         slack = tuple(round(one, _DECIMALS) for one in division.slack) if division.slack is not None else None
         loans = loans_of(lent, slack)
         if self.config.forced_ratio is None and self._is_possible():
-            slowest_s = float(times.curves.busy_s.max())
+            slowest_s = float(in_force.curves.busy_s.max())
             price_s = KEPT_GAIN * self.config.min_gain * slowest_s / max(sum(self._are_stragglers), 1)
             new_s, now_s = (
                 self._step_s(times, shares, lending)
                 for shares, lending in ((wanted, loans), (self._shares, self._loans))
             )
-            fewer = math.fsum(now.pruned - new.pruned for now, new in zip(self._shares, wanted, strict=True))
+            every_rank = zip(self._shares, wanted, self._ownership.products, strict=True)
+            fewer = math.fsum((now.pruned - new.pruned) * owned for now, new, owned in every_rank)
             saved_s = now_s - new_s + price_s * max(fewer, 0.0)
             if not self._minimises:
                 same = all(bool(now.spared) == bool(new.spared) for now, new in zip(self._shares, wanted, strict=True))
@@ -449,8 +500,10 @@ class Controller:
             config.paper.semi_rule if config.mode == "semi" else config.paper.mig_rule if config.mode == "mig" else ""
         )
 
-    def _move(self, times: GroupTimes, deviation: float, deviations: Floats, saved: Sequence[float]) -> None:
-        """Give units to other ranks if not doing so has cost as much as the move there and back.
+    def _move(
+        self, times: GroupTimes, reference_s: float, deviation: float, deviations: Floats, saved: Sequence[float]
+    ) -> bool:
+        """Give units to other ranks if not doing so has cost as much as the move there and back; whether they move.
 
         Args:
             deviation: of a rank that is spared nothing, relative.
@@ -459,12 +512,22 @@ class Controller:
         """
         ownership = self._ownership
         if ownership.is_held or not self.config.may_move or not self.segments:
-            return
+            return False
         noise = CERTAINTY_KEPT * deviation
-        wanted = wanted_shares(times, self._are_stragglers, ownership.segments, noise=noise)
-        if wanted == ownership.owned == ownership.home:
+        wanted = wanted_ownership(
+            self.config,
+            times,
+            self._are_stragglers,
+            reference_s,
+            self._communication.migration,
+            ownership.segments,
+            noise=noise,
+            are_pruning=any(own.pruned for own in self._shares),
+            most_shares=self._most_shares,
+        )
+        if wanted == ownership.owned == fitting_shares(self.num_ranks, self._most_shares):
             ownership.update(wanted, 0.0, self.config.update_every)
-            return
+            return False
         # What is pruned counts as if it were computed: that is what moving is to save, too.
         now_s = self._step_s(times, [Shares(lent=own.lent) for own in self._shares], self._loans)
         now_s -= self._communication.seconds(())
@@ -491,10 +554,28 @@ class Controller:
                 saved_s = now_s - float((times.curves.busy_s / (1.0 + CERTAINTY_KEPT * deviations)).max())
             # To go or to come home it is certain who is slow; from one division to another everybody's times count.
             elif not ownership.is_home:
+                if saved_s <= 0.0 and self.config.mode == "semi":
+                    saved_s = self._saved_with_pruning_s(times, reference_s, wanted, noise)
                 saved_s = beyond_noise(saved_s, now_s, COST_IN_VAIN / DURATION + deviation)
         every = self.config.update_every
-        if ownership.update(wanted, saved_s, every, step_s=now_s, gain_s=gain_s, waits=comes_too_late):
-            self._spare_nobody()
+        return ownership.update(wanted, saved_s, every, step_s=now_s, gain_s=gain_s, waits=comes_too_late)
+
+    def _saved_with_pruning_s(
+        self, times: GroupTimes, reference_s: float, wanted: tuple[float, ...], noise: float
+    ) -> float:
+        """By how much a step becomes shorter when units move so that more can be pruned, less what that is to save."""
+        config, slow, segments = self.config, self._are_stragglers, self._ownership.segments
+        exact = wanted_shares(times, slow, segments, noise=noise, most_shares=self._most_shares)
+        exact_s = owned_step_s(times, exact, segments)
+        in_force, then = (times.owning(owned_shares(shares, segments)) for shares in (self._ownership.owned, wanted))
+        migration, normal_s = self._communication.migration, slowest_normal_s(times, slow)
+        division = wanted_division(config, then, slow, reference_s, migration, normal_s)
+        now = WorkDivision(tuple(own.pruned for own in self._shares), tuple(own.lent for own in self._shares))
+        now_s = self._step_s(times, self._shares, self._loans) - self._communication.seconds(())
+        saved_s = now_s - divided_step_s(times, wanted, segments, division, migration)
+        return saved_s + config.min_gain * exact_s / max(sum(slow), 1) * (
+            now.dropped(in_force) - division.dropped(then)
+        )
 
     def _account(self, times: GroupTimes, deviations: Floats) -> None:
         """What the plan under which ``times`` were measured has lost against even shares, nothing pruned or lent.
@@ -522,11 +603,19 @@ class Controller:
         owned: tuple[float, ...] | None = None,
     ) -> float:
         owned = self._ownership.owned if owned is None else owned
-        if owned != self._ownership.home:
-            busy_s = owned_step_s(times, owned, self._ownership.segments)
-            return busy_s + self._communication.seconds(())
-        spared = [own.spared for own in shares]
-        return max(predicted_busy_s(times, spared, loans)) + self._communication.seconds([own.lent for own in shares])
+        if owned == self._ownership.home:
+            spared, lent = [own.spared for own in shares], [own.lent for own in shares]
+            return max(predicted_busy_s(times, spared, loans)) + self._communication.seconds(lent)
+        products = owned_shares(owned, self._ownership.segments)
+        busy_s = owned_step_s(
+            times,
+            owned,
+            self._ownership.segments,
+            pruned=[own.pruned for own in shares],
+            lent=[own.lent for own in shares],
+            borrowed=borrowed_shares(loans, self.num_ranks, products) if loans else (),
+        )
+        return busy_s + self._communication.seconds([own.lent * of for own, of in zip(shares, products, strict=True)])
 
     def _calibrate(
         self, times: GroupTimes, deviations: Floats, step_s: float, before: Sequence[Shares], *, is_in_doubt: bool

@@ -113,6 +113,18 @@ class ResizingCost:
             return self.gemm_share_at(1.0 - owned * (1.0 - ratio))
         return (1.0 + self.widening * (owned - 1.0)) * self.gemm_share_at(ratio)
 
+    def owning(self, owned: float) -> ResizingCost:
+        """Return the cost of a rank that owns ``owned`` times as much as at even shares, relative to what it owns.
+
+        γ, and what is borrowed, are then shares of that. Gathers and fills are in proportion to it.
+        """
+        if owned == 1.0:
+            return self
+        whole = max(self.executed_at(owned), _LEAST_SHARE)
+        shares = (max(self.executed_at(owned, ratio) / whole, _LEAST_SHARE) for ratio in self.ratios[1:])
+        gather_fill_s = tuple(seconds * owned for seconds in self.gather_fill_s)
+        return ResizingCost(self.ratios, (1.0, *shares), gather_fill_s, self.borrowing)
+
     def borrowed_at(self, share: float) -> float:
         """Return Φ2, the time of multiplying others' columns, as a share of the rank's own.
 

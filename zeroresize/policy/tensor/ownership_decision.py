@@ -89,11 +89,13 @@ class OwnershipDecision:
     sure: int = field(default=0, init=False)
     account: Account = field(default_factory=Account, init=False)
     _was_held: bool = field(default=False, init=False)
+    _products: tuple[tuple[float, ...], tuple[float, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.segments = merged(self.segments)
         self._work = math.fsum(segment.work for segment in self.segments)
         self.owned = self.owned_before = self.home
+        self._products = self.home, self.home
 
     @property
     def home(self) -> tuple[float, ...]:
@@ -104,6 +106,15 @@ class OwnershipDecision:
     def is_home(self) -> bool:
         """Whether every rank owns what hosts give it."""
         return self.owned == self.home
+
+    @property
+    def products(self) -> tuple[float, ...]:
+        """Return what each rank owns of the products, in whole units, in units of a rank's at even shares."""
+        by, products = self._products
+        if by != self.owned:
+            products = self.home if self.is_home else owned_shares(self.owned, self.segments)
+            self._products = self.owned, products
+        return products
 
     def checked(self, shares: Sequence[float]) -> tuple[float, ...]:
         """Return shares that a user gives, in any unit, scaled to mean 1.

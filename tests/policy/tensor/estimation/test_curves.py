@@ -1,6 +1,8 @@
 """All ranks' curves at once: the very numbers that each rank's own times tell, to the last bit."""
 
 import numpy as np
+import pytest
+from helpers.virtual_training import LINEAR, REALISTIC
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,3 +91,26 @@ def _is_uneven(rank):
     """More columns take less time somewhere: then the longest of fewer counts, and no single number is the truth."""
     times = [rank.cost.borrowed_at(share) for share in rank.cost.borrowed_points]
     return any(times[at] > times[at + 1] for at in range(len(times) - 1)) or times[0] > 0.0
+
+
+@given(st.floats(0.05, 3.0), st.floats(0.0, 0.95))
+def test_times_of_what_a_rank_owns_say_what_it_takes_spared_of_that(owned, ratio):
+    """What the estimator fits to steps is what decisions predict."""
+    rank = RankTimes(0.4, 1.6, 1.5, REALISTIC, moving_rest=0.3)
+    rest_s = 0.4 * (1.0 - 0.3 * (1.0 - owned))
+    points = REALISTIC.ratios
+    ratio = points[round(ratio * (len(points) - 1))]  # between them both are lines
+    expected_s = rest_s + 1.6 * REALISTIC.executed_at(owned, ratio) + 1.5 * owned * REALISTIC.gather_fill_at(ratio)
+    assert rank.owning(owned).busy_at(ratio) == pytest.approx(expected_s)
+    curves = Curves([rank])
+    assert curves.owning_s(np.array([[owned]]), np.array([[ratio]])).item() == pytest.approx(expected_s)
+    assert rank.owning(1.0) is rank
+
+
+@given(st.floats(0.05, 1.0), st.floats(0.0, 0.9))
+def test_what_a_narrow_rank_borrows_takes_as_long_as_at_home(owned, part):
+    rank, borrowed = RankTimes(0.4, 1.6, 1.0, LINEAR), part * owned
+    narrow = rank.owning(owned)
+    assert narrow.gemm_s * narrow.cost.borrowed_at(borrowed / owned) == pytest.approx(
+        1.6 * LINEAR.borrowed_at(borrowed)
+    )

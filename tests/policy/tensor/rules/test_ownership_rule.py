@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from zeroresize.plan.ownership import SegmentWork, unit_counts
 from zeroresize.policy.tensor.estimation.curves import GroupTimes
 from zeroresize.policy.tensor.estimation.times import RankTimes
-from zeroresize.policy.tensor.rules.ownership import merged, normalised, owned_step_s, wanted_shares
+from zeroresize.policy.tensor.rules.ownership import fitting_shares, merged, normalised, owned_step_s, wanted_shares
 
 #: So fine that rounding to whole units is no matter.
 FINE = (SegmentWork(2_000_000, 1, 0.7), SegmentWork(4_000_000, 1, 0.3))
@@ -59,7 +59,10 @@ def test_shares_go_by_the_reciprocal_of_the_slowness_and_reach_the_bound(chi_of_
 def test_no_other_division_is_faster(chi_of_ranks, cost, moving_rest, data):
     times = group(*chi_of_ranks, cost=cost, moving_rest=moving_rest)
     best_s = owned_step_s(times, wanted(times), FINE)
-    other = data.draw(st.lists(st.floats(0.0, 3.0), min_size=len(chi_of_ranks), max_size=len(chi_of_ranks)).filter(any))
+    other = data.draw(
+        st.lists(st.just(0.0) | st.floats(1e-3, 3.0), min_size=len(chi_of_ranks), max_size=len(chi_of_ranks))
+    )
+    other = other if any(other) else [1.0] * len(other)
     assert best_s <= owned_step_s(times, normalised(other), FINE) * (1.0 + 1e-4)
 
 
@@ -162,3 +165,36 @@ def test_one_share_is_not_told_from_another_by_the_last_bit_of_times():
     times = group(1.0, 1.0, 3.0, cost=REALISTIC)
     other = GroupTimes(dataclasses.replace(own, gemm_s=math.nextafter(own.gemm_s, 9.0)) for own in times)
     assert wanted(times) == wanted(other)
+
+
+MOST = st.lists(st.floats(0.3, 3.0), min_size=3, max_size=3).filter(lambda most: sum(most) >= 3.05)
+
+
+@given(MOST, st.lists(st.floats(1.0, 8.0), min_size=3, max_size=3))
+def test_no_rank_owns_more_than_it_has_memory_for_and_what_fits_is_divided_best(most, chis):
+    times = group(*chis)
+    slow = [chi > min(chis) for chi in chis]
+    shares = wanted_shares(times, slow, FINE, most_shares=most)
+    assert sum(shares) == pytest.approx(3.0, abs=1e-4)
+    assert all(share <= limit + 1e-4 for share, limit in zip(shares, most, strict=True))
+    if not any(slow) or shares == fitting_shares(3, most):
+        return
+    every_rank = zip(chis, shares, most, strict=True)
+    with_room = [REST_S + GEMM_S * chi * share for chi, share, limit in every_rank if share < limit - 1e-3]
+    assert max(with_room) == pytest.approx(min(with_room), rel=0.01)
+
+
+@given(MOST)
+def test_shares_that_fit_are_the_nearest_to_even_ones(most):
+    shares = fitting_shares(3, most)
+    assert sum(shares) == pytest.approx(3.0, abs=1e-4)
+    level = max(shares)
+    for share, limit in zip(shares, most, strict=True):
+        assert share == pytest.approx(min(level, limit), abs=1e-4)
+
+
+def test_the_ranks_that_are_not_slow_take_no_more_than_they_may():
+    times = group(1.0, 1.0, 4.0)
+    shares = wanted(times, most_s=1.05)
+    assert REST_S + GEMM_S * shares[0] == pytest.approx(1.05, rel=1e-4) and shares[0] == shares[1]
+    assert wanted(times, most_s=9.0) == wanted(times)

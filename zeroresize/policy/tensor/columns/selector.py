@@ -23,6 +23,7 @@ from zeroresize.plan.group import Relief
 from zeroresize.policy.tensor.columns.differentiated import budget_ratios, paper_ratios, relative_scores
 from zeroresize.policy.tensor.columns.order import decided_columns, num_lent, order_of_homes, pruned_of_order
 from zeroresize.policy.tensor.columns.priority import ColumnPriority
+from zeroresize.policy.tensor.rules.pruning_by_segment import pruned_by_segment
 from zeroresize.utils.state_checks import Check, any_number, count, each, keyed
 
 Columns = NDArray[np.int64]
@@ -72,7 +73,7 @@ class ColumnSelector:
         costs: Mapping[str, float],
         segments: Segments | None = None,
     ) -> None:
-        self._config, self._costs = config, dict(costs)
+        self._config, self._costs, self._costs_at_home = config, dict(costs), dict(costs)
         self._segments: Segments = [list(num_columns)] if segments is None else segments
         self._num_at_home = dict(num_columns)
         self.homes: dict[str, Columns] = {
@@ -95,19 +96,26 @@ class ColumnSelector:
     def layer_ratios(self, relief: Relief) -> dict[str, float]:
         """Return γ_k that every layer prunes, before rounding to blocks.
 
-        Time that is spared in one segment makes up for nothing in another, so each prunes γ; the paper's rule for
-        PriDiff is one for all layers.
+        Time that is spared in one segment makes up for nothing in another, so each prunes γ, or where whole units gave
+        this rank another share of one than of the next, so much that it computes equally much in all; the paper's rule
+        for PriDiff, and a forced ratio, are one for all layers.
         """
         ratios = dict.fromkeys(self._costs, relief.pruned)
+        if not relief.is_forced:
+            works = self._costs_at_home
+            owned = [self._costs[name] / works[name] if works[name] else 1.0 for name in works]
+            by_layer = pruned_by_segment(relief.pruned, relief.lent, owned, list(works.values()))
+            ratios = dict(zip(works, by_layer, strict=True))
         if self._config.differentiates_layers and relief.pruned > 0.0:
             for names in [list(ratios)] if self._config.paper.pridiff_rule == "paper" else self._segments:
-                ratios |= zip(names, self._differentiated(names, relief), strict=True)
+                ratio = relief.pruned if self._config.paper.pridiff_rule == "paper" else ratios[names[0]]
+                ratios |= zip(names, self._differentiated(names, ratio, relief.lent), strict=True)
         return ratios
 
-    def _differentiated(self, names: Sequence[str], relief: Relief) -> list[float]:
-        """γ_k of the layers ``names`` that are to prune γ together; what is lent counts towards γ_max."""
-        config, max_ratio = self._config, max(self._config.max_ratio - relief.lent, 0.0)
-        ratio = min(relief.pruned, max_ratio)
+    def _differentiated(self, names: Sequence[str], ratio: float, lent: float) -> list[float]:
+        """γ_k of the layers ``names`` that are to prune ``ratio`` together; what is lent counts towards γ_max."""
+        config, max_ratio = self._config, max(self._config.max_ratio - lent, 0.0)
+        ratio = min(ratio, max_ratio)
         w_vars = [self._priorities[name].w_var for name in names]
         if config.paper.pridiff_rule == "paper":
             theta = config.paper.theta_iter * self._steps_of_last_epoch

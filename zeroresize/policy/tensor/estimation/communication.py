@@ -31,7 +31,7 @@ class CollectiveTimes:
     Attributes:
         wait_s: seconds a step that the rank which waited least waited; NaN where nothing was measured. Negative or
             endless ones count as such.
-        lent: what each rank lent in those steps.
+        lent: what each rank lent in those steps, in units of a rank's products at even shares.
         migration: Φ1 by the calibration; None where nobody can lend.
     """
 

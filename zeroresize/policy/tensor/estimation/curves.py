@@ -69,15 +69,21 @@ class Curves:
         gather_fill_s = _interpolated(ratios_RX, self.ratios, self._gather_fill_s)
         return self.rest_s[:, None] + shrunk_s + self._scale[:, None] * gather_fill_s
 
-    def owning_s(self, owned_RX: Floats) -> Floats:
+    def owning_s(self, owned_RX: Floats, spared_RX: Floats | None = None) -> Floats:
         """Return [R, X] busy seconds of ranks that own so much by :meth:`ResizingCost.executed_at`.
 
-        They are spared nothing.
+        Args:
+            spared_RX: share of what each owns that it does not compute, γ; None for nothing.
         """
         wider_RX = 1.0 + self.widening[:, None] * (owned_RX - 1.0)
-        executed = np.where(owned_RX > 1.0, wider_RX, self.gemm_share_at(1.0 - np.minimum(owned_RX, 1.0)))
-        rest = 1.0 - self.moving_rest[:, None] * (1.0 - owned_RX)
-        return self.rest_s[:, None] * rest + self.gemm_s[:, None] * executed
+        rest = self.rest_s[:, None] * (1.0 - self.moving_rest[:, None] * (1.0 - owned_RX))
+        if spared_RX is None:
+            executed = np.where(owned_RX > 1.0, wider_RX, self.gemm_share_at(1.0 - np.minimum(owned_RX, 1.0)))
+            return rest + self.gemm_s[:, None] * executed
+        narrow_RX = 1.0 - np.minimum(owned_RX, 1.0) * (1.0 - spared_RX)
+        executed = np.where(owned_RX > 1.0, wider_RX * self.gemm_share_at(spared_RX), self.gemm_share_at(narrow_RX))
+        gather_fill_s = self._scale[:, None] * _interpolated(spared_RX, self.ratios, self._gather_fill_s) * owned_RX
+        return rest + self.gemm_s[:, None] * executed + gather_fill_s
 
     @cached_property
     def busy_at_points(self) -> Floats:
@@ -97,7 +103,21 @@ class Curves:
 
 
 class GroupTimes(tuple[RankTimes, ...]):
-    """Hold the times of all ranks of a group, whose curves are made when they are first wanted."""
+    """Hold the times of all ranks of a group, whose curves are made when they are first wanted.
+
+    Attributes:
+        owned: [R] what each rank owns, in units of a rank's products at even shares; None where that is 1 of all.
+    """
+
+    owned: tuple[float, ...] | None = None
+
+    def owning(self, owned: Sequence[float]) -> GroupTimes:
+        """Return the times of ranks at even shares once they own so much; γ are then shares of what they own."""
+        if all(share == 1.0 for share in owned):
+            return self
+        times = GroupTimes(rank.owning(share) for rank, share in zip(self, owned, strict=True))
+        times.owned = tuple(owned)
+        return times
 
     @cached_property
     def curves(self) -> Curves:

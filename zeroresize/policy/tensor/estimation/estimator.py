@@ -9,7 +9,7 @@ the noise that the filter learns from its own innovations:
     log rest     = log r + log(1 − ρ + ρ f)
     log gemm     = log M + log(s(1 − f (1 − γ)) + e^b φ(β)),   s linear between the points s_p e^{c_p};
                                                               (1 + e^w (f − 1)) s(γ) for f > 1
-    log gather_fill = log ω + log Ω(γ)
+    log gather_fill = log ω + log(f Ω(γ))
 
 ρ is what moves along of the rest, such as activation functions. It has a filter of its own with log r, which it is told
 nothing of at f = 1, so that there all is as if it were not. Its prior, 0.2 ± 0.3, is so wide that whatever moves along
@@ -322,7 +322,8 @@ class RankEstimator:
     def _learn_level(self, steps: Sequence[StepTimes], *, is_new_interval: bool) -> None:
         """Steps of one plan at one speed."""
         shares, cost = steps[-1].shares, self.cost
-        expected_s = cost.gather_fill_at(shares.spared) if shares.spared >= cost.ratios[1] else 0.0
+        gathers = shares.spared >= cost.ratios[1]
+        expected_s = shares.owned * cost.gather_fill_at(shares.spared) if gathers else 0.0
         values = list(zip(*(log_parts(step, expected_s) for step in steps), strict=True))  # by part, then by step
         if not self._is_known:
             self._x[_REST] = values[_REST][0] - math.log(self._rest_part(shares.owned))

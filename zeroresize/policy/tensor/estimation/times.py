@@ -117,6 +117,20 @@ class RankTimes:
         """Return the times if the rank were ``factor`` times as fast."""
         return dataclasses.replace(self, rest_s=self.rest_s / factor, gemm_s=self.gemm_s / factor)
 
+    def owning(self, owned: float) -> RankTimes:
+        """Return the times of the rank once it owns ``owned`` times as much as at even shares, nothing spared of that.
+
+        γ, and what is borrowed, are then shares of what it owns.
+        """
+        if owned == 1.0 or math.isnan(self.busy_s):
+            return self
+        return dataclasses.replace(
+            self,
+            rest_s=self.rest_s * (1.0 - self.moving_rest * (1.0 - owned)),
+            gemm_s=max(self.gemm_s * self.cost.executed_at(owned), LEAST_SECONDS),
+            cost=self.cost.owning(owned),
+        )
+
     def beginning_after(self, outside_s: float) -> RankTimes:
         """Return the times of a rank whose every step begins with so many seconds that no division changes."""
         if not outside_s or math.isnan(self.busy_s):

@@ -17,7 +17,7 @@ from zeroresize.policy.tensor.costs import MigrationCost
 from zeroresize.policy.tensor.estimation.curves import Curves
 from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.rules.ratios_to_reach import Floats, ratios_to_reach
-from zeroresize.policy.tensor.rules.sharing import WorkDivision
+from zeroresize.policy.tensor.rules.sharing import WorkDivision, owned_by
 
 #: Busy times that are tried between the fastest and the slowest; then again between the neighbours of the best.
 _NUM_LEVELS = 65
@@ -133,7 +133,10 @@ class _Group:
         most = min(len(stragglers), len(times) - 1)
         self.counts = np.arange(most + 1) if num_migrating is None else np.array([min(num_migrating, most)])
         lenders = self.slowest_first[: self.counts[0]]
-        self.least_lent = _sum(np.full(len(lenders), _LEAST_LENT))
+        owned_R = owned_by(times)
+        #: What each rank owns: amounts here are in units of products at even shares, to be added up over ranks.
+        self._owned_R = np.ones(len(times)) if owned_R is None else np.array(owned_R)
+        self.least_lent = _sum(_LEAST_LENT * self._owned_R[lenders])
         self._ratios = curves.ratios
         if most_spared is not None:
             self._ratios = np.append(self._ratios, np.maximum(self._ratios[:, -1:], most_spared), axis=1)
@@ -143,9 +146,12 @@ class _Group:
         self._busy = curves.busy_at(self._ratios)
         self._borrows_from_s = self._busy[:, 0].copy()
         self._borrows_from_s[lenders] = np.inf
+        self._ratios = self._ratios * self._owned_R[:, None]
         self._borrowed = curves.borrowed_points
         borrowed_s = curves.gemm_s[:, None] * curves.borrowed_at(self._borrowed)
         self._borrowed_s = np.maximum.accumulate(borrowed_s, axis=1)
+        self._borrowed = self._borrowed * self._owned_R[:, None]
+        self._borrows_from_s[self._owned_R == 0.0] = np.inf
         is_normal = ~np.array(are_stragglers, dtype=bool)
         least = np.where(is_normal, self._busy[:, 0], self._busy.min(axis=1))
         self.highest_s = max(
@@ -189,8 +195,8 @@ class _Group:
         low_s, high_s = borrowed_s.take(above - 1), borrowed_s.take(above)
         low, high = borrowed.take(above - 1), borrowed.take(above)
         between = low + (high - low) * (time_s - low_s) / np.where(high_s > low_s, high_s - low_s, 1.0)
-        all_s = borrowed_s[:, -1:]
-        return np.where(time_s < all_s, between, np.maximum(time_s / all_s, 1.0))
+        all_s, everything = borrowed_s[:, -1:], borrowed[:, -1:]
+        return np.where(time_s < all_s, between, everything * np.maximum(time_s / all_s, 1.0))
 
     def division(self, num_migrating: int, chosen: _Chosen) -> WorkDivision:
         """Those that migrate lend the least they must, and the same part of what else they are relieved of."""
@@ -208,6 +214,8 @@ class _Group:
             pruned[migrating] -= lent[migrating]
         if not prunes:
             pruned[:] = 0.0
+        for amount in (pruned, lent):  # as shares of what each owns
+            np.divide(amount, self._owned_R, out=amount, where=self._owned_R > 0.0)
         return WorkDivision(tuple(pruned.tolist()), tuple(lent.tolist()), tuple(self.slack(level_s)[:, 0].tolist()))
 
 

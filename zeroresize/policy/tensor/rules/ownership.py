@@ -20,6 +20,7 @@ import numpy as np
 from zeroresize.plan.ownership import SHARE_DECIMALS, SegmentWork, normalised, unit_counts
 from zeroresize.policy.tensor.estimation.curves import Curves, Floats
 from zeroresize.policy.tensor.estimation.times import RankTimes
+from zeroresize.policy.tensor.rules.pruning_by_segment import pruned_by_segment
 
 #: Halvings of the time at which all work is done.
 _NUM_HALVINGS = 45
@@ -33,22 +34,48 @@ def merged(segments: Sequence[SegmentWork]) -> tuple[SegmentWork, ...]:
     return tuple(dataclasses.replace(kind, work=math.fsum(own)) for kind, own in work.items())
 
 
-def owned_step_s(times: Sequence[RankTimes], shares: Sequence[float], segments: Sequence[SegmentWork]) -> float:
-    """Return the seconds of a step in which ranks own these shares, in whole units, and nothing is pruned or lent.
+def owned_step_s(
+    times: Sequence[RankTimes],
+    shares: Sequence[float],
+    segments: Sequence[SegmentWork],
+    *,
+    pruned: Sequence[float] = (),
+    lent: Sequence[float] = (),
+    borrowed: Sequence[float] = (),
+) -> float:
+    """Return the seconds of a step in which ranks own these shares, in whole units.
 
     Args:
-        times: of every rank.
+        times: of every rank, at even shares.
         shares: what each is to own.
         segments: of the model; what is in none stays even.
+        pruned, lent: shares of what each owns that it drops and hands over; empty for nothing.
+        borrowed: what each computes for others, in units of a rank's products at even shares; empty for nothing.
     """
-    curves = Curves.of(times)
-    if len(set(shares)) == 1:
+    curves, num_ranks = Curves.of(times), len(shares)
+    if not any(pruned) and not any(lent) and not any(borrowed) and len(set(shares)) == 1:
         return float(curves.busy_s.max())
-    step_s = (1.0 - math.fsum(segment.work for segment in segments)) * float(curves.busy_s.max())
-    for segment in segments:
-        owned_R = np.array(unit_counts(shares, segment)) * (len(shares) / segment.num_units)
-        step_s += segment.work * float(curves.owning_s(owned_R[:, None]).max())
-    return step_s
+    works = [1.0 - math.fsum(segment.work for segment in segments), *(segment.work for segment in segments)]
+    owned_RS = np.ones((num_ranks, len(works)))
+    for number, segment in enumerate(segments, start=1):
+        owned_RS[:, number] = np.array(unit_counts(shares, segment)) * (num_ranks / segment.num_units)
+    busy_s_RS = curves.owning_s(owned_RS, _spared(pruned, lent, owned_RS, works))
+    if any(borrowed):
+        borrowed_R1 = np.array(borrowed)[:, None]
+        busy_s_RS = busy_s_RS + curves.gemm_s[:, None] * curves.borrowed_at(borrowed_R1)
+    return float(np.cumsum(np.array(works) * busy_s_RS.max(axis=0))[-1])
+
+
+def _spared(pruned: Sequence[float], lent: Sequence[float], owned_RS: Floats, works: Sequence[float]) -> Floats | None:
+    """[R, S] what each rank does not compute of what it owns in each segment; None for nothing."""
+    if not any(pruned) and not any(lent):
+        return None
+    lent_R = np.array(lent) if any(lent) else np.zeros(len(owned_RS))
+    spared_RS = np.repeat(lent_R[:, None], owned_RS.shape[1], axis=1)
+    for rank, share in enumerate(pruned):
+        if share > 0.0:
+            spared_RS[rank] += pruned_by_segment(share, float(lent_R[rank]), owned_RS[rank].tolist(), works)
+    return spared_RS
 
 
 def wanted_shares(
@@ -57,23 +84,29 @@ def wanted_shares(
     segments: Sequence[SegmentWork],
     *,
     noise: float = 0.0,
+    most_s: float = math.inf,
+    most_shares: Sequence[float] | None = None,
 ) -> tuple[float, ...]:
     """Return what every rank should own, mean 1: all ranks take equally long in every segment, but for whole units.
 
-    Home, exactly, where nobody is slow, or where that is no longer than the shortest step and noise. Ranks that are not
-    slow and differ by noise only get equal shares.
+    Home, exactly, where nobody is slow, or, unless ``most_s`` is given, where that is no longer than the shortest step
+    and noise; where memory does not suffice for it, the nearest shares that fit. Ranks that are not slow and differ by
+    noise only get equal shares, as far as memory allows.
 
     Args:
         times, are_stragglers: of every rank.
         segments: in which units can change hands.
         noise: share of a time that says nothing.
+        most_s: for how many seconds the ranks that are not slow may be busy; the slow ones keep what these cannot take.
+        most_shares: for how much each rank has the memory; None where all have for everything.
     """
     num_ranks = len(times)
-    home = (1.0,) * num_ranks
+    home = fitting_shares(num_ranks, most_shares)
     if not any(are_stragglers) or not segments:
         return home
-    curves = Curves.of(times)
-    shares_R = _balanced(*_work_curves(curves, np.array(are_stragglers, dtype=bool), noise))
+    curves, are_slow = Curves.of(times), np.array(are_stragglers, dtype=bool)
+    most_R = np.full(num_ranks, np.inf) if most_shares is None else np.array(most_shares)
+    shares_R = _balanced(*_work_curves(curves, are_slow, noise), are_slow, most_s, most_R)
     if not any(segment.min_units for segment in segments):
         # Every rank keeps some units: without any nobody would see that it has recovered. A rank with at least the
         # share of one quantum gets one; raising shares lowers all of them a little.
@@ -81,8 +114,27 @@ def wanted_shares(
         if least < 0.5:
             shares_R = np.maximum(shares_R, least / (1.0 - least) + 10.0 ** (1 - SHARE_DECIMALS))
     shares = normalised(shares_R.tolist())
-    is_worth_it = owned_step_s(times, shares, segments) * (1.0 + noise) < float(curves.busy_s.max())
-    return shares if is_worth_it else home
+    if most_s < math.inf:  # what the slow ones keep is to be pruned
+        return shares
+    home_s = owned_step_s(times, home, segments)
+    return shares if owned_step_s(times, shares, segments) * (1.0 + noise) < home_s else home
+
+
+def fitting_shares(num_ranks: int, most_shares: Sequence[float] | None) -> tuple[float, ...]:
+    """Return even shares, or where memory does not suffice for them those nearest to them that fit, mean 1.
+
+    Args:
+        most_shares: for how much each rank has the memory, together for at least ``num_ranks``; None for everything.
+    """
+    if most_shares is None or min(most_shares) >= 1.0:
+        return (1.0,) * num_ranks
+    level, left = 1.0, float(num_ranks)
+    for fitted, most in enumerate(sorted(most_shares)):
+        level = left / (num_ranks - fitted)
+        if level <= most:
+            break
+        left -= most
+    return normalised([min(level, most) for most in most_shares])
 
 
 def _work_curves(curves: Curves, are_slow: np.ndarray, noise: float) -> tuple[Floats, Floats, Floats]:
@@ -105,8 +157,14 @@ def _work_curves(curves: Curves, are_slow: np.ndarray, noise: float) -> tuple[Fl
     return owned_RP, np.maximum.accumulate(seconds_RP, axis=1), moving_s + gemm_s * curves.widening
 
 
-def _balanced(owned_RP: Floats, seconds_RP: Floats, more_s_R: Floats) -> Floats:
-    """[R] the shares that are done at the time at which all work is, mean 1."""
+def _balanced(
+    owned_RP: Floats, seconds_RP: Floats, more_s_R: Floats, are_slow: np.ndarray, most_s: float, most_R: Floats
+) -> Floats:
+    """[R] the shares that are done at the time at which all work is, mean 1; of ranks that are not slow by ``most_s``.
+
+    What is left then is divided among the slow ones as if they went on until all is done. None has more than
+    ``most_R``.
+    """
     num_ranks, num_points = owned_RP.shape
     first_R = num_points * np.arange(num_ranks)
     whole_s = seconds_RP[:, -1]
@@ -119,13 +177,22 @@ def _balanced(owned_RP: Floats, seconds_RP: Floats, more_s_R: Floats) -> Floats:
         low_s, high_s = seconds_RP.take(above - 1), seconds_RP.take(above)
         low, high = owned_RP.take(above - 1), owned_RP.take(above)
         part = np.clip((level_s - low_s) / np.where(high_s > low_s, high_s - low_s, 1.0), 0.0, 1.0)
-        return np.where(level_s < whole_s, low + (high - low) * part, 1.0 + (level_s - whole_s) / more_s_R)
+        shares_R = np.where(level_s < whole_s, low + (high - low) * part, 1.0 + (level_s - whole_s) / more_s_R)
+        return np.minimum(shares_R, most_R)
 
     low_s, high_s = float(seconds_RP[:, 0].min()), float(whole_s.max())
+    if np.isfinite(most_R).any():  # who has little memory leaves more to the others than at even shares
+        high_s = float((whole_s + num_ranks * more_s_R).max())
     for _ in range(_NUM_HALVINGS):
         middle_s = (low_s + high_s) / 2
         if np.cumsum(done(middle_s))[-1] < num_ranks:
             low_s = middle_s
         else:
             high_s = middle_s
-    return done(high_s)
+    if high_s <= most_s:
+        return done(high_s)
+    shares_R = np.where(are_slow, done(high_s), done(most_s))
+    left = num_ranks - float(np.cumsum(shares_R[~are_slow])[-1]) if not are_slow.all() else float(num_ranks)
+    slow = float(np.cumsum(shares_R[are_slow])[-1])
+    shares_R[are_slow] = shares_R[are_slow] * (left / slow) if slow > 0.0 else left / np.count_nonzero(are_slow)
+    return shares_R

@@ -13,6 +13,7 @@ import numpy as np
 from zeroresize.policy.tensor.estimation.curves import Curves
 from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.rules.ratios_to_reach import Floats, ratios_to_reach
+from zeroresize.policy.tensor.rules.sharing import owned_by
 
 #: A step that gets shorter by less than this share is not worth what is pruned for it.
 _WORTHWHILE = 0.01
@@ -85,6 +86,8 @@ def pruning_ratios(
     target_s = max((1.0 - headroom) * max(reference_s, normal_s), least_s * (1.0 + _WORTHWHILE))
     if budget < 1.0 or min_gain > 0.0:
         ratios_SP, busy_s_SP = curves.ratios[are_slow], curves.busy_at_points[are_slow]
+        if (owned_R := owned_by(times)) is not None:  # amounts, which can be added up
+            ratios_SP = ratios_SP * np.array(owned_R)[are_slow, None]
         target_s = _most_worthwhile(target_s, ratios_SP, busy_s_SP, len(times), budget, min_gain)
     return np.where(are_slow, curves.ratios_to_reach(target_s), 0.0).tolist()
 

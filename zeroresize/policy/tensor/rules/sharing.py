@@ -1,10 +1,13 @@
 """Who computes for whom, and how long every rank is busy with it.
 
-Shares are in units of one rank's full products: who computes its own and nothing else has share 1.
+Shares are in units of one rank's full products at even shares: who computes its own there and nothing else has share 1.
+What a rank prunes and lends are shares of what it owns.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +15,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from zeroresize.plan.group import Loan
-from zeroresize.policy.tensor.estimation.curves import Curves
+from zeroresize.policy.tensor.estimation.curves import Curves, GroupTimes
 from zeroresize.policy.tensor.estimation.times import RankTimes
+
+#: Who owns less is no receiver.
+_LEAST_OWNED = 1e-6
+
+
+def owned_by(times: Sequence[RankTimes]) -> tuple[float, ...] | None:
+    """Return what each rank owns where these are its times, see :class:`GroupTimes`; None where that is 1 of all."""
+    return times.owned if isinstance(times, GroupTimes) else None
 
 
 @dataclass(frozen=True)
@@ -21,8 +32,8 @@ class WorkDivision:
     """Describe how a group's work is to be divided.
 
     Attributes:
-        pruned: what each rank drops of its own products.
-        lent: what each rank hands over.
+        pruned: what each rank drops, as a share of what it owns.
+        lent: what each rank hands over of that.
         slack: how much more each rank can take, in any unit; None divides evenly.
     """
 
@@ -30,8 +41,21 @@ class WorkDivision:
     lent: tuple[float, ...]
     slack: tuple[float, ...] | None = None
 
+    def dropped(self, times: Sequence[RankTimes]) -> float:
+        """Return what all ranks prune together, in units of a rank's products at even shares.
+
+        Args:
+            times: of what each rank owns.
+        """
+        owned = owned_by(times)
+        return math.fsum(self.pruned if owned is None else map(operator.mul, self.pruned, owned))
+
     def busy_s(self, times: Sequence[RankTimes]) -> list[float]:
-        """Return the busy seconds of every rank when the work is divided so."""
+        """Return the busy seconds of every rank when the work is divided so.
+
+        Args:
+            times: of what each rank owns.
+        """
         spared = [pruned + lent for pruned, lent in zip(self.pruned, self.lent, strict=True)]
         return predicted_busy_s(times, spared, loans_of(self.lent, self.slack))
 
@@ -77,8 +101,12 @@ def loans_of(ratios: Sequence[float], capacities: Sequence[float] | None = None)
     return tuple(loans)
 
 
-def borrowed_shares(loans: Sequence[Loan], num_ranks: int) -> list[float]:
-    """Return what every rank computes for others, in units of full products."""
+def borrowed_shares(loans: Sequence[Loan], num_ranks: int, owned: Sequence[float] | None = None) -> list[float]:
+    """Return what every rank computes for others, in units of full products at even shares.
+
+    Args:
+        owned: what each rank owns, in the same units; None for 1 of all.
+    """
     lent: list[float] = []  # by division, of all loans that are divided so
     divisions: dict[tuple[tuple[int, ...], tuple[float, ...]], int] = {}
     known: dict[tuple[int, int], int] = {}  # most loans share the two tuples, which are long
@@ -89,7 +117,7 @@ def borrowed_shares(loans: Sequence[Loan], num_ranks: int) -> list[float]:
             receivers = tuple(sorted(loan.receivers)) if is_even else loan.receivers
             known[same] = divisions.setdefault((receivers, loan.parts), len(lent))
             lent += [0.0] * (len(divisions) - len(lent))
-        lent[known[same]] += loan.share
+        lent[known[same]] += loan.share if owned is None else loan.share * owned[loan.owner]
     borrowed = [0.0] * num_ranks
     for (receivers, parts), division in divisions.items():
         for receiver, part in zip(receivers, parts, strict=True):
@@ -100,9 +128,11 @@ def borrowed_shares(loans: Sequence[Loan], num_ranks: int) -> list[float]:
 def predicted_busy_s(times: Sequence[RankTimes], spared: Sequence[float], loans: Sequence[Loan]) -> list[float]:
     """Return the busy seconds of every rank.
 
-    Each is spared a share of its own products and computes what others lend it.
+    Each is spared a share of what it owns and computes what others lend it.
     """
-    curves = Curves.of(times)
-    borrowed = np.array(borrowed_shares(loans, len(times)))
+    curves, owned_R = Curves.of(times), owned_by(times)
+    borrowed = np.array(borrowed_shares(loans, len(times), owned_R))
+    if owned_R is not None:  # as a share of what each owns
+        borrowed = borrowed / np.maximum(owned_R, _LEAST_OWNED)
     busy_s = curves.busy_at(np.array(spared)[:, None]) + curves.gemm_s[:, None] * curves.borrowed_at(borrowed[:, None])
     return busy_s[:, 0].tolist()
