@@ -107,6 +107,32 @@ def test_what_is_known_of_columns_goes_with_them_and_the_others_begin_anew():
     taker.end_epoch({"down": np.empty(0)}, incremental=True)
 
 
+def test_columns_leave_several_layers_while_all_of_them_prune():
+    names = ("first", "second")
+    selector = ColumnSelector(BalanceConfig(mode="zero-rd"), 1, dict.fromkeys(names, 64), dict.fromkeys(names, 1.0))
+    for _ in range(3):
+        selector.count_step(Relief(0.9, is_forced=True))
+    pruned = {name: set(selector.pruned_columns(Relief(0.9, is_forced=True))[name].tolist()) for name in names}
+    selector.hold({name: 64 + np.arange(40) for name in names}, costs=dict.fromkeys(names, 40 / 64))
+    for name, steps in selector.pruned_steps.items():
+        assert steps.tolist() == [3 * (column in pruned[name]) for column in range(40)]
+
+
+def test_a_rank_computes_equally_much_in_segments_of_which_it_owns_unequal_shares():
+    """Whole heads could not be divided as neurons were."""
+    columns = {"qkv": 64, "out": 64, "fc1": 64, "fc2": 256}
+    segments, costs = [["qkv", "out"], ["fc1", "fc2"]], {"qkv": 3.0, "out": 1.0, "fc1": 4.0, "fc2": 4.0}
+    selector = ColumnSelector(BalanceConfig(mode="semi"), 0, columns, costs, segments)
+    owned = {"qkv": 1.0, "out": 1.0, "fc1": 0.75, "fc2": 0.75}
+    selector.hold({"fc2": np.arange(192)}, costs={name: costs[name] * owned[name] for name in costs})
+    ratios = selector.layer_ratios(Relief(0.5))
+    computed = {name: owned[name] * (1.0 - ratio) for name, ratio in ratios.items()}
+    assert max(computed.values()) == pytest.approx(min(computed.values()))
+    dropped = sum(costs[name] * owned[name] * ratio for name, ratio in ratios.items())
+    assert dropped == pytest.approx(0.5 * sum(costs[name] * owned[name] for name in costs))
+    assert set(selector.layer_ratios(Relief(0.5, is_forced=True)).values()) == {0.5}
+
+
 @pytest.mark.parametrize("mode", ["zero-pri", "zero-pridiff"])
 def test_a_rank_that_owns_nothing_of_a_layer_divides_its_ratio_among_the_others(mode):
     selector = ColumnSelector(BalanceConfig(mode=mode), 0, {"up": 8, "down": 8}, {"up": 1.0, "down": 1.0})

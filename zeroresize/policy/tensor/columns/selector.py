@@ -225,6 +225,7 @@ class ColumnSelector:
             costs: of the products of every layer, as this rank owns it now; None where they stay.
         """
         self._count_pruned_steps()
+        self._under_way = _UnderWay()  # of columns that were held
         for name, of_layer in homes.items():
             others = (arrived or {}).get(name, (np.empty(0, np.int64), np.empty((4, 0))))
             known_homes = np.concatenate([self.homes[name], others[0]])
