@@ -498,6 +498,36 @@ def test_shares_hold_in_every_mode(run_ranks, mode, shares):
     assert run_ranks(train, 2) == [(tuple(192 * share // sum(shares) for share in shares), True)] * 2
 
 
+@pytest.mark.parametrize("shares", [(3, 1), (1, 0)], ids=str)
+@pytest.mark.parametrize("mode", [*PINNABLE_MODES, "mig"])
+def test_a_forced_ratio_is_in_force_on_shares_from_the_start_and_after_resuming(run_ranks, mode, shares):
+    def train(rank, group):
+        def forced_run():
+            ranks = [0] if mode == "mig" else "all"
+            return pruning_run(
+                group, mode=mode, shares=shares, ratio=0.5, ranks=ranks, update_every=3, iters_per_epoch=4
+            )
+
+        first = forced_run()
+        losses = first.steps(8)
+        with first.balancer.at_home():
+            pass
+        losses += first.steps(2)
+        state = first.balancer.state_dict()
+        first.balancer.close()
+        resumed = forced_run()
+        resumed.balancer.load_state_dict(state)
+        resumed.steps(4)
+        kind = "balance/lent_share" if mode == "mig" else "balance/pruned_share"
+        spared = [run.balancer.metrics()[kind] for run in (first, resumed)]
+        return losses[-1] < losses[0], spared, [run.model.down.segment.owned.counts for run in (first, resumed)]
+
+    for rank, (learns, spared, counts) in enumerate(run_ranks(train, 2)):
+        is_forced = shares[rank] > 0 and (mode != "mig" or rank == 0)
+        assert learns and spared == pytest.approx([0.5 * is_forced] * 2, abs=0.01)
+        assert counts == [tuple(192 * share // sum(shares) for share in shares)] * 2
+
+
 def test_layers_weigh_in_a_share_by_what_the_rank_owns_of_them(run_ranks):
     """Beside a segment that is uneven the layers of another one are as they were."""
 
