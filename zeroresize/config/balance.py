@@ -41,7 +41,8 @@ class BalanceConfig:
             priority, ``"zero-pridiff"`` by priority and with a ratio of its own for every layer (ZERO-Rd, -Pri,
             -PriDiff, sections III-B and III-C). With ``"mig"`` they hand columns to the other ranks (section IV), and
             nothing is left out. With ``"semi"`` a cost model decides who hands over and who prunes, as in
-            ``"zero-pri"`` (``"zero-pridiff"`` by the paper's rule), and units move as in ``"exact"``.
+            ``"zero-pri"`` (``"zero-pridiff"`` by the paper's rule). Units move as in ``"exact"``,
+            but where pruning is worth it only as far as the other ranks hardly take longer; the rest is pruned.
         ratio: ``"auto"`` decides for every straggler, by Eq. (1) where it only prunes; a number forces that ratio γ,
             0 ≤ γ < 1 where it prunes (0 prunes nothing), 0 ≤ γ ≤ 1 with ``"mig"``; with ``"exact"`` and ``"semi"``
             nothing can be forced.
