@@ -33,7 +33,7 @@ def test_ranks_that_fail_together_read_each_other_and_one_that_does_not_fail_is_
             in explanation
         )
         assert (
-            "rank 2: has not reported; when numbers were last exchanged it was at balancer.step(), call 7 (may be dead"
+            "rank 2: has not reported, and when numbers were last exchanged it was at balancer.step(), call 7 (may be"
             in explanation
         )
         assert is_told_once and seconds < failure_reports.WAIT_S + 1
@@ -59,7 +59,10 @@ def test_a_rank_that_has_not_failed_is_told_by_the_word_that_it_left_while_other
         return str(error.value)
 
     text, _ = run_ranks(wait, 2)
-    assert "rank 1: has not reported its failure; its last word was: training, after 9 calls of balancer.step()" in text
+    assert (
+        "rank 1: has not reported its failure, and its last word was: training, after 9 calls of balancer.step()"
+        in text
+    )
     assert "call 1 " not in text
 
 

@@ -89,8 +89,8 @@ class FailureReports:
 
     def _last_heard_of(self, rank: int, word: str) -> str:
         if word:
-            return f"has not reported its failure; its last word was: {word}"
-        heard = f"; when numbers were last exchanged it was at {self.last_heard[rank]}" if self.last_heard else ""
+            return f"has not reported its failure, and its last word was: {word}"
+        heard = f", and when numbers were last exchanged it was at {self.last_heard[rank]}" if self.last_heard else ""
         return f"has not reported{heard} (may be dead, stopped or busy)"
 
     def _leave_and_read(self, report: str, wait_s: float) -> tuple[list[str], list[str]]:
