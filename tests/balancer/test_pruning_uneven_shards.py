@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers import parallel_layers
 from helpers.parallel_layers import HEAD_SIZE, WIDTH, gathered, impute
-from helpers.virtual_training import FEATURES, Run
+from helpers.virtual_training import FEATURES, Pair, Run
 from torch import nn
 from torch.testing import assert_close
 
@@ -557,13 +557,9 @@ def test_layers_weigh_in_a_share_by_what_the_rank_owns_of_them(run_ranks):
         assert ratio == pytest.approx(of_all) and len(set(pruned)) > 1
 
 
-class DroppingPair(nn.Module):
+class DroppingPair(Pair):
     def __init__(self, group):
-        super().__init__()
-        torch.manual_seed(0)
-        up, down = nn.Linear(FEATURES, 4 * FEATURES), nn.Linear(4 * FEATURES, FEATURES)
-        self.up = zr.ColumnParallelLinear.from_linear(up, process_group=group)
-        self.down = zr.RowParallelLinear.from_linear(down, process_group=group)
+        super().__init__(group)
         self.between = nn.Dropout(0.25)
 
     def forward(self, x):

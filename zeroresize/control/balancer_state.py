@@ -11,7 +11,7 @@ from zeroresize.control.column_moves import SeenOfEpoch
 from zeroresize.control.parts import Parts
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.functional import LastGradients
-from zeroresize.layers.segments import all_segments, homes_of_columns, shape_with
+from zeroresize.layers.segments import all_segments, homes_of_layers, shape_with
 from zeroresize.layers.unit_dropout import UnitDropout
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.utils.state_checks import anything, count, each, keyed, optional, row, share, tensor, text, values
@@ -103,11 +103,7 @@ def load_state(parts: Parts, state_dict: Mapping[str, Any], *, gathers: bool) ->
     parts.decision.load_state_dict(shared["decision"])
     in_force.take_back()
     (units,) = of_rank["units"]
-    homes = {
-        name: homes_of_columns(layer, _units_of_layer(units, parts, layer))
-        for name, layer in parts.layers.items()
-        if layer.segment is not None and not layer.is_column_parallel
-    }
+    homes = homes_of_layers(parts.layers, lambda layer: _units_of_layer(units, parts, layer))
     parts.selector.load_state_dict(of_rank["selector"], homes)
     parts.columns.follow(gathers=gathers)
     for name, dropout in _keyed_dropouts(parts).items():

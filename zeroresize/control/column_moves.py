@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zeroresize.comm.exchange import Exchange
 from zeroresize.control.setup_checks import Layers
-from zeroresize.layers.segments import all_segments, homes_of_columns, present_work_of_layers
+from zeroresize.layers.segments import all_segments, homes_of_layers, present_work_of_layers
 from zeroresize.measure.column_statistics import ColumnStatistic
 from zeroresize.policy.tensor.columns.selector import Columns, ColumnSelector, Floats
 
@@ -115,11 +115,8 @@ class ColumnMoves:
                 self._selector.hold(changed, arrived, present_work_of_layers(self._layers))
 
     def _homes(self) -> dict[str, Columns]:
-        return {
-            name: homes_of_columns(layer, layer.segment.owned.units_of(self._rank))
-            for name, layer in self._layers.items()
-            if layer.segment is not None and not layer.is_column_parallel
-        }
+        units = self.units
+        return homes_of_layers(self._layers, lambda layer: units[layer.segment.name] if layer.segment else ())
 
     def _leaving(self, homes: dict[str, Columns]) -> list[float]:
         """Of each layer how many columns are no longer here, and their numbers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -31,6 +31,17 @@ def shape_with(layer: BalancedLinear, num_units: int) -> tuple[int, int]:
     return num_outputs, num_columns * num_units // num_even
 
 
+def shard_shape(layer: BalancedLinear, rank: int) -> tuple[int, int]:
+    """Return [N, K] of the weight of ``layer`` on ``rank`` of its group, without asking that rank.
+
+    It follows from the ownership map, which all ranks hold alike. In a layer of no segment all shards are equal.
+    """
+    if layer.segment is None:
+        num_outputs, num_columns = layer.even_shape
+        return num_outputs, num_columns
+    return shape_with(layer, layer.segment.owned.counts[rank])
+
+
 def homes_of_columns(layer: BalancedLinear, units: Sequence[int] | Indices) -> Indices:
     """Return where at even shares the columns of a row-parallel layer are whose rank owns these units of its segment.
 
@@ -49,6 +60,21 @@ def homes_of_columns(layer: BalancedLinear, units: Sequence[int] | Indices) -> I
     begins_U = ranks * num_at_home + places * rows
     blocks = np.arange(num_blocks) * num_even * rows
     return (blocks[:, None, None] + begins_U[:, None] + np.arange(rows)).reshape(-1)
+
+
+def homes_of_layers(
+    layers: Mapping[str, BalancedLinear], units_of: Callable[[BalancedLinear], Sequence[int] | Indices]
+) -> dict[str, Indices]:
+    """Return :func:`homes_of_columns` of every layer whose columns may change hands, by name.
+
+    Args:
+        units_of: which units of its segment the rank of a layer owns.
+    """
+    return {
+        name: homes_of_columns(layer, units_of(layer))
+        for name, layer in layers.items()
+        if layer.segment is not None and not layer.is_column_parallel
+    }
 
 
 def _num_even(layer: BalancedLinear) -> int:

@@ -12,13 +12,12 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import Channel, broadcast, group_rank, group_size, world_size
 from zeroresize.comm.weight_group import WeightGroup
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.segments import all_segments
+from zeroresize.layers.segments import all_segments, shard_shape
 from zeroresize.migration.broadcast_reduce import BroadcastReduce
 from zeroresize.migration.buffers import Buffers
 from zeroresize.migration.gradient_return import GradientReturn
 from zeroresize.migration.layer_loans import LayerLoan, LayerLoans
 from zeroresize.migration.scatter_gather import ScatterGather
-from zeroresize.migration.shard_shapes import shard_shape
 from zeroresize.migration.transport import LoanRoute, Transport, bounds_of_parts
 from zeroresize.plan.columns import Columns
 from zeroresize.plan.group import Loan

@@ -150,8 +150,8 @@ class Controller:
         before = self._measured_under = self._shares
         self._loans_then = self._loans
         is_in_doubt = self._divide(times, reference_s, usual)
-        lent_before = any(own.lent for own, slow in zip(before, self._are_stragglers, strict=True) if slow)
-        if lent_before and not any(own.lent for own in self._shares):
+        lent_before = any(shares.lent for shares, slow in zip(before, self._are_stragglers, strict=True) if slow)
+        if lent_before and not any(shares.lent for shares in self._shares):
             self._communication.give_up()
         if self._move(times, reference_s, usual, deviations, saved):
             self._spare_nobody()
@@ -444,7 +444,7 @@ class Controller:
         migration = self._communication.migration if may_lend or self.config.mode != "semi" else None
         may_relieve = may_lend or self.config.mode != "exact"
         stragglers = self._are_stragglers if may_relieve else [False] * self.num_ranks
-        in_force = times.owning(self._ownership.products)
+        in_force = times.owning(ownership.products)
         normal_s = slowest_normal_s(self._given(times), stragglers)
         division = wanted_division(self.config, in_force, stragglers, reference_s, migration, normal_s)
         return self._change_to(division, in_force, times, deviation)
@@ -522,7 +522,7 @@ class Controller:
             self._communication.migration,
             ownership.segments,
             noise=noise,
-            are_pruning=any(own.pruned for own in self._shares),
+            are_pruning=any(shares.pruned for shares in self._shares),
             most_shares=self._most_shares,
         )
         if wanted == ownership.owned == fitting_shares(self.num_ranks, self._most_shares):
@@ -570,7 +570,7 @@ class Controller:
         in_force, then = (times.owning(owned_shares(shares, segments)) for shares in (self._ownership.owned, wanted))
         migration, normal_s = self._communication.migration, slowest_normal_s(times, slow)
         division = wanted_division(config, then, slow, reference_s, migration, normal_s)
-        now = WorkDivision(tuple(own.pruned for own in self._shares), tuple(own.lent for own in self._shares))
+        now = WorkDivision(*zip(*((shares.pruned, shares.lent) for shares in self._shares), strict=True))
         now_s = self._step_s(times, self._shares, self._loans) - self._communication.seconds(())
         saved_s = now_s - divided_step_s(times, wanted, segments, division, migration)
         return saved_s + config.min_gain * exact_s / max(sum(slow), 1) * (
@@ -604,18 +604,18 @@ class Controller:
     ) -> float:
         owned = self._ownership.owned if owned is None else owned
         if owned == self._ownership.home:
-            spared, lent = [own.spared for own in shares], [own.lent for own in shares]
+            spared, lent = [rank.spared for rank in shares], [rank.lent for rank in shares]
             return max(predicted_busy_s(times, spared, loans)) + self._communication.seconds(lent)
         products = owned_shares(owned, self._ownership.segments)
         busy_s = owned_step_s(
             times,
             owned,
             self._ownership.segments,
-            pruned=[own.pruned for own in shares],
-            lent=[own.lent for own in shares],
+            pruned=[rank.pruned for rank in shares],
+            lent=[rank.lent for rank in shares],
             borrowed=borrowed_shares(loans, self.num_ranks, products) if loans else (),
         )
-        return busy_s + self._communication.seconds([own.lent * of for own, of in zip(shares, products, strict=True)])
+        return busy_s + self._communication.seconds([rank.lent * of for rank, of in zip(shares, products, strict=True)])
 
     def _calibrate(
         self, times: GroupTimes, deviations: Floats, step_s: float, before: Sequence[Shares], *, is_in_doubt: bool

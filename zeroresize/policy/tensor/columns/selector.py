@@ -107,8 +107,9 @@ class ColumnSelector:
             by_layer = pruned_by_segment(relief.pruned, relief.lent, owned, list(works.values()))
             ratios = dict(zip(works, by_layer, strict=True))
         if self._config.differentiates_layers and relief.pruned > 0.0:
-            for names in [list(ratios)] if self._config.paper.pridiff_rule == "paper" else self._segments:
-                ratio = relief.pruned if self._config.paper.pridiff_rule == "paper" else ratios[names[0]]
+            is_one_for_all = self._config.paper.pridiff_rule == "paper"
+            for names in [list(ratios)] if is_one_for_all else self._segments:
+                ratio = relief.pruned if is_one_for_all else ratios[names[0]]
                 ratios |= zip(names, self._differentiated(names, ratio, relief.lent), strict=True)
         return ratios
 

@@ -96,11 +96,13 @@ def wanted_ownership(
     normal_s = slowest_normal_s(times, are_stragglers)
     goal_s = max(reference_s, normal_s) * (1.0 + config.tolerance / 2)
     exact_s = owned_step_s(times, exact, segments)
+    if exact_s <= goal_s:
+        return exact
     best: tuple[float, tuple[float, ...], float] | None = None
     for part in range(_NUM_LEVELS):
         most_s = goal_s + (exact_s - goal_s) * (part / _NUM_LEVELS) ** 2  # the first ones matter most
         shares = wanted_shares(times, are_stragglers, segments, noise=noise, most_s=most_s, most_shares=most_shares)
-        if shares == exact or exact_s <= goal_s:
+        if shares == exact:
             break
         in_force = times.owning(owned_shares(shares, segments))
         division = _semi_division(config, in_force, are_stragglers, reference_s, normal_s, migration)
