@@ -62,6 +62,29 @@ def test_what_lies_before_the_first_product_is_outside_but_for_its_waits(clock, 
     assert times.inside.busy_s == 122.0
 
 
+def test_what_another_model_does_between_two_steps_is_outside(clock, timer):
+    timer.begin_step()
+    clock.advance(3.0)
+    timer.backward_ends()  # of another model
+    clock.advance(4.0)
+    timer.wait_begins()
+    clock.advance(2.0)
+    timer.wait_ends()
+    timer.product_begins()
+    clock.advance(1.0)
+    timer.product_ends()
+    timer.wait_begins()
+    clock.advance(5.0)
+    timer.wait_ends()
+    timer.backward_ends()
+    timer.wait_begins()  # as where gradients are clipped
+    clock.advance(6.0)
+    timer.wait_ends()
+    (times,) = timer.end_step()
+    assert (times.outside_s, times.outside_wait_s) == (3.0 + 4.0, 2.0)
+    assert (times.inside.busy_s, times.inside.wait_s) == (1.0, 5.0 + 6.0)
+
+
 def test_a_step_without_products_has_no_outside(clock, timer):
     timer.begin_step()
     clock.advance(3.0)

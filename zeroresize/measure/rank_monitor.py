@@ -39,11 +39,14 @@ from zeroresize.utils.state_checks import (
     share,
     text,
 )
+from zeroresize.utils.usual import usual_of
 
 logger = logging.getLogger(__name__)
 
 #: A calibration stays valid while a step's work changes by at most this factor, up or down.
 _LIKE = 1.5
+#: Of fewer steps what lies outside of the layers tells nothing: any may have followed an evaluation.
+_FEWEST_OUTSIDE = 3
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,8 @@ class RankMonitor:
         self._calibrated_on: _Conditions | None = None
         self._interval: list[StepTimes] = []
         self._shares_in_force = Shares()
-        self._wait_s, self._outside_s = math.nan, 0.0
+        self._wait_s = math.nan
+        self._outsides_s: list[float] = []
         self._has_seen_training = self._has_warned = False
         # Ranks run row-parallel layers together, since their outputs are summed; a model without any counts all layers.
         self._counted = [layer for layer in layers.values() if not layer.is_column_parallel] or list(layers.values())
@@ -252,9 +256,7 @@ class RankMonitor:
             )
         if self._shares_in_force.owned == 0.0:  # no step tells the speed of a rank without products
             self._time_reference(0.0)
-        possible = [step.outside_s for step in self._interval if step.is_possible]
-        if possible:
-            self._outside_s = statistics.median(possible)
+        self._learn_outside()
         self._estimator.learn([step.inside for step in self._interval])
         usual = self._estimator.usual_step
         self._wait_s = math.nan
@@ -270,6 +272,15 @@ class RankMonitor:
         }
         self._interval, self._has_seen_training = [], False
 
+    @property
+    def _outside_s(self) -> float:
+        return usual_of(self._outsides_s) if self._outsides_s else 0.0
+
+    def _learn_outside(self) -> None:
+        """Keep the interval's steps, and of those before as many as make three: an evaluation is no lateness."""
+        measured = [step.outside_s for step in self._interval if step.is_possible]
+        self._outsides_s = [*self._outsides_s[-_FEWEST_OUTSIDE:], *measured][-max(len(measured), _FEWEST_OUTSIDE) :]
+
     def _take_split(self, split: ProductSplit) -> None:
         self._split = split
         self._timer.gemm_part = split.gemm_part
@@ -283,7 +294,7 @@ class RankMonitor:
             "num_tokens": [(name, number) for name, number in self._num_tokens.items()],
             "most_forwards": self._most_forwards,
             "reference": dataclasses.astuple(self._reference) if self._reference is not None else None,
-            "outside_s": self._outside_s,
+            "outsides_s": list(self._outsides_s),
             # Without the times of layers, which the next interval tells anew.
             "interval": [dataclasses.astuple(dataclasses.replace(step, layers={}))[:-1] for step in self._interval],
         }
@@ -300,6 +311,7 @@ class RankMonitor:
             flag,
             any_number,
             any_number,
+            any_number,
         )
         split = row(*[each(any_number, NUM_POINTS)] * 3)
         return keyed(
@@ -310,7 +322,7 @@ class RankMonitor:
                 "num_tokens": each(row(text, count)),
                 "most_forwards": count,
                 "reference": optional(row(text, count, count, not_negative)),
-                "outside_s": not_negative,
+                "outsides_s": each(not_negative),
                 "interval": each(step),
             }
         )
@@ -324,7 +336,7 @@ class RankMonitor:
         self._reference = Reference(*state["reference"]) if state["reference"] is not None else None
         self._interval = [_step_of(*values) for values in state["interval"]]
         self._estimator.load_state_dict(state["estimator"])
-        self._outside_s = state["outside_s"]
+        self._outsides_s = list(state["outsides_s"])
 
 
 def _step_of(busy_s: float, gemm_s: float, gather_fill_s: float, shares: Sequence[float], *others: Any) -> StepTimes:

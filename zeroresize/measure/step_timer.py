@@ -32,7 +32,9 @@ class _Step:
 
     ``pairs`` are the intervals of which the clock has not told the seconds yet, each with its kind and its layer;
     ``seconds`` are the sums of the others by kind, ``layers`` those of products by layer. ``outside_begin`` is since
-    when no balanced layer computes: from the beginning, or the end of a backward, to the next forward.
+    when no balanced layer computes: from the beginning, or the end of a backward, to the next forward. Waits meanwhile
+    have a kind of their own, by the number of backwards before; ``outside_waits`` are the kinds of those that a forward
+    followed.
     """
 
     begin: Any
@@ -40,6 +42,8 @@ class _Step:
     is_forced: bool = False
     end: Any = None
     outside_begin: Any = None
+    num_backwards: int = 0
+    outside_waits: list[str] = field(default_factory=list)
     num_marks: int = 1
     pairs: deque[tuple[str, str | None, Any, Any]] = field(default_factory=deque)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -136,6 +140,7 @@ class StepTimer(ProductProbe):
         if self._step is not None and self._step.outside_begin is not None and self._counts():
             self._step.add("outside", None, self._step.outside_begin, self._clock.mark(), self._clock)
             self._step.num_marks -= 1  # of the two one was counted when it was taken
+            self._step.outside_waits.append(f"waits {self._step.num_backwards}")
             self._step.outside_begin = None
         self._begun.is_whole = False
         self._begin("products")
@@ -161,14 +166,17 @@ class StepTimer(ProductProbe):
         self._begin("waits")
 
     def wait_ends(self) -> None:
-        is_outside = self._step is not None and self._step.outside_begin is not None
-        self._end("waits outside" if is_outside else "waits", begun="waits")
+        kind = "waits"
+        if self._step is not None and self._step.outside_begin is not None:
+            kind = f"waits {self._step.num_backwards}"
+        self._end(kind, begun="waits")
 
     def backward_ends(self) -> None:
-        if self._step is not None and self._counts():
-            self._end_outside()
+        # Where none of these layers has computed since, it is the backward of another model.
+        if self._step is not None and self._step.outside_begin is None and self._counts():
             self._step.outside_begin = self._clock.mark()
             self._step.num_marks += 1
+            self._step.num_backwards += 1
 
     def _end_outside(self) -> None:
         """Nothing more is outside; what was begun does not count."""
@@ -216,10 +224,10 @@ class StepTimer(ProductProbe):
         step.sum_up(self._clock)
         wall_s = self._clock.seconds(step.begin, step.end)
         self._clock.recycle([step.begin, step.end])
-        split_s, whole_s, gemm_s, waits_s = (step.seconds[kind] for kind in ("products", "wholes", "gemms", "waits"))
-        waits_outside_s = step.seconds["waits outside"]
-        outside_s = max(step.seconds["outside"] - waits_outside_s, 0.0)
-        waits_s += waits_outside_s
+        split_s, whole_s, gemm_s = (step.seconds[kind] for kind in ("products", "wholes", "gemms"))
+        waits_s = sum(seconds for kind, seconds in step.seconds.items() if kind.startswith("waits"))
+        outside_wait_s = sum(step.seconds[kind] for kind in step.outside_waits)
+        outside_s = max(step.seconds["outside"] - outside_wait_s, 0.0)
         products_s = split_s + whole_s
         if whole_s > 0.0:
             gemm_s += whole_s * self.gemm_part(step.shares.spared, step.shares.borrowed)
@@ -232,6 +240,7 @@ class StepTimer(ProductProbe):
             is_forced=step.is_forced,
             wait_s=max(wall_s - busy_s, 0.0),
             outside_s=min(outside_s, busy_s - products_s),
+            outside_wait_s=outside_wait_s,
             layers=dict(step.layers),
         )
 

@@ -43,6 +43,7 @@ class StepTimes:
         is_forced: whether someone forced just this share, whatever it costs.
         wait_s: the rest of the time between the two ends, waiting in collectives.
         outside_s: the part of ``busy_s`` before the first balanced layer of each forward, as for fetching a batch.
+        outside_wait_s: the part of ``wait_s`` there.
         layers: by name, what the products of each layer took that had any, in forward and backward together.
     """
 
@@ -53,6 +54,7 @@ class StepTimes:
     is_forced: bool = False
     wait_s: float = 0.0
     outside_s: float = 0.0
+    outside_wait_s: float = 0.0
     layers: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
@@ -64,7 +66,8 @@ class StepTimes:
     @property
     def inside(self) -> StepTimes:
         """Return the times without what lies outside of the balanced layers."""
-        return dataclasses.replace(self, busy_s=max(self.busy_s - self.outside_s, 0.0), outside_s=0.0)
+        busy_s, wait_s = max(self.busy_s - self.outside_s, 0.0), max(self.wait_s - self.outside_wait_s, 0.0)
+        return dataclasses.replace(self, busy_s=busy_s, wait_s=wait_s, outside_s=0.0, outside_wait_s=0.0)
 
 
 @dataclass(frozen=True)
