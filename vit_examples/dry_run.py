@@ -14,6 +14,7 @@ from vit_examples.config import RunConfig
 from vit_examples.data import expand_variables, local_path, unset_variables
 from vit_examples.model import build_vit, parallel_style
 from zeroresize.plan.ownership import SegmentWork, checked_shares, neuron_quantum, unit_counts
+from zeroresize.policy.tensor.memory import GroupMemory, HeldBytes
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def dry_run(config: RunConfig, num_ranks: int) -> list[Requirements]:
     """Check ``config`` for ``num_ranks`` ranks and print, on rank 0 if under torchrun, what each of them needs.
 
     By even shares all need the same; a column of the table is of ranks that do. Shares that are to be measured
-    (``"auto"``) are taken to be even.
+    (``"auto"``) are taken to be even. With ``balance.memory_limits`` units are divided as training begins with them.
 
     Raises:
         ValueError: naming what does not fit.
@@ -46,15 +47,64 @@ def dry_run(config: RunConfig, num_ranks: int) -> list[Requirements]:
     config.validate_group_size(num_ranks)
     model = build_vit(config.model, num_ranks=num_ranks, seed=0, device="meta")
     whole = sum(parameter.numel() for parameter in model.parameters())
-    needed = [requirements(config, model, num_ranks, rank) for rank in range(num_ranks)]
+    shares = shares_at_start(config, model, num_ranks)
+    needed = [requirements(config, model, num_ranks, rank, shares) for rank in range(num_ranks)]
+    _require_memory(config, model, num_ranks)
     if os.environ.get("RANK", "0") == "0":
         _print(config, num_ranks, whole, needed)
     return needed
 
 
-def requirements(config: RunConfig, model: nn.Module, num_ranks: int, rank: int) -> Requirements:
-    """Parameters and bytes of ``rank`` of ``num_ranks``."""
-    part = _Part.of(config, num_ranks, rank)
+def shares_at_start(config: RunConfig, model: nn.Module, num_ranks: int) -> Sequence[float]:
+    """By which shares units are divided when training begins; activations are not known then.
+
+    Raises:
+        ValueError: if the ranks' memory does not suffice without them.
+    """
+    balance = config.balance
+    if balance.memory_limits is None or isinstance(balance.shares, tuple):
+        return (1.0,) * num_ranks if isinstance(balance.shares, str) else balance.shares
+    memory = _memory(config, model, num_ranks, counts_activations=False)
+    shares = memory.evenly_filled
+    if (why := memory.why_too_much(shares)) is not None:
+        raise ValueError(f"balance.memory_limits, activations not counted: {why}")
+    return shares
+
+
+def _require_memory(config: RunConfig, model: nn.Module, num_ranks: int) -> None:
+    """Check that the units can be divided so that every rank has the memory for all that training holds.
+
+    Raises:
+        ValueError: if they cannot.
+    """
+    if config.balance.memory_limits is None:
+        return
+    memory = _memory(config, model, num_ranks, counts_activations=True)
+    if (why := memory.why_too_much(memory.evenly_filled)) is not None:
+        raise ValueError(f"balance.memory_limits: however units are divided, {why}")
+
+
+def _memory(config: RunConfig, model: nn.Module, num_ranks: int, *, counts_activations: bool) -> GroupMemory:
+    assert config.balance.memory_limits is not None
+    without, even = (
+        _requirements(config, model, _Part(share, share, 1.0 / num_ranks)) for share in (0.0, 1.0 / num_ranks)
+    )
+    fixed, whole = (needs.total - (0 if counts_activations else needs.activations) for needs in (without, even))
+    heads, neurons = _segments(config, num_ranks)
+    held = [HeldBytes(fixed, whole - fixed)] * num_ranks
+    return GroupMemory(config.balance.memory_limits, held, (heads, neurons))
+
+
+def requirements(
+    config: RunConfig, model: nn.Module, num_ranks: int, rank: int, shares: Sequence[float] | None = None
+) -> Requirements:
+    """Parameters and bytes of ``rank`` of ``num_ranks``; by the configuration's shares unless others are given."""
+    if shares is None:
+        shares = (1.0,) * num_ranks if isinstance(config.balance.shares, str) else config.balance.shares
+    return _requirements(config, model, _Part.of(config, shares, rank))
+
+
+def _requirements(config: RunConfig, model: nn.Module, part: _Part) -> Requirements:
     parameters = sum(
         round(parameter.numel() * part.of_parameter(config, name)) for name, parameter in model.named_parameters()
     )
@@ -80,18 +130,12 @@ class _Part:
     even: float
 
     @classmethod
-    def of(cls, config: RunConfig, num_ranks: int, rank: int) -> _Part:
-        model, shares = config.model, config.balance.shares
-        if isinstance(shares, str):
-            return cls(*[1.0 / num_ranks] * 3)
-        checked = checked_shares(shares, num_ranks)
-        sizes = model.num_heads, model.mlp_size or 4 * model.hidden_size
-        quanta = 1, neuron_quantum(sizes[1], num_ranks)
+    def of(cls, config: RunConfig, shares: Sequence[float], rank: int) -> _Part:
+        checked = checked_shares(shares, len(shares))
         heads, neurons = (
-            unit_counts(checked, SegmentWork(size, quantum, 0.0))[rank] / size
-            for size, quantum in zip(sizes, quanta, strict=True)
+            unit_counts(checked, segment)[rank] / segment.num_units for segment in _segments(config, len(shares))
         )
-        return cls(heads, neurons, 1.0 / num_ranks)
+        return cls(heads, neurons, 1.0 / len(shares))
 
     def of_parameter(self, config: RunConfig, name: str) -> float:
         """Which share of a parameter of the model the rank holds."""
@@ -102,23 +146,35 @@ class _Part:
         return self.even if is_padded_classifier else 1.0
 
 
+def _segments(config: RunConfig, num_ranks: int) -> tuple[SegmentWork, SegmentWork]:
+    """The heads of a layer and its neurons, with their parts of its products."""
+    model = config.model
+    mlp_size = model.mlp_size or 4 * model.hidden_size
+    of_heads = 4 * model.hidden_size / (4 * model.hidden_size + 2 * mlp_size)
+    neurons = SegmentWork(mlp_size, neuron_quantum(mlp_size, num_ranks), 1.0 - of_heads)
+    return SegmentWork(model.num_heads, 1, of_heads), neurons
+
+
 def activation_bytes(config: RunConfig, part: _Part) -> int:
     """Estimate of what forward keeps for backward, of one micro-batch, on one rank.
 
-    Of each token and layer: on every rank the inputs and outputs of both layer norms (4 H), and of the rank's share
-    q, k, v and the attention's output (4 H), FC1's output and the activation function's (2 M). Attention
-    probabilities are not kept (scaled_dot_product_attention). With activation checkpointing each layer keeps its
-    input (H), and one layer everything.
+    Of each token and layer: on every rank the inputs and outputs of both layer norms (4 H) and what these norms divide
+    by (4), and of the rank's share q, k, v, the attention's output by heads and by tokens (5 H), a number of each
+    head's softmax, FC1's output and the activation function's (2 M). Of each token besides: the last layer norm's input
+    (H) and what it divides by (2), and the picture. Attention probabilities are not kept
+    (scaled_dot_product_attention). With activation checkpointing each layer keeps its input (H), and one layer
+    everything.
     """
     model, training = config.model, config.training
     mlp_size = model.mlp_size or 4 * model.hidden_size
-    tokens = training.batch_size // training.accumulation * model.num_tokens
-    split = 4 * model.hidden_size * part.heads + 2 * mlp_size * part.neurons
-    per_token = 4 * model.hidden_size + round(split)
-    values = model.depth * per_token
+    num_pictures = training.batch_size // training.accumulation
+    split = (5 * model.hidden_size + model.num_heads) * part.heads + 2 * mlp_size * part.neurons
+    of_layer = 4 * model.hidden_size + 4 + round(split)
+    of_layers = model.depth * of_layer
     if training.activation_checkpointing:
-        values = model.depth * model.hidden_size + per_token
-    return tokens * values * (4 if training.precision == "fp32" else 2)
+        of_layers = model.depth * model.hidden_size + of_layer
+    of_picture = model.num_tokens * (of_layers + model.hidden_size + 2) + model.num_channels * model.image_size**2
+    return num_pictures * of_picture * (4 if training.precision == "fp32" else 2)
 
 
 def data_line(source: str) -> str:
@@ -170,10 +226,22 @@ def _print(config: RunConfig, num_ranks: int, whole: int, needed: Sequence[Requi
         table.add_row(label, *(_gib(getattr(own, name)) for own in shown))
     table.add_section()
     table.add_row("together", *(_gib(own.total) for own in shown))
+    limits = config.balance.memory_limits
+    if limits is not None:
+        of_column = (sorted({limits[rank] for rank in ranks}) for ranks in ranks_of.values())
+        table.add_row("memory_limits", *(", ".join(map(_gib, sizes)) for sizes in of_column))
     table.add_row("host memory while building (whole model, fp32)", _gib(4 * whole))
     console = Console()
     console.print(data_line(config.data.source), markup=False, highlight=False, soft_wrap=True)
     console.print(table)
+    over = [rank for rank, needs in enumerate(needed) if limits is not None and needs.total > limits[rank]]
+    if over:
+        console.print(
+            f"with activations {_named(over)} would be over the limit (balance.memory_limits) until units have moved, "
+            "after the first steps: give shares to begin with others",
+            highlight=False,
+            soft_wrap=True,
+        )
     if config.balance.shares == "auto":
         console.print("shares are measured when training begins; these are even ones", highlight=False, soft_wrap=True)
     sound = f"balance mode {config.balance.mode}: the configuration is sound"
@@ -192,6 +260,6 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
-def _gib(num_bytes: int) -> str:
+def _gib(num_bytes: float) -> str:
     """Three decimals: they tell small models apart, and align."""
     return f"{num_bytes / 2**30:,.3f} GiB"

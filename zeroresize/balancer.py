@@ -211,7 +211,8 @@ class Balancer:
 
         Raises:
             ValueError: for shares that are negative, all zero, or not one a rank; in a mode that prunes or lends only,
-                where units stay as ``shares`` divide them at the start; or where no unit may change hands, saying why.
+                where units stay as ``shares`` divide them at the start; where they would not fit into
+                ``config.memory_limits``; or where no unit may change hands, saying why.
             RuntimeError: if the ranks do not agree, one lacks the memory, or has died; nothing has changed then.
         """
         self._require_open()
@@ -229,6 +230,7 @@ class Balancer:
         error within that all ranks have. Nothing travels where they are at home.
 
         Raises:
+            ValueError: where it does not fit into ``config.memory_limits``.
             RuntimeError: as :meth:`move` does.
         """
         parts = self._parts
@@ -276,7 +278,8 @@ class Balancer:
         the measured cost: the floor of ZERO). Of the last step as it was executed: ``pruned_share``, ``lent_share``,
         ``borrowed_share`` (of this rank's products; other than the plan's after a calibration step or a new plan), and
         ``balancing_s`` (what balancing cost). Memory: ``statistic_bytes`` for the priority's statistic,
-        ``migration_bytes`` for lent and borrowed slices.
+        ``migration_bytes`` for lent and borrowed slices, and with ``config.memory_limits`` ``memory_bytes``: what this
+        rank holds in training of weights, gradients, optimizer state and activations, as it was counted last.
         """
         return records.metrics(self._parts, self._num_steps, self._balancing_s)
 
@@ -400,7 +403,8 @@ class Balancer:
         self._is_at(Call.STEP)
         measured, before = self._parts.monitor, self.plan
         self._moves.will_decide()
-        self._parts.decision.update(measured.times, measured.cost, measured.wait_s, self._agreed)
+        held = self._parts.memory.end_interval() if self._parts.memory is not None else None
+        self._parts.decision.update(measured.times, measured.cost, measured.wait_s, self._agreed, held)
         late = self._late_starts.warning(self._parts.decision.outside_s, self._parts.decision.busy_s)
         if self._parts.rank == 0 and self.plan.relieved != before.relieved:
             ended = why_relief_ended(before, self.plan, self._parts.decision.busy_s)

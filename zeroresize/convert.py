@@ -65,9 +65,9 @@ def convert(
         process_group: the 1D tensor-parallel group, or a one-dimensional ``DeviceMesh`` of it; None for that of the
             model's parallel layers. A group of one rank is a no-op with a log line.
         shares: how to divide the units from the start, one number a rank, such as ``(2, 1, 1)`` where rank 0 is twice
-            as fast, or has twice the memory: then with ``moves=False`` in the configuration, since decisions look at
-            time only. ``"auto"`` measures how fast the ranks multiply; ``"even"`` leaves units as the host made them,
-            until a balancer moves them. Collective if given. By default the balancer divides by its ``config.shares``.
+            as fast. ``"auto"`` measures how fast the ranks multiply; ``"even"`` leaves units as the host made them,
+            until a balancer moves them. Collective if given. By default the balancer divides by its ``config.shares``
+            and ``config.memory_limits``.
             Where dropout lies between the layers make the balancer before the first step: it keys dropout by the unit.
         segments: what lies between which layers and can be divided by units, where that is not found: see
             :class:`~zeroresize.Segment`.

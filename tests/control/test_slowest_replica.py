@@ -11,9 +11,9 @@ from zeroresize.policy.tensor.estimation.times import RankTimes
 COST = ResizingCost.linear(0.9)
 
 
-def numbers(busy_s, wait_s=0.1, fingerprint=5.0):
+def numbers(busy_s, wait_s=0.1, fingerprint=5.0, held=(7.0, 8.0)):
     times = None if busy_s is None else RankTimes(0.25 * busy_s, 0.75 * busy_s, 1.0, COST, 0.01)
-    return [fingerprint, wait_s, *_as_numbers(times, COST)]
+    return [fingerprint, wait_s, *held, *_as_numbers(times, COST)]
 
 
 def test_without_replicas_nothing_changes():
@@ -29,7 +29,12 @@ def test_the_slowest_counts_and_the_shortest_wait(busy_s):
 @pytest.mark.parametrize("unknown", [None, -1.0, math.inf, math.nan])
 def test_where_one_knows_no_times_nobody_does(unknown):
     merged = _of_slowest([numbers(1.0), numbers(unknown)])
-    assert not 0.0 < merged[3] < math.inf
+    assert not 0.0 < merged[5] < math.inf
+
+
+def test_the_most_bytes_count_whoever_is_slowest():
+    merged = _of_slowest([numbers(3.0, held=(1.0, 9.0)), numbers(1.0, held=(2.0, 8.0))])
+    assert merged == numbers(3.0, held=(2.0, 9.0))
 
 
 def test_an_unknown_wait_and_fingerprints_that_differ_stay_seen():

@@ -22,6 +22,7 @@ from vit_examples.dry_run import Requirements, dry_run
 from vit_examples.host_torch import shard_vit
 from vit_examples.model import build_vit
 from vit_examples.train import main
+from zeroresize.measure.saved_bytes import SavedBytes
 
 
 def test_a_dry_run_counts_parameters_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,8 +126,12 @@ def test_what_each_rank_needs_by_hand() -> None:
     assert [own.parameters for own in ranks] == expected
     assert [own.weights for own in ranks] == [4 * number for number in expected]
     assert [own.adamw for own in ranks] == [8 * number for number in expected]
-    # 2 pictures of 5 tokens: 4 H on every rank, and of each rank's part 4 a head's unit, 2 a neuron; 4 bytes each.
-    activations = [4 * 2 * 5 * (4 * 8 + 4 * heads * 2 + 2 * neurons) for heads, neurons in ((3, 12), (1, 4))]
+    # 2 pictures of 5 tokens, 4 bytes each: on every rank 4 H and 4 numbers of layer norms, and of each rank's part 5
+    # times a head's size and one number, and 2 a neuron; besides the picture, and H and 2 of the last layer norm.
+    activations = [
+        4 * 2 * (5 * (4 * 8 + 4 + 5 * heads * 2 + heads + 2 * neurons + 8 + 2) + 3 * 32 * 32)
+        for heads, neurons in ((3, 12), (1, 4))
+    ]
     assert [own.activations for own in ranks] == activations
 
 
@@ -147,6 +152,70 @@ def test_ranks_hold_what_the_dry_run_says(run_ranks: Callable[..., list[Any]]) -
 
     needed = dry_run(config, num_ranks=2)
     assert run_ranks(held_after_a_step, 2) == [(own.weights, own.gradients, own.adamw) for own in needed]
+
+
+UNEVEN = (
+    *("--config=demo", "--mode=exact", "--set=host=torch"),
+    "--set=model={hidden_size: 96, depth: 3, num_heads: 6, num_labels: 10, image_size: 32, patch_size: 4, "
+    "position_std: 0.02}",
+    "--set=training={batch_size: 16}",
+)
+
+
+def uneven_config(limits: str, *more: str) -> RunConfig:
+    arguments = [*UNEVEN, f"--set=balance.memory_limits={limits}", *more]
+    return READER.from_arguments(READER.argument_parser().parse_args(arguments))
+
+
+def test_bytes_by_memory_are_those_that_ranks_of_2_to_1_memory_hold(run_ranks: Callable[..., list[Any]]) -> None:
+    """To the byte what does not depend on the batch, within 5 % with activations, which are an estimate."""
+    config = uneven_config("[32000000, 16000000]")
+
+    def held_in_training(rank: int, group: Any) -> tuple[float, float, float]:
+        model = shard_vit(build_vit(config.model, num_ranks=2, seed=0), group)
+        zr.convert(model, process_group=group)
+        optimizer = torch.optim.AdamW(model.parameters())
+        balancer = zr.Balancer(model, optimizer, config.balance.replace(update_every=1))
+        images = torch.randn(16, 3, 32, 32)
+        for _ in range(2):  # what is exchanged at an update is known at the next
+            model(images).logits.square().mean().backward()
+            optimizer.step()
+            balancer.step()
+        by_balancer = balancer.metrics()["balance/memory_bytes"]
+        balancer.close()
+        saved = SavedBytes(model, (images,))
+        model(images)
+        saved.end()
+        parameters = list(model.parameters())
+        moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        static = sum(one.nbytes for one in (*parameters, *(own.grad for own in parameters), *moments))
+        return static, saved.total, by_balancer
+
+    needed, limits = dry_run(config, num_ranks=2), (32e6, 16e6)
+    for needs, limit, (static, saved, by_balancer) in zip(needed, limits, run_ranks(held_in_training, 2), strict=True):
+        assert needs.total - needs.activations == static
+        assert needs.total == pytest.approx(static + saved, rel=0.05)
+        assert by_balancer == pytest.approx(static + saved, rel=0.05)
+        assert needs.total < limit
+    assert needed[0].parameters > 1.3 * needed[1].parameters
+
+
+def test_memory_that_does_not_suffice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for limits, why in {
+        "[3000000, 1000000]": "balance.memory_limits, activations not counted: rank 0 would hold",
+        "[12000000, 6000000]": "balance.memory_limits: however units are divided, rank 0 would hold",
+        "[1e9]": "memory_limits are 1, not one of each of 2 ranks",
+    }.items():
+        assert why in refused([*UNEVEN, "--dry-run", "--ranks=2", f"--set=balance.memory_limits={limits}"], capsys)
+
+
+def test_ranks_that_begin_over_their_limit_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*UNEVEN, "--dry-run", "--ranks=2", "--set=balance.memory_limits=[32000000, 12000000]",
+          "--set=balance.shares=[1, 1]"])  # fmt: skip
+    said = " ".join(capsys.readouterr().out.split())
+    assert "with activations rank 1 would be over the limit" in said and "memory_limits" in said
+    main([*UNEVEN, "--dry-run", "--ranks=2", "--set=balance.memory_limits=[32000000, 16000000]"])
+    assert "over the limit" not in capsys.readouterr().out
 
 
 def test_a_column_is_of_ranks_that_need_the_same(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zeroresize.config.checks import checked_ranks, checked_ratio, checked_share_choice
+from zeroresize.config.checks import checked_memory_limits, checked_ranks, checked_ratio, checked_share_choice
 from zeroresize.config.document import balance_section
 from zeroresize.config.keys import (
     MIGRATING_MODES,
@@ -64,9 +64,13 @@ class BalanceConfig:
         moves: whether units may change their owner. By ``paper.semi_rule="paper"``, or with a number for
             ``paper.num_migrating``, none move, as in the paper.
         shares: how units are divided from the start: ``"even"``, one number for each rank of the group, such as
-            ``(2, 1, 1)`` where rank 0 is twice as fast or has twice the memory, or ``"auto"``, as fast as the ranks
-            multiply before training. Decisions go on from there, by time alone; where none moves units, as with
-            ``moves=False`` or in the modes that only prune or lend, it stays so.
+            ``(2, 1, 1)`` where rank 0 is twice as fast, or ``"auto"``, as fast as the ranks multiply before training.
+            Decisions go on from there; where none moves units, as with ``moves=False`` or in the modes that only prune
+            or lend, it stays so.
+        memory_limits: how many bytes each rank of the group may hold in training: weights, gradients, optimizer state
+            and activations; None for any number. With ``shares="even"`` each fills the same part of its memory from
+            the start; no decision gives a rank more than it may hold, nor leaves it with more. What kernels, and a
+            move while it lasts, hold besides must find room beyond the limits.
         budget: the largest share of the group's products that an automatic decision prunes, but by
             ``paper.semi_rule="paper"``; 0 is exact.
         min_gain: what share of a step it must save to prune all of the stragglers' products, and of less in proportion:
@@ -99,6 +103,7 @@ class BalanceConfig:
     migration_transport: str = "broadcast-reduce"
     moves: bool = True
     shares: str | tuple[float, ...] = "even"
+    memory_limits: tuple[float, ...] | None = None
     budget: float = 0.5
     min_gain: float = 0.25
     block: int = 1
@@ -128,6 +133,7 @@ class BalanceConfig:
         object.__setattr__(self, "paper", paper_config(self.paper))
         object.__setattr__(self, "ratio", checked_ratio(self.ratio, self.mode))
         object.__setattr__(self, "shares", checked_share_choice(self.shares))
+        object.__setattr__(self, "memory_limits", checked_memory_limits(self.memory_limits))
         object.__setattr__(self, "ranks", checked_ranks(self.ranks))
         if self.ranks != "stragglers" and self.ratio == "auto":
             raise ValueError(
@@ -192,9 +198,11 @@ class BalanceConfig:
         """Check what can only be checked against a group of ``num_ranks`` ranks.
 
         Raises:
-            ValueError: if ``ranks`` names a rank outside the group, or ``shares`` are not one for each.
+            ValueError: if ``ranks`` names a rank outside the group, or ``shares`` or ``memory_limits`` are not one for
+                each.
         """
         checked_share_choice(self.shares, num_ranks)
+        checked_memory_limits(self.memory_limits, num_ranks)
         if isinstance(self.ranks, tuple):
             outside = [rank for rank in self.ranks if rank >= num_ranks]
             if outside:

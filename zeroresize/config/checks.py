@@ -1,4 +1,4 @@
-"""Checks of the keys that take words or numbers: ``ratio``, ``shares`` and ``ranks``."""
+"""Checks of the keys that take words or numbers: ``ratio``, ``shares``, ``memory_limits`` and ``ranks``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zeroresize.config.keys import MIGRATING_MODES, RANK_CHOICES, SHARE_CHOICES
-from zeroresize.utils.value_checks import is_number, share_numbers
+from zeroresize.utils.value_checks import is_number, number, share_numbers
 
 
 def checked_ratio(ratio: Any, mode: str) -> str | float:
@@ -40,6 +40,26 @@ def checked_share_choice(shares: Any, num_ranks: int | None = None) -> str | tup
     if isinstance(shares, str) and shares in SHARE_CHOICES:
         return shares
     return share_numbers(shares, num_ranks, "'even', 'auto', or ")
+
+
+def checked_memory_limits(limits: Any, num_ranks: int | None = None) -> tuple[float, ...] | None:
+    """None, or a number of bytes for each rank.
+
+    Args:
+        num_ranks: of the group, where it is known.
+
+    Raises:
+        ValueError: if they are neither.
+    """
+    if limits is None:
+        return None
+    if isinstance(limits, str) or not isinstance(limits, Sequence) or not limits:
+        raise ValueError(f"memory_limits={limits!r} is not allowed: a list of bytes, one number for each rank, or null")
+    for limit in limits:
+        number("memory_limits", limit, above=0.0)
+    if num_ranks is not None and len(limits) != num_ranks:
+        raise ValueError(f"memory_limits are {len(limits)}, not one of each of {num_ranks} ranks")
+    return tuple(map(float, limits))
 
 
 def checked_ranks(ranks: Any) -> str | tuple[int, ...]:

@@ -20,6 +20,7 @@ from zeroresize.control.column_moves import ColumnMoves
 from zeroresize.control.dropout_keys import DropoutKeys
 from zeroresize.control.forward_watch import ForwardWatch
 from zeroresize.control.group_decision import GroupDecision
+from zeroresize.control.memory_watch import MemoryWatch
 from zeroresize.control.optimizer_steps import OptimizerSteps
 from zeroresize.control.parts import Parts
 from zeroresize.control.plan_execution import PlanExecution
@@ -76,14 +77,15 @@ def build(
         # Layers, and the ranks that compute them.
         prepare_layers(setup)
         attached.callback(release_layers, setup)
-        exchange = exchange_of_replicas = units = None
+        exchange = exchange_of_replicas = units = memory = None
         if setup.num_ranks > 1:
             keys = DropoutKeys(model, setup.layers, setup.process_group, config, are_divided=setup.are_divided)
             _kept(keys, attached)
             warn_of_layers_that_stay(setup)
             exchange = _kept(_exchange(setup), attached)
             replicas = replicas_of(model, setup.layers, setup.process_group, setup.replicas_group)
-            units = agree_on_units(setup, exchange.meet, replicas)
+            memory = _kept(MemoryWatch(setup) if config.memory_limits is not None else None, attached)
+            units = agree_on_units(setup, exchange.meet, replicas, memory)
             exchange_of_replicas = _kept(_exchange_of_replicas(setup, exchange, units, replicas), attached)
             if exchange_of_replicas is not exchange:
                 units.meet = MeetReplicas(exchange_of_replicas.meet, exchange_of_replicas.ranks)
@@ -99,6 +101,8 @@ def build(
         forward_watch = _kept(_forward_watch(setup, exchange), attached)
         # Decide.
         decision = _decision(setup, exchange_of_replicas if config.mode in MOVABLE_MODES else exchange, units)
+        if memory is not None and exchange is not None:
+            decision.expect_memory(memory.gather(exchange.meet))
         # Plan.
         selector = _selector(setup)
         knows_columns = setup.may_be_away and config.mode in PRUNING_MODES
@@ -140,6 +144,7 @@ def build(
             lender=lender,
             freezer=freezer,
             units=units,
+            memory=memory,
             attached=attached.pop_all(),
         )
 

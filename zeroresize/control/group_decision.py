@@ -18,6 +18,7 @@ from zeroresize.policy.tensor.controller import Controller
 from zeroresize.policy.tensor.costs import NUM_POINTS, MigrationCost, ResizingCost
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
 from zeroresize.policy.tensor.estimation.times import RankTimes
+from zeroresize.policy.tensor.memory import GroupMemory, HeldBytes
 from zeroresize.policy.tensor.ownership_decision import OwnershipDecision
 from zeroresize.policy.tensor.rules.bounds import Bounds
 from zeroresize.policy.tensor.what_if import WhatIf
@@ -50,6 +51,7 @@ class GroupDecision:
         plan: what is decided.
         num_calibration_steps: for how many of the next steps another plan is in force, :attr:`calibration_plan`.
         outside_s: of every rank, seconds of a step before its first balanced layer; empty before all were measured.
+        memory: what the ranks hold and may hold, as they told last; None without ``config.memory_limits``.
         migration: Φ1 by the calibration, the same on every rank; None where nobody can lend, or before it is known.
     """
 
@@ -64,19 +66,27 @@ class GroupDecision:
         self._exchange, self._migration_transport = exchange, config.migration_transport
         self._num_ranks = num_ranks
         self._may_migrate = config.mode in MIGRATING_MODES
-        self._config_text = repr(config)
+        self._config_text, self._memory_limits, self._segments = repr(config), config.memory_limits, segments
         self._controller = Controller(config, num_ranks, segments)
         if owned is not None:
             self._controller.set_owned(owned)
         self._what_if = WhatIf(config, num_ranks, segments)
         self._received: list[list[float]] | None = None
         self._lent_when_sent = (0.0,) * num_ranks
+        self.memory: GroupMemory | None = None
         self.migration: MigrationCost | None = None
         self.plan: WorkloadPlan = self._controller.initial_plan()
         self.num_calibration_steps = 0
         self.outside_s: tuple[float, ...] = ()
 
-    def update(self, times: RankTimes | None, cost: ResizingCost, wait_s: float, agreed: object) -> None:
+    def update(
+        self,
+        times: RankTimes | None,
+        cost: ResizingCost,
+        wait_s: float,
+        agreed: object,
+        held: HeldBytes | None = None,
+    ) -> None:
         """Decide from what was sent at the last update, and send this rank's numbers.
 
         Args:
@@ -84,6 +94,7 @@ class GroupDecision:
             cost: of pruning on this rank.
             wait_s: seconds a step that it waited in collectives under the plan in force, NaN where none was measured.
             agreed: whatever every rank must have decided alike, with a ``repr`` that tells it.
+            held: what this rank holds; None where that is not watched.
 
         Raises:
             RuntimeError: if the ranks of the group do not agree on their plans, or on ``agreed``.
@@ -101,8 +112,15 @@ class GroupDecision:
         # where a time limit ended an exchange, the ranks may have saved different states.
         if self._may_migrate:
             self._require_equal([number for number, *_ in self._exchange.meet(self._fingerprint(agreed))])
-        self._exchange.post([fingerprint, wait_s, *_as_numbers(times, cost)])
+        memory = (held.fixed, held.of_even_share) if held is not None else (0.0, 0.0)
+        self._exchange.post([fingerprint, wait_s, *memory, *_as_numbers(times, cost)])
         self._lent_when_sent = lent_in_force
+
+    def expect_memory(self, memory: GroupMemory) -> None:
+        """Decide from now on within the ranks' memory; alike on all ranks."""
+        self.memory = memory
+        for decider in (self._controller, self._what_if):
+            decider.expect_memory(memory)
 
     def expect_moves(self, cost: MoveCost, bytes_of_units: float, comparing_s: float = 0.0) -> None:
         """Learn what moves cost, as :meth:`.Controller.expect_moves`; alike on all ranks."""
@@ -148,7 +166,7 @@ class GroupDecision:
         def received(value: Any, where: str) -> None:
             row(text, optional(each(each(any_number), num_ranks)))(value, where)
             if value[0] == self._config_text and value[1] is not None:
-                each(each(any_number, 10 + 3 * NUM_POINTS))(value[1], f"{where}[1]")
+                each(each(any_number, 12 + 3 * NUM_POINTS))(value[1], f"{where}[1]")
 
         return keyed(
             {
@@ -236,9 +254,12 @@ class GroupDecision:
 
     def _decide(self, received: list[list[float]]) -> None:
         self._require_equal([numbers[0] for numbers in received])
-        measured = [_as_rank_times(numbers[2:]).checked() for numbers in received]
+        measured = [_as_rank_times(numbers[4:]).checked() for numbers in received]
         are_known = not any(math.isnan(one.busy_s) for one in measured)
         self.outside_s = tuple(one.outside_s for one in measured) if are_known else ()
+        if self._memory_limits is not None:
+            held = [HeldBytes(fixed, of_share) for _, _, fixed, of_share, *_ in received]
+            self.expect_memory(GroupMemory(self._memory_limits, held, self._segments))
         samples = _begun_together(measured)
         waits_s = [numbers[1] for numbers in received]
         wait_s = math.nan if any(map(math.isnan, waits_s)) else min(waits_s)
@@ -292,7 +313,7 @@ def _begun_together(samples: Sequence[RankTimes]) -> list[RankTimes]:
 
 
 def _of_slowest(replicas: Sequence[list[float]]) -> list[float]:
-    """Reduce the numbers that a rank and its replicas sent to the longest times, and the shortest wait.
+    """Reduce the numbers that a rank and its replicas sent to the longest times, the shortest wait, and most bytes.
 
     NaN where one of them knows no times, as they must wait for that one, too; and in place of fingerprints that differ.
     """
@@ -300,11 +321,12 @@ def _of_slowest(replicas: Sequence[list[float]]) -> list[float]:
         return replicas[0]
     fingerprints, waits_s = {numbers[0] for numbers in replicas}, [numbers[1] for numbers in replicas]
     wait_s = math.nan if any(map(math.isnan, waits_s)) else min(waits_s)
-    times = [_as_rank_times(numbers[2:]).checked() for numbers in replicas]
+    held = [max(numbers[place] for numbers in replicas) for place in (2, 3)]
+    times = [_as_rank_times(numbers[4:]).checked() for numbers in replicas]
     unknown = [number for number, own in enumerate(times) if math.isnan(own.busy_s)]
     slowest = unknown[0] if unknown else max(range(len(times)), key=lambda number: times[number].busy_s)
     fingerprint = replicas[0][0] if len(fingerprints) == 1 else math.nan
-    return [fingerprint, wait_s, *replicas[slowest][2:]]
+    return [fingerprint, wait_s, *held, *replicas[slowest][4:]]
 
 
 def _as_numbers(times: RankTimes | None, cost: ResizingCost) -> list[float]:

@@ -95,6 +95,7 @@ class OwnershipExecution:
             yield
             return
         away = units.shares
+        self._require_memory(units.home, "at_home()")
         # Before the first step there is nothing to go on from, and weights may be loaded within.
         columns.set_aside = columns.seen if self._parts.selector.steps_of_epoch else None
         try:
@@ -132,7 +133,10 @@ class OwnershipExecution:
                 f"{', '.join(map(repr, MOVING_MODES))} and 'off'; in the others they stay as shares= divides them at "
                 "the start"
             )
-        parts.decision.hold_owned(units.checked(shares) if shares is not None else None)
+        held = units.checked(shares) if shares is not None else None
+        if held is not None:
+            self._require_memory(held, f"move({list(held)})")
+        parts.decision.hold_owned(held)
         try:
             self._move(parts.decision.plan, num_steps, "by hand")
         except BaseException:
@@ -163,6 +167,16 @@ class OwnershipExecution:
                 return
             per_byte_s, fixed_s, num_bytes = (max(column) for column in zip(*rows, strict=True))
             parts.decision.expect_moves(MoveCost(per_byte_s, fixed_s), num_bytes, BUDGET_S)
+
+    def _require_memory(self, shares: Sequence[float], call: str) -> None:
+        """Check that the units fit into the ranks' memory by these shares, as far as the ranks have told.
+
+        Raises:
+            ValueError: if they do not; alike on every rank.
+        """
+        memory = self._parts.decision.memory
+        if memory is not None and (why := memory.why_too_much(shares)) is not None:
+            raise ValueError(f"{call} is not allowed by memory_limits: {why}; nothing has changed")
 
     def _refuse(self) -> None:
         units = self._parts.units
@@ -222,6 +236,8 @@ class OwnershipExecution:
         if before == [segment.owned for segment in units.segments]:
             return move
         parts.columns.restart_statistic()
+        if parts.memory is not None:
+            parts.memory.moved()
         try:
             parts.columns.follow()
         except RuntimeError as error:

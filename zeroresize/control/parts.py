@@ -15,6 +15,7 @@ from zeroresize.config.keys import MOVABLE_MODES
 from zeroresize.control.column_moves import ColumnMoves
 from zeroresize.control.forward_watch import ForwardWatch
 from zeroresize.control.group_decision import GroupDecision
+from zeroresize.control.memory_watch import MemoryWatch
 from zeroresize.control.optimizer_steps import OptimizerSteps
 from zeroresize.control.plan_execution import PlanExecution
 from zeroresize.control.plan_installer import LineageTable
@@ -54,6 +55,7 @@ class Parts:
         lender: carries out a plan's loans.
         freezer: keeps the optimizer off pruned columns.
         units: holds which units this rank owns; None in a group of one.
+        memory: counts what this rank holds; None without ``config.memory_limits``.
         attached: takes back what all of them attached to the layers, the optimizer and the group, the last one first.
     """
 
@@ -79,6 +81,7 @@ class Parts:
     lender: Lender | None
     freezer: ColumnFreezer | None
     units: OwnedUnits | None
+    memory: MemoryWatch | None
     attached: ExitStack
 
     @property

@@ -73,6 +73,9 @@ def metrics(parts: Parts, num_steps: int, balancing_s: float) -> dict[str, float
         "statistic_bytes": float(parts.statistic.bytes_held if parts.statistic is not None else 0),
         "migration_bytes": float(parts.lender.bytes_held if parts.lender is not None else 0),
     }
+    memory, units = parts.decision.memory, parts.units
+    if memory is not None and units is not None:
+        numbers["memory_bytes"] = memory.bytes_by(units.shares)[parts.rank]
     numbers |= {f"would/{mode}/{name}": value for mode, own in record.would.items() for name, value in own.items()}
     return {f"balance/{name}": value for name, value in numbers.items()}
 

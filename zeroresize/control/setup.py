@@ -72,6 +72,7 @@ class Setup:
         """Whether units are away from home, or will be as soon as ``config.shares`` divide them."""
         segments, shares = all_segments(self.layers), self.config.shares
         is_uneven = shares == "auto" if isinstance(shares, str) else len(set(shares)) > 1
+        is_uneven = is_uneven or self.config.memory_limits is not None
         will_be = is_uneven and not any(segment.has_given_shares for segment in segments)
         return will_be or any(len(set(segment.shares)) > 1 or not segment.owned.is_even for segment in segments)
 

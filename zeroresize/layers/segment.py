@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,6 +88,12 @@ class UnitTensor:
     def parameter(self) -> Tensor:
         parameter: Tensor = getattr(self.owner, self.attribute)
         return parameter
+
+    @property
+    def elements_of_unit(self) -> int:
+        """Return how many elements belong to one unit."""
+        others = [size for dim, size in enumerate(self.parameter.shape) if dim != self.dim]
+        return math.prod(others) * self.num_blocks * self.rows
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from zeroresize.pipeline.profiling import SavedBytes
+from zeroresize.measure.saved_bytes import SavedBytes
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.pipeline.bubbles import Schedule

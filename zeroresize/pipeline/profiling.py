@@ -20,14 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from zeroresize.comm.collectives import all_reduce
+from zeroresize.measure.saved_bytes import SavedBytes
 from zeroresize.pipeline.layer_timing import LayerTiming
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
-from zeroresize.utils.torch_private import storage_id
 
 #: Of each layer.
 _NUM_FIGURES = len(fields(LayerProfile))
@@ -172,40 +171,6 @@ class _Mark:
         if self._event is not None and other._event is not None:
             return self._event.elapsed_time(other._event) / 1000.0
         return other._now - self._now
-
-
-class SavedBytes:
-    """Counts the memory of the tensors that autograd saves, from now on until :meth:`end`."""
-
-    def __init__(self, layer: nn.Module, inputs: Sequence[Any]) -> None:
-        self.total = 0
-        self._seen = {_memory_of(one) for one in (*layer.parameters(), *layer.buffers())}
-        # Of a tensor that was there before, such as a batch of which this is a micro-batch, only this part counts.
-        self._inputs = {_memory_of(one): one.nbytes for one in inputs if isinstance(one, Tensor)}
-        self._hooks: saved_tensors_hooks | None = saved_tensors_hooks(self._pack, _itself)
-        self._hooks.__enter__()
-
-    def end(self) -> None:
-        """Count no more; ``total`` stays."""
-        if self._hooks is not None:
-            self._hooks.__exit__(None, None, None)
-        self._hooks = None
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        memory = _memory_of(tensor)
-        if memory not in self._seen:
-            self._seen.add(memory)
-            self.total += self._inputs.get(memory, tensor.untyped_storage().nbytes())
-        return tensor.detach()  # an output that is saved would else hold on to itself
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _memory_of(tensor: Tensor) -> int:
-    """On the meta device, where there is none, the storage itself."""
-    return storage_id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:

@@ -460,3 +460,12 @@ def rebuild_ddp(wrapper: DistributedDataParallel) -> None:
         private._static_graph_delay_allreduce_enqueued = False
         private.reducer._set_static_graph()
         private.logger._set_static_graph()
+
+
+def hooks_of_saved_tensors() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """Return what packs and unpacks saved tensors now: ``_top_saved_tensors_default_hooks``; None where nothing does.
+
+    Versions of torch that do not tell have none, as far as is known.
+    """
+    tell = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return tell(True) if tell is not None else None

@@ -30,6 +30,7 @@ from zeroresize.policy.tensor.estimation.curves import Floats, GroupTimes
 from zeroresize.policy.tensor.estimation.spells import COST_IN_VAIN, Spells
 from zeroresize.policy.tensor.estimation.times import DURATION, RankTimes
 from zeroresize.policy.tensor.loan_fingerprint import fingerprint_of_loans
+from zeroresize.policy.tensor.memory import GroupMemory
 from zeroresize.policy.tensor.ownership_decision import OwnershipDecision
 from zeroresize.policy.tensor.rules.bounds import Bounds
 from zeroresize.policy.tensor.rules.by_mode import (
@@ -88,7 +89,7 @@ class Controller:
     _calibration: CalibrationSteps = field(default_factory=CalibrationSteps, init=False)
     _loans: tuple[Loan, ...] = field(default=(), init=False)
     _communication: CommunicationEstimate = field(default_factory=CommunicationEstimate, init=False)
-    _most_shares: tuple[float, ...] | None = field(default=None, init=False)
+    _memory: GroupMemory | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.config.validate_group_size(self.num_ranks)
@@ -179,20 +180,16 @@ class Controller:
         self._ownership.cost, self._ownership.bytes_of_units = cost, bytes_of_units
         self._ownership.comparing_s = comparing_s
 
-    def expect_memory(self, most_shares: Sequence[float] | None) -> None:
-        """Take for how much each rank has the memory, in units of an even share; alike on every rank.
+    def expect_memory(self, memory: GroupMemory) -> None:
+        """Give no rank more units than it has the memory for; alike on every rank.
 
-        No decision gives a rank more. None where all have memory for everything.
-
-        Raises:
-            ValueError: if all of them together cannot hold all units.
+        Where units that it has do not fit, they move at once, whatever that costs.
         """
-        if most_shares is not None and math.fsum(most_shares) < self.num_ranks:
-            raise ValueError(
-                f"the ranks have memory for {[round(share, 3) for share in most_shares]} times an even share of the "
-                f"units, together for {math.fsum(most_shares):.3f} of {self.num_ranks}"
-            )
-        self._most_shares = None if most_shares is None else tuple(most_shares)
+        self._memory = memory
+
+    @property
+    def _most_shares(self) -> tuple[float, ...] | None:
+        return self._memory.most_shares if self._memory is not None else None
 
     @property
     def busy_s(self) -> tuple[float, ...]:
@@ -447,7 +444,17 @@ class Controller:
         in_force = times.owning(ownership.products)
         normal_s = slowest_normal_s(self._given(times), stragglers)
         division = wanted_division(self.config, in_force, stragglers, reference_s, migration, normal_s)
+        if not self._have_room_to_borrow(division):
+            division = wanted_division(self.config, in_force, stragglers, reference_s, None, normal_s).without_loans
         return self._change_to(division, in_force, times, deviation)
+
+    def _have_room_to_borrow(self, division: WorkDivision) -> bool:
+        """Whether the ranks have the memory for what they would compute for others, as if they owned it."""
+        if self._memory is None or not any(division.lent):
+            return True
+        loans = loans_of(division.lent, division.slack)
+        borrowed = borrowed_shares(loans, self.num_ranks, self._ownership.products)
+        return self._memory.excess_by(self._ownership.owned, borrowed) == 0.0
 
     def _change_to(self, division: WorkDivision, in_force: GroupTimes, times: GroupTimes, deviation: float) -> bool:
         """Change the plan if what that saves exceeds what it costs, and noise, or if somebody has recovered.
@@ -525,6 +532,8 @@ class Controller:
             are_pruning=any(shares.pruned for shares in self._shares),
             most_shares=self._most_shares,
         )
+        if self._memory is not None and self._memory.excess_by(ownership.owned) > self._memory.excess_by(wanted):
+            return ownership.update(wanted, 0.0, self.config.update_every, must=True)
         if wanted == ownership.owned == fitting_shares(self.num_ranks, self._most_shares):
             ownership.update(wanted, 0.0, self.config.update_every)
             return False

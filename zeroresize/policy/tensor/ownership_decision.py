@@ -155,6 +155,7 @@ class OwnershipDecision:
         step_s: float = 0.0,
         gain_s: float = 0.0,
         waits: bool = False,
+        must: bool = False,
     ) -> bool:
         """Decide whether to move to what is wanted.
 
@@ -165,6 +166,7 @@ class OwnershipDecision:
             step_s: how long steps are, seconds; 0 where that is not known.
             gain_s: by how much they would be shorter than at even shares.
             waits: whether something else than the price speaks against it; what is owed adds up all the same.
+            must: whether the present division cannot stay, whatever the other costs.
         """
         self.late_s *= 1.0 - _FORGETTING
         self.owned_before, self._was_held = self.owned, self.is_held
@@ -177,6 +179,10 @@ class OwnershipDecision:
         if not common:  # nobody, or somebody else
             self.rental.settle()
         self.movers = common or movers
+        if must and not self.rental.pause:
+            self.owned, self.gain_s = wanted, gain_s
+            self._settle()
+            return True
         is_homecoming = wanted == self.home
         self.sure = self.sure + 1 if movers and is_homecoming and saved_s > 0.0 else 0
         if not movers:

@@ -214,7 +214,11 @@ class UnitMove(Transaction):
                         contents.unit_tensor.rows,
                         contents.unit_tensor.num_blocks,
                     ]
-                    + [_elements_per_unit(contents), contents.state.stepped is not None, str(contents.parameter.dtype)]
+                    + [
+                        contents.unit_tensor.elements_of_unit,
+                        contents.state.stepped is not None,
+                        str(contents.parameter.dtype),
+                    ]
                     for contents in of_segment
                 ],
             ]
@@ -259,14 +263,7 @@ def bytes_per_unit(contents: UnitContents, description: Description, *, with_gra
         for what, dtype in description.dtypes.items()
         if with_gradients or what not in GRADIENTS
     ]
-    return _elements_per_unit(contents) * sum(sizes)
-
-
-def _elements_per_unit(contents: UnitContents) -> int:
-    """Elements that belong to one unit."""
-    shape, where = contents.parameter.shape, contents.unit_tensor
-    others = [size for dim, size in enumerate(shape) if dim != where.dim]
-    return int(np.prod(others, dtype=np.int64)) * where.num_blocks * where.rows
+    return contents.unit_tensor.elements_of_unit * sum(sizes)
 
 
 def _places(owned: OwnershipMap, rank: int, units: Indices) -> Indices:

@@ -126,15 +126,29 @@ def fitting_shares(num_ranks: int, most_shares: Sequence[float] | None) -> tuple
     Args:
         most_shares: for how much each rank has the memory, together for at least ``num_ranks``; None for everything.
     """
-    if most_shares is None or min(most_shares) >= 1.0:
-        return (1.0,) * num_ranks
-    level, left = 1.0, float(num_ranks)
-    for fitted, most in enumerate(sorted(most_shares)):
-        level = left / (num_ranks - fitted)
-        if level <= most:
+    return nearest_fitting((1.0,) * num_ranks, most_shares)
+
+
+def nearest_fitting(shares: Sequence[float], most_shares: Sequence[float] | None) -> tuple[float, ...]:
+    """Return these shares, or where memory does not suffice for them those in proportion to them that fit, mean 1.
+
+    Who cannot take as much as that takes what it can.
+
+    Args:
+        shares: of mean 1.
+        most_shares: for how much each rank has the memory, together for at least as many as there are ranks; None for
+            everything.
+    """
+    if most_shares is None or all(share <= most for share, most in zip(shares, most_shares, strict=True)):
+        return tuple(shares)
+    level, left, wanted = 1.0, float(len(shares)), math.fsum(shares)
+    full_first = sorted(zip(most_shares, shares, strict=True), key=lambda own: own[0] / own[1] if own[1] else math.inf)
+    for most, share in full_first:
+        level = left / wanted if wanted > 0.0 else 0.0
+        if level * share <= most:
             break
-        left -= most
-    return normalised([min(level, most) for most in most_shares])
+        left, wanted = left - most, wanted - share
+    return normalised([min(level * share, most) for share, most in zip(shares, most_shares, strict=True)])
 
 
 def _work_curves(curves: Curves, are_slow: np.ndarray, noise: float) -> tuple[Floats, Floats, Floats]:

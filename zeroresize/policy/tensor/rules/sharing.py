@@ -41,6 +41,11 @@ class WorkDivision:
     lent: tuple[float, ...]
     slack: tuple[float, ...] | None = None
 
+    @property
+    def without_loans(self) -> WorkDivision:
+        """Return the same, but that nothing is handed over."""
+        return WorkDivision(self.pruned, (0.0,) * len(self.lent))
+
     def dropped(self, times: Sequence[RankTimes]) -> float:
         """Return what all ranks prune together, in units of a rank's products at even shares.
 

@@ -1,0 +1,124 @@
+"""Ranks of different memory: units are divided by it from the start, and no rank is given more than it may hold."""
+
+import pytest
+import torch
+from helpers.virtual_training import FEATURES, Pair, Run
+
+import zeroresize as zr
+
+#: Bytes of weights, gradients and Adam's moments of an even share of two ranks' 192 neurons, and of what all hold.
+OF_EVEN_SHARE, FIXED = 16 * 96 * (2 * FEATURES + 1), 16 * FEATURES
+
+
+def num_neurons(run):
+    return run.model.up.local_weight.shape[0]
+
+
+def bytes_in_training(run):
+    """Of weights, gradients and optimizer state, by what is there between backward and the next step."""
+    run.model(run.x).square().mean().backward()
+    parameters = list(run.model.parameters())
+    held = [*parameters, *(one.grad for one in parameters)]
+    held += [value for state in run.optimizer.state.values() for value in state.values() if value.dim()]
+    run.optimizer.zero_grad()
+    return sum(one.nbytes for one in held)
+
+
+def test_each_rank_fills_its_memory_alike_from_the_start(run_ranks):
+    def train(rank, group):
+        run = Run(group, mode="exact", memory_limits=(4e5, 2e5), update_every=2)
+        begun = num_neurons(run)
+        run.steps(6)
+        memory = run.balancer.metrics()["balance/memory_bytes"]
+        return begun, memory, bytes_in_training(run)
+
+    (first, *_), (second, *_) = results = run_ranks(train, 2)
+    assert first + second == 192 and first / second == pytest.approx(2.0, rel=0.03)
+    for _, memory, counted in results:
+        activations = memory - counted
+        assert 0 < activations < 0.15 * memory  # the rest is counted to the byte
+
+
+@pytest.mark.parametrize("optimizer, of_element", [(torch.optim.SGD, 8), (torch.optim.AdamW, 16)])
+def test_optimizer_state_counts_before_the_first_step(run_ranks, optimizer, of_element):
+    def train(rank, group):
+        model = zr.convert(Pair(group), process_group=group)
+        steps = optimizer(model.parameters(), lr=0.1)
+        balancer = zr.Balancer(model, steps, zr.BalanceConfig(memory_limits=(1e6, 1e6)), process_group=group)
+        return balancer.metrics()["balance/memory_bytes"]
+
+    expected = of_element * (96 * (2 * FEATURES + 1) + FEATURES)
+    assert run_ranks(train, 2) == [expected, expected]
+
+
+def test_a_slow_ranks_units_stay_within_the_others_memory(run_ranks):
+    def train(rank, group):
+        limits = (FIXED + 1.25 * OF_EVEN_SHARE + 2e4, 1e9)
+        run = Run(group, mode="exact", chi={1: 4.0}, memory_limits=limits, shares=(1.0, 1.0), update_every=2)
+        run.steps(30)
+        return num_neurons(run), run.balancer.metrics()["balance/memory_bytes"], limits[rank]
+
+    results = run_ranks(train, 2)
+    assert results[0][0] > 100  # some have moved
+    for _, memory, limit in results:
+        assert memory <= limit
+
+
+def test_units_move_where_activations_turn_out_not_to_fit(run_ranks):
+    """Nobody is slow: it is for memory alone."""
+
+    def train(rank, group):
+        limits = (1e9, FIXED + 1.05 * OF_EVEN_SHARE)
+        run = Run(group, mode="exact", memory_limits=limits, shares=(1.0, 1.0), update_every=1)
+        run.x = torch.randn(200, FEATURES)
+        before = num_neurons(run)
+        run.steps(6)
+        return before, num_neurons(run), run.balancer.metrics()["balance/memory_bytes"], limits[rank]
+
+    first, second = run_ranks(train, 2)
+    assert first[0] == second[0] == 96 and second[1] < 96
+    assert second[2] <= second[3] * 1.02  # counted before the move
+
+
+def test_home_and_a_move_by_hand_must_fit(run_ranks):
+    def train(rank, group):
+        limits = (1e9, FIXED + 0.8 * OF_EVEN_SHARE)
+        run = Run(group, mode="exact", memory_limits=limits)
+        before = num_neurons(run)
+        with pytest.raises(ValueError, match=r"move\(\[0\.5, 1\.5\]\) is not allowed by memory_limits: rank 1 would"):
+            run.balancer.move([1, 3])
+        with pytest.raises(ValueError, match=r"at_home\(\) is not allowed by memory_limits"), run.balancer.at_home():
+            pass
+        run.balancer.move([3, 1])
+        return before, num_neurons(run)
+
+    (_, first), (before, second) = run_ranks(train, 2)
+    assert before < 77 and (first, second) == (144, 48)
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"memory_limits": (1e5, 1e5)}, "activations not counted: rank 0 would hold .* bytes of at most 100,000"),
+        ({"memory_limits": (1e9, 1e5), "shares": (1.0, 1.0)}, "rank 1 would hold .* of at most 100,000"),
+        ({"memory_limits": (1e9,)}, "memory_limits are 1, not one of each of 2 ranks"),
+    ],
+)
+def test_what_cannot_fit_is_refused_on_every_rank(run_ranks, config, message):
+    def train(rank, group):
+        with pytest.raises(ValueError, match=message):
+            Run(group, mode="exact", **config)
+        return True
+
+    assert run_ranks(train, 2) == [True, True]
+
+
+def test_modes_that_move_nothing_keep_the_division_of_the_start(run_ranks):
+    def train(rank, group):
+        run = Run(group, mode="zero-rd", chi={1: 4.0}, memory_limits=(4e5, 2e5))
+        begun = num_neurons(run)
+        run.steps(12)
+        return begun, num_neurons(run)
+
+    (first, then), (second, later) = run_ranks(train, 2)
+    assert (first, second) == (then, later) and first > 1.9 * second

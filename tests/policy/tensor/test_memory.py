@@ -1,0 +1,160 @@
+"""Divisions that fit into the ranks' memory, in whole units, and decisions that keep to them."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroresize import BalanceConfig
+from zeroresize.plan.ownership import SegmentWork, normalised, unit_counts
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.tensor.controller import Controller
+from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
+from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
+from zeroresize.policy.tensor.estimation.times import RankTimes
+from zeroresize.policy.tensor.memory import GroupMemory, HeldBytes
+from zeroresize.policy.tensor.rules.ownership import fitting_shares, nearest_fitting
+
+SEGMENTS = (SegmentWork(12, 1, 0.35), SegmentWork(3072, 8, 0.65))
+LINEAR = ResizingCost.linear(0.9)
+
+
+@st.composite
+def memories(draw, num_ranks=4):
+    parts = draw(st.lists(st.floats(0.3, 4.0), min_size=num_ranks, max_size=num_ranks))
+    fixed = draw(st.lists(st.floats(0.0, 500.0), min_size=num_ranks, max_size=num_ranks))
+    limits = [of_fixed + 1000.0 * part for of_fixed, part in zip(fixed, parts, strict=True)]
+    segments = (SegmentWork(16, 1, 0.3), SegmentWork(4096, 8, 0.6))
+    return GroupMemory(limits, [HeldBytes(of_fixed, 1000.0) for of_fixed in fixed], segments)
+
+
+def held_by(memory, shares, fixed, segments, of_even_share=1000.0):
+    """Bytes by counting units, as the ranks would hold them."""
+    work = math.fsum(segment.work for segment in segments)
+    counts = [unit_counts(shares, segment) for segment in segments]
+    return [
+        of_rank
+        + of_even_share
+        * math.fsum(
+            segment.work / work * of_ranks[rank] * len(shares) / segment.num_units
+            for segment, of_ranks in zip(segments, counts, strict=True)
+        )
+        for rank, of_rank in enumerate(fixed)
+    ]
+
+
+@given(memories(), st.lists(st.floats(0.05, 5.0), min_size=4, max_size=4))
+def test_what_is_fitted_to_the_most_shares_fits_in_whole_units(memory, wanted):
+    most = memory.most_shares
+    if most is not None and math.fsum(memory.room) < 1.3 * 4:
+        return  # together hardly enough
+    shares = nearest_fitting(normalised(wanted), most)
+    assert math.fsum(shares) == pytest.approx(4.0, abs=1e-4)
+    assert memory.excess_by(shares) == 0.0 and memory.why_too_much(shares) is None
+    fixed = [limit - 1000.0 * room for limit, room in zip(memory.limits, memory.room, strict=True)]
+    for held, limit in zip(held_by(memory, shares, fixed, memory._segments), memory.limits, strict=True):
+        assert held <= limit * (1.0 + 1e-6)
+
+
+@given(st.lists(st.floats(0.05, 5.0), min_size=3, max_size=3), st.lists(st.floats(0.2, 3.0), min_size=3, max_size=3))
+def test_shares_that_fit_stay_and_others_keep_their_proportions_as_far_as_they_fit(wanted, most):
+    shares = normalised(wanted)
+    if math.fsum(most) < 3.0:
+        most = [share * 3.1 / math.fsum(most) for share in most]
+    fitted = nearest_fitting(shares, most)
+    if all(share <= limit for share, limit in zip(shares, most, strict=True)):
+        assert fitted == shares
+    assert all(share <= limit + 1e-4 for share, limit in zip(fitted, most, strict=True))
+    levels = [own / share for own, share, limit in zip(fitted, shares, most, strict=True) if own < limit * (1 - 1e-4)]
+    assert not levels or max(levels) == pytest.approx(min(levels), rel=1e-3)  # whoever has room is treated alike
+
+
+def test_every_rank_fills_the_same_part_of_its_memory():
+    memory = GroupMemory((2000.0, 1000.0), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
+    shares = memory.evenly_filled
+    filled = [held / limit for held, limit in zip(memory.bytes_by(shares), memory.limits, strict=True)]
+    assert filled[0] == pytest.approx(filled[1], abs=0.06)  # one head of twelve
+    assert sum(held - 100.0 for held in memory.bytes_by(shares)) == pytest.approx(1200.0)
+
+
+def test_equal_memory_is_filled_by_even_shares():
+    memory = GroupMemory((2000.0, 2000.0), [HeldBytes(100.0, 600.0), HeldBytes(101.0, 600.0)], SEGMENTS)
+    assert memory.evenly_filled == (1.0, 1.0) and memory.most_shares is None
+
+
+def test_what_does_not_fit_is_told_with_its_bytes():
+    memory = GroupMemory((2000.0, 600.0), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
+    assert memory.why_too_much((1.0, 1.0)) == "rank 1 would hold 700 bytes of at most 600"
+    assert memory.excess_by((1.0, 1.0)) == pytest.approx(1 / 6)
+    assert memory.excess_by((1.4, 0.6), borrowed=(3.0, 0.0)) > 0.0
+
+
+def test_too_little_memory_for_all_is_exceeded_alike():
+    memory = GroupMemory((500.0, 400.0), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
+    shares = fitting_shares(2, memory.most_shares)
+    assert math.fsum(memory.most_shares) == pytest.approx(2.0)
+    assert shares[0] / shares[1] == pytest.approx(4 / 3, rel=1e-3)
+
+
+def controller(memory, mode="exact", chi=4.0, updates=40, **config):
+    made = Controller(BalanceConfig(mode=mode, update_every=5, **config), len(memory.limits), SEGMENTS)
+    if config.get("moves", True):
+        made.expect_moves(MoveCost(0.0, 0.01), 1.0)
+    made.expect_memory(memory)
+    plans = [made.initial_plan()]
+    for _ in range(updates):
+        lent = tuple(rank.lent * rank.owned for rank in plans[-1].ranks)
+        plans.append(made.update(times(chi), CollectiveTimes(0.01, lent, MigrationCost(0.1, 0.1))))
+    return made, plans[1:]
+
+
+def times(chi):
+    return [RankTimes(0.2, 0.8, 1.0, LINEAR), RankTimes(0.2, 0.8 * chi, 1.0, LINEAR)]
+
+
+@pytest.mark.parametrize("mode", ["exact", "semi"])
+def test_a_slow_ranks_units_go_only_where_there_is_memory(mode):
+    roomy, tight = (GroupMemory((limit, 2e3), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS) for limit in (1e4, 900.0))
+    config = {"min_gain": 10.0} if mode == "semi" else {}
+    free = controller(roomy, mode, **config)[1][-1]
+    bound = controller(tight, mode, **config)[1][-1]
+    assert roomy.bytes_by(free.owned)[0] > 1000.0
+    assert bound.owned[0] > 1.05 and tight.excess_by(bound.owned) == 0.0
+    assert bound.predicted_step_s > free.predicted_step_s
+
+
+@pytest.mark.parametrize("mode", ["exact", "semi", "mig"])
+def test_a_rank_without_room_borrows_nothing(mode):
+    roomy, full = (GroupMemory((limit, 2e3), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS) for limit in (1e4, 701.0))
+    config = {"exact": {"moves": False}, "semi": {"moves": False, "budget": 0.0}, "mig": {}}[mode]
+    for memory, borrows in ((roomy, True), (full, False)):
+        _, plans = controller(memory, mode, updates=4, **config)
+        assert any(plan.loans for plan in plans) == borrows
+
+
+def test_units_that_do_not_fit_any_more_move_at_once_whatever_it_costs():
+    roomy = GroupMemory((2e3, 2e3), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
+    tight = GroupMemory((2e3, 600.0), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
+    made, plans = controller(roomy, chi=1.0, updates=3)
+    made.expect_moves(MoveCost(1e9, 1e9), 1.0)
+    assert plans[-1].owned == (1.0, 1.0)
+    made.expect_memory(tight)
+    plan = made.update(times(1.0))
+    assert tight.excess_by(plan.owned) == 0.0 and plan.owned[0] > 1.1
+    assert made.update(times(1.0)).owned == plan.owned
+    made.expect_memory(roomy)  # and they come home where that pays
+    made.expect_moves(MoveCost(0.0, 0.01), 1.0)
+    assert [made.update(times(1.0)) for _ in range(10)][-1].owned == (1.0, 1.0)
+
+
+def test_a_refused_move_for_memory_is_not_tried_at_every_update():
+    tight = GroupMemory((2e3, 600.0), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
+    made = Controller(BalanceConfig(update_every=5), 2, SEGMENTS)
+    made.expect_memory(tight)
+    wanted = 0
+    for _ in range(9):
+        if made.update(times(1.0)).owned != (1.0, 1.0):
+            wanted += 1
+            made.refuse_move((1.0, 1.0))
+    assert wanted <= 2

@@ -1,0 +1,109 @@
+"""What this rank holds in training, and what that leaves for units on every rank of the group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from zeroresize.comm.meeting import Meet
+from zeroresize.control.setup import Setup
+from zeroresize.layers.segment import UnitTensor
+from zeroresize.layers.segments import owned_segments, segment_works
+from zeroresize.measure.activation_bytes import ActivationBytes
+from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
+from zeroresize.optim.state_bytes import StateBytes
+from zeroresize.policy.tensor.memory import GroupMemory, HeldBytes
+
+
+class MemoryWatch:
+    """Counts what this rank holds: weights, gradients, optimizer state and activations.
+
+    Gradients count whether they are there or not, and optimizer state counts before the first step as what one like it
+    keeps. Activations are those of a training forward, so there are none before the first. What else a device holds,
+    such as buffers of kernels, and what a move holds for as long as it lasts, does not count.
+
+    Args:
+        setup: what the balancer is given, with ``config.memory_limits``.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        limits = setup.config.memory_limits
+        assert limits is not None
+        self.limits: Sequence[float] = limits
+        self._setup, self.works = setup, segment_works(setup.layers)
+        self._segments = owned_segments(setup.layers)
+        self._activations = ActivationBytes(setup.model, self._segments)
+        if not any(layer.is_compiled for layer in setup.layers.values()):
+            self._activations.count_next()
+
+    def held(self) -> HeldBytes:
+        """Return what this rank holds in training, whatever units it owns now."""
+        of_element = _BytesOfElement(self._setup)
+        of_units_here = of_even_share = 0.0
+        for segment in self._segments:
+            owned = segment.owned
+            for tensor in _each_once(segment.tensors):
+                of_unit = tensor.elements_of_unit * of_element(tensor.parameter)
+                of_units_here += of_unit * owned.counts[self._setup.rank]
+                of_even_share += of_unit * len(owned.owners) / owned.num_ranks
+        model = self._setup.model
+        everything = math.fsum(one.numel() * of_element(one) for one in model.parameters())
+        everything += sum(one.nbytes for one in model.buffers())
+        return HeldBytes(everything - of_units_here + self._activations.besides, of_even_share + self._of_activations())
+
+    def gather(self, meet: Meet) -> GroupMemory:
+        """Return what the ranks' memory leaves for units; collective."""
+        held = self.held()
+        rows = meet(held.fixed, held.of_even_share)
+        return GroupMemory(self.limits, [HeldBytes(fixed, of_share) for fixed, of_share, *_ in rows], self.works)
+
+    def end_interval(self) -> HeldBytes:
+        """Return what this rank holds, and count the activations of the next training forward, too."""
+        held = self.held()
+        self._activations.count_next()
+        return held
+
+    def moved(self) -> None:
+        """Begin anew with activations, as units have moved."""
+        self._activations.forget()
+        self._activations.count_next()
+
+    def close(self) -> None:
+        """Count no more."""
+        self._activations.close()
+
+    def _of_activations(self) -> float:
+        """Bytes of activations of an even share; 0 where this rank has none that would tell."""
+        counts = [(segment.owned.counts[self._setup.rank], segment.owned) for segment in self._segments]
+        here = math.fsum(count * owned.num_ranks / len(owned.owners) for count, owned in counts)
+        return self._activations.within * len(counts) / here if here else 0.0
+
+
+class _BytesOfElement:
+    """The bytes of an element of a parameter with all that belongs to it."""
+
+    def __init__(self, setup: Setup) -> None:
+        optimizer = setup.optimizer
+        named = dict(setup.model.named_parameters())
+        self._stepped: dict[int, Tensor] = {}
+        inner = None
+        if optimizer is not None:
+            inner = torch_optimizer(optimizer)
+            self._stepped = {id(named[name]): one for name, one in stepped_tensors(optimizer, named).items()}
+        self._state = StateBytes(inner)
+
+    def __call__(self, parameter: Tensor) -> float:
+        stepped = self._stepped.get(id(parameter))
+        if stepped is None:
+            return parameter.element_size() * (2.0 if parameter.requires_grad else 1.0)
+        # Where a master copy is stepped, its gradient takes the place of the parameter's.
+        gradient = max(parameter.element_size(), stepped.element_size())
+        master = stepped.element_size() if stepped is not parameter else 0
+        return parameter.element_size() + master + gradient + self._state.of_element(stepped)
+
+
+def _each_once(tensors: Sequence[UnitTensor]) -> Iterator[UnitTensor]:
+    """A parameter that is there twice counts once."""
+    yield from {id(tensor.parameter): tensor for tensor in tensors}.values()
