@@ -49,9 +49,11 @@ def dry_run(config: RunConfig, num_ranks: int) -> list[Requirements]:
     whole = sum(parameter.numel() for parameter in model.parameters())
     shares = shares_at_start(config, model, num_ranks)
     needed = [requirements(config, model, num_ranks, rank, shares) for rank in range(num_ranks)]
-    _require_memory(config, model, num_ranks)
+    _require_memory(config, model, num_ranks, shares)
+    limits = config.balance.memory_limits
     if os.environ.get("RANK", "0") == "0":
-        _print(config, num_ranks, whole, needed)
+        fitting = _memory(config, model, num_ranks, counts_activations=True).evenly_filled if limits else ()
+        _print(config, num_ranks, whole, needed, fitting)
     return needed
 
 
@@ -62,17 +64,22 @@ def shares_at_start(config: RunConfig, model: nn.Module, num_ranks: int) -> Sequ
         ValueError: if the ranks' memory does not suffice without them.
     """
     balance = config.balance
-    if balance.memory_limits is None or isinstance(balance.shares, tuple):
-        return (1.0,) * num_ranks if isinstance(balance.shares, str) else balance.shares
+    shares = (1.0,) * num_ranks if isinstance(balance.shares, str) else checked_shares(balance.shares, num_ranks)
+    if balance.memory_limits is None:
+        return shares
     memory = _memory(config, model, num_ranks, counts_activations=False)
-    shares = memory.evenly_filled
+    if isinstance(balance.shares, str):
+        shares = memory.at_start
     if (why := memory.why_too_much(shares)) is not None:
         raise ValueError(f"balance.memory_limits, activations not counted: {why}")
     return shares
 
 
-def _require_memory(config: RunConfig, model: nn.Module, num_ranks: int) -> None:
+def _require_memory(config: RunConfig, model: nn.Module, num_ranks: int, at_start: Sequence[float]) -> None:
     """Check that the units can be divided so that every rank has the memory for all that training holds.
+
+    Args:
+        at_start: the shares to begin with, which stay where nothing moves units.
 
     Raises:
         ValueError: if they cannot.
@@ -80,8 +87,14 @@ def _require_memory(config: RunConfig, model: nn.Module, num_ranks: int) -> None
     if config.balance.memory_limits is None:
         return
     memory = _memory(config, model, num_ranks, counts_activations=True)
-    if (why := memory.why_too_much(memory.evenly_filled)) is not None:
-        raise ValueError(f"balance.memory_limits: however units are divided, {why}")
+    shares = memory.evenly_filled
+    if (why := memory.why_too_much(shares)) is not None:
+        raise ValueError(f"balance.memory_limits: even where all ranks fill the same part of their memory, {why}")
+    if not config.balance.may_move and (why := memory.why_too_much(at_start)) is not None:
+        raise ValueError(
+            f"balance.memory_limits: with activations {why}, and no units move in this mode: shares that fit are "
+            f"{[round(share, 3) for share in shares]}"
+        )
 
 
 def _memory(config: RunConfig, model: nn.Module, num_ranks: int, *, counts_activations: bool) -> GroupMemory:
@@ -194,18 +207,21 @@ def data_line(source: str) -> str:
     return f"data: {expanded}; the pictures were not opened"
 
 
-def _print(config: RunConfig, num_ranks: int, whole: int, needed: Sequence[Requirements]) -> None:
-    model, training = config.model, config.training
-    ranks_of: dict[Requirements, list[int]] = {}
+def _print(
+    config: RunConfig, num_ranks: int, whole: int, needed: Sequence[Requirements], fitting: Sequence[float]
+) -> None:
+    """Print the table, and where limits are exceeded with activations which shares would fit."""
+    model, training, limits = config.model, config.training, config.balance.memory_limits
+    ranks_of: dict[tuple[Requirements, float | None], list[int]] = {}
     for rank, needs in enumerate(needed):
-        ranks_of.setdefault(needs, []).append(rank)
+        ranks_of.setdefault((needs, limits[rank] if limits is not None else None), []).append(rank)
     alike = len(ranks_of) == 1
     table = Table(
         title=f"{'one of ' if alike else ''}{num_ranks} ranks, {config.host}, {training.precision}, "
         f"batch {training.batch_size} × {model.num_tokens} tokens",
         title_justify="left",
     )
-    shown = list(ranks_of)
+    shown = [needs for needs, _ in ranks_of]
     table.add_column("what")
     for ranks in ranks_of.values():
         table.add_column("size" if alike else _named(ranks), justify="right")
@@ -226,10 +242,8 @@ def _print(config: RunConfig, num_ranks: int, whole: int, needed: Sequence[Requi
         table.add_row(label, *(_gib(getattr(own, name)) for own in shown))
     table.add_section()
     table.add_row("together", *(_gib(own.total) for own in shown))
-    limits = config.balance.memory_limits
     if limits is not None:
-        of_column = (sorted({limits[rank] for rank in ranks}) for ranks in ranks_of.values())
-        table.add_row("memory_limits", *(", ".join(map(_gib, sizes)) for sizes in of_column))
+        table.add_row("memory_limits", *(_gib(limit) for _, limit in ranks_of if limit is not None))
     table.add_row("host memory while building (whole model, fp32)", _gib(4 * whole))
     console = Console()
     console.print(data_line(config.data.source), markup=False, highlight=False, soft_wrap=True)
@@ -237,13 +251,14 @@ def _print(config: RunConfig, num_ranks: int, whole: int, needed: Sequence[Requi
     over = [rank for rank, needs in enumerate(needed) if limits is not None and needs.total > limits[rank]]
     if over:
         console.print(
-            f"with activations {_named(over)} would be over the limit (balance.memory_limits) until units have moved, "
-            "after the first steps: give shares to begin with others",
+            f"with activations {_named(over)} would be over the limit (balance.memory_limits) until units move, after "
+            f"{2 * config.balance.update_every} steps: begin with balance.shares={[round(one, 2) for one in fitting]}",
             highlight=False,
             soft_wrap=True,
         )
     if config.balance.shares == "auto":
-        console.print("shares are measured when training begins; these are even ones", highlight=False, soft_wrap=True)
+        by = "even ones" if limits is None else "by memory"
+        console.print(f"shares are measured when training begins; these are {by}", highlight=False, soft_wrap=True)
     sound = f"balance mode {config.balance.mode}: the configuration is sound"
     console.print(sound, markup=False, highlight=False, soft_wrap=True)
 

@@ -47,7 +47,7 @@ class Balancer:
             AdamW does: see :func:`zeroresize.mark_elementwise`.
         config: how to balance; None for the defaults. What depends on its mode or its seed is done here, once, before
             the first step: dropout between layers whose units may move is keyed by the unit, and units are divided by
-            ``config.shares`` unless ``convert`` was told otherwise.
+            ``config.shares`` and ``config.memory_limits`` unless ``convert`` was told otherwise.
         process_group: the tensor-parallel group, or a one-dimensional ``DeviceMesh`` of it; None for that of the
             model's layers. Making the balancer is collective over it. In a group of one rank it does nothing.
         data_parallel_group: the ranks that hold the same shards as this one, and must own the same units: needed for
@@ -66,7 +66,8 @@ class Balancer:
             this rank, or does not make whole replicas of the group. Unless ``start_checks`` is off also if
             ``optimizer`` does not step some of them that want gradients, or DistributedDataParallel averages over the
             group; the first training forward raises it if parameters that are no shards differ between the ranks.
-            Where units are away by ``shares``, also for an optimizer with which they could not move.
+            Where units are away by ``shares``, also for an optimizer with which they could not move; and where what a
+            rank would hold exceeds ``config.memory_limits``.
     """
 
     def __init__(
@@ -128,6 +129,8 @@ class Balancer:
         parts.plan_execution.send_weights()
         if is_update and self.on_update is not None:
             self.on_update(records.update_record(parts, self._num_steps, self._balancing_since_update_s))
+        if is_update and parts.memory is not None:
+            parts.memory.begin_interval(borrows=self.plan.ranks[parts.rank].borrowed > 0.0)
         if is_update and parts.units is not None:
             parts.units.forget_moves()
         self._balancing_s = time.perf_counter() - began + parts.monitor.timer_s
@@ -272,11 +275,13 @@ class Balancer:
         """Return this rank's numbers for any logger, names beginning with ``balance/``. Times are in seconds.
 
         Of the plan, as in :class:`~zeroresize.telemetry.UpdateRecord`: ``ratio`` (γ, pruned and lent together),
-        ``predicted_step_s``, ``bound_s``, ``products_bound_s`` and ``moving_rest`` (T*, with and without what moves
-        along with units, and ρ), ``is_straggler`` (0 or 1), and in mode "off" ``would/<mode>/…``. Measured: ``busy_s``
-        and ``gemm_s`` (as they would be at full work), ``least_busy_s`` (busy time at the cheapest pruning ratio, by
-        the measured cost: the floor of ZERO). Of the last step as it was executed: ``pruned_share``, ``lent_share``,
-        ``borrowed_share`` (of this rank's products; other than the plan's after a calibration step or a new plan), and
+        ``relieved`` (what this rank does not compute of an even share), ``group_pruned`` (share of the group's products
+        that nobody computes, which ``config.budget`` bounds), ``predicted_step_s``, ``bound_s``, ``products_bound_s``
+        and ``moving_rest`` (T*, with and without what moves along with units, and ρ), ``is_straggler`` (0 or 1), and in
+        mode "off" ``would/<mode>/…``. Measured: ``busy_s`` and ``gemm_s`` (as they would be at full work),
+        ``least_busy_s`` (busy time at the cheapest pruning ratio, by the measured cost: the floor of ZERO). Of the last
+        step as it was executed: ``pruned_share``, ``lent_share``, ``borrowed_share`` (of this rank's products; other
+        than the plan's after a calibration step or a new plan), ``owned_share`` (a multiple of an even share), and
         ``balancing_s`` (what balancing cost). Memory: ``statistic_bytes`` for the priority's statistic,
         ``migration_bytes`` for lent and borrowed slices, and with ``config.memory_limits`` ``memory_bytes``: what this
         rank holds in training of weights, gradients, optimizer state and activations, as it was counted last.
@@ -403,13 +408,14 @@ class Balancer:
         self._is_at(Call.STEP)
         measured, before = self._parts.monitor, self.plan
         self._moves.will_decide()
-        held = self._parts.memory.end_interval() if self._parts.memory is not None else None
+        held = self._parts.memory.held() if self._parts.memory is not None else None
         self._parts.decision.update(measured.times, measured.cost, measured.wait_s, self._agreed, held)
         late = self._late_starts.warning(self._parts.decision.outside_s, self._parts.decision.busy_s)
         if self._parts.rank == 0 and self.plan.relieved != before.relieved:
             ended = why_relief_ended(before, self.plan, self._parts.decision.busy_s)
             logger.info("step %d: %s%s", self._num_steps, self.plan.description, ended)
         self._moves.tell_why_they_stay(self._num_steps)
+        self._moves.tell_what_does_not_fit(self._num_steps)
         if self._parts.rank == 0 and late is not None:
             logger.warning("step %d: %s", self._num_steps, late)
 

@@ -64,7 +64,7 @@ class StageBalancer:
             balanced.
 
     Raises:
-        ValueError: as :class:`~zeroresize.Balancer`, of the layers that are here.
+        ValueError: as :class:`~zeroresize.Balancer`, of the layers that are here; or for ``config.memory_limits``.
         RuntimeError: as :class:`~zeroresize.Balancer`; or if the job's store does not answer.
     """
 
@@ -78,6 +78,11 @@ class StageBalancer:
         data_parallel_group: ProcessGroup | DeviceMesh | None = None,
         on_update: Callable[[UpdateRecord], None] | None = None,
     ) -> None:
+        if config is not None and config.memory_limits is not None:
+            raise ValueError(
+                "memory_limits have no place within a stage, whose layers may leave it: give PipelineBalancer "
+                "memory_limits, of every stage"
+            )
         self._pipeline, self._optimizer, self._config = pipeline, optimizer, config
         present = nn.ModuleList(pipeline.layers[number] for number in pipeline.present)
         self._group, self._on_update = group_of(present, process_group), on_update

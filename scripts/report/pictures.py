@@ -51,7 +51,7 @@ def _over_steps(axes: Axes) -> None:
 
 
 def times_picture(run: RunFolder) -> Figure:
-    """Step time, and of those steps without balancing that tell what it brought; each rank's busy time, and its γ.
+    """Step time, and of those steps without balancing that tell what it brought; T*; each rank's busy time, and its γ.
 
     Where units move, in place of γ what each rank computes, since γ is of what it owns by then.
     """
@@ -67,6 +67,10 @@ def times_picture(run: RunFolder) -> Figure:
     predicted = run.plans(next(iter(run.records)), "predicted_step_s")
     if np.isfinite(predicted[1]).any():
         wall.plot(*_in_ms(predicted), ":", color="steelblue", drawstyle="steps-post", label="predicted")
+    bound = run.plans(next(iter(run.records)), "bound_s")
+    if np.isfinite(bound[1]).any():
+        label = "T*, the least that drops nothing"
+        wall.plot(*_in_ms(bound), "--", color="seagreen", drawstyle="steps-post", label=label)
     wall.set_ylabel("step time, ms")
     for rank in run.records:
         busy.plot(*_in_ms(run.series(rank, "busy_s")), label=f"rank {rank}", drawstyle="steps-pre")
@@ -87,7 +91,7 @@ def times_picture(run: RunFolder) -> Figure:
     for axes in (wall, busy, ratio):
         axes.grid(alpha=0.3)
     if wall.get_legend_handles_labels()[0]:
-        wall.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize="small")
+        wall.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize="small")
     if 1 < len(run.records) <= MOST_RANKS:
         busy.legend(loc="lower left", ncols=4, fontsize="small")
     return figure

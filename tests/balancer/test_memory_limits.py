@@ -26,7 +26,7 @@ def bytes_in_training(run):
 
 def test_each_rank_fills_its_memory_alike_from_the_start(run_ranks):
     def train(rank, group):
-        run = Run(group, mode="exact", memory_limits=(4e5, 2e5), update_every=2)
+        run = Run(group, mode="exact", memory_limits=(3.6e5, 1.8e5), update_every=2)
         begun = num_neurons(run)
         run.steps(6)
         memory = run.balancer.metrics()["balance/memory_bytes"]
@@ -101,7 +101,10 @@ def test_home_and_a_move_by_hand_must_fit(run_ranks):
     [
         ({"memory_limits": (1e5, 1e5)}, "activations not counted: rank 0 would hold .* bytes of at most 100,000"),
         ({"memory_limits": (1e9, 1e5), "shares": (1.0, 1.0)}, "rank 1 would hold .* of at most 100,000"),
-        ({"memory_limits": (1e9,)}, "memory_limits are 1, not one of each of 2 ranks"),
+        (
+            {"memory_limits": (1e9,)},
+            "numbers of bytes for 1 ranks, and the group has 2",
+        ),
     ],
 )
 def test_what_cannot_fit_is_refused_on_every_rank(run_ranks, config, message):
@@ -115,10 +118,45 @@ def test_what_cannot_fit_is_refused_on_every_rank(run_ranks, config, message):
 
 def test_modes_that_move_nothing_keep_the_division_of_the_start(run_ranks):
     def train(rank, group):
-        run = Run(group, mode="zero-rd", chi={1: 4.0}, memory_limits=(4e5, 2e5))
+        run = Run(group, mode="zero-rd", chi={1: 4.0}, memory_limits=(3.6e5, 1.8e5))
         begun = num_neurons(run)
         run.steps(12)
         return begun, num_neurons(run)
 
     (first, then), (second, later) = run_ranks(train, 2)
     assert (first, second) == (then, later) and first > 1.9 * second
+
+
+def test_ample_memory_of_different_size_leaves_shares_even(run_ranks):
+    def train(rank, group):
+        run = Run(group, mode="exact", memory_limits=(8e9, 4e9))
+        return num_neurons(run)
+
+    assert run_ranks(train, 2) == [96, 96]
+
+
+def test_memory_that_activations_exceed_where_nothing_moves_is_warned_of_once(run_ranks, caplog):
+    def train(rank, group):
+        limits = (1e9, FIXED + 1.05 * OF_EVEN_SHARE)
+        run = Run(group, mode="zero-rd", memory_limits=limits, shares=(1.0, 1.0), update_every=1)
+        run.x = torch.randn(200, FEATURES)
+        run.steps(6)
+        return [record.getMessage() for record in caplog.records if "memory_limits" in record.getMessage()]
+
+    said = [line for lines in run_ranks(train, 2) for line in lines]
+    assert len(said) == 1 and "rank 1 would hold" in said[0] and "give shares that fit" in said[0]
+
+
+def test_a_checkpoints_division_that_does_not_fit_is_not_taken_over(run_ranks):
+    def train(rank, group):
+        saved = Run(group, mode="exact", shares=(1.0, 3.0), memory_limits=(1e9, 1e9))
+        saved.steps(3)
+        state = saved.balancer.state_dict()
+        saved.balancer.close()
+        run = Run(group, mode="exact", memory_limits=(1e9, FIXED + 1.2 * OF_EVEN_SHARE))
+        before = num_neurons(run)
+        run.balancer.load_state_dict(state)
+        return before, num_neurons(run)
+
+    (first, loaded), (second, also) = run_ranks(train, 2)
+    assert (first, second) == (loaded, also)

@@ -580,3 +580,14 @@ def test_dropout_around_units_that_are_away_is_keyed_where_they_may_be_away_and_
     for (first, *away), (second, *other), (_, *at_home) in run_ranks(train, 2):
         assert first == pytest.approx(second, rel=1e-10), "whoever owns the units"
         assert (away, other, at_home) == ([False, (144, 48)], [False, (128, 64)], [True, (96, 96)])
+
+
+def test_what_the_group_drops_is_told_as_the_budget_counts_it(run_ranks):
+    def train(rank, group):
+        run = Run(group, mode="zero-rd", shares=(1.0, 3.0), ratio=0.5, ranks=(1,))
+        run.steps(2)
+        return run.balancer.metrics()["balance/group_pruned"], run.model.up.local_weight.shape[0]
+
+    (first, few), (second, many) = run_ranks(train, 2)
+    assert (few, many) == (48, 144)
+    assert first == second == pytest.approx(0.5 * 144 / 192)

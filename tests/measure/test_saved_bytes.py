@@ -37,6 +37,6 @@ def test_hooks_that_are_in_force_still_pack_what_is_saved():
 
     with saved_tensors_hooks(pack, unpack):
         y, saved = forward(model, x)
-    assert saved.total == 4 * 3 * (8 + 16 + 16) and (3, 16) in packed
+    assert saved.total == 0 and (3, 16) in packed  # it is elsewhere
     gradients = torch.autograd.grad(y.sum(), tuple(model.parameters()))
     assert all(map(torch.allclose, gradients, expected)) and (3, 16) in unpacked

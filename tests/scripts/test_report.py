@@ -307,6 +307,17 @@ def test_legends_name_only_what_is_there(folder):
     pyplot.close(figure)
 
 
+def test_the_least_step_that_drops_nothing_is_drawn_where_it_is_known(tmp_path):
+    times = {2: 0.375, 3: 0.25}
+    records = [record(0, update, 0.0, bound_s=times.get(update, float("nan"))) for update in (1, 2, 3)]
+    write_records(tmp_path, 0, records)
+    write_metrics(tmp_path, [{"kind": "step", "step": step, "step_s": 0.4 if step else None} for step in range(30)])
+    figure = times_picture(RunFolder.read(tmp_path))
+    (line,) = [line for line in figure.axes[0].lines if line.get_label() == "T*, the least that drops nothing"]
+    assert line.get_ydata()[1:].tolist() == [375.0, 250.0] and np.isnan(line.get_ydata()[0])
+    pyplot.close(figure)
+
+
 def test_axes_of_steps_have_whole_steps(tmp_path):
     records = [record(1, update, 0.5 * (update > 1), step=update, busy_s=0.4) for update in (1, 2, 3)]
     run = RunFolder.read(write_run(tmp_path, "zero-pri", [0.4] * 3, records))

@@ -158,7 +158,7 @@ UNEVEN = (
     *("--config=demo", "--mode=exact", "--set=host=torch"),
     "--set=model={hidden_size: 96, depth: 3, num_heads: 6, num_labels: 10, image_size: 32, patch_size: 4, "
     "position_std: 0.02}",
-    "--set=training={batch_size: 16}",
+    "--set=training={batch_size: 2}",
 )
 
 
@@ -169,14 +169,14 @@ def uneven_config(limits: str, *more: str) -> RunConfig:
 
 def test_bytes_by_memory_are_those_that_ranks_of_2_to_1_memory_hold(run_ranks: Callable[..., list[Any]]) -> None:
     """To the byte what does not depend on the batch, within 5 % with activations, which are an estimate."""
-    config = uneven_config("[32000000, 16000000]")
+    config = uneven_config("[7500000, 3750000]")
 
     def held_in_training(rank: int, group: Any) -> tuple[float, float, float]:
         model = shard_vit(build_vit(config.model, num_ranks=2, seed=0), group)
         zr.convert(model, process_group=group)
         optimizer = torch.optim.AdamW(model.parameters())
         balancer = zr.Balancer(model, optimizer, config.balance.replace(update_every=1))
-        images = torch.randn(16, 3, 32, 32)
+        images = torch.randn(2, 3, 32, 32)
         for _ in range(2):  # what is exchanged at an update is known at the next
             model(images).logits.square().mean().backward()
             optimizer.step()
@@ -191,7 +191,7 @@ def test_bytes_by_memory_are_those_that_ranks_of_2_to_1_memory_hold(run_ranks: C
         static = sum(one.nbytes for one in (*parameters, *(own.grad for own in parameters), *moments))
         return static, saved.total, by_balancer
 
-    needed, limits = dry_run(config, num_ranks=2), (32e6, 16e6)
+    needed, limits = dry_run(config, num_ranks=2), (7.5e6, 3.75e6)
     for needs, limit, (static, saved, by_balancer) in zip(needed, limits, run_ranks(held_in_training, 2), strict=True):
         assert needs.total - needs.activations == static
         assert needs.total == pytest.approx(static + saved, rel=0.05)
@@ -202,20 +202,29 @@ def test_bytes_by_memory_are_those_that_ranks_of_2_to_1_memory_hold(run_ranks: C
 
 def test_memory_that_does_not_suffice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for limits, why in {
-        "[3000000, 1000000]": "balance.memory_limits, activations not counted: rank 0 would hold",
-        "[12000000, 6000000]": "balance.memory_limits: however units are divided, rank 0 would hold",
-        "[1e9]": "memory_limits are 1, not one of each of 2 ranks",
+        "[2000000, 1000000]": "balance.memory_limits, activations not counted: rank 0 would hold",
+        "[5000000, 2500000]": "even where all ranks fill the same part of their memory, rank 0 would hold",
+        "[1e9]": "numbers of bytes for 1 ranks, and the group has 2",
     }.items():
         assert why in refused([*UNEVEN, "--dry-run", "--ranks=2", f"--set=balance.memory_limits={limits}"], capsys)
 
 
 def test_ranks_that_begin_over_their_limit_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    main([*UNEVEN, "--dry-run", "--ranks=2", "--set=balance.memory_limits=[32000000, 12000000]",
+    main([*UNEVEN, "--dry-run", "--ranks=2", "--set=balance.memory_limits=[7500000, 3750000]",
           "--set=balance.shares=[1, 1]"])  # fmt: skip
     said = " ".join(capsys.readouterr().out.split())
-    assert "with activations rank 1 would be over the limit" in said and "memory_limits" in said
-    main([*UNEVEN, "--dry-run", "--ranks=2", "--set=balance.memory_limits=[32000000, 16000000]"])
+    assert "with activations rank 1 would be over the limit" in said and "begin with balance.shares=[1." in said
+    main([*UNEVEN, "--dry-run", "--ranks=2", "--set=balance.memory_limits=[7500000, 3750000]"])
     assert "over the limit" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [["--mode=zero-pri"], ["--set=balance.moves=false"]])
+def test_ranks_that_would_stay_over_their_limit_are_refused(
+    more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*UNEVEN, "--dry-run", "--ranks=2", "--set=balance.memory_limits=[7500000, 3750000]"]
+    said = refused([*arguments, "--set=balance.shares=[1, 1]", *more], capsys)
+    assert "and no units move in this mode: shares that fit are [1." in said
 
 
 def test_a_column_is_of_ranks_that_need_the_same(capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,9 +68,10 @@ class BalanceConfig:
             Decisions go on from there; where none moves units, as with ``moves=False`` or in the modes that only prune
             or lend, it stays so.
         memory_limits: how many bytes each rank of the group may hold in training: weights, gradients, optimizer state
-            and activations; None for any number. With ``shares="even"`` each fills the same part of its memory from
-            the start; no decision gives a rank more than it may hold, nor leaves it with more. What kernels, and a
-            move while it lasts, hold besides must find room beyond the limits.
+            and activations; None for any number. With ``shares="even"`` training begins as near to even shares as
+            leaves every rank room for activations, which are counted in the first steps. No decision gives a rank more
+            than it may hold; where it holds more, units move, in the modes that move units. What kernels, and a move
+            while it lasts, hold besides must find room beyond the limits.
         budget: the largest share of the group's products that an automatic decision prunes, but by
             ``paper.semi_rule="paper"``; 0 is exact.
         min_gain: what share of a step it must save to prune all of the stragglers' products, and of less in proportion:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zeroresize.config.keys import MIGRATING_MODES, RANK_CHOICES, SHARE_CHOICES
-from zeroresize.utils.value_checks import is_number, number, share_numbers
+from zeroresize.utils.value_checks import is_number, share_numbers
 
 
 def checked_ratio(ratio: Any, mode: str) -> str | float:
@@ -54,11 +54,19 @@ def checked_memory_limits(limits: Any, num_ranks: int | None = None) -> tuple[fl
     if limits is None:
         return None
     if isinstance(limits, str) or not isinstance(limits, Sequence) or not limits:
-        raise ValueError(f"memory_limits={limits!r} is not allowed: a list of bytes, one number for each rank, or null")
-    for limit in limits:
-        number("memory_limits", limit, above=0.0)
+        raise ValueError(
+            f"memory_limits={limits!r} is not allowed: wanted is null, or a list of bytes, one number for each rank, "
+            "such as [24e9, 12e9]"
+        )
+    for rank, limit in enumerate(limits):
+        if not is_number(limit) or limit <= 0:
+            raise ValueError(
+                f"memory_limits[{rank}]={limit!r} is not allowed: a number of bytes is needed, such as 24e9"
+            )
     if num_ranks is not None and len(limits) != num_ranks:
-        raise ValueError(f"memory_limits are {len(limits)}, not one of each of {num_ranks} ranks")
+        raise ValueError(
+            f"memory_limits={list(limits)}: numbers of bytes for {len(limits)} ranks, and the group has {num_ranks}"
+        )
     return tuple(map(float, limits))
 
 

@@ -34,13 +34,14 @@ class MemoryWatch:
         self.limits: Sequence[float] = limits
         self._setup, self.works = setup, segment_works(setup.layers)
         self._segments = owned_segments(setup.layers)
-        self._activations = ActivationBytes(setup.model, self._segments)
-        if not any(layer.is_compiled for layer in setup.layers.values()):
-            self._activations.count_next()
+        self._activations, self._of_element = ActivationBytes(setup.model, self._segments), _BytesOfElement(setup)
+        self._at_rest: GroupMemory | None = None
+        self._count_next()
 
     def held(self) -> HeldBytes:
         """Return what this rank holds in training, whatever units it owns now."""
-        of_element = _BytesOfElement(self._setup)
+        of_element = self._of_element
+        of_element.look()
         of_units_here = of_even_share = 0.0
         for segment in self._segments:
             owned = segment.owned
@@ -57,18 +58,33 @@ class MemoryWatch:
         """Return what the ranks' memory leaves for units; collective."""
         held = self.held()
         rows = meet(held.fixed, held.of_even_share)
-        return GroupMemory(self.limits, [HeldBytes(fixed, of_share) for fixed, of_share, *_ in rows], self.works)
+        memory = GroupMemory(self.limits, [HeldBytes(fixed, of_share) for fixed, of_share, *_ in rows], self.works)
+        self._at_rest = self._at_rest or memory
+        return memory
 
-    def end_interval(self) -> HeldBytes:
-        """Return what this rank holds, and count the activations of the next training forward, too."""
-        held = self.held()
-        self._activations.count_next()
-        return held
+    @property
+    def at_rest(self) -> GroupMemory | None:
+        """What the ranks' memory leaves between two steps, without activations; None before the first gathering."""
+        return self._at_rest
+
+    def begin_interval(self, *, borrows: bool) -> None:
+        """Count the activations of the next training forward, too.
+
+        Args:
+            borrows: whether this rank computes for others, whose activations are not its units'; then nothing counts.
+        """
+        if not borrows:
+            self._count_next()
 
     def moved(self) -> None:
         """Begin anew with activations, as units have moved."""
         self._activations.forget()
-        self._activations.count_next()
+        self._count_next()
+
+    def _count_next(self) -> None:
+        """Hooks would break the graphs of a compiled model, of which so no activations count."""
+        if not any(layer.is_compiled for layer in self._setup.layers.values()):
+            self._activations.count_next()
 
     def close(self) -> None:
         """Count no more."""
@@ -85,14 +101,25 @@ class _BytesOfElement:
     """The bytes of an element of a parameter with all that belongs to it."""
 
     def __init__(self, setup: Setup) -> None:
-        optimizer = setup.optimizer
-        named = dict(setup.model.named_parameters())
+        self._setup = setup
         self._stepped: dict[int, Tensor] = {}
-        inner = None
-        if optimizer is not None:
-            inner = torch_optimizer(optimizer)
-            self._stepped = {id(named[name]): one for name, one in stepped_tensors(optimizer, named).items()}
-        self._state = StateBytes(inner)
+        self._state: StateBytes | None = None
+
+    def look(self) -> None:
+        """Find what the optimizer steps for each parameter now; it may have been given more.
+
+        Raises:
+            ValueError: where it keeps them in other shapes, so that nothing tells what a unit takes.
+        """
+        optimizer, named = self._setup.optimizer, dict(self._setup.model.named_parameters())
+        if optimizer is None:
+            return
+        try:
+            self._state = self._state or StateBytes(torch_optimizer(optimizer))
+            stepped = stepped_tensors(optimizer, named)
+        except ValueError as error:
+            raise ValueError(f"memory_limits cannot be kept with this optimizer: {error}") from error
+        self._stepped = {id(named[name]): tensor for name, tensor in stepped.items()}
 
     def __call__(self, parameter: Tensor) -> float:
         stepped = self._stepped.get(id(parameter))
@@ -101,7 +128,7 @@ class _BytesOfElement:
         # Where a master copy is stepped, its gradient takes the place of the parameter's.
         gradient = max(parameter.element_size(), stepped.element_size())
         master = stepped.element_size() if stepped is not parameter else 0
-        return parameter.element_size() + master + gradient + self._state.of_element(stepped)
+        return parameter.element_size() + master + gradient + (self._state.of_element(stepped) if self._state else 0.0)
 
 
 def _each_once(tensors: Sequence[UnitTensor]) -> Iterator[UnitTensor]:

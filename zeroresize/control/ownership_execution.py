@@ -31,7 +31,7 @@ class OwnershipExecution:
     """
 
     def __init__(self, parts: Parts) -> None:
-        self._parts, self._log, self._has_warned = parts, MoveLog(), False
+        self._parts, self._log, self._has_warned, self._has_warned_of_memory = parts, MoveLog(), False, False
         self._stay_log = StayLog()
         # The ranks agree on what is told, and so do replicas: it is told once.
         everybody = parts.exchange_of_replicas
@@ -82,6 +82,16 @@ class OwnershipExecution:
             else:
                 parts.decision.hold_owned(units.shares)
             return
+        memory = parts.decision.memory
+        if memory is not None and memory.excess_by(plan.owned) > memory.excess_by(units.shares):
+            if self._tells:
+                logger.info(
+                    "units are not divided as in the checkpoint, by %s: by memory_limits %s",
+                    list(plan.owned),
+                    memory.why_too_much(plan.owned),
+                )
+            self._refuse()
+            return
         self.follow(plan, num_steps, "as in the checkpoint")
 
     @contextmanager
@@ -95,7 +105,7 @@ class OwnershipExecution:
             yield
             return
         away = units.shares
-        self._require_memory(units.home, "at_home()")
+        self._require_memory(units.home, "at_home()", is_visit=True)
         # Before the first step there is nothing to go on from, and weights may be loaded within.
         columns.set_aside = columns.seen if self._parts.selector.steps_of_epoch else None
         try:
@@ -168,14 +178,21 @@ class OwnershipExecution:
             per_byte_s, fixed_s, num_bytes = (max(column) for column in zip(*rows, strict=True))
             parts.decision.expect_moves(MoveCost(per_byte_s, fixed_s), num_bytes, BUDGET_S)
 
-    def _require_memory(self, shares: Sequence[float], call: str) -> None:
-        """Check that the units fit into the ranks' memory by these shares, as far as the ranks have told.
+    def _require_memory(self, shares: Sequence[float], call: str, *, is_visit: bool = False) -> None:
+        """Check that by these shares no rank holds more than it may, or not so much more than now.
+
+        Args:
+            is_visit: whether nothing is trained meanwhile, so that there are no activations.
 
         Raises:
-            ValueError: if they do not; alike on every rank.
+            ValueError: if one does; alike on every rank.
         """
-        memory = self._parts.decision.memory
-        if memory is not None and (why := memory.why_too_much(shares)) is not None:
+        parts = self._parts
+        memory = parts.memory.at_rest if is_visit and parts.memory is not None else parts.decision.memory
+        if memory is None or parts.units is None:
+            return
+        if memory.excess_by(shares) > memory.excess_by(parts.units.shares):
+            why = memory.why_too_much(shares)
             raise ValueError(f"{call} is not allowed by memory_limits: {why}; nothing has changed")
 
     def _refuse(self) -> None:
@@ -191,6 +208,27 @@ class OwnershipExecution:
         line = self._stay_log.line(parts.decision.plan, parts.decision.busy_s, parts.decision.ownership)
         if line is not None and self._tells:
             logger.info("step %d: %s", num_steps, line)
+
+    def tell_what_does_not_fit(self, num_steps: int) -> None:
+        """Warn, once and on rank 0, where a rank holds more than it may and its units stay; after a decision."""
+        parts, units, memory = self._parts, self._parts.units, self._parts.decision.memory
+        if self._has_warned_of_memory or units is None or memory is None or parts.decision.plan.owned != units.shares:
+            return
+        if (why := memory.why_too_much(units.shares)) is None:
+            return
+        self._has_warned_of_memory = True
+        if units.why_not_movable is not None:
+            reason = f"no unit can change hands: {units.why_not_movable}"
+        elif not parts.config.may_move:
+            reason = "nothing moves units in this configuration: give shares that fit"
+        elif parts.decision.ownership.is_held:
+            reason = "they are held as move() has divided them"
+        elif memory.why_too_much(memory.evenly_filled) is not None:
+            reason = "the ranks' memory together does not suffice for more even a division"
+        else:
+            reason = "they move as soon as they can"
+        if self._tells:
+            logger.warning("step %d: by memory_limits %s, and units stay: %s", num_steps, why, reason)
 
     def tell_what_came_of_it(self, num_steps: int) -> None:
         """Log how long steps have been since the last move; at the end of an interval."""

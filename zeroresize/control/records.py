@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import asdict
 from typing import Any
 
@@ -67,6 +68,7 @@ def metrics(parts: Parts, num_steps: int, balancing_s: float) -> dict[str, float
     executed = parts.plan_execution.shares_of_last_step or parts.plan_execution.shares_of_step
     numbers = {name: float(getattr(record, name)) for name in _RECORDED_METRICS} | {
         **{f"{name}_share": share for name, share in asdict(executed).items()},
+        "group_pruned": statistics.fmean(rank.pruned * rank.owned for rank in parts.decision.plan.ranks),
         "relieved": 1.0 - record.owned * (1.0 - record.ratio),
         "least_busy_s": times.least_busy_s + times.outside_s if times else math.nan,
         "balancing_s": balancing_s,

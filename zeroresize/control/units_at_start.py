@@ -62,14 +62,14 @@ def _divide_by_configuration(units: OwnedUnits, setup: Setup, meet: Meet, memory
 
 
 def _divide_by_memory(units: OwnedUnits, setup: Setup, memory: GroupMemory) -> None:
-    """Let every rank fill the same part of its memory, unless the user has said how to divide the units; collective.
+    """Leave every rank room for activations, unless the user has said how to divide the units; collective.
 
     Raises:
         ValueError: if what a rank would hold does not fit.
     """
     is_given = setup.config.shares != "even" or any(segment.has_given_shares for segment in units.segments)
     may_divide = not is_given and units.why_not_divisible is None
-    shares = memory.evenly_filled if may_divide else units.shares
+    shares = memory.at_start if may_divide else units.shares
     if (why := memory.why_too_much(shares)) is not None:
         if units.why_not_divisible is not None:
             why += f", and units cannot be divided otherwise: {units.why_not_divisible}"

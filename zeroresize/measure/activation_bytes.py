@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,7 @@ class ActivationBytes:
             return
         model = self._model
         self._handles = [
-            model.register_forward_pre_hook(self._begin, prepend=True),
+            model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._end, always_call=True),
         ]
         for number, segment in enumerate(self._segments):
@@ -63,10 +63,10 @@ class ActivationBytes:
             handle.remove()
         self._handles = []
 
-    def _begin(self, model: nn.Module, inputs: Any) -> None:
+    def _begin(self, model: nn.Module, inputs: Any, named_inputs: Mapping[str, Any]) -> None:
         if self._saved is None and torch.is_grad_enabled() and model.training:
             self._open.clear()
-            self._saved = SavedBytes(model, inputs)
+            self._saved = SavedBytes(model, (*inputs, *named_inputs.values()))
 
     def _end(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
         saved = self._saved

@@ -16,7 +16,7 @@ class SavedBytes:
 
     Parameters and buffers of ``layer`` do not count. What activation checkpointing computes again in backward is not
     saved in forward, and does not count either. Hooks that are in force already, such as ``save_on_cpu``, still do what
-    they do.
+    they do, and what they put elsewhere does not count.
 
     Attributes:
         total: bytes so far.
@@ -41,13 +41,14 @@ class SavedBytes:
         self._hooks = None
 
     def _pack(self, tensor: Tensor) -> Any:
-        memory = _memory_of(tensor)
-        if memory not in self._seen:
+        packed, memory = self._pack_before(tensor), _memory_of(tensor)
+        stays = isinstance(packed, Tensor) and _memory_of(packed) == memory
+        if stays and memory not in self._seen:
             self._seen.add(memory)
             num_bytes = self._inputs.get(memory, tensor.untyped_storage().nbytes())
             self.total += num_bytes
             self.within += num_bytes if self.is_within else 0
-        return self._pack_before(tensor)  # detached, as an output that is saved would else hold on to itself
+        return packed  # detached, as an output that is saved would else hold on to itself
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import warnings
 
 import torch
 from torch import Tensor, nn
 
 from zeroresize.optim.likeness import cases_of, made_like, mark_alike
 from zeroresize.optim.optimizers import states_like
+from zeroresize.optim.trial import undisturbed
 
 logger = logging.getLogger(__name__)
 
@@ -29,16 +29,18 @@ class StateBytes:
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self._optimizer = optimizer
         self._tried: dict[tuple[int, int, torch.dtype], float] = {}
-        groups = optimizer.param_groups if optimizer is not None else []
-        self._group_of = {id(one): number for number, group in enumerate(groups) for one in group["params"]}
 
     def of_element(self, tensor: Tensor) -> float:
         """Return the bytes of state of the shape of ``tensor``, which the optimizer steps, for each of its elements."""
-        if self._optimizer is None or id(tensor) not in self._group_of:
+        if self._optimizer is None:
             return 0.0
         if self._optimizer.state.get(tensor):
             return float(sum(one.element_size() for one in states_like(self._optimizer, tensor)))
-        key = self._group_of[id(tensor)], min(tensor.dim(), 2), tensor.dtype
+        groups = enumerate(self._optimizer.param_groups)
+        number = next((at for at, group in groups if any(one is tensor for one in group["params"])), None)
+        if number is None:
+            return 0.0
+        key = number, min(tensor.dim(), 2), tensor.dtype
         if key not in self._tried:
             self._tried[key] = self._of_trial(self._optimizer, tensor)
         return self._tried[key]
@@ -48,8 +50,7 @@ class StateBytes:
             (case,) = cases_of(optimizer, [tensor])
             shape = _SIZES[: max(min(tensor.dim(), 2), 1)]
             parameter = nn.Parameter(torch.zeros(shape, dtype=tensor.dtype, device=tensor.device))
-            with warnings.catch_warnings(), torch.enable_grad():
-                warnings.simplefilter("ignore")
+            with undisturbed(parameter):
                 mark_alike([parameter], case.likes)
                 trial = made_like(optimizer, case.settings, [parameter], case.likes, by_default=True)
                 parameter.grad = torch.ones_like(parameter)

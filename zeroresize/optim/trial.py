@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -135,6 +135,21 @@ def _drawn(shape: Sequence[int], trial: _Trial, like: Like) -> list[Tensor]:
     return list(drawn.to(like.tensor.device, wanted if trial.is_in_own_dtype else dtype).unbind())
 
 
+@contextmanager
+def undisturbed(parameter: Tensor) -> Iterator[None]:
+    """Let an optimizer of trial parameters, of which this is the first, step without leaving a trace.
+
+    Random numbers begin alike in every trial, and those of the program go on as if there had been none.
+    """
+    devices = [parameter.device] if parameter.is_cuda else []
+    with warnings.catch_warnings(), torch.random.fork_rng(devices), torch.enable_grad(), _on(parameter):
+        warnings.simplefilter("ignore")
+        torch.default_generator.manual_seed(_SEED)  # torch.manual_seed would seed devices that are not put back
+        if devices:
+            torch.cuda.manual_seed(_SEED)
+        yield
+
+
 def _on(tensor: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
@@ -167,12 +182,7 @@ class _Steps:
 
     def _on(self, drawn: Sequence[Sequence[Tensor]], *, has_state: bool) -> list[Tensor]:
         parameters = [nn.Parameter(values.clone()) for values, *_ in drawn]
-        devices = [parameters[0].device] if parameters[0].is_cuda else []
-        with warnings.catch_warnings(), torch.random.fork_rng(devices), torch.enable_grad(), _on(parameters[0]):
-            warnings.simplefilter("ignore")
-            torch.default_generator.manual_seed(_SEED)  # torch.manual_seed would seed devices that are not put back
-            if devices:
-                torch.cuda.manual_seed(_SEED)
+        with undisturbed(parameters[0]):
             trial = self._made(parameters)
             if has_state:
                 for parameter, like in zip(parameters, self.likes, strict=True):

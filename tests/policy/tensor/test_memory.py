@@ -1,6 +1,7 @@
 """Divisions that fit into the ranks' memory, in whole units, and decisions that keep to them."""
 
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -47,8 +48,8 @@ def held_by(memory, shares, fixed, segments, of_even_share=1000.0):
 @given(memories(), st.lists(st.floats(0.05, 5.0), min_size=4, max_size=4))
 def test_what_is_fitted_to_the_most_shares_fits_in_whole_units(memory, wanted):
     most = memory.most_shares
-    if most is not None and math.fsum(memory.room) < 1.3 * 4:
-        return  # together hardly enough
+    if most is not None and math.fsum(memory.room) < 1.6 * 4:
+        return  # together hardly enough for whole units
     shares = nearest_fitting(normalised(wanted), most)
     assert math.fsum(shares) == pytest.approx(4.0, abs=1e-4)
     assert memory.excess_by(shares) == 0.0 and memory.why_too_much(shares) is None
@@ -83,18 +84,36 @@ def test_equal_memory_is_filled_by_even_shares():
     assert memory.evenly_filled == (1.0, 1.0) and memory.most_shares is None
 
 
+@pytest.mark.parametrize("limits", [(4000.0, 3000.0), (2e4, 1500.0)])
+def test_with_room_for_activations_training_begins_at_even_shares(limits):
+    memory = GroupMemory(limits, [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
+    assert memory.at_start == (1.0, 1.0)
+
+
+def test_where_even_shares_leave_too_little_room_for_activations_it_begins_as_near_to_them_as_leaves_it():
+    memory = GroupMemory((4000.0, 1200.0), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
+    held = memory.bytes_by(memory.at_start)
+    assert 2 * held[1] <= 1200.0 and 2 * held[0] <= 4000.0
+    assert held[1] > 500.0  # but for whole units
+
+
+def test_where_there_is_less_room_every_rank_fills_the_same_part():
+    memory = GroupMemory((1000.0, 600.0), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
+    assert memory.at_start == memory.evenly_filled != (1.0, 1.0)
+
+
 def test_what_does_not_fit_is_told_with_its_bytes():
     memory = GroupMemory((2000.0, 600.0), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
     assert memory.why_too_much((1.0, 1.0)) == "rank 1 would hold 700 bytes of at most 600"
     assert memory.excess_by((1.0, 1.0)) == pytest.approx(1 / 6)
-    assert memory.excess_by((1.4, 0.6), borrowed=(3.0, 0.0)) > 0.0
+    assert memory.have_room_for((2.0, 0.0), (1.0, 1.0)) and not memory.have_room_for((3.0, 0.0), (1.0, 1.0))
 
 
 def test_too_little_memory_for_all_is_exceeded_alike():
     memory = GroupMemory((500.0, 400.0), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
     shares = fitting_shares(2, memory.most_shares)
     assert math.fsum(memory.most_shares) == pytest.approx(2.0)
-    assert shares[0] / shares[1] == pytest.approx(4 / 3, rel=1e-3)
+    assert shares[0] / shares[1] == pytest.approx(4 / 3, rel=5e-3)
 
 
 def controller(memory, mode="exact", chi=4.0, updates=40, **config):
@@ -113,12 +132,9 @@ def times(chi):
     return [RankTimes(0.2, 0.8, 1.0, LINEAR), RankTimes(0.2, 0.8 * chi, 1.0, LINEAR)]
 
 
-@pytest.mark.parametrize("mode", ["exact", "semi"])
-def test_a_slow_ranks_units_go_only_where_there_is_memory(mode):
+def test_a_slow_ranks_units_go_only_where_there_is_memory():
     roomy, tight = (GroupMemory((limit, 2e3), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS) for limit in (1e4, 900.0))
-    config = {"min_gain": 10.0} if mode == "semi" else {}
-    free = controller(roomy, mode, **config)[1][-1]
-    bound = controller(tight, mode, **config)[1][-1]
+    free, bound = (controller(memory)[1][-1] for memory in (roomy, tight))
     assert roomy.bytes_by(free.owned)[0] > 1000.0
     assert bound.owned[0] > 1.05 and tight.excess_by(bound.owned) == 0.0
     assert bound.predicted_step_s > free.predicted_step_s
@@ -158,3 +174,68 @@ def test_a_refused_move_for_memory_is_not_tried_at_every_update():
             wanted += 1
             made.refuse_move((1.0, 1.0))
     assert wanted <= 2
+
+
+@pytest.mark.parametrize("mode", ["exact", "semi"])
+@pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
+def test_a_slow_rank_of_little_memory_is_given_no_more_than_that(mode, chi):
+    memory = GroupMemory((1e4, 500.0), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
+    _, plans = controller(memory, mode, chi)
+    for plan in plans[3:]:
+        assert memory.excess_by(plan.owned) == 0.0
+
+
+def test_loans_end_where_the_memory_for_them_turns_out_not_to_be_there():
+    roomy, full = (GroupMemory((limit, 2e3), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS) for limit in (1e4, 701.0))
+    made, plans = controller(roomy, "mig", updates=4)
+    assert plans[-1].loans
+    made.expect_memory(full)
+    assert not made.update(times(4.0), CollectiveTimes(0.01, (0.0, 0.6), MigrationCost(0.1, 0.1))).loans
+
+
+def three_times(*chis):
+    return [RankTimes(0.2, 0.8 * chi, 1.0, LINEAR) for chi in chis]
+
+
+SEGMENTS_OF_THREE = (SegmentWork(12, 1, 0.35), SegmentWork(3072, 8, 0.65))
+
+
+def test_uneven_memory_is_no_debt_of_balancing():
+    """However long all ranks were alike before: a slow rank's units move as if it had been so from the start."""
+    memory = GroupMemory((3000.0, 500.0, 3000.0), [HeldBytes(100.0, 600.0)] * 3, SEGMENTS_OF_THREE)
+    made = Controller(BalanceConfig(update_every=5), 3, SEGMENTS_OF_THREE)
+    made.expect_moves(MoveCost(0.0, 1.0), 1.0)
+    made.expect_memory(memory)
+    made.set_owned(memory.at_start)
+    for _ in range(200):
+        plan = made.update(three_times(1.0, 1.0, 1.0))
+    assert memory.excess_by(plan.owned) == 0.0
+    settled = plan.owned
+    for _ in range(20):
+        plan = made.update(three_times(4.0, 1.0, 1.0))
+        assert memory.excess_by(plan.owned) == 0.0
+    assert plan.owned[0] < 0.6 * settled[0]
+    for _ in range(60):
+        plan = made.update(three_times(1.0, 1.0, 1.0))
+        assert memory.excess_by(plan.owned) == 0.0
+    assert plan.owned == pytest.approx(settled, abs=0.1)
+
+
+def test_what_is_held_may_vary_without_units_moving_to_and_fro():
+    """Batches of varying length, and limits that together do not suffice."""
+    made = Controller(BalanceConfig(update_every=5), 2, SEGMENTS)
+    made.expect_moves(MoveCost(0.0, 100.0), 1.0)
+    moves, owned, generator = 0, (1.0, 1.0), random.Random(0)
+    for _ in range(100):
+        held = [HeldBytes(100.0 * generator.uniform(0.9, 1.1), 600.0 * generator.uniform(0.9, 1.1)) for _ in range(2)]
+        made.expect_memory(GroupMemory((700.0, 500.0), held, SEGMENTS))
+        plan = made.update(times(1.0))
+        moves, owned = moves + (plan.owned != owned), plan.owned
+    assert moves <= 5
+
+
+def test_few_units_are_divided_in_a_way_that_fits_where_none_in_proportion_does():
+    segments = (SegmentWork(4, 1, 0.35), SegmentWork(4096, 8, 0.65))
+    memory = GroupMemory((764.0, 631.0, 868.0, 603.0), [HeldBytes(100.0, 600.0)] * 4, segments)
+    assert memory.excess_by(memory.evenly_filled) > 0.0
+    assert memory.excess_by(memory.at_start) == 0.0

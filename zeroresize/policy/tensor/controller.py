@@ -183,9 +183,14 @@ class Controller:
     def expect_memory(self, memory: GroupMemory) -> None:
         """Give no rank more units than it has the memory for; alike on every rank.
 
-        Where units that it has do not fit, they move at once, whatever that costs.
+        Where units that it has do not fit, they move at the next update, whatever that costs. Home, with which
+        balancing is compared, is the division nearest to even shares that fits.
         """
+        if self._memory is not None and memory.is_like(self._memory):
+            return
         self._memory = memory
+        if self.segments:
+            self._ownership.home = fitting_shares(self.num_ranks, memory.most_shares)
 
     @property
     def _most_shares(self) -> tuple[float, ...] | None:
@@ -337,7 +342,7 @@ class Controller:
         self._loans, self._loans_then = loans_of_plain(state["loans"]), loans_of_plain(state["loans_then"])
         self._ownership.load_state_dict(state["ownership"])
         if not self._ownership.is_home and not (self.config.may_move or self._ownership.is_held):
-            self._ownership.put(self._ownership.home, is_held=False)
+            self._ownership.put((1.0,) * self.num_ranks, is_held=False)
         if self._goes_beyond_configuration():
             self._spare_nobody()
         if self.config.forced_ratio is not None:
@@ -444,17 +449,17 @@ class Controller:
         in_force = times.owning(ownership.products)
         normal_s = slowest_normal_s(self._given(times), stragglers)
         division = wanted_division(self.config, in_force, stragglers, reference_s, migration, normal_s)
-        if not self._have_room_to_borrow(division):
+        loans = loans_of(division.lent, division.slack)
+        if self.config.forced_ratio is None and not self._have_room_for(loans):
             division = wanted_division(self.config, in_force, stragglers, reference_s, None, normal_s).without_loans
         return self._change_to(division, in_force, times, deviation)
 
-    def _have_room_to_borrow(self, division: WorkDivision) -> bool:
-        """Whether the ranks have the memory for what they would compute for others, as if they owned it."""
-        if self._memory is None or not any(division.lent):
+    def _have_room_for(self, loans: Sequence[Loan]) -> bool:
+        """Whether who computes for others has the memory for that, as if it owned it."""
+        if self._memory is None or not loans:
             return True
-        loans = loans_of(division.lent, division.slack)
         borrowed = borrowed_shares(loans, self.num_ranks, self._ownership.products)
-        return self._memory.excess_by(self._ownership.owned, borrowed) == 0.0
+        return self._memory.have_room_for(borrowed, self._ownership.owned)
 
     def _change_to(self, division: WorkDivision, in_force: GroupTimes, times: GroupTimes, deviation: float) -> bool:
         """Change the plan if what that saves exceeds what it costs, and noise, or if somebody has recovered.
@@ -496,8 +501,9 @@ class Controller:
         return False
 
     def _is_possible(self) -> bool:
-        """Whether the plan in force relieves nobody that is no straggler."""
-        return all(slow or not now.spared for slow, now in zip(self._are_stragglers, self._shares, strict=True))
+        """Whether the plan in force relieves stragglers only, and who computes for others has the memory for it."""
+        ranks = zip(self._are_stragglers, self._shares, strict=True)
+        return all(slow or not now.spared for slow, now in ranks) and self._have_room_for(self._loans)
 
     @property
     def _minimises(self) -> bool:
@@ -532,15 +538,17 @@ class Controller:
             are_pruning=any(shares.pruned for shares in self._shares),
             most_shares=self._most_shares,
         )
-        if self._memory is not None and self._memory.excess_by(ownership.owned) > self._memory.excess_by(wanted):
+        if self._memory is not None and self._memory.excess_by(wanted) > self._memory.excess_by(ownership.owned):
+            wanted = ownership.owned
+        if self._memory is not None and self._memory.is_better(wanted, than=ownership.owned):
             return ownership.update(wanted, 0.0, self.config.update_every, must=True)
-        if wanted == ownership.owned == fitting_shares(self.num_ranks, self._most_shares):
+        if wanted == ownership.owned == ownership.home:
             ownership.update(wanted, 0.0, self.config.update_every)
             return False
         # What is pruned counts as if it were computed: that is what moving is to save, too.
         now_s = self._step_s(times, [Shares(lent=own.lent) for own in self._shares], self._loans)
         now_s -= self._communication.seconds(())
-        home_s = float(times.curves.busy_s.max())
+        home_s = self._home_s(times)
         is_worse_than_home = not ownership.is_home and now_s > (1.0 + COST_IN_VAIN) * home_s
         if is_worse_than_home:
             ownership.came_late(now_s - home_s)
@@ -560,7 +568,7 @@ class Controller:
             saved_s = now_s - owned_step_s(times, wanted, ownership.segments)
             if wanted == ownership.home:
                 # Who may only seem slower than others, as he owns little, is seen there.
-                saved_s = now_s - float((times.curves.busy_s / (1.0 + CERTAINTY_KEPT * deviations)).max())
+                saved_s = now_s - self._home_s(times, 1.0 + CERTAINTY_KEPT * deviations)
             # To go or to come home it is certain who is slow; from one division to another everybody's times count.
             elif not ownership.is_home:
                 if saved_s <= 0.0 and self.config.mode == "semi":
@@ -568,6 +576,19 @@ class Controller:
                 saved_s = beyond_noise(saved_s, now_s, COST_IN_VAIN / DURATION + deviation)
         every = self.config.update_every
         return ownership.update(wanted, saved_s, every, step_s=now_s, gain_s=gain_s, waits=comes_too_late)
+
+    def _home_s(self, times: GroupTimes, faster: Floats | float = 1.0) -> float:
+        """Seconds of a step at home, nothing pruned or lent.
+
+        Args:
+            faster: how many times as fast each rank may be as it seems.
+        """
+        home = self._ownership.home
+        if len(set(home)) == 1:
+            return float((times.curves.busy_s / faster).max())
+        factors = np.broadcast_to(faster, (self.num_ranks,)).tolist()
+        fast = GroupTimes(rank.faster(factor) for rank, factor in zip(times, factors, strict=True))
+        return owned_step_s(fast, home, self._ownership.segments)
 
     def _saved_with_pruning_s(
         self, times: GroupTimes, reference_s: float, wanted: tuple[float, ...], noise: float
@@ -587,22 +608,22 @@ class Controller:
         )
 
     def _account(self, times: GroupTimes, deviations: Floats) -> None:
-        """What the plan under which ``times`` were measured has lost against even shares, nothing pruned or lent.
+        """What the plan under which ``times`` were measured has lost against home, nothing pruned or lent.
 
         A rank that does less than the others is taken to be as fast as it may well be: what is not sure is no gain.
         """
         owned = self._ownership.owned_before
-        is_even = owned == self._ownership.home and not any(own.spared for own in self._measured_under)
+        is_home = owned == self._ownership.home and not any(own.spared for own in self._measured_under)
         sure = GroupTimes(
             rank_times.faster(1.0 + CERTAINTY_KEPT * deviation) if shares.spared or share < 1.0 else rank_times
             for rank_times, deviation, shares, share in zip(
                 times, deviations.tolist(), self._measured_under, owned, strict=True
             )
         )
-        even_s = float(sure.curves.busy_s.max()) + self._communication.seconds(())
-        step_s = even_s if is_even else self._step_s(sure, self._measured_under, self._loans_then, owned)
+        home_s = self._home_s(sure) + self._communication.seconds(())
+        step_s = home_s if is_home else self._step_s(sure, self._measured_under, self._loans_then, owned)
         every = self.config.update_every
-        self._ownership.account.take((step_s - even_s) * every, step_s * every, every)
+        self._ownership.account.take((step_s - home_s) * every, step_s * every, every)
 
     def _step_s(
         self,
@@ -612,7 +633,7 @@ class Controller:
         owned: tuple[float, ...] | None = None,
     ) -> float:
         owned = self._ownership.owned if owned is None else owned
-        if owned == self._ownership.home:
+        if len(set(owned)) == 1:
             spared, lent = [rank.spared for rank in shares], [rank.lent for rank in shares]
             return max(predicted_busy_s(times, spared, loans)) + self._communication.seconds(lent)
         products = owned_shares(owned, self._ownership.segments)

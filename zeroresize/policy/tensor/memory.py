@@ -8,10 +8,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zeroresize.plan.ownership import SegmentWork, owned_shares, unit_counts
-from zeroresize.policy.tensor.rules.ownership import normalised
+from zeroresize.policy.tensor.rules.ownership import nearest_fitting, normalised
 
 #: Halvings of the part of its memory that each rank fills.
 _NUM_HALVINGS = 60
+#: Divisions that are tried where those in proportion to memory do not fit, as units are whole.
+_NUM_TRIES = 64
+#: What activations are taken for until they are counted, in all bytes that are.
+_OF_ACTIVATIONS = 1.0
+#: Part of a limit that stays free where decisions may choose; and what differs by less than that is no reason to move.
+_MARGIN = 0.02
 #: Part of a limit that sums of floats may be off by.
 _ROUNDING = 1e-9
 
@@ -59,26 +65,48 @@ class GroupMemory:
     def most_shares(self) -> tuple[float, ...] | None:
         """Return how much each rank may own, in even shares, so that it fits however whole units are counted.
 
-        None where every rank may own everything. Where the ranks together have not the memory, all exceed their limits
-        by the same part.
+        A little stays free, as what ranks hold is not counted to the byte. None where every rank may own everything.
+        Where the ranks together have not the memory, all exceed their limits by the same part.
         """
-        # Shares s of mean 1 make at most s (U + R q) / R units of U, in multiples of q: see unit_counts.
-        whole_units = (
-            1.0
-            + math.fsum(
-                segment.work / self._work * self._num_ranks * segment.quantum / segment.num_units
-                for segment in self._segments
-            )
-            if self._work
-            else 1.0
-        )
-        most = [share / whole_units for share in self.room]
+        most = [
+            max(limit * (1.0 - _MARGIN) - fixed, 0.0) / max(self._of_even_share, 1.0) / self._whole_units
+            for limit, fixed in zip(self.limits, self._fixed, strict=True)
+        ]
         if min(most) >= self._num_ranks:
             return None
         total = math.fsum(min(share, self._num_ranks) for share in most)
         if total < self._num_ranks:
             most = [share * self._num_ranks / total for share in most] if total else [1.0] * self._num_ranks
         return tuple(most)
+
+    @property
+    def at_start(self) -> tuple[float, ...]:
+        """Return the shares, mean 1, by which to begin where activations are not counted yet.
+
+        They are the nearest to even ones with which every rank keeps as much room for activations as all else takes.
+        Where there is less, every rank fills the same part of its memory.
+        """
+        most = [
+            max(limit / (1.0 + _OF_ACTIVATIONS) - fixed, 0.0) / max(self._of_even_share, 1.0) / self._whole_units
+            for limit, fixed in zip(self.limits, self._fixed, strict=True)
+        ]
+        even = (1.0,) * self._num_ranks
+        if math.fsum(min(share, self._num_ranks) for share in most) >= self._num_ranks:
+            return nearest_fitting(even, most)
+        return self._fitting_whole_units(self.evenly_filled)
+
+    def _fitting_whole_units(self, shares: tuple[float, ...]) -> tuple[float, ...]:
+        """Shares near to these that fit in whole units; these themselves where none are near."""
+        tried = shares
+        for _ in range(_NUM_TRIES):
+            units = self._units_by(tried)
+            if all(of_rank <= room for of_rank, room in zip(units, self.room, strict=True)):
+                return tried
+            by_rank = zip(tried, units, self.room, strict=True)
+            tried = normalised(
+                [max(share * min(room / max(of_rank, 1e-9), 1.0), 1e-3) for share, of_rank, room in by_rank]
+            )
+        return shares
 
     @property
     def evenly_filled(self) -> tuple[float, ...]:
@@ -115,11 +143,29 @@ class GroupMemory:
             for fixed, of_rank, of_others in zip(self._fixed, units, more, strict=True)
         )
 
-    def excess_by(self, shares: Sequence[float], borrowed: Sequence[float] = ()) -> float:
+    def excess_by(self, shares: Sequence[float]) -> float:
         """Return by which part of its limit some rank would hold too much, at the most; 0 where all fits."""
-        held = zip(self.bytes_by(shares, borrowed), self.limits, strict=True)
+        held = zip(self.bytes_by(shares), self.limits, strict=True)
         excess = max(num_bytes / limit for num_bytes, limit in held) - 1.0
         return excess if excess > _ROUNDING else 0.0
+
+    def is_better(self, shares: Sequence[float], than: Sequence[float]) -> bool:
+        """Return whether shares fit where others do not, or exceed the limits by much less."""
+        excess, before = self.excess_by(shares), self.excess_by(than)
+        return before > 0.0 and (excess == 0.0 or before - excess > _MARGIN)
+
+    def have_room_for(self, borrowed: Sequence[float], shares: Sequence[float]) -> bool:
+        """Return whether who computes for others fits, by these shares; who is beyond its limit anyway must not.
+
+        Args:
+            borrowed: what each computes for others, in even shares.
+        """
+        held = zip(self.bytes_by(shares, borrowed), self.limits, borrowed, strict=True)
+        return all(not of_others or num_bytes <= limit * (1.0 + _ROUNDING) for num_bytes, limit, of_others in held)
+
+    def is_like(self, other: GroupMemory) -> bool:
+        """Return whether it leaves every rank the same room as another one, but for what does not matter."""
+        return all(abs(now - then) <= _MARGIN / 2 for now, then in zip(self.room, other.room, strict=True))
 
     def why_too_much(self, shares: Sequence[float]) -> str | None:
         """Tell which ranks these shares give more than they have the memory for; None where they fit."""
@@ -129,6 +175,18 @@ class GroupMemory:
             if held > limit * (1.0 + _ROUNDING)
         ]
         return "; ".join(too_much) or None
+
+    @cached_property
+    def _whole_units(self) -> float:
+        """How many times its share a rank may own at most, since units are whole.
+
+        Shares s of mean 1 make at most s (U + R q) / R units of U, in multiples of q: see :func:`unit_counts`.
+        """
+        if not self._work:
+            return 1.0
+        return 1.0 + self._num_ranks * math.fsum(
+            segment.work / self._work * segment.quantum / segment.num_units for segment in self._segments
+        )
 
     def _units_by(self, shares: Sequence[float]) -> list[float]:
         """What each rank owns of the units, in even shares."""

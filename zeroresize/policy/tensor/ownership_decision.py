@@ -23,7 +23,7 @@ from typing import Any
 
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.moves.ski_rental import RENTAL_CHECK, SkiRental
+from zeroresize.policy.moves.ski_rental import FIRST_PAUSE, RENTAL_CHECK, SkiRental
 from zeroresize.policy.tensor.account import Account
 from zeroresize.policy.tensor.rules.ownership import merged
 from zeroresize.utils.state_checks import Check, any_number, count, each, flag, keyed, not_negative, row
@@ -57,6 +57,7 @@ class OwnershipDecision:
 
     Attributes:
         segments: merged where they divide alike.
+        home: what units come home to, mean 1: even shares, or where memory does not suffice the nearest that fit.
         owned: what each rank owns by the last decision, mean 1.
         owned_before: what it owned before that.
         is_held: whether a user decides.
@@ -76,6 +77,7 @@ class OwnershipDecision:
     num_ranks: int
     segments: Sequence[SegmentWork] = ()
     bytes_of_units: float = 0.0
+    home: tuple[float, ...] = field(init=False)
     owned: tuple[float, ...] = field(init=False)
     owned_before: tuple[float, ...] = field(init=False)
     is_held: bool = field(default=False, init=False)
@@ -94,17 +96,12 @@ class OwnershipDecision:
     def __post_init__(self) -> None:
         self.segments = merged(self.segments)
         self._work = math.fsum(segment.work for segment in self.segments)
-        self.owned = self.owned_before = self.home
+        self.home = self.owned = self.owned_before = (1.0,) * self.num_ranks
         self._products = self.home, self.home
 
     @property
-    def home(self) -> tuple[float, ...]:
-        """Return even shares."""
-        return (1.0,) * self.num_ranks
-
-    @property
     def is_home(self) -> bool:
-        """Whether every rank owns what hosts give it."""
+        """Whether every rank owns what it owns at home."""
         return self.owned == self.home
 
     @property
@@ -112,7 +109,8 @@ class OwnershipDecision:
         """Return what each rank owns of the products, in whole units, in units of a rank's at even shares."""
         by, products = self._products
         if by != self.owned:
-            products = self.home if self.is_home else owned_shares(self.owned, self.segments)
+            is_even = len(set(self.owned)) == 1
+            products = (1.0,) * self.num_ranks if is_even else owned_shares(self.owned, self.segments)
             self._products = self.owned, products
         return products
 
@@ -123,7 +121,7 @@ class OwnershipDecision:
             ValueError: if they are not one of each rank, finite, not negative and not all 0, or nothing can move.
         """
         owned = checked_shares(shares, self.num_ranks)
-        if owned != self.home and not self.segments:
+        if len(set(owned)) > 1 and not self.segments:
             raise ValueError(f"shares={list(shares)}: the model has no units that can change their owner")
         return owned
 
@@ -166,7 +164,7 @@ class OwnershipDecision:
             step_s: how long steps are, seconds; 0 where that is not known.
             gain_s: by how much they would be shorter than at even shares.
             waits: whether something else than the price speaks against it; what is owed adds up all the same.
-            must: whether the present division cannot stay, whatever the other costs.
+            must: whether the present division cannot stay, whatever the other costs; nothing moves for a while then.
         """
         self.late_s *= 1.0 - _FORGETTING
         self.owned_before, self._was_held = self.owned, self.is_held
@@ -182,6 +180,7 @@ class OwnershipDecision:
         if must and not self.rental.pause:
             self.owned, self.gain_s = wanted, gain_s
             self._settle()
+            self.rental.pause = FIRST_PAUSE
             return True
         is_homecoming = wanted == self.home
         self.sure = self.sure + 1 if movers and is_homecoming and saved_s > 0.0 else 0

@@ -113,7 +113,7 @@ def wanted_shares(
         least = min(segment.quantum * num_ranks / segment.num_units for segment in segments)
         if least < 0.5:
             shares_R = np.maximum(shares_R, least / (1.0 - least) + 10.0 ** (1 - SHARE_DECIMALS))
-    shares = normalised(shares_R.tolist())
+    shares = nearest_fitting(normalised(shares_R.tolist()), most_shares)
     if most_s < math.inf:  # what the slow ones keep is to be pruned
         return shares
     home_s = owned_step_s(times, home, segments)
