@@ -280,7 +280,7 @@ DAMAGE = [
     ((*OWN, "units", 0, "down"), [192], r"units\[0\]\.down: ascending numbers below 192 are needed"),
     ((*OWN, "units", 0, "down"), [1, 0], r"units\[0\]\.down: ascending numbers below 192 are needed"),
     ((*OWN, "measurement", "calibrated_on"), ["cpu"], "calibrated_on: a list of 5 is needed"),
-    ((*OWN, "measurement", "interval"), [[0.1] * 3 + [[0.1] * 4] + [0.1] * 3], r"interval\[0\]\[4\]: true or false"),
+    ((*OWN, "measurement", "interval"), [[0.1] * 3 + [[0.1] * 4] + [0.1] * 4], r"interval\[0\]\[4\]: true or false"),
     ((*OWN, "measurement", "estimator", "mean"), [1.0], r"estimator\.mean: a list of \d+ is needed"),
     ((*OWN, "measurement", "estimator", "calibrated", "ratios", 0), 0.5, "must ascend from 0"),
     ((*OWN, "statistic"), ["variation host"], "statistic: a list of 4 is needed"),

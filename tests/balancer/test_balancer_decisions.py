@@ -198,7 +198,7 @@ def test_metrics_are_flat_numbers_with_the_documented_names(run_ranks):
         return run.balancer.metrics()
 
     decided = ["ratio", *(f"{name}_share" for name in ("pruned", "lent", "borrowed", "owned")), "relieved"]
-    decided += ["is_straggler", "predicted_step_s", "bound_s", "products_bound_s", "moving_rest"]
+    decided += ["group_pruned", "is_straggler", "predicted_step_s", "bound_s", "products_bound_s", "moving_rest"]
     names = [*decided, "busy_s", "gemm_s", "least_busy_s", "balancing_s", "statistic_bytes", "migration_bytes"]
     for metrics in run_ranks(train, 2):
         assert sorted(metrics) == sorted(f"balance/{name}" for name in names)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from helpers.virtual_training import Run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("alone", "mode"),
     [
@@ -51,6 +52,7 @@ def test_an_epoch_that_ends_on_every_rank_goes_on(run_ranks, mode):
     assert run_ranks(train, 2, timeout_s=20) == [(True, 12)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("mode", ["mig", "semi"])
 @pytest.mark.parametrize("alone", [0, 1])

@@ -474,6 +474,7 @@ def test_a_state_whose_units_and_columns_do_not_fit_each_other_is_refused_on_all
 # ---- modes ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.few(9)
 @pytest.mark.parametrize("shares", [(3, 1), (1, 0)], ids=str)
 @pytest.mark.parametrize("mode", MODES)

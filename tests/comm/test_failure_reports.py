@@ -39,6 +39,7 @@ def test_ranks_that_fail_together_read_each_other_and_one_that_does_not_fail_is_
         assert is_told_once and seconds < failure_reports.WAIT_S + 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_not_failed_is_told_by_the_word_that_it_left_while_others_waited(run_ranks):
     """That is newer than the place at which numbers were last exchanged."""
 
@@ -66,6 +67,7 @@ def test_a_rank_that_has_not_failed_is_told_by_the_word_that_it_left_while_other
     assert "call 1 " not in text
 
 
+@pytest.mark.slow
 def test_a_balancer_that_was_let_go_of_is_told_apart_from_the_time_limit(run_ranks):
     def let_go(rank, group):
         exchange = Exchange(CpuGroup(group, {}))

@@ -233,6 +233,7 @@ def assert_store_is_named(text):
     assert "within 2.5 s, half of the time limit of their process group" in text, text
 
 
+@pytest.mark.slow
 def test_repacking_ends_in_an_error_and_leaves_everything_as_it_was(run_ranks):
     def train(rank, group):
         job = PatientJob(rank, 3)
@@ -262,6 +263,7 @@ def test_repacking_ends_in_an_error_and_leaves_everything_as_it_was(run_ranks):
         assert_store_is_named(text)
 
 
+@pytest.mark.slow
 def test_making_and_extending_a_switchable_model_end_in_errors(run_ranks):
     replicas, divided, halves = Strategy(4), Strategy(1, 2, 2), Strategy(2, 2, ranks=(0, 3, 1, 2))
 
@@ -291,6 +293,7 @@ def test_making_and_extending_a_switchable_model_end_in_errors(run_ranks):
             assert_store_is_named(text)
 
 
+@pytest.mark.slow
 def test_making_a_stage_balancer_ends_in_an_error(run_ranks):
     def train(rank, group):
         job = PatientJob(rank, 2)
@@ -312,6 +315,7 @@ def test_making_a_stage_balancer_ends_in_an_error(run_ranks):
         assert_store_is_named(text)
 
 
+@pytest.mark.slow
 def test_a_group_that_comes_too_late_is_destroyed(run_ranks, monkeypatch):
     connect, come_too_late = Rendezvous.connect, []
     monkeypatch.setattr(rendezvous, "_GRACE", datetime.timedelta(seconds=0.2))  # torch waits for the store, too

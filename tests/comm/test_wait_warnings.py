@@ -52,6 +52,7 @@ def train(rank, num_steps, calls_step=True):
         return [line for line in lines if "have not come" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_a_rank_that_never_calls_step_is_named_with_the_line_where_it_waits_instead(run_ranks):
     (warning,), warnings_of_other = run_ranks(lambda rank, group: train(rank, 5, calls_step=rank == 0), 2)
@@ -64,6 +65,7 @@ def test_a_rank_that_never_calls_step_is_named_with_the_line_where_it_waits_inst
     assert "rank 1 waits for the other ranks in a layer at training, after 0 calls of balancer.step() (" in warning
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_where_a_rank_makes_fewer_steps_the_others_warn_in_their_next_forward(run_ranks):
     warnings, _ = run_ranks(lambda rank, group: train(rank, 4 if rank == 0 else 2), 2)
@@ -73,6 +75,7 @@ def test_where_a_rank_makes_fewer_steps_the_others_warn_in_their_next_forward(ru
     assert "rank 1 training, after 2 calls of balancer.step() (test_wait_warnings.py, line " in warning
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_of_three_ranks_the_lowest_that_waits_tells_and_says_when_it_goes_on(run_ranks):
     def exchange_late(rank, group):
@@ -98,6 +101,7 @@ def test_of_three_ranks_the_lowest_that_waits_tells_and_says_when_it_goes_on(run
     assert went_on.startswith("all ranks have come after ")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_who_does_not_make_the_balancer_is_waited_for_with_a_warning(run_ranks):
     def come_late(rank, group):

@@ -109,6 +109,7 @@ def test_fused_products_of_a_straggler_are_slowed(run_ranks):
     assert run_ranks(train, 2) == [{"gemm": 5, "all": 15}] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("implementation", [FUSED, HALF_FUSED], ids=lambda one: one.name)
 @pytest.mark.parametrize("mode", ["zero-rd", "mig"])

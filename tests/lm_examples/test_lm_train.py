@@ -38,6 +38,7 @@ def test_losses_are_those_of_undivided_training_wherever_layers_move(run_ranks, 
         assert tuple(move["after"]) == first["boundaries"] == others[-1]["boundaries"]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (4, 2), (1, 4), (2, 1)])
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened_on_any_number_of_stages(run_ranks, tmp_path, before, after):
@@ -56,6 +57,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened_on_any_number_of_stage
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000005", "step-00000010"]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("stages", [(2, 2), (2, 3)])
 def test_a_line_tells_the_mean_of_all_its_steps_also_of_those_before_a_resume(run_ranks, tmp_path, stages):

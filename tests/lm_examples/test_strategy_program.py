@@ -82,6 +82,7 @@ def undivided(config):
         return losses, loss_of(batches.validation(0)).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "ranks"),
     [
@@ -108,6 +109,7 @@ def test_a_run_resumed_under_other_strategies_equals_undivided_training(run_rank
     assert sum(one["seconds"] for one in first["ranges"]) + first["switch_s"] <= first["step_s"]
 
 
+@pytest.mark.slow
 def test_a_line_tells_the_mean_of_all_its_steps_also_of_those_before_a_resume(run_ranks, tmp_path):
     """The checkpoint is of step 3, and lines are of steps 2, 4 and 6."""
     output = {"save_every": 3}

@@ -194,6 +194,7 @@ def bytes_of_step(maps, loans, migration_transport, num_ranks):
     return 8 * total
 
 
+@pytest.mark.slow
 @each_group
 @each_transport
 def test_results_are_those_without_loans_and_the_owners_shapes_travel(run_ranks, migration_transport, num_ranks):

@@ -89,6 +89,7 @@ def test_beside_replicas_a_layer_without_loans_computes_with_the_weight_that_it_
     assert run_ranks(train, 4) == [[True] * 4] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [

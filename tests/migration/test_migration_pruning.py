@@ -105,6 +105,7 @@ def masked_loss_and_gradients(run, group):
     return loss.item(), [shard_of(weight.grad, dim, group) for dim, weight in enumerate(weights)]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
 def test_by_the_papers_rule_a_straggler_that_only_prunes_borrows(run_ranks, migration_transport):

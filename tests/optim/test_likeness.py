@@ -179,6 +179,7 @@ def test_state_of_steps_before_does_no_harm():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_element_wise_optimizers_are_so_in_their_own_dtype(monkeypatch, dtype):
     monkeypatch.setattr(independence, "_known", set())

@@ -147,6 +147,7 @@ def test_a_single_profile_releases_nobody(run_ranks):
     assert run_ranks(check, 2) == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_release_that_was_refused_is_not_tried_again_at_once(run_ranks, monkeypatch):
     def check(rank, group):
         attempts = []

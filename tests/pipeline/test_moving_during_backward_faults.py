@@ -88,6 +88,7 @@ def test_a_rank_that_dies_at_its_last_layer_leaves_the_others_as_they_were(tmp_p
     assert all(text.startswith("RuntimeError: ") for text in texts.values()), texts
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("stopped", [0, 1, 2])
 def test_a_rank_that_stops_in_the_block_is_waited_for_once(tmp_path, stopped):

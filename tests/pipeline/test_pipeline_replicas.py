@@ -76,6 +76,7 @@ def test_a_straggler_in_one_replica_moves_layers_in_both(run_ranks):
     assert losses == pytest.approx(undivided_losses(NUM_LAYERS, 26), rel=1e-10, abs=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("when", ["before", "while", "after", "during backward"])
 def test_a_rank_that_dies_in_a_move_keeps_layers_where_they_are_in_all_replicas(tmp_path, when):

@@ -91,6 +91,7 @@ def test_a_rank_that_dies_is_named_and_the_others_stay_as_they_were(tmp_path, de
         assert all(f"ranks [{dead}] of the group" in text for text in texts.values()), texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_made", [True, False])
 def test_a_group_that_one_rank_cannot_make_is_told_to_all_and_the_next_one_can_be_made(run_ranks, monkeypatch, is_made):
     """Also where the others have it already, or have tried one more than that rank has."""

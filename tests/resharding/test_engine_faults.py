@@ -68,6 +68,7 @@ def test_a_rank_that_dies_is_named_and_the_others_stay_as_they_were(tmp_path, ki
             assert text.startswith(f"RuntimeError: {NOTHING}") and "ranks [1] of the group" in text, text
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_between_rounds_is_waited_for_once(tmp_path, kind):
     """The verdict on a move that has failed waits for what is left of the time limit only."""
     stops_and_is_waited_for(tmp_path, kind, "between rounds", limit_s=3.0)

@@ -95,6 +95,7 @@ def test_a_rank_that_cannot_pack_lets_nobody_wait(run_ranks, monkeypatch):
     run_ranks(check, 3)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_by_each_that_waits_for_it(run_ranks):
     def check(rank, group):
         own_group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=1))

@@ -96,6 +96,7 @@ def test_a_line_is_written_whole(tmp_path, main, monkeypatch):
     assert all(text.startswith("[inject_straggler rank 0]") and text.endswith("\n") for text in written)
 
 
+@pytest.mark.slow
 def test_an_exception_keeps_its_traceback_and_the_summary_is_said(tmp_path):
     config = write(tmp_path / "inject.yaml", "chi: {0: 2}")
     failing = write(

@@ -74,6 +74,7 @@ def test_step_times_are_means_where_every_row_tells_them_and_else_medians(tmp_pa
         pyplot.close(figure)
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_picture_or_says_what_is_wrong(table, tmp_path):
     def run(*arguments):
         command = [sys.executable, "-m", "scripts.study.plot", *map(str, arguments)]

@@ -104,6 +104,7 @@ def test_nothing_is_lent_once_units_lie_where_they_should(chi, mode):
     assert len(settled) > 9 and not any(any(lent) for lent in settled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moving_rest", [0.0, 0.5])
 @pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
 def test_semi_takes_hardly_longer_than_a_homogeneous_group_and_drops_less_than_zero(chi, moving_rest):
@@ -238,6 +239,7 @@ def test_a_straggler_that_changes_place_sooner_than_it_is_followed_is_left_alone
     assert statistics.fmean(ours.step_s) <= 1.02 * statistics.fmean(never.step_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "update_every", "every", "most"),
     [(2, 5, 80, 0.6), *(pytest.param(*own, marks=pytest.mark.slow) for own in ((2, 10, 80, 0.75), (8, 5, 20, 0.75)))],

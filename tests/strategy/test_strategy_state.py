@@ -69,6 +69,7 @@ OF_TWO_RANKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
 def test_what_one_optimizer_strategy_wrote_any_other_one_reads_on_other_ranks(run_ranks, tmp_path, before, after):
     optimizer_strategies = {4: OF_FOUR_RANKS, 2: OF_TWO_RANKS}

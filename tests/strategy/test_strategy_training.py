@@ -119,6 +119,7 @@ def check_against_undivided(
     return [reports for reports, _ in by_rank]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("optimizer_strategy", [FIVE[1], FIVE[3]])
 def test_four_ranks_train_five_strategies_in_every_step(run_ranks, optimizer_strategy):
@@ -137,6 +138,7 @@ def test_four_ranks_train_five_strategies_in_every_step(run_ranks, optimizer_str
         assert step == 1 or all(max(one.num_micro_batches) > 1 for one in report.by_range[1:3])
 
 
+@pytest.mark.slow
 def test_in_single_precision_too(run_ranks):
     check_against_undivided(run_ranks, 4, FIVE, [FIVE[0]] * 2, torch.float32, 1e-5)
 

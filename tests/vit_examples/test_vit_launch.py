@@ -29,6 +29,7 @@ def is_touched(file: Path) -> bool:
     return file.stat().st_mtime_ns != before
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems tell nobody that a parent was killed")
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])

@@ -322,6 +322,7 @@ def test_migration_trains_as_if_nothing_migrated_also_after_a_death(
     assert all(0.4 < line["lent"] < 0.6 and line["pruned"] == 0.0 for line in lender)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("num_migrating", "does", "never"), [(1, "lent", "pruned"), (0, "pruned", "lent")])

@@ -91,6 +91,7 @@ def test_a_single_unlimited_stage_does_not_hide_which_one_is_too_small():
         balanced_partition(load)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_uneven", [False, True])
 def test_ten_thousand_layers_over_a_thousand_stages_take_seconds_at_most(is_uneven):
     generator = np.random.default_rng(0)

@@ -176,6 +176,7 @@ def test_what_if_tells_what_each_candidate_would_bring_and_changes_nothing():
     assert decider.state_dict()["rental"]["owed_s"] == ()
 
 
+@pytest.mark.slow
 @given(periods=st.tuples(st.integers(1, 3), st.integers(1, 3)), chi=st.floats(1.2, 16.0))
 @settings(max_examples=20)
 def test_speeds_that_alternate_quickly_never_make_it_flap(periods, chi):

@@ -81,6 +81,7 @@ def batch(dtype=torch.float32):
     return {"x": x, "scale": 0.5}
 
 
+@pytest.mark.slow
 def test_a_follower_that_sets_all_that_is_of_single_units_passes(run_ranks):
     def check(rank, group):
         checks = zr.check_segments(converted(group), batch())
@@ -180,6 +181,7 @@ def test_a_count_that_stays_is_hinted_at(run_ranks):
     run_ranks(check, 2, timeout_s=20)
 
 
+@pytest.mark.slow
 def test_zero_units_are_tried_where_the_user_says_that_none_are_needed(run_ranks):
     """A rank that fails alone must not leave the other waiting for it."""
 
@@ -216,6 +218,7 @@ def test_a_forward_that_fails_on_one_rank_ends_on_all(run_ranks):
     run_ranks(check, 2, timeout_s=20)
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_if_nothing_had_been_checked(run_ranks):
     def check(rank, group):
         losses = []
@@ -322,6 +325,7 @@ def test_a_buffer_that_forwards_read_and_move_does_no_harm(run_ranks):
     run_ranks(check, 2, timeout_s=20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("long_s", [0.05, 60.0])
 def test_only_a_check_that_takes_long_says_so_at_its_begin_and_how_long_it_took(run_ranks, monkeypatch, long_s):
     monkeypatch.setattr(segment_check, "_LONG_S", long_s)
