@@ -85,6 +85,7 @@ def test_what_is_wrong_before_anything_is_looked_at_the_others_hear_at_once_too(
     assert run_ranks(build, 2, timeout_s=20) == [True, True]
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_named(run_ranks):
     def build(rank, group):
         impatient = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))

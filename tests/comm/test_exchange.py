@@ -115,6 +115,7 @@ def test_where_the_jobs_store_is_gone_that_is_what_is_told(run_ranks):
     run_ranks(meet, 1)
 
 
+@pytest.mark.slow
 def test_ranks_meet_at_once_after_one_has_failed_before_it_came(run_ranks):
     limit_s = 3.0
 

@@ -13,6 +13,7 @@ from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.whereabouts import Call
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_together_read_each_other_and_one_that_does_not_fail_is_known_from_before(run_ranks):
     def fail(rank, group):
         exchange = Exchange(CpuGroup(group, {}))

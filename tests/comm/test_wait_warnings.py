@@ -116,6 +116,7 @@ def test_who_does_not_make_the_balancer_is_waited_for_with_a_warning(run_ranks):
     assert warning.startswith("rank 0 of the group has waited for 1 s to agree on what to balance: ranks [1] have not")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_short_waits_are_not_told_and_write_nothing(run_ranks):
     def meet_often(rank, group):

@@ -68,6 +68,7 @@ samples = st.builds(RankTimes, any_float | times, any_float | times, any_float |
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     config=st.sampled_from(CONFIGS),

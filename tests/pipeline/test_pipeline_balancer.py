@@ -310,6 +310,7 @@ def test_a_profiled_block_does_not_wait_for_the_profiles_of_others(run_ranks, mo
     assert first is None and second is None and third is not None
 
 
+@pytest.mark.slow
 def test_a_rank_whose_profile_does_not_come_is_named(tmp_path):
     def check(rank, group):
         training = Training(dist.new_group([0, 1, 2], timeout=timedelta(seconds=5)), 6)

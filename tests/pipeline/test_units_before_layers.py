@@ -193,6 +193,7 @@ def test_units_of_several_ranks_need_these_as_replicas(run_ranks):
     run_ranks(check, 2)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_units_come_home_leaves_nobody_waiting(tmp_path):
     def check(rank, group):
         pair = dist.new_group([0, 1], timeout=timedelta(seconds=5))

@@ -74,6 +74,7 @@ def test_a_rank_that_is_stopped_between_rounds_is_waited_for_once(tmp_path, kind
     stops_and_is_waited_for(tmp_path, kind, "between rounds", limit_s=3.0)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("when", ["before all", "received"])
 def test_a_rank_that_is_stopped_is_waited_for_no_longer_than_the_time_limit(tmp_path, kind, when):

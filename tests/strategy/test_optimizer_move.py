@@ -33,6 +33,7 @@ def give_gradients(model, wholes, step):
     model.collect()
 
 
+@pytest.mark.slow
 def test_the_optimizer_moves_with_its_state_bit_for_bit(run_ranks):
     def check(rank, group):
         wholes = whole_tensors(layers_of())

@@ -143,9 +143,11 @@ def test_in_single_precision_too(run_ranks):
     check_against_undivided(run_ranks, 4, FIVE, [FIVE[0]] * 2, torch.float32, 1e-5)
 
 
+@pytest.mark.slow
 def test_two_ranks_with_uneven_shares_and_an_optimizer_that_moves(run_ranks):
     check_against_undivided(run_ranks, 2, TWO, [TWO[1], TWO[2], TWO[3]])
 
 
+@pytest.mark.slow
 def test_ranks_that_strategies_leave_out(run_ranks):
     check_against_undivided(run_ranks, 3, SOME, [SOME[0], SOME[0], SOME[1]])
