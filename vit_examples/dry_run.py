@@ -47,17 +47,15 @@ def dry_run(config: RunConfig, num_ranks: int) -> list[Requirements]:
     config.validate_group_size(num_ranks)
     model = build_vit(config.model, num_ranks=num_ranks, seed=0, device="meta")
     whole = sum(parameter.numel() for parameter in model.parameters())
-    shares = shares_at_start(config, model, num_ranks)
-    needed = [requirements(config, model, num_ranks, rank, shares) for rank in range(num_ranks)]
-    _require_memory(config, model, num_ranks, shares)
-    limits = config.balance.memory_limits
+    shares = _shares_at_start(config, model, num_ranks)
+    needed = [_requirements(config, model, _Part.of(config, shares, rank)) for rank in range(num_ranks)]
+    fitting = _fitting_shares(config, model, shares)
     if os.environ.get("RANK", "0") == "0":
-        fitting = _memory(config, model, num_ranks, counts_activations=True).evenly_filled if limits else ()
         _print(config, num_ranks, whole, needed, fitting)
     return needed
 
 
-def shares_at_start(config: RunConfig, model: nn.Module, num_ranks: int) -> Sequence[float]:
+def _shares_at_start(config: RunConfig, model: nn.Module, num_ranks: int) -> Sequence[float]:
     """By which shares units are divided when training begins; activations are not known then.
 
     Raises:
@@ -75,18 +73,18 @@ def shares_at_start(config: RunConfig, model: nn.Module, num_ranks: int) -> Sequ
     return shares
 
 
-def _require_memory(config: RunConfig, model: nn.Module, num_ranks: int, at_start: Sequence[float]) -> None:
-    """Check that the units can be divided so that every rank has the memory for all that training holds.
+def _fitting_shares(config: RunConfig, model: nn.Module, at_start: Sequence[float]) -> Sequence[float]:
+    """The shares by which every rank fills the same part of its memory with all that training holds.
 
     Args:
-        at_start: the shares to begin with, which stay where nothing moves units.
+        at_start: the shares to begin with, which stay where nothing moves units; they fit where there are no limits.
 
     Raises:
-        ValueError: if they cannot.
+        ValueError: if a rank has not the memory.
     """
     if config.balance.memory_limits is None:
-        return
-    memory = _memory(config, model, num_ranks, counts_activations=True)
+        return at_start
+    memory = _memory(config, model, len(at_start), counts_activations=True)
     shares = memory.evenly_filled
     if (why := memory.why_too_much(shares)) is not None:
         raise ValueError(f"balance.memory_limits: even where all ranks fill the same part of their memory, {why}")
@@ -95,6 +93,7 @@ def _require_memory(config: RunConfig, model: nn.Module, num_ranks: int, at_star
             f"balance.memory_limits: with activations {why}, and no units move in this mode: shares that fit are "
             f"{[round(share, 3) for share in shares]}"
         )
+    return shares
 
 
 def _memory(config: RunConfig, model: nn.Module, num_ranks: int, *, counts_activations: bool) -> GroupMemory:
@@ -103,21 +102,12 @@ def _memory(config: RunConfig, model: nn.Module, num_ranks: int, *, counts_activ
         _requirements(config, model, _Part(share, share, 1.0 / num_ranks)) for share in (0.0, 1.0 / num_ranks)
     )
     fixed, whole = (needs.total - (0 if counts_activations else needs.activations) for needs in (without, even))
-    heads, neurons = _segments(config, num_ranks)
     held = [HeldBytes(fixed, whole - fixed)] * num_ranks
-    return GroupMemory(config.balance.memory_limits, held, (heads, neurons))
-
-
-def requirements(
-    config: RunConfig, model: nn.Module, num_ranks: int, rank: int, shares: Sequence[float] | None = None
-) -> Requirements:
-    """Parameters and bytes of ``rank`` of ``num_ranks``; by the configuration's shares unless others are given."""
-    if shares is None:
-        shares = (1.0,) * num_ranks if isinstance(config.balance.shares, str) else config.balance.shares
-    return _requirements(config, model, _Part.of(config, shares, rank))
+    return GroupMemory(config.balance.memory_limits, held, _segments(config, num_ranks))
 
 
 def _requirements(config: RunConfig, model: nn.Module, part: _Part) -> Requirements:
+    """Parameters and bytes of a rank that owns this part."""
     parameters = sum(
         round(parameter.numel() * part.of_parameter(config, name)) for name, parameter in model.named_parameters()
     )

@@ -101,8 +101,8 @@ def build(
         forward_watch = _kept(_forward_watch(setup, exchange), attached)
         # Decide.
         decision = _decision(setup, exchange_of_replicas if config.mode in MOVABLE_MODES else exchange, units)
-        if memory is not None and exchange is not None:
-            decision.expect_memory(memory.gather(exchange.meet))
+        if memory is not None and memory.at_rest is not None:
+            decision.expect_memory(memory.at_rest)
         # Plan.
         selector = _selector(setup)
         knows_columns = setup.may_be_away and config.mode in PRUNING_MODES

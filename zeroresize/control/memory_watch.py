@@ -12,7 +12,7 @@ from zeroresize.control.setup import Setup
 from zeroresize.layers.segment import UnitTensor
 from zeroresize.layers.segments import owned_segments, segment_works
 from zeroresize.measure.activation_bytes import ActivationBytes
-from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
+from zeroresize.optim.optimizers import SteppedTensors, torch_optimizer
 from zeroresize.optim.state_bytes import StateBytes
 from zeroresize.policy.tensor.memory import GroupMemory, HeldBytes
 
@@ -26,22 +26,26 @@ class MemoryWatch:
 
     Args:
         setup: what the balancer is given, with ``config.memory_limits``.
+
+    Attributes:
+        at_rest: what the ranks' memory leaves between two steps, without activations; None before :meth:`gather`.
+
+    Raises:
+        ValueError: for an optimizer of which nothing tells what a unit takes.
     """
 
     def __init__(self, setup: Setup) -> None:
         limits = setup.config.memory_limits
         assert limits is not None
-        self.limits: Sequence[float] = limits
-        self._setup, self.works = setup, segment_works(setup.layers)
+        self._setup, self._limits = setup, limits
         self._segments = owned_segments(setup.layers)
         self._activations, self._of_element = ActivationBytes(setup.model, self._segments), _BytesOfElement(setup)
-        self._at_rest: GroupMemory | None = None
+        self.at_rest: GroupMemory | None = None
         self._count_next()
 
     def held(self) -> HeldBytes:
         """Return what this rank holds in training, whatever units it owns now."""
         of_element = self._of_element
-        of_element.look()
         of_units_here = of_even_share = 0.0
         for segment in self._segments:
             owned = segment.owned
@@ -55,17 +59,12 @@ class MemoryWatch:
         return HeldBytes(everything - of_units_here + self._activations.besides, of_even_share + self._of_activations())
 
     def gather(self, meet: Meet) -> GroupMemory:
-        """Return what the ranks' memory leaves for units; collective."""
+        """Return what the ranks' memory leaves for units before training, whoever owns them; collective."""
         held = self.held()
         rows = meet(held.fixed, held.of_even_share)
-        memory = GroupMemory(self.limits, [HeldBytes(fixed, of_share) for fixed, of_share, *_ in rows], self.works)
-        self._at_rest = self._at_rest or memory
-        return memory
-
-    @property
-    def at_rest(self) -> GroupMemory | None:
-        """What the ranks' memory leaves between two steps, without activations; None before the first gathering."""
-        return self._at_rest
+        held_by_rank = [HeldBytes(fixed, of_share) for fixed, of_share, *_ in rows]
+        self.at_rest = GroupMemory(self._limits, held_by_rank, segment_works(self._setup.layers))
+        return self.at_rest
 
     def begin_interval(self, *, borrows: bool) -> None:
         """Count the activations of the next training forward, too.
@@ -98,37 +97,32 @@ class MemoryWatch:
 
 
 class _BytesOfElement:
-    """The bytes of an element of a parameter with all that belongs to it."""
+    """Tells the bytes of an element of a parameter with all that belongs to it.
+
+    Raises:
+        ValueError: where the optimizer keeps parameters in other shapes, so that nothing tells what a unit takes.
+    """
 
     def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-        self._stepped: dict[int, Tensor] = {}
-        self._state: StateBytes | None = None
-
-    def look(self) -> None:
-        """Find what the optimizer steps for each parameter now; it may have been given more.
-
-        Raises:
-            ValueError: where it keeps them in other shapes, so that nothing tells what a unit takes.
-        """
-        optimizer, named = self._setup.optimizer, dict(self._setup.model.named_parameters())
-        if optimizer is None:
+        self._names = {id(parameter): name for name, parameter in setup.model.named_parameters()}
+        self._stepped: SteppedTensors | None = None
+        if setup.optimizer is None:
             return
         try:
-            self._state = self._state or StateBytes(torch_optimizer(optimizer))
-            stepped = stepped_tensors(optimizer, named)
+            self._state = StateBytes(torch_optimizer(setup.optimizer))
+            self._stepped = SteppedTensors(setup.optimizer, dict(setup.model.named_parameters()))
         except ValueError as error:
             raise ValueError(f"memory_limits cannot be kept with this optimizer: {error}") from error
-        self._stepped = {id(named[name]): tensor for name, tensor in stepped.items()}
 
     def __call__(self, parameter: Tensor) -> float:
-        stepped = self._stepped.get(id(parameter))
+        name = self._names.get(id(parameter), "")
+        stepped = self._stepped.now().get(name) if self._stepped is not None else None
         if stepped is None:
             return parameter.element_size() * (2.0 if parameter.requires_grad else 1.0)
         # Where a master copy is stepped, its gradient takes the place of the parameter's.
         gradient = max(parameter.element_size(), stepped.element_size())
         master = stepped.element_size() if stepped is not parameter else 0
-        return parameter.element_size() + master + gradient + (self._state.of_element(stepped) if self._state else 0.0)
+        return parameter.element_size() + master + gradient + self._state.of_element(stepped)
 
 
 def _each_once(tensors: Sequence[UnitTensor]) -> Iterator[UnitTensor]:

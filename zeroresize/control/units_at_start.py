@@ -41,23 +41,24 @@ def agree_on_units(
     """
     units = OwnedUnits(setup.model, setup.layers, setup.optimizer, setup.process_group, meet=meet, replicas=replicas)
     units.agree()
+    group_memory = memory.gather(meet) if memory is not None else None
     if setup.config.shares != "even" and not any(segment.has_given_shares for segment in units.segments):
-        _divide_by_configuration(units, setup, meet, memory)
-    if memory is not None:
-        _divide_by_memory(units, setup, memory.gather(meet))
+        _divide_by_configuration(units, setup, meet, group_memory)
+    if group_memory is not None:
+        _divide_by_memory(units, setup, group_memory)
     _log_what_stays(units, setup)
     guard_optimizer(setup.optimizer, units.are_away)  # also once the balancer is closed
     return units
 
 
-def _divide_by_configuration(units: OwnedUnits, setup: Setup, meet: Meet, memory: MemoryWatch | None) -> None:
+def _divide_by_configuration(units: OwnedUnits, setup: Setup, meet: Meet, memory: GroupMemory | None) -> None:
     """Divide the units by ``config.shares`` before the first step; collective."""
     wanted = setup.config.shares
     require_same_segments(units.segments, wanted, None, setup.process_group, setup.device)
     require_segments(wanted, units.segments)
     shares = measure_wanted_shares(wanted, setup.layers, setup.process_group, meet)
     if wanted == "auto" and memory is not None:
-        shares = nearest_fitting(shares, memory.gather(meet).most_shares)
+        shares = nearest_fitting(shares, memory.most_shares)
     divide_units(units, checked_shares(shares, setup.num_ranks))
 
 

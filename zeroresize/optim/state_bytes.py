@@ -23,29 +23,28 @@ class StateBytes:
     """Tells what ``optimizer`` keeps for an element; what it has not stepped yet is tried with one like it.
 
     Args:
-        optimizer: the torch optimizer; None without one, which keeps nothing.
+        optimizer: the torch optimizer.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+        self._group_of: dict[int, int] = {}
         self._tried: dict[tuple[int, int, torch.dtype], float] = {}
 
     def of_element(self, tensor: Tensor) -> float:
         """Return the bytes of state of the shape of ``tensor``, which the optimizer steps, for each of its elements."""
-        if self._optimizer is None:
-            return 0.0
         if self._optimizer.state.get(tensor):
             return float(sum(one.element_size() for one in states_like(self._optimizer, tensor)))
-        groups = enumerate(self._optimizer.param_groups)
-        number = next((at for at, group in groups if any(one is tensor for one in group["params"])), None)
-        if number is None:
-            return 0.0
-        key = number, min(tensor.dim(), 2), tensor.dtype
+        if id(tensor) not in self._group_of:  # at first, or as the optimizer was given more
+            groups = enumerate(self._optimizer.param_groups)
+            self._group_of = {id(one): number for number, group in groups for one in group["params"]}
+        key = self._group_of[id(tensor)], min(tensor.dim(), 2), tensor.dtype
         if key not in self._tried:
-            self._tried[key] = self._of_trial(self._optimizer, tensor)
+            self._tried[key] = self._of_trial(tensor)
         return self._tried[key]
 
-    def _of_trial(self, optimizer: torch.optim.Optimizer, tensor: Tensor) -> float:
+    def _of_trial(self, tensor: Tensor) -> float:
+        optimizer = self._optimizer
         try:
             (case,) = cases_of(optimizer, [tensor])
             shape = _SIZES[: max(min(tensor.dim(), 2), 1)]

@@ -54,12 +54,7 @@ class GroupMemory:
         # The units are those of all ranks, and so is what is computed with them.
         self._of_even_share = max(own.of_even_share for own in held)
         self._work = math.fsum(segment.work for segment in self._segments)
-        self.room = tuple(
-            max(limit - fixed, 0.0) / self._of_even_share
-            if self._of_even_share
-            else (math.inf if limit > fixed else 0.0)
-            for limit, fixed in zip(self.limits, self._fixed, strict=True)
-        )
+        self.room = tuple(self._room_in(1.0))
 
     @cached_property
     def most_shares(self) -> tuple[float, ...] | None:
@@ -68,10 +63,7 @@ class GroupMemory:
         A little stays free, as what ranks hold is not counted to the byte. None where every rank may own everything.
         Where the ranks together have not the memory, all exceed their limits by the same part.
         """
-        most = [
-            max(limit * (1.0 - _MARGIN) - fixed, 0.0) / max(self._of_even_share, 1.0) / self._whole_units
-            for limit, fixed in zip(self.limits, self._fixed, strict=True)
-        ]
+        most = [share / self._whole_units for share in self._room_in(1.0 - _MARGIN)]
         if min(most) >= self._num_ranks:
             return None
         total = math.fsum(min(share, self._num_ranks) for share in most)
@@ -86,10 +78,7 @@ class GroupMemory:
         They are the nearest to even ones with which every rank keeps as much room for activations as all else takes.
         Where there is less, every rank fills the same part of its memory.
         """
-        most = [
-            max(limit / (1.0 + _OF_ACTIVATIONS) - fixed, 0.0) / max(self._of_even_share, 1.0) / self._whole_units
-            for limit, fixed in zip(self.limits, self._fixed, strict=True)
-        ]
+        most = [share / self._whole_units for share in self._room_in(1.0 / (1.0 + _OF_ACTIVATIONS))]
         even = (1.0,) * self._num_ranks
         if math.fsum(min(share, self._num_ranks) for share in most) >= self._num_ranks:
             return nearest_fitting(even, most)
@@ -113,20 +102,13 @@ class GroupMemory:
         """Return the shares, mean 1, by which every rank fills the same part of its memory, as far as units allow."""
         if not self._of_even_share or not self._segments:
             return (1.0,) * self._num_ranks
-
-        def at(part: float) -> list[float]:
-            return [
-                max(part * limit - fixed, 0.0) / self._of_even_share
-                for limit, fixed in zip(self.limits, self._fixed, strict=True)
-            ]
-
         low, high = 0.0, 1.0
-        while math.fsum(at(high)) < self._num_ranks:
+        while math.fsum(self._room_in(high)) < self._num_ranks:
             high *= 2.0
         for _ in range(_NUM_HALVINGS):
             middle = (low + high) / 2
-            low, high = (middle, high) if math.fsum(at(middle)) < self._num_ranks else (low, middle)
-        shares = normalised(at(high))
+            low, high = (middle, high) if math.fsum(self._room_in(middle)) < self._num_ranks else (low, middle)
+        shares = normalised(self._room_in(high))
         is_even = all(len(set(unit_counts(shares, segment))) == 1 for segment in self._segments)
         return (1.0,) * self._num_ranks if is_even else shares
 
@@ -175,6 +157,12 @@ class GroupMemory:
             if held > limit * (1.0 + _ROUNDING)
         ]
         return "; ".join(too_much) or None
+
+    def _room_in(self, part: float) -> list[float]:
+        """For how many even shares of the units each rank has room in this part of its memory."""
+        of_even_share = max(self._of_even_share, 1.0)  # a byte at least, where there are no units
+        by_rank = zip(self.limits, self._fixed, strict=True)
+        return [max(part * limit - fixed, 0.0) / of_even_share for limit, fixed in by_rank]
 
     @cached_property
     def _whole_units(self) -> float:
