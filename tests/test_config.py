@@ -236,12 +236,7 @@ WITHOUT_EFFECT = [
     (
         {"mode": "zero-pri", "paper.pridiff_rule": "paper"},
         "paper.pridiff_rule='paper'",
-        "in mode 'zero-pridiff', and in 'semi'",
-    ),
-    (
-        {"mode": "semi", "paper.pridiff_rule": "paper"},
-        "paper.pridiff_rule='paper'",
-        "in 'semi' with paper.semi_rule='paper'",
+        "in the modes 'zero-pridiff', 'semi'",
     ),
     ({"mode": "zero-pridiff", "paper.alpha": 0.5}, "paper.alpha=0.5", "with paper.pridiff_rule='paper'"),
     ({"mode": "zero-pridiff", "paper.theta_iter": 0.1}, "paper.theta_iter=0.1", "with paper.pridiff_rule='paper'"),

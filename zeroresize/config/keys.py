@@ -37,8 +37,8 @@ Values = Mapping[str, Any]
 
 
 def differentiates_layers(values: Values) -> bool:
-    """Whether each layer prunes a ratio of its own: ZERO-PriDiff, which is the paper's SEMI's resizer, too."""
-    return values["mode"] == "zero-pridiff" or (values["mode"] == "semi" and values["paper.semi_rule"] == "paper")
+    """Whether each layer prunes a ratio of its own: ZERO-PriDiff, which is SEMI's resizer, too (section IV)."""
+    return values["mode"] in ("zero-pridiff", "semi")
 
 
 def _prunes(values: Values) -> bool:
@@ -72,7 +72,7 @@ COMMON_WORDS: Mapping[str, tuple[str, ...]] = {
     "snapshot": SNAPSHOTS,
     **dict.fromkeys(("alpha", "budget", "block", "seed", "paper"), ()),
 }
-_IN_PRIDIFF = "in mode 'zero-pridiff', and in 'semi' with paper.semi_rule='paper'"
+_IN_PRIDIFF = "in the modes 'zero-pridiff', 'semi'"
 #: Where a key that not all modes use has an effect, and the same in words. It follows from which way of balancing is
 #: chosen, not from how much is asked for: with a budget of 0 nothing is pruned, and imputation may be set all the same.
 _USE: Mapping[str, tuple[Callable[[Values], bool], str]] = {

@@ -54,15 +54,20 @@ def test_the_papers_semi_prunes_by_pridiff_beside_a_loan(spared, part, pridiff_r
         assert len(pruned["still"]) > len(pruned["moving"])
 
 
-def test_our_semi_prunes_all_layers_alike():
+_EQUAL = {"still": 1.0, "moving": 1.0}
+
+
+def test_semi_prunes_more_of_the_layers_that_matter_less():
     selector = ColumnSelector(
-        BalanceConfig(mode="semi"), 0, {"still": 200, "moving": 200}, {"still": 1.0, "moving": 1.0}
+        BalanceConfig(mode="semi", priority="variation"), 0, dict.fromkeys(("still", "moving"), 200), _EQUAL
     )
     selector.end_epoch({"still": np.linspace(0, 0.1, 200), "moving": np.linspace(1, 2, 200)}, incremental=False)
-    assert set(selector.layer_ratios(Relief(0.4, 0.2)).values()) == {0.4}
+    ratios = selector.layer_ratios(Relief(0.4, 0.2))
+    assert ratios["still"] > 0.5 > ratios["moving"]
+    assert sum(ratios.values()) / 2 == pytest.approx(0.4, abs=0.01)
 
 
-@pytest.mark.parametrize("mode", ["zero-rd", "zero-pridiff"])
+@pytest.mark.parametrize("mode", ["zero-rd", "zero-pridiff", "semi"])
 def test_however_layers_differ_no_segment_waits_for_a_straggler_that_prunes_another(mode):
     """Ranks meet after each segment, so time that one saves is no help in the other."""
     columns = {name: 64 for name in ("query", "value", "out", "fc1", "fc2")}
