@@ -7,6 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from helpers.hosts import build, split
 from torch import nn
+from torch.distributed.tensor import Replicate
 
 import zeroresize as zr
 from zeroresize import ColumnParallelLinear, RowParallelLinear
@@ -166,11 +167,21 @@ def test_save_pretrained_tells_parts_from_the_whole_however_units_lie(run_ranks)
 def test_a_model_of_dtensors_is_told_the_way(run_ranks):
     def check(rank, group):
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import distribute_module
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+        mesh = init_device_mesh("cpu", (2,))
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
-        parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        with pytest.raises(ValueError, match=r"4 of its parameters are DTensors.*0\.weight.*from_linear"):
+        fully_shard(model, mesh=mesh)
+        with pytest.raises(ValueError, match=r"4 of its parameters are DTensors.*0\.weight.*left alone: none"):
             zr.convert(model, process_group=group)
+        unknown = distribute_module(nn.Linear(8, 8), mesh, None, lambda mod, x, mesh: x, lambda mod, y, mesh: y)
+        with pytest.raises(ValueError, match=r"left alone: : how it was split is not known: .*lambda> prepares its in"):
+            zr.convert(unknown, process_group=group)
+        gathered = nn.Sequential(nn.Linear(8, 8))
+        parallelize_module(gathered, mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
+        with pytest.raises(ValueError, match=r"left alone: 0: gather_output=True"):
+            zr.convert(gathered, process_group=group)
 
     run_ranks(check, 2)

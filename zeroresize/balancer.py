@@ -331,15 +331,23 @@ class Balancer:
         self._change_plan()
         self._is_at(Call.TRAINING)
 
-    def close(self) -> None:
+    def close(self, *, at_home: bool = False) -> None:
         """Stop measuring and exchanging; the layers compute in full from now on, with the units that they have.
 
         Dropout modules that were keyed by the unit are put back, but where units are away: there masks must stay alike
-        on all owners. To have even shards afterwards call ``move([1] * number of ranks)`` before.
+        on all owners.
+
+        Args:
+            at_home: whether units go home before, for good; collective then, as :meth:`move`.
 
         Raises:
-            RuntimeError: if what was lent cannot be taken back, as another rank has died; all is closed then too.
+            RuntimeError: if what was lent cannot be taken back, as another rank has died; all is closed then too. With
+                ``at_home`` also if units cannot go home; nothing is closed then.
         """
+        if at_home and not self._is_closed:
+            self._require_no_visit("close(at_home=True)")
+            self._is_at(Call.MOVING)
+            self._moves.go_home()
         self._is_closed = True
         self._parts.close()
 

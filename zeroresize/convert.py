@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_ranks, group_size, require_group, same_ranks
 from zeroresize.config.checks import checked_share_choice
-from zeroresize.integrations.hosts import HostAdapter, host_of, known_kinds
+from zeroresize.integrations.hosts import HostAdapter, host_of, known_kinds, process_group_of
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import Segment
 from zeroresize.layers.segments import all_segments, owned_segments
@@ -156,27 +156,28 @@ def group_of(
     """
     if process_group is not None:
         return require_group(process_group)
-    layers: dict[str, Any] = dict(balanced_layers(model))
-    is_converted = any(layer.is_searched for layer in layers.values())
-    if not is_converted:  # convert() leaves the layers of other groups on purpose
-        is_only = not layers
-        layers |= {
-            name: module
-            for name, module, _ in _parallel_layers(model)
-            if (module_filter_fn is None or module_filter_fn(module, name))
-            and (is_only or group_size(module.process_group) > 1)
-        }
-    if not layers:
+    layers = balanced_layers(model)
+    groups = {name: layer.process_group for name, layer in layers.items()}
+    if not any(
+        layer.is_searched for layer in layers.values()
+    ):  # convert() leaves the layers of other groups on purpose
+        is_only = not groups
+        for name, module, host in _parallel_layers(model):
+            if module_filter_fn is None or module_filter_fn(module, name):
+                group = process_group_of(host, module)
+                if is_only or group_size(group) > 1:
+                    groups[name] = group
+    if not groups:
         raise ValueError(_nothing_to_convert(model, {}, []))
-    first_name, first = next(iter(layers.items()))
-    for name, layer in layers.items():
-        if not same_ranks(layer.process_group, first.process_group):
+    first_name, first = next(iter(groups.items()))
+    for name, group in groups.items():
+        if not same_ranks(group, first):
             raise ValueError(
                 f"the model has parallel layers of two process groups: {first_name} of ranks "
-                f"{group_ranks(first.process_group)} and {name} of ranks {group_ranks(layer.process_group)} of the "
+                f"{group_ranks(first)} and {name} of ranks {group_ranks(group)} of the "
                 "job. A balancer is for one: pass process_group= to convert, which leaves the layers of others alone"
             )
-    return require_group(first.process_group)
+    return require_group(first)
 
 
 def balanced_layers(model: nn.Module) -> dict[str, BalancedLinear]:
@@ -307,11 +308,12 @@ def _swap_layers(
 
 
 def _require_no_other_group(model: nn.Module) -> None:
-    for name, module, _ in _parallel_layers(model):
-        if group_size(module.process_group) > 1:
+    for name, module, host in _parallel_layers(model):
+        num_ranks = group_size(process_group_of(host, module))
+        if num_ranks > 1:
             raise ValueError(
-                f"convert: process_group has one rank, and layer {name} is split over "
-                f"{group_size(module.process_group)}: pass the tensor-parallel group"
+                f"convert: process_group has one rank, and layer {name} is split over {num_ranks}: pass the "
+                "tensor-parallel group"
             )
 
 
@@ -329,7 +331,7 @@ def _why_left_alone(module: Any, host: HostAdapter, process_group: ProcessGroup)
         return reason
     if getattr(module, "gather_output", False):
         return GATHERED
-    if not same_ranks(module.process_group, process_group):
+    if not same_ranks(process_group_of(host, module), process_group):
         return "it belongs to another process group"
     if module.weight.shape[1] < 2:
         return "it has fewer than two input features"
@@ -344,10 +346,9 @@ def _nothing_to_convert(model: nn.Module, left_alone: Mapping[str, str], filtere
         return (
             f"convert: the model has no layer that can be balanced, and {len(sharded)} of its parameters are "
             f"{', '.join(sorted(set(sharded.values())))}s, as parallelize_module and fully_shard make them: "
-            f"{first_of(list(sharded))}. A DTensor can only be divided evenly. Give parallelize_module the styles "
-            "zeroresize.ColwiseParallel and RowwiseParallel in place of torch's, or split the nn.Linear layers by "
-            "zeroresize.ColumnParallelLinear.from_linear and RowParallelLinear.from_linear; give the model to "
-            f"fully_shard after convert only. Parallel layers that were left alone: {reasons}{refused}"
+            f"{first_of(list(sharded))}. Taken are nn.Linear layers that parallelize_module has split by "
+            "ColwiseParallel and RowwiseParallel, torch's or zeroresize's. Parallel layers that were left alone: "
+            f"{reasons}{refused}"
         )
     return (
         f"convert: the model has no layer that can be balanced. Wanted are {known_kinds()}, or layers of a host that "

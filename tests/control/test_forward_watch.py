@@ -97,7 +97,7 @@ def test_many_micro_batches_before_the_first_call_are_no_mistake(caplog):
 
 
 def test_weights_that_are_made_anew_in_every_forward_tell_no_steps(caplog, monkeypatch):
-    monkeypatch.setattr(forward_watch, "is_sharded", lambda weight: True)
+    monkeypatch.setattr(forward_watch, "is_sharded_in", lambda layer, weight: True)
     assert warnings_after(caplog, 2, 2 * FEW_STEPS, is_new_in_every_forward=True) == 0
 
 

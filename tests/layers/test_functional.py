@@ -72,7 +72,7 @@ class Case:
 def products(kind, x, w_NK, bias_N, plan, group, last=None):
     if kind == "column":
         return column_parallel_products(x, w_NK, bias_N, ProductContext(plan, group, Probes(), last))
-    return row_parallel_products(x, w_NK, ProductContext(plan, group, Probes(), last))
+    return row_parallel_products(x, w_NK, None, ProductContext(plan, group, Probes(), last))
 
 
 def assert_all_close(computed, expected):

@@ -5,11 +5,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zeroresize as zr
 from zeroresize.convert import balanced_layers
+from zeroresize.layers.dtensor_linear import DTensorColumnParallelLinear, DTensorRowParallelLinear
+from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segments import owned_segments
 
 WIDTH, HIDDEN = 12, 48
@@ -71,17 +73,17 @@ def test_linear_layers_become_ours_in_place_and_count_as_converted(run_ranks):
         downs[1].eval()
         split(model, mesh_of())
         assert [model[0].up, model[1].up] == ups and [model[0].down, model[1].down] == downs
-        assert {type(one) for one in ups} == {zr.ColumnParallelLinear}
-        assert {type(one) for one in downs} == {zr.RowParallelLinear}
+        assert {type(one) for one in ups} == {DTensorColumnParallelLinear}
+        assert {type(one) for one in downs} == {DTensorRowParallelLinear}
         assert list(balanced_layers(model)) == ["0.up", "0.down", "1.up", "1.down"]
         assert not downs[1].training and ups[1].training
-        assert all(type(one) is nn.Parameter for one in model.parameters())
+        assert all(isinstance(one, DTensor) for layer in (*ups, *downs) for one in layer.parameters())
         assert (ups[0].in_features, ups[0].out_features, downs[0].in_features) == (WIDTH, HIDDEN, HIDDEN)
         columns = slice(rank * HIDDEN // 2, (rank + 1) * HIDDEN // 2)
-        assert torch.equal(ups[0].weight, whole[0]["weight"][columns])
-        assert torch.equal(ups[0].bias, whole[0]["bias"][columns])
-        assert torch.equal(downs[0].weight, whole[1]["weight"][:, columns])
-        assert torch.equal(downs[0].bias, whole[1]["bias"])
+        assert torch.equal(local_of(ups[0].weight), whole[0]["weight"][columns])
+        assert torch.equal(local_of(ups[0].bias), whole[0]["bias"][columns])
+        assert torch.equal(local_of(downs[0].weight), whole[1]["weight"][:, columns])
+        assert torch.equal(local_of(downs[0].bias), whole[1]["bias"])
         model(x_of())
         assert calls == [1]
 
@@ -104,7 +106,7 @@ def test_training_in_both_hands_is_that_of_the_whole_model_also_while_units_are_
             balancer.step()
             if step in (1, 3):
                 balancer.move((3, 1) if step == 1 else (1, 1))
-                assert model[0].up.weight.shape[0] == ((36, 12)[rank] if step == 1 else 24)
+                assert local_of(model[0].up.weight).shape[0] == ((36, 12)[rank] if step == 1 else 24)
 
         actual = losses_and_norms(model, optimizer, 6, zr.clip_grad_norm_, move)
         assert actual == pytest.approx(expected, rel=1e-9)
@@ -119,9 +121,9 @@ def test_ranks_that_drew_different_weights_get_those_of_the_source(run_ranks):
         for options, seeds in (({}, (0, 0)), ({"src_data_rank": 1}, (1, 1)), ({"src_data_rank": None}, (0, 1))):
             model = split(whole_model(seed=rank), mesh_of(), **options)
             expected = [whole_model(seed=seed)[0] for seed in seeds]
-            assert torch.equal(model[0].up.weight, expected[rank].up.weight.chunk(2)[rank])
-            assert torch.equal(model[0].down.weight, expected[rank].down.weight.chunk(2, dim=1)[rank])
-            assert torch.equal(model[0].down.bias, expected[rank].down.bias)
+            assert torch.equal(local_of(model[0].up.weight), expected[rank].up.weight.chunk(2)[rank])
+            assert torch.equal(local_of(model[0].down.weight), expected[rank].down.weight.chunk(2, dim=1)[rank])
+            assert torch.equal(local_of(model[0].down.bias), expected[rank].down.bias)
 
     run_ranks(check, 2)
 
@@ -149,10 +151,10 @@ def test_a_model_on_the_meta_device_is_split_before_it_is_materialised(run_ranks
         for module in model.modules():
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
-        assert model[0].up.weight.shape == (HIDDEN // 2, WIDTH)
+        assert local_of(model[0].up.weight).shape == (HIDDEN // 2, WIDTH)
         torch.manual_seed(0)
         whole = nn.Linear(WIDTH, HIDDEN, dtype=torch.float64)
-        assert torch.equal(model[0].up.weight, whole.weight.chunk(2)[rank])
+        assert torch.equal(local_of(model[0].up.weight), whole.weight.chunk(2)[rank])
 
     run_ranks(check, 2)
 
@@ -182,13 +184,17 @@ def test_layouts_at_the_ends_of_a_model(run_ranks):
     run_ranks(check, 2)
 
 
-@pytest.mark.parametrize("style", [zr.ColwiseParallel, zr.RowwiseParallel])
-def test_other_layouts_are_errors(style):
-    key = "input_layouts" if style is zr.ColwiseParallel else "output_layouts"
-    with pytest.raises(ValueError, match=rf"{style.__name__}\({key}=.*is not allowed: wanted is .*Sequence parallel"):
-        style(**{key: Shard(1)})
-    with pytest.raises(ValueError, match="use_local_output=False"):
-        style(use_local_output=False)
+def test_other_layouts_are_errors():
+    wrong = (
+        (zr.ColwiseParallel, {"output_layouts": Shard(1)}, r"wanted is Shard\(-1\) or Replicate\(\)"),
+        (zr.ColwiseParallel, {"input_layouts": Shard(-1)}, r"wanted is Replicate\(\) or Shard\(dim\) of a sequence"),
+        (zr.RowwiseParallel, {"input_layouts": Shard(1)}, r"wanted is Shard\(-1\) or Replicate\(\)"),
+        (zr.RowwiseParallel, {"output_layouts": Partial()}, r"wanted is Replicate\(\) or Shard\(dim\) of a sequence"),
+    )
+    for style, layouts, message in wrong:
+        (key,) = layouts
+        with pytest.raises(ValueError, match=rf"{style.__name__}\({key}=.*is not allowed: {message}"):
+            style(**layouts)
 
 
 class Scaled(nn.Linear):
@@ -208,7 +214,7 @@ def test_what_cannot_be_split_is_told_and_stays_as_it_is(run_ranks):
         with_scales.register_buffer("scale", torch.ones(1))
         wrong = (
             (nn.Embedding(8, 8), "needs a whole torch.nn.Linear, found a Embedding"),
-            (split_already, "found a ColumnParallelLinear, which is split already"),
+            (split_already, "found one of DTensors, which is split already"),
             (of_dtensors, "DTensors, which is split already"),
             (Scaled(8, 8), "found a Scaled with a forward of its own"),
             (replaced, "found a Linear with a forward of its own"),
@@ -240,7 +246,7 @@ def test_a_mesh_of_two_dimensions_is_told(run_ranks):
             parallelize_module(linear, grid, zr.ColwiseParallel())
         assert type(linear) is nn.Linear
         parallelize_module(linear, grid["tp"], zr.ColwiseParallel())
-        assert linear.weight.shape == (4, 8)
+        assert local_of(linear.weight).shape == (4, 8)
 
     run_ranks(check, 2)
 
@@ -278,7 +284,7 @@ def test_a_subclass_that_would_lose_something_is_refused(run_ranks):
         assert type(linear) is _WithMethod and linear.weight.shape == (8, 8)
         made = _MadeOtherwise()
         parallelize_module(made, mesh, zr.ColwiseParallel())
-        assert made.weight.shape == (4, 8)
+        assert local_of(made.weight).shape == (4, 8)
 
     run_ranks(check, 2)
 
@@ -360,10 +366,10 @@ def test_a_checkpoint_of_any_division_loads_into_any_other(run_ranks, tmp_path):
         other = split(whole_model(seed=7), mesh_of())
         dcp.load(zr.sharded_state_dict(other), checkpoint_id=str(tmp_path))
         expected = whole_model()
-        assert torch.equal(other[1].up.weight, expected[1].up.weight.chunk(2)[rank])
-        assert torch.equal(other[1].down.weight, expected[1].down.weight.chunk(2, dim=1)[rank])
+        assert torch.equal(local_of(other[1].up.weight), expected[1].up.weight.chunk(2)[rank])
+        assert torch.equal(local_of(other[1].down.weight), expected[1].down.weight.chunk(2, dim=1)[rank])
         with balancer.at_home():
             other.load_state_dict(model.state_dict())
-        assert torch.equal(other[0].up.weight, expected[0].up.weight.chunk(2)[rank])
+        assert torch.equal(local_of(other[0].up.weight), expected[0].up.weight.chunk(2)[rank])
 
     run_ranks(check, 2)

@@ -18,7 +18,8 @@ from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.long_waits import look_in_long_waits, warn_in_long_waits
 from zeroresize.comm.whereabouts import Call
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.weight_checks import is_sharded
+from zeroresize.layers.local_parts import local_of
+from zeroresize.layers.weight_checks import is_sharded_in
 from zeroresize.utils.torch_private import version_of
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class ForwardWatch:
         self._tokens: dict[str, int] = {}
         self._met: tuple[str, int | None, int] | None = None  # the last layer that did, its T before and then
         # fully_shard makes its weights anew in every forward.
-        self._tells_steps = not any(is_sharded(layer.weight) for layer in layers.values())
+        self._tells_steps = not any(is_sharded_in(layer, layer.weight) for layer in layers.values())
         self._first = ""  # layer that trained, which stands for all of them
         self._seen_weight: tuple[int, int] | None = None
         self._num_changes = self._num_forwards = 0
@@ -91,7 +92,7 @@ class ForwardWatch:
         """
         if training and not self._has_warned and self._first in (name, ""):
             self._first = name
-            self._expect_step(self._layers[name].weight)
+            self._expect_step(local_of(self._layers[name].weight))
         if self._compares:
             self._compare_if_changed(name, num_tokens)
         self._num_calls += 1  # only now has this rank passed the comparison

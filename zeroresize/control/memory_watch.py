@@ -9,6 +9,7 @@ from torch import Tensor
 
 from zeroresize.comm.meeting import Meet
 from zeroresize.control.setup import Setup
+from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import UnitTensor
 from zeroresize.layers.segments import owned_segments, segment_works
 from zeroresize.measure.activation_bytes import ActivationBytes
@@ -54,8 +55,8 @@ class MemoryWatch:
                 of_units_here += of_unit * owned.counts[self._setup.rank]
                 of_even_share += of_unit * len(owned.owners) / owned.num_ranks
         model = self._setup.model
-        everything = math.fsum(one.numel() * of_element(one) for one in model.parameters())
-        everything += sum(one.nbytes for one in model.buffers())
+        everything = math.fsum(local_of(one).numel() * of_element(one) for one in model.parameters())
+        everything += sum(local_of(one).nbytes for one in model.buffers())
         return HeldBytes(everything - of_units_here + self._activations.besides, of_even_share + self._of_activations())
 
     def gather(self, meet: Meet) -> GroupMemory:

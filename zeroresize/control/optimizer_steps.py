@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from torch import Tensor
-
 from zeroresize.comm.whereabouts import Whereabouts
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.optim.optimizers import hook_steps, stepped_tensors
@@ -33,13 +31,13 @@ class OptimizerSteps:
     def __init__(self, optimizer: Any, where: Whereabouts, layers: Mapping[str, BalancedLinear]) -> None:
         self._where, self._optimizer = where, optimizer
         self._unhook: Callable[[], object] = lambda: None
-        self._weight: Tensor | None = None  # one that it steps, which stands for all
+        self._layer: BalancedLinear | None = None  # whose weight it steps, which stands for all
         self._num_seen, self._version, self._num_unseen = where.num_optimizer_steps, 0, 0
         with suppress(ValueError):  # a wrapper that hides its optimizer
             self._unhook = hook_steps(optimizer, self._before_step, self._after_step)
             weights = {name: layer.weight for name, layer in layers.items() if layer.weight.requires_grad}
             name = next(iter(stepped_tensors(optimizer, weights)), None)
-            self._weight = None if name is None else weights[name]
+            self._layer = None if name is None else layers[name]
             self._version = self._version_now()
 
     def close(self) -> None:
@@ -65,7 +63,7 @@ class OptimizerSteps:
         )
 
     def _version_now(self) -> int:
-        return 0 if self._weight is None else version_of(self._weight)
+        return 0 if self._layer is None else version_of(self._layer.local_weight)
 
     def _before_step(self) -> None:
         """Only steps that end count."""

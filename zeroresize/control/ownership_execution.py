@@ -122,6 +122,13 @@ class OwnershipExecution:
             if seen is not None:
                 columns.see_on(seen)
 
+    def go_home(self) -> None:
+        """Bring all units home for good, whatever is decided; collective."""
+        units = self._parts.units
+        if units is not None and units.shares != units.home:
+            self._require_memory(units.home, "close(at_home=True)", is_visit=True)
+            self._change_hands(units, units.home)
+
     def tell_what_was_replaced(self, num_steps: int) -> None:
         """Warn, once and on rank 0, where units may no longer move; at the end of an interval."""
         units = self._parts.units

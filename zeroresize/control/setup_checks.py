@@ -18,7 +18,7 @@ from zeroresize.comm.collectives import group_ranks, group_size, same_ranks
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES, PRIORITY_MODES
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.weight_checks import is_flat_parameters, is_sharded, why_no_whole_weight
+from zeroresize.layers.weight_checks import is_flat_parameters, why_no_whole_weight
 from zeroresize.measure.step_timer import LayerTimer
 from zeroresize.optim.optimizers import not_stepped
 from zeroresize.utils.torch_private import running_ddp
@@ -51,14 +51,14 @@ def check_weights(layers: Layers, config: BalanceConfig) -> None:
                 f"layer {name} cannot be balanced: {gone}. Allowed are parameters [out, in]; of FSDP, fully_shard with "
                 "mode='off' or 'zero-rd', and FullyShardedDataParallel with NO_SHARD and use_orig_params=True"
             )
-        if is_sharded(layer.local_weight) and needs_whole_weights:
+        if layer.is_sharded_further(layer.weight) and needs_whole_weights:
             raise ValueError(
-                f"layer {name} has a {type(layer.local_weight).__name__} as its weight, as fully_shard makes it: "
+                f"layer {name} has a {type(layer.weight).__name__} as its weight, as fully_shard makes it: "
                 f"between forwards there are only shards of it. mode={config.mode!r}, "
                 f"pruned_update={config.pruned_update!r} needs it whole; allowed are mode='off' and 'zero-rd' with "
                 "pruned_update='optimizer'"
             )
-        if needs_own_parameter and layer.local_weight is not layer.weight:
+        if needs_own_parameter and not layer.may_lend:
             raise ValueError(
                 f"layer {name} multiplies by a local_weight that is not its parameter: mode={config.mode!r}, "
                 f"priority={config.priority!r}, pruned_update={config.pruned_update!r} need the parameter itself; "

@@ -33,7 +33,10 @@ _OF_PARAMETERS = {
 #: Their hooks on modules change nothing that is computed.
 _WATCHING = ("zeroresize.", "torch.utils.")
 #: Their hooks on parameters treat elements alike: they reduce over replicas, or count.
-_REDUCING = ("zeroresize.", "torch.nn.parallel.", "torch.distributed.fsdp.", "torch.distributed._", "colossalai.")
+_REDUCING = (
+    *("zeroresize.", "torch.nn.parallel.", "torch.distributed.fsdp.", "torch.distributed._"),
+    *("colossalai.", "transformers.distributed."),
+)
 
 
 def why_changed(module: nn.Module) -> str | None:

@@ -24,6 +24,7 @@ from zeroresize.integrations.segment_registry import StaysEven, is_registered, r
 from zeroresize.integrations.still_sound import StillSound, TracedAgain
 from zeroresize.integrations.traced_segments import TracedModule
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment, Segment, UnitTensor
 from zeroresize.plan.ownership import OwnershipMap, neuron_quantum
 from zeroresize.utils.torch_private import buffers_of, children_of, parameters_of
@@ -220,7 +221,7 @@ class _Search:
         unit_size, num_blocks = segment.unit_size, segment.num_blocks
         if unit_size < 1 or num_blocks < 1:
             raise StaysEven(f"unit_size={unit_size}, num_blocks={num_blocks}: both must be at least 1")
-        num_inputs = self._layers[row].local_weight.shape[1]
+        num_inputs = self._layers[row].even_shape[1]
         num_units, left = divmod(num_inputs, unit_size)
         if left or not num_units:
             raise StaysEven(
@@ -229,7 +230,7 @@ class _Search:
             )
         tensors: list[UnitTensor] = []
         for name in columns:
-            num_outputs = self._layers[name].local_weight.shape[0]
+            num_outputs = self._layers[name].even_shape[0]
             rows, left = divmod(num_outputs, num_blocks * num_units)
             if left or not rows:
                 raise StaysEven(
@@ -266,7 +267,8 @@ class _Search:
         layer: Any = self._layers[name]
         parameters = {key: parameter for key, parameter in parameters_of(layer).items() if parameter is not None}
         weight = parameters.get("weight")
-        whole = None if weight is None else (weight.t() if layer.weight_is_transposed else weight)
+        held = None if weight is None else local_of(weight)
+        whole = None if held is None else (held.t() if layer.weight_is_transposed else held)
         if (
             whole is None
             or whole.shape != layer.local_weight.shape
@@ -281,6 +283,8 @@ class _Search:
         for key, parameter in parameters.items():
             if self._uses[id(parameter)] > 1:
                 raise StaysEven(f"{name} shares its {key} with another module")
+        if layer.why_even is not None:
+            raise StaysEven(f"{name}: {layer.why_even}")
         mode = getattr(layer, "seq_parallel_mode", None)
         if mode is not None:
             raise StaysEven(f"{name} has seq_parallel_mode={mode!r}")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from zeroresize.layers.balanced_linear import BalancedLinear
 
@@ -34,6 +35,18 @@ class HostAdapter(Protocol):
 
     def swap_layer(self, module: Any) -> Any:
         """Make ``module`` a :class:`BalancedLinear` in place (by its class), and return it; one that is, stays."""
+
+
+def process_group_of(host: HostAdapter, module: Any) -> ProcessGroup:
+    """Return the tensor-parallel group of a layer that ``host`` knows: its ``process_group``, unless the adapter says
+    another way by a method ``process_group_of``, for layers that know no group.
+    """
+    ask = getattr(host, "process_group_of", None)
+    if ask is None or isinstance(module, BalancedLinear):
+        known: ProcessGroup = module.process_group
+        return known
+    asked: ProcessGroup = ask(module)
+    return asked
 
 
 class SwappedClasses:
@@ -103,6 +116,9 @@ class _OnceImported:
     def __init__(self, library: str, adapter_module: str, kinds: str) -> None:
         self._library, self._adapter_module, self.kinds = library, adapter_module, kinds
 
+    def process_group_of(self, module: Any) -> ProcessGroup:
+        return process_group_of(self._adapter, module)
+
     def is_parallel_linear(self, module: nn.Module) -> bool:
         return self._library in sys.modules and self._adapter.is_parallel_linear(module)
 
@@ -114,7 +130,8 @@ class _OnceImported:
 
     @property
     def _adapter(self) -> Any:
-        return importlib.import_module(self._adapter_module)
+        module = importlib.import_module(self._adapter_module)
+        return getattr(module, "adapter", module)
 
 
 #: The first that knows a layer is asked about it.
@@ -126,6 +143,11 @@ _hosts: list[HostAdapter] = [
         "ShardFormer.optimize)",
     ),
     _OwnLayers(),
+    _OnceImported(
+        "torch.distributed.tensor",
+        "zeroresize.integrations.dtensor",
+        "torch.nn.Linear that torch's ColwiseParallel / RowwiseParallel have split",
+    ),
 ]
 
 

@@ -13,9 +13,11 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.kernels.probe import Probes
 from zeroresize.layers.functional import LastGradients, ProductContext, column_parallel_products, row_parallel_products
+from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.shards import tell_shards_of
 from zeroresize.layers.shared_products import SharedProducts
+from zeroresize.layers.weight_checks import is_sharded
 from zeroresize.plan.layer import LayerPlan
 from zeroresize.utils.torch_private import current_backward
 
@@ -52,11 +54,13 @@ class BalancedLinear:
         is_column_parallel: whether x is replicated and dx summed over the group, instead of x split and y summed.
         process_group: the tensor-parallel group.
         weight: the host's parameter; what this rank multiplies by is :attr:`local_weight`.
+        has_dtensors: whether its parameters are DTensors over its group, of which :attr:`local_weight` is a local part.
         weight_is_transposed: whether ``weight`` is [K, N] and :attr:`local_weight` a view of it.
     """
 
     is_column_parallel: ClassVar[bool]
     weight_is_transposed: ClassVar[bool] = False
+    has_dtensors: ClassVar[bool] = False
     plan: LayerPlan | None
     loans: SharedProducts | None
     probes: Probes
@@ -81,10 +85,13 @@ class BalancedLinear:
     def prepare_balancing(self) -> None:
         """Give the layer its balancing state: no plan, no probes."""
         self._prepare_for_a_balancer()
-        self.compute_dtype, self.even_shape = self.local_weight.dtype, self.local_weight.shape
+        self.compute_dtype, self.even_shape = self.local_weight.dtype, self._even_shape()
         self.is_converted = self.is_compiled = False
         self.stays_even = None
         self.name_in_model = ""
+
+    def _even_shape(self) -> torch.Size:
+        return self.local_weight.shape
 
     def _prepare_for_a_balancer(self) -> None:
         self.plan = self.loans = self.last = self.watch_forward = self.watch_input = self.segment = None
@@ -136,37 +143,66 @@ class BalancedLinear:
         """
         return self.weight
 
+    def weight_in_graph(self) -> Tensor:
+        """Return :attr:`local_weight` such that its gradient reaches :attr:`weight`."""
+        return self.local_weight
+
     @property
     def may_lend(self) -> bool:
         """Whether other ranks may compute some of its columns: only if it multiplies by its parameter itself."""
-        return self.local_weight is self.weight
+        return self.local_weight is local_of(self.weight)
+
+    def is_sharded_further(self, parameter: Tensor) -> bool:
+        """Tell whether this rank holds only a shard of its part of ``parameter`` between forwards, as ``fully_shard``
+        makes it.
+        """
+        return is_sharded(parameter)
+
+    @property
+    def why_even(self) -> str | None:
+        """Why the layer's units must stay evenly divided, as it handles them itself; None where they need not."""
+        return None
 
     @property
     def num_columns(self) -> int:
         """K, the columns a plan chooses from."""
         return self.local_weight.shape[1]
 
-    def column_products(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute y [..., N] of the whole x [..., K]; in backward dx is summed over the group."""
+    def column_products(self, x: Tensor, bias: Tensor | None, *, sums: bool = True) -> Tensor:
+        """Compute y [..., N] of the whole x [..., K]; in backward dx is summed over the group.
+
+        Args:
+            sums: False where the caller sums this rank's part of dx; not while columns are lent.
+        """
         if self.training and self.loans is not None:
             self._forward_begins(x)
-            return self._column_products_with_loans(x, bias, self.loans)
-        return self._column_products(x, bias, None)
+            return self._column_products_with_loans(x, bias, self.loans, sums)
+        return self._column_products(x, bias, None, sums)
 
-    def row_products(self, x: Tensor) -> Tensor:
-        """Compute the sum over the group of y [..., N] of each rank's slice x [..., K]."""
+    def row_products(self, x: Tensor, bias: Tensor | None = None, *, sums: bool = True) -> Tensor:
+        """Compute the sum over the group of y [..., N] of each rank's slice x [..., K].
+
+        Args:
+            bias: [N], is added to the sum, in equal parts by the ranks; None for nothing.
+            sums: False where the caller sums this rank's part of y; not while columns are lent.
+        """
         self._forward_begins(x)
         if self.training and self.loans is not None:
-            return self._row_products_with_loans(x, self.loans)
-        return self._row_products(x, None)
+            return self._row_products_with_loans(x, bias, self.loans, sums)
+        return self._row_products(x, bias, None, sums)
 
-    def _column_products(self, x: Tensor, bias: Tensor | None, loans: SharedProducts | None) -> Tensor:
+    @property
+    def is_lent_from(self) -> bool:
+        """Whether some rank computes columns of another one in training forwards now; the same on all ranks."""
+        return self.training and self.loans is not None and self.loans.has_loans
+
+    def _column_products(self, x: Tensor, bias: Tensor | None, loans: SharedProducts | None, sums: bool) -> Tensor:
         x, weight, bias = _cast_for_autocast(x, self._weight_in_force(loans), bias)
-        return column_parallel_products(x, weight, bias, self._context(x, loans))
+        return column_parallel_products(x, weight, bias, self._context(x, loans, sums))
 
-    def _row_products(self, x: Tensor, loans: SharedProducts | None) -> Tensor:
-        x, weight, _ = _cast_for_autocast(x, self._weight_in_force(loans), None)
-        return row_parallel_products(x, weight, self._context(x, loans))
+    def _row_products(self, x: Tensor, bias: Tensor | None, loans: SharedProducts | None, sums: bool) -> Tensor:
+        x, weight, bias = _cast_for_autocast(x, self._weight_in_force(loans), bias)
+        return row_parallel_products(x, weight, bias, self._context(x, loans, sums))
 
     # A compiled graph cannot tell whether a weight is still the one that was lent.
     _column_products_with_loans = torch.compiler.disable(_column_products)
@@ -176,14 +212,17 @@ class BalancedLinear:
         if self.watch_forward is not None and not torch.compiler.is_compiling():
             self.watch_forward(math.prod(x.shape[:-1]), self.training)
 
-    def _context(self, x: Tensor, loans: SharedProducts | None) -> ProductContext:
+    def _context(self, x: Tensor, loans: SharedProducts | None, sums: bool) -> ProductContext:
         probes = self.probes if self.training else self.probes.of_evaluation()
+        if not sums and loans is not None:
+            assert not loans.has_loans, "a sum of lent products is not the caller's"
+            loans = None
         return ProductContext(
-            self._plan_in_force(x), self.process_group, probes, self.last, loans, self.needs_eager_autograd
+            self._plan_in_force(x), self.process_group, probes, self.last, loans, self.needs_eager_autograd, sums
         )
 
     def _weight_in_force(self, loans: SharedProducts | None) -> Tensor:
-        return self.local_weight if loans is None else loans.weight_in_force(self.local_weight)
+        return self.weight_in_graph() if loans is None else loans.weight_in_force(self.local_weight)
 
     def _plan_in_force(self, x: Tensor) -> LayerPlan | None:
         if x.shape[-1] != self.num_columns:

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from zeroresize import kernels
-from zeroresize.comm.collectives import all_reduce, start_all_reduce
+from zeroresize.comm.collectives import all_reduce, group_size, start_all_reduce
 from zeroresize.kernels.probe import Probes
 from zeroresize.layers.shared_products import SharedProducts, require_eager_autograd
 from zeroresize.plan.layer import LayerPlan
@@ -49,6 +49,8 @@ class ProductContext:
         last: gradients of the previous backward, for ``paper.imputation="same"``; they are replaced.
         loans: products that other ranks compute for the layer, and it for them; None where nothing migrates.
         needs_eager_autograd: whether compiled autograd is an error in backward.
+        sums: whether dx, or y, is summed over the group here. Where a host sums and divides a sequence at once, each
+            rank's part of the sum is returned.
     """
 
     plan: LayerPlan | None
@@ -57,16 +59,24 @@ class ProductContext:
     last: LastGradients | None = None
     loans: SharedProducts | None = None
     needs_eager_autograd: bool = False
+    sums: bool = True
 
 
 def column_parallel_products(x: Tensor, w_NK: Tensor, bias_N: Tensor | None, how: ProductContext) -> Tensor:
-    """Compute y [..., N] of x [..., K], and all-reduce dx over the group in backward; y may be modified in place."""
+    """Compute y [..., N] of x [..., K], and all-reduce dx over the group in backward; y may be modified in place.
+
+    Without ``how.sums`` dx is this rank's part of the sum.
+    """
     return _ColumnParallelProducts.apply(x, w_NK, bias_N, how)
 
 
-def row_parallel_products(x: Tensor, w_NK: Tensor, how: ProductContext) -> Tensor:
-    """Sum over the group the products y [..., N] of each rank's x [..., K]; the result may be modified in place."""
-    return _RowParallelProducts.apply(x, w_NK, how)
+def row_parallel_products(x: Tensor, w_NK: Tensor, bias_N: Tensor | None, how: ProductContext) -> Tensor:
+    """Sum over the group the products y [..., N] of each rank's x [..., K]; the result may be modified in place.
+
+    Args:
+        bias_N: is added to the sum, in equal parts by the ranks; None for nothing.
+    """
+    return _RowParallelProducts.apply(x, w_NK, bias_N, how)
 
 
 class _ColumnParallelProducts(torch.autograd.Function):
@@ -101,7 +111,7 @@ class _ColumnParallelProducts(torch.autograd.Function):
         else:
             if own_dgrad is not None:
                 dx = own_dgrad()
-                work = start_all_reduce(dx, how.process_group)
+                work = start_all_reduce(dx, how.process_group) if how.sums else None
             if own_wgrad is not None:
                 dw_NK = own_wgrad()
         if ctx.has_bias and ctx.needs_input_grad[2]:
@@ -112,22 +122,25 @@ class _ColumnParallelProducts(torch.autograd.Function):
 
 
 class _RowParallelProducts(torch.autograd.Function):
-    """y = Σ_r x[:, keep] w[:, keep]ᵀ; dx = impute(dy w[:, keep]); dw = impute(dyᵀ x[:, keep]).
+    """y = Σ_r x[:, keep] w[:, keep]ᵀ + b; dx = impute(dy w[:, keep]); dw = impute(dyᵀ x[:, keep]); db = Σ_t dy.
 
     What other ranks compute of lent columns is added to y, dx and dw.
     """
 
     @staticmethod
-    def forward(ctx, x, w_NK, how):
-        ctx.how = how
+    def forward(ctx, x, w_NK, bias_N, how):
+        ctx.how, ctx.has_bias = how, bias_N is not None
+        if bias_N is not None:
+            bias_N = bias_N / group_size(how.process_group)
         if how.loans is None:
-            y, kept = _forward(x, w_NK, None, how), []
+            y, kept = _forward(x, w_NK, bias_N, how), []
         else:
             x_TK = _as_tokens(x)
-            y, kept = how.loans.row_forward(x_TK, lambda: _forward(x_TK, w_NK, None, how))
+            y, kept = how.loans.row_forward(x_TK, lambda: _forward(x_TK, w_NK, bias_N, how))
         y = _as_output(y, x)
         ctx.save_for_backward(x, w_NK, *kept)
-        all_reduce(y, how.process_group, how.loans.name if how.loans is not None else None)
+        if how.sums:
+            all_reduce(y, how.process_group, how.loans.name if how.loans is not None else None)
         return y
 
     @staticmethod
@@ -138,7 +151,7 @@ class _RowParallelProducts(torch.autograd.Function):
             require_eager_autograd()
         dy_TN = _as_tokens(dy)
         x_TK = _as_tokens(x)
-        needs_dx, needs_dw, *_ = ctx.needs_input_grad
+        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
         dgrad = _dgrad_by_columns if needs_dw and _lies_by_columns(x_TK) else _dgrad  # as autograd does
         own_dgrad = (lambda: dgrad(dy_TN, w_NK, how)) if needs_dx else None
         own_wgrad = (lambda: _wgrad(dy_TN, x_TK, w_NK, how)) if needs_dw else None
@@ -147,7 +160,8 @@ class _RowParallelProducts(torch.autograd.Function):
         else:
             dx = own_dgrad() if own_dgrad is not None else None
             dw_NK = own_wgrad() if own_wgrad is not None else None
-        return dx if dx is None else dx.view(x.shape), dw_NK, None
+        db_N = dy_TN.sum(dim=0) if ctx.has_bias and needs_db else None
+        return dx if dx is None else dx.view(x.shape), dw_NK, db_N, None
 
 
 def _forward(x, w_NK, bias_N, how):

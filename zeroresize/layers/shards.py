@@ -64,4 +64,6 @@ def sharding_of(parameters: Sequence[Tensor]) -> tuple[ProcessGroup | None, list
 
 def _of(layer: Any) -> Iterable[tuple[Tensor, bool]]:
     for name, parameter in layer.named_parameters():  # "parametrizations.bias.original" where it is parametrized
-        yield parameter, layer.is_column_parallel or "bias" not in name.split(".")
+        # The norm of a DTensor is that of all ranks.
+        is_shard = layer.is_column_parallel or "bias" not in name.split(".")
+        yield parameter, is_shard and not layer.has_dtensors

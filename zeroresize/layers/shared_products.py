@@ -23,9 +23,11 @@ class SharedProducts(Protocol):
 
     Attributes:
         name: of the layer.
+        has_loans: whether any rank of the group lends columns of the layer now; the same on all of them.
     """
 
     name: str
+    has_loans: bool
 
     def weight_in_force(self, weight: Tensor) -> Tensor:
         """Return the layer's ``weight`` [N, K] as the tensor to multiply with; its gradient will hold all columns."""

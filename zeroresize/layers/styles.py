@@ -1,40 +1,90 @@
-"""Styles for ``torch.distributed.tensor.parallel.parallelize_module`` that make layers of this package.
+"""Styles for ``torch.distributed.tensor.parallel.parallelize_module`` that make layers which can be balanced.
 
-They read and write what torch's own ``ColwiseParallel`` and ``RowwiseParallel`` do by default, with parameters that are
-plain tensors, this rank's shards, in place of DTensors.
+They read and write what torch's own ``ColwiseParallel`` and ``RowwiseParallel`` do, and like theirs the parameters are
+DTensors. A model that torch's styles have split is the same once ``zeroresize.convert`` has seen it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from zeroresize.comm.collectives import broadcast, group_size, message_device, require_group
+from zeroresize.comm.collectives import group_size, require_group
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear, require_divisible
+from zeroresize.layers.dtensor_linear import LinearLayouts, become_dtensor_linear, split_over
+from zeroresize.layers.linear import require_divisible
+from zeroresize.layers.whole_linear import why_no_plain_linear
 
 
-class ColwiseParallel(ParallelStyle):
-    """Makes an ``nn.Linear`` a :class:`~zeroresize.ColumnParallelLinear`, in place, that counts as converted::
+class _LinearStyle(ParallelStyle):
+    """Holds what both styles have in common."""
+
+    _is_column: bool
+    _allowed: dict[str, tuple[str, ...]]
+
+    def __init__(
+        self, input_layouts: Placement | None, output_layouts: Placement | None, use_local_output: bool
+    ) -> None:
+        super().__init__()
+        self._x: Placement = self._checked("input_layouts", input_layouts)
+        self._y: Placement = self._checked("output_layouts", output_layouts)
+        self._use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        style = type(self).__name__
+        if not isinstance(module, nn.Linear):
+            split = ", which is split already" if isinstance(module, BalancedLinear) else ""
+            raise ValueError(f"{style} needs a whole torch.nn.Linear, found a {type(module).__name__}{split}")
+        if any(hasattr(parameter, "placements") for parameter in module.parameters()):
+            raise ValueError(f"{style} needs a whole torch.nn.Linear, found one of DTensors, which is split already")
+        if (why := why_no_plain_linear(module)) is not None:
+            raise ValueError(f"{style} needs a plain torch.nn.Linear, found {why}")
+        process_group = require_group(device_mesh)
+        require_divisible(module, "out_features" if self._is_column else "in_features", process_group, style)
+        layouts = LinearLayouts(device_mesh, self._x, self._y, self._use_local_output)
+        split_over(module, layouts, is_column=self._is_column, source=getattr(self, "src_data_rank", 0))
+        layer = become_dtensor_linear(module, layouts, is_column=self._is_column)
+        gathers = self._is_column and self._y.is_replicate()
+        layer.is_converted = not gathers and group_size(process_group) > 1
+        return module
+
+    def _checked(self, key: str, layout: Any) -> Placement:
+        """A placement, or the default where there is none."""
+        allowed = self._allowed[key]
+        if layout is None:
+            layout = Replicate() if allowed[0] == "Replicate()" else Shard(-1)
+        is_placement = isinstance(layout, Placement)
+        kind = "Replicate()" if is_placement and layout.is_replicate() else ""
+        kind = "Shard(-1)" if is_placement and layout.is_shard(-1) else kind
+        kind = "Shard" if is_placement and layout.is_shard() and not kind else kind
+        if kind not in allowed:
+            wanted = " or ".join(text if text != "Shard" else "Shard(dim) of a sequence" for text in allowed)
+            raise ValueError(f"{type(self).__name__}({key}={layout!r}) is not allowed: wanted is {wanted}")
+        placement: Placement = layout
+        return placement
+
+
+class ColwiseParallel(_LinearStyle):
+    """Splits an ``nn.Linear`` by its output features, in place, and makes it a layer that can be balanced::
 
         plan = {"up": zr.ColwiseParallel(), "down": zr.RowwiseParallel()}
         parallelize_module(block, mesh["tp"], plan)
         optimizer = torch.optim.AdamW(model.parameters())  # afterwards: the layers have new parameters
         balancer = zr.Balancer(model, optimizer)
 
-    The module stays the same object, with its name, hooks and mode; its parameters become this rank's rows, of rank 0's
-    tensors (``src_data_rank=``; None takes those that this rank has). On the meta device shapes only change.
+    The module stays the same object, with its name, hooks and mode; its parameters become DTensors, of rank 0's tensors
+    (``src_data_rank=``; None takes those that this rank has).
 
     Args:
-        input_layouts: of x: replicated, the default, is allowed only.
+        input_layouts: of an x that is no DTensor: replicated by default; ``Shard(1)`` is a sequence that the layer
+            gathers.
         output_layouts: of y: divided on the last dimension by default; ``Replicate()`` gathers the whole y on every
             rank, and leaves the layer out of balancing.
-        use_local_output: True is allowed only.
+        use_local_output: whether y is a plain tensor. A DTensor, with False, keeps the layer's units evenly divided.
 
     Raises:
         ValueError: from ``parallelize_module`` for a module that is no ``nn.Linear``, has a forward of its own or is
@@ -42,142 +92,42 @@ class ColwiseParallel(ParallelStyle):
             layouts.
     """
 
-    def __init__(self, *, input_layouts: Any = None, output_layouts: Any = None, use_local_output: bool = True) -> None:
-        super().__init__()
-        _require_layout(self, "input_layouts", _kind_of(input_layouts, "replicated"), ("replicated",))
-        kind = _kind_of(output_layouts, "divided")
-        _require_layout(self, "output_layouts", kind, ("divided", "replicated"))
-        _require_local_output(self, use_local_output)
-        self._gathers_output = kind == "replicated"
+    _is_column = True
+    _allowed = {"input_layouts": ("Replicate()", "Shard"), "output_layouts": ("Shard(-1)", "Replicate()")}  # noqa: RUF012
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        process_group = _checked(self, module, device_mesh, "out_features")
-        whole = _of_source(module, process_group, getattr(self, "src_data_rank", 0))
-        layer = ColumnParallelLinear.from_linear(whole, process_group=process_group, gather_output=self._gathers_output)
-        return _become(module, layer, is_converted=not self._gathers_output)
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(input_layouts, output_layouts, use_local_output)
 
 
-class RowwiseParallel(ParallelStyle):
-    """Makes an ``nn.Linear`` a :class:`~zeroresize.RowParallelLinear`, in place; see :class:`ColwiseParallel`.
+class RowwiseParallel(_LinearStyle):
+    """Splits an ``nn.Linear`` by its input features, in place; see :class:`ColwiseParallel`.
 
-    Its weight becomes this rank's columns; its bias stays whole, and is added once.
+    Its bias stays whole.
 
     Args:
-        input_layouts: of x: divided on the last dimension by default; with ``Replicate()`` the layer splits a whole x.
-        output_layouts: of y: replicated, the default, is allowed only.
-        use_local_output: True is allowed only.
+        input_layouts: of an x that is no DTensor: divided on the last dimension by default; with ``Replicate()`` the
+            layer splits a whole x, and its units stay evenly divided.
+        output_layouts: of y: replicated by default; ``Shard(1)`` is a sequence of which each rank gets its part.
+        use_local_output: whether y is a plain tensor, and no DTensor.
 
     Raises:
         ValueError: as of :class:`ColwiseParallel`.
     """
 
-    def __init__(self, *, input_layouts: Any = None, output_layouts: Any = None, use_local_output: bool = True) -> None:
-        super().__init__()
-        kind = _kind_of(input_layouts, "divided")
-        _require_layout(self, "input_layouts", kind, ("divided", "replicated"))
-        _require_layout(self, "output_layouts", _kind_of(output_layouts, "replicated"), ("replicated",))
-        _require_local_output(self, use_local_output)
-        self._reads_slice = kind == "divided"
+    _is_column = False
+    _allowed = {"input_layouts": ("Shard(-1)", "Replicate()"), "output_layouts": ("Replicate()", "Shard")}  # noqa: RUF012
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        process_group = _checked(self, module, device_mesh, "in_features")
-        whole = _of_source(module, process_group, getattr(self, "src_data_rank", 0))
-        layer = RowParallelLinear.from_linear(whole, process_group=process_group, input_is_parallel=self._reads_slice)
-        return _become(module, layer, is_converted=True)
-
-
-#: What a subclass of ``nn.Linear`` may have and still compute the same as an ``nn.Linear``, once it is made.
-_LOSES_NOTHING = {
-    *("__init__", "__module__", "__doc__", "__qualname__", "__annotations__", "__annotate_func__", "__parameters__"),
-    *("__constants__", "__firstlineno__", "__static_attributes__"),
-}
-
-
-def _kind_of(layout: Any, default: str) -> str:
-    """What a placement of torch, or its absence, means here; its text where that is nothing."""
-    if layout is None:
-        return default
-    if not isinstance(layout, Placement):
-        return repr(layout)
-    if layout.is_replicate():
-        return "replicated"
-    return "divided" if layout.is_shard(-1) else repr(layout)
-
-
-def _require_layout(style: ParallelStyle, key: str, kind: str, allowed: tuple[str, ...]) -> None:
-    if kind not in allowed:
-        texts = {"replicated": "Replicate()", "divided": "Shard(-1)"}
-        raise ValueError(
-            f"{type(style).__name__}({key}={texts.get(kind, kind)}) is not allowed: wanted is "
-            f"{' or '.join(texts[one] for one in allowed)}. Sequence parallelism is not known here"
-        )
-
-
-def _require_local_output(style: ParallelStyle, use_local_output: bool) -> None:
-    if not use_local_output:
-        raise ValueError(
-            f"{type(style).__name__}(use_local_output=False) is not allowed: its layers return plain tensors"
-        )
-
-
-def _checked(style: ParallelStyle, module: nn.Module, device_mesh: DeviceMesh, features: str) -> ProcessGroup:
-    """The group of the mesh; before anything has changed it is an error if the style does not fit the module."""
-    name = type(style).__name__
-    if not isinstance(module, nn.Linear):
-        split = ", which is split already" if isinstance(module, BalancedLinear) else ""
-        raise ValueError(f"{name} needs a whole torch.nn.Linear, found a {type(module).__name__}{split}")
-    if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
-        raise ValueError(
-            f"{name} needs a plain torch.nn.Linear, found a {type(module).__name__} with a forward of its own"
-        )
-    classes = type(module).__mro__[: type(module).__mro__.index(nn.Linear)]
-    lost = sorted({added for each in classes for added in vars(each)} - _LOSES_NOTHING)
-    if lost:
-        raise ValueError(
-            f"{name} needs a plain torch.nn.Linear, found a {type(module).__name__}: its {', '.join(lost)} would be "
-            "lost"
-        )
-    named = (*module.named_parameters(), *module.named_buffers(), *module.named_children())
-    others = {part for part, _ in named} - {"weight", "bias"}
-    if others:
-        raise ValueError(
-            f"{name} needs a plain torch.nn.Linear, found one that holds {', '.join(sorted(others))} beside its weight "
-            "and bias"
-        )
-    if any(hasattr(parameter, "placements") for parameter in module.parameters()):
-        raise ValueError(f"{name} needs a whole torch.nn.Linear, found one of DTensors, which is split already")
-    process_group = require_group(device_mesh)
-    require_divisible(module, features, process_group, name)
-    return process_group
-
-
-def _of_source(module: Any, process_group: ProcessGroup, source: int | None) -> nn.Linear:
-    """The whole linear layer as rank ``source`` of the group has it; collective, unless that is None."""
-    if source is None or group_size(process_group) == 1 or module.weight.device.type == "meta":
-        linear: nn.Linear = module
-        return linear
-    whole = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
-    whole.weight = _broadcast(module.weight, process_group, source)
-    if module.bias is not None:
-        whole.bias = _broadcast(module.bias, process_group, source)
-    return whole.train(module.training)
-
-
-def _broadcast(parameter: Tensor, process_group: ProcessGroup, source: int) -> nn.Parameter:
-    message = parameter.detach().to(message_device(process_group, parameter.device), copy=True).contiguous()
-    broadcast(message, source, process_group)
-    return nn.Parameter(message.to(parameter.device), requires_grad=parameter.requires_grad)
-
-
-def _become(module: nn.Module, layer: ColumnParallelLinear | RowParallelLinear, *, is_converted: bool) -> nn.Module:
-    """``module``, an ``nn.Linear``, turned into ``layer``: ``parallelize_module`` drops what a style returns."""
-    every_module_has = vars(nn.Module())
-    made: Any = module
-    made.__class__ = type(layer)
-    vars(made).update({name: value for name, value in vars(layer).items() if name not in every_module_has})
-    made.weight = layer.weight
-    if made.bias is not None:
-        made.bias = layer.bias
-    made.prepare_balancing()
-    made.is_converted = is_converted and group_size(made.process_group) > 1
-    return module
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(input_layouts, output_layouts, use_local_output)

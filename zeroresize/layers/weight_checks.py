@@ -37,6 +37,15 @@ def is_sharded(weight: Tensor) -> bool:
     return is_tensor_of_tensors(weight)
 
 
+def is_sharded_in(owner: Any, parameter: Tensor) -> bool:
+    """Tell whether a rank holds only a shard of its part of a module's parameter between forwards.
+
+    A layer whose host makes its parameters DTensors knows which of these are whole parts.
+    """
+    ask = getattr(owner, "is_sharded_further", None)
+    return is_sharded(parameter) if ask is None else bool(ask(parameter))
+
+
 def _makers_of_weight(layer: Any) -> list[str]:
     if parametrize.is_parametrized(layer, "weight"):
         return [f"the parametrization {type(one).__name__}" for one in layer.parametrizations["weight"]]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zeroresize.config import BalanceConfig
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.local_parts import local_of
 from zeroresize.optim.optimizers import SteppedTensors, hook_steps
 from zeroresize.utils.torch_private import version_of
 
@@ -238,7 +239,7 @@ class PathLength(ColumnStatistic):
 
     def __init__(self, layers: Layers, optimizer: Any) -> None:
         self._layers = layers
-        self._stepped = SteppedTensors(optimizer, {name: layer.local_weight for name, layer in layers.items()})
+        self._stepped = SteppedTensors(optimizer, {name: layer.weight for name, layer in layers.items()})
         self._turn = 0
         self.restart()
         self._unhook = hook_steps(optimizer, self._before_step, self._after_step)
@@ -283,7 +284,8 @@ class PathLength(ColumnStatistic):
         trained = [name for name in stepped if self._layers[name].weight.requires_grad]
         if trained:
             name = trained[self._turn % len(trained)]
-            self._looked_at = name, stepped[name], stepped[name].detach().clone()
+            tensor = local_of(stepped[name])
+            self._looked_at = name, tensor, tensor.detach().clone()
 
     @torch.no_grad()
     def _after_step(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from zeroresize.utils.torch_private import hooks_of_saved_tensors, storage_id
+from zeroresize.utils.torch_private import hooks_of_saved_tensors, plain_parts, storage_id
 
 
 class SavedBytes:
@@ -26,9 +26,11 @@ class SavedBytes:
 
     def __init__(self, layer: nn.Module, inputs: Sequence[Any]) -> None:
         self.total, self.within, self.is_within = 0, 0, False
-        self._seen = {_memory_of(one) for one in (*layer.parameters(), *layer.buffers())}
+        held = (*layer.parameters(), *layer.buffers())
+        self._seen = {_memory_of(part) for tensor in held for part in plain_parts(tensor)}
         # Of a tensor that was there before, such as a batch of which this is a micro-batch, only this part counts.
-        self._inputs = {_memory_of(one): one.nbytes for one in inputs if isinstance(one, Tensor)}
+        given = [part for tensor in inputs if isinstance(tensor, Tensor) for part in plain_parts(tensor)]
+        self._inputs = {_memory_of(part): part.nbytes for part in given}
         pack_before, unpack = hooks_of_saved_tensors() or (Tensor.detach, _itself)
         self._pack_before: Callable[[Tensor], Any] = pack_before
         self._hooks: saved_tensors_hooks | None = saved_tensors_hooks(self._pack, unpack)
@@ -41,13 +43,15 @@ class SavedBytes:
         self._hooks = None
 
     def _pack(self, tensor: Tensor) -> Any:
-        packed, memory = self._pack_before(tensor), _memory_of(tensor)
-        stays = isinstance(packed, Tensor) and _memory_of(packed) == memory
-        if stays and memory not in self._seen:
-            self._seen.add(memory)
-            num_bytes = self._inputs.get(memory, tensor.untyped_storage().nbytes())
-            self.total += num_bytes
-            self.within += num_bytes if self.is_within else 0
+        packed = self._pack_before(tensor)
+        stays = set(map(_memory_of, plain_parts(packed))) if isinstance(packed, Tensor) else ()
+        for part in plain_parts(tensor):
+            memory = _memory_of(part)
+            if memory in stays and memory not in self._seen:
+                self._seen.add(memory)
+                num_bytes = self._inputs.get(memory, part.untyped_storage().nbytes())
+                self.total += num_bytes
+                self.within += num_bytes if self.is_within else 0
         return packed  # detached, as an output that is saved would else hold on to itself
 
 

@@ -8,7 +8,7 @@ gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,10 +48,15 @@ class GradientReturn:
             self._last_backward = backward
             call_at_end_of_backward(lambda: self._backward_ends(backward))
 
-    def awaiting_return(self, weight: Tensor) -> Tensor:
-        """Return ``weight`` as a tensor whose gradient [N, K] waits for the columns that were lent."""
+    def awaiting_return(self, weight_in_graph: Callable[[], Tensor], weight: Tensor) -> Tensor:
+        """Return a weight as a tensor whose gradient [N, K] waits for the columns that were lent.
+
+        Args:
+            weight_in_graph: makes it as autograd knows it.
+            weight: by which :meth:`expect` knows it.
+        """
         with torch.enable_grad():
-            return _AwaitReturn.apply(weight, self)
+            return _AwaitReturn.apply(weight_in_graph(), weight, self)
 
     def expect(self, weight: Tensor, columns: Columns, pending: Pending) -> None:
         """Expect ``pending`` as the gradient of ``columns`` of ``weight`` in the backward that is under way."""
@@ -96,11 +101,11 @@ class _AwaitReturn(torch.autograd.Function):
     """w → w; dw → dw with the lent columns."""
 
     @staticmethod
-    def forward(ctx, weight, gradient_return):
+    def forward(ctx, weight_in_graph, weight, gradient_return):
         ctx.weight, ctx.gradient_return = weight, gradient_return
-        return weight.detach()
+        return weight_in_graph.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dw_NK):
-        return ctx.gradient_return.whole(ctx.weight, dw_NK), None
+        return ctx.gradient_return.whole(ctx.weight, dw_NK), None, None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zeroresize import kernels
 from zeroresize.comm.collectives import NamedWork, explanation, start_all_reduce
-from zeroresize.kernels.probe import Probes
+from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.migration.gradient_return import GradientReturn
 from zeroresize.migration.transport import LoanRoute, Pending, Transport
 from zeroresize.plan.columns import Columns
@@ -45,14 +45,14 @@ class LayerLoans:
         loans: in the same order on every rank.
         transport: carries slices of activations and gradients.
         weight_transport: carries slices of weights.
-        weight: the layer's own, [N, K].
-        probes: the layer's, so borrowed products are measured and slowed as own ones are.
+        layer: whose weight [N, K] is lent as it is now, and whose probes measure and slow borrowed products as well.
         gradient_return: waits for the gradients of lent columns.
         send_all_weights: calls :meth:`send_weights` of all layers, the same ones in the same order on every rank.
 
     Attributes:
         name: as above.
         lends: whether this rank is the owner of one of the loans.
+        has_loans: whether there are any.
     """
 
     def __init__(
@@ -62,19 +62,20 @@ class LayerLoans:
         *,
         transport: Transport,
         weight_transport: Transport,
-        weight: Tensor,
-        probes: Probes,
+        layer: BalancedLinear,
         gradient_return: GradientReturn,
         send_all_weights: Callable[[], None],
     ) -> None:
         self.name, self._loans, self._transport = name, tuple(loans), transport
-        self._weight, self._probes, self._gradient_return = weight, probes, gradient_return
+        self._layer, self._weight, self._probes = layer, layer.local_weight, layer.probes
+        self._gradient_return = gradient_return
         self._weight_transport, self._send_all_weights = weight_transport, send_all_weights
         self._sent: list[Pending] | None = None
         self._sent_as: tuple[int, int] | None = None
-        self._awaiting_return = weight
+        self._awaiting_return = self._weight
         self._rank = transport.rank
         self.lends = any(loan.route.owner == self._rank for loan in loans)
+        self.has_loans = bool(self._loans)
 
     # ---- weights, once a step ----------------------------------------------------------------------------------------
 
@@ -83,7 +84,7 @@ class LayerLoans:
         """Send the lent columns of the weight, which must not change until the next call."""
         self.finish_sending()
         weight_NK = self._weight.detach()
-        self._awaiting_return = self._gradient_return.awaiting_return(self._weight)
+        self._awaiting_return = self._gradient_return.awaiting_return(self._layer.weight_in_graph, self._weight)
         self._sent = []
         for loan in self._loans:
             name = ("w", self.name, loan.route.owner)
@@ -116,12 +117,11 @@ class LayerLoans:
         if self._loans:
             self._check_weight(weight)
         elif weight is not self._weight:  # replaced, and nothing of it is lent
-            return weight
-        is_other = (
-            self._awaiting_return.data_ptr() != weight.data_ptr()
-        )  # put there through .data, or on another device
-        if is_other or self._awaiting_return.requires_grad != weight.requires_grad:  # frozen, or not any more
-            self._awaiting_return = self._gradient_return.awaiting_return(weight)
+            return self._layer.weight_in_graph()
+        now = self._awaiting_return
+        is_other = now.data_ptr() != weight.data_ptr()  # put there through .data, or on another device
+        if is_other or now.requires_grad != self._layer.weight.requires_grad:  # frozen, or not any more
+            self._awaiting_return = self._gradient_return.awaiting_return(self._layer.weight_in_graph, weight)
         return self._awaiting_return
 
     def _check_weight(self, weight: Tensor) -> None:

@@ -189,8 +189,7 @@ class Lender:
             loans,
             transport=self._transport,
             weight_transport=self._weight_transport,
-            weight=layer.local_weight,
-            probes=layer.probes,
+            layer=layer,
             gradient_return=self._gradient_return,
             send_all_weights=self.send_weights,
         )

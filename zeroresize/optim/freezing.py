@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.local_parts import local_of
 from zeroresize.optim.optimizers import SteppedTensors, hook_steps, states_like, torch_optimizer
 
 
@@ -36,7 +37,7 @@ class ColumnFreezer:
         _require_own_weights(layers)
         self._layers = layers
         self._optimizer = torch_optimizer(optimizer)
-        self._stepped = SteppedTensors(optimizer, {name: layer.local_weight for name, layer in layers.items()})
+        self._stepped = SteppedTensors(optimizer, {name: layer.weight for name, layer in layers.items()})
         self._set_aside: list[tuple[Tensor, Tensor, Tensor]] = []
         self._without_state: list[tuple[Tensor, Tensor]] = []
         self._unhook = hook_steps(optimizer, self._before_step, self._after_step)
@@ -57,7 +58,7 @@ class ColumnFreezer:
             states = states_like(self._optimizer, tensor)
             if not states:
                 self._without_state.append((tensor, plan.pruned))
-            for kept in (tensor, *states):
+            for kept in map(local_of, (tensor, *states)):
                 self._set_aside.append((kept, plan.pruned, kept.index_select(1, plan.pruned)))
 
     @torch.no_grad()
@@ -66,7 +67,7 @@ class ColumnFreezer:
             tensor.index_copy_(1, pruned, values)
         for tensor, pruned in self._without_state:
             for state in states_like(self._optimizer, tensor):
-                state.index_fill_(1, pruned, 0.0)
+                local_of(state).index_fill_(1, pruned, 0.0)
         self._forget()
 
     def _forget(self) -> None:

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroresize.layers.local_parts import local_of, with_local
 from zeroresize.resharding.accumulator_hooks import KeptHooks
 from zeroresize.utils.alike import alike, at_fault, by_rank
+from zeroresize.utils.torch_private import is_dtensor, set_local_tensor
 
 PARAMETER, GRADIENT, MASTER, MASTER_GRADIENT, STATE = "parameter", "gradient", "master", "master gradient", "state "
 GRADIENTS = (GRADIENT, MASTER_GRADIENT)
@@ -42,7 +44,8 @@ def kind_of_state(key: str, value: Any, parameter: Tensor) -> StateKind:
     """Return what an optimizer's state is to its parameter: to the tensor that the optimizer steps."""
     if isinstance(value, Tensor):
         # With one element, the step is of the parameter's shape by accident.
-        if value.shape == parameter.shape and not (key == "step" and value.numel() == 1):
+        is_of_shape = value.shape == parameter.shape and is_dtensor(value) == is_dtensor(parameter)
+        if is_of_shape and not (key == "step" and value.numel() == 1):
             return StateKind.LIKE_PARAMETER
         return StateKind.NUMBER if value.numel() == 1 else StateKind.OTHER_TENSOR
     return StateKind.PLAIN if isinstance(value, bool | int | float | str | None) else StateKind.OTHER
@@ -58,24 +61,26 @@ class ParameterState:
 
     Attributes:
         tensors: that have the parameter's shape, by what they are: PARAMETER, GRADIENT, MASTER, MASTER_GRADIENT, and
-            STATE with the key of optimizer state. Gradients may be sparse.
+            STATE with the key of optimizer state. Gradients may be sparse. Of DTensors these are the local parts.
     """
 
     def __init__(
         self, name: str, parameter: Tensor, stepped: Tensor | None, optimizer: torch.optim.Optimizer | None
     ) -> None:
         self.name, self.parameter, self.stepped, self._optimizer = name, parameter, stepped, optimizer
-        self.tensors: dict[str, Tensor] = {PARAMETER: parameter.detach()}
+        self.tensors: dict[str, Tensor] = {PARAMETER: local_of(parameter).detach()}
         if parameter.grad is not None:
-            self.tensors[GRADIENT] = parameter.grad.detach()
+            self.tensors[GRADIENT] = local_of(parameter.grad).detach()
         if stepped is not None and stepped is not parameter:
-            self.tensors[MASTER] = stepped.detach()
+            self.tensors[MASTER] = local_of(stepped).detach()
             if stepped.grad is not None:
-                self.tensors[MASTER_GRADIENT] = stepped.grad.detach()
+                self.tensors[MASTER_GRADIENT] = local_of(stepped.grad).detach()
         self._state: Mapping[str, Any] = {}
         if optimizer is not None and stepped is not None and stepped in optimizer.state:
             self._state = optimizer.state[stepped]
-        self.tensors |= {STATE + key: value for key, kind, value in self.entries() if kind is StateKind.LIKE_PARAMETER}
+        self.tensors |= {
+            STATE + key: local_of(value) for key, kind, value in self.entries() if kind is StateKind.LIKE_PARAMETER
+        }
 
     @property
     def has_state(self) -> bool:
@@ -140,7 +145,7 @@ class ParameterState:
         if agreed.kept != self._kept() or divided != state.keys():  # without units it follows those with some
             of_tensor.clear()
             of_tensor.update(agreed.kept_values(self.stepped.device))
-        of_tensor.update(state)
+        of_tensor.update({key: with_local(self.stepped, tensor) for key, tensor in state.items()})
         if not of_tensor:
             del self._optimizer.state[self.stepped]
 
@@ -166,6 +171,16 @@ class ParameterState:
         """
         replace_data(self.parameter, emptied(self.parameter, self.parameter.device), None)
         set_state(self._optimizer, self.parameter, {})
+
+    @property
+    def installed(self) -> list[Tensor]:
+        """Return what there is now: the parameter, what the optimizer steps, and its state of the parameter's shape."""
+        tensors = [self.parameter]
+        if self.stepped is not None:
+            tensors.append(self.stepped)
+            state = {} if self._optimizer is None else self._optimizer.state.get(self.stepped, {})
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+        return tensors
 
     def forget(self) -> None:
         """Let go of the tensors that were there."""
@@ -275,10 +290,15 @@ def emptied(tensor: Tensor, device: torch.device) -> Tensor:
 
 def replace_data(tensor: Tensor, new: Tensor, gradient: Tensor | None) -> None:
     """Give ``tensor`` other data, of another shape, and another gradient; hooks stay, on its gradient accumulator, too.
+    Of a DTensor the local parts are given.
 
     That remembers the shape for as long as anything holds on to it, such as the graph of a loss.
     Torch makes a new one only where dtype or device change: so the dtype changes for a moment.
     """
+    if is_dtensor(tensor):  # to autograd it keeps its shape
+        set_local_tensor(tensor, new)
+        tensor.grad = None if gradient is None else with_local(tensor, gradient)
+        return
     hooks = KeptHooks(tensor)
     tensor.grad = None
     other = torch.float16 if tensor.dtype != torch.float16 else torch.float32

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.weight_checks import is_flat_parameters, is_sharded
+from zeroresize.layers.weight_checks import is_flat_parameters
 from zeroresize.optim.optimizers import stepped_tensors
 from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.utils.torch_private import children_of, parameters_of
@@ -30,7 +30,7 @@ class ReplacedParts:
             f"{name}.{kind}": (layer, kind, parameter)
             for name, layer in layers.items()
             for kind, parameter in _own_parameters(layer).items()
-            if not is_sharded(parameter) and not is_flat_parameters(parameter)
+            if not layer.is_sharded_further(parameter) and not is_flat_parameters(parameter)
         }
         self._stepped = self._stepped_now()
 
@@ -54,7 +54,7 @@ class ReplacedParts:
             now = _own_parameters(layer).get(kind)
             if now is parameter:
                 continue
-            if now is not None and is_sharded(now):
+            if now is not None and layer.is_sharded_further(now):
                 return f"{name} is a DTensor, a shard, as by a fully_shard after the Balancer was made"
             return f"{name} was replaced by another Parameter after the Balancer was made"
         return None

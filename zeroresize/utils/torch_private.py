@@ -281,6 +281,44 @@ def spin_on_device(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors that a tensor is made of, as a DTensor of its local part; itself if it is plain."""
+    if not is_tensor_of_tensors(tensor):
+        return [tensor]
+    names, *_ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = (getattr(tensor, name) for name in names)  # among them a DTensor's mesh
+    return [part for each in inner if isinstance(each, Tensor) for part in plain_parts(each)]
+
+
+def is_dtensor(tensor: Tensor | None) -> bool:
+    """Return whether a tensor is a ``torch.distributed.tensor.DTensor``; its module is not imported for it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_tensor_of(dtensor: Tensor) -> Tensor:
+    """Return what this rank holds of a DTensor, the very tensor: ``DTensor._local_tensor``.
+
+    ``to_local()`` is a new tensor each time, and its backward is an error where the ranks hold uneven parts.
+    """
+    local: Tensor = dtensor._local_tensor  # type: ignore[attr-defined]
+    return local
+
+
+def set_local_tensor(dtensor: Tensor, local: Tensor) -> None:
+    """Let this rank hold another part of a DTensor, whose shape and placements stay: ``DTensor._local_tensor``."""
+    dtensor._local_tensor = local  # type: ignore[attr-defined]
+
+
+def dtensor_like(dtensor: Tensor, local: Tensor) -> Tensor:
+    """Return a DTensor with the mesh, shape and placements of another one, of which this rank holds ``local``.
+
+    It is made by the class itself with ``DTensor._spec``, since ``from_local`` looks whether the part is an even one.
+    """
+    kind: Any = sys.modules["torch.distributed.tensor"].DTensor
+    return kind(local, dtensor._spec, requires_grad=False)  # type: ignore[attr-defined]
+
+
 def has_tensors_that_tell_their_parts() -> bool:
     """Return whether torch.distributed.checkpoint asks tensors for their parts: ``distributed._checkpointable``.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from zeroresize.layers.local_parts import local_of
 from zeroresize.plan.ownership import Indices
 from zeroresize.utils.torch_private import is_copy_to, make_wrapper, no_torch_function
 
@@ -97,7 +98,7 @@ class _Part:
     def copied(self, copy: Callable[[Tensor], Tensor]) -> _Part:
         """A copy, such as on another device, that keeps today's pieces."""
         pieces = tuple(self.division.pieces())
-        return _Part(self.name, copy(self.local.data), replace(self.division, pieces=lambda: pieces))
+        return _Part(self.name, copy(local_of(self.local).data), replace(self.division, pieces=lambda: pieces))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Part:
         """As an asynchronous checkpoint wants it: on the CPU, whatever happens to the model meanwhile."""
@@ -111,7 +112,7 @@ class DividedTensor(torch.Tensor):
 
     Args:
         name: of the tensor, for errors.
-        local: what this rank holds. It is read and written in place.
+        local: what this rank holds, or a DTensor of which that is the local part. It is read and written in place.
         division: how the whole tensor is divided.
         before_reading: called before a file is read into it.
     """
@@ -138,7 +139,7 @@ class DividedTensor(torch.Tensor):
     @property
     def local(self) -> Tensor:
         """Return what this rank holds, without history."""
-        return self._part.local.data
+        return local_of(self._part.local).data
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         part = self.local

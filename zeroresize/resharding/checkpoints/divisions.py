@@ -59,9 +59,10 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _of_module(module: nn.Module) -> tuple[dict[int, TensorDivision], dict[str, Tensor]]:
     """What is known of a module's own tensors by ``id``, and by name those that may be parts in an unknown way."""
-    tensors = {name: one for name, one in own_tensors(module).items() if not isinstance(one, DTensor)}
     if isinstance(module, BalancedLinear):
+        tensors = {name: one for name, one in own_tensors(module).items() if not _tells_its_division(one, module)}
         return _of_balanced(module, tensors)
+    tensors = {name: one for name, one in own_tensors(module).items() if not isinstance(one, DTensor)}
     marked = [name for name, one in tensors.items() if any(hasattr(one, mark) for mark in _MARKS)]
     if marked:  # by Colossal-AI, which marks all that it divides
         divisions = {id(tensors[name]): _of_marked(tensors[name], module) for name in marked}
@@ -73,11 +74,21 @@ def _of_module(module: nn.Module) -> tuple[dict[int, TensorDivision], dict[str, 
     return {}, {}
 
 
+def _tells_its_division(tensor: Tensor, layer: BalancedLinear) -> bool:
+    """Whether it is a DTensor whose placements are right whatever moves."""
+    if not (isinstance(tensor, DTensor) and layer.has_dtensors):
+        return False
+    is_of_units = layer.segment is not None and any(one.parameter is tensor for one in layer.segment.tensors)
+    return not is_of_units or layer.is_sharded_further(tensor)
+
+
 def _of_balanced(layer: Any, tensors: dict[str, Tensor]) -> tuple[dict[int, TensorDivision], dict[str, Tensor]]:
     ranks, rank = group_size(layer.process_group), group_rank(layer.process_group)
     segment: OwnedSegment | None = layer.segment
     if segment is not None:
-        divisions = {id(one.parameter): _of_units(one, segment, rank) for one in segment.tensors}
+        held = set(map(id, tensors.values()))
+        of_units = [one for one in segment.tensors if id(one.parameter) in held]
+        divisions = {id(one.parameter): _of_units(one, segment, rank) for one in of_units}
         doubtful = {name: one for name, one in tensors.items() if id(one) not in divisions}
     else:
         dim = 0 if layer.is_column_parallel else 1
@@ -95,7 +106,8 @@ def _of_balanced(layer: Any, tensors: dict[str, Tensor]) -> tuple[dict[int, Tens
         if layer.is_column_parallel and "bias" in tensors:
             divisions[id(tensors["bias"])] = _evenly(0, blocks, ranks, rank)
         doubtful = {name: one for name, one in tensors.items() if id(one) not in divisions}
-        if "weight" not in tensors and ranks > 1:  # it is made of other tensors in every forward
+        is_made = "weight" not in tensors and not layer.has_dtensors  # of other tensors, in every forward
+        if is_made and ranks > 1:
             doubtful.update(layer.named_parameters())
     if not layer.is_column_parallel:  # every rank has the whole bias
         doubtful.pop("bias", None)

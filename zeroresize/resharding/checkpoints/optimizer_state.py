@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from zeroresize.layers.local_parts import local_of
 from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
 from zeroresize.resharding.checkpoints.divided_tensor import DividedTensor, TensorDivision
 from zeroresize.resharding.parameter_state import StateKind, kind_of_state
@@ -128,7 +129,7 @@ class OptimizerState:
                     f"shape {tuple(tensor.shape)}, which is divided over ranks: only single numbers and tensors of "
                     "that shape can be saved"
                 )
-        if division is not None and not tensor.numel():  # this rank's numbers are of nothing: others write theirs
+        if division is not None and not local_of(tensor).numel():  # numbers here are of nothing: others write theirs
             entries = {key: value if isinstance(value, Tensor) else _Unwritten() for key, value in entries.items()}
         if tensor is not parameter:
             entries[MASTER] = _saved(f"{name}: {MASTER}", tensor, division)

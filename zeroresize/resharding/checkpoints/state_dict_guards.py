@@ -7,6 +7,7 @@ where it would write this rank's shards as if they were the model: without a sta
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -14,11 +15,11 @@ from typing import Any
 
 from torch import nn
 
-from zeroresize.comm.collectives import group_size
+from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.optim.optimizers import torch_optimizer
-from zeroresize.utils.torch_private import buffers_of, parameters_of, register_load_hook
+from zeroresize.utils.torch_private import buffers_of, is_dtensor, parameters_of, register_load_hook
 
 _SAVING = (
     "which no other number of ranks, and no model that is not balanced, could load. Save with all units at home, "
@@ -51,7 +52,16 @@ def _save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
     save = type(model).save_pretrained
     state = inspect.signature(save).bind(model, *args, **options).arguments.get("state_dict")
     shard = None if state is None else _first_shard_in(state, model)
-    if state is None or shard is not None:
+    layers = [one for one in model.modules() if isinstance(one, BalancedLinear)]
+    if state is None and all(layer.has_dtensors for layer in layers):
+        uneven = next(filter(None, map(_uneven, layers)), None)
+        if uneven is not None:
+            raise RuntimeError(f"{type(model).__name__}.save_pretrained(): a layer {uneven}, {_SAVING}")
+        if layers and not _gathers_dtensors(save):
+            whole = whole_state_of(model)
+            is_writer = group_rank(layers[0].process_group) == 0
+            return save(model, *args, **options, state_dict=whole) if is_writer else None
+    elif state is None or shard is not None:
         raise RuntimeError(
             f"{type(model).__name__}.save_pretrained() would write this rank's shards of the layers as if they were "
             f"the whole model{'' if shard is None else f' (given is {shard})'}. Let "
@@ -59,6 +69,18 @@ def _save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
             "that into the model that is not split, and save it there; or pass whole tensors as state_dict="
         )
     return save(model, *args, **options)
+
+
+def _gathers_dtensors(save: Any) -> bool:
+    """Whether a library's ``save_pretrained`` does so itself: transformers from version 5 on."""
+    library = sys.modules.get("transformers")
+    is_old = library is not None and library.__version__.startswith("4.")
+    return not (is_old and save.__module__.startswith("transformers."))
+
+
+def whole_state_of(model: nn.Module) -> dict[str, Any]:
+    """Return the model's state dictionary with whole tensors in place of DTensors; collective."""
+    return {name: one.full_tensor() if is_dtensor(one) else one for name, one in model.state_dict().items()}
 
 
 def _first_shard_in(state: Mapping[str, Any], model: nn.Module) -> str | None:

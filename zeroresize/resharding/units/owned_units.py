@@ -15,9 +15,10 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import group_rank, group_size, message_device
 from zeroresize.comm.meeting import Meet
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments, segment_works
-from zeroresize.layers.weight_checks import is_sharded
+from zeroresize.layers.weight_checks import is_sharded_in
 from zeroresize.optim.independence import why_not_elementwise
 from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
@@ -282,9 +283,12 @@ class OwnedUnits:
         state = torch_optimizer(self._optimizer).state
         for name, tensor in stepped.items():
             for value in state.get(tensor, {}).values():
-                if isinstance(value, Tensor) and value.ndim == tensor.ndim and value.shape != tensor.shape:
+                if not isinstance(value, Tensor) or value.ndim != tensor.ndim:
+                    continue
+                shape, state_shape = tuple(local_of(tensor).shape), tuple(local_of(value).shape)
+                if shape != state_shape:
                     return (
-                        f"{name} has shape {tuple(tensor.shape)} and its state in the optimizer {tuple(value.shape)}: "
+                        f"{name} has shape {shape} and its state in the optimizer {state_shape}: "
                         "pass optimizer= to convert where it has stepped before"
                     )
         return None
@@ -304,6 +308,10 @@ class OwnedUnits:
     def _why_not_movable(self, replicas: DataParallelReplicas) -> str | None:
         if not self.segments:
             return "the model has no segment that is known to be divisible unevenly (the log of convert says why)"
+        tensors = (one for segment in self.segments for one in segment.tensors)
+        sharded = next((one.name for one in tensors if is_sharded_in(one.owner, one.parameter)), None)
+        if sharded is not None:
+            return f"{sharded} is a DTensor, of which this rank holds a shard only, as with fully_shard"
         if replicas.why_unknown is not None:
             return replicas.why_unknown
         if any(one.__name__ == "ZeroRedundancyOptimizer" for one in type(self._optimizer).__mro__):
@@ -312,9 +320,6 @@ class OwnedUnits:
             return self.why_not_divisible
         if (why := self._why_not_stepped()) is not None:
             return why
-        sharded = next((name for name, one in self._parameters.items() if is_sharded(one)), None)
-        if sharded is not None:
-            return f"{sharded} is a DTensor, of which this rank holds a shard only, as with fully_shard"
         fixed = (why_of_fixed_size(name, one) for name, one in self._parameters.items())
         if reason := next(filter(None, fixed), None):
             return reason

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
-from zeroresize.layers.weight_checks import is_sharded
+from zeroresize.layers.weight_checks import is_sharded_in
 from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
 from zeroresize.resharding.parameter_state import Description, ParameterState, why_of_fixed_size
 
@@ -41,15 +42,16 @@ class UnitContents:
         self.unit_tensor, self.num_units, self.parameter = unit_tensor, num_units, unit_tensor.parameter
         name, dim, parameter = unit_tensor.name, unit_tensor.dim, self.parameter
         size = unit_tensor.num_blocks * num_units * unit_tensor.rows
-        if dim >= parameter.dim() or parameter.shape[dim] != size:
-            raise ValueError(
-                f"{name}: its shape is {tuple(parameter.shape)}, but dimension {dim} must be {size}: "
-                f"{unit_tensor.num_blocks} blocks of {num_units} units of {unit_tensor.rows} rows"
-            )
-        if is_sharded(parameter):
+        if is_sharded_in(unit_tensor.owner, parameter):
             raise ValueError(
                 f"{name}: it is a DTensor, of which this rank holds a shard only, as with fully_shard, so its units "
                 "cannot move"
+            )
+        shape = local_of(parameter).shape
+        if dim >= len(shape) or shape[dim] != size:
+            raise ValueError(
+                f"{name}: its shape is {tuple(shape)}, but dimension {dim} must be {size}: "
+                f"{unit_tensor.num_blocks} blocks of {num_units} units of {unit_tensor.rows} rows"
             )
         if not parameter.is_leaf:
             raise ValueError(f"{name}: it is computed from other tensors (is_leaf is False), so its units cannot move")

@@ -18,6 +18,7 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.plan.ownership import Indices, OwnershipMap, transfer_plan
+from zeroresize.resharding.checkpoints.dtensor_guards import guard_dtensors
 from zeroresize.resharding.data_parallel import drop_reducers, rebuild_reducers, require_rebuildable
 from zeroresize.resharding.parameter_state import (
     GRADIENTS,
@@ -162,6 +163,8 @@ class UnitMove(Transaction):
                 contents.state.install(new, agreed)
                 contents.state.forget()
             segment.owned = after
+            for contents in of_segment:
+                guard_dtensors(contents.state.installed, are_away=not after.is_even)
             for layer in layers_of(segment):
                 if isinstance(layer, BalancedLinear):  # what was decided and remembered is of other columns
                     layer.plan = None

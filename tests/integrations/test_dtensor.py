@@ -1,0 +1,239 @@
+"""Models that torch's parallelize_module has split into DTensors: the same as the host's, and units that move."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from helpers.dtensor_models import ATTENTION, HIDDEN, WIDTH, adamw, batch, mesh_of, split, train, whole_model
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import functional
+
+import zeroresize as zr
+from zeroresize.convert import balanced_layers
+from zeroresize.layers.local_parts import local_of
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_converted_layers_are_the_hosts_bit_for_bit(run_ranks, bias, sequence):
+    def check(rank, group):
+        mesh = mesh_of()
+        host, model = (split(whole_model(bias), mesh, sequence=sequence) for _ in range(2))
+        names = [name for name, _ in host.named_parameters()]
+        zr.convert(model, segments=ATTENTION)
+        assert len(balanced_layers(model)) == 14
+        assert [name for name, _ in model.named_parameters()] == names
+        assert all(isinstance(one, DTensor) for one in model.parameters())
+        assert train(model, adamw(model), 3) == train(host, adamw(host), 3)
+        for ours, theirs in zip(model.parameters(), host.parameters(), strict=True):
+            assert torch.equal(local_of(ours), local_of(theirs))
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("foreach", [False, True], ids=["for loop", "foreach"])
+def test_moves_away_and_home_leave_losses_and_norms_those_of_one_process(run_ranks, foreach, sequence):
+    whole = whole_model()
+    expected = train(whole, adamw(whole, foreach=foreach), 8)
+
+    def check(rank, group):
+        model = split(whole_model(), mesh_of(), sequence=sequence)
+        zr.convert(model, segments=ATTENTION)
+        optimizer = adamw(model, foreach=foreach)
+        balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="exact"))
+        shares = {1: (3, 1), 3: (1, 3), 5: None}
+        sizes = []
+
+        def after(step):
+            balancer.step()
+            if step in shares:
+                balancer.move(shares[step] or (1, 1))
+            sizes.append(tuple(local_of(model.blocks[0].mlp.down.weight).shape))
+
+        values = train(model, optimizer, 8, after)
+        mine = ((36, 12), (12, 36))[rank]
+        half = (WIDTH, HIDDEN // 2)
+        assert sizes == [half, *[(WIDTH, mine[0])] * 2, *[(WIDTH, mine[1])] * 2, half, half, half]
+        assert values == pytest.approx(expected, abs=1e-8)  # torch 2.7 clips in another order
+        for name, parameter in whole.named_parameters():
+            ours = dict(model.named_parameters())[name].full_tensor()
+            assert torch.allclose(ours, parameter, atol=1e-8), name
+        balancer.close()
+
+    run_ranks(check, 2)
+
+
+def moved(mesh, shares=(3, 1), num_steps=2):
+    """A model of DTensors after some steps, and its units away."""
+    model = split(whole_model(), mesh)
+    zr.convert(model, segments=ATTENTION)
+    optimizer = adamw(model)
+    balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="exact"))
+    train(model, optimizer, num_steps, lambda step: balancer.step())
+    balancer.move(shares)
+    return model, optimizer, balancer
+
+
+def test_no_way_of_saving_or_gathering_uneven_parts_goes_through(run_ranks, tmp_path):
+    def check(rank, group):
+        model, optimizer, balancer = moved(mesh_of())
+        weight = model.blocks[0].mlp.up.weight
+        moment = optimizer.state[weight]["exp_avg"]
+        ways = {
+            "state_dict": model.state_dict,
+            "optimizer.state_dict": optimizer.state_dict,
+            "get_state_dict": lambda: get_state_dict(model, optimizer),
+            "full_tensor": weight.full_tensor,
+            "of a moment": moment.full_tensor,
+            "redistribute": lambda: weight.redistribute(placements=[Replicate()]),
+            "dcp.save": lambda: dcp.save({"weight": weight}, checkpoint_id=tmp_path / "uneven"),
+        }
+        for way, call in ways.items():
+            with pytest.raises((RuntimeError, CheckpointException), match=r"at_home\(\)") as caught:
+                call()
+            assert "sharded_state_dict" in str(caught.value), way
+        with balancer.at_home():
+            assert weight.full_tensor().shape == (HIDDEN, WIDTH)
+            assert optimizer.state[weight]["exp_avg"].full_tensor().shape == (HIDDEN, WIDTH)
+            model.state_dict(), optimizer.state_dict()
+        with pytest.raises(RuntimeError, match=r"at_home\(\)"):
+            weight.full_tensor()
+        balancer.move((1, 1))
+        assert weight.full_tensor().shape == (HIDDEN, WIDTH)
+
+    run_ranks(check, 2)
+
+
+def test_a_checkpoint_saved_away_loads_in_plain_torch_and_in_the_host(run_ranks, tmp_path):
+    def save(rank, group):
+        mesh = mesh_of()
+        model, optimizer, balancer = moved(mesh)
+        dcp.save(zr.sharded_state_dict(model, optimizer), checkpoint_id=tmp_path)
+        host = split(whole_model(), mesh)
+        state = host.state_dict()
+        dcp.load(state, checkpoint_id=tmp_path)
+        balancer.move((1, 1))
+        for name, ours in model.named_parameters():
+            assert torch.equal(ours.full_tensor(), state[name].full_tensor()), name
+        other, other_optimizer, other_balancer = moved(mesh, (1, 3))
+        dcp.load(zr.sharded_state_dict(other, other_optimizer), checkpoint_id=tmp_path)
+        other_balancer.move((1, 1))
+        for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(ours.full_tensor(), theirs.full_tensor())
+            for key, value in optimizer.state[ours].items():
+                assert torch.equal(local_of(value), local_of(other_optimizer.state[theirs][key]))
+        return {name: one.full_tensor().detach().clone() for name, one in model.named_parameters()}
+
+    values, _ = run_ranks(save, 2)
+    whole = whole_model()
+    state = whole.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    for name, tensor in state.items():
+        assert torch.equal(tensor, values[name]), name
+
+
+def test_clipping_of_ours_and_of_torch_give_the_true_norm_while_units_are_away(run_ranks):
+    whole = whole_model()
+    functional.cross_entropy(whole(batch(0)).flatten(0, 1), batch(100).flatten()).backward()
+    expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1).item()
+
+    def check(rank, group):
+        model = split(whole_model(), mesh_of())
+        zr.convert(model, segments=ATTENTION)
+        balancer = zr.Balancer(model, adamw(model), zr.BalanceConfig(mode="exact"))
+        balancer.move((3, 1))
+        for clip in (zr.clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+            model.zero_grad()
+            functional.cross_entropy(model(batch(0)).flatten(0, 1), batch(100).flatten()).backward()
+            norm = clip(model.parameters(), 0.1)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            assert norm.item() == pytest.approx(expected, abs=1e-12)
+            balancer.move((3, 1))
+        balancer.move(None)
+
+    run_ranks(check, 2)
+
+
+CONFIGURATIONS = {
+    "zero-rd": {"mode": "zero-rd"},
+    "zero-pri": {"mode": "zero-pri"},
+    "zero-pridiff": {"mode": "zero-pridiff"},
+    "by changes of weights": {"mode": "zero-pri", "priority": "variation"},
+    "by ways of weights": {"mode": "zero-pri", "priority": "path_length"},
+    "freezing": {"mode": "zero-rd", "pruned_update": "freeze"},
+    "the same gradients": {"mode": "zero-rd", "paper": {"imputation": "same"}},
+    "mig": {"mode": "mig"},
+    "semi": {"mode": "semi"},
+}
+
+
+def of_plain_parameters(model, group):
+    """The same model of this package's layers, whose parameters are plain shards."""
+    for block in model.blocks:
+        for holder, columns, row in ((block.attention, "qkv", "out"), (block.mlp, ("gate", "up"), "down")):
+            for name in columns:
+                layer = zr.ColumnParallelLinear.from_linear(getattr(holder, name), process_group=group)
+                setattr(holder, name, layer)
+            setattr(holder, row, zr.RowParallelLinear.from_linear(getattr(holder, row), process_group=group))
+    return model
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_every_configuration_computes_what_it_does_with_plain_parameters(run_ranks, name, sequence):
+    def check(rank, group):
+        mesh = mesh_of()
+        forced = {"ratio": 0.5, "ranks": [1]} if name != "semi" else {}
+        config = zr.BalanceConfig(**CONFIGURATIONS[name], update_every=1, iters_per_epoch=2, **forced)
+        results = []
+        for is_dtensor in (True, False):
+            whole = whole_model()
+            model = split(whole, mesh, sequence=sequence) if is_dtensor else of_plain_parameters(whole, group)
+            zr.convert(model, segments=ATTENTION)
+            optimizer = adamw(model)
+            balancer = zr.Balancer(model, optimizer, config)
+            if name == "semi":
+                balancer.move((3, 1))
+            losses = []
+            for step in range(5):
+                loss = functional.cross_entropy(model(batch(step)).flatten(0, 1), batch(step + 100).flatten())
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                balancer.step()
+                losses.append(loss.item())
+            plans = [layer.plan is not None for layer in balanced_layers(model).values()]
+            results.append((losses, plans))
+            balancer.close()
+        (ours, plans), (plain, plans_of_plain) = results
+        assert ours == pytest.approx(plain, abs=1e-10)
+        assert plans == plans_of_plain and (rank == 0 or name == "semi" or any(plans))
+
+    run_ranks(check, 2)
+
+
+def test_what_a_rank_holds_is_counted_as_with_plain_parameters(run_ranks):
+    def check(rank, group):
+        mesh, counts = mesh_of(), []
+        for is_dtensor in (True, False):
+            whole = whole_model()
+            model = split(whole, mesh) if is_dtensor else of_plain_parameters(whole, group)
+            zr.convert(model, segments=ATTENTION)
+            optimizer = adamw(model)
+            balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(memory_limits=[2**30] * 2, update_every=1))
+            of_units = []
+            for shares in ((1, 1), (3, 1)):
+                balancer.move(shares)
+                loss = functional.cross_entropy(model(batch(0)).flatten(0, 1), batch(100).flatten())
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                balancer.step()
+                of_units.append(balancer.metrics()["balance/memory_bytes"])
+            counts.append(of_units[1] - of_units[0])
+            balancer.close()
+        assert counts[0] == counts[1] and (counts[0] > 0) == (rank == 0)
+
+    run_ranks(check, 2)

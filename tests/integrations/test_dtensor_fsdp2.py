@@ -1,0 +1,93 @@
+"""fully_shard over data-parallel ranks around layers that torch's parallelize_module has split."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from helpers.dtensor_models import ATTENTION, adamw, split, train, whole_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import zeroresize as zr
+from zeroresize.layers.local_parts import local_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+
+
+def sharded(model, grid):
+    for block in model.blocks:
+        fully_shard(block, mesh=grid["dp"])
+    return fully_shard(model, mesh=grid["dp"])
+
+
+def model_of(grid, order):
+    model = split(whole_model(), grid["tp"])
+    if order == "before":
+        sharded(model, grid)
+    zr.convert(model, segments=ATTENTION)
+    return sharded(model, grid) if order == "after" else model
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_what_does_not_move_is_that_of_the_host_and_moves_are_refused_at_once(run_ranks, tmp_path, order):
+    def check(rank, group):
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        host = sharded(split(whole_model(), grid["tp"]), grid)
+        expected = train(host, adamw(host), 3)
+        model = model_of(grid, order)
+        optimizer = adamw(model)
+        balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="off"))
+        assert train(model, optimizer, 3, lambda step: balancer.step()) == expected
+        for ours, theirs in zip(model.parameters(), host.parameters(), strict=True):
+            assert torch.equal(local_of(ours), local_of(theirs))
+        began = time.perf_counter()
+        with pytest.raises(ValueError, match=r"no unit can change hands: .* is a DTensor, .* as with fully_shard"):
+            balancer.move((3, 1))
+        assert time.perf_counter() - began < 5
+        dcp.save(zr.sharded_state_dict(model, optimizer), checkpoint_id=tmp_path)
+        balancer.close()
+        with pytest.raises(ValueError, match="between forwards there are only shards of it"):
+            zr.Balancer(model, optimizer, zr.BalanceConfig(mode="exact"))
+        return {name: one.full_tensor().detach().clone() for name, one in model.named_parameters()}
+
+    values, *_ = run_ranks(check, 4)
+    state = whole_model().state_dict()
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    for name, tensor in state.items():
+        assert torch.equal(tensor, values[name]), name
+
+
+def test_columns_at_random_are_dropped_as_without_fully_shard(run_ranks):
+    def check(rank, group):
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        config = zr.BalanceConfig(mode="zero-rd", ratio=0.5, ranks=[1])
+        results = []
+        for is_sharded in (True, False):
+            model = split(whole_model(), grid["tp"])
+            zr.convert(model, segments=ATTENTION)
+            if is_sharded:
+                sharded(model, grid)
+            optimizer = adamw(model)
+            balancer = zr.Balancer(model, optimizer, config)
+            results.append(train(model, optimizer, 3, lambda step, balancer=balancer: balancer.step()))
+            assert isinstance(model.blocks[0].mlp.up.weight, DTensor)
+            balancer.close()
+        assert results[0] == pytest.approx(results[1], abs=1e-8)
+
+    run_ranks(check, 4)
+
+
+def test_fully_shard_after_the_balancer_was_made_is_told_by_the_move(run_ranks):
+    def check(rank, group):
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = split(whole_model(), grid["tp"])
+        balancer = zr.Balancer(model, adamw(model), zr.BalanceConfig(mode="exact"), data_parallel_group=grid["dp"])
+        sharded(model, grid)
+        began = time.perf_counter()
+        with pytest.raises(RuntimeError, match="is a DTensor, a shard, as by a fully_shard after the Balancer"):
+            balancer.move((3, 1))
+        assert time.perf_counter() - began < 5
+
+    run_ranks(check, 4)

@@ -1,0 +1,210 @@
+"""Models that torch's ``parallelize_module``, or transformers, has split: ``nn.Linear`` layers of DTensors.
+
+A style of torch, or of transformers 4, leaves two hooks on a layer: one makes x a DTensor, the other makes y what the
+style says. One of transformers 5 replaces the layer's forward. A balanced layer does all that itself, so that these are
+taken off. What they do is read from what they remember; a layer with other ones stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from zeroresize.comm.collectives import group_size, require_group
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.dtensor_linear import LinearLayouts, become_dtensor_linear
+from zeroresize.layers.whole_linear import why_no_plain_linear
+from zeroresize.utils.torch_private import hooks_of
+
+#: Where the styles are defined whose hooks are read, and whether their row-parallel layers add the whole bias at once.
+_STYLES_WITH_HOOKS = {
+    "torch.distributed.tensor.parallel.style": False,
+    "transformers.integrations.tensor_parallel": True,
+}
+#: Where those are defined that replace the forward.
+_STYLES_WITH_FORWARDS = ("transformers.distributed.tensor_parallel",)
+#: Their names, and whether what they make is column-parallel.
+_KINDS = {"ColwiseParallel": True, "RowwiseParallel": False}
+
+
+@dataclass(frozen=True)
+class _Style:
+    """What a style does to a layer.
+
+    Attributes:
+        take_off: takes its hooks, or its forward, off.
+    """
+
+    name: str
+    layouts: LinearLayouts
+    take_off: Callable[[], object]
+
+    @property
+    def is_column(self) -> bool:
+        return _KINDS[self.name]
+
+
+class DTensorLinears:
+    """Adapts ``nn.Linear`` layers that a parallel style has split into DTensors."""
+
+    kinds = (
+        "torch.nn.Linear split by torch.distributed.tensor.parallel.ColwiseParallel / RowwiseParallel, also by "
+        'from_pretrained(tp_plan="auto") of transformers'
+    )
+
+    def is_parallel_linear(self, module: nn.Module) -> bool:
+        """Tell whether ``module`` is a linear layer of DTensors, split by something that remembers the mesh."""
+        return isinstance(module, nn.Linear) and isinstance(module.weight, DTensor) and _mesh_of(module) is not None
+
+    def process_group_of(self, module: Any) -> ProcessGroup:
+        """Return the group of the mesh over which a style has split ``module``."""
+        mesh = _mesh_of(module)
+        assert mesh is not None
+        return require_group(mesh)
+
+    def why_left_alone(self, module: Any) -> str | None:
+        style = _style_of(module)
+        if isinstance(style, str):
+            return style
+        placements, wanted = module.weight.placements[-1:], Shard(0 if style.is_column else 1)
+        if placements != (wanted,):  # fully_shard puts its dimension before
+            return f"its weight has the placements {module.weight.placements}, and {style.name} makes {wanted!r}"
+        if (why := why_no_plain_linear(module, but_for_forward=True)) is not None:
+            return why
+        ranks = group_size(require_group(style.layouts.mesh))
+        divided = "out_features" if style.is_column else "in_features"
+        if getattr(module, divided) % ranks:
+            return f"its {divided}={getattr(module, divided)} are not divisible by the {ranks} ranks"
+        return why_layouts_unknown(style.layouts, is_column=style.is_column)
+
+    def swap_layer(self, module: Any) -> Any:
+        if isinstance(module, BalancedLinear):
+            return module
+        style = _style_of(module)
+        assert isinstance(style, _Style)
+        style.take_off()
+        return become_dtensor_linear(module, style.layouts, is_column=style.is_column)
+
+
+adapter = DTensorLinears()
+
+
+def why_layouts_unknown(layouts: LinearLayouts, *, is_column: bool) -> str | None:
+    """Tell why a layer that reads and writes so cannot be balanced; None if it can."""
+    if is_column and layouts.y.is_replicate():
+        return "gather_output=True"
+    if is_column and not layouts.y.is_shard(-1):
+        return f"output_layouts={layouts.y} of a column-parallel layer are not known: allowed are Shard(-1)"
+    if not is_column and not (layouts.x.is_shard(-1) or layouts.x.is_replicate()):
+        return f"input_layouts={layouts.x} of a row-parallel layer are not known: allowed are Shard(-1), Replicate()"
+    return None
+
+
+def _mesh_of(module: nn.Module) -> DeviceMesh | None:
+    """The one-dimensional mesh that a hook, or a forward, remembers."""
+    if isinstance(module, BalancedLinear):
+        return None
+    hooks = [*hooks_of(module, "forward_pre").values(), *hooks_of(module, "forward").values()]
+    for function in (vars(module).get("forward"), *hooks):
+        remembered = _remembered(function)
+        mesh = remembered.get("device_mesh", remembered.get("mesh"))
+        if isinstance(mesh, DeviceMesh):
+            return mesh if mesh.ndim == 1 else _tp_of(mesh)
+    return None
+
+
+def _tp_of(mesh: DeviceMesh) -> DeviceMesh | None:
+    return mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else None
+
+
+def _style_of(module: Any) -> _Style | str:
+    """What was done to a layer, or why that is not known."""
+    if "forward" in vars(module):
+        return _style_with_forward(module)
+    return _style_with_hooks(module)
+
+
+def _style_with_forward(module: Any) -> _Style | str:
+    remembered = _remembered(vars(module)["forward"])
+    style, original = remembered.get("self"), remembered.get("original_forward")
+    file, name = type(style).__module__, type(style).__name__
+    if file not in _STYLES_WITH_FORWARDS or name not in _KINDS:
+        return f"how it was split is not known: its forward was replaced by one of {file}.{name}"
+    if getattr(original, "__func__", None) is not nn.Linear.forward:
+        return f"{name} has replaced a forward that is not that of nn.Linear"
+    if getattr(module, "_hf_quantized_needs_local_tp", False):
+        return "it is quantized"
+    mesh = _mesh_of(module)
+    assert mesh is not None and style is not None
+    layouts = LinearLayouts(mesh, style.input_layouts, style.output_layouts, bool(style.use_local_output))
+    return _Style(name, layouts, lambda: vars(module).pop("forward"))
+
+
+def _style_with_hooks(module: Any) -> _Style | str:
+    reads, writes = (_hook_of_style(module, kind, name) for kind, name in _PARTS.items())
+    if isinstance(reads, str):
+        return reads
+    if isinstance(writes, str):
+        return writes
+    (x, *_), (y, is_y_local) = reads.arguments[0], writes.arguments
+    if (reads.file, reads.style, reads.mesh) != (writes.file, writes.style, writes.mesh) or reads.mesh.ndim != 1:
+        return f"its hooks are of different styles: {reads.style} and {writes.style}"
+    if "_bias" in dict(module.named_parameters(recurse=False)):
+        return "transformers has moved its bias in a forward: convert before the first one"
+    once = _STYLES_WITH_HOOKS[reads.file]
+    layouts = LinearLayouts(reads.mesh, x, y[0], bool(is_y_local), adds_bias_once=once)
+
+    def take_off() -> None:
+        del hooks_of(module, "forward_pre")[reads.key], hooks_of(module, "forward")[writes.key]
+
+    return _Style(reads.style, layouts, take_off)
+
+
+#: The kinds of hooks and the functions of a style that they call.
+_PARTS = {"forward_pre": "_prepare_input_fn", "forward": "_prepare_output_fn"}
+
+
+@dataclass(frozen=True)
+class _HookOfStyle:
+    key: int
+    file: str
+    style: str
+    mesh: DeviceMesh
+    arguments: tuple[Any, ...]
+
+
+def _hook_of_style(module: nn.Module, kind: str, function_name: str) -> _HookOfStyle | str:
+    """The hook of a kind that calls this function of a known style, or why there is none."""
+    others = []
+    for key, hook in hooks_of(module, kind).items():
+        remembered = _remembered(hook)
+        mesh = remembered.get("device_mesh")
+        if not isinstance(mesh, DeviceMesh):
+            continue  # of somebody else: units stay where there is such a hook, and the layer is balanced all the same
+        call = remembered.get("input_fn", remembered.get("output_fn"))
+        function = call.func if isinstance(call, functools.partial) else call
+        file, name = str(getattr(function, "__module__", "")), str(getattr(function, "__qualname__", ""))
+        style, _, called = name.partition(".")
+        if (
+            isinstance(call, functools.partial)
+            and file in _STYLES_WITH_HOOKS
+            and style in _KINDS
+            and called == function_name
+        ):
+            return _HookOfStyle(key, file, style, mesh, call.args)
+        others.append(f"{file}.{name}")
+    what = "input" if kind == "forward_pre" else "output"
+    return f"how it was split is not known: {', '.join(others) or 'nothing'} prepares its {what}"
+
+
+def _remembered(hook: Any) -> dict[str, Any]:
+    """What a function has taken from where it was defined."""
+    return dict(inspect.getclosurevars(hook).nonlocals) if inspect.isfunction(hook) else {}

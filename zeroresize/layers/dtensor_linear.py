@@ -1,0 +1,213 @@
+"""Column- and row-parallel layers whose parameters are DTensors, as torch's ``parallelize_module`` makes them.
+
+They read and write what the styles of torch say, so that modules between them need not know. Where a style gathers or
+reduces and scatters a sequence, or hands DTensors on, DTensor does so; products, and sums over the group of whole
+activations, are this package's. ``N`` output and ``K`` input features on this rank, ``R`` ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from zeroresize.comm.collectives import group_rank, group_size, require_group
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.jagged import on_tokens
+from zeroresize.layers.local_parts import local_in_graph, local_of
+from zeroresize.utils.torch_private import is_dtensor, is_tensor_of_tensors
+
+
+@dataclass(frozen=True)
+class LinearLayouts:
+    """Says how a split linear layer reads x and writes y, in the words of torch's parallel styles.
+
+    Attributes:
+        mesh: the one-dimensional mesh of the tensor-parallel group.
+        x: placement of an x that is no DTensor.
+        y: placement of what the layer returns.
+        is_y_local: whether it returns the local part of y, a plain tensor, instead of a DTensor.
+        adds_bias_once: for a row-parallel layer whether the bias is added to the sum, as transformers' style does,
+            instead of 1/R of it to each rank's part.
+    """
+
+    mesh: DeviceMesh
+    x: Placement
+    y: Placement
+    is_y_local: bool = True
+    adds_bias_once: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LinearLayouts:
+        """Copies of a layer are of the same mesh."""
+        return self
+
+
+class _DTensorLinear(BalancedLinear, nn.Linear):
+    """Holds what both kinds have in common.
+
+    Attributes:
+        layouts: of x and y.
+    """
+
+    has_dtensors = True
+    layouts: LinearLayouts
+
+    @property
+    def local_weight(self) -> Tensor:
+        return local_of(self.weight)
+
+    def _even_shape(self) -> torch.Size:
+        """Of this rank's part in its group, also where ``fully_shard`` has divided that further."""
+        sizes, ranks = list(self.weight.shape), group_size(self.process_group)
+        sizes[0 if self.is_column_parallel else 1] //= ranks
+        return torch.Size(sizes)
+
+    def weight_in_graph(self) -> Tensor:
+        return local_in_graph(self.weight)
+
+    def reset_parameters(self) -> None:
+        """Draw the whole layer as ``torch.nn.Linear`` does and keep this rank's even part, also on the meta device.
+
+        Seeded alike, the ranks together hold what one rank would.
+        """
+        if self.weight.is_meta or not is_dtensor(self.weight):  # while ``nn.Linear`` makes it
+            super().reset_parameters()
+            return
+        whole = nn.Linear(
+            self.in_features,
+            self.out_features,
+            self.bias is not None,
+            device=self.weight.device,
+            dtype=self.weight.dtype,
+        )
+        ranks, rank = group_size(self.process_group), group_rank(self.process_group)
+        dim = 0 if self.is_column_parallel else 1
+        with torch.no_grad():
+            local_of(self.weight).copy_(whole.weight.chunk(ranks, dim)[rank])
+            if self.bias is not None:
+                local_of(self.bias).copy_(whole.bias.chunk(ranks)[rank] if self.is_column_parallel else whole.bias)
+
+    def is_sharded_further(self, parameter: Tensor) -> bool:
+        """Tell whether it is a DTensor over other ranks than the layer's, as ``fully_shard`` makes it."""
+        if not is_dtensor(parameter):
+            return is_tensor_of_tensors(parameter)
+        mesh = parameter.device_mesh  # type: ignore[attr-defined]
+        return bool(mesh.ndim > 1 or mesh != self.layouts.mesh)
+
+    def _bias_in_graph(self) -> Tensor | None:
+        return None if self.bias is None else local_in_graph(self.bias)
+
+    def _written(self, y: Tensor, placement: Placement) -> Tensor:
+        """``y`` of some placement as the layer is to return it."""
+        layouts = self.layouts
+        if placement == layouts.y and layouts.is_y_local:
+            return y
+        whole: Any = DTensor.from_local(y, layouts.mesh, [placement], run_check=False)
+        if placement != layouts.y:
+            whole = whole.redistribute(placements=[layouts.y])
+        local: Tensor = whole.to_local() if layouts.is_y_local else whole
+        return local
+
+
+class DTensorColumnParallelLinear(_DTensorLinear):
+    """Computes y = x Aᵀ + b with A, a DTensor, split by rows over the group.
+
+    Shapes: x [..., in], or [..., in / R] and such where its layout is divided → y [..., out / R].
+    """
+
+    is_column_parallel = True
+
+    @property
+    def why_even(self) -> str | None:
+        return None if self.layouts.is_y_local else "it returns a DTensor (use_local_output=False)"
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not is_dtensor(x) and self.layouts.x.is_replicate():
+            y = on_tokens(lambda each: self.column_products(each, self._bias_in_graph()), x)
+            return self._written(y, Shard(-1))
+        # Others sum dx where they scatter it, unless columns are lent, whose products arrive within our sum.
+        sums = self.is_lent_from
+        x = self._whole(x).to_local(grad_placements=[Replicate() if sums else Partial()])
+        return self._written(self.column_products(x, self._bias_in_graph(), sums=sums), Shard(-1))
+
+    def _whole(self, x: Any) -> Any:
+        """``x`` on every rank, as a DTensor."""
+        layouts = self.layouts
+        if not is_dtensor(x):
+            x = DTensor.from_local(x, layouts.mesh, [layouts.x], run_check=False)
+        return x if x.placements == (Replicate(),) else x.redistribute(placements=[Replicate()])
+
+
+class DTensorRowParallelLinear(_DTensorLinear):
+    """Computes y = Σ_r x_r A_rᵀ + b with A, a DTensor, split by columns, and x likewise, over the group.
+
+    Shapes: x [..., in / R], or [..., in] where its layout is replicated → y [..., out], or a part of it by its layout.
+    """
+
+    is_column_parallel = False
+
+    @property
+    def input_is_parallel(self) -> bool:
+        """Whether x is this rank's slice, and not a whole one that the layer splits evenly."""
+        return self.layouts.x.is_shard(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_dtensor(x) or not self.input_is_parallel:
+            x = self._slice(x)
+        return on_tokens(self._forward, x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        sums = self.layouts.y.is_replicate() or self.is_lent_from
+        bias = None if self.layouts.adds_bias_once else self._bias_in_graph()
+        y = self._written(self.row_products(x, bias, sums=sums), Replicate() if sums else Partial())
+        return self._with_whole_bias(y) if self.layouts.adds_bias_once and self.bias is not None else y
+
+    def _with_whole_bias(self, y: Any) -> Tensor:
+        if is_dtensor(y):
+            return y + self.bias
+        bias = self._bias_in_graph()
+        assert bias is not None
+        y_with: Tensor = y + bias.to(y.dtype)
+        return y_with
+
+    def _slice(self, x: Any) -> Tensor:
+        """This rank's part of ``x`` [..., in], whichever part of it there is."""
+        layouts = self.layouts
+        if not is_dtensor(x):
+            x = DTensor.from_local(x, layouts.mesh, [layouts.x], run_check=False)
+        if x.placements != (Shard(x.dim() - 1),) and x.placements != (Shard(-1),):
+            x = x.redistribute(placements=[Shard(-1)])
+        local: Tensor = x.to_local()
+        return local
+
+
+def split_over(linear: nn.Linear, layouts: LinearLayouts, *, is_column: bool, source: int | None) -> None:
+    """Make the parameters of a whole ``linear`` DTensors, split over a mesh; collective, unless ``source`` is None.
+
+    Args:
+        is_column: whether by output features, else by input features, which leaves the bias whole.
+        source: whose tensors are split, a rank of the mesh; None for those that each rank has.
+    """
+    placements = {"weight": Shard(0 if is_column else 1), "bias": Shard(0) if is_column else Replicate()}
+    for name, placement in placements.items():
+        parameter = getattr(linear, name)
+        if parameter is not None:
+            divided = distribute_tensor(parameter.detach(), layouts.mesh, [placement], src_data_rank=source)
+            setattr(linear, name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+
+
+def become_dtensor_linear(linear: nn.Linear, layouts: LinearLayouts, *, is_column: bool) -> BalancedLinear:
+    """Turn an ``nn.Linear`` with DTensors as parameters into a balanced layer, in place, and return it.
+
+    Its parameters, name, hooks and mode stay.
+    """
+    layer: Any = linear
+    layer.__class__ = DTensorColumnParallelLinear if is_column else DTensorRowParallelLinear
+    layer.layouts, layer.process_group = layouts, require_group(layouts.mesh)
+    layer.prepare_balancing()
+    balanced: BalancedLinear = layer
+    return balanced

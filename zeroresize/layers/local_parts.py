@@ -1,0 +1,46 @@
+"""What this rank holds of a tensor: all of a plain one, and of a DTensor its local part.
+
+While units are away from home only the local parts of a parameter, its gradient and its optimizer state have another
+size; shape and placements of the DTensors stay those of even shares.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from zeroresize.utils.torch_private import dtensor_like, is_dtensor, local_tensor_of
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of ``tensor``: the very same plain tensor each time, outside of autograd's graph."""
+    return local_tensor_of(tensor) if is_dtensor(tensor) else tensor
+
+
+def with_local(like: Tensor, local: Tensor) -> Tensor:
+    """Return ``local`` as a tensor of the kind of ``like``: a DTensor of its placements, or itself."""
+    return dtensor_like(like, local) if is_dtensor(like) else local
+
+
+def local_in_graph(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of ``tensor`` such that its gradient reaches ``tensor``, as a DTensor if it is one.
+
+    Unlike ``DTensor.to_local`` it works for uneven parts.
+    """
+    return _LocalPart.apply(tensor) if is_dtensor(tensor) else tensor
+
+
+class _LocalPart(torch.autograd.Function):
+    """The local part; its gradient is that of the DTensor, with the same placements."""
+
+    @staticmethod
+    def forward(ctx, dtensor):
+        ctx.like = dtensor.detach()
+        local = local_tensor_of(dtensor)
+        return local.view_as(local)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return dtensor_like(ctx.like, gradient)
