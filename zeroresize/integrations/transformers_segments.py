@@ -1,13 +1,14 @@
 """The attention and feed-forward modules of Hugging Face's transformers, as ShardFormer or a user shards them.
 
-Read against transformers 4.51 and Colossal-AI 0.5: each adapter sets the attributes by which a forward counts heads,
-its own and the one that ShardFormer puts in its place.
+Read against transformers 4.51 and 5.24 and Colossal-AI 0.5: each adapter sets the attributes by which a forward counts
+heads, its own and the one that ShardFormer puts in its place.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -26,9 +27,15 @@ from zeroresize.layers.segment import Segment
 _HEADS = 1
 #: Forwards in place of a module's own that count heads as the module's own does.
 _READ_FORWARDS = "colossalai.shardformer.modeling."
+#: The forward of a style that calls the module's, and has its gradients summed over the ranks.
+_SUMMING_FORWARD = (
+    "transformers.distributed.tensor_parallel.ReplicatedWithGradAllReduce.install_forward.<locals>.tp_forward"
+)
 
 
 def _vit_attention(module: Any) -> Segment:
+    if hasattr(module, "q_proj"):  # from transformers 5 on
+        return _llama_attention(module)
     return _self_attention(module.attention, module.output)
 
 
@@ -59,6 +66,11 @@ def _self_attention(attention: Any, output: Any) -> Segment:
     )
 
 
+def _vit_layer(module: Any) -> Segment | None:
+    """From transformers 5 on its feed-forward layers are in a module of their own, which is traced."""
+    return None if hasattr(module, "mlp") else _encoder_layer(module)
+
+
 def _encoder_layer(module: Any) -> Segment:
     _require_known(module.intermediate)
     _require_known(module.output)
@@ -68,7 +80,7 @@ def _encoder_layer(module: Any) -> Segment:
 
 def _llama_attention(module: Any) -> Segment:
     _require_known_function(module)
-    groups, head_size = module.num_key_value_groups, module.head_dim
+    groups, head_size = getattr(module, "num_key_value_groups", 1), module.head_dim
 
     def set_heads(units: list[int]) -> None:
         counts = {
@@ -89,6 +101,31 @@ def _llama_attention(module: Any) -> Segment:
         kind="heads" if groups == 1 else "KV groups",
         has_other_dropout=module.attention_dropout > 0.0,
     )
+
+
+def _attention_with_norms_of_heads(module: Any) -> Segment:
+    """As LLaMA's, with norms of each head of q and k: one weight for all heads, so its gradient is a sum over ranks."""
+    for norm in (module.q_norm, module.k_norm):
+        _require_class(norm)
+        _require_no_hooks(norm)
+        if _sums_gradients(norm):
+            continue
+        _require_own_forward(norm)
+        if any(parameter.requires_grad for parameter in norm.parameters()):
+            raise StaysEven(
+                f"the weight of {type(norm).__name__} is of all heads, and nothing sums its gradient over the ranks "
+                "(transformers 5 does)"
+            )
+    return _llama_attention(module)
+
+
+def _sums_gradients(norm: nn.Module) -> bool:
+    """Whether a style of transformers has replaced its forward by one that only sees to its gradients."""
+    forward = vars(norm).get("forward")
+    if not inspect.isfunction(forward) or f"{forward.__module__}.{forward.__qualname__}" != _SUMMING_FORWARD:
+        return False
+    original = getattr(inspect.getclosurevars(forward).nonlocals.get("original_forward"), "__func__", None)
+    return original is type(norm).forward and is_forward_of_class(norm)
 
 
 def _gpt2_attention(module: Any) -> Segment:
@@ -128,11 +165,15 @@ def _dropout(module: nn.Module) -> nn.Module:
 
 
 def _require_known(module: nn.Module) -> None:
+    _require_class(module)
+    _require_own_forward(module)
+    _require_no_hooks(module)
+
+
+def _require_class(module: nn.Module) -> None:
     kind = type(module)
     if f"{kind.__module__}.{kind.__qualname__}" not in _PARTS:
         raise StaysEven(f"{kind.__name__} is no module that is known")
-    _require_own_forward(module)
-    _require_no_hooks(module)
 
 
 def _require_no_hooks(module: nn.Module) -> None:
@@ -163,24 +204,27 @@ def _require_known_function(attention: nn.Module) -> None:
         raise StaysEven(unknown)
 
 
-def _checked(adapter: Callable[[Any], Segment]) -> SegmentAdapter:
+def _checked(adapter: Callable[[Any], Segment | None]) -> SegmentAdapter:
     """For a library that may change: a module that is not as it was read stays even, or does not move any more."""
 
-    def as_read(module: Any) -> Segment:
+    def as_read(module: Any) -> Segment | None:
         _require_own_forward(module)
         try:
             return adapter(module)
         except AttributeError as error:
-            raise StaysEven(f"{type(module).__name__} is not as transformers 4.51 has it: {error}") from error
+            raise StaysEven(f"{type(module).__name__} is not as transformers 4.51 and 5.24 have it: {error}") from error
 
-    def checked(module: Any) -> Segment:
+    def checked(module: Any) -> Segment | Sequence[Segment]:
         reading = as_read(module)
+        if reading is None:
+            return ()
 
         def why_even() -> str | None:
             try:
                 now = as_read(module)
             except StaysEven as error:
                 return str(error)
+            assert now is not None
             if now.has_other_dropout and not reading.has_other_dropout:
                 return f"the dropout of {type(module).__name__} was turned on after convert"
             if now.min_units > reading.min_units:
@@ -200,6 +244,7 @@ def _names(model: str, *classes: str) -> list[str]:
 
 
 _PARTS = {
+    *_names("qwen3", "Qwen3RMSNorm"),
     *_names("vit", "ViTSelfAttention", "ViTSelfOutput", "ViTIntermediate", "ViTOutput"),
     *_names("deit", "DeiTSelfAttention", "DeiTSelfOutput", "DeiTIntermediate", "DeiTOutput"),
     *(
@@ -211,10 +256,9 @@ _PARTS = {
 for _classes, _adapter in (
     ([*_names("vit", "ViTAttention"), *_names("deit", "DeiTAttention")], _vit_attention),
     ([*_names("bert", "BertAttention"), *_names("roberta", "RobertaAttention")], _bert_attention),
+    ([*_names("vit", "ViTLayer"), *_names("deit", "DeiTLayer")], _vit_layer),
     (
         [
-            *_names("vit", "ViTLayer"),
-            *_names("deit", "DeiTLayer"),
             *_names("bert", "BertLayer"),
             *_names("roberta", "RobertaLayer"),
         ],
@@ -225,9 +269,11 @@ for _classes, _adapter in (
             *_names("llama", "LlamaAttention"),
             *_names("mistral", "MistralAttention"),
             *_names("qwen2", "Qwen2Attention"),
+            *_names("gemma", "GemmaAttention"),
         ],
         _llama_attention,
     ),
+    (_names("qwen3", "Qwen3Attention"), _attention_with_norms_of_heads),
     (_names("gpt2", "GPT2Attention"), _gpt2_attention),
     (_names("gpt2", "GPT2MLP"), _gpt2_mlp),
 ):

@@ -1,0 +1,114 @@
+"""Models that transformers has split by its tensor-parallel plans, or torch's styles: moved, saved, reloaded."""
+
+import pytest
+import torch
+from helpers.transformers_models import (
+    DECODERS,
+    IS_5,
+    batch,
+    split_by_plan,
+    split_by_styles,
+    train,
+    whole_decoder,
+    whole_encoder,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import clip_grad_norm_
+
+import zeroresize as zr
+from zeroresize.convert import balanced_layers
+from zeroresize.layers.local_parts import local_of
+from zeroresize.layers.segments import all_segments
+
+SHARES = {0: (3, 1), 2: (1, 3), 4: (1, 1)}
+
+
+def kinds_of_units(model):
+    return sorted({segment.kind for segment in all_segments(balanced_layers(model))})
+
+
+def shapes_of(model):
+    return [tuple(local_of(one).shape) for one in model.parameters()]
+
+
+def trained_with_moves(model, kind="decoder"):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="exact"))
+    changes = []
+
+    def after(step):
+        balancer.step()
+        if step in SHARES:
+            before = shapes_of(model)
+            balancer.move(SHARES[step])
+            changes.append(shapes_of(model) != before)
+
+    values = train(model, optimizer, 6, zr.clip_grad_norm_, kind, after)
+    assert changes == [True, True, True]
+    return values, balancer
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_a_decoder_that_was_split_when_loaded_trains_as_whole_and_is_saved_whole(run_ranks, tmp_path, kind):
+    whole = whole_decoder(kind)
+    whole.save_pretrained(tmp_path / "whole")
+    expected = train(whole, torch.optim.AdamW(whole.parameters(), lr=1e-2), 6, clip_grad_norm_)
+
+    def check(rank, group):
+        host, model = (split_by_plan(tmp_path / "whole", rank) for _ in range(2))
+        zr.convert(model)
+        with torch.no_grad():
+            assert model(**batch(7)).loss.item() == pytest.approx(host(**batch(7)).loss.item(), abs=1e-12)
+        heads_move = kind != "qwen3" or IS_5
+        assert kinds_of_units(model) == (["KV groups", "neurons"] if heads_move else ["neurons"])
+        values, balancer = trained_with_moves(model)
+        if heads_move:  # else the ranks' norms of heads go ways of their own, without us, too
+            assert values == pytest.approx(expected, abs=1e-6)  # norms of some decoders compute in float32
+        balancer.move((3, 1))
+        with pytest.raises(RuntimeError, match=r"at_home\(\)"):
+            model.save_pretrained(tmp_path / "uneven")
+        with balancer.at_home():
+            model.save_pretrained(tmp_path / "trained")
+        balancer.close(at_home=True)
+        with torch.no_grad():
+            return model(**batch(7)).loss.item()
+
+    loss, _ = run_ranks(check, 2)
+    reloaded = type(whole).from_pretrained(tmp_path / "trained").double()
+    with torch.no_grad():
+        drift = 1e-9 if kind != "qwen3" or IS_5 else 1e-2
+        assert reloaded(**batch(7)).loss.item() == pytest.approx(loss, abs=drift)
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert", "vit"])
+def test_a_model_from_a_configuration_that_torch_has_split_trains_as_whole(run_ranks, kind):
+    make = (lambda: whole_decoder(kind)) if kind in DECODERS else (lambda: whole_encoder(kind))
+    whole = make()
+    expected = train(whole, torch.optim.AdamW(whole.parameters(), lr=1e-2), 6, clip_grad_norm_, kind)
+
+    def check(rank, group):
+        model = split_by_styles(make(), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+        zr.convert(model)
+        assert kinds_of_units(model) == (["KV groups", "neurons"] if kind == "llama" else ["heads", "neurons"])
+        values, _ = trained_with_moves(model, kind)
+        assert values == pytest.approx(expected, abs=1e-9)
+
+    run_ranks(check, 2)
+
+
+def test_gpt2_cannot_be_split_by_torch_and_is_told_so(run_ranks):
+    """Its layers are no nn.Linear; Colossal-AI's ShardFormer splits them."""
+    import transformers
+
+    def check(rank, group):
+        config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64, n_positions=64)
+        model = transformers.GPT2LMHeadModel(config)
+        mesh = init_device_mesh("cpu", (2,))
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        with pytest.raises(ValueError, match=r"needs a whole torch\.nn.Linear, found a Conv1D"):
+            parallelize_module(model, mesh, {"transformer.h.0.mlp.c_fc": zr.ColwiseParallel()})
+        with pytest.raises(ValueError, match="the model has no layer that can be balanced"):
+            zr.convert(model, group)
+
+    run_ranks(check, 2)
