@@ -28,7 +28,12 @@ def local_in_graph(tensor: Tensor) -> Tensor:
 
     Unlike ``DTensor.to_local`` it works for uneven parts.
     """
-    return _LocalPart.apply(tensor) if is_dtensor(tensor) else tensor
+    if not is_dtensor(tensor):
+        return tensor
+    if not (tensor.requires_grad and torch.is_grad_enabled()):  # inference_mode would not let a Function detach
+        return local_tensor_of(tensor)
+    local: Tensor = _LocalPart.apply(tensor)
+    return local
 
 
 class _LocalPart(torch.autograd.Function):
