@@ -259,6 +259,12 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
+def is_cast_by_autocast(x: Tensor) -> bool:
+    """Tell whether a layer computes with another dtype than that of its input, since autocast is on."""
+    dtype = autocast_dtype(x.device.type)
+    return dtype is not None and x.dtype not in (dtype, torch.float64) and not x.is_nested
+
+
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """Return the dtype that autocast computes in on ``device_type``; None where it is off (any torch from 2.2 on)."""
     if hasattr(torch, "get_autocast_dtype"):

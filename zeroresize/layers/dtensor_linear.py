@@ -7,6 +7,7 @@ activations, are this package's. ``N`` output and ``K`` input features on this r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from zeroresize.comm.collectives import group_rank, group_size, require_group
-from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.balanced_linear import BalancedLinear, is_cast_by_autocast
 from zeroresize.layers.jagged import on_tokens
 from zeroresize.layers.local_parts import local_in_graph, local_of
 from zeroresize.utils.torch_private import is_dtensor, is_tensor_of_tensors
@@ -98,6 +99,17 @@ class _DTensorLinear(BalancedLinear, nn.Linear):
         mesh = parameter.device_mesh  # type: ignore[attr-defined]
         return bool(mesh.ndim > 1 or mesh != self.layouts.mesh)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _DTensorLinear:
+        """As ``Module`` does for ``to``, ``half`` and such; what parameters are marked with stays.
+
+        Torch swaps DTensors for new ones, which would lose what forbids to gather them while units are away.
+        """
+        marks = {name: dict(vars(parameter)) for name, parameter in self.named_parameters(recurse=False)}
+        super()._apply(fn, recurse)
+        for name, parameter in self.named_parameters(recurse=False):
+            vars(parameter).update({key: mark for key, mark in marks[name].items() if key not in vars(parameter)})
+        return self
+
     def _bias_in_graph(self) -> Tensor | None:
         return None if self.bias is None else local_in_graph(self.bias)
 
@@ -126,10 +138,11 @@ class DTensorColumnParallelLinear(_DTensorLinear):
         return None if self.layouts.is_y_local else "it returns a DTensor (use_local_output=False)"
 
     def forward(self, x: Tensor) -> Tensor:
-        if not is_dtensor(x) and self.layouts.x.is_replicate():
+        if not is_dtensor(x) and self.layouts.x.is_replicate() and not is_cast_by_autocast(x):
             y = on_tokens(lambda each: self.column_products(each, self._bias_in_graph()), x)
             return self._written(y, Shard(-1))
-        # Others sum dx where they scatter it, unless columns are lent, whose products arrive within our sum.
+        # Others sum dx where they scatter it, or in the dtype that autocast has cast x from, unless columns are lent,
+        # whose products arrive within our sum.
         sums = self.is_lent_from
         x = self._whole(x).to_local(grad_placements=[Replicate() if sums else Partial()])
         return self._written(self.column_products(x, self._bias_in_graph(), sums=sums), Shard(-1))
