@@ -78,6 +78,8 @@ class _Search:
     def result(self) -> tuple[list[OwnedSegment], dict[str, str]]:
         segments = sorted(self._segments, key=lambda segment: self._order[segment.name])
         for name, layer in self._layers.items():
+            if name not in self._owner and layer.why_even is not None:  # naming it would be refused
+                self._reasons[name] = layer.why_even
             if name in self._owner or name in self._reasons:
                 continue
             if (row := self._ends_at.get(name)) is not None and row in self._reasons:
