@@ -72,8 +72,8 @@ def mesh_of(num_ranks=2):
     return init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("tp",))["tp"]
 
 
-def split(model, mesh, *, sequence=False, styles=(ColwiseParallel, RowwiseParallel)):
-    """As torchtitan divides a decoder: all parameters are DTensors."""
+def split(model, mesh, *, sequence=False, styles=(ColwiseParallel, RowwiseParallel), head=None):
+    """As torchtitan divides a decoder: all parameters are DTensors; ``head`` says what the head returns."""
     column, row = styles
     whole = Shard(1) if sequence else Replicate()
     parallelize_module(
@@ -82,7 +82,7 @@ def split(model, mesh, *, sequence=False, styles=(ColwiseParallel, RowwiseParall
         {
             "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=whole),
             "norm": SequenceParallel(use_local_output=True) if sequence else Replicated(),
-            "head": ColwiseParallel(input_layouts=whole, output_layouts=Replicate()),
+            "head": ColwiseParallel(input_layouts=whole, **(head or {"output_layouts": Replicate()})),
         },
     )
     for block in model.blocks:
