@@ -53,9 +53,9 @@ def whole_encoder(kind):
 @contextmanager
 def as_rank(rank, num_ranks):
     """As a launcher tells: transformers reads its rank from the environment."""
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500, "ACCELERATE_USE_CPU": "true"}
-    os.environ.update({name: str(value) for name, value in variables.items()})
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500, "ACCELERATE_USE_CPU": "true"}
+    os.environ.update({name: str(value) for name, value in environment.items()})
     yield
 
 

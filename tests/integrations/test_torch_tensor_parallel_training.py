@@ -212,3 +212,21 @@ def test_a_copy_computes_the_same_and_lives_by_itself(run_ranks, shares):
             other.state_dict(), other.blocks[0].mlp.up.weight.full_tensor()
 
     run_ranks(check, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_a_compiled_model_trains_as_the_hosts_over_a_move(run_ranks, sequence):
+    def check(rank, group):
+        host, model = (split(whole_model(), mesh_of(), sequence=sequence) for _ in range(2))
+        expected = train(host, adamw(host), 3)
+        optimizer = adamw(model)
+        zr.convert(model, segments=ATTENTION)
+        balancer = zr.Balancer(model, optimizer, EXACT)
+        compiled = torch.compile(model, backend="aot_eager")
+        values = train(compiled, optimizer, 3, mover(balancer, {0: (3, 1), 1: (1, 1)}))
+        assert values == pytest.approx(expected, abs=1e-9)
+        assert model.blocks[0].mlp.up.is_compiled
+
+    run_ranks(check, 2, timeout_s=110)
