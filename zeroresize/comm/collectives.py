@@ -226,6 +226,15 @@ def all_gather(tensor: Tensor, process_group: ProcessGroup) -> list[Tensor]:
     return parts
 
 
+def gather_bytes(packed: bytes, process_group: ProcessGroup) -> list[bytes]:
+    """Return what all ranks pass, in the order of the group, on its first rank, and nothing on others; collective."""
+    is_first = group_rank(process_group) == 0
+    parts: list[Any] | None = [None] * group_size(process_group) if is_first else None
+    call = partial(dist.gather_object, packed, parts, dst=group_ranks(process_group)[0], group=process_group)
+    _named_if_it_fails(call, "a gathering of bytes with", process_group)
+    return parts or []
+
+
 def broadcast(tensor: Tensor, root: int, process_group: ProcessGroup) -> None:
     """Fill ``tensor`` on every rank with that of rank ``root`` within the group; collective."""
     start_broadcast(tensor, root, process_group).wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import zeroresize as zr
+from zeroresize.integrations.trainer_balancing import TrainerBalancing
 from zeroresize.utils.torch_private import is_dtensor, register_load_hook
 
 if TYPE_CHECKING:
@@ -63,14 +63,14 @@ class BalanceCallback(TrainerCallback):
         on_update: Callable[[zr.UpdateRecord], None] | None = None,
         resume_from_checkpoint: str | Path | None = None,
     ) -> None:
-        self._config, self._resumes_from = config, resume_from_checkpoint
-        self._options: dict[str, Any] = {
-            "process_group": process_group,
-            "data_parallel_group": data_parallel_group,
-            "on_update": on_update,
-        }
-        self.balancer: zr.Balancer | None = None
-        self._visit = ExitStack()  # at home, until the Trainer has saved
+        self._resumes_from = resume_from_checkpoint
+        self._balancing = TrainerBalancing(
+            config, process_group=process_group, data_parallel_group=data_parallel_group, on_update=on_update
+        )
+
+    @property
+    def balancer(self) -> zr.Balancer | None:
+        return self._balancing.balancer
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let the model load the whole tensors of a checkpoint that the Trainer goes on from."""
@@ -78,8 +78,7 @@ class BalanceCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the balancer of the optimizer as the Trainer has prepared it; collective."""
-        model, optimizer = kwargs["model"], kwargs["optimizer"]
-        self.balancer = zr.Balancer(model, optimizer, self._config, **self._options)
+        self._balancing.begin(kwargs["model"], kwargs["optimizer"])
         if not state.global_step:
             return
         folder = Path(self._resumes_from or _checkpoint_of(args, state)) / FOLDER
@@ -95,34 +94,27 @@ class BalanceCallback(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bring units back where they were, if a visit home has not ended."""
-        self._visit.close()
+        self._balancing.come_back()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Balance, after the optimizer's step; units go home where the Trainer looks at the model next."""
-        assert self.balancer is not None
-        self._visit.close()
-        self.balancer.step()
+        self._balancing.step()
         self._go_home_if_needed(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Choose columns anew, where the configuration does not say how long an epoch is."""
-        assert self.balancer is not None
-        self._visit.close()
-        if not self.balancer.config.iters_per_epoch:
-            self.balancer.epoch_end()
+        self._balancing.end_epoch()
         self._go_home_if_needed(control)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save, beside what the Trainer has saved, what training goes on from."""
-        self._visit.close()  # as divided now is how it goes on
+        self._balancing.come_back()  # as divided now is how it goes on
         dcp.save(self._state_of(kwargs), checkpoint_id=_checkpoint_of(args, state) / FOLDER)
         self._go_home_if_needed(control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop balancing, with all units at home."""
-        assert self.balancer is not None
-        self._visit.close()
-        self.balancer.close(at_home=True)
+        self._balancing.end()
 
     def _state_of(self, trained: Mapping[str, Any]) -> dict[str, Any]:
         """What training goes on from, of what the Trainer gives to its callbacks."""
@@ -133,9 +125,8 @@ class BalanceCallback(TrainerCallback):
 
     def _go_home_if_needed(self, control: Any) -> None:
         """Be at home while the Trainer saves, or loads its best model after the last step."""
-        assert self.balancer is not None
         if control.should_save or control.should_training_stop:
-            self._visit.enter_context(self.balancer.at_home())
+            self._balancing.go_home()
 
 
 def _divide_whole_tensors(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
