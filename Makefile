@@ -1,4 +1,4 @@
-# Everything lives in .venv: nothing is installed outside it.
+# Everything lives in .venv, and for make test-hosts in .venv-hosts: nothing is installed outside them.
 #   make test PYTHON=python3.12                       another interpreter (3.11 or newer, for the pinned requirements)
 #   make setup PIP_ARGS="--extra-index-url <index>"   another package index, such as one with CPU builds of torch
 #   make test PYTEST_ARGS="-k convert"                some tests only
@@ -18,8 +18,13 @@ STAMP := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS)
 
+# Trainers and transformers 5 do not fit beside the pinned requirements.
+HOSTS_VENV := .venv-hosts
+HOSTS_STAMP := $(HOSTS_VENV)/.installed
+HOSTS_PIP_INSTALL := $(PIP_INSTALL:$(BIN)/%=$(HOSTS_VENV)/bin/%)
+
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow test-all demo lint format clean
+.PHONY: help setup test test-slow test-all test-hosts demo lint format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F@ '{ printf "%-15s %s\n", $$1, $$2 }'
@@ -43,15 +48,31 @@ $(STAMP): requirements/torch.txt requirements/base.txt requirements/colossalai.t
 
 test: setup  ## run the tests, but for slow ones that rarely fail
 	@echo "Running the tests, without slow ones"
-	@$(PYTEST) -m "not slow and not exhaustive" $(PYTEST_ARGS)
+	@$(PYTEST) -m "not slow and not exhaustive and not hosts" $(PYTEST_ARGS)
 
 test-slow: setup  ## run the slow tests
 	@echo "Running the slow tests"
-	@$(PYTEST) -m "slow and not exhaustive" $(PYTEST_ARGS)
+	@$(PYTEST) -m "slow and not exhaustive and not hosts" $(PYTEST_ARGS)
 
 test-all: setup  ## run all tests, also further cases of those that run otherwise
 	@echo "Running all tests"
-	@HYPOTHESIS_PROFILE=exploring $(PYTEST) $(PYTEST_ARGS)
+	@HYPOTHESIS_PROFILE=exploring $(PYTEST) -m "not hosts" $(PYTEST_ARGS)
+
+test-hosts: $(HOSTS_STAMP)  ## run the tests of trainers and of transformers 5, in .venv-hosts
+	@echo "Running the tests of hosts"
+	@HF_HUB_OFFLINE=1 $(PYTEST:$(BIN)/%=$(HOSTS_VENV)/bin/%) -m "hosts or transformers" tests/integrations $(PYTEST_ARGS)
+
+$(HOSTS_STAMP): requirements/torch.txt requirements/hosts.txt pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	@echo "[1/4] Virtual environment in $(HOSTS_VENV)"
+	@$(PYTHON) -m venv $(HOSTS_VENV)
+	@echo "[2/4] Installing torch (the largest download)"
+	@$(HOSTS_PIP_INSTALL) -r requirements/torch.txt
+	@echo "[3/4] Installing the hosts"
+	@$(HOSTS_PIP_INSTALL) -r requirements/hosts.txt
+	@echo "[4/4] Installing zeroresize, editable"
+	@$(HOSTS_PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $(HOSTS_STAMP)
 
 demo: setup  ## train a small ViT with one slow rank, with and without balancing
 	@$(BIN)/python -m vit_examples.demo
@@ -68,5 +89,5 @@ format: setup  ## let ruff repair and format the code
 	@$(BIN)/ruff format .
 
 clean:  ## remove .venv, caches and build outputs (not runs/)
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(HOSTS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

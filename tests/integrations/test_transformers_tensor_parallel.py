@@ -20,6 +20,7 @@ from zeroresize.convert import balanced_layers
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segments import all_segments
 
+pytestmark = pytest.mark.transformers
 SHARES = {0: (3, 1), 2: (1, 3), 4: (1, 1)}
 
 
