@@ -1,0 +1,102 @@
+"""The programs of docs/hosts run as they stand, on two ranks, and train as one process does."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.transformers_models import as_rank
+from torch import nn
+
+PAGES = Path(__file__).parents[2] / "docs" / "hosts"
+
+
+def names_of(page):
+    """What the program of a page defines."""
+    (program,) = re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(), re.DOTALL)
+    names = {"__name__": page}
+    exec(compile(program, f"docs/hosts/{page}", "exec"), names)
+    return names
+
+
+def losses_of_one_process(num_batches, schedule_every=None):
+    """Of the model that two of the pages train, two batches a step, with torch's own clipping."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, schedule_every or num_batches, gamma=0.5)
+    losses = []
+    for number, x in enumerate(torch.randn(num_batches, 32, 16, generator=torch.Generator().manual_seed(1))):
+        loss = (model(x) - x).square().mean()
+        (loss / 2).backward()
+        losses.append(loss.item())
+        if number % 2:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    return losses
+
+
+def moves_in(monkeypatch, names, moves):
+    """Let the balancers that a program makes move units after these steps, by the class that it finds in ``names``."""
+    zr = names["zr"]
+
+    class Moving(zr.Balancer):
+        def step(self):
+            super().step()
+            if (shares := moves.get(self._num_steps)) is not None:
+                self.move(shares)
+                assert self.plan.owned != (1.0, 1.0)
+
+    monkeypatch.setattr(zr, "Balancer", Moving)
+
+
+def test_accelerate(run_ranks, tmp_path, monkeypatch):
+    pytest.importorskip("accelerate")
+    names = names_of("accelerate.md")
+    moves_in(monkeypatch, names, {3: (3, 1), 8: (1, 3)})
+    expected = losses_of_one_process(24, schedule_every=4)
+
+    def check(rank, group):
+        with as_rank(rank, 2):
+            losses = names["main"](str(tmp_path / "saved"))
+            assert losses == pytest.approx(expected, abs=1e-5)
+            again = names["main"](str(tmp_path / "saved"), goes_on=True)
+        assert again == pytest.approx(losses[12:], abs=1e-6)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.hosts
+@pytest.mark.filterwarnings("ignore")
+def test_lightning(run_ranks, tmp_path, monkeypatch):
+    names = names_of("lightning.md")
+    moves_in(monkeypatch, names, {3: (3, 1), 6: (1, 3)})
+    expected = losses_of_one_process(16)
+
+    def check(rank, group):
+        with as_rank(rank, 2):
+            assert names["main"](str(tmp_path)) == pytest.approx(expected, abs=1e-5)
+
+    run_ranks(check, 2)
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["step=4.ckpt", "step=8.ckpt"]
+
+
+@pytest.mark.hosts
+@pytest.mark.filterwarnings("ignore")
+def test_trainer(run_ranks, tmp_path, monkeypatch):
+    import transformers
+    from accelerate.parallelism_config import ParallelismConfig
+
+    names = names_of("trainer.md")
+    monkeypatch.setattr(ParallelismConfig, "_validate_accelerator", lambda self, accelerator: None)
+
+    def check(rank, group):
+        with as_rank(rank, 2):
+            return names["main"](str(tmp_path))
+
+    losses, losses_1 = run_ranks(check, 2)
+    assert losses == losses_1 and len(losses) == 8 and losses[-1] < losses[0]
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained").config.vocab_size == 64
+    assert (tmp_path / "run" / "checkpoint-4" / "zeroresize").is_dir()
