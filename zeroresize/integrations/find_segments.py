@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 import zeroresize.integrations.transformers_segments  # noqa: F401 - it registers what it knows
+from zeroresize.integrations.adapter_layers import why_adapted
 from zeroresize.integrations.changed_modules import why_changed
 from zeroresize.integrations.graph_reading import FromOutside, NotProven
 from zeroresize.integrations.named_segments import require_follower, require_whole_heads
@@ -106,6 +107,7 @@ class _Search:
                 continue
             inside = self._free(name)
             try:
+                self._require_no_adapters(inside)
                 for segment in registered_segments(module):
                     self._take_found(segment)
             except StaysEven as error:
@@ -134,7 +136,8 @@ class _Search:
                     self._reasons[name] = str(error)
                     continue
                 except (NotProven, StaysEven) as error:
-                    self._reasons[name] = f"{error}: {_NAME_IT}"
+                    adapted = next(filter(None, (why_adapted(self._model, each) for each in (name, *inside))), None)
+                    self._reasons[name] = adapted or f"{error}: {_NAME_IT}"
                     for layer_name in inside:
                         self._ends_at.setdefault(layer_name, name)
                 break
@@ -230,6 +233,7 @@ class _Search:
                 f"{row} has {num_inputs} input features on a rank, which are no whole number of units of "
                 f"unit_size={unit_size}"
             )
+        names = (*columns, row)
         tensors: list[UnitTensor] = []
         for name in columns:
             num_outputs = self._layers[name].even_shape[0]
@@ -246,14 +250,14 @@ class _Search:
         return OwnedSegment(
             name=row,
             kind=segment.kind,
-            layers=(*columns, row),
+            layers=names,
             tensors=(*tensors, *self._unit_tensors(row, unit_size, 1)),
             owned=OwnershipMap.even(num_units * self._num_ranks, self._num_ranks),
             quantum=quantum,
             min_units=-(-segment.min_units // quantum) * quantum,  # so that all counts are multiples
             on_change=segment.on_change,
-            why_even=StillSound({name: self._layers[name] for name in (*columns, row)}, segment.why_even),
-            modules=tuple(self._layers[name] for name in (*columns, row)),
+            why_even=StillSound(self._model, {name: self._layers[name] for name in names}, segment.why_even),
+            modules=tuple(self._layers[name] for name in names),
             dropouts=tuple(segment.dropouts),
             has_other_dropout=segment.has_other_dropout,
         )
@@ -285,8 +289,8 @@ class _Search:
         for key, parameter in parameters.items():
             if self._uses[id(parameter)] > 1:
                 raise StaysEven(f"{name} shares its {key} with another module")
-        if layer.why_even is not None:
-            raise StaysEven(f"{name}: {layer.why_even}")
+        if (why := why_adapted(self._model, name) or layer.why_even) is not None:
+            raise StaysEven(f"{name}: {why}")
         mode = getattr(layer, "seq_parallel_mode", None)
         if mode is not None:
             raise StaysEven(f"{name} has seq_parallel_mode={mode!r}")
@@ -295,6 +299,11 @@ class _Search:
         changed = why_changed(layer)
         if changed is not None:
             raise StaysEven(f"{name} {changed}")
+
+    def _require_no_adapters(self, names: Sequence[str]) -> None:
+        for name in names:
+            if (why := why_adapted(self._model, name)) is not None:
+                raise StaysEven(why)
 
     def _free(self, holder: str) -> list[str]:
         prefix = f"{holder}." if holder else ""

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from zeroresize.integrations.adapter_layers import why_replaced
 from zeroresize.integrations.changed_modules import why_changed
 from zeroresize.integrations.graph_reading import NotProven, TracedSegment
 from zeroresize.integrations.traced_segments import TracedModule
@@ -30,19 +31,21 @@ def asked_together() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StillSound:
-    """Looks for forwards and hooks in a segment's layers, then asks on; called, it tells why units must stay.
+    """Looks for a segment's layers, and forwards and hooks in them, then asks on; called, it tells why units must stay.
 
     Attributes:
+        model: that the layers were found in.
         layers: of the segment, by name.
         why_even: what an adapter, a user or a proof has to say beside it.
     """
 
+    model: nn.Module
     layers: Mapping[str, Any]
     why_even: Callable[[], str | None] | None = None
 
     def __call__(self) -> str | None:
         for name, layer in self.layers.items():
-            if (changed := why_changed(layer)) is not None:
+            if (changed := why_replaced(self.model, name, layer) or why_changed(layer)) is not None:
                 return f"{name} {changed}"
         return None if self.why_even is None else self.why_even()
 
