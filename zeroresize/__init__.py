@@ -14,6 +14,7 @@ from zeroresize.optim.independence import mark_by_parameter, mark_elementwise
 from zeroresize.resharding.checkpoints.sharded_state import sharded_state_dict
 from zeroresize.resharding.segments.segment_check import SegmentCheck, check_segments
 from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord
+from zeroresize.watch import Watch, watch
 
 if TYPE_CHECKING:
     from zeroresize.layers.styles import ColwiseParallel, RowwiseParallel
@@ -38,6 +39,7 @@ __all__ = [
     "StragglerInjector",
     "TensorBoardTelemetry",
     "UpdateRecord",
+    "Watch",
     "check_segments",
     "clip_grad_norm_",
     "convert",
@@ -46,6 +48,7 @@ __all__ = [
     "round_robin",
     "sharded_state_dict",
     "static",
+    "watch",
 ]
 
 

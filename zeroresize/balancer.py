@@ -23,6 +23,7 @@ from zeroresize.control.ownership_execution import OwnershipExecution
 from zeroresize.control.stay_log import why_relief_ended
 from zeroresize.measure.calibration import calibrate_group
 from zeroresize.plan.group import WorkloadPlan
+from zeroresize.policy.slowness.windows import WatchedStep
 from zeroresize.policy.tensor.costs import MigrationCost
 from zeroresize.telemetry import UpdateRecord
 
@@ -112,6 +113,9 @@ class Balancer:
         self._num_steps += 1
         is_update = self._num_steps % self.config.update_every == 0
         self._count_step()
+        if parts.slowness is not None:
+            read = parts.monitor.last_read
+            parts.slowness.end_step([WatchedStep.of_times(step, step.gemm_s + step.gather_fill_s) for step in read])
         self._calibrate()
         if is_update:
             parts.monitor.learn()
@@ -284,7 +288,8 @@ class Balancer:
         than the plan's after a calibration step or a new plan), ``owned_share`` (a multiple of an even share), and
         ``balancing_s`` (what balancing cost). Memory: ``statistic_bytes`` for the priority's statistic,
         ``migration_bytes`` for lent and borrowed slices, and with ``config.memory_limits`` ``memory_bytes``: what this
-        rank holds in training of weights, gradients, optimizer state and activations, as it was counted last.
+        rank holds in training of weights, gradients, optimizer state and activations, as it was counted last. In mode
+        "off" also ``watch/…``, as :meth:`zeroresize.watch.Watch.metrics` tells.
         """
         return records.metrics(self._parts, self._num_steps, self._balancing_s)
 

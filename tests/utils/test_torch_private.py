@@ -113,6 +113,31 @@ def test_collectives_with_private_names_are_there(monkeypatch):
     assert dist._broadcast_coalesced == (broadcast, "replaced")
 
 
+def test_the_wait_of_functional_collectives_is_replaced_also_where_the_operator_is_called_by_its_overload(monkeypatch):
+    waits, calls = torch.ops._c10d_functional.wait_tensor, []
+    for operator in (waits, waits.default):
+        monkeypatch.setattr(operator, "_op", operator._op)  # put back afterwards
+
+    def counting(function):
+        def call(*args):
+            calls.append(args)
+            return function(*args)
+
+        return call
+
+    torch_private.replace_functional_wait(counting)
+    x = torch.ones(2)
+    assert waits(x).equal(x) and waits.default(x).equal(x)
+    assert len(calls) == 2
+
+
+def test_compiled_modules_are_told_from_others():
+    module, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    wrapped = torch.compile(module, backend="eager")
+    other.compile(backend="eager")
+    assert [torch_private.is_compiled_module(one) for one in (module, wrapped, other)] == [False, True, True]
+
+
 def test_a_backward_has_a_number_and_an_end():
     events = []
 

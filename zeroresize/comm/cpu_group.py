@@ -6,7 +6,7 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +26,8 @@ from zeroresize.utils.alike import alike, at_fault, by_rank, lists_by_rank
 #: Why the ranks of a CpuGroup meet, for errors.
 PURPOSE = "agree on what to balance"
 _FIRST_AGREEMENT = "agreement 1"
+#: The tag of a message that no rank sends.
+_NEVER_SENT = 2**31 - 1
 
 
 def let_others_fail(process_group: ProcessGroup, error: Exception) -> None:
@@ -62,6 +64,7 @@ class CpuGroup:
         ranks: the ranks of the new group where they are others, counted over the whole world: ``process_group`` with
             its replicas.
         where: this rank's whereabouts where another group keeps them up to date; None for new ones.
+        explains: whether errors of other transfers over ``process_group`` tell what each rank was doing, by ``where``.
 
     Attributes:
         rank, size: this rank within the new group, and how many ranks that has.
@@ -84,6 +87,8 @@ class CpuGroup:
         agreement: Mapping[str, str | list[str]],
         ranks: Sequence[int] | None = None,
         where: Whereabouts | None = None,
+        *,
+        explains: bool = True,
     ) -> None:
         rendezvous = self._rendezvous = Rendezvous(process_group, PURPOSE, ranks)
         self.rank, self.size, self.time_limit = rendezvous.rank, rendezvous.size, rendezvous.time_limit
@@ -98,7 +103,7 @@ class CpuGroup:
         self.where = where or Whereabouts()
         self.reports = FailureReports(self._rendezvous, self.where)
         self.wait_warnings = WaitWarnings(rendezvous, self.where, self.reports, self.waiting)
-        if ranks is None:
+        if ranks is None and explains:
             explain_failures(process_group, self.reports)
 
     def start_sending(self, numbers: Sequence[float], tag: int) -> PendingNumbers:
@@ -106,6 +111,19 @@ class CpuGroup:
         return PendingNumbers(
             self._gloo[0], self.rank, self.size, numbers, tag, self.time_limit, self.wait_warnings.during
         )
+
+    def start_gathering(self, numbers: Sequence[float]) -> GatheredNumbers:
+        """Start sending ``numbers`` to every rank, by a collective that nobody has to wait for."""
+        return GatheredNumbers(self._gloo[0], self.size, numbers)
+
+    def abort(self) -> None:
+        """End what is under way, with an error on the ranks that wait for it; the group is of no use afterwards.
+
+        A wait that ends by its time limit closes gloo's connections, which its own ``abort()`` does not.
+        """
+        never_sent = self._gloo[0].recv([torch.empty(1)], (self.rank + 1) % self.size, _NEVER_SENT)
+        with suppress(RuntimeError):
+            never_sent.wait(timedelta(milliseconds=1))
 
     def broadcast(self, tensor: Tensor, root: int, /) -> dist.Work:
         """Start filling ``tensor`` on every rank with that of rank ``root`` within the new group; collective."""
@@ -144,6 +162,33 @@ class CpuGroup:
 def _close(gloo: list[Any], waiting: WaitingNote) -> None:
     waiting.close()
     gloo.clear()
+
+
+class GatheredNumbers:
+    """Numbers that are gathered on every rank, and asked for rather than waited for.
+
+    It does not tell who did not come, as :class:`PendingNumbers` does, which only a wait can end. Its cost grows with
+    the number of ranks, not with its square.
+    """
+
+    def __init__(self, gloo: Any, size: int, numbers: Sequence[float]) -> None:
+        sent = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        self._parts = [torch.empty_like(sent) for _ in range(size)]
+        self._work = gloo.allgather([self._parts], [sent])
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the numbers of all ranks are there, or something has failed."""
+        return bool(self._work.is_completed())
+
+    def take(self) -> list[list[float]]:
+        """Return the numbers of every rank, in the order of the group, once it has ended.
+
+        Raises:
+            RuntimeError: if a rank has died, or did not send its numbers within the time limit.
+        """
+        self._work.wait()
+        return [part.tolist() for part in self._parts]
 
 
 class PendingNumbers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeroresize.comm.cpu_group import CpuGroup, NotAllCameError, PendingNumbers
+from zeroresize.comm.cpu_group import CpuGroup, GatheredNumbers, NotAllCameError, PendingNumbers
 from zeroresize.comm.meeting import gather, meet_by
 from zeroresize.comm.whereabouts import Whereabouts, require_same_whereabouts
 
@@ -63,6 +63,13 @@ class Exchange:
         posted, self._posted = self._posted, None  # cleared even if waiting fails, so a state can still be saved
         return self._received(posted, self._posted_at)
 
+    def start_gathering(self, numbers: Sequence[float]) -> GatheredNumbers:
+        """Start sending numbers to every rank that nobody waits for; equally many on all ranks, without whereabouts.
+
+        What the ranks have started is matched in the order in which they did.
+        """
+        return self._group.start_gathering(numbers)
+
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return every rank's numbers at once, in the order of the group; a rank may have fewer than others.
 
@@ -80,6 +87,10 @@ class Exchange:
             RuntimeError: as :meth:`gather`.
         """
         return meet_by(self._exchange)(*numbers)
+
+    def abort(self) -> None:
+        """End what is under way, before :meth:`close`: leaving the group waits for it."""
+        self._group.abort()
 
     def close(self) -> None:
         """Leave the group."""

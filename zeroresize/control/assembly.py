@@ -33,6 +33,7 @@ from zeroresize.control.setup import (
     tell_other_ranks,
     warn_of_layers_that_stay,
 )
+from zeroresize.control.slowness_watch import SlownessWatch
 from zeroresize.control.start_checks import StartCheck
 from zeroresize.control.units_at_start import agree_on_units
 from zeroresize.layers.segments import owned_segments, segments_of_layers, work_of_layers
@@ -145,6 +146,7 @@ def build(
             freezer=freezer,
             units=units,
             memory=memory,
+            slowness=_kept(_slowness(setup, exchange), attached),
             attached=attached.pop_all(),
         )
 
@@ -260,6 +262,13 @@ def _forward_watch(setup: Setup, exchange: Exchange | None) -> ForwardWatch | No
         return None
     groups = {id(layer.process_group): layer.process_group for layer in setup.layers.values()}.values()
     return ForwardWatch(setup.layers, exchange, compares=setup.config.start_checks, groups=groups)
+
+
+def _slowness(setup: Setup, exchange: Exchange | None) -> SlownessWatch | None:
+    """Make what says who is slow, where nothing is balanced; it counts from the first share that would be."""
+    if exchange is None or setup.config.mode != "off":
+        return None
+    return SlownessWatch(exchange, setup.rank, setup.num_ranks, setup.config.update_every)
 
 
 def _decision(setup: Setup, exchange: Exchange | None, units: OwnedUnits | None) -> GroupDecision:

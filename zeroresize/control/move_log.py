@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.resharding.units.owned_units import Move
+from zeroresize.utils.line_texts import seconds_text
 
 #: Up to so many ranks are named, and described one by one; of more the line tells how many they are.
 _MOST_NAMED, _MOST_DETAILED = 8, 3
@@ -217,11 +218,6 @@ def _size(num_bytes: float) -> str:
         if num_bytes >= size:
             return f"{_number(num_bytes / size)} {unit}"
     return f"{_number(num_bytes / 1e3)} kB"
-
-
-def seconds_text(seconds: float) -> str:
-    """Return seconds with two digits that count, for a line."""
-    return f"{seconds:.0f} s" if seconds >= 9.5 else f"{seconds:.2g} s"
 
 
 def _number(value: float) -> str:

@@ -20,6 +20,7 @@ from zeroresize.control.optimizer_steps import OptimizerSteps
 from zeroresize.control.plan_execution import PlanExecution
 from zeroresize.control.plan_installer import LineageTable
 from zeroresize.control.setup_checks import Layers
+from zeroresize.control.slowness_watch import SlownessWatch
 from zeroresize.control.start_checks import StartCheck
 from zeroresize.measure.column_statistics import ColumnStatistic
 from zeroresize.measure.rank_monitor import RankMonitor
@@ -56,6 +57,7 @@ class Parts:
         freezer: keeps the optimizer off pruned columns.
         units: holds which units this rank owns; None in a group of one.
         memory: counts what this rank holds; None without ``config.memory_limits``.
+        slowness: says who is slow; only in mode "off", where nothing else tells.
         attached: takes back what all of them attached to the layers, the optimizer and the group, the last one first.
     """
 
@@ -82,6 +84,7 @@ class Parts:
     freezer: ColumnFreezer | None
     units: OwnedUnits | None
     memory: MemoryWatch | None
+    slowness: SlownessWatch | None
     attached: ExitStack
 
     @property

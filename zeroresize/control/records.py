@@ -79,7 +79,8 @@ def metrics(parts: Parts, num_steps: int, balancing_s: float) -> dict[str, float
     if memory is not None and units is not None:
         numbers["memory_bytes"] = memory.bytes_by(units.shares)[parts.rank]
     numbers |= {f"would/{mode}/{name}": value for mode, own in record.would.items() for name, value in own.items()}
-    return {f"balance/{name}": value for name, value in numbers.items()}
+    watched = parts.slowness.metrics() if parts.slowness is not None else {}
+    return {f"balance/{name}": value for name, value in numbers.items()} | watched
 
 
 def what_if(parts: Parts) -> dict[str, dict[str, Any]]:

@@ -98,6 +98,7 @@ class RankMonitor:
         self._estimator = RankEstimator(ResizingCost.linear(config.max_ratio))
         self._calibrated_on: _Conditions | None = None
         self._interval: list[StepTimes] = []
+        self._last_read: list[StepTimes] = []
         self._shares_in_force = Shares()
         self._wait_s = math.nan
         self._outsides_s: list[float] = []
@@ -162,11 +163,17 @@ class RankMonitor:
 
     def end_step(self) -> None:
         """End the step."""
-        self._interval += self._timer.end_step()
+        self._last_read = self._timer.end_step()
+        self._interval += self._last_read
         if self.is_step_of_training:
             self._has_seen_training = True
             self._num_tokens = {name: layer.num_tokens for name, layer in self._layers.items()}
             self._most_forwards = max(layer.num_forwards for layer in self._layers.values())
+
+    @property
+    def last_read(self) -> list[StepTimes]:
+        """The steps whose times were read at the last :meth:`end_step`."""
+        return self._last_read
 
     @property
     def is_step_of_training(self) -> bool:

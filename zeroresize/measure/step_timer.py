@@ -135,13 +135,31 @@ class StepTimer(ProductProbe):
         waits.stop_listening(self)
         self._drop_step()
 
-    def product_begins(self) -> None:
-        waits.watch_end_of_backward()
+    def work_begins(self) -> None:
+        """Note that the model computes: what lay outside ends here. In a backward its end is watched from now on."""
+        self.watch_end_of_backward()
         if self._step is not None and self._step.outside_begin is not None and self._counts():
             self._step.add("outside", None, self._step.outside_begin, self._clock.mark(), self._clock)
             self._step.num_marks -= 1  # of the two one was counted when it was taken
             self._step.outside_waits.append(f"waits {self._step.num_backwards}")
             self._step.outside_begin = None
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether this thread is in a backward, where what is computed is gradients, or computed again."""
+        return current_backward() != -1
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether the model has not begun to compute since the step began, or since its last backward ended."""
+        return self._step is None or self._step.outside_begin is not None
+
+    def watch_end_of_backward(self) -> None:
+        """In a backward, count what autograd runs at its end as a wait; outside of one, do nothing."""
+        waits.watch_end_of_backward()
+
+    def product_begins(self) -> None:
+        self.work_begins()
         self._begun.is_whole = False
         self._begin("products")
 
@@ -167,7 +185,9 @@ class StepTimer(ProductProbe):
 
     def wait_ends(self) -> None:
         kind = "waits"
-        if self._step is not None and self._step.outside_begin is not None:
+        if getattr(self._begun, "products", None) is not None:
+            kind = "waits in products"
+        elif self._step is not None and self._step.outside_begin is not None:
             kind = f"waits {self._step.num_backwards}"
         self._end(kind, begun="waits")
 
@@ -228,6 +248,7 @@ class StepTimer(ProductProbe):
         waits_s = sum(seconds for kind, seconds in step.seconds.items() if kind.startswith("waits"))
         outside_wait_s = sum(step.seconds[kind] for kind in step.outside_waits)
         outside_s = max(step.seconds["outside"] - outside_wait_s, 0.0)
+        whole_s = max(whole_s - step.seconds["waits in products"], 0.0)  # only whole modules wait inside
         products_s = split_s + whole_s
         if whole_s > 0.0:
             gemm_s += whole_s * self.gemm_part(step.shares.spared, step.shares.borrowed)

@@ -3,9 +3,9 @@
 Wall time hides a straggler, since with synchronous collectives every rank's iteration takes equally long. Busy time is
 wall time without the waits. A rank waits in this package's collectives and in its host's (a gathered classifier,
 gradient clipping, a loss). So the functions that all of them call are wrapped: the methods of ``ProcessGroup`` that
-start a collective, ``Work.wait``, and DDP's broadcast of buffers. DDP's reducer waits in C++ for other replicas'
-gradients, in a callback that autograd runs at the end of a backward. So these callbacks count as one wait
-(:func:`watch_end_of_backward`).
+start a collective, ``Work.wait``, the operator by which DTensor and compiled code wait, and DDP's broadcast of buffers.
+DDP's reducer waits in C++ for other replicas' gradients, in a callback that autograd runs at the end of a backward. So
+these callbacks count as one wait (:func:`watch_end_of_backward`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from zeroresize.utils.torch_private import (
     call_at_end_of_backward,
     current_backward,
     replace_ddp_broadcast,
+    replace_functional_wait,
 )
 
 _STARTING_METHODS = (
@@ -124,12 +125,13 @@ def _watch_torch_distributed() -> None:
             setattr(dist.ProcessGroup, name, _watched(getattr(dist.ProcessGroup, name)))
     setattr(dist.Work, "wait", _watched(dist.Work.wait))  # noqa: B010 - a method of a C++ class
     replace_ddp_broadcast(_watched)
+    replace_functional_wait(_watched)
 
 
 def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not _listeners or getattr(_inside, "wait", False):
+        if torch.compiler.is_compiling() or not _listeners or getattr(_inside, "wait", False):
             return method(*args, **kwargs)
         _enter()
         try:

@@ -144,6 +144,18 @@ def replace_ddp_broadcast(replacement_of: Callable[[Callable[..., Any]], Callabl
         setattr(dist, "_broadcast_coalesced", replacement_of(broadcast))  # noqa: B010 - mypy knows no such attribute
 
 
+def replace_functional_wait(replacement_of: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace what ``torch.ops._c10d_functional.wait_tensor`` calls, by which DTensor and compiled code wait: ``_op``.
+
+    Waits in it are watched. Where a name is missing they count as work of this rank.
+    """
+    packet = getattr(torch.ops._c10d_functional, "wait_tensor", None)
+    operators: list[Any] = [packet, getattr(packet, "default", None)]
+    for operator in operators:
+        if hasattr(operator, "_op"):
+            setattr(operator, "_op", replacement_of(operator._op))  # noqa: B010 - mypy knows no such attribute
+
+
 # ---------------------------------------------------------------------------------------------------------- backward
 
 
@@ -405,6 +417,15 @@ def register_load_hook(module: nn.Module, hook: Callable[..., None]) -> None:
         module.register_load_state_dict_pre_hook(hook)
     else:
         module._register_load_state_dict_pre_hook(hook, with_module=True)
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Return whether ``torch.compile`` wraps a module, or ``module.compile()`` was called: ``_compiled_call_impl``.
+
+    Where the names are missing it is taken for not compiled.
+    """
+    kind: Any = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
+    return isinstance(module, kind) or getattr(module, "_compiled_call_impl", None) is not None
 
 
 #: What ``torch.fx`` stores in a module that it traces begins so.

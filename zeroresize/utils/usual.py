@@ -29,6 +29,18 @@ def usual_of(values: Sequence[float]) -> float:
     return min(values) if len(values) == 2 else middle_of(values)
 
 
+def usual_of_others(values: Sequence[float]) -> list[float]:
+    """Return for each of some values, of two at least, what is usual among the others: :func:`usual_of`."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ascending, last = [values[index] for index in order], len(values) - 2  # of the others, from 0 on
+    usual = [0.0] * len(values)
+    for place, index in enumerate(order):
+        lower, upper = (0, 0) if last == 1 else (last // 2, (last + 1) // 2)
+        lower, upper = lower + (lower >= place), upper + (upper >= place)
+        usual[index] = ascending[lower] if lower == upper else (ascending[lower] + ascending[upper]) / 2
+    return usual
+
+
 def middle_of(values: Sequence[float]) -> float:
     """Return the median."""
     ascending, half = sorted(values), len(values) // 2

@@ -1,0 +1,152 @@
+"""What a group's windows tell: who, since when, why, what it has cost, and what a division by speed would save."""
+
+import math
+
+import pytest
+
+from zeroresize.policy.slowness.causes import main_cause, share_saved, shares_of_causes
+from zeroresize.policy.slowness.group_slowness import GroupSlowness
+from zeroresize.policy.slowness.lines import lines_of
+from zeroresize.policy.slowness.windows import StepWindow, WatchedStep, window_of
+from zeroresize.utils.usual import usual_of, usual_of_others
+
+EVERY = 10
+
+
+def window(end_step, loader_s=0.01, products_s=0.06, rest_s=0.03, step_s=0.1):
+    busy_s = loader_s + products_s + rest_s
+    return StepWindow(end_step, EVERY, busy_s, max(step_s, busy_s), loader_s, products_s)
+
+
+def run(group, rounds, slow=None, num_ranks=3, begins=0):
+    """Feed ``rounds`` rounds in which ranks have the parts of ``slow``; return all events with their steps."""
+    events = []
+    for number in range(begins + 1, begins + rounds + 1):
+        step_s = max(sum({"loader_s": 0.01, "products_s": 0.06, "rest_s": 0.03, **p}.values()) for p in slow.values())
+        windows = [window(number * EVERY, **slow.get(rank, {}), step_s=step_s) for rank in range(num_ranks)]
+        events += [(number * EVERY, event) for event in group.update(windows)]
+    return events
+
+
+WELL = {0: {}}
+
+
+@pytest.mark.parametrize(
+    ("part", "seconds", "cause"),
+    [("products_s", 0.12, "products"), ("rest_s", 0.09, "rest"), ("loader_s", 0.07, "loader")],
+)
+def test_who_since_when_by_how_much_and_why(part, seconds, cause):
+    group = GroupSlowness(3)
+    assert run(group, 20, WELL) == []
+    ((step, event),) = run(group, 10, {1: {part: seconds}}, begins=20)
+    assert (event.kind, event.slow.rank, event.slow.since_step, event.slow.cause) == ("begins", 1, 200, cause)
+    assert step == 220
+    assert event.slow.times == pytest.approx(1.6)
+    assert event.slow.causes == pytest.approx({cause: 1.0})
+    report = group.report()
+    assert [slow.rank for slow in report.slow] == [1]
+    assert report.scores == pytest.approx((1.0, 1 / 1.6, 1.0))
+    assert (report.slow[0].num_steps, report.slow[0].seconds) == (100, pytest.approx(16.0))
+    ((_, ended),) = run(group, 10, WELL, begins=30)
+    assert ended.kind == "ends"
+    assert ended.slow.cause == cause
+    assert ended.times_before == pytest.approx(1.6)
+    assert group.report().slow == ()
+    assert group.report().scores == pytest.approx((1.0,) * 3)
+
+
+def test_cost_counts_from_the_first_slow_step_and_once_for_two_that_are_slow_together():
+    group = GroupSlowness(4)
+    run(group, 20, WELL, num_ranks=4)
+    run(group, 10, {1: {"rest_s": 0.05}, 2: {"rest_s": 0.08}}, num_ranks=4, begins=20)
+    report = group.report()
+    assert [slow.cost_s for slow in report.slow] == pytest.approx([100 * 0.02, 100 * 0.05])
+    assert report.cost_s == pytest.approx(100 * 0.05)
+    run(group, 30, WELL, num_ranks=4, begins=30)
+    assert group.report().cost_s == pytest.approx(100 * 0.05)
+
+
+def test_a_round_in_which_a_rank_has_measured_nothing_is_left_out():
+    group = GroupSlowness(2)
+    unmeasured = window_of([], 10)
+    assert math.isnan(unmeasured.busy_s)
+    assert group.update([window(10), unmeasured]) == []
+    assert group.report().scores == ()
+    assert math.isnan(group.report().share_saved)
+
+
+def test_numbers_bring_a_window_over():
+    sent = window(30)
+    assert StepWindow.of_numbers(sent.as_numbers()) == sent
+    assert len(sent.as_numbers()) == StepWindow.NUM_NUMBERS
+
+
+def test_one_long_step_of_a_window_is_not_usual_and_timed_steps_are_left_out():
+    steps = [WatchedStep(0.1, 0.05, 0.01)] * 8 + [WatchedStep(5.0, 0.0, 4.9), WatchedStep(0.12, 0.03, 0.01, 0.06)]
+    usual = window_of(steps, 10)
+    assert (usual.busy_s, usual.loader_s, usual.products_s, usual.num_steps) == (0.1, 0.01, 0.06, 10)
+    assert usual.step_s == pytest.approx(0.15)
+
+
+def test_where_products_were_not_timed_the_cause_is_computing_or_the_loader():
+    slow, other = window(10, products_s=math.nan), window(10, products_s=math.nan)
+    slow = StepWindow(10, EVERY, 0.2, 0.2, 0.02, math.nan)
+    other = StepWindow(10, EVERY, 0.1, 0.2, 0.01, math.nan)
+    shares = shares_of_causes(slow, [other, other])
+    assert shares == pytest.approx({"compute": 0.9, "loader": 0.1})
+    assert main_cause(shares) == "compute"
+    assert main_cause({}) == "compute"
+
+
+def test_a_division_by_speed_saves_what_the_harmonic_mean_tells_and_nothing_of_the_loader():
+    def of_rank(loader_s, computing_s):
+        return window(10, loader_s=loader_s, products_s=computing_s, rest_s=0.0, step_s=0.0)
+
+    assert share_saved([of_rank(0.0, 0.1), of_rank(0.0, 0.2)]) == pytest.approx(1.0 - (2.0 / (10.0 + 5.0)) / 0.2)
+    assert share_saved([of_rank(0.0, 0.1)] * 4) == pytest.approx(0.0)
+    assert share_saved([of_rank(1.0, 0.1), of_rank(0.0, 0.1)]) == pytest.approx(0.1 / 1.1)  # all waits for the loader
+
+
+def test_usual_of_others_is_what_is_usual_without_each():
+    for values in ([3.0, 1.0], [3.0, 1.0, 2.0], [4.0, 1.0, 3.0, 2.0], [5.0, 5.0, 1.0, 2.0, 9.0], [2.0] * 6):
+        expected = [usual_of([*values[:at], *values[at + 1 :]]) for at in range(len(values))]
+        assert usual_of_others(values) == pytest.approx(expected)
+
+
+def test_lines_say_who_since_when_why_and_what_it_costs():
+    group = GroupSlowness(2)
+    run(group, 20, WELL, num_ranks=2)
+    ((_, begins),) = run(group, 4, {1: {"products_s": 0.11}}, num_ranks=2, begins=20)
+    assert lines_of([begins], 0.2) == [
+        "rank 1 is 1.50 times slower than the others, slow since step 200 (3 s): its matrix products take longer; that "
+        "has cost 1 s so far; work divided by speed would make steps 20 % shorter at most"
+    ]
+    (_, changes), *_ = run(group, 6, {1: {"products_s": 0.26}}, num_ranks=2, begins=24)
+    (line,) = lines_of([changes], 0.3)
+    assert line.startswith("rank 1 is 3.00 times slower than the others now, 1.50 times before, slow since step 200")
+    (_, ends), *_ = run(group, 6, WELL, num_ranks=2, begins=30)
+    (line,) = lines_of([ends], 0.0)
+    assert line.startswith("rank 1 is as fast as the others again: it was 3.00 times slower, from step 200 on for ")
+
+
+def test_of_many_ranks_there_is_a_single_line():
+    group = GroupSlowness(16)
+    run(group, 20, WELL, num_ranks=16)
+    slow = {rank: {"loader_s": 0.05 + 0.01 * rank} for rank in range(5)}
+    events = [event for _, event in run(group, 4, slow, num_ranks=16, begins=20)]
+    assert len(events) == 5
+    (line,) = lines_of(events, 0.2)
+    assert line == (
+        "5 ranks are slower than the others, rank 4 most, 1.80 times: it comes late to the model, as from a slow data "
+        "loader"
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_slowness_of_a_rank_is_no_noise_of_the_others(num_ranks):
+    group = GroupSlowness(num_ranks)
+    run(group, 30, WELL, num_ranks=num_ranks)
+    run(group, 20, {1: {"rest_s": 0.5}}, num_ranks=num_ranks, begins=30)
+    run(group, 20, WELL, num_ranks=num_ranks, begins=50)
+    ((step, event),) = run(group, 4, {0: {"rest_s": 0.037}}, num_ranks=num_ranks, begins=70)
+    assert (event.kind, event.slow.rank, step) == ("begins", 0, 720)

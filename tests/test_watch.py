@@ -1,0 +1,321 @@
+"""watch(): who is slow on real ranks, under whatever shards the model, and that nothing else changes."""
+
+import gc
+import time
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.processes import caught_log_lines
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import zeroresize as zr
+from zeroresize.measure import clocks
+from zeroresize.utils.torch_private import hooks_of, step_hooks
+
+HIDDEN = 8
+
+
+class Sleepy(nn.Linear):
+    """A product that sleeps as long as it is told to."""
+
+    seconds = 0.001
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return super().forward(x)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = Sleepy(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+def plain(model, group):
+    """Replicas whose gradients the training loop averages by itself."""
+    return model
+
+
+def ddp(model, group):
+    return DistributedDataParallel(model, process_group=group)
+
+
+def fsdp2(model, group):
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(group),))
+    for layer in (model.up, model.down):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def dtensor(model, group):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(group),))
+    return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def compiled(model, group):
+    return torch.compile(DistributedDataParallel(model, process_group=group), backend="aot_eager")
+
+
+def train(model, optimizer, num_steps, *, averages=False, before=None):
+    x = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(1))
+    for _ in range(num_steps):
+        if before is not None:
+            before()
+        model(x).square().mean().backward()
+        if averages:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("shard", [plain, ddp, fsdp2, dtensor, pytest.param(compiled, marks=pytest.mark.slow)])
+def test_a_slow_rank_is_seen_whatever_shards_the_model(run_ranks, shard):
+    """The others wait for it, and that is not taken for work."""
+
+    def run(rank, group):
+        model = shard(Model(), group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with zr.watch(model, optimizer, update_every=5) as watch:
+            train(model, optimizer, 25, averages=shard is plain)
+            Sleepy.seconds = 0.05 if rank == 1 else 0.001
+            if shard is compiled:  # its modules are not called one by one
+                before = (lambda: time.sleep(0.05)) if rank == 1 else None
+            else:
+                before = None
+            train(model, optimizer, 40, averages=shard is plain, before=before)
+            return watch.report(), watch.scores, watch.metrics()
+
+    for report, scores, metrics in run_ranks(run, 2, timeout_s=100):
+        (slow,) = report.slow  # whatever other work on the machine did to a rank before is over
+        assert (slow.rank, slow.cause) == (1, "loader" if shard is compiled else "products")
+        assert slow.times > 2.0 and scores[0] == 1.0 and scores[1] < 0.5
+        assert report.cost_s > 0.3
+        assert metrics["watch/num_slow"] == 1.0
+
+
+class Virtual:
+    """Training whose time passes only as it says, in this process."""
+
+    def __init__(self, group, **watch_options):
+        self.now, self.rank = 0.0, dist.get_rank(group)
+        clocks.time = types.SimpleNamespace(perf_counter=lambda: self.now)
+        torch.manual_seed(0)
+        virtual = self
+
+        class Product(nn.Linear):
+            def forward(self, x):
+                virtual.now += 0.1 * virtual.chi
+                return super().forward(x)
+
+        self.chi, self.host_s, self.loader_s = 1.0, 0.2, 0.1
+        self.model = nn.Sequential(Product(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.x = torch.randn(4, HIDDEN)
+        self.group = group
+        self.watch = zr.watch(self.model, self.optimizer, process_group=group, **{"update_every": 5, **watch_options})
+
+    def forward_and_backward(self):
+        self.now += self.loader_s
+        loss = self.model(self.x).square().mean()
+        self.now += 0.2 * self.chi + self.host_s
+        loss.backward()
+
+    def step(self):
+        self.forward_and_backward()
+        for parameter in self.model.parameters():
+            dist.all_reduce(parameter.grad, group=self.group)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def steps(self, number):
+        for _ in range(number):
+            self.step()
+        self.wait()
+
+    def wait(self):
+        """Until what was sent has come: a step of this training takes hardly any real time."""
+        deadline = time.monotonic() + 20.0
+        while self.watch._slowness.is_waiting and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_beginning_change_and_end_are_a_line_each_on_one_rank(run_ranks, num_ranks):
+    def run(rank, group):
+        with caught_log_lines() as lines:
+            virtual = Virtual(group)
+            virtual.steps(50)
+            virtual.chi = 2.0 if rank == 1 else 1.0
+            virtual.steps(50)
+            in_between = virtual.watch.report()
+            virtual.chi = 4.0 if rank == 1 else 1.0
+            virtual.steps(50)
+            virtual.chi = 1.0
+            virtual.steps(60)
+        return [line for line in lines if "step " in line], in_between, virtual.watch.report()
+
+    (lines, in_between, after), *others = run_ranks(run, num_ranks)
+    assert all(not lines_there for lines_there, _, _ in others)
+    assert all(report.cost_s == pytest.approx(after.cost_s) for _, _, report in others)
+    begins, changes, ends = lines
+    assert "rank 1 is 1.50 times slower than the others, slow since step 50" in begins
+    assert "matrix products take longer" in begins
+    assert "rank 1 is 2.50 times slower than the others now, 1.50 times before" in changes
+    assert "rank 1 is as fast as the others again: it was 2.50 times slower, from step 50 on" in ends
+    (slow,) = in_between.slow
+    assert (slow.rank, slow.cause, slow.since_step) == (1, "products", 50)
+    assert after.slow == ()
+    assert after.cost_s == pytest.approx(50 * 0.3 + 50 * 0.9, rel=0.2)
+
+
+@pytest.mark.parametrize("unusual", ["evaluation", "accumulation", "skipped steps", "checkpoint of rank 0"])
+def test_what_is_unusual_in_training_is_no_slowness(run_ranks, unusual):
+    def run(rank, group):
+        virtual = Virtual(group)
+        with caught_log_lines() as lines:
+            for number in range(150):
+                if unusual == "evaluation" and number % 12 == 0 and rank == 0:
+                    with torch.no_grad():
+                        for _ in range(40):
+                            virtual.model(virtual.x)
+                if unusual == "accumulation":
+                    for _ in range(3 if number % 10 < 5 else 0):  # as at the end of an epoch
+                        virtual.forward_and_backward()
+                if unusual == "skipped steps" and number % 7 in (0, 1):
+                    virtual.forward_and_backward()
+                    virtual.optimizer.zero_grad()
+                if unusual == "checkpoint of rank 0" and number % 10 == 0 and rank == 0:
+                    virtual.now += 60.0
+                virtual.step()
+            virtual.wait()
+        return virtual.watch.report(), lines
+
+    for report, lines in run_ranks(run, 2):
+        assert report.slow == () and report.cost_s == 0.0 and report.scores
+        assert lines == []
+
+
+def test_without_an_optimizer_steps_are_told(run_ranks):
+    def run(rank, group):
+        model = Model()
+        watch = zr.watch(model, update_every=2)
+        for _ in range(10):
+            model(torch.ones(1, HIDDEN)).sum().backward()
+            watch.step()
+            dist.barrier()
+        with pytest.raises(RuntimeError, match=r"step\(\) is for watches without an optimizer"):
+            zr.watch(model, torch.optim.SGD(model.parameters(), lr=0.1)).step()
+        watch.close()
+        with pytest.raises(RuntimeError, match="this watch is closed"):
+            watch.step()
+        return watch.report().step
+
+    assert min(run_ranks(run, 2)) >= 4
+
+
+def all_hooks(model, optimizer):
+    kinds = ("forward", "forward_pre", "backward")
+    of_modules = sum(len(hooks_of(module, kind)) for module in model.modules() for kind in kinds)
+    return of_modules + sum(len(step_hooks(optimizer, kind)) for kind in ("pre", "post"))
+
+
+@pytest.mark.parametrize("ends", ["close", "garbage"])
+def test_a_watch_that_has_ended_leaves_nothing_behind_and_has_changed_nothing(run_ranks, ends):
+    def run(rank, group):
+        results = []
+        for is_watched in (False, True):
+            model = DistributedDataParallel(Model(), process_group=group)
+            optimizer = torch.optim.AdamW(model.parameters())
+            hooks_before = all_hooks(model, optimizer)
+            watch = zr.watch(model, optimizer, update_every=2) if is_watched else None
+            train(model, optimizer, 12)
+            if watch is not None and ends == "close":
+                assert all_hooks(model, optimizer) > hooks_before
+                watch.close()
+            del watch
+            gc.collect()
+            assert all_hooks(model, optimizer) == hooks_before
+            train(model, optimizer, 2)
+            results.append([parameter.detach().clone() for parameter in model.parameters()])
+        return all(map(torch.equal, *results))
+
+    assert run_ranks(run, 2) == [True, True]
+
+
+def test_a_rank_that_has_died_or_makes_fewer_steps_holds_up_nobody(run_ranks):
+    def run(rank, group):
+        model = Model()  # whose ranks exchange nothing
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        watch = zr.watch(model, optimizer, update_every=2)
+        train(model, optimizer, 6 if rank == 1 else 40)
+        if rank == 0:
+            watch.close()  # while the other has not come
+        dist.barrier()
+        watch.close()
+        return True
+
+    assert run_ranks(run, 2, timeout_s=20) == [True, True]
+
+    def leave(rank, group):
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        watch = zr.watch(model, optimizer, update_every=2)
+        train(model, optimizer, 6)
+        dist.barrier()
+        if rank == 1:
+            watch.close()  # as where its process ends
+            return []
+        with caught_log_lines() as lines:
+            for _ in range(200):
+                train(model, optimizer, 2)
+                if lines:
+                    break
+                time.sleep(0.01)
+            train(model, optimizer, 20)
+        return lines
+
+    (lines, _) = run_ranks(leave, 2, timeout_s=60)
+    assert len(lines) == 1 and "slow ranks are not watched any more" in lines[0]
+
+
+def test_wrong_arguments_are_said_on_every_rank(run_ranks):
+    def run(rank, group):
+        model, errors = Model(), []
+        for options in ({"update_every": 0}, {"tolerance": -1.0}, {"optimizer": "SGD"}):
+            with pytest.raises(ValueError) as error:
+                zr.watch(model, **options)
+            errors.append(str(error.value))
+        with pytest.raises(ValueError, match=r"wanted is a torch\.nn\.Module"):
+            zr.watch("model")
+        with pytest.raises(ValueError, match="do not agree on update_every of"):
+            zr.watch(model, update_every=5 + rank)
+        with pytest.raises((ValueError, RuntimeError)):  # one rank alone: the other does not wait for the time limit
+            zr.watch(model, update_every=5 if rank else 0)
+        return errors
+
+    for update_every, tolerance, optimizer in run_ranks(run, 2, timeout_s=30):
+        assert update_every.startswith("update_every=0 is not allowed")
+        assert tolerance.startswith("tolerance=-1.0 is not allowed")
+        assert optimizer.startswith("optimizer=str is no torch.optim.Optimizer")
+
+
+def test_alone_there_is_nothing_to_watch():
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with zr.watch(model, optimizer) as watch:
+        train(model, optimizer, 1)
+        assert watch.report().slow == () and watch.scores == (1.0,) and watch.metrics() == {}
+        assert all_hooks(model, optimizer) == 0

@@ -1,0 +1,124 @@
+"""Exchanges what the ranks' steps take, and says in the log who is slow: for ``zr.watch``, and a balancer that is off.
+
+Numbers go out every so many steps, while training goes on, and are asked for at the end of every step: nobody waits.
+So the same rounds come to every rank in the same order, perhaps a step or two apart.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
+
+from zeroresize.comm.cpu_group import GatheredNumbers
+from zeroresize.comm.exchange import Exchange
+from zeroresize.policy.slowness.group_slowness import TOLERANCE, GroupSlowness, WatchReport
+from zeroresize.policy.slowness.lines import lines_of
+from zeroresize.policy.slowness.windows import StepWindow, WatchedStep, window_of
+
+logger = logging.getLogger(__name__)
+
+#: So many rounds may be under way; a rank that is further behind than that does not train with the others.
+_MOST_PENDING = 8
+
+
+class SlownessWatch:
+    """Watches this rank's steps together with the others'.
+
+    Args:
+        exchange: with the other ranks; closed by whoever has made it.
+        rank: this rank within the group; rank 0 writes the log.
+        num_ranks: size of the group, 2 at least.
+        update_every: steps between two exchanges.
+        tolerance: by which share a rank must be slower than the others, at least.
+    """
+
+    def __init__(
+        self, exchange: Exchange, rank: int, num_ranks: int, update_every: int, tolerance: float = TOLERANCE
+    ) -> None:
+        self._exchange, self._rank, self._update_every = exchange, rank, update_every
+        self._group = GroupSlowness(num_ranks, tolerance)
+        self._steps: list[WatchedStep] = []
+        self._pending: deque[GatheredNumbers] = deque()
+        self._num_steps, self._is_over = 0, False
+        self._watching_s = 0.0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether numbers are under way that other ranks have not sent yet."""
+        return any(not numbers.has_ended for numbers in self._pending)
+
+    def end_step(self, read: Iterable[WatchedStep]) -> None:
+        """Count a step that is over.
+
+        Args:
+            read: the steps whose times could be read since the last call.
+        """
+        if self._is_over:
+            return
+        began = time.perf_counter()
+        self._num_steps += 1
+        self._steps += read
+        try:
+            self._take_what_has_come()
+            if self._num_steps % self._update_every == 0:
+                self._send()
+        except RuntimeError as error:
+            self._is_over = True
+            self._pending.clear()
+            logger.warning(
+                "step %d: slow ranks are not watched any more, as exchanging times with the other ranks failed: %s",
+                self._num_steps,
+                str(error).splitlines()[0] if str(error) else type(error).__name__,
+            )
+        self._watching_s = time.perf_counter() - began
+
+    def report(self) -> WatchReport:
+        """Return who is slow, as of the last round that has come."""
+        return self._group.report()
+
+    @property
+    def scores(self) -> tuple[float, ...]:
+        """Of every rank, the fastest rank's usual busy time as a share of its own; empty before the first round."""
+        return self._group.scores
+
+    def metrics(self) -> dict[str, float]:
+        """Return what :meth:`zeroresize.watch.Watch.metrics` tells."""
+        report = self.report()
+        slow = {slow.rank: slow for slow in report.slow}
+        here = slow.get(self._rank)
+        numbers = {
+            "cost_s": report.cost_s,
+            "num_slow": float(len(slow)),
+            "share_saved": report.share_saved,
+            "slower": here.times if here is not None else 1.0,
+            "step_s": report.step_s,
+            "watching_s": self._watching_s,
+        }
+        if report.scores:
+            numbers |= {"busy_s": report.busy_s[self._rank], "score": report.scores[self._rank]}
+        return {f"watch/{name}": value for name, value in numbers.items()}
+
+    def close(self) -> None:
+        """Drop what is under way, and exchange nothing more; to be called before the exchange is closed.
+
+        Where another rank has made fewer steps, what is under way is ended, as leaving the ranks would wait for it.
+        """
+        if self.is_waiting:
+            self._exchange.abort()
+        self._is_over = True
+        self._pending.clear()
+
+    def _send(self) -> None:
+        window, self._steps = window_of(self._steps, self._num_steps), []
+        if len(self._pending) < _MOST_PENDING:
+            self._pending.append(self._exchange.start_gathering(window.as_numbers()))
+
+    def _take_what_has_come(self) -> None:
+        while self._pending and self._pending[0].has_ended:
+            rows = self._pending.popleft().take()
+            events = self._group.update([StepWindow.of_numbers(numbers) for numbers in rows])
+            if events and self._rank == 0:
+                for line in lines_of(events, self._group.report().share_saved):
+                    logger.warning("step %d: %s", self._num_steps, line)

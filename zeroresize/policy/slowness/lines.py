@@ -1,0 +1,77 @@
+"""Lines for an operator: who has become slow, slower, or as fast as the others again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeroresize.policy.slowness.causes import Cause
+from zeroresize.policy.slowness.group_slowness import SlownessEvent, SlowRank
+from zeroresize.utils.line_texts import seconds_text
+
+#: Up to so many ranks have a line each; of more a line tells how many they are.
+_MOST_NAMED = 3
+#: The main cause is told with its share where it is less than this.
+_CLEAR = 0.8
+_TEXTS: dict[Cause, str] = {
+    "products": "its matrix products take longer",
+    "rest": "what it computes besides matrix products takes longer",
+    "loader": "it comes late to the model, as from a slow data loader",
+    "compute": "what it computes takes longer",
+}
+
+
+def lines_of(events: Sequence[SlownessEvent], share_saved: float) -> list[str]:
+    """Return a line for each event, or one for many of a kind.
+
+    Args:
+        events: of one update.
+        share_saved: share of a step that a division of work by speed would save at most.
+    """
+    lines = []
+    for kind in ("begins", "changes", "ends"):
+        alike = [event for event in events if event.kind == kind]
+        if len(alike) > _MOST_NAMED:
+            lines.append(_of_many(alike))
+        else:
+            lines += [_of_event(event, share_saved) for event in alike]
+    return lines
+
+
+def _of_event(event: SlownessEvent, share_saved: float) -> str:
+    slow = event.slow
+    if event.kind == "ends":
+        return (
+            f"rank {slow.rank} is as fast as the others again: it was {_times(event.times_before)} slower, from step "
+            f"{slow.since_step} on for {slow.num_steps} steps ({seconds_text(slow.seconds)}), which cost "
+            f"{seconds_text(slow.cost_s)}"
+        )
+    now = f"{_times(slow.times)} slower than the others"
+    if event.kind == "changes":
+        now += f" now, {_times(event.times_before)} before"
+    brings = ""
+    if slow.cause != "loader":
+        brings = f"; work divided by speed would make steps {100.0 * share_saved:.0f} % shorter at most"
+    return (
+        f"rank {slow.rank} is {now}, slow since step {slow.since_step} ({seconds_text(slow.seconds)}): {_why(slow)}; "
+        f"that has cost {seconds_text(slow.cost_s)} so far{brings}"
+    )
+
+
+def _of_many(events: Sequence[SlownessEvent]) -> str:
+    most = max(events, key=lambda event: max(event.slow.times, event.times_before))
+    if events[0].kind == "ends":
+        return f"{len(events)} ranks are as fast as the others again, rank {most.slow.rank} among them"
+    changed = " have become faster or slower, and" if events[0].kind == "changes" else ""
+    return (
+        f"{len(events)} ranks{changed} are slower than the others, rank {most.slow.rank} most, "
+        f"{_times(most.slow.times)}: {_why(most.slow)}"
+    )
+
+
+def _why(slow: SlowRank) -> str:
+    share = slow.causes.get(slow.cause, 1.0)
+    return _TEXTS[slow.cause] + (f" ({100.0 * share:.0f} % of the delay)" if share < _CLEAR else "")
+
+
+def _times(times: float) -> str:
+    return f"{times:.2f} times"

@@ -1,0 +1,210 @@
+"""watch(): who is slow in a training, since when, by how much, why, and what it costs. It changes nothing."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from zeroresize.comm.collectives import as_process_group, group_rank, group_size
+from zeroresize.comm.cpu_group import CpuGroup, let_others_fail
+from zeroresize.comm.exchange import Exchange
+from zeroresize.control.slowness_watch import SlownessWatch
+from zeroresize.measure.model_steps import ModelSteps
+from zeroresize.optim.optimizers import hook_steps, torch_optimizer
+from zeroresize.policy.slowness.group_slowness import TOLERANCE, GroupSlowness, WatchReport
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger(__name__)
+
+_CLOSED = "this watch is closed: make a new one with zeroresize.watch(...)"
+
+
+def watch(
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    update_every: int = 10,
+    tolerance: float = TOLERANCE,
+) -> Watch:
+    """Watch who is slow while a model trains, whatever shards it: DDP, FSDP2, DTensor, compiled or plain modules.
+
+    No layer changes, and no result. Rank 0 of the group logs a line, at level WARNING, when a rank becomes slow, when
+    that changes, and when it is over. Collective over the group.
+
+    Args:
+        model: the module that the training loop calls, wrappers included, on its device.
+        optimizer: the optimizer whose steps are the steps of training; None where :meth:`Watch.step` is called after
+            each.
+        process_group: the ranks that are compared, which should do equal work, or a one-dimensional ``DeviceMesh`` of
+            them; None for all ranks of the job.
+        update_every: steps between two exchanges of numbers. Slowness is told once it has lasted for two of them.
+        tolerance: by which share of the others' time a rank's own work must take longer, at least.
+
+    Raises:
+        ValueError: for arguments of another kind, a group without this rank, or ranks that do not agree on them.
+        RuntimeError: if not all ranks come within the time limit of their process group.
+    """
+    return Watch(model, optimizer, process_group=process_group, update_every=update_every, tolerance=tolerance)
+
+
+class Watch:
+    """Watches the ranks of a group; made by :func:`watch`, which tells the arguments.
+
+    It ends with :meth:`close`, as a context manager, or when nobody holds it any more. In a group of one rank it does
+    nothing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        process_group: ProcessGroup | DeviceMesh | None = None,
+        update_every: int = 10,
+        tolerance: float = TOLERANCE,
+    ) -> None:
+        group = _group_of(process_group)
+        try:
+            _check(model, optimizer, update_every, tolerance)
+        except ValueError as error:
+            if group is not None and group_size(group) > 1:
+                let_others_fail(group, error)
+            raise
+        self._has_optimizer, self._is_closed = optimizer is not None, False
+        self._steps: ModelSteps | None = None
+        self._slowness: SlownessWatch | None = None
+        self._unhook: Callable[[], object] = lambda: None
+        self._detach: Callable[[], object] = lambda: None
+        if group is None or group_size(group) == 1:
+            logger.info("there is only one rank, so none can be slower than others: nothing is watched")
+            return
+        rank, num_ranks = group_rank(group), group_size(group)
+        agreement = {
+            "update_every of zeroresize.watch": str(update_every),
+            "tolerance of zeroresize.watch": str(tolerance),
+            "whether zeroresize.watch was given an optimizer": str(self._has_optimizer),
+        }
+        exchange = Exchange(CpuGroup(group, agreement, explains=False))
+        self._slowness = SlownessWatch(exchange, rank, num_ranks, update_every, tolerance)
+        self._steps = ModelSteps(model)
+        if self._has_optimizer:
+            self._unhook = hook_steps(optimizer, self._before_step, self._after_step)
+        finalizer = weakref.finalize(self, _detach, self._steps, self._slowness, exchange)
+        finalizer.atexit = False
+        self._detach = finalizer
+
+    def step(self) -> None:
+        """Tell that a step of training is over, on every rank; only where no optimizer was given.
+
+        Raises:
+            RuntimeError: where an optimizer was given, whose steps are counted, or after :meth:`close`.
+        """
+        if self._is_closed:
+            raise RuntimeError(_CLOSED)
+        if self._has_optimizer:
+            raise RuntimeError("step() is for watches without an optimizer: this one hears the steps of its optimizer")
+        self._end_step()
+
+    def report(self) -> WatchReport:
+        """Return who is slow now, since when, by how much and why, and what that has cost; the same on every rank.
+
+        It is that of the last exchange, which may be a step or two older on some ranks.
+        """
+        return self._slowness.report() if self._slowness is not None else GroupSlowness(1).report()
+
+    @property
+    def scores(self) -> tuple[float, ...]:
+        """[R] of every rank, between 0 and 1: the usual busy time of the fastest rank as a share of its own.
+
+        1 stands for as fast as the fastest, 0.5 for twice its time. Empty before the second exchange.
+        """
+        return self._slowness.scores if self._slowness is not None else (1.0,)
+
+    def metrics(self) -> dict[str, float]:
+        """Return this rank's numbers for any logger, names beginning with ``watch/``. Times are in seconds.
+
+        Of this rank: ``busy_s`` (a usual step without waits for others), ``score`` (as in :attr:`scores`), ``slower``
+        (how many times slower than the others as far as it was told; 1 where it is not slow), and ``watching_s`` (what
+        deciding and exchanging took in the last step). Of the group: ``step_s``, ``num_slow``, ``cost_s`` (what slow
+        ranks have cost so far) and ``share_saved`` (share of a step that a division of work by speed would save at
+        most). NaN, or missing, before the second exchange; empty in a group of one.
+        """
+        return self._slowness.metrics() if self._slowness is not None else {}
+
+    def close(self) -> None:
+        """Take back all hooks, and leave the other ranks; what was seen can still be asked for."""
+        self._is_closed = True
+        self._unhook()
+        self._detach()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _before_step(self) -> None:
+        """Only steps that end count."""
+
+    def _after_step(self) -> None:
+        if not self._is_closed:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        if self._steps is not None and self._slowness is not None:
+            self._slowness.end_step(self._steps.end_step())
+
+
+def _detach(steps: ModelSteps, slowness: SlownessWatch, exchange: Exchange) -> None:
+    steps.close()
+    slowness.close()
+    exchange.close()
+
+
+def _check(model: Any, optimizer: Any, update_every: Any, tolerance: Any) -> None:
+    """Check arguments as far as that needs no other rank.
+
+    Raises:
+        ValueError: naming the argument, its value and what is allowed.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model={type(model).__name__} is not allowed: wanted is a torch.nn.Module")
+    if isinstance(update_every, bool) or not isinstance(update_every, int) or update_every < 1:
+        raise ValueError(f"update_every={update_every!r} is not allowed: wanted is a whole number of steps from 1 on")
+    is_number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
+    if not is_number or not 0.0 < tolerance < 10.0:
+        raise ValueError(f"tolerance={tolerance!r} is not allowed: wanted is a share above 0, such as {TOLERANCE}")
+    if optimizer is not None:
+        try:
+            torch_optimizer(optimizer)
+        except ValueError:
+            raise ValueError(
+                f"optimizer={type(optimizer).__name__} is no torch.optim.Optimizer and has none as its .optim, so its "
+                "steps cannot be heard: leave it out, and call step() of the watch after each"
+            ) from None
+
+
+def _group_of(process_group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
+    """Return the group to watch; None where there is only this process.
+
+    Raises:
+        ValueError: if this rank is not in it.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    group: Any = dist.group.WORLD if process_group is None else as_process_group(process_group)
+    if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("process_group does not hold this rank: call zeroresize.watch on its ranks only")
+    return group
