@@ -22,20 +22,25 @@ def why_adapted(model: nn.Module, name: str) -> str | None:
     return None
 
 
-def why_replaced(model: nn.Module, name: str, layer: nn.Module) -> str | None:
-    """Tell what is now in a model instead of the layer that was called ``name``; None if it is still there."""
-    now: object = model
+def why_adapted_since(model: nn.Module, name: str, layer: nn.Module) -> str | None:
+    """Tell which layer of PEFT was put around a layer after ``convert``; None if none was.
+
+    Args:
+        name: of the layer when it was converted; it may be elsewhere in the model since, as in a wrapper of a block.
+    """
+    there: object = model
     for part in name.split("."):
-        now = getattr(now, part, None)
-    if now is layer:
+        there = getattr(there, part, None)
+    if there is layer:
         return None
-    kind = type(now)
-    if isinstance(now, nn.Module) and _is_adapter_layer(now):
-        return (
-            f"was put into a {kind.__module__}.{kind.__name__} after convert, whose matrices of the layer's units "
-            "would stay behind"
-        )
-    return "is not in the model any more" if now is None else f"was replaced after convert by a {kind.__name__}"
+    for module in model.modules():
+        if _is_adapter_layer(module) and any(inside is layer for inside in module.modules()):
+            kind = type(module)
+            return (
+                f"was put into a {kind.__module__}.{kind.__name__} after convert, whose matrices of the layer's units "
+                "would stay behind"
+            )
+    return None
 
 
 def _is_adapter_layer(module: nn.Module) -> bool:

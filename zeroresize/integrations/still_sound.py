@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from zeroresize.integrations.adapter_layers import why_replaced
+from zeroresize.integrations.adapter_layers import why_adapted_since
 from zeroresize.integrations.changed_modules import why_changed
 from zeroresize.integrations.graph_reading import NotProven, TracedSegment
 from zeroresize.integrations.traced_segments import TracedModule
@@ -45,7 +45,7 @@ class StillSound:
 
     def __call__(self) -> str | None:
         for name, layer in self.layers.items():
-            if (changed := why_replaced(self.model, name, layer) or why_changed(layer)) is not None:
+            if (changed := why_adapted_since(self.model, name, layer) or why_changed(layer)) is not None:
                 return f"{name} {changed}"
         return None if self.why_even is None else self.why_even()
 
