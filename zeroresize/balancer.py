@@ -135,8 +135,10 @@ class Balancer:
             self.on_update(records.update_record(parts, self._num_steps, self._balancing_since_update_s))
         if is_update and parts.memory is not None:
             parts.memory.begin_interval(borrows=self.plan.ranks[parts.rank].borrowed > 0.0)
-        if is_update and parts.units is not None:
-            parts.units.forget_moves()
+        if parts.units is not None:
+            parts.units.guard_new_state()
+            if is_update:
+                parts.units.forget_moves()
         self._balancing_s = time.perf_counter() - began + parts.monitor.timer_s
         self._balancing_since_update_s = self._balancing_s + (0.0 if is_update else self._balancing_since_update_s)
         parts.where.call = Call.TRAINING

@@ -1,7 +1,10 @@
 """Models that torch's parallelize_module has split into DTensors: the same as the host's, and units that move."""
 
+import copy
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.dtensor_models import ATTENTION, HIDDEN, WIDTH, adamw, batch, mesh_of, split, train, whole_model
 from torch.distributed.checkpoint.api import CheckpointException
@@ -235,5 +238,79 @@ def test_what_a_rank_holds_is_counted_as_with_plain_parameters(run_ranks):
             counts.append(of_units[1] - of_units[0])
             balancer.close()
         assert counts[0] == counts[1] and (counts[0] > 0) == (rank == 0)
+
+    run_ranks(check, 2)
+
+
+def test_what_was_made_while_units_were_away_is_guarded_too_and_an_older_graph_is_no_more_used(run_ranks):
+    def check(rank, group):
+        model = split(whole_model(), mesh_of())
+        zr.convert(model, segments=ATTENTION)
+        optimizer = adamw(model)
+        balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="exact"))
+        balancer.move((3, 1))
+        train(model, optimizer, 1, lambda step: balancer.step())
+        weight = model.blocks[0].mlp.up.weight
+        with pytest.raises(RuntimeError, match=r"at_home\(\)"):
+            optimizer.state[weight]["exp_avg"].full_tensor()
+        loss = functional.cross_entropy(model(batch(0)).flatten(0, 1), batch(100).flatten())
+        balancer.move((1, 3))
+        with pytest.raises(RuntimeError, match="units have moved since this forward"):
+            loss.backward()
+        copied = copy.deepcopy(model)
+        with pytest.raises(RuntimeError, match="is a copy of an unevenly divided layer"):
+            copied.state_dict()
+        with pytest.raises(RuntimeError, match="have them at home"):
+            model.blocks[0].mlp.up.reset_parameters()
+
+    run_ranks(check, 2)
+
+
+def test_every_rank_keeps_a_unit_so_that_the_largest_element_clips(run_ranks):
+    whole = whole_model()
+    functional.cross_entropy(whole(batch(0)).flatten(0, 1), batch(100).flatten()).backward()
+    expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1, norm_type=float("inf")).item()
+
+    def check(rank, group):
+        model = split(whole_model(), mesh_of())
+        zr.convert(model, segments=ATTENTION)
+        balancer = zr.Balancer(model, adamw(model), zr.BalanceConfig(mode="exact"))
+        balancer.move((1, 0))
+        functional.cross_entropy(model(batch(0)).flatten(0, 1), batch(100).flatten()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=float("inf"))
+        assert norm.full_tensor().item() == pytest.approx(expected, abs=1e-12)
+
+    run_ranks(check, 2)
+
+
+def test_a_size_that_would_not_follow_is_seen_beside_a_dtensor(run_ranks):
+    def check(rank, group):
+        model = split(whole_model(), mesh_of())
+        zr.convert(model, segments=ATTENTION)
+        weight = model.blocks[0].mlp.up.weight
+        weight.main_grad = torch.zeros_like(local_of(weight))
+        balancer = zr.Balancer(model, adamw(model), zr.BalanceConfig(mode="exact"))
+        with pytest.raises(ValueError, match=r"has an attribute 'main_grad'"):
+            balancer.move((3, 1))
+
+    run_ranks(check, 2)
+
+
+def test_parameters_are_drawn_anew_as_one_rank_draws_them(run_ranks):
+    def check(rank, group):
+        model = split(whole_model(), mesh_of())
+        zr.convert(model, segments=ATTENTION)
+        for seed in (0, rank):
+            torch.manual_seed(seed)
+            for layer in balanced_layers(model).values():
+                layer.reset_parameters()
+            if seed == 0 and rank == 0:
+                torch.manual_seed(0)
+        biases = [local_of(block.mlp.down.bias).clone() for block in model.blocks]
+        other = [torch.empty_like(bias) for bias in biases]
+        for bias, received in zip(biases, other, strict=True):
+            received.copy_(bias)
+            dist.broadcast(received, 0)
+            assert torch.equal(received, bias)
 
     run_ranks(check, 2)

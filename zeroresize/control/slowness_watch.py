@@ -20,7 +20,7 @@ from zeroresize.policy.slowness.windows import StepWindow, WatchedStep, window_o
 logger = logging.getLogger(__name__)
 
 #: So many rounds may be under way; a rank that is further behind than that does not train with the others.
-_MOST_PENDING = 8
+_MOST_PENDING = 1000
 
 
 class SlownessWatch:
@@ -112,8 +112,10 @@ class SlownessWatch:
 
     def _send(self) -> None:
         window, self._steps = window_of(self._steps, self._num_steps), []
-        if len(self._pending) < _MOST_PENDING:
-            self._pending.append(self._exchange.start_gathering(window.as_numbers()))
+        if len(self._pending) >= _MOST_PENDING:
+            raise RuntimeError(f"other ranks are {len(self._pending)} rounds of {self._update_every} steps behind")
+        # Never left out: the ranks' rounds meet in the order in which they are started.
+        self._pending.append(self._exchange.start_gathering(window.as_numbers()))
 
     def _take_what_has_come(self) -> None:
         while self._pending and self._pending[0].has_ended:

@@ -246,6 +246,8 @@ class _Search:
             tensors += self._unit_tensors(name, rows, num_blocks)
         if not 0 <= segment.min_units <= num_units:
             raise StaysEven(f"min_units={segment.min_units}: allowed are 0 to {num_units}, what a rank has")
+        # torch's clipping by the largest element is an error on a rank whose part of a DTensor is empty.
+        least = max(segment.min_units, int(any(self._layers[name].has_dtensors for name in (*columns, row))))
         quantum = neuron_quantum(num_units * self._num_ranks, self._num_ranks) if unit_size == 1 else 1
         return OwnedSegment(
             name=row,
@@ -254,7 +256,7 @@ class _Search:
             tensors=(*tensors, *self._unit_tensors(row, unit_size, 1)),
             owned=OwnershipMap.even(num_units * self._num_ranks, self._num_ranks),
             quantum=quantum,
-            min_units=-(-segment.min_units // quantum) * quantum,  # so that all counts are multiples
+            min_units=-(-least // quantum) * quantum,  # so that all counts are multiples
             on_change=segment.on_change,
             why_even=StillSound(self._model, {name: self._layers[name] for name in names}, segment.why_even),
             modules=tuple(self._layers[name] for name in names),

@@ -73,6 +73,8 @@ class BalanceCallback(Callback):
         self._num_steps = 0
         self._loaded: dict[str, Any] | None = None
         self._to_save: dict[str, Any] = {}
+        self._saving: Callable[..., None] | None = None  # in place of the Trainer's own, or of what somebody put there
+        self._saved_by: Callable[..., None] | None = None
 
     @property
     def balancer(self) -> zr.Balancer | None:
@@ -102,7 +104,8 @@ class BalanceCallback(Callback):
                 "begins anew",
                 trainer.global_step,
             )
-        trainer.save_checkpoint = self._saving_at_home(trainer)
+        self._saved_by = vars(trainer).get("save_checkpoint")
+        self._saving = trainer.save_checkpoint = self._saving_at_home(trainer)
 
     def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
         """Balance, if the optimizer has stepped since the last call."""
@@ -120,7 +123,11 @@ class BalanceCallback(Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Give the Trainer its own way of saving back; after a training that broke off this is not called."""
-        vars(trainer).pop("save_checkpoint", None)
+        if self._saving is not None and vars(trainer).get("save_checkpoint") is self._saving:
+            del vars(trainer)["save_checkpoint"]
+            if self._saved_by is not None:  # what somebody else had put there
+                trainer.save_checkpoint = self._saved_by
+        self._saving = self._saved_by = None
         if self.balancer is not None:
             self._balancing.end()
 

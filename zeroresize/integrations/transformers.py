@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 #: In a checkpoint of the Trainer: the model and its optimizer in whole tensors, and what the balancer has learned.
 FOLDER = "zeroresize"
+
+#: Models that load whole tensors.
+_dividing: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class BalanceCallback(TrainerCallback):
@@ -74,7 +78,9 @@ class BalanceCallback(TrainerCallback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let the model load the whole tensors of a checkpoint that the Trainer goes on from."""
-        register_load_hook(kwargs["model"], _divide_whole_tensors)
+        if kwargs["model"] not in _dividing:  # another Trainer's callback may have come before
+            _dividing.add(kwargs["model"])
+            register_load_hook(kwargs["model"], _divide_whole_tensors)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the balancer of the optimizer as the Trainer has prepared it; collective."""

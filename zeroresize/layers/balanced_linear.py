@@ -54,6 +54,7 @@ class BalancedLinear:
         is_column_parallel: whether x is replicated and dx summed over the group, instead of x split and y summed.
         process_group: the tensor-parallel group.
         weight: the host's parameter; what this rank multiplies by is :attr:`local_weight`.
+        is_copy_of_uneven: whether it is a copy of a layer whose units were away, on this rank or another.
         has_dtensors: whether its parameters are DTensors over its group, of which :attr:`local_weight` is a local part.
         weight_is_transposed: whether ``weight`` is [K, N] and :attr:`local_weight` a view of it.
     """
@@ -61,6 +62,7 @@ class BalancedLinear:
     is_column_parallel: ClassVar[bool]
     weight_is_transposed: ClassVar[bool] = False
     has_dtensors: ClassVar[bool] = False
+    is_copy_of_uneven: bool = False
     plan: LayerPlan | None
     loans: SharedProducts | None
     probes: Probes
@@ -122,6 +124,7 @@ class BalancedLinear:
         vars(other).update(state)
         other._prepare_for_a_balancer()
         if self.segment is not None:
+            other.is_copy_of_uneven = not self.segment.owned.is_even
             other.stays_even = "it is a copy of a layer whose segment was known"
         return other
 

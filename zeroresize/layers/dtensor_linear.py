@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from zeroresize.comm.collectives import group_rank, group_size, require_group
+from zeroresize.comm.collectives import broadcast, group_rank, group_size, message_device, require_group
 from zeroresize.layers.balanced_linear import BalancedLinear, is_cast_by_autocast
 from zeroresize.layers.jagged import on_tokens
 from zeroresize.layers.local_parts import local_in_graph, local_of
@@ -73,11 +73,21 @@ class _DTensorLinear(BalancedLinear, nn.Linear):
     def reset_parameters(self) -> None:
         """Draw the whole layer as ``torch.nn.Linear`` does and keep this rank's even part, also on the meta device.
 
-        Seeded alike, the ranks together hold what one rank would.
+        Seeded alike, the ranks together hold what one rank would. A bias that all ranks hold is rank 0's; collective
+        then. What ``fully_shard`` has divided further is drawn by torch itself.
+
+        Raises:
+            RuntimeError: while units are away.
         """
-        if self.weight.is_meta or not is_dtensor(self.weight):  # while ``nn.Linear`` makes it
+        is_whole = self.weight.is_meta or not is_dtensor(self.weight)  # while ``nn.Linear`` makes it
+        if is_whole or self.is_sharded_further(self.weight):
             super().reset_parameters()
             return
+        if self.local_weight.shape != self.even_shape:
+            raise RuntimeError(
+                f"reset_parameters() of layer {self.name_in_model}: its units are divided unevenly; have them at home, "
+                "`with balancer.at_home(): ...` on every rank of the group"
+            )
         whole = nn.Linear(
             self.in_features,
             self.out_features,
@@ -89,8 +99,12 @@ class _DTensorLinear(BalancedLinear, nn.Linear):
         dim = 0 if self.is_column_parallel else 1
         with torch.no_grad():
             local_of(self.weight).copy_(whole.weight.chunk(ranks, dim)[rank])
-            if self.bias is not None:
-                local_of(self.bias).copy_(whole.bias.chunk(ranks)[rank] if self.is_column_parallel else whole.bias)
+            if self.is_column_parallel and self.bias is not None:
+                local_of(self.bias).copy_(whole.bias.chunk(ranks)[rank])
+            elif self.bias is not None:
+                message = whole.bias.detach().to(message_device(self.process_group, whole.bias.device))
+                broadcast(message, 0, self.process_group)
+                local_of(self.bias).copy_(message)
 
     def is_sharded_further(self, parameter: Tensor) -> bool:
         """Tell whether it is a DTensor over other ranks than the layer's, as ``fully_shard`` makes it."""
@@ -176,16 +190,22 @@ class DTensorRowParallelLinear(_DTensorLinear):
     def _forward(self, x: Tensor) -> Tensor:
         sums = self.layouts.y.is_replicate() or self.is_lent_from
         bias = None if self.layouts.adds_bias_once else self._bias_in_graph()
-        y = self._written(self.row_products(x, bias, sums=sums), Replicate() if sums else Partial())
-        return self._with_whole_bias(y) if self.layouts.adds_bias_once and self.bias is not None else y
+        y, placement = self.row_products(x, bias, sums=sums), Replicate() if sums else Partial()
+        if self.layouts.adds_bias_once and self.bias is not None:
+            return self._with_whole_bias(y, placement)
+        return self._written(y, placement)
 
-    def _with_whole_bias(self, y: Any) -> Tensor:
-        if is_dtensor(y):
-            return y + self.bias
-        bias = self._bias_in_graph()
-        assert bias is not None
-        y_with: Tensor = y + bias.to(y.dtype)
-        return y_with
+    def _with_whole_bias(self, y: Tensor, placement: Placement) -> Tensor:
+        layouts = self.layouts
+        if placement == layouts.y and layouts.is_y_local:
+            bias = self._bias_in_graph()
+            assert bias is not None
+            return y + bias.to(y.dtype)
+        # Of a divided y each rank has a part of the bias's gradient, as DTensor knows.
+        whole: Any = DTensor.from_local(y, layouts.mesh, [placement], run_check=False)
+        whole = whole.redistribute(placements=[layouts.y]) + self.bias
+        local: Tensor = whole.to_local() if layouts.is_y_local else whole
+        return local
 
     def _slice(self, x: Any) -> Tensor:
         """This rank's part of ``x`` [..., in], whichever part of it there is."""

@@ -41,11 +41,17 @@ class _LocalPart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, dtensor):
-        ctx.like = dtensor.detach()
+        ctx.dtensor, ctx.like = dtensor, dtensor.detach()
         local = local_tensor_of(dtensor)
         return local.view_as(local)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
+        now = local_tensor_of(ctx.dtensor)
+        if now.shape != gradient.shape:  # torch looks at the DTensor's shape, which a move leaves as it is
+            raise RuntimeError(
+                f"units have moved since this forward: its gradient is {tuple(gradient.shape)} on this rank, and the "
+                f"parameter {tuple(now.shape)} now. Move between an optimizer's step and the next forward"
+            )
         return dtensor_like(ctx.like, gradient)

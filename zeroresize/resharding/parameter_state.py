@@ -314,7 +314,8 @@ def why_of_fixed_size(name: str, parameter: Tensor) -> str | None:
     Such a tensor is Megatron's ``main_grad``.
     """
     for key, value in vars(parameter).items():
-        if isinstance(value, Tensor) and value.numel() == parameter.numel() > 1:
+        sizes = {parameter.numel(), local_of(parameter).numel()} - {0, 1}
+        if isinstance(value, Tensor) and {value.numel(), local_of(value).numel()} & sizes:
             return (
                 f"{name} has an attribute {key!r} of shape {tuple(value.shape)}, as some reducers of gradients put "
                 "there, which may be a part of a buffer and would not follow"

@@ -50,7 +50,8 @@ def guard_save_pretrained(model: nn.Module) -> None:
 
 def _save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
     save = type(model).save_pretrained
-    state = inspect.signature(save).bind(model, *args, **options).arguments.get("state_dict")
+    bound = inspect.signature(save).bind(model, *args, **options)
+    state = bound.arguments.get("state_dict")
     shard = None if state is None else _first_shard_in(state, model)
     layers = [one for one in model.modules() if isinstance(one, BalancedLinear)]
     if state is None and all(layer.has_dtensors for layer in layers):
@@ -58,9 +59,9 @@ def _save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
         if uneven is not None:
             raise RuntimeError(f"{type(model).__name__}.save_pretrained(): a layer {uneven}, {_SAVING}")
         if layers and not _gathers_dtensors(save):
-            whole = whole_state_of(model)
+            bound.arguments["state_dict"] = whole_state_of(model)
             is_writer = group_rank(layers[0].process_group) == 0
-            return save(model, *args, **options, state_dict=whole) if is_writer else None
+            return save(*bound.args, **bound.kwargs) if is_writer else None
     elif state is None or shard is not None:
         raise RuntimeError(
             f"{type(model).__name__}.save_pretrained() would write this rank's shards of the layers as if they were "
@@ -165,7 +166,8 @@ def _uneven(layer: Any) -> str | None:
     segment: OwnedSegment | None = layer.segment
     if segment is None:
         local, even = layer.local_weight.shape, layer.even_shape
-        return None if local == even else f"is a copy of an unevenly divided layer ({tuple(local)} for {tuple(even)})"
+        is_even = local == even and not layer.is_copy_of_uneven
+        return None if is_even else f"is a copy of an unevenly divided layer ({tuple(local)} for {tuple(even)})"
     if segment.owned.is_even:
         return None
     return f"is divided unevenly ({', '.join(map(str, segment.owned.counts))} {segment.kind})"

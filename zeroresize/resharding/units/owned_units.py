@@ -24,6 +24,7 @@ from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
 from zeroresize.policy.moves.move_cost import most_bytes
 from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError, gather_texts, meet_unchanged
+from zeroresize.resharding.checkpoints.dtensor_guards import guard_dtensors
 from zeroresize.resharding.data_parallel import DataParallelReplicas
 from zeroresize.resharding.parameter_state import why_of_fixed_size
 from zeroresize.resharding.replaced_parts import ReplacedParts
@@ -94,6 +95,8 @@ class OwnedUnits:
         self.works: tuple[SegmentWork, ...] = segment_works(layers)
         self.shares = next((segment.shares for segment in self.segments), self.home)
         self.moves: list[Move] = []
+        self._has_dtensors = any(getattr(layer, "has_dtensors", False) for layer in layers.values())
+        self._is_guarded = not self._has_dtensors
         self.checks: list[Callable[[], str | None]] = [ReplacedParts(model, layers, optimizer).why_not_same]
         self._owned_by: tuple[tuple[float, ...], float] = self.home, 1.0
         self.why_not_divisible = self._why_not_divisible()
@@ -221,7 +224,7 @@ class OwnedUnits:
             raise CannotMoveError(f"nothing has changed: {why}") from error
         for segment in self.segments:
             segment.shares = after
-        self.shares = after
+        self.shares, self._is_guarded = after, not self._has_dtensors
         try:
             sent, received = zip(*self.meet(report.sent_bytes, report.received_bytes), strict=True)
             seconds = max(row[0] for row in self.meet(report.seconds, 0.0))
@@ -251,6 +254,19 @@ class OwnedUnits:
         """Raises ValueError for a parameter, or optimizer state, that is not divided by units as segments say."""
         for segment in self.segments:
             contents_of(segment, self._optimizer, self._rank)
+
+    def guard_new_state(self) -> None:
+        """Let what the optimizer has made since units moved away be gathered no more than what it had; no collective.
+
+        The first step after a move makes state where there was none.
+        """
+        if self._is_guarded or self.is_home:
+            return
+        self._is_guarded = True
+        for segment in self.segments:
+            for contents in contents_of(segment, self._optimizer, self._rank):
+                guard_dtensors(contents.state.installed, are_away=not segment.owned.is_even)
+                self._is_guarded = self._is_guarded and (contents.state.has_state or contents.state.stepped is None)
 
     def forget_moves(self) -> None:
         """Empty :attr:`moves`, as those made so far have been reported."""
