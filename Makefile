@@ -23,8 +23,12 @@ HOSTS_VENV := .venv-hosts
 HOSTS_STAMP := $(HOSTS_VENV)/.installed
 HOSTS_PIP_INSTALL := $(PIP_INSTALL:$(BIN)/%=$(HOSTS_VENV)/bin/%)
 
+# The oldest torch that is allowed, and the newest there is.
+TORCH_VERSIONS := 2.13.0 newest
+VERSIONS_STAMPS := $(TORCH_VERSIONS:%=.venv-torch-%/.installed)
+
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow test-all test-hosts demo lint format clean
+.PHONY: help setup test test-slow test-all test-hosts test-versions demo lint format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F@ '{ printf "%-15s %s\n", $$1, $$2 }'
@@ -74,6 +78,25 @@ $(HOSTS_STAMP): requirements/torch.txt requirements/hosts.txt pyproject.toml set
 	@$(HOSTS_PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $(HOSTS_STAMP)
 
+test-versions: $(VERSIONS_STAMPS)  ## run a small suite with the oldest and the newest torch, in .venv-torch-...
+	@for version in $(TORCH_VERSIONS); do \
+		echo "Running a small suite with torch $$version"; \
+		OMP_NUM_THREADS=1 .venv-torch-$$version/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal \
+			-m "versions and not slow and not exhaustive" $(PYTEST_ARGS) || exit 1; \
+	done
+
+.venv-torch-%/.installed: requirements/versions.txt pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	@echo "[1/4] Virtual environment in .venv-torch-$*"
+	@$(PYTHON) -m venv .venv-torch-$*
+	@echo "[2/4] Installing torch (the largest download)"
+	@$(PIP_INSTALL:$(BIN)/%=.venv-torch-$*/bin/%) --upgrade torch$(if $(filter newest,$*),,==$*)
+	@echo "[3/4] Installing what the tests need"
+	@$(PIP_INSTALL:$(BIN)/%=.venv-torch-$*/bin/%) -r requirements/versions.txt
+	@echo "[4/4] Installing zeroresize, editable"
+	@$(PIP_INSTALL:$(BIN)/%=.venv-torch-$*/bin/%) --no-deps --no-build-isolation --editable .
+	@touch $@
+
 demo: setup  ## train a small ViT with one slow rank, with and without balancing
 	@$(BIN)/python -m vit_examples.demo
 
@@ -89,5 +112,5 @@ format: setup  ## let ruff repair and format the code
 	@$(BIN)/ruff format .
 
 clean:  ## remove .venv, caches and build outputs (not runs/)
-	rm -rf $(VENV) $(HOSTS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(HOSTS_VENV) $(TORCH_VERSIONS:%=.venv-torch-%) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,6 +7,8 @@ import pytest
 
 import zeroresize as zr
 
+pytestmark = pytest.mark.versions
+
 SEEN = "import sys, zeroresize, zeroresize.simulate; print('zeroresize.pipeline.pipeline' in sys.modules)"
 
 

@@ -7,6 +7,8 @@ import torch
 from helpers.processes import caught_log_lines
 from helpers.virtual_training import FEATURES, Run
 
+pytestmark = pytest.mark.versions
+
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_straggler_is_found_relieved_and_let_go_and_all_ranks_agree(run_ranks, num_ranks):

@@ -16,6 +16,8 @@ import zeroresize as zr
 from zeroresize.convert import balanced_layers
 from zeroresize.layers.local_parts import local_of
 
+pytestmark = pytest.mark.versions
+
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])

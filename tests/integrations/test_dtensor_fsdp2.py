@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import zeroresize as zr
 from zeroresize.layers.local_parts import local_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning"), pytest.mark.versions]
 
 
 def sharded(model, grid):

@@ -8,6 +8,8 @@ from helpers.parallel_layers import IN, OUT, TOLERANCES, Comparison, bf16_autoca
 
 from zeroresize import ColumnParallelLinear, RowParallelLinear
 
+pytestmark = pytest.mark.versions
+
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @each_layer

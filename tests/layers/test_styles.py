@@ -14,6 +14,8 @@ from zeroresize.layers.dtensor_linear import DTensorColumnParallelLinear, DTenso
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segments import owned_segments
 
+pytestmark = pytest.mark.versions
+
 WIDTH, HIDDEN = 12, 48
 
 

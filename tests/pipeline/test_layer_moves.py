@@ -8,6 +8,8 @@ from torch import nn
 
 from zeroresize.pipeline import move_layers
 
+pytestmark = pytest.mark.versions
+
 
 def trained(group, name="AdamW", **options):
     pipeline = pipeline_of(group, **options)

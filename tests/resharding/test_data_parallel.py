@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroresize.resharding.data_parallel import wrappers_of
 from zeroresize.resharding.units.moving_units import move_units
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.versions]
 
 
 def loss_of(model, step, sample=0):

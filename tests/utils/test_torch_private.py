@@ -15,6 +15,8 @@ from torch.optim import optimizer as optim_optimizer
 
 from zeroresize.utils import torch_private
 
+pytestmark = pytest.mark.versions
+
 PACKAGE = Path(torch_private.__file__).parents[1]
 #: Private names of Python's own library that are used.
 OF_PYTHON = {"_current_frames", "_getframe", "_make"}
@@ -237,8 +239,6 @@ def test_jagged_tensors_keep_their_sequences():
     x = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
     other = torch_private.jagged_like(x, 2.0 * x.values())
     assert torch.equal(other.offsets(), x.offsets()) and (x + other).values().unique().tolist() == [3.0]
-    with pytest.raises(ValueError, match=r"jagged inputs need torch 2\.5"):
-        torch_private.jagged_like(torch.ones(2), torch.ones(2))
 
 
 def test_fsdps_marks_are_found(run_ranks):
@@ -270,10 +270,6 @@ def test_a_device_spins():
     assert begin.elapsed_time(end) > 10.0
 
 
-def test_checkpoints_ask_tensors_for_their_parts():
-    assert torch_private.has_tensors_that_tell_their_parts()
-
-
 def test_the_dictionaries_of_a_module_are_those_that_it_uses():
     module = nn.Module()
     torch_private.parameters_of(module)["weight"] = nn.Parameter(torch.ones(2))
@@ -288,15 +284,6 @@ def test_the_dictionaries_of_a_module_are_those_that_it_uses():
 def test_the_classes_of_a_checkpoints_index_are_known():
     formats, storage_info = torch_private.classes_of_checkpoint_index()
     assert [one.name for one in formats] and storage_info("file", 3, 5).offset == 3
-
-
-def test_a_load_hook_is_called_with_its_module():
-    module, seen = nn.Linear(2, 2), []
-    torch_private.register_load_hook(module, lambda *arguments: seen.append(arguments[:2]))
-    state = module.state_dict()
-    module.load_state_dict(state)
-    ((owner, given),) = seen
-    assert owner is module and given.keys() == state.keys()
 
 
 def nothing(*_):

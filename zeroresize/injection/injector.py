@@ -76,7 +76,7 @@ class StragglerInjector:
         if kind == "contend":
             self._slowness = Contention(core_index=dist.get_rank(), device=device)
         elif not isinstance(model, nn.Module):
-            from zeroresize.injection.slow_stage import SlowStage  # older releases of torch have no pipelines
+            from zeroresize.injection.slow_stage import SlowStage  # which imports pipelines
 
             self._slowness = SlowStage(model)
         elif layers := [module for module in model.modules() if isinstance(module, BalancedLinear)]:

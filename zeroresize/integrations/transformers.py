@@ -16,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import zeroresize as zr
 from zeroresize.integrations.trainer_balancing import TrainerBalancing
-from zeroresize.utils.torch_private import is_dtensor, register_load_hook
+from zeroresize.utils.torch_private import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -80,7 +80,7 @@ class BalanceCallback(TrainerCallback):
         """Let the model load the whole tensors of a checkpoint that the Trainer goes on from."""
         if kwargs["model"] not in _dividing:  # another Trainer's callback may have come before
             _dividing.add(kwargs["model"])
-            register_load_hook(kwargs["model"], _divide_whole_tensors)
+            kwargs["model"].register_load_state_dict_pre_hook(_divide_whole_tensors)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the balancer of the optimizer as the Trainer has prepared it; collective."""

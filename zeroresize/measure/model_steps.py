@@ -63,9 +63,8 @@ class ModelSteps:
         ]
         learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in _some(learning, _MOST_PARAMETERS):
-            if hasattr(parameter, "register_post_accumulate_grad_hook"):  # older releases of torch have none
-                hook = _calling(reference, ModelSteps._backward_is_under_way)
-                handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            hook = _calling(reference, ModelSteps._backward_is_under_way)
+            handles.append(parameter.register_post_accumulate_grad_hook(hook))
         self._close = weakref.finalize(self, _detach, self._timer, handles, self._timing)
         self._close.atexit = False
         self._begin_step()

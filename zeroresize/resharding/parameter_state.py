@@ -296,6 +296,8 @@ def replace_data(tensor: Tensor, new: Tensor, gradient: Tensor | None) -> None:
     Torch makes a new one only where dtype or device change: so the dtype changes for a moment.
     """
     if is_dtensor(tensor):  # to autograd it keeps its shape
+        if tensor.storage_offset() != new.storage_offset():  # as of a slice of a file, which torch.compile looks at
+            tensor.data = with_local(tensor, new)
         set_local_tensor(tensor, new)
         tensor.grad = None if gradient is None else with_local(tensor, gradient)
         return

@@ -60,14 +60,11 @@ class CheckpointReader(FileSystemReader):
         path: the folder.
 
     Raises:
-        RuntimeError: for a torch before 2.6, which reads tensors by unpickling, too.
         ValueError: from ``read_metadata`` and ``read_data`` for anything else, and for a balancer that was saved by
             other ranks; ``dcp.load`` raises a CheckpointException with it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):
-            raise RuntimeError(f"CheckpointReader needs torch 2.6 or newer, this is {torch.__version__}")
         super().__init__(path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

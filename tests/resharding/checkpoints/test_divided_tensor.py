@@ -155,12 +155,6 @@ def test_what_may_be_divided_in_an_unknown_way_is_an_error(run_ranks):
     run_ranks(check, 2)
 
 
-def test_a_torch_that_does_not_ask_for_parts_is_an_error(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match="this torch is too old"):
-        zr.sharded_state_dict(nn.Linear(2, 2))
-
-
 def test_a_copy_of_an_uneven_layer_is_an_error(run_ranks):
     def check(rank, group):
         model = block(group)

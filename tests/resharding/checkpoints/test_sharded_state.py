@@ -23,7 +23,7 @@ from torch import nn
 import zeroresize as zr
 from zeroresize.resharding.units.moving_units import move_units
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.versions]
 
 #: Divisions by which the last rank holds nothing; the first rank little; random units are where; all are at home.
 NOTHING, LITTLE, AT_HOME = 1, 0, None

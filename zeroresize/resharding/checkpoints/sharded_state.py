@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from zeroresize.resharding.data_parallel import unwrap
-from zeroresize.utils.torch_private import has_tensors_that_tell_their_parts
 
 OPTIMIZER = "optimizer"
 
@@ -65,8 +64,7 @@ def sharded_state_dict(model: Any, optimizer: Any = None) -> dict[str, Any]:
         ValueError: for a tensor that may be divided in a way that is not known, as in a parallel layer of another
             library; for an optimizer whose tensors are not the model's, such as ZeRO's shards, or whose state of a
             divided tensor has another shape, such as Adafactor's; for modules with extra state, except in a pipeline.
-        RuntimeError: for a torch whose DCP cannot ask for parts of a tensor; for a rank that its pipeline has released;
-            for a SwitchableModel within a step.
+        RuntimeError: for a rank that its pipeline has released; for a SwitchableModel within a step.
     """
     return sharded_state_of(model, optimizer)
 
@@ -74,12 +72,7 @@ def sharded_state_dict(model: Any, optimizer: Any = None) -> dict[str, Any]:
 @singledispatch
 def sharded_state_of(model: Any, optimizer: Any) -> dict[str, Any]:
     """Return what :func:`sharded_state_dict` does; packages above this one register their kinds of models here."""
-    if not has_tensors_that_tell_their_parts():
-        raise RuntimeError(
-            "sharded_state_dict: this torch is too old, since its torch.distributed.checkpoint does not ask tensors "
-            "for their parts: save with `with balancer.at_home(): ...` instead"
-        )
-    # Only now: an older torch lacks what they import, and others would pay for it at `import zeroresize`.
+    # Only now: others would pay for it at `import zeroresize`.
     from zeroresize.resharding.checkpoints.divided_tensor import DividedTensor
     from zeroresize.resharding.checkpoints.divisions import divisions_of, own_tensors
     from zeroresize.resharding.checkpoints.optimizer_state import OptimizerState

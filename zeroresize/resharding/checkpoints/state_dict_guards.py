@@ -19,7 +19,7 @@ from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.optim.optimizers import torch_optimizer
-from zeroresize.utils.torch_private import buffers_of, is_dtensor, parameters_of, register_load_hook
+from zeroresize.utils.torch_private import buffers_of, is_dtensor, parameters_of
 
 _SAVING = (
     "which no other number of ranks, and no model that is not balanced, could load. Save with all units at home, "
@@ -37,7 +37,7 @@ def guard_modules(segments: Iterable[OwnedSegment]) -> None:
     for segment in segments:
         for owner in {id(tensor.owner): tensor.owner for tensor in segment.tensors}.values():
             owner.register_state_dict_pre_hook(_before_saving)
-            register_load_hook(owner, _before_loading)
+            owner.register_load_state_dict_pre_hook(_before_loading)
 
 
 def guard_save_pretrained(model: nn.Module) -> None:

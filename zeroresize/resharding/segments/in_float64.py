@@ -78,7 +78,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _let_alone(layer: Any) -> None:
     """No plan, loan, measurement or check of a balancer in a layer."""
-    layer.plan = layer.loans = layer.last = layer.watch_forward = layer.watch_input = None
+    layer.plan = layer.loans = layer.last = layer.watch_start = layer.watch_forward = layer.watch_input = None
     layer.probes = Probes()
     hooks = hooks_of(layer, "forward_pre")
     for key in [key for key, one in hooks.items() if getattr(one, "__module__", "").startswith("zeroresize.")]:
