@@ -82,7 +82,7 @@ class MemoryWatch:
         self._count_next()
 
     def _count_next(self) -> None:
-        """Hooks would break the graphs of a compiled model, of which so no activations count."""
+        """Of a compiled model no activations count."""
         if not any(layer.is_compiled for layer in self._setup.layers.values()):
             self._activations.count_next()
 

@@ -57,15 +57,13 @@ class StartCheck:
         self._model, self._layers, self._group, self._exchange = model, layers, process_group, exchange
         self._at_start: dict[str, list[float]] | None = None
         self._next_step, self._has_warned = 0, False
-        first: Any = next(iter(layers.values()))
-        self._first = first
-        hook = first.register_forward_pre_hook(_calling(weakref.WeakMethod(self._training_begins)))
-        self.close = weakref.finalize(self, hook.remove)
+        first = next(iter(layers.values()))
+        first.watch_start = _calling(weakref.WeakMethod(self._training_begins))
+        self.close = weakref.finalize(self, _watch_no_start, first)
         self.close.atexit = False
 
-    def _training_begins(self, layer: BalancedLinear) -> None:
-        is_copy = layer is not self._first  # which has the hook, too
-        if is_copy or not layer.training or not self.close.alive:
+    def _training_begins(self) -> None:
+        if not self.close.alive:
             return
         self.close()
         check_data_parallelism(self._model, self._layers, self._group)
@@ -181,13 +179,16 @@ def _named(differing: Mapping[str, str]) -> str:
 
 
 def _calling(method: weakref.WeakMethod[Any]) -> Any:
-    @torch.compiler.disable
-    def call(layer: Any, inputs: Any) -> None:
+    def call() -> None:
         alive = method()
         if alive is not None:
-            alive(layer)
+            alive()
 
     return call
+
+
+def _watch_no_start(layer: BalancedLinear) -> None:
+    layer.watch_start = None
 
 
 def _replicated(model: nn.Module, process_group: ProcessGroup) -> Iterator[tuple[str, Tensor]]:

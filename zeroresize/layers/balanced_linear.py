@@ -12,6 +12,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.kernels.probe import Probes
+from zeroresize.layers.autocast import cast_for_autocast
+from zeroresize.layers.compiled_products import (
+    CompiledForwards,
+    compiled_column_products,
+    compiled_row_products,
+)
 from zeroresize.layers.functional import LastGradients, ProductContext, column_parallel_products, row_parallel_products
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment
@@ -23,8 +29,22 @@ from zeroresize.utils.torch_private import current_backward
 
 #: Attributes that a balancer, or an injector of slowness, fills.
 _OF_A_BALANCER = frozenset(
-    {"plan", "loans", "probes", "last", "watch_forward", "watch_input", "needs_eager_autograd", "segment"}
+    {"plan", "loans", "probes", "last", "needs_eager_autograd", "segment", "forwards"}
+    | {"watch_start", "watch_forward", "watch_input"}
 )
+
+
+def _uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``function`` as a break in compiled graphs, or an error of dynamo's that says why."""
+    why = (
+        "columns of a layer are lent, which is not compiled: leave out fullgraph=True, or choose a mode that lends "
+        "nothing ('off', 'zero-rd', 'zero-pri', 'zero-pridiff')"
+    )
+    try:
+        uncompiled: Callable[..., Tensor] = torch.compiler.disable(function, reason=why)
+    except TypeError:  # an older torch
+        uncompiled = torch.compiler.disable(function)
+    return uncompiled
 
 
 class BalancedLinear:
@@ -41,9 +61,11 @@ class BalancedLinear:
         num_recomputations: number of them that activation checkpointing made, within a backward.
         compute_dtype: of the last training forward's products.
         watch_forward: called with T and ``training`` before a forward sends anything to other ranks; may be None.
+        watch_start: called before a training forward sends anything to other ranks, until it is None; may be None.
         needs_eager_autograd: whether columns may migrate, now or later.
         watch_input: called with every training forward's local input x [..., K]; may be None.
-        is_compiled: whether ``torch.compile`` compiled a training forward; such forwards are not watched.
+        is_compiled: whether ``torch.compile`` compiled a training forward; the activations of a graph are not counted.
+        forwards: what a compiled graph finds of the layer.
         name_in_model: the layer's name, for errors; empty before ``zeroresize.convert`` or a balancer has told it.
         is_converted: whether the layer may be balanced: ``zeroresize.convert`` or ``parallelize_module`` took it.
         stays_even: why the layer is in no segment, so that its units stay evenly divided. None for a layer of a
@@ -72,9 +94,11 @@ class BalancedLinear:
     num_recomputations: int
     compute_dtype: torch.dtype
     watch_forward: Callable[[int, bool], None] | None
+    watch_start: Callable[[], None] | None
     needs_eager_autograd: bool
     watch_input: Callable[[Tensor], None] | None
     is_compiled: bool
+    forwards: CompiledForwards
     name_in_model: str
     is_converted: bool
     stays_even: str | None
@@ -96,8 +120,9 @@ class BalancedLinear:
         return self.local_weight.shape
 
     def _prepare_for_a_balancer(self) -> None:
-        self.plan = self.loans = self.last = self.watch_forward = self.watch_input = self.segment = None
-        self.probes = Probes()
+        self.plan = self.loans = self.last = self.segment = None
+        self.watch_start = self.watch_forward = self.watch_input = None
+        self.probes, self.forwards = Probes(), CompiledForwards(self)
         self.needs_eager_autograd = False
         self.forget_forwards()
         tell_shards_of(self)
@@ -180,6 +205,9 @@ class BalancedLinear:
         if self.training and self.loans is not None:
             self._forward_begins(x)
             return self._column_products_with_loans(x, bias, self.loans, sums)
+        if torch.compiler.is_compiling():
+            x, weight, bias = cast_for_autocast(x, self.weight_in_graph(), bias)
+            return compiled_column_products(x, weight, bias, self.forwards.number, self.training, sums)
         return self._column_products(x, bias, None, sums)
 
     def row_products(self, x: Tensor, bias: Tensor | None = None, *, sums: bool = True) -> Tensor:
@@ -189,6 +217,9 @@ class BalancedLinear:
             bias: [N], is added to the sum, in equal parts by the ranks; None for nothing.
             sums: False where the caller sums this rank's part of y; not while columns are lent.
         """
+        if torch.compiler.is_compiling() and not (self.training and self.loans is not None):
+            x, weight, bias = cast_for_autocast(x, self.weight_in_graph(), bias)
+            return compiled_row_products(x, weight, bias, self.forwards.number, self.training, sums)
         self._forward_begins(x)
         if self.training and self.loans is not None:
             return self._row_products_with_loans(x, bias, self.loans, sums)
@@ -200,20 +231,32 @@ class BalancedLinear:
         return self.training and self.loans is not None and self.loans.has_loans
 
     def _column_products(self, x: Tensor, bias: Tensor | None, loans: SharedProducts | None, sums: bool) -> Tensor:
-        x, weight, bias = _cast_for_autocast(x, self._weight_in_force(loans), bias)
+        x, weight, bias = cast_for_autocast(x, self._weight_in_force(loans), bias)
         return column_parallel_products(x, weight, bias, self._context(x, loans, sums))
 
     def _row_products(self, x: Tensor, bias: Tensor | None, loans: SharedProducts | None, sums: bool) -> Tensor:
-        x, weight, bias = _cast_for_autocast(x, self._weight_in_force(loans), bias)
+        x, weight, bias = cast_for_autocast(x, self._weight_in_force(loans), bias)
         return row_parallel_products(x, weight, bias, self._context(x, loans, sums))
 
     # A compiled graph cannot tell whether a weight is still the one that was lent.
-    _column_products_with_loans = torch.compiler.disable(_column_products)
-    _row_products_with_loans = torch.compiler.disable(_row_products)
+    _column_products_with_loans = _uncompiled(_column_products)
+    _row_products_with_loans = _uncompiled(_row_products)
 
     def _forward_begins(self, x: Tensor) -> None:
         if self.watch_forward is not None and not torch.compiler.is_compiling():
             self.watch_forward(math.prod(x.shape[:-1]), self.training)
+
+    def compiled_forward_begins(self, x: Tensor, is_training: bool, sums: bool) -> ProductContext:
+        """Count and watch a forward that a compiled graph runs, and return how it is computed."""
+        self.is_compiled = True
+        if not self.is_column_parallel:
+            self._forward_begins(x)
+        return self.context_of(self._plan_in_force(x), is_training, sums)
+
+    def context_of(self, plan: LayerPlan | None, is_training: bool, sums: bool) -> ProductContext:
+        """Return how a product by ``plan`` is computed in a compiled graph."""
+        probes = self.probes if is_training else self.probes.of_evaluation()
+        return ProductContext(plan, self.process_group, probes, self.last, None, self.needs_eager_autograd, sums)
 
     def _context(self, x: Tensor, loans: SharedProducts | None, sums: bool) -> ProductContext:
         probes = self.probes if self.training else self.probes.of_evaluation()
@@ -237,6 +280,8 @@ class BalancedLinear:
             )
         if not self.training:
             return None
+        if self.watch_start is not None:
+            self.watch_start()
         self.num_tokens += math.prod(x.shape[:-1])
         self.num_forwards += 1
         if torch.compiler.is_compiling():
@@ -247,31 +292,3 @@ class BalancedLinear:
         if self.watch_input is not None:
             self.watch_input(x)
         return self.plan
-
-
-def _cast_for_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands as ``torch.autocast`` casts those of ``F.linear``; autograd casts gradients back."""
-    dtype = autocast_dtype(x.device.type)
-    if dtype is None:
-        return x, weight, bias
-    return _cast(x, dtype), _cast(weight, dtype), None if bias is None else _cast(bias, dtype)
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Autocast leaves float64 as it is."""
-    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
-
-
-def is_cast_by_autocast(x: Tensor) -> bool:
-    """Tell whether a layer computes with another dtype than that of its input, since autocast is on."""
-    dtype = autocast_dtype(x.device.type)
-    return dtype is not None and x.dtype not in (dtype, torch.float64) and not x.is_nested
-
-
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype that autocast computes in on ``device_type``; None where it is off (any torch from 2.2 on)."""
-    if hasattr(torch, "get_autocast_dtype"):
-        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-    if device_type == "cpu":
-        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
-    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None

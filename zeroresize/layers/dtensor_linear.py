@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from zeroresize.comm.collectives import broadcast, group_rank, group_size, message_device, require_group
-from zeroresize.layers.balanced_linear import BalancedLinear, is_cast_by_autocast
+from zeroresize.layers.autocast import is_cast_by_autocast
+from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.jagged import on_tokens
 from zeroresize.layers.local_parts import local_in_graph, local_of
 from zeroresize.utils.torch_private import is_dtensor, is_tensor_of_tensors

@@ -79,6 +79,74 @@ def row_parallel_products(x: Tensor, w_NK: Tensor, bias_N: Tensor | None, how: P
     return _RowParallelProducts.apply(x, w_NK, bias_N, how)
 
 
+def column_forward(x, w_NK, bias_N, how):
+    """Compute (y [..., N], nothing more that backward needs) of a column-parallel layer, outside of autograd."""
+    if how.loans is None:
+        return _as_output(_forward(x, w_NK, bias_N, how), x), []
+    x_TK = _as_tokens(x)
+    return _as_output(how.loans.column_forward(x_TK, lambda: _forward(x_TK, w_NK, bias_N, how)), x), []
+
+
+def column_backward(dy, x, w_NK, kept, how, needed):
+    """Compute (dx, dw, db) of a column-parallel layer; None for what is not ``needed``, a flag for each."""
+    if how.needs_eager_autograd:
+        require_eager_autograd()
+    needs_dx, needs_dw, needs_db = needed
+    dx = dw_NK = db_N = work = None
+    dy_TN = _as_tokens(dy)
+    # The same layout as Colossal-AI's: the layout decides the order in which a product or a sum adds up.
+    packed_dy_TN, x_TK = dy_TN.contiguous(), _as_tokens(x).contiguous()
+    own_dgrad = (lambda: _dgrad(dy_TN, w_NK, how)) if needs_dx else None
+    own_wgrad = (lambda: _wgrad(packed_dy_TN, x_TK, w_NK, how)) if needs_dw else None
+    if how.loans is not None:
+        dx, dw_NK, work = how.loans.column_backward(dy_TN, x_TK, own_dgrad=own_dgrad, own_wgrad=own_wgrad)
+    else:
+        if own_dgrad is not None:
+            dx = own_dgrad()
+            work = start_all_reduce(dx, how.process_group) if how.sums else None
+        if own_wgrad is not None:
+            dw_NK = own_wgrad()
+    if needs_db:
+        db_N = packed_dy_TN.sum(dim=0)
+    if work is not None:
+        work.wait()
+    return dx if dx is None else dx.view(x.shape), dw_NK, db_N
+
+
+def row_forward(x, w_NK, bias_N, how):
+    """Compute (the sum over the group of y [..., N], what backward needs besides x and w) of a row-parallel layer."""
+    if bias_N is not None:
+        bias_N = bias_N / group_size(how.process_group)
+    if how.loans is None:
+        y, kept = _forward(x, w_NK, bias_N, how), []
+    else:
+        x_TK = _as_tokens(x)
+        y, kept = how.loans.row_forward(x_TK, lambda: _forward(x_TK, w_NK, bias_N, how))
+    y = _as_output(y, x)
+    if how.sums:
+        all_reduce(y, how.process_group, how.loans.name if how.loans is not None else None)
+    return y, kept
+
+
+def row_backward(dy, x, w_NK, kept, how, needed):
+    """Compute (dx, dw, db) of a row-parallel layer, as :func:`column_backward`; ``kept`` is from the forward."""
+    if how.needs_eager_autograd:
+        require_eager_autograd()
+    dy_TN = _as_tokens(dy)
+    x_TK = _as_tokens(x)
+    needs_dx, needs_dw, needs_db = needed
+    dgrad = _dgrad_by_columns if needs_dw and _lies_by_columns(x_TK) else _dgrad  # as autograd does
+    own_dgrad = (lambda: dgrad(dy_TN, w_NK, how)) if needs_dx else None
+    own_wgrad = (lambda: _wgrad(dy_TN, x_TK, w_NK, how)) if needs_dw else None
+    if how.loans is not None:
+        dx, dw_NK = how.loans.row_backward(dy_TN, kept, own_dgrad=own_dgrad, own_wgrad=own_wgrad)
+    else:
+        dx = own_dgrad() if own_dgrad is not None else None
+        dw_NK = own_wgrad() if own_wgrad is not None else None
+    db_N = dy_TN.sum(dim=0) if needs_db else None
+    return dx if dx is None else dx.view(x.shape), dw_NK, db_N
+
+
 class _ColumnParallelProducts(torch.autograd.Function):
     """y = x[:, keep] w[:, keep]ᵀ + b; dx = Σ_r impute(dy w[:, keep]); dw = impute(dyᵀ x[:, keep]); db = Σ_t dy.
 
@@ -87,38 +155,16 @@ class _ColumnParallelProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w_NK, bias_N, how):
-        ctx.save_for_backward(x, w_NK)
         ctx.how, ctx.has_bias = how, bias_N is not None
-        if how.loans is None:
-            return _as_output(_forward(x, w_NK, bias_N, how), x)
-        x_TK = _as_tokens(x)
-        return _as_output(how.loans.column_forward(x_TK, lambda: _forward(x_TK, w_NK, bias_N, how)), x)
+        y, kept = column_forward(x, w_NK, bias_N, how)
+        ctx.save_for_backward(x, w_NK, *kept)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        how, (x, w_NK) = ctx.how, ctx.saved_tensors
-        if how.needs_eager_autograd:
-            require_eager_autograd()
-        dx = dw_NK = db_N = work = None
-        dy_TN = _as_tokens(dy)
-        # The same layout as Colossal-AI's: the layout decides the order in which a product or a sum adds up.
-        packed_dy_TN, x_TK = dy_TN.contiguous(), _as_tokens(x).contiguous()
-        own_dgrad = (lambda: _dgrad(dy_TN, w_NK, how)) if ctx.needs_input_grad[0] else None
-        own_wgrad = (lambda: _wgrad(packed_dy_TN, x_TK, w_NK, how)) if ctx.needs_input_grad[1] else None
-        if how.loans is not None:
-            dx, dw_NK, work = how.loans.column_backward(dy_TN, x_TK, own_dgrad=own_dgrad, own_wgrad=own_wgrad)
-        else:
-            if own_dgrad is not None:
-                dx = own_dgrad()
-                work = start_all_reduce(dx, how.process_group) if how.sums else None
-            if own_wgrad is not None:
-                dw_NK = own_wgrad()
-        if ctx.has_bias and ctx.needs_input_grad[2]:
-            db_N = packed_dy_TN.sum(dim=0)
-        if work is not None:
-            work.wait()
-        return dx if dx is None else dx.view(x.shape), dw_NK, db_N, None
+        x, w_NK, *kept = ctx.saved_tensors
+        return *column_backward(dy, x, w_NK, kept, ctx.how, _needed(ctx)), None
 
 
 class _RowParallelProducts(torch.autograd.Function):
@@ -130,38 +176,20 @@ class _RowParallelProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w_NK, bias_N, how):
         ctx.how, ctx.has_bias = how, bias_N is not None
-        if bias_N is not None:
-            bias_N = bias_N / group_size(how.process_group)
-        if how.loans is None:
-            y, kept = _forward(x, w_NK, bias_N, how), []
-        else:
-            x_TK = _as_tokens(x)
-            y, kept = how.loans.row_forward(x_TK, lambda: _forward(x_TK, w_NK, bias_N, how))
-        y = _as_output(y, x)
+        y, kept = row_forward(x, w_NK, bias_N, how)
         ctx.save_for_backward(x, w_NK, *kept)
-        if how.sums:
-            all_reduce(y, how.process_group, how.loans.name if how.loans is not None else None)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        how, (x, w_NK, *kept) = ctx.how, ctx.saved_tensors
-        if how.needs_eager_autograd:
-            require_eager_autograd()
-        dy_TN = _as_tokens(dy)
-        x_TK = _as_tokens(x)
-        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
-        dgrad = _dgrad_by_columns if needs_dw and _lies_by_columns(x_TK) else _dgrad  # as autograd does
-        own_dgrad = (lambda: dgrad(dy_TN, w_NK, how)) if needs_dx else None
-        own_wgrad = (lambda: _wgrad(dy_TN, x_TK, w_NK, how)) if needs_dw else None
-        if how.loans is not None:
-            dx, dw_NK = how.loans.row_backward(dy_TN, kept, own_dgrad=own_dgrad, own_wgrad=own_wgrad)
-        else:
-            dx = own_dgrad() if own_dgrad is not None else None
-            dw_NK = own_wgrad() if own_wgrad is not None else None
-        db_N = dy_TN.sum(dim=0) if ctx.has_bias and needs_db else None
-        return dx if dx is None else dx.view(x.shape), dw_NK, db_N, None
+        x, w_NK, *kept = ctx.saved_tensors
+        return *row_backward(dy, x, w_NK, kept, ctx.how, _needed(ctx)), None
+
+
+def _needed(ctx):
+    needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+    return needs_dx, needs_dw, ctx.has_bias and needs_db
 
 
 def _forward(x, w_NK, bias_N, how):

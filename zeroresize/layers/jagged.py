@@ -11,8 +11,7 @@ from zeroresize.utils.torch_private import jagged_like
 
 
 def on_tokens(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``function(x)`` for a function of each token alone; for a jagged ``x``, of its packed tokens, jagged as x is
-    (from torch 2.5 on).
+    """``function(x)`` for a function of each token alone; for a jagged ``x``, of its packed tokens, jagged as x is.
 
     Raises:
         ValueError: for a nested tensor of another layout, or an older torch.

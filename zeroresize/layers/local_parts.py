@@ -6,6 +6,9 @@ size; shape and placements of the DTensors stay those of even shares.
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -30,6 +33,9 @@ def local_in_graph(tensor: Tensor) -> Tensor:
     """
     if not is_dtensor(tensor):
         return tensor
+    if torch.compiler.is_compiling():
+        dtensor: Any = tensor
+        return _LocalPartCompiled.apply(dtensor, dtensor.device_mesh, dtensor.placements)
     if not (tensor.requires_grad and torch.is_grad_enabled()):  # inference_mode would not let a Function detach
         return local_tensor_of(tensor)
     local: Tensor = _LocalPart.apply(tensor)
@@ -55,3 +61,21 @@ class _LocalPart(torch.autograd.Function):
                 f"parameter {tuple(now.shape)} now. Move between an optimizer's step and the next forward"
             )
         return dtensor_like(ctx.like, gradient)
+
+
+class _LocalPartCompiled(torch.autograd.Function):
+    """The same by public calls of DTensor's, which dynamo can put into a graph; also for uneven parts."""
+
+    @staticmethod
+    def forward(ctx, dtensor, mesh, placements):
+        ctx.mesh, ctx.placements = mesh, placements
+        ctx.shape, ctx.strides = dtensor.shape, dtensor.stride()
+        return dtensor.to_local()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        dtensor = sys.modules["torch.distributed.tensor"].DTensor
+        whole = dtensor.from_local(
+            gradient, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.strides
+        )
+        return whole, None, None

@@ -20,6 +20,8 @@ class ActivationBytes:
     What is saved between a segment's first column-parallel layer and its row-parallel one is computed with units. The
     first forward of training after :meth:`count_next` counts, one micro-batch where gradients are accumulated.
 
+    Nothing is counted of a forward that ``torch.compile`` has compiled, even in parts.
+
     Args:
         model: whose forward is called.
         segments: of the model.
@@ -64,25 +66,33 @@ class ActivationBytes:
         self._handles = []
 
     def _begin(self, model: nn.Module, inputs: Any, named_inputs: Mapping[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
         if self._saved is None and torch.is_grad_enabled() and model.training:
             self._open.clear()
             self._saved = SavedBytes(model, (*inputs, *named_inputs.values()))
 
     def _end(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         saved = self._saved
         if saved is None:
             return
         self.close()
+        if any(layer.is_compiled for segment in self._segments for layer in segment.modules):
+            return
         self.within = max(self.within, saved.within)
         self.besides = max(self.besides, saved.total - saved.within)
 
     def _enter(self, number: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        self._open.add(number)
-        self._mark()
+        if not torch.compiler.is_compiling():
+            self._open.add(number)
+            self._mark()
 
     def _leave(self, number: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        self._open.discard(number)
-        self._mark()
+        if not torch.compiler.is_compiling():
+            self._open.discard(number)
+            self._mark()
 
     def _mark(self) -> None:
         if self._saved is not None:

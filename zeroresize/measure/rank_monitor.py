@@ -183,9 +183,7 @@ class RankMonitor:
     @property
     def num_forwards(self) -> int:
         """Training forwards of the counted layers so far, recomputations included: equal on all ranks at each of these
-        layers' collectives; 0 where the model is compiled."""
-        if any(layer.is_compiled for layer in self._counted):
-            return 0  # compiled code and its eager fallback may count differently
+        layers' collectives."""
         return self._num_forwards_before_step + sum(layer.num_forwards for layer in self._counted)
 
     @property

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroresize.comm.collectives import all_reduce, message_device
-from zeroresize.layers.balanced_linear import autocast_dtype
+from zeroresize.layers.autocast import autocast_dtype
 from zeroresize.plan.length_range import LengthRange, as_ranges, with_limits
 from zeroresize.policy.strategy.packing import MicroBatch, Work, num_tokens
 from zeroresize.policy.strategy.step_plan import Visit, plan_visits

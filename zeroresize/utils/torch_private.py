@@ -6,7 +6,6 @@ Nothing else in the package names a private part of torch, so that a new version
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import sys
 import threading
@@ -190,6 +189,44 @@ def in_compiled_autograd() -> bool:
     return bool(getattr(compiled_autograd, "in_compiled_autograd_region", is_switched_on))
 
 
+# ----------------------------------------------------------------------------------------------------- torch.compile
+
+
+def keep_order_in_graphs(operator: Any) -> None:
+    """Have compiled graphs run an operator, and others marked so, in the order of the program.
+
+    It is ``library._register_effectful_op`` with ``_library.effects.EffectType``. Where a version lacks one of them,
+    order is what the operators' results need, and what the compiler chooses alike for equal shapes.
+    """
+    register = getattr(torch.library, "_register_effectful_op", None)
+    effects: Any = sys.modules.get("torch._library.effects")
+    if register is not None and effects is not None:
+        register(operator, effects.EffectType.ORDERED)
+
+
+def current_compilation() -> tuple[int, int] | None:
+    """Return which frame dynamo compiles now, and how often it has before: ``_guards.CompileContext``.
+
+    None outside of a compilation, or where the names are missing.
+    """
+    context = getattr(sys.modules.get("torch._guards"), "CompileContext", None)
+    compilation = context.current_compile_id() if context is not None else None
+    if compilation is None:
+        return None
+    return compilation.frame_id, compilation.frame_compile_id
+
+
+def let_shapes_of_parameters_vary() -> None:
+    """Let dynamo take a parameter's size for a variable once it has changed: ``config.force_parameter_static_shapes``.
+
+    Otherwise each new size compiles anew, up to a limit. A size that never changes stays a constant. Where the name is
+    missing, each size compiles anew.
+    """
+    config: Any = sys.modules.get("torch._dynamo.config")
+    if config is not None and getattr(config, "force_parameter_static_shapes", False):
+        config.force_parameter_static_shapes = False
+
+
 # ----------------------------------------------------------------------------------------------------------- tensors
 
 
@@ -247,13 +284,9 @@ def jagged_like(x: Tensor, values: Tensor) -> Tensor:
     """Return ``values`` as a jagged tensor with the sequences of ``x``: ``_ragged_idx``, ``_maybe_min_seqlen``, ….
 
     The lengths are handed on where they are known: computing them would wait for the device.
-
-    Raises:
-        ValueError: for a torch before 2.5, which has no such names.
+    Where a name is missing: an AttributeError.
     """
     jagged: Any = x
-    if not hasattr(x, "_maybe_min_seqlen"):
-        raise ValueError(f"jagged inputs need torch 2.5 or newer, this is {torch.__version__}")
     lengths = jagged._ragged_idx, jagged._maybe_min_seqlen, jagged._maybe_max_seqlen
     return torch.nested.nested_tensor_from_jagged(values, jagged.offsets(), jagged.lengths(), *lengths)
 
@@ -331,14 +364,6 @@ def dtensor_like(dtensor: Tensor, local: Tensor) -> Tensor:
     return kind(local, dtensor._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
-def has_tensors_that_tell_their_parts() -> bool:
-    """Return whether torch.distributed.checkpoint asks tensors for their parts: ``distributed._checkpointable``.
-
-    Without the module ``sharded_state_dict`` is an error that says what to do instead.
-    """
-    return importlib.util.find_spec("torch.distributed._checkpointable") is not None
-
-
 def classes_of_checkpoint_index() -> tuple[Any, Any]:
     """Return what an index of torch.distributed.checkpoint names under private names, to read one.
 
@@ -406,17 +431,6 @@ def hooks_of_parameter(parameter: Tensor | None, kind: str) -> Mapping[int, Any]
         kind: "backward" or "post_accumulate_grad".
     """
     return getattr(parameter, f"_{kind}_hooks", None) or {}
-
-
-def register_load_hook(module: nn.Module, hook: Callable[..., None]) -> None:
-    """Call ``hook`` with the module and what it is given before it loads a state dictionary.
-
-    torch before 2.5 has only the private name, ``Module._register_load_state_dict_pre_hook``.
-    """
-    if hasattr(module, "register_load_state_dict_pre_hook"):
-        module.register_load_state_dict_pre_hook(hook)
-    else:
-        module._register_load_state_dict_pre_hook(hook, with_module=True)
 
 
 def is_compiled_module(module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_size
-from zeroresize.layers.balanced_linear import autocast_dtype
+from zeroresize.layers.autocast import autocast_dtype
 from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.running.activations import Activation
 from zeroresize.strategy.running.neighbours import AdjacentStage, Neighbour, Nobody

@@ -1,0 +1,88 @@
+"""Layers whose parameters are DTensors in compiled graphs: the losses of the layers as they are, also while away."""
+
+import pytest
+import torch
+from helpers.compiled import batch as tokens
+from helpers.compiled import compiled
+from helpers.dtensor_models import ATTENTION, WIDTH, FeedForward, adamw, mesh_of, split, train, whole_model
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zeroresize as zr
+from zeroresize.layers.local_parts import local_of
+
+
+def feed_forward(mesh):
+    torch.manual_seed(0)
+    model = FeedForward(bias=True).double()
+    parallelize_module(model, mesh, {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()})
+    zr.convert(model)
+    return model
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_moves_in_one_graph_leave_losses_and_gradients_those_of_the_layers(run_ranks, backend):
+    shares = [(3, 1), (1, 3), (1, 1), (2, 1), (1, 1)]
+
+    def check(rank, group):
+        torch._dynamo.reset()
+        outcomes = []
+        for compiles in (False, True):
+            model = feed_forward(mesh_of())
+            call, counter = compiled(model, backend) if compiles else (model, None)
+            optimizer = adamw(model)
+            balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="exact"))
+            values = []
+            for share in shares:
+                loss = call(tokens(width=WIDTH)).square().mean()
+                loss.backward()
+                assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).full_tensor()
+                optimizer.step()
+                optimizer.zero_grad()
+                balancer.step()
+                balancer.move(share)
+                values += [loss.item(), norm.item(), local_of(model.up.weight).shape[0]]
+            balancer.close()
+            outcomes.append(values)
+        return outcomes, counter.frame_count
+
+    for (expected, values), num_compilations in run_ranks(check, 2, timeout_s=110):
+        assert values == (expected if backend == "aot_eager" else pytest.approx(expected, rel=1e-12))
+        assert num_compilations <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_a_decoder_whose_units_move_trains_in_one_graph_as_in_one_process(run_ranks, sequence):
+    shares = {1: (3, 1), 3: (1, 3), 4: (1, 1)}
+    whole = whole_model()
+    expected = train(whole, adamw(whole), 6)
+
+    def check(rank, group):
+        torch._dynamo.reset()
+        model = split(whole_model(), mesh_of(), sequence=sequence)
+        zr.convert(model, segments=ATTENTION)
+        optimizer = adamw(model)
+        balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="exact"))
+        call, counter = compiled(model)
+        sizes = []
+
+        def after(step):
+            balancer.step()
+            if step in shares:
+                balancer.move(shares[step])
+            sizes.append(local_of(model.blocks[0].mlp.down.weight).shape[1])
+
+        call.parameters = model.parameters
+        values = train(call, optimizer, 6, after)
+        assert values == pytest.approx(expected, abs=1e-10)
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        for name, parameter in whole.named_parameters():
+            assert torch.allclose(dict(model.named_parameters())[name].full_tensor(), parameter, atol=1e-10), name
+        balancer.close()
+        return sizes, counter.frame_count
+
+    (first, num_compilations), (second, _) = run_ranks(check, 2, timeout_s=110)
+    assert first == [24, 36, 36, 12, 24, 24] and second == [24, 12, 12, 36, 24, 24]
+    assert num_compilations <= 4

@@ -1,0 +1,216 @@
+"""Split layers in compiled graphs: one graph, the results of the layers as they are, and few compilations."""
+
+import copy
+
+import pytest
+import torch
+from helpers.compiled import HIDDEN, batch, compiled, feed_forwards, train
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import Unsupported
+from torch.utils.checkpoint import checkpoint
+
+import zeroresize as zr
+from zeroresize.kernels.probe import ProductProbe
+from zeroresize.layers import compiled_products
+from zeroresize.plan.layer import LayerPlan
+
+
+def prune(model, num_pruned, imputation="zero"):
+    """Another plan in every layer."""
+    for block in model:
+        for layer in (block.gate, block.up, block.down):
+            layer.plan = LayerPlan.from_pruned(torch.arange(0, 2 * num_pruned, 2), layer.num_columns, "cpu", imputation)
+            layer.plan = layer.plan if num_pruned else None
+
+
+class Counts(ProductProbe):
+    sees_evaluation = False
+
+    def __init__(self):
+        self.begun = self.ended = self.gemms = 0
+
+    def product_begins(self):
+        self.begun += 1
+
+    def product_ends(self):
+        self.ended += 1
+
+    def gemm_begins(self, operands):
+        self.gemms += 1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_changed_plans_compile_nothing_and_results_are_those_of_the_layers(run_ranks, backend):
+    def check(rank, group):
+        torch._dynamo.reset()
+        x, outcomes = batch(), []
+        for compiles in (False, True):
+            model = feed_forwards(group)
+            call, counter = compiled(model, backend) if compiles else (model, None)
+            probe, seen = Counts(), []
+            layer = model[1].down
+            layer.probes.add_outermost(probe)
+            layer.watch_input = lambda x, seen=seen: seen.append(x.sum().item())
+            layer.watch_forward = lambda *what, seen=seen: seen.append(what)
+            layer.watch_start = lambda seen=seen: seen.append("start")
+            plans = [(1, "zero"), (2, "average"), (0, "zero"), (3, "zero")]
+            losses = train(call, model, 5, x, lambda step, model=model, plans=plans: prune(model, *plans[step % 4]))
+            counts = probe.begun, probe.ended, probe.gemms, layer.num_tokens, layer.num_forwards
+            outcomes.append((losses, [one.detach() for one in model.parameters()], seen, counts))
+        assert counter.frame_count == 1
+        assert counts == (15, 15, 15, 50, 5)
+        (expected, weights, watched, expected_counts), (losses, ours, seen, counts) = outcomes
+        assert counts == expected_counts
+        if backend == "aot_eager":
+            assert losses == expected
+            assert seen == watched
+            assert all(torch.equal(*pair) for pair in zip(ours, weights, strict=True))
+        else:
+            assert losses == pytest.approx(expected, rel=1e-12)
+            assert all(torch.allclose(*pair, rtol=1e-10) for pair in zip(ours, weights, strict=True))
+        return losses
+
+    first, second = run_ranks(check, 2, timeout_s=110)
+    assert first == second and len(set(first)) == 5
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_moves_compile_twice_at_most_and_leave_the_losses(run_ranks, backend, caplog):
+    shares = [(3, 1), (1, 3), (1, 1), (2, 1), (1, 2), (1, 1)]
+
+    def check(rank, group):
+        torch._dynamo.reset()
+        caplog.set_level("INFO", "zeroresize.layers.compiled_products")
+        outcomes = []
+        for compiles in (False, True):
+            model = feed_forwards(group)
+            call, counter = compiled(model, backend) if compiles else (model, None)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="exact"))
+            sizes = []
+
+            def after(step, model=model, balancer=balancer, sizes=sizes):
+                balancer.step()
+                balancer.move(shares[step])
+                sizes.append(model[0].up.weight.shape[0])
+
+            outcomes.append(train(call, model, 6, batch(), after, optimizer))
+            balancer.close()
+        log_lines = [record.getMessage() for record in caplog.records if "torch.compile" in record.getMessage()]
+        return outcomes, sizes, counter.frame_count, log_lines
+
+    results = run_ranks(check, 2, timeout_s=110)
+    for (expected, losses), _, num_compilations, lines in results:
+        assert num_compilations <= 3
+        assert len(lines) == num_compilations
+        assert "Changed plans compile nothing" in lines[-1]
+        assert losses == (expected if backend == "aot_eager" else pytest.approx(expected, rel=1e-12))
+    assert [sum(sizes) for sizes in zip(*(sizes for _, sizes, *_ in results), strict=True)] == [HIDDEN] * 6
+    assert len(set(results[0][1])) == 5
+
+
+def test_graphs_keep_the_order_of_products(run_ranks):
+    """Also of those that do not need each other, as ranks with other shapes might order them otherwise."""
+
+    def check(rank, group):
+        torch._dynamo.reset()
+        graphs = []
+
+        def keep(graph, inputs):
+            graphs.append([str(node.target) + str(node.args) for node in graph.graph.nodes])
+            return graph.forward
+
+        model = feed_forwards(group)[:1]
+        torch.compile(model, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(batch()).sum().backward()
+        return [sum("with_effects" in node and "zeroresize" in node for node in graph) for graph in graphs]
+
+    assert run_ranks(check, 2, timeout_s=110) == [[3, 3]] * 2
+
+
+def test_what_is_not_asked_for_is_not_computed(run_ranks):
+    """Frozen weights, an x without gradient, an evaluation, no bias, recomputed forwards."""
+
+    def check(rank, group):
+        torch._dynamo.reset()
+        outcomes = []
+        for compiles in (False, True):
+            model = feed_forwards(group)
+            model[0].gate.weight.requires_grad_(False)
+            model[1].up.bias = None
+            prune(model, 1)
+            first, second = (compiled(one)[0] if compiles else one for one in model)
+            probe = Counts()
+            model[0].gate.probes.add_outermost(probe)
+            y = checkpoint(second, first(batch()), use_reentrant=False)
+            y.sum().backward()
+            numbers = [probe.begun, model[1].down.num_recomputations]
+            gradients = [one.grad for one in model.parameters()]
+            model.eval()
+            evaluated = nn.Sequential(first, second)(batch())
+            outcomes.append((y.detach(), evaluated.detach(), gradients, numbers))
+        (y, evaluated, gradients, numbers), (ours, ours_evaluated, our_gradients, our_numbers) = outcomes
+        assert torch.equal(y, ours) and torch.equal(evaluated, ours_evaluated) and not torch.equal(y, evaluated)
+        assert numbers == our_numbers == [1, 1]
+        for expected, gradient in zip(gradients, our_gradients, strict=True):
+            assert gradient is expected is None or torch.equal(gradient, expected)
+
+    run_ranks(check, 2, timeout_s=110)
+
+
+def test_a_backward_follows_the_plan_of_its_forward(run_ranks):
+    def check(rank, group):
+        torch._dynamo.reset()
+        gradients = []
+        for num_changes in (0, 7, 9):
+            model = feed_forwards(group)
+            prune(model, 2)
+            call, _ = compiled(model)
+            y = call(batch())
+            for number in range(num_changes):
+                prune(model, 1 + number % 2)
+                call(batch())
+            if num_changes == 9:
+                with pytest.raises(RuntimeError, match=r"more than 8 changes of plan.*before balancer.step"):
+                    y.sum().backward()
+            else:
+                y.sum().backward()
+                gradients.append(model[0].gate.weight.grad)
+        assert torch.equal(*gradients)
+
+    run_ranks(check, 2, timeout_s=110)
+
+
+def test_an_input_that_does_not_fit_is_named(run_ranks):
+    def check(rank, group):
+        torch._dynamo.reset()
+        call, _ = compiled(feed_forwards(group)[0].down)
+        with pytest.raises(ValueError, match=r"input \(2, 5, 7\) does not fit weight \(6, 12\)"):
+            call(batch(width=7))
+
+    run_ranks(check, 2, timeout_s=110)
+
+
+def test_in_one_graph_columns_are_not_lent_and_the_error_says_what_to_do(run_ranks):
+    def check(rank, group):
+        torch._dynamo.reset()
+        model = feed_forwards(group)
+        config = zr.BalanceConfig(mode="mig", ratio=0.5, ranks=[0])
+        balancer = zr.Balancer(model, torch.optim.AdamW(model.parameters()), config)
+        call, _ = compiled(model)
+        with pytest.raises(Unsupported, match=r"columns of a layer are lent.*fullgraph=True.*'zero-rd'"):
+            call(batch())
+        balancer.close()
+
+    run_ranks(check, 2, timeout_s=110)
+
+
+def test_copies_of_a_layer_have_numbers_of_their_own(run_ranks):
+    def check(rank, group):
+        layer = feed_forwards(group)[0].up
+        copied = copy.deepcopy(layer)
+        numbers = [int(one.forwards.number) for one in (layer, copied)]
+        assert [compiled_products._layers[number] for number in numbers] == [layer, copied]
+        assert len(set(numbers)) == 2
+
+    run_ranks(check, 1)

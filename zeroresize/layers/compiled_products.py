@@ -1,0 +1,228 @@
+"""The products of balanced layers as operators of torch, so that ``torch.compile`` puts a model of them into one graph.
+
+A compiled graph holds only a layer's number. What changes between two steps (plan, probes, watchers) is read from the
+layer whenever the graph runs, so that none of it compiles anew. The operators have an order of their own: ranks whose
+weights have other shapes would otherwise meet in other collectives. ``K`` input and ``N`` output features.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections import deque
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zeroresize.layers.functional import (
+    ProductContext,
+    column_backward,
+    column_forward,
+    row_backward,
+    row_forward,
+)
+from zeroresize.plan.layer import LayerPlan
+from zeroresize.utils.torch_private import (
+    current_compilation,
+    keep_order_in_graphs,
+    let_shapes_of_parameters_vary,
+)
+
+logger = logging.getLogger(__name__)
+
+#: So many plans a layer remembers for backwards of forwards that lie before a change of plan.
+_MOST_PLANS = 8
+
+
+class CompiledLayer(Protocol):
+    """A balanced layer, as a running graph sees it.
+
+    Attributes:
+        name_in_model: for errors; may be empty.
+    """
+
+    name_in_model: str
+
+    def compiled_forward_begins(self, x: Tensor, is_training: bool, sums: bool) -> ProductContext:
+        """Count and watch a forward of the local input ``x`` [..., K], and tell how it is computed."""
+
+    def context_of(self, plan: LayerPlan | None, is_training: bool, sums: bool) -> ProductContext:
+        """Tell how the backward of a forward by ``plan`` is computed."""
+
+
+class CompiledForwards:
+    """Keeps what a graph needs of one layer besides tensors.
+
+    Attributes:
+        number: of the layer, int64 on the CPU, by which its operators find it.
+    """
+
+    def __init__(self, layer: CompiledLayer) -> None:
+        number = next(_numbers)
+        self.number = torch.tensor(number, device="cpu")
+        self._plans: deque[tuple[int, LayerPlan]] = deque(maxlen=_MOST_PLANS)
+        self._num_plans = 0
+        _layers[number] = layer
+        _forwards[number] = self
+
+    def number_of(self, plan: LayerPlan | None) -> int:
+        """Return the number under which a backward finds ``plan``; 0 for None."""
+        if plan is None:
+            return 0
+        if not self._plans or self._plans[-1][1] is not plan:
+            self._num_plans += 1
+            self._plans.append((self._num_plans, plan))
+        return self._num_plans
+
+    def plan_of(self, number: int) -> LayerPlan | None:
+        """Return the plan of a number.
+
+        Raises:
+            KeyError: if more than ``_MOST_PLANS`` plans have followed it.
+        """
+        return dict(self._plans)[number] if number else None
+
+
+_numbers = itertools.count()
+_layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_forwards: weakref.WeakValueDictionary[int, CompiledForwards] = weakref.WeakValueDictionary()
+
+
+def compiled_column_products(
+    x: Tensor, w_NK: Tensor, bias_N: Tensor | None, number: Tensor, is_training: bool, sums: bool
+) -> Tensor:
+    """Compute, in a graph, what :func:`~zeroresize.layers.functional.column_parallel_products` does."""
+    _graph_begins()
+    y, _ = torch.ops.zeroresize.column_products(x, w_NK, bias_N, number, is_training, sums)
+    return y
+
+
+def compiled_row_products(
+    x: Tensor, w_NK: Tensor, bias_N: Tensor | None, number: Tensor, is_training: bool, sums: bool
+) -> Tensor:
+    """Compute, in a graph, what :func:`~zeroresize.layers.functional.row_parallel_products` does."""
+    _graph_begins()
+    y, _ = torch.ops.zeroresize.row_products(x, w_NK, bias_N, number, is_training, sums)
+    return y
+
+
+_last_compilation: tuple[int, int] | None = None
+
+
+def _tell_compilation() -> None:
+    """Called when layers are compiled, not when they run: once for each layer of a graph."""
+    global _last_compilation
+    let_shapes_of_parameters_vary()
+    compilation = current_compilation()
+    if compilation is None or compilation == _last_compilation:
+        return
+    _last_compilation = compilation
+    frame, times = compilation
+    if times == 0:
+        logger.info("torch.compile compiles balanced layers (frame %d)", frame)
+    else:
+        logger.info(
+            "torch.compile compiles balanced layers again (frame %d, time %d), as after a move of units or for eval(). "
+            "Changed plans compile nothing",
+            frame,
+            times + 1,
+        )
+
+
+_graph_begins = getattr(torch.compiler, "assume_constant_result", lambda function: function)(_tell_compilation)
+
+
+def _forward(kind: Any, x: Tensor, w_NK: Tensor, bias_N: Any, number: Tensor, is_training: bool, sums: bool) -> Any:
+    layer, forwards = _layers[int(number)], _forwards[int(number)]
+    how = layer.compiled_forward_begins(x, is_training, sums)
+    y, _ = kind(x, w_NK, bias_N, how)
+    return y.contiguous(), torch.tensor(forwards.number_of(how.plan), device="cpu")
+
+
+def _backward(
+    kind: Any,
+    dy: Tensor,
+    x: Tensor,
+    w_NK: Tensor,
+    number: Tensor,
+    plan_number: Tensor,
+    needed: list[bool],
+    is_training: bool,
+    sums: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    layer, forwards = _layers[int(number)], _forwards[int(number)]
+    try:
+        plan = forwards.plan_of(int(plan_number))
+    except KeyError:
+        name = f"layer {layer.name_in_model}" if layer.name_in_model else "a layer"
+        raise RuntimeError(
+            f"{name}: a compiled backward came more than {_MOST_PLANS} changes of plan after its forward; call "
+            "backward before balancer.step()"
+        ) from None
+    computed = kind(dy, x, w_NK, [], layer.context_of(plan, is_training, sums), needed)
+    dx, dw_NK, db_N = (dy.new_empty(0) if gradient is None else gradient.contiguous() for gradient in computed)
+    return dx, dw_NK, db_N
+
+
+def _like_forward(x: Tensor, w_NK: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    """The shapes of a forward's results."""
+    return x.new_empty((*x.shape[:-1], w_NK.shape[0])), torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def _like_backward(
+    dy: Tensor, x: Tensor, w_NK: Tensor, number: Tensor, plan_number: Tensor, needed: list[bool], *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The shapes of a backward's results; of size 0 where a gradient is not needed."""
+    dx, dw_NK, db_N = (
+        dy.new_empty(shape if is_needed else (0,))
+        for shape, is_needed in zip((x.shape, w_NK.shape, (w_NK.shape[0],)), needed, strict=True)
+    )
+    return dx, dw_NK, db_N
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, w_NK, bias_N, number, ctx.is_training, ctx.sums = inputs
+    ctx.save_for_backward(x, w_NK, number, output[1])
+    ctx.has_bias = bias_N is not None
+
+
+def _gradients(operator: Any, ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, w_NK, number, plan_number = ctx.saved_tensors
+    needed = [*ctx.needs_input_grad[:2], ctx.has_bias and ctx.needs_input_grad[2]]
+    gradients = operator(dy, x, w_NK, number, plan_number, needed, ctx.is_training, ctx.sums)
+    dx, dw_NK, db_N = (gradient if is_needed else None for gradient, is_needed in zip(gradients, needed, strict=True))
+    return dx, dw_NK, db_N, None, None, None
+
+
+def _define(name: str, forward: Any, backward: Any) -> None:
+    """Make the operators ``zeroresize::<name>`` and ``zeroresize::<name>_backward``."""
+    operands = "Tensor x, Tensor w_NK, "
+    products = torch.library.custom_op(
+        f"zeroresize::{name}",
+        lambda *inputs: _forward(forward, *inputs),
+        mutates_args=(),
+        tags=_TAGS,
+        schema=f"({operands}Tensor? bias_N, Tensor number, bool is_training, bool sums) -> (Tensor, Tensor)",
+    )
+    gradients = torch.library.custom_op(
+        f"zeroresize::{name}_backward",
+        lambda *inputs: _backward(backward, *inputs),
+        mutates_args=(),
+        tags=_TAGS,
+        schema=f"(Tensor dy, {operands}Tensor number, Tensor plan_number, bool[] needed, bool is_training, bool sums)"
+        " -> (Tensor, Tensor, Tensor)",
+    )
+    products.register_fake(_like_forward)
+    gradients.register_fake(_like_backward)
+    operator = getattr(torch.ops.zeroresize, f"{name}_backward")
+    products.register_autograd(lambda ctx, dy, _: _gradients(operator, ctx, dy), setup_context=_remember)
+    keep_order_in_graphs(getattr(torch.ops.zeroresize, name).default)
+    keep_order_in_graphs(operator.default)
+
+
+# What a replayed CUDA graph does not run, Python, is what these operators are for.
+_TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
+_define("column_products", column_forward, column_backward)
+_define("row_products", row_forward, row_backward)
