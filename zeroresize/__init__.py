@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 
-#: What needs pipelines, DTensors or checkpoints of torch is imported where it is asked for: that takes a second.
+#: What needs pipelines, DTensors or checkpoints of torch is imported where it is asked for.
 _LAZY = {
     "CheckpointReader": "zeroresize.utils.checkpoint_reader",
     "ColwiseParallel": "zeroresize.layers.styles",

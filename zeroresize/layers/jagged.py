@@ -14,7 +14,7 @@ def on_tokens(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """``function(x)`` for a function of each token alone; for a jagged ``x``, of its packed tokens, jagged as x is.
 
     Raises:
-        ValueError: for a nested tensor of another layout, or an older torch.
+        ValueError: for a nested tensor of another layout.
     """
     if not x.is_nested:
         return function(x)
