@@ -37,6 +37,7 @@ def test_converted_layers_are_the_hosts_bit_for_bit(run_ranks, bias, sequence):
     run_ranks(check, 2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("foreach", [False, True], ids=["for loop", "foreach"])
 def test_moves_away_and_home_leave_losses_and_norms_those_of_one_process(run_ranks, foreach, sequence):
@@ -185,6 +186,7 @@ def of_plain_parameters(model, group):
     return model
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 def test_every_configuration_computes_what_it_does_with_plain_parameters(run_ranks, name, sequence):

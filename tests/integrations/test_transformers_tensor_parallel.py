@@ -49,6 +49,7 @@ def trained_with_moves(model, kind="decoder"):
     return values, balancer
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", DECODERS)
 def test_a_decoder_that_was_split_when_loaded_trains_as_whole_and_is_saved_whole(run_ranks, tmp_path, kind):
     whole = whole_decoder(kind)
