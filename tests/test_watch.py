@@ -100,7 +100,8 @@ def test_a_slow_rank_is_seen_whatever_shards_the_model(run_ranks, shard):
 
     for report, scores, metrics in run_ranks(run, 2, timeout_s=100):
         (slow,) = report.slow  # whatever other work on the machine did to a rank before is over
-        assert (slow.rank, slow.cause) == (1, "loader" if shard is compiled else "products")
+        # Of a compiled model other work on the machine, as of its compiler, may take longer than the delay.
+        assert slow.rank == 1 and slow.cause in (("loader", "compute") if shard is compiled else ("products",))
         assert slow.times > 2.0 and scores[0] == 1.0 and scores[1] < 0.5
         assert report.cost_s > 0.3
         assert metrics["watch/num_slow"] == 1.0
