@@ -158,9 +158,8 @@ def group_of(
         return require_group(process_group)
     layers = balanced_layers(model)
     groups = {name: layer.process_group for name, layer in layers.items()}
-    if not any(
-        layer.is_searched for layer in layers.values()
-    ):  # convert() leaves the layers of other groups on purpose
+    is_converted = any(layer.is_searched for layer in layers.values())
+    if not is_converted:  # convert() leaves the layers of other groups on purpose
         is_only = not groups
         for name, module, host in _parallel_layers(model):
             if module_filter_fn is None or module_filter_fn(module, name):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroresize as zr
-from scripts.bench.common import pin_to_core
+from scripts.bench.common import TimedSteps, pin_to_core
 from vit_examples.config import ModelConfig
 from vit_examples.model import build_vit, classification_loss
 from zeroresize.integrations.colossalai import prepare_accelerator
@@ -26,7 +25,7 @@ with warnings.catch_warnings():
 
 
 @dataclass
-class Trainer:
+class Trainer(TimedSteps):
     """A ViT under Colossal-AI with its optimizer and one fixed batch.
 
     Attributes:
@@ -49,18 +48,6 @@ class Trainer:
         self.optimizer.zero_grad()
         self.after_step()
         return loss.item()
-
-    def timed_step(self) -> float:
-        """Wall seconds of one step that all ranks begin together."""
-        dist.barrier()
-        begin = time.perf_counter()
-        self.step()
-        return time.perf_counter() - begin
-
-    def window(self, num_steps: int) -> list[float]:
-        """Wall seconds of some steps after one that is not counted."""
-        self.step()
-        return [self.timed_step() for _ in range(num_steps)]
 
 
 class ColossalAIRanks:

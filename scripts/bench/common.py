@@ -12,6 +12,7 @@ import os
 import platform
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,26 @@ from zeroresize.convert import balanced_layers
 from zeroresize.injection.delay import Delays, HostDelay
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.policy.tensor.rules.bounds import work_conserving_bound_s
+
+
+class TimedSteps(ABC):
+    """Steps of training whose wall seconds are taken while all ranks make them together."""
+
+    @abstractmethod
+    def step(self) -> float:
+        """Make a training step and return the loss."""
+
+    def timed_step(self) -> float:
+        """Return the wall seconds of a step that all ranks begin together."""
+        dist.barrier()
+        begin = time.perf_counter()
+        self.step()
+        return time.perf_counter() - begin
+
+    def window(self, num_steps: int) -> list[float]:
+        """Return the wall seconds of some steps after one that is not counted."""
+        self.step()
+        return [self.timed_step() for _ in range(num_steps)]
 
 
 def pin_to_core() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zeroresize as zr
-from scripts.bench.common import pin_to_core
+from scripts.bench.common import TimedSteps, pin_to_core
 
 HOSTS = ("dtensor", "transformers")
 _WORDS = 512
 
 
 @dataclass
-class HostTrainer:
+class HostTrainer(TimedSteps):
     """A model with its optimizer and one fixed batch.
 
     Attributes:
@@ -46,18 +45,6 @@ class HostTrainer:
         self.optimizer.zero_grad()
         self.after_step()
         return loss.item()
-
-    def timed_step(self) -> float:
-        """Return the wall seconds of a step that all ranks begin together."""
-        dist.barrier()
-        begin = time.perf_counter()
-        self.step()
-        return time.perf_counter() - begin
-
-    def window(self, num_steps: int) -> list[float]:
-        """Return the wall seconds of some steps after one that is not counted."""
-        self.step()
-        return [self.timed_step() for _ in range(num_steps)]
 
 
 class HostRanks:

@@ -7,6 +7,7 @@ does cannot be seen, so that units do not move where there is one, unless it is 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -98,3 +99,8 @@ def _unwrapped(hook: Any) -> Any:
 def _name_of(function: Any) -> str:
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
+
+
+def remembered_by(function: Any) -> dict[str, Any]:
+    """Return what a function has taken from where it was defined, by name; nothing of what is no function."""
+    return dict(inspect.getclosurevars(function).nonlocals) if inspect.isfunction(function) else {}

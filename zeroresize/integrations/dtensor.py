@@ -8,7 +8,6 @@ taken off. What they do is read from what they remember; a layer with other ones
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from zeroresize.comm.collectives import group_size, require_group
+from zeroresize.integrations.changed_modules import remembered_by
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.dtensor_linear import LinearLayouts, become_dtensor_linear
 from zeroresize.layers.whole_linear import why_no_plain_linear
@@ -52,52 +52,46 @@ class _Style:
         return _KINDS[self.name]
 
 
-class DTensorLinears:
-    """Adapts ``nn.Linear`` layers that a parallel style has split into DTensors."""
-
-    kinds = (
-        "torch.nn.Linear split by torch.distributed.tensor.parallel.ColwiseParallel / RowwiseParallel, also by "
-        'from_pretrained(tp_plan="auto") of transformers'
-    )
-
-    def is_parallel_linear(self, module: nn.Module) -> bool:
-        """Tell whether ``module`` is a linear layer of DTensors, split by something that remembers the mesh."""
-        return isinstance(module, nn.Linear) and isinstance(module.weight, DTensor) and _mesh_of(module) is not None
-
-    def process_group_of(self, module: Any) -> ProcessGroup:
-        """Return the group of the mesh over which a style has split ``module``."""
-        mesh = _mesh_of(module)
-        assert mesh is not None
-        return require_group(mesh)
-
-    def why_left_alone(self, module: Any) -> str | None:
-        style = _style_of(module)
-        if isinstance(style, str):
-            return style
-        placements, wanted = module.weight.placements[-1:], Shard(0 if style.is_column else 1)
-        if placements != (wanted,):  # fully_shard puts its dimension before
-            return f"its weight has the placements {module.weight.placements}, and {style.name} makes {wanted!r}"
-        if (why := why_no_plain_linear(module, but_for_forward=True)) is not None:
-            return why
-        ranks = group_size(require_group(style.layouts.mesh))
-        divided = "out_features" if style.is_column else "in_features"
-        if getattr(module, divided) % ranks:
-            return f"its {divided}={getattr(module, divided)} are not divisible by the {ranks} ranks"
-        return why_layouts_unknown(style.layouts, is_column=style.is_column)
-
-    def swap_layer(self, module: Any) -> Any:
-        if isinstance(module, BalancedLinear):
-            return module
-        style = _style_of(module)
-        assert isinstance(style, _Style)
-        style.take_off()
-        return become_dtensor_linear(module, style.layouts, is_column=style.is_column)
+def is_parallel_linear(module: nn.Module) -> bool:
+    """Tell whether ``module`` is a linear layer of DTensors, split by something that remembers the mesh."""
+    return isinstance(module, nn.Linear) and isinstance(module.weight, DTensor) and _mesh_of(module) is not None
 
 
-adapter = DTensorLinears()
+def process_group_of(module: Any) -> ProcessGroup:
+    """Return the group of the mesh over which a style has split ``module``."""
+    mesh = _mesh_of(module)
+    assert mesh is not None
+    return require_group(mesh)
 
 
-def why_layouts_unknown(layouts: LinearLayouts, *, is_column: bool) -> str | None:
+def why_left_alone(module: Any) -> str | None:
+    """Tell why a layer that was split must stay as it is; None if it can be balanced."""
+    style = _style_of(module)
+    if isinstance(style, str):
+        return style
+    placements, wanted = module.weight.placements[-1:], Shard(0 if style.is_column else 1)
+    if placements != (wanted,):  # fully_shard puts its dimension before
+        return f"its weight has the placements {module.weight.placements}, and {style.name} makes {wanted!r}"
+    if (why := why_no_plain_linear(module, but_for_forward=True)) is not None:
+        return why
+    ranks = group_size(require_group(style.layouts.mesh))
+    divided = "out_features" if style.is_column else "in_features"
+    if getattr(module, divided) % ranks:
+        return f"its {divided}={getattr(module, divided)} are not divisible by the {ranks} ranks"
+    return _why_layouts_unknown(style.layouts, is_column=style.is_column)
+
+
+def swap_layer(module: Any) -> Any:
+    """Make ``module`` a balanced layer in place, without what its style has put on it, and return it."""
+    if isinstance(module, BalancedLinear):
+        return module
+    style = _style_of(module)
+    assert isinstance(style, _Style)
+    style.take_off()
+    return become_dtensor_linear(module, style.layouts, is_column=style.is_column)
+
+
+def _why_layouts_unknown(layouts: LinearLayouts, *, is_column: bool) -> str | None:
     """Tell why a layer that reads and writes so cannot be balanced; None if it can."""
     if is_column and layouts.y.is_replicate():
         return "gather_output=True"
@@ -114,7 +108,7 @@ def _mesh_of(module: nn.Module) -> DeviceMesh | None:
         return None
     hooks = [*hooks_of(module, "forward_pre").values(), *hooks_of(module, "forward").values()]
     for function in (vars(module).get("forward"), *hooks):
-        remembered = _remembered(function)
+        remembered = remembered_by(function)
         mesh = remembered.get("device_mesh", remembered.get("mesh"))
         if isinstance(mesh, DeviceMesh):
             return mesh if mesh.ndim == 1 else _tp_of(mesh)
@@ -133,7 +127,7 @@ def _style_of(module: Any) -> _Style | str:
 
 
 def _style_with_forward(module: Any) -> _Style | str:
-    remembered = _remembered(vars(module)["forward"])
+    remembered = remembered_by(vars(module)["forward"])
     style, original = remembered.get("self"), remembered.get("original_forward")
     file, name = type(style).__module__, type(style).__name__
     if file not in _STYLES_WITH_FORWARDS or name not in _KINDS:
@@ -185,7 +179,7 @@ def _hook_of_style(module: nn.Module, kind: str, function_name: str) -> _HookOfS
     """The hook of a kind that calls this function of a known style, or why there is none."""
     others = []
     for key, hook in hooks_of(module, kind).items():
-        remembered = _remembered(hook)
+        remembered = remembered_by(hook)
         mesh = remembered.get("device_mesh")
         if not isinstance(mesh, DeviceMesh):
             continue  # of somebody else: units stay where there is such a hook, and the layer is balanced all the same
@@ -203,8 +197,3 @@ def _hook_of_style(module: nn.Module, kind: str, function_name: str) -> _HookOfS
         others.append(f"{file}.{name}")
     what = "input" if kind == "forward_pre" else "output"
     return f"how it was split is not known: {', '.join(others) or 'nothing'} prepares its {what}"
-
-
-def _remembered(hook: Any) -> dict[str, Any]:
-    """What a function has taken from where it was defined."""
-    return dict(inspect.getclosurevars(hook).nonlocals) if inspect.isfunction(hook) else {}

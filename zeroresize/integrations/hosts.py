@@ -130,8 +130,7 @@ class _OnceImported:
 
     @property
     def _adapter(self) -> Any:
-        module = importlib.import_module(self._adapter_module)
-        return getattr(module, "adapter", module)
+        return importlib.import_module(self._adapter_module)
 
 
 #: The first that knows a layer is asked about it.

@@ -46,9 +46,8 @@ class TrainerBalancing:
         Raises:
             ValueError: as :class:`zeroresize.Balancer` does.
         """
-        self._visit.close()
         if self.balancer is not None:  # of a training that broke off, perhaps
-            self.balancer.close(at_home=True)
+            self.end()
         self.balancer = zr.Balancer(model, optimizer, self._config, **self._options)
 
     def step(self) -> None:

@@ -19,7 +19,7 @@ from zeroresize.integrations.attention_functions import (
     why_foreign,
     why_unknown_attention,
 )
-from zeroresize.integrations.changed_modules import why_hooked
+from zeroresize.integrations.changed_modules import remembered_by, why_hooked
 from zeroresize.integrations.segment_registry import SegmentAdapter, StaysEven, register_by_name, require_elementwise
 from zeroresize.layers.segment import Segment
 
@@ -124,7 +124,7 @@ def _sums_gradients(norm: nn.Module) -> bool:
     forward = vars(norm).get("forward")
     if not inspect.isfunction(forward) or f"{forward.__module__}.{forward.__qualname__}" != _SUMMING_FORWARD:
         return False
-    original = getattr(inspect.getclosurevars(forward).nonlocals.get("original_forward"), "__func__", None)
+    original = getattr(remembered_by(forward).get("original_forward"), "__func__", None)
     return original is type(norm).forward and is_forward_of_class(norm)
 
 

@@ -40,10 +40,7 @@ def _uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         "columns of a layer are lent, which is not compiled: leave out fullgraph=True, or choose a mode that lends "
         "nothing ('off', 'zero-rd', 'zero-pri', 'zero-pridiff')"
     )
-    try:
-        uncompiled: Callable[..., Tensor] = torch.compiler.disable(function, reason=why)
-    except TypeError:  # an older torch
-        uncompiled = torch.compiler.disable(function)
+    uncompiled: Callable[..., Tensor] = torch.compiler.disable(function, reason=why)
     return uncompiled
 
 

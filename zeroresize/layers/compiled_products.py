@@ -41,9 +41,11 @@ class CompiledLayer(Protocol):
 
     Attributes:
         name_in_model: for errors; may be empty.
+        forwards: what a graph needs of it besides tensors.
     """
 
     name_in_model: str
+    forwards: CompiledForwards
 
     def compiled_forward_begins(self, x: Tensor, is_training: bool, sums: bool) -> ProductContext:
         """Count and watch a forward of the local input ``x`` [..., K], and tell how it is computed."""
@@ -65,7 +67,6 @@ class CompiledForwards:
         self._plans: deque[tuple[int, LayerPlan]] = deque(maxlen=_MOST_PLANS)
         self._num_plans = 0
         _layers[number] = layer
-        _forwards[number] = self
 
     def number_of(self, plan: LayerPlan | None) -> int:
         """Return the number under which a backward finds ``plan``; 0 for None."""
@@ -87,7 +88,6 @@ class CompiledForwards:
 
 _numbers = itertools.count()
 _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_forwards: weakref.WeakValueDictionary[int, CompiledForwards] = weakref.WeakValueDictionary()
 
 
 def compiled_column_products(
@@ -131,14 +131,14 @@ def _tell_compilation() -> None:
         )
 
 
-_graph_begins = getattr(torch.compiler, "assume_constant_result", lambda function: function)(_tell_compilation)
+_graph_begins = torch.compiler.assume_constant_result(_tell_compilation)
 
 
 def _forward(kind: Any, x: Tensor, w_NK: Tensor, bias_N: Any, number: Tensor, is_training: bool, sums: bool) -> Any:
-    layer, forwards = _layers[int(number)], _forwards[int(number)]
+    layer = _layers[int(number)]
     how = layer.compiled_forward_begins(x, is_training, sums)
     y, _ = kind(x, w_NK, bias_N, how)
-    return y.contiguous(), torch.tensor(forwards.number_of(how.plan), device="cpu")
+    return y.contiguous(), torch.tensor(layer.forwards.number_of(how.plan), device="cpu")
 
 
 def _backward(
@@ -152,9 +152,9 @@ def _backward(
     is_training: bool,
     sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    layer, forwards = _layers[int(number)], _forwards[int(number)]
+    layer = _layers[int(number)]
     try:
-        plan = forwards.plan_of(int(plan_number))
+        plan = layer.forwards.plan_of(int(plan_number))
     except KeyError:
         name = f"layer {layer.name_in_model}" if layer.name_in_model else "a layer"
         raise RuntimeError(
@@ -223,6 +223,6 @@ def _define(name: str, forward: Any, backward: Any) -> None:
 
 
 # What a replayed CUDA graph does not run, Python, is what these operators are for.
-_TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
+_TAGS = (torch.Tag.cudagraph_unsafe,)
 _define("column_products", column_forward, column_backward)
 _define("row_products", row_forward, row_backward)

@@ -128,14 +128,20 @@ class _DTensorLinear(BalancedLinear, nn.Linear):
     def _bias_in_graph(self) -> Tensor | None:
         return None if self.bias is None else local_in_graph(self.bias)
 
-    def _written(self, y: Tensor, placement: Placement) -> Tensor:
-        """``y`` of some placement as the layer is to return it."""
+    def _distributed(self, x: Any, placement: Placement) -> Any:
+        """``x`` as a DTensor: of ``placement`` where it is a plain tensor."""
+        return x if is_dtensor(x) else DTensor.from_local(x, self.layouts.mesh, [placement], run_check=False)
+
+    def _written(self, y: Tensor, placement: Placement, bias: Tensor | None = None) -> Tensor:
+        """``y`` of some placement, and ``bias``, a DTensor, added to it, as the layer is to return it."""
         layouts = self.layouts
         if placement == layouts.y and layouts.is_y_local:
-            return y
-        whole: Any = DTensor.from_local(y, layouts.mesh, [placement], run_check=False)
+            return y if bias is None else y + local_in_graph(bias).to(y.dtype)
+        whole = self._distributed(y, placement)
         if placement != layouts.y:
             whole = whole.redistribute(placements=[layouts.y])
+        if bias is not None:  # of a divided y each rank has a part of the bias's gradient, as DTensor knows
+            whole = whole + bias
         local: Tensor = whole.to_local() if layouts.is_y_local else whole
         return local
 
@@ -164,9 +170,7 @@ class DTensorColumnParallelLinear(_DTensorLinear):
 
     def _whole(self, x: Any) -> Any:
         """``x`` on every rank, as a DTensor."""
-        layouts = self.layouts
-        if not is_dtensor(x):
-            x = DTensor.from_local(x, layouts.mesh, [layouts.x], run_check=False)
+        x = self._distributed(x, self.layouts.x)
         return x if x.placements == (Replicate(),) else x.redistribute(placements=[Replicate()])
 
 
@@ -189,30 +193,13 @@ class DTensorRowParallelLinear(_DTensorLinear):
         return on_tokens(self._forward, x)
 
     def _forward(self, x: Tensor) -> Tensor:
-        sums = self.layouts.y.is_replicate() or self.is_lent_from
-        bias = None if self.layouts.adds_bias_once else self._bias_in_graph()
-        y, placement = self.row_products(x, bias, sums=sums), Replicate() if sums else Partial()
-        if self.layouts.adds_bias_once and self.bias is not None:
-            return self._with_whole_bias(y, placement)
-        return self._written(y, placement)
-
-    def _with_whole_bias(self, y: Tensor, placement: Placement) -> Tensor:
-        layouts = self.layouts
-        if placement == layouts.y and layouts.is_y_local:
-            bias = self._bias_in_graph()
-            assert bias is not None
-            return y + bias.to(y.dtype)
-        # Of a divided y each rank has a part of the bias's gradient, as DTensor knows.
-        whole: Any = DTensor.from_local(y, layouts.mesh, [placement], run_check=False)
-        whole = whole.redistribute(placements=[layouts.y]) + self.bias
-        local: Tensor = whole.to_local() if layouts.is_y_local else whole
-        return local
+        sums, is_once = self.layouts.y.is_replicate() or self.is_lent_from, self.layouts.adds_bias_once
+        y = self.row_products(x, None if is_once else self._bias_in_graph(), sums=sums)
+        return self._written(y, Replicate() if sums else Partial(), self.bias if is_once else None)
 
     def _slice(self, x: Any) -> Tensor:
         """This rank's part of ``x`` [..., in], whichever part of it there is."""
-        layouts = self.layouts
-        if not is_dtensor(x):
-            x = DTensor.from_local(x, layouts.mesh, [layouts.x], run_check=False)
+        x = self._distributed(x, self.layouts.x)
         if x.placements != (Shard(x.dim() - 1),) and x.placements != (Shard(-1),):
             x = x.redistribute(placements=[Shard(-1)])
         local: Tensor = x.to_local()

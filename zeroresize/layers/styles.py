@@ -18,6 +18,7 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.dtensor_linear import LinearLayouts, become_dtensor_linear, split_over
 from zeroresize.layers.linear import require_divisible
 from zeroresize.layers.whole_linear import why_no_plain_linear
+from zeroresize.utils.torch_private import is_dtensor
 
 
 class _LinearStyle(ParallelStyle):
@@ -27,7 +28,11 @@ class _LinearStyle(ParallelStyle):
     _allowed: dict[str, tuple[str, ...]]
 
     def __init__(
-        self, input_layouts: Placement | None, output_layouts: Placement | None, use_local_output: bool
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
     ) -> None:
         super().__init__()
         self._x: Placement = self._checked("input_layouts", input_layouts)
@@ -39,7 +44,7 @@ class _LinearStyle(ParallelStyle):
         if not isinstance(module, nn.Linear):
             split = ", which is split already" if isinstance(module, BalancedLinear) else ""
             raise ValueError(f"{style} needs a whole torch.nn.Linear, found a {type(module).__name__}{split}")
-        if any(hasattr(parameter, "placements") for parameter in module.parameters()):
+        if any(map(is_dtensor, module.parameters())):
             raise ValueError(f"{style} needs a whole torch.nn.Linear, found one of DTensors, which is split already")
         if (why := why_no_plain_linear(module)) is not None:
             raise ValueError(f"{style} needs a plain torch.nn.Linear, found {why}")
@@ -57,15 +62,23 @@ class _LinearStyle(ParallelStyle):
         allowed = self._allowed[key]
         if layout is None:
             layout = Replicate() if allowed[0] == "Replicate()" else Shard(-1)
-        is_placement = isinstance(layout, Placement)
-        kind = "Replicate()" if is_placement and layout.is_replicate() else ""
-        kind = "Shard(-1)" if is_placement and layout.is_shard(-1) else kind
-        kind = "Shard" if is_placement and layout.is_shard() and not kind else kind
+        kind = _kind_of(layout)
         if kind not in allowed:
             wanted = " or ".join(text if text != "Shard" else "Shard(dim) of a sequence" for text in allowed)
             raise ValueError(f"{type(self).__name__}({key}={layout!r}) is not allowed: wanted is {wanted}")
         placement: Placement = layout
         return placement
+
+
+def _kind_of(layout: Any) -> str:
+    """What a placement means to a style; nothing for what is none, and for other placements."""
+    if not isinstance(layout, Placement):
+        return ""
+    if layout.is_replicate():
+        return "Replicate()"
+    if layout.is_shard(-1):
+        return "Shard(-1)"
+    return "Shard" if layout.is_shard() else ""
 
 
 class ColwiseParallel(_LinearStyle):
@@ -95,15 +108,6 @@ class ColwiseParallel(_LinearStyle):
     _is_column = True
     _allowed = {"input_layouts": ("Replicate()", "Shard"), "output_layouts": ("Shard(-1)", "Replicate()")}  # noqa: RUF012
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(input_layouts, output_layouts, use_local_output)
-
 
 class RowwiseParallel(_LinearStyle):
     """Splits an ``nn.Linear`` by its input features, in place; see :class:`ColwiseParallel`.
@@ -122,12 +126,3 @@ class RowwiseParallel(_LinearStyle):
 
     _is_column = False
     _allowed = {"input_layouts": ("Shard(-1)", "Replicate()"), "output_layouts": ("Replicate()", "Shard")}  # noqa: RUF012
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(input_layouts, output_layouts, use_local_output)

@@ -95,7 +95,7 @@ class OwnedUnits:
         self.works: tuple[SegmentWork, ...] = segment_works(layers)
         self.shares = next((segment.shares for segment in self.segments), self.home)
         self.moves: list[Move] = []
-        self._has_dtensors = any(getattr(layer, "has_dtensors", False) for layer in layers.values())
+        self._has_dtensors = any(layer.has_dtensors for layer in layers.values())
         self._is_guarded = not self._has_dtensors
         self.checks: list[Callable[[], str | None]] = [ReplacedParts(model, layers, optimizer).why_not_same]
         self._owned_by: tuple[tuple[float, ...], float] = self.home, 1.0
