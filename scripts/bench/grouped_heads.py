@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +19,7 @@ from rich.table import Table
 from torch import nn
 
 import zeroresize as zr
-from scripts.bench.common import interval_of_ratio, pin_to_core, save, shortest_step_s, slowness_of
+from scripts.bench.common import TimedSteps, interval_of_ratio, pin_to_core, save, shortest_step_s, slowness_of
 from zeroresize.convert import balanced_layers
 
 _COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -36,7 +35,7 @@ def split(model: nn.Module, group: dist.ProcessGroup) -> None:
             setattr(model.get_submodule(parent), leaf, made_by.from_linear(module, process_group=group))
 
 
-class Copy:
+class Copy(TimedSteps):
     """A model in training under one mode."""
 
     def __init__(self, arguments: argparse.Namespace, mode: str) -> None:
@@ -65,18 +64,13 @@ class Copy:
         self.words = torch.randint(256, (arguments.batch, arguments.length))
 
     def step(self) -> float:
-        """Wall seconds of a step that all ranks begin together."""
-        dist.barrier()
-        began = time.perf_counter()
-        self.model(input_ids=self.words, use_cache=False).last_hidden_state.square().mean().backward()
+        """Make a training step and return the loss."""
+        loss = self.model(input_ids=self.words, use_cache=False).last_hidden_state.square().mean()
+        loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.balancer.step()
-        return time.perf_counter() - began
-
-    def window(self, num_steps: int) -> list[float]:
-        self.step()
-        return [self.step() for _ in range(num_steps)]
+        return loss.item()
 
 
 def main() -> None:
@@ -119,7 +113,7 @@ def _row(arguments: argparse.Namespace, chi: float) -> dict[str, object]:
     off, exact = Copy(arguments, "off"), Copy(arguments, "exact")
     for copy in (off, exact):
         for _ in range(3 * arguments.update_every):
-            copy.step()
+            copy.timed_step()
     chis = [*[1.0] * (dist.get_world_size() - 1), chi]
 
     def window(copy: Copy, chi: float) -> list[float]:
