@@ -5,6 +5,7 @@ import itertools
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from helpers.processes import RankFailure
 
@@ -76,6 +77,26 @@ def test_the_time_limit_is_the_groups_own_or_torchs_where_its_backend_does_not_t
 
     (limits_of_backends,) = run_ranks(limits, 1)
     assert limits_of_backends == [datetime.timedelta(hours=2), dist.default_pg_timeout]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_aborting_after_a_rank_has_closed_is_no_error_and_ends_the_others_waits(run_ranks, num_ranks):
+    def end(rank, group):
+        cpu_group = CpuGroup(group, {})
+        if rank == 1:
+            cpu_group.close()
+        dist.barrier()
+        began = time.perf_counter()
+        if rank == 0:
+            cpu_group.abort()
+        if rank == 2:
+            with pytest.raises(RuntimeError):
+                cpu_group.recv([torch.empty(1)], 0, 7).wait()
+        seconds = time.perf_counter() - began
+        dist.barrier()  # so that rank 2's wait does not end as rank 0 does
+        return seconds
+
+    assert max(run_ranks(end, num_ranks, timeout_s=20)) < 10
 
 
 @pytest.mark.slow

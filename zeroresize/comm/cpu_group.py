@@ -119,11 +119,13 @@ class CpuGroup:
     def abort(self) -> None:
         """End what is under way, with an error on the ranks that wait for it; the group is of no use afterwards.
 
-        A wait that ends by its time limit closes gloo's connections, which its own ``abort()`` does not.
+        A wait that ends by its time limit closes gloo's connections, which its own ``abort()`` does not. A rank that has
+        closed its connection cannot be waited for, so each of the others is tried.
         """
-        never_sent = self._gloo[0].recv([torch.empty(1)], (self.rank + 1) % self.size, _NEVER_SENT)
-        with suppress(RuntimeError):
-            never_sent.wait(timedelta(milliseconds=1))
+        for offset in range(1, self.size):
+            with suppress(RuntimeError):
+                never_sent = self._gloo[0].recv([torch.empty(1)], (self.rank + offset) % self.size, _NEVER_SENT)
+                never_sent.wait(timedelta(milliseconds=1))
 
     def broadcast(self, tensor: Tensor, root: int, /) -> dist.Work:
         """Start filling ``tensor`` on every rank with that of rank ``root`` within the new group; collective."""
