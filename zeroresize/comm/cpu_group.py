@@ -119,8 +119,8 @@ class CpuGroup:
     def abort(self) -> None:
         """End what is under way, with an error on the ranks that wait for it; the group is of no use afterwards.
 
-        A wait that ends by its time limit closes gloo's connections, which its own ``abort()`` does not. A rank that has
-        closed its connection cannot be waited for, so each of the others is tried.
+        A wait that ends by its time limit closes gloo's connections, which its own ``abort()`` does not. A rank that
+        has closed its connection cannot be waited for, so each of the others is tried.
         """
         for offset in range(1, self.size):
             with suppress(RuntimeError):
