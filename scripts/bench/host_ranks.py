@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zeroresize as zr
 from scripts.bench.common import TimedSteps, pin_to_core
+from scripts.bench.devices import join_ranks
 
 HOSTS = ("dtensor", "transformers")
 _WORDS = 512
@@ -57,12 +58,15 @@ class HostRanks:
 
     def __init__(self, host: str) -> None:
         self.host = host
-        dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=30))
+        self.device = join_ranks(
+            int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout=datetime.timedelta(minutes=30)
+        )
         torch.set_num_threads(1)
-        pin_to_core()
+        if self.device.type == "cpu":
+            pin_to_core()
         transformers.logging.set_verbosity_error()
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        self.mesh = init_device_mesh("cpu", (self.num_ranks,), mesh_dim_names=("tp",))["tp"]
+        self.mesh = init_device_mesh(self.device.type, (self.num_ranks,), mesh_dim_names=("tp",))["tp"]
 
     def trainer(self, *, hidden: int, depth: int, heads: int, batch: int, length: int, seed: int = 0) -> HostTrainer:
         """Make a model with its optimizer; equal arguments give equal weights and batches."""
@@ -77,10 +81,10 @@ class HostRanks:
             tie_word_embeddings=False,
         )
         torch.manual_seed(seed)
-        whole = transformers.LlamaForCausalLM(config)
+        whole = transformers.LlamaForCausalLM(config).to(self.device)
         model: Any = self._split_by_styles(whole) if self.host == "dtensor" else self._split_by_plan(whole)
         words = torch.randint(_WORDS, (batch, length), generator=torch.Generator().manual_seed(seed))
-        return HostTrainer(model, torch.optim.AdamW(model.parameters(), lr=1e-4), words)
+        return HostTrainer(model, torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False), words.to(self.device))
 
     def balance(self, trainer: HostTrainer, config: zr.BalanceConfig) -> zr.Balancer:
         """Balance a trainer's model from now on."""
@@ -102,7 +106,8 @@ class HostRanks:
         if self.rank == 0:
             whole.save_pretrained(folder[0])
         dist.barrier()
-        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+        if self.device.type == "cpu":
+            os.environ.setdefault("ACCELERATE_USE_CPU", "true")
         options: dict[str, Any] = {"tp_plan": "auto"}
         if int(transformers.__version__.split(".")[0]) >= 5:
             from transformers.distributed import DistributedConfig

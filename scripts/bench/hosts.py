@@ -4,7 +4,8 @@ Copies of a LLaMA-like model train in the same processes: the host's, a second c
 that is converted, with a balancer in mode "off", and one with the default. First losses of some steps are compared.
 Then steps are timed in turn, in changing order, and compared pair by pair, while nobody is slow. Then the last rank
 sleeps after its products (χ), the default settles, and its step is compared with the work-conserving bound T*; at the
-end the slowness ends, and told is after how many updates all units are home.
+end the slowness ends, and told is after how many updates all units are home. A single rank has nobody to wait for: only
+the host's time is compared.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def main() -> None:
         print(f"largest relative difference of losses from the host's in 5 steps: {differences}")
     if arguments.pairs:
         result["overhead"] = overhead(ranks, trainers, arguments.pairs)
-    result["slow"] = slow(ranks, trainers, off, on, arguments)
+    if ranks.num_ranks > 1:
+        result["slow"] = slow(ranks, trainers, off, on, arguments)
     if ranks.rank == 0:
         save(f"hosts_{arguments.host}_h{arguments.hidden}", result)
     dist.destroy_process_group()

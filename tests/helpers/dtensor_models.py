@@ -68,8 +68,8 @@ def whole_model(bias=True):
     return Model(bias).double()
 
 
-def mesh_of(num_ranks=2):
-    return init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("tp",))["tp"]
+def mesh_of(num_ranks=2, device_type="cpu"):
+    return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("tp",))["tp"]
 
 
 def split(model, mesh, *, sequence=False, styles=(ColwiseParallel, RowwiseParallel), head=None):
@@ -119,9 +119,10 @@ def batch(seed):
 def train(model, optimizer, num_steps, after=lambda step: None, max_norm=0.5):
     """Losses and norms of some steps with torch's own clipping."""
     values = []
+    device = next(model.parameters()).device
     for step in range(num_steps):
-        logits = model(batch(step))
-        loss = functional.cross_entropy(logits.flatten(0, 1), batch(step + 100).flatten())
+        logits = model(batch(step).to(device))
+        loss = functional.cross_entropy(logits.flatten(0, 1), batch(step + 100).flatten().to(device))
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,7 +1,7 @@
 """Runs a function in several real processes, one a rank, and brings back what it returns.
 
 The processes are forked: ``fn`` may be a nested function or a closure, and what the parent has imported (torch,
-Colossal-AI) is there at once. For CPU only, since CUDA does not survive a fork.
+Colossal-AI) is there at once. CUDA does not survive a fork: ranks on GPUs are spawned (see :mod:`helpers.devices`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -47,24 +48,39 @@ class RankFailure(AssertionError):
     """A rank raised, died or did not end in time; the text holds that rank's own traceback."""
 
 
-def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float, scratch: Path) -> list[Any]:
+def _join_by_gloo(**options: Any) -> None:
+    dist.init_process_group("gloo", **options)
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    timeout_s: float,
+    scratch: Path,
+    start_method: str = "fork",
+    join: Callable[..., None] = _join_by_gloo,
+) -> list[Any]:
     """``[fn(0, group, *args), fn(1, group, *args), ...]``, each computed in a process of its own.
 
-    ``group`` is the default group of all ranks (gloo). Results are pickled; ``scratch`` is an empty folder.
+    ``group`` is the default group of all ranks, which ``join`` makes. Results are pickled; ``scratch`` is an empty
+    folder. With the start method ``spawn`` ``fn`` and ``join`` are functions of a module.
 
     Raises:
         RankFailure: soon after one rank raises or dies, or when one still runs after ``timeout_s`` seconds. The other
             ranks are killed, with all processes that they started.
     """
     __tracebackhide__ = True
-    fork = multiprocessing.get_context("fork")
-    processes: list[ForkProcess] = []
+    context = multiprocessing.get_context(start_method)
+    processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     try:
         for rank in range(num_ranks):
-            receiver, sender = fork.Pipe(duplex=False)
+            receiver, sender = context.Pipe(duplex=False)
             pipes.append(receiver)
-            process = fork.Process(target=_rank_main, args=(fn, rank, num_ranks, args, timeout_s, scratch, sender))
+            process = context.Process(
+                target=_rank_main, args=(fn, rank, num_ranks, args, timeout_s, scratch, join, sender)
+            )
             process.start()
             processes.append(process)
             sender.close()  # the rank now holds the only end, so its death is seen as the end of the pipe
@@ -92,7 +108,7 @@ def in_first_rank(fn: Callable[..., Any]) -> Callable[..., Any]:
     return first_only
 
 
-def _rank_main(fn, rank, num_ranks, args, timeout_s, scratch, pipe) -> None:
+def _rank_main(fn, rank, num_ranks, args, timeout_s, scratch, join, pipe) -> None:
     os.setpgid(0, 0)  # a group of its own, to be killed with all that it starts
     gc.freeze()  # a collection that looked at what the parent has imported would copy all of its memory
     stack_file = _stack_path(scratch, rank).open("w")
@@ -101,8 +117,7 @@ def _rank_main(fn, rank, num_ranks, args, timeout_s, scratch, pipe) -> None:
         torch.set_num_threads(1)
         # Longer than the parent waits: it reports a hanging collective, with every rank's stack.
         timeout = timedelta(seconds=timeout_s + 10)
-        store = f"file://{scratch}/store"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=timeout)
+        join(init_method=f"file://{scratch}/store", rank=rank, world_size=num_ranks, timeout=timeout)
         outcome = pickle.dumps((True, fn(rank, dist.group.WORLD, *args)))
     except BaseException:
         outcome = pickle.dumps((False, traceback.format_exc()))
@@ -112,7 +127,7 @@ def _rank_main(fn, rank, num_ranks, args, timeout_s, scratch, pipe) -> None:
     time.sleep(timeout_s)  # until the parent kills it: an early exit would break the other ranks' connections
 
 
-def _collect(processes: list[ForkProcess], pipes: list[Connection], timeout_s: float, scratch: Path) -> list[Any]:
+def _collect(processes: list[BaseProcess], pipes: list[Connection], timeout_s: float, scratch: Path) -> list[Any]:
     __tracebackhide__ = True
     deadline = time.monotonic() + timeout_s
     results: dict[int, Any] = {}
@@ -139,7 +154,7 @@ def _collect(processes: list[ForkProcess], pipes: list[Connection], timeout_s: f
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _timeout_text(processes: list[ForkProcess], ranks: list[int], timeout_s: float, scratch: Path) -> str:
+def _timeout_text(processes: list[BaseProcess], ranks: list[int], timeout_s: float, scratch: Path) -> str:
     for rank in ranks:
         with suppress(ProcessLookupError):
             os.kill(processes[rank].pid, signal.SIGUSR1)

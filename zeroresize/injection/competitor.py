@@ -8,6 +8,7 @@ import argparse
 import os
 import signal
 import sys
+from collections import deque
 
 _PR_SET_PDEATHSIG = 1
 
@@ -62,10 +63,14 @@ def _compete_for_gpu(parent: int, gpu: int) -> None:
     torch.mm(matrix, matrix, out=out)
     torch.cuda.synchronize()
     _say_ready()
+    batches: deque[torch.cuda.Event] = deque()
     while _has_parent(parent):
-        for _ in range(20):
+        for _ in range(100):  # some milliseconds
             torch.mm(matrix, matrix, out=out)
-        torch.cuda.synchronize()
+        batches.append(torch.cuda.Event())
+        batches[-1].record()
+        if len(batches) > 2:  # always with work in the queue: a GPU without any is the other process's
+            batches.popleft().synchronize()
 
 
 if __name__ == "__main__":
