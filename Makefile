@@ -11,21 +11,35 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 WORKERS ?= 3
 
+# Trainers and transformers 5 do not fit beside the pinned requirements; and the oldest torch that is allowed, and the
+# newest there is, have environments of their own.
 VENV := .venv
+HOSTS_VENV := .venv-hosts
+TORCH_VERSIONS := 2.13.0 newest
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Where bytecode is not kept, every worker and every process that a test starts compiles all modules again.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
-PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS)
-
-# Trainers and transformers 5 do not fit beside the pinned requirements.
-HOSTS_VENV := .venv-hosts
 HOSTS_STAMP := $(HOSTS_VENV)/.installed
-HOSTS_PIP_INSTALL := $(PIP_INSTALL:$(BIN)/%=$(HOSTS_VENV)/bin/%)
-
-# The oldest torch that is allowed, and the newest there is.
-TORCH_VERSIONS := 2.13.0 newest
 VERSIONS_STAMPS := $(TORCH_VERSIONS:%=.venv-torch-%/.installed)
+PACKAGE := pyproject.toml setup.py
+
+# $(call pytest,folder): with the Python of a virtual environment. Where bytecode is not kept, every worker and every
+# process that a test starts compiles all modules again.
+pytest = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(1)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+pip_install = $(1)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS)
+
+# $(call make_environment,folder,what pip installs torch by,what it installs everything else by)
+define make_environment
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	@echo "[1/4] Virtual environment in $(1)"
+	@$(PYTHON) -m venv $(1)
+	@echo "[2/4] Installing torch (the largest download)"
+	@$(call pip_install,$(1)) $(2)
+	@echo "[3/4] Installing pinned requirements"
+	@$(call pip_install,$(1)) $(3)
+	@echo "[4/4] Installing zeroresize, editable"
+	@$(call pip_install,$(1)) --no-deps --no-build-isolation --editable .
+endef
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-slow test-all test-hosts test-versions demo lint format clean
@@ -35,66 +49,41 @@ help:  ## this list
 
 setup: $(STAMP)  ## create .venv and install everything, pinned (again only when the requirements change)
 
-$(STAMP): requirements/torch.txt requirements/base.txt requirements/colossalai.txt pyproject.toml setup.py
-	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
-	@echo "[1/5] Virtual environment in $(VENV)"
-	@$(PYTHON) -m venv $(VENV)
-	@echo "[2/5] Installing torch (the largest download)"
-	@$(PIP_INSTALL) -r requirements/torch.txt
-	@echo "[3/5] Installing pinned requirements"
-	@$(PIP_INSTALL) -r requirements/base.txt
-	@echo "[4/5] Installing Colossal-AI"
-	@$(PIP_INSTALL) --no-deps -r requirements/colossalai.txt
-	@echo "[5/5] Installing zeroresize, editable"
-	@$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
-	@touch $(STAMP)
+$(STAMP): requirements/torch.txt requirements/base.txt requirements/colossalai.txt $(PACKAGE)
+	$(call make_environment,$(VENV),-r requirements/torch.txt,-r requirements/base.txt)
+	@echo "Installing Colossal-AI"
+	@$(call pip_install,$(VENV)) --no-deps -r requirements/colossalai.txt
+	@touch $@
 	@echo "Ready: $(VENV)"
 
 test: setup  ## run the tests, but for slow ones that rarely fail
 	@echo "Running the tests, without slow ones"
-	@$(PYTEST) -m "not slow and not exhaustive and not hosts" $(PYTEST_ARGS)
+	@$(call pytest,$(VENV)) -m "not slow and not exhaustive and not hosts" $(PYTEST_ARGS)
 
 test-slow: setup  ## run the slow tests
 	@echo "Running the slow tests"
-	@$(PYTEST) -m "slow and not exhaustive and not hosts" $(PYTEST_ARGS)
+	@$(call pytest,$(VENV)) -m "slow and not exhaustive and not hosts" $(PYTEST_ARGS)
 
 test-all: setup  ## run all tests, also further cases of those that run otherwise
 	@echo "Running all tests"
-	@HYPOTHESIS_PROFILE=exploring $(PYTEST) -m "not hosts" $(PYTEST_ARGS)
+	@HYPOTHESIS_PROFILE=exploring $(call pytest,$(VENV)) -m "not hosts" $(PYTEST_ARGS)
 
 test-hosts: $(HOSTS_STAMP)  ## run the tests of trainers and of transformers 5, in .venv-hosts
 	@echo "Running the tests of hosts"
-	@HF_HUB_OFFLINE=1 $(PYTEST:$(BIN)/%=$(HOSTS_VENV)/bin/%) -m "hosts or transformers" tests/integrations $(PYTEST_ARGS)
+	@HF_HUB_OFFLINE=1 $(call pytest,$(HOSTS_VENV)) -m "hosts or transformers" tests/integrations $(PYTEST_ARGS)
 
-$(HOSTS_STAMP): requirements/torch.txt requirements/hosts.txt pyproject.toml setup.py
-	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
-	@echo "[1/4] Virtual environment in $(HOSTS_VENV)"
-	@$(PYTHON) -m venv $(HOSTS_VENV)
-	@echo "[2/4] Installing torch (the largest download)"
-	@$(HOSTS_PIP_INSTALL) -r requirements/torch.txt
-	@echo "[3/4] Installing the hosts"
-	@$(HOSTS_PIP_INSTALL) -r requirements/hosts.txt
-	@echo "[4/4] Installing zeroresize, editable"
-	@$(HOSTS_PIP_INSTALL) --no-deps --no-build-isolation --editable .
-	@touch $(HOSTS_STAMP)
+$(HOSTS_STAMP): requirements/torch.txt requirements/hosts.txt $(PACKAGE)
+	$(call make_environment,$(HOSTS_VENV),-r requirements/torch.txt,-r requirements/hosts.txt)
+	@touch $@
 
 test-versions: $(VERSIONS_STAMPS)  ## run a small suite with the oldest and the newest torch, in .venv-torch-...
 	@for version in $(TORCH_VERSIONS); do \
 		echo "Running a small suite with torch $$version"; \
-		OMP_NUM_THREADS=1 .venv-torch-$$version/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal \
-			-m "versions and not slow and not exhaustive" $(PYTEST_ARGS) || exit 1; \
+		$(call pytest,.venv-torch-$$version) -m "versions and not slow and not exhaustive" $(PYTEST_ARGS) || exit 1; \
 	done
 
-.venv-torch-%/.installed: requirements/versions.txt pyproject.toml setup.py
-	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
-	@echo "[1/4] Virtual environment in .venv-torch-$*"
-	@$(PYTHON) -m venv .venv-torch-$*
-	@echo "[2/4] Installing torch (the largest download)"
-	@$(PIP_INSTALL:$(BIN)/%=.venv-torch-$*/bin/%) --upgrade torch$(if $(filter newest,$*),,==$*)
-	@echo "[3/4] Installing what the tests need"
-	@$(PIP_INSTALL:$(BIN)/%=.venv-torch-$*/bin/%) -r requirements/versions.txt
-	@echo "[4/4] Installing zeroresize, editable"
-	@$(PIP_INSTALL:$(BIN)/%=.venv-torch-$*/bin/%) --no-deps --no-build-isolation --editable .
+.venv-torch-%/.installed: requirements/versions.txt $(PACKAGE)
+	$(call make_environment,.venv-torch-$*,--upgrade torch$(if $(filter newest,$*),,==$*),-r requirements/versions.txt)
 	@touch $@
 
 demo: setup  ## train a small ViT with one slow rank, with and without balancing
