@@ -5,14 +5,15 @@ import copy
 import pytest
 import torch
 from helpers.compiled import HIDDEN, batch, compiled, feed_forwards, train
+from helpers.parallel_layers import equal_loans, lend
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import Unsupported
 from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
 from zeroresize.kernels.probe import ProductProbe
 from zeroresize.layers import compiled_products
+from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.plan.layer import LayerPlan
 
 
@@ -191,14 +192,118 @@ def test_an_input_that_does_not_fit_is_named(run_ranks):
     run_ranks(check, 2, timeout_s=110)
 
 
-def test_in_one_graph_columns_are_not_lent_and_the_error_says_what_to_do(run_ranks):
+def layers_of(model):
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, BalancedLinear)}
+
+
+def train_with_loans(model, group, call, transport="broadcast-reduce"):
+    """Losses of steps in which rank 0 lends, nobody, rank 1, and nobody again, as plans come and go, too."""
+    lender, held = None, []
+
+    def after(step):
+        nonlocal lender
+        if step in (0, 3):
+            lender = lend(layers_of(model), group, equal_loans({step // 3: 0.5}, 2), transport, step, lender)
+        elif step in (2, 5):
+            lender.take_back()
+            prune(model, step // 5)
+        elif lender is not None:
+            lender.send_weights()
+        held.append(lender.bytes_held)
+
+    losses = train(call, model, 7, batch().to(model[0].up.weight.dtype), after)
+    assert not any(layer.forwards._lent for layer in layers_of(model).values())
+    return losses, [weight.detach() for weight in model.parameters()], held
+
+
+@pytest.mark.parametrize(
+    ("backend", "transport", "is_cast"),
+    [
+        ("aot_eager", "broadcast-reduce", False),
+        ("aot_eager", "scatter-gather", True),
+        pytest.param("inductor", "broadcast-reduce", False, marks=pytest.mark.slow),
+    ],
+)
+def test_loans_that_begin_and_end_compile_nothing_and_results_are_those_of_the_layers(
+    run_ranks, backend, transport, is_cast
+):
+    def check(rank, group):
+        torch._dynamo.reset()
+        outcomes = []
+        for compiles in (False, True):
+            model = feed_forwards(group)
+            model = model.float() if is_cast else model
+            call, counter = compiled(model, backend) if compiles else (model, None)
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+                outcomes.append(train_with_loans(model, group, call, transport))
+        assert counter.frame_count == 1
+        (expected, weights, held), (losses, ours, our_held) = outcomes
+        assert our_held[0] > 0 and all(ours <= most for ours, most in zip(our_held, held, strict=True))
+        if backend == "aot_eager":
+            assert losses == expected
+            assert all(torch.equal(*pair) for pair in zip(ours, weights, strict=True))
+        else:
+            assert losses == pytest.approx(expected, rel=1e-12)
+            assert all(torch.allclose(*pair, rtol=1e-10) for pair in zip(ours, weights, strict=True))
+        return losses
+
+    first, second = run_ranks(check, 2, timeout_s=110)
+    assert first == second and len(set(first)) == 7
+
+
+def test_beside_loans_graphs_are_used_often_recomputed_and_mixed_with_layers_as_they_are(run_ranks):
+    """The first block in a graph, once more at the end; the second one as it is, whose weight a graph's layer sends."""
+
+    def check(rank, group):
+        torch._dynamo.reset()
+        outcomes = []
+        for compiles in (False, True):
+            model = feed_forwards(group)
+            first = compiled(model[0])[0] if compiles else model[0]
+
+            def call(x, first=first, second=model[1]):
+                return checkpoint(first, second(first(x)), use_reentrant=False)
+
+            config = zr.BalanceConfig(mode="mig", ratio=0.5, ranks=[0])
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            balancer, values = zr.Balancer(model, optimizer, config), []
+            for _ in range(2):
+                losses = [call(batch() * size).square().mean() for size in (1, 2)]
+                losses[0].backward()
+                losses[1].backward()
+                with torch.no_grad():
+                    values += [*(loss.item() for loss in losses), call(batch()).sum().item()]
+                optimizer.step()
+                optimizer.zero_grad()
+                balancer.step()
+            balancer.close()
+            outcomes.append((values, [weight.detach() for weight in model.parameters()]))
+        (expected, weights), (values, ours) = outcomes
+        assert values == expected
+        assert all(torch.equal(*pair) for pair in zip(ours, weights, strict=True))
+
+    run_ranks(check, 2, timeout_s=110)
+
+
+def test_a_graph_tells_weights_that_changed_while_they_were_lent_and_forwards_that_were_copied(run_ranks):
     def check(rank, group):
         torch._dynamo.reset()
         model = feed_forwards(group)
         config = zr.BalanceConfig(mode="mig", ratio=0.5, ranks=[0])
         balancer = zr.Balancer(model, torch.optim.AdamW(model.parameters()), config)
         call, _ = compiled(model)
-        with pytest.raises(Unsupported, match=r"columns of a layer are lent.*fullgraph=True.*'zero-rd'"):
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+            y = call(batch())
+        with pytest.raises(RuntimeError, match=r"layer 1\.down: hooks of saved tensors have copied"):
+            y.sum().backward()
+        changed, lent = r"weight of layer 0\.gate changed after its columns were lent", model[0].gate.weight
+        model[0].gate.weight = nn.Parameter(lent.detach().clone())
+        with pytest.raises(RuntimeError, match=changed):
+            call(batch())
+        model[0].gate.weight = lent
+        with torch.no_grad():
+            lent.mul_(2.0)
+        with pytest.raises(RuntimeError, match=changed):
             call(batch())
         balancer.close()
 

@@ -34,16 +34,6 @@ _OF_A_BALANCER = frozenset(
 )
 
 
-def _uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``function`` as a break in compiled graphs, or an error of dynamo's that says why."""
-    why = (
-        "columns of a layer are lent, which is not compiled: leave out fullgraph=True, or choose a mode that lends "
-        "nothing ('off', 'zero-rd', 'zero-pri', 'zero-pridiff')"
-    )
-    uncompiled: Callable[..., Tensor] = torch.compiler.disable(function, reason=why)
-    return uncompiled
-
-
 class BalancedLinear:
     """Holds what a parallel linear layer needs to be balanced; mixed into a ``torch.nn.Module``.
 
@@ -199,13 +189,9 @@ class BalancedLinear:
         Args:
             sums: False where the caller sums this rank's part of dx; not while columns are lent.
         """
-        if self.training and self.loans is not None:
-            self._forward_begins(x)
-            return self._column_products_with_loans(x, bias, self.loans, sums)
         if torch.compiler.is_compiling():
-            x, weight, bias = cast_for_autocast(x, self.weight_in_graph(), bias)
-            return compiled_column_products(x, weight, bias, self.forwards.number, self.training, sums)
-        return self._column_products(x, bias, None, sums)
+            return self._products_in_graph(compiled_column_products, x, bias, sums)
+        return self._products_now(column_parallel_products, x, bias, sums)
 
     def row_products(self, x: Tensor, bias: Tensor | None = None, *, sums: bool = True) -> Tensor:
         """Compute the sum over the group of y [..., N] of each rank's slice x [..., K].
@@ -214,58 +200,55 @@ class BalancedLinear:
             bias: [N], is added to the sum, in equal parts by the ranks; None for nothing.
             sums: False where the caller sums this rank's part of y; not while columns are lent.
         """
-        if torch.compiler.is_compiling() and not (self.training and self.loans is not None):
-            x, weight, bias = cast_for_autocast(x, self.weight_in_graph(), bias)
-            return compiled_row_products(x, weight, bias, self.forwards.number, self.training, sums)
-        self._forward_begins(x)
-        if self.training and self.loans is not None:
-            return self._row_products_with_loans(x, bias, self.loans, sums)
-        return self._row_products(x, bias, None, sums)
+        if torch.compiler.is_compiling():
+            return self._products_in_graph(compiled_row_products, x, bias, sums)
+        return self._products_now(row_parallel_products, x, bias, sums)
 
     @property
     def is_lent_from(self) -> bool:
         """Whether some rank computes columns of another one in training forwards now; the same on all ranks."""
         return self.training and self.loans is not None and self.loans.has_loans
 
-    def _column_products(self, x: Tensor, bias: Tensor | None, loans: SharedProducts | None, sums: bool) -> Tensor:
-        x, weight, bias = cast_for_autocast(x, self._weight_in_force(loans), bias)
-        return column_parallel_products(x, weight, bias, self._context(x, loans, sums))
+    def _products_now(self, compute: Callable[..., Tensor], x: Tensor, bias: Tensor | None, sums: bool) -> Tensor:
+        loans = self._forward_begins(x, self.training)
+        weight = self.weight_in_graph() if loans is None else loans.weight_in_force(self.local_weight)
+        x, weight, bias = cast_for_autocast(x, weight, bias)
+        return compute(x, weight, bias, self.context_of(self._plan_in_force(x), loans, self.training, sums))
 
-    def _row_products(self, x: Tensor, bias: Tensor | None, loans: SharedProducts | None, sums: bool) -> Tensor:
-        x, weight, bias = cast_for_autocast(x, self._weight_in_force(loans), bias)
-        return row_parallel_products(x, weight, bias, self._context(x, loans, sums))
+    def _products_in_graph(self, compute: Callable[..., Tensor], x: Tensor, bias: Tensor | None, sums: bool) -> Tensor:
+        x, weight, bias = cast_for_autocast(x, self.weight_in_graph(), bias)
+        return compute(x, weight, bias, self.forwards.number, self.training, sums)
 
-    # A compiled graph cannot tell whether a weight is still the one that was lent.
-    _column_products_with_loans = _uncompiled(_column_products)
-    _row_products_with_loans = _uncompiled(_row_products)
-
-    def _forward_begins(self, x: Tensor) -> None:
-        if self.watch_forward is not None and not torch.compiler.is_compiling():
+    def _forward_begins(self, x: Tensor, is_training: bool) -> SharedProducts | None:
+        """Tell who watches before anything is sent, and return the loans of this forward."""
+        loans = self.loans if is_training else None
+        sends = loans is not None or not self.is_column_parallel
+        if self.watch_forward is not None and sends:
             self.watch_forward(math.prod(x.shape[:-1]), self.training)
+        return loans
 
     def compiled_forward_begins(self, x: Tensor, is_training: bool, sums: bool) -> ProductContext:
-        """Count and watch a forward that a compiled graph runs, and return how it is computed."""
+        """Count and watch a forward that a compiled graph runs, and return how it is computed.
+
+        Raises:
+            RuntimeError: if columns of the weight are lent, and it has changed since.
+        """
         self.is_compiled = True
-        if not self.is_column_parallel:
-            self._forward_begins(x)
-        return self.context_of(self._plan_in_force(x), is_training, sums)
+        loans = self._forward_begins(x, is_training)
+        if loans is not None:
+            loans.forward_begins(self.local_weight)
+            loans = loans if loans.has_loans else None
+        return self.context_of(self._plan_in_force(x), loans, is_training, sums)
 
-    def context_of(self, plan: LayerPlan | None, is_training: bool, sums: bool) -> ProductContext:
-        """Return how a product by ``plan`` is computed in a compiled graph."""
+    def context_of(
+        self, plan: LayerPlan | None, loans: SharedProducts | None, is_training: bool, sums: bool
+    ) -> ProductContext:
+        """Return how a product by ``plan`` and ``loans`` is computed."""
         probes = self.probes if is_training else self.probes.of_evaluation()
-        return ProductContext(plan, self.process_group, probes, self.last, None, self.needs_eager_autograd, sums)
-
-    def _context(self, x: Tensor, loans: SharedProducts | None, sums: bool) -> ProductContext:
-        probes = self.probes if self.training else self.probes.of_evaluation()
         if not sums and loans is not None:
             assert not loans.has_loans, "a sum of lent products is not the caller's"
             loans = None
-        return ProductContext(
-            self._plan_in_force(x), self.process_group, probes, self.last, loans, self.needs_eager_autograd, sums
-        )
-
-    def _weight_in_force(self, loans: SharedProducts | None) -> Tensor:
-        return self.weight_in_graph() if loans is None else loans.weight_in_force(self.local_weight)
+        return ProductContext(plan, self.process_group, probes, self.last, loans, self.needs_eager_autograd, sums)
 
     def _plan_in_force(self, x: Tensor) -> LayerPlan | None:
         if x.shape[-1] != self.num_columns:
@@ -281,9 +264,7 @@ class BalancedLinear:
             self.watch_start()
         self.num_tokens += math.prod(x.shape[:-1])
         self.num_forwards += 1
-        if torch.compiler.is_compiling():
-            self.is_compiled = True
-        elif current_backward() != -1:
+        if current_backward() != -1:
             self.num_recomputations += 1
         self.compute_dtype = x.dtype
         if self.watch_input is not None:

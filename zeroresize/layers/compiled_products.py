@@ -1,8 +1,9 @@
 """The products of balanced layers as operators of torch, so that ``torch.compile`` puts a model of them into one graph.
 
-A compiled graph holds only a layer's number. What changes between two steps (plan, probes, watchers) is read from the
-layer whenever the graph runs, so that none of it compiles anew. The operators have an order of their own: ranks whose
-weights have other shapes would otherwise meet in other collectives. ``K`` input and ``N`` output features.
+A compiled graph holds only a layer's number. What changes between two steps (plan, loans, probes, watchers) is read
+from the layer whenever the graph runs, so that none of it compiles anew. The operators have an order of their own:
+ranks whose weights have other shapes would otherwise meet in other collectives. A backward waits for the lent columns
+of its dw itself, since what comes after all layers is outside of the graph. ``K`` input and ``N`` output features.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 import logging
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +25,7 @@ from zeroresize.layers.functional import (
     row_backward,
     row_forward,
 )
+from zeroresize.layers.shared_products import SharedProducts
 from zeroresize.plan.layer import LayerPlan
 from zeroresize.utils.torch_private import (
     current_compilation,
@@ -50,8 +53,21 @@ class CompiledLayer(Protocol):
     def compiled_forward_begins(self, x: Tensor, is_training: bool, sums: bool) -> ProductContext:
         """Count and watch a forward of the local input ``x`` [..., K], and tell how it is computed."""
 
-    def context_of(self, plan: LayerPlan | None, is_training: bool, sums: bool) -> ProductContext:
-        """Tell how the backward of a forward by ``plan`` is computed."""
+    def context_of(
+        self, plan: LayerPlan | None, loans: SharedProducts | None, is_training: bool, sums: bool
+    ) -> ProductContext:
+        """Tell how the backward of a forward by ``plan`` and ``loans`` is computed."""
+
+
+class _Lent(bytearray):
+    """What the backward of a forward with loans needs besides the graph's tensors.
+
+    The tensor with its number lies in this array's bytes and so keeps it, until autograd is done with that tensor.
+    """
+
+    plan: LayerPlan | None
+    loans: SharedProducts
+    kept: Sequence[Tensor]
 
 
 class CompiledForwards:
@@ -65,25 +81,49 @@ class CompiledForwards:
         number = next(_numbers)
         self.number = torch.tensor(number, device="cpu")
         self._plans: deque[tuple[int, LayerPlan]] = deque(maxlen=_MOST_PLANS)
-        self._num_plans = 0
+        self._num_plans = self._num_lent = 0
+        self._lent: weakref.WeakValueDictionary[int, _Lent] = weakref.WeakValueDictionary()
         _layers[number] = layer
 
-    def number_of(self, plan: LayerPlan | None) -> int:
-        """Return the number under which a backward finds ``plan``; 0 for None."""
-        if plan is None:
-            return 0
-        if not self._plans or self._plans[-1][1] is not plan:
+    def number_of(self, plan: LayerPlan | None, loans: SharedProducts | None, kept: Sequence[Tensor]) -> Tensor:
+        """Return the number under which a backward finds what its forward was computed by, int64 on the CPU.
+
+        It is 0 for the whole product, negative with loans, and those of one plan without loans share theirs.
+
+        Args:
+            kept: by the forward for its backward, where it has loans.
+        """
+        if loans is not None:
+            self._num_lent += 1
+            self._lent[-self._num_lent] = lent = _Lent(8)
+            lent.plan, lent.loans, lent.kept = plan, loans, kept
+            return torch.frombuffer(lent, dtype=torch.int64).view(()).fill_(-self._num_lent)
+        if plan is not None and not (self._plans and self._plans[-1][1] is plan):
             self._num_plans += 1
             self._plans.append((self._num_plans, plan))
-        return self._num_plans
+        return torch.tensor(0 if plan is None else self._num_plans, device="cpu")
 
-    def plan_of(self, number: int) -> LayerPlan | None:
-        """Return the plan of a number.
+    def made_by(self, number: int) -> tuple[LayerPlan | None, SharedProducts | None, Sequence[Tensor]]:
+        """Return what :meth:`number_of` was given.
 
         Raises:
-            KeyError: if more than ``_MOST_PLANS`` plans have followed it.
+            KeyError: with the reason, if it is not known any more.
         """
-        return dict(self._plans)[number] if number else None
+        if number < 0:
+            lent = self._lent.get(number)
+            if lent is None:
+                raise KeyError(
+                    "hooks of saved tensors have copied what a compiled forward saved while columns were lent, as "
+                    "save_on_cpu(pin_memory=True) does; leave such hooks out, or do not compile the layer"
+                )
+            return lent.plan, lent.loans, lent.kept
+        plan = dict(self._plans).get(number)
+        if number and plan is None:
+            raise KeyError(
+                f"a compiled backward came more than {_MOST_PLANS} changes of plan after its forward; call backward "
+                "before balancer.step()"
+            )
+        return plan, None, ()
 
 
 _numbers = itertools.count()
@@ -124,8 +164,8 @@ def _tell_compilation() -> None:
         logger.info("torch.compile compiles balanced layers (frame %d)", frame)
     else:
         logger.info(
-            "torch.compile compiles balanced layers again (frame %d, time %d), as after a move of units or for eval(). "
-            "Changed plans compile nothing",
+            "torch.compile compiles balanced layers again (frame %d, time %d), as after a move of units, for eval(), "
+            "or at a first loan of DTensor layers whose x is divided or cast. Changed plans compile nothing",
             frame,
             times + 1,
         )
@@ -137,8 +177,8 @@ _graph_begins = torch.compiler.assume_constant_result(_tell_compilation)
 def _forward(kind: Any, x: Tensor, w_NK: Tensor, bias_N: Any, number: Tensor, is_training: bool, sums: bool) -> Any:
     layer = _layers[int(number)]
     how = layer.compiled_forward_begins(x, is_training, sums)
-    y, _ = kind(x, w_NK, bias_N, how)
-    return y.contiguous(), torch.tensor(layer.forwards.number_of(how.plan), device="cpu")
+    y, kept = kind(x, w_NK, bias_N, how)
+    return y.contiguous(), layer.forwards.number_of(how.plan, how.loans, kept)
 
 
 def _backward(
@@ -147,21 +187,21 @@ def _backward(
     x: Tensor,
     w_NK: Tensor,
     number: Tensor,
-    plan_number: Tensor,
+    of_forward: Tensor,
     needed: list[bool],
     is_training: bool,
     sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     layer = _layers[int(number)]
     try:
-        plan = layer.forwards.plan_of(int(plan_number))
-    except KeyError:
+        plan, loans, kept = layer.forwards.made_by(int(of_forward))
+    except KeyError as unknown:
         name = f"layer {layer.name_in_model}" if layer.name_in_model else "a layer"
-        raise RuntimeError(
-            f"{name}: a compiled backward came more than {_MOST_PLANS} changes of plan after its forward; call "
-            "backward before balancer.step()"
-        ) from None
-    computed = kind(dy, x, w_NK, [], layer.context_of(plan, is_training, sums), needed)
+        raise RuntimeError(f"{name}: {unknown.args[0]}") from None
+    dx, dw_NK, db_N = kind(dy, x, w_NK, kept, layer.context_of(plan, loans, is_training, sums), needed)
+    if loans is not None and dw_NK is not None:
+        dw_NK = loans.whole_gradient(dw_NK)
+    computed = dx, dw_NK, db_N
     dx, dw_NK, db_N = (dy.new_empty(0) if gradient is None else gradient.contiguous() for gradient in computed)
     return dx, dw_NK, db_N
 
@@ -172,7 +212,7 @@ def _like_forward(x: Tensor, w_NK: Tensor, *others: Any) -> tuple[Tensor, Tensor
 
 
 def _like_backward(
-    dy: Tensor, x: Tensor, w_NK: Tensor, number: Tensor, plan_number: Tensor, needed: list[bool], *others: Any
+    dy: Tensor, x: Tensor, w_NK: Tensor, number: Tensor, of_forward: Tensor, needed: list[bool], *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The shapes of a backward's results; of size 0 where a gradient is not needed."""
     dx, dw_NK, db_N = (
@@ -189,9 +229,9 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 
 def _gradients(operator: Any, ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    x, w_NK, number, plan_number = ctx.saved_tensors
+    x, w_NK, number, of_forward = ctx.saved_tensors
     needed = [*ctx.needs_input_grad[:2], ctx.has_bias and ctx.needs_input_grad[2]]
-    gradients = operator(dy, x, w_NK, number, plan_number, needed, ctx.is_training, ctx.sums)
+    gradients = operator(dy, x, w_NK, number, of_forward, needed, ctx.is_training, ctx.sums)
     dx, dw_NK, db_N = (gradient if is_needed else None for gradient, is_needed in zip(gradients, needed, strict=True))
     return dx, dw_NK, db_N, None, None, None
 
@@ -211,7 +251,7 @@ def _define(name: str, forward: Any, backward: Any) -> None:
         lambda *inputs: _backward(backward, *inputs),
         mutates_args=(),
         tags=_TAGS,
-        schema=f"(Tensor dy, {operands}Tensor number, Tensor plan_number, bool[] needed, bool is_training, bool sums)"
+        schema=f"(Tensor dy, {operands}Tensor number, Tensor of_forward, bool[] needed, bool is_training, bool sums)"
         " -> (Tensor, Tensor, Tensor)",
     )
     products.register_fake(_like_forward)

@@ -32,6 +32,18 @@ class SharedProducts(Protocol):
     def weight_in_force(self, weight: Tensor) -> Tensor:
         """Return the layer's ``weight`` [N, K] as the tensor to multiply with; its gradient will hold all columns."""
 
+    def forward_begins(self, weight: Tensor) -> None:
+        """Send the weights that are lent, if none were sent yet, and check that ``weight`` is still as it was sent.
+
+        :meth:`weight_in_force` does so itself.
+        """
+
+    def whole_gradient(self, dw_NK: Tensor) -> Tensor:
+        """Wait for the columns of a backward's dw that other ranks computed, and return it with them.
+
+        Where :meth:`weight_in_force` gave the weight, autograd does so once all layers are done.
+        """
+
     def column_forward(self, x_TK: Tensor, multiply: OwnProduct) -> Tensor:
         """Compute y [T, N] of a column-parallel layer: ``multiply()`` plus what other ranks computed of it."""
 

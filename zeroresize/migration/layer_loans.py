@@ -102,12 +102,10 @@ class LayerLoans:
             pending.wait()
         self._sent = None
 
-    def weight_in_force(self, weight: Tensor) -> Tensor:
-        """Return the layer's ``weight`` as a tensor whose gradient waits for the lent columns.
+    def forward_begins(self, weight: Tensor) -> None:
+        """Check the layer's ``weight`` [N, K]; after loans have changed, the first layer sends all layers' weights.
 
-        It is called on every rank, whether columns are lent or not, so autograd accumulates gradients and calls their
-        hooks in the same order everywhere. After loans have changed, the first layer that calls it sends the weights of
-        all layers; every rank's forward comes here, so all ranks send at the same place.
+        Every rank's training forward comes here, so all ranks send at the same place.
 
         Raises:
             RuntimeError: if the weight has changed since its columns were lent.
@@ -116,7 +114,18 @@ class LayerLoans:
             self._send_all_weights()
         if self._loans:
             self._check_weight(weight)
-        elif weight is not self._weight:  # replaced, and nothing of it is lent
+
+    def weight_in_force(self, weight: Tensor) -> Tensor:
+        """Return the layer's ``weight`` as a tensor whose gradient waits for the lent columns.
+
+        It is called on every rank, whether columns are lent or not, so autograd accumulates gradients and calls their
+        hooks in the same order everywhere.
+
+        Raises:
+            RuntimeError: if the weight has changed since its columns were lent.
+        """
+        self.forward_begins(weight)
+        if not self._loans and weight is not self._weight:  # replaced, and nothing of it is lent
             return self._layer.weight_in_graph()
         now = self._awaiting_return
         is_other = now.data_ptr() != weight.data_ptr()  # put there through .data, or on another device
@@ -296,6 +305,10 @@ class LayerLoans:
             self._transport.give(loan.route, part_TN, ("y", loan.route.owner))
 
     # ---- dw ----------------------------------------------------------------------------------------------------------
+
+    def whole_gradient(self, dw_NK: Tensor) -> Tensor:
+        """Return ``dw_NK`` with the columns that other ranks compute, once they are there; in its backward."""
+        return self._gradient_return.whole(self._weight, dw_NK)
 
     def _return_dw(self, loan: LayerLoan, dw_Nm: Tensor | None, like: Any) -> None:
         name = ("dw", self.name, loan.route.owner, self._gradient_return.num_expected(self._weight))
