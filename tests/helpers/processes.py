@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -33,11 +34,23 @@ import torch._dynamo  # optimizers need it: imported here once instead of in eve
 import torch.distributed as dist
 import torch.overrides
 
+import zeroresize.integrations.dtensor  # as soon as a model is converted
 from vit_examples import train
 from vit_examples.one_node import loopback_store, rank_environment
 
-# What torch.fx looks up once in a process: here, instead of once in every rank.
-torch.overrides.is_tensor_method_or_property(torch.Tensor.add)
+
+def _do_here_once() -> None:
+    """What a process imports and looks up when it first trains: here, instead of once in every rank."""
+    torch.overrides.is_tensor_method_or_property(torch.Tensor.add)  # for torch.fx
+    with warnings.catch_warnings():  # they are for who uses them, not for all tests
+        warnings.simplefilter("ignore")
+        layer = torch.nn.Linear(2, 2)
+        for optimizer in (torch.optim.AdamW(layer.parameters()), torch.optim.SGD(layer.parameters())):
+            torch.nn.functional.gelu(layer(torch.ones(2, 2))).sum().backward()
+            optimizer.step()
+
+
+_do_here_once()
 
 #: Seconds that the other ranks have to report a failure of their own once one has failed.
 GRACE_S = 0.5
@@ -60,6 +73,7 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: flo
     fork = multiprocessing.get_context("fork")
     processes: list[ForkProcess] = []
     pipes: list[Connection] = []
+    traceback.format_stack()  # torch.manual_seed asks for it: every rank would read the same source files
     try:
         for rank in range(num_ranks):
             receiver, sender = fork.Pipe(duplex=False)
