@@ -3,6 +3,7 @@
 #   make setup PIP_ARGS="--extra-index-url <index>"   another package index, such as one with CPU builds of torch
 #   make test PYTEST_ARGS="-k convert"                some tests only
 #   make test-all PYTEST_ARGS="-k convert"            some tests only, slow ones among them
+#   make test SLOW=1                                  the slow ones, too, in one session as CI runs them
 #   make test WORKERS=8                               on a machine of sixteen cores; a test takes up to four of them
 #   make test WORKERS=0                               one test after another, such as for a debugger
 
@@ -10,13 +11,15 @@ PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 WORKERS ?= 3
+SLOW ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Where bytecode is not kept, every worker and every process that a test starts compiles all modules again.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
-PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS)
+# Of what is installed a small part is ever imported: compiling all of it takes as long as installing it.
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile $(PIP_ARGS)
 
 # Trainers and transformers 5 do not fit beside the pinned requirements.
 HOSTS_VENV := .venv-hosts
@@ -51,8 +54,8 @@ $(STAMP): requirements/torch.txt requirements/base.txt requirements/colossalai.t
 	@echo "Ready: $(VENV)"
 
 test: setup  ## run the tests, but for slow ones that rarely fail
-	@echo "Running the tests, without slow ones"
-	@$(PYTEST) -m "not slow and not exhaustive and not hosts" $(PYTEST_ARGS)
+	@echo "Running the tests, $(if $(SLOW),also the,without) slow ones"
+	@$(PYTEST) -m "$(if $(SLOW),,not slow and )not exhaustive and not hosts" $(PYTEST_ARGS)
 
 test-slow: setup  ## run the slow tests
 	@echo "Running the slow tests"
