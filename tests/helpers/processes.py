@@ -34,7 +34,7 @@ import torch._dynamo  # optimizers need it: imported here once instead of in eve
 import torch.distributed as dist
 import torch.overrides
 
-import zeroresize.integrations.dtensor  # as soon as a model is converted
+import zeroresize.integrations.dtensor  # noqa: F401 (as soon as a model is converted)
 from vit_examples import train
 from vit_examples.one_node import loopback_store, rank_environment
 
@@ -260,6 +260,7 @@ def training_started(
     folder: Path,
     before: Callable[[], None] = lambda: None,
     main: Callable[[Sequence[str]], None] = train.main,
+    num_ranks: int = NUM_RANKS,
 ) -> Iterator[ForkedTraining]:
     """While such a block lasts; each rank calls ``before()``, then ``main(arguments)``."""
     folder.mkdir(parents=True)
@@ -269,8 +270,8 @@ def training_started(
     ranks: list[ForkProcess] = []
     try:
         port = here.recv()
-        for rank in range(NUM_RANKS):
-            environment = rank_environment(rank, NUM_RANKS, port)
+        for rank in range(num_ranks):
+            environment = rank_environment(rank, num_ranks, port)
             ranks.append(_FORK.Process(target=_fork_main, args=(arguments, environment, folder, before, main)))
             ranks[-1].start()
         yield ForkedTraining(ranks, folder)
@@ -285,9 +286,10 @@ def forked_training(
     folder: Path,
     before: Callable[[], None] = lambda: None,
     main: Callable[[Sequence[str]], None] = train.main,
+    num_ranks: int = NUM_RANKS,
 ) -> subprocess.CompletedProcess[str]:
     """What a training ends with and says."""
-    with training_started(arguments, folder, before, main) as training:
+    with training_started(arguments, folder, before, main, num_ranks) as training:
         return training.wait(100.0)
 
 
