@@ -3,6 +3,7 @@
 #   make setup PIP_ARGS="--extra-index-url <index>"   another package index, such as one with CPU builds of torch
 #   make test PYTEST_ARGS="-k convert"                some tests only
 #   make test-all PYTEST_ARGS="-k convert"            some tests only, slow ones among them
+#   make test SLOW=1                                  the slow ones, too, in one session as CI runs them
 #   make test WORKERS=8                               on a machine of sixteen cores; a test takes up to four of them
 #   make test WORKERS=0                               one test after another, such as for a debugger
 
@@ -10,6 +11,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 WORKERS ?= 3
+SLOW ?=
 
 # Trainers and transformers 5 do not fit beside the pinned requirements; and the oldest torch that is allowed, and the
 # newest there is, have environments of their own.
@@ -26,7 +28,8 @@ PACKAGE := pyproject.toml setup.py
 # $(call pytest,folder): with the Python of a virtual environment. Where bytecode is not kept, every worker and every
 # process that a test starts compiles all modules again.
 pytest = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(1)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal
-pip_install = $(1)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS)
+# Of what is installed a small part is ever imported: compiling all of it takes as long as installing it.
+pip_install = $(1)/bin/python -m pip install -qq --disable-pip-version-check --no-compile $(PIP_ARGS)
 
 # $(call make_environment,folder,what pip installs torch by,what it installs everything else by)
 define make_environment
@@ -57,8 +60,8 @@ $(STAMP): requirements/torch.txt requirements/base.txt requirements/colossalai.t
 	@echo "Ready: $(VENV)"
 
 test: setup  ## run the tests, but for slow ones that rarely fail
-	@echo "Running the tests, without slow ones"
-	@$(call pytest,$(VENV)) -m "not slow and not exhaustive and not hosts" $(PYTEST_ARGS)
+	@echo "Running the tests, $(if $(SLOW),also the,without) slow ones"
+	@$(call pytest,$(VENV)) -m "$(if $(SLOW),,not slow and )not exhaustive and not hosts" $(PYTEST_ARGS)
 
 test-slow: setup  ## run the slow tests
 	@echo "Running the slow tests"

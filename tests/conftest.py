@@ -45,6 +45,8 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _mark_exhaustive(items)
+    # Were a long test the last one to begin, all workers but one would wait for it.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     skip_gpu = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if "colossalai_module" in getattr(item, "fixturenames", ()):

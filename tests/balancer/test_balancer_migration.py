@@ -19,6 +19,7 @@ def trained(group, steps=5, **config):
     return run, run.steps(steps)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("migration_transport", ["broadcast-reduce", "scatter-gather"])
 @pytest.mark.parametrize(("num_ranks", "owners"), [(2, [1]), (3, [0, 2])])
 @pytest.mark.parametrize("ratio", [0.25, 1.0])
@@ -151,6 +152,7 @@ FIRST_USES = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "migration_transport", ["broadcast-reduce", pytest.param("scatter-gather", marks=pytest.mark.slow)]
 )

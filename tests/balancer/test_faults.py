@@ -133,6 +133,7 @@ def exit_now(*_, **__):
     os._exit(3)
 
 
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["mig", "semi"])
 @pytest.mark.parametrize(("num_ranks", "dying"), [(2, 1), pytest.param(3, 1, marks=pytest.mark.slow), (3, 0)])
@@ -174,6 +175,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
 @pytest.mark.parametrize(
     ("num_ranks", "dying"), [(2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, 0), (3, 1)])]
@@ -273,6 +275,7 @@ def test_every_rank_slow_at_once_prunes_and_lends_nothing(run_ranks, mode, num_r
     assert run_ranks(train, num_ranks) == [((), [0.0] * num_ranks)] * num_ranks
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "chis", [(4.0, 1.0), (4.0, 1.0, 6.0), pytest.param((4.0, 1.0, 6.0, 3.0), marks=pytest.mark.slow)]
 )

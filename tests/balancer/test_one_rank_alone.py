@@ -48,6 +48,7 @@ def step_without_balancer(run, number):
 # ---- balancer.step() ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("mode", "forgetting", "num_steps"),
     [
@@ -74,6 +75,7 @@ def test_a_step_that_one_rank_does_not_call_is_named_on_every_rank(run_ranks, mo
     assert re.search(rf"ranks \[{forgetting}\] .*balancer.step\(\)", messages[1 - forgetting]), messages[1 - forgetting]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("mode", "wrong", "change"),
     [
@@ -241,6 +243,7 @@ def forward(run, num_tokens):
     run.model(torch.ones(num_tokens, FEATURES)).sum().backward()
 
 
+@pytest.mark.few(4)
 @each_mode
 @pytest.mark.parametrize("num_steps", [0, 23])
 def test_unequal_batches_are_an_error_on_every_rank_before_anything_is_sent(run_ranks, mode, num_steps):

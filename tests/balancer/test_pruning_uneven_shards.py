@@ -475,7 +475,7 @@ def test_a_state_whose_units_and_columns_do_not_fit_each_other_is_refused_on_all
 
 
 @pytest.mark.slow
-@pytest.mark.few(9)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("shares", [(3, 1), (1, 0)], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_shares_hold_in_every_mode(run_ranks, mode, shares):
@@ -499,6 +499,7 @@ def test_shares_hold_in_every_mode(run_ranks, mode, shares):
     assert run_ranks(train, 2) == [(tuple(192 * share // sum(shares) for share in shares), True)] * 2
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("shares", [(3, 1), (1, 0)], ids=str)
 @pytest.mark.parametrize("mode", [*PINNABLE_MODES, "mig"])
 def test_a_forced_ratio_is_in_force_on_shares_from_the_start_and_after_resuming(run_ranks, mode, shares):

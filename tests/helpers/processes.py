@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -34,11 +35,23 @@ import torch._dynamo  # optimizers need it: imported here once instead of in eve
 import torch.distributed as dist
 import torch.overrides
 
+import zeroresize.integrations.dtensor  # noqa: F401 (as soon as a model is converted)
 from vit_examples import train
 from vit_examples.one_node import loopback_store, rank_environment
 
-# What torch.fx looks up once in a process: here, instead of once in every rank.
-torch.overrides.is_tensor_method_or_property(torch.Tensor.add)
+
+def _do_here_once() -> None:
+    """What a process imports and looks up when it first trains: here, instead of once in every rank."""
+    torch.overrides.is_tensor_method_or_property(torch.Tensor.add)  # for torch.fx
+    with warnings.catch_warnings():  # they are for who uses them, not for all tests
+        warnings.simplefilter("ignore")
+        layer = torch.nn.Linear(2, 2)
+        for optimizer in (torch.optim.AdamW(layer.parameters()), torch.optim.SGD(layer.parameters())):
+            torch.nn.functional.gelu(layer(torch.ones(2, 2))).sum().backward()
+            optimizer.step()
+
+
+_do_here_once()
 
 #: Seconds that the other ranks have to report a failure of their own once one has failed.
 GRACE_S = 0.5
@@ -74,6 +87,7 @@ def run_ranks(
     context = multiprocessing.get_context(start_method)
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
+    traceback.format_stack()  # torch.manual_seed asks for it: every rank would read the same source files
     try:
         for rank in range(num_ranks):
             receiver, sender = context.Pipe(duplex=False)
@@ -261,6 +275,7 @@ def training_started(
     folder: Path,
     before: Callable[[], None] = lambda: None,
     main: Callable[[Sequence[str]], None] = train.main,
+    num_ranks: int = NUM_RANKS,
 ) -> Iterator[ForkedTraining]:
     """While such a block lasts; each rank calls ``before()``, then ``main(arguments)``."""
     folder.mkdir(parents=True)
@@ -270,8 +285,8 @@ def training_started(
     ranks: list[ForkProcess] = []
     try:
         port = here.recv()
-        for rank in range(NUM_RANKS):
-            environment = rank_environment(rank, NUM_RANKS, port)
+        for rank in range(num_ranks):
+            environment = rank_environment(rank, num_ranks, port)
             ranks.append(_FORK.Process(target=_fork_main, args=(arguments, environment, folder, before, main)))
             ranks[-1].start()
         yield ForkedTraining(ranks, folder)
@@ -286,9 +301,10 @@ def forked_training(
     folder: Path,
     before: Callable[[], None] = lambda: None,
     main: Callable[[Sequence[str]], None] = train.main,
+    num_ranks: int = NUM_RANKS,
 ) -> subprocess.CompletedProcess[str]:
     """What a training ends with and says."""
-    with training_started(arguments, folder, before, main) as training:
+    with training_started(arguments, folder, before, main, num_ranks) as training:
         return training.wait(100.0)
 
 

@@ -116,6 +116,7 @@ def is_of_layers(kind):
 CASES = [*((kind, False) for kind in CHANGES), *((kind, True) for kind in CHANGES if is_of_layers(kind))]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("kind", "is_named"), CASES)
 def test_units_stay_where_a_model_was_changed_after_convert(run_ranks, kind, is_named):
     """Also with units away: going home is always sound, and coming back is not."""

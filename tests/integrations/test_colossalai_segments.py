@@ -58,6 +58,7 @@ def test_every_layer_is_in_a_segment_of_heads_or_of_neurons(run_ranks, kind):
     run_ranks(check, 2)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_any_owner_computes_the_same(run_ranks, kind, attention):

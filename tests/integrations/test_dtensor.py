@@ -186,7 +186,7 @@ def of_plain_parameters(model, group):
     return model
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 def test_every_configuration_computes_what_it_does_with_plain_parameters(run_ranks, name, sequence):

@@ -48,6 +48,7 @@ def gradients(model, x):
     return copies
 
 
+@pytest.mark.few(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES.keys())
 @each_config

@@ -115,6 +115,7 @@ each_layer_in_each_state = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("bias", [True, False])
 @each_layer_in_each_state
 def test_a_layers_output_may_be_modified_like_the_unsharded_layers(run_ranks, kind, options, state, bias):
@@ -130,6 +131,7 @@ def test_a_layers_output_may_be_modified_like_the_unsharded_layers(run_ranks, ki
     run_ranks(check, num_ranks(state))
 
 
+@pytest.mark.few(6)
 @each_layer_in_each_state
 def test_jagged_tensors_are_treated_as_by_the_unsharded_layer(run_ranks, kind, options, state):
     def jagged(compared, is_split):
@@ -207,6 +209,7 @@ class PairOutOfPlace(PairInPlace):
         return x + self.down(torch.relu(self.up(x)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "config",
     [

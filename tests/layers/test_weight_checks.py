@@ -120,6 +120,7 @@ def replicate(model, mesh):
 FORCED = {"ratio": 0.5, "ranks": [1]}
 
 
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrap", "config"),

@@ -1,14 +1,12 @@
 """The program that trains under switched strategies: its losses, resuming elsewhere, and what it refuses."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.processes import forked_training
 from rich.console import Console
 
 from lm_examples.documents import Documents, MiniBatches, Pieces
@@ -271,22 +269,13 @@ def test_the_program_trains_and_resumes_under_one_strategy(tmp_path):
         "--set=model={num_blocks: 2, hidden_size: 16, num_heads: 2, mlp_size: 16}",
         f"--data={ROOT / 'lm_examples'}",
     ]
-    launcher = [sys.executable, "-m", "vit_examples.one_node", "--nproc-per-node=2", "-m"]
-    command = [
-        *launcher,
-        "lm_examples.train_strategies",
-        "--config=switching_two_ranks",
-        f"--output={tmp_path}",
-        *small,
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    output = tmp_path / "run"
+    command = ["--config=switching_two_ranks", f"--output={output}", *small]
     static = "--set=strategies={static: [1, 1, 2]}"
     said = ""
     for arguments in (["--steps=2", "--set=output.save_every=2"], ["--steps=3", "--resume", static]):
-        ended = subprocess.run(
-            [*command, *arguments], env=environment, capture_output=True, text=True, timeout=90, check=False
-        )
+        ended = forked_training([*command, *arguments], tmp_path / arguments[0], main=main)
         assert ended.returncode == 0, ended.stderr
         said += ended.stdout
     assert "step 3: loss" in said and "validation loss" in said and "2 strategies" in said and "one strategy" in said
-    assert [line["step"] for line in read_json_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert [line["step"] for line in read_json_lines(output / "metrics.jsonl")] == [1, 2, 3]

@@ -100,6 +100,7 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_a_replica_of_a_straggler_is_not_taken_for_busy(run_ranks, is_checkpointed):
     """TP {0, 1} and {2, 3}, DDP {0, 2} and {1, 3}; rank 1 is slow, and all others wait for it, each in its own way."""

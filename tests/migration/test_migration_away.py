@@ -194,6 +194,7 @@ def bytes_of_step(maps, loans, migration_transport, num_ranks):
     return 8 * total
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @each_group
 @each_transport

@@ -145,6 +145,7 @@ def test_compiled_autograd_changes_nothing_where_nothing_migrates(run_ranks):
         assert losses == [pytest.approx(micro_batches, rel=1e-5) for micro_batches in expected]
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config",

@@ -146,7 +146,7 @@ def test_ranks_that_differ_in_optimizer_state_do_not_move(run_ranks, kind):
     run_ranks(check, 3)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("error", [RuntimeError("it cannot be read"), ValueError("it cannot be read")], ids=repr)
 def test_a_rank_that_fails_in_the_middle_tells_the_others_at_once(run_ranks, monkeypatch, kind, error):
     def check(rank, group):
@@ -172,6 +172,7 @@ def test_a_rank_that_fails_in_the_middle_tells_the_others_at_once(run_ranks, mon
     run_ranks(check, 3)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("no rounds")], ids=repr)
 def test_a_rank_that_fails_while_it_lays_out_rounds_tells_the_others_at_once(run_ranks, monkeypatch, kind, error):
     def check(rank, group):

@@ -18,6 +18,7 @@ def run(script, *arguments):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "parameters"),

@@ -63,6 +63,7 @@ def test_a_straggler_costs_what_nobody_can_spare_and_no_more(chi, num_ranks):
     assert (baseline_s - settled_s) / (baseline_s - least_s - noise_s) >= 0.95
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("num_ranks", [2, 8])
 @pytest.mark.parametrize("chi", [2.0, 8.0])
 @pytest.mark.parametrize(("cost", "moving_rest"), [(COST, 0.0), (COST, 0.5), (LINEAR, 0.5)])
@@ -81,6 +82,7 @@ def test_and_where_few_columns_cost_more_than_their_share(cost, moving_rest, chi
     assert statistics.fmean(run.step_s[200:]) <= 1.04 * best_s
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("noise", [0.0, 0.02, 0.05])
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
@@ -104,6 +106,7 @@ def test_nothing_is_lent_once_units_lie_where_they_should(chi, mode):
     assert len(settled) > 9 and not any(any(lent) for lent in settled)
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("moving_rest", [0.0, 0.5])
 @pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
@@ -154,6 +157,7 @@ NOISES = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 8])
 @pytest.mark.parametrize("noise", NOISES)
@@ -163,14 +167,15 @@ def test_noise_moves_nothing(noise, num_ranks):
     assert len(run.moves) <= 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_noise_moves_nothing_in_ten_thousand_updates():
     run = simulate(EXACT, cluster(lambda _: [1.0] * 2, noise=0.1), 100_000)
     assert len(run.moves) <= 4
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("noise", [0.02, 0.05])
+@pytest.mark.parametrize("noise", [0.05, 0.02])
 def test_a_settled_division_is_left_alone(noise):
     run = simulate(EXACT, cluster(last_is_slow(8, 4.0), noise=noise), 6000)
     assert len(run.moves) <= 4
@@ -203,7 +208,7 @@ def by_turns(every, there_and_back_s, policy):
     return sum(run.step_s), num_steps // every
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("every", "there_and_back_s"), list(itertools.product(EVERY, THERE_AND_BACK)))
 def test_by_turns_it_is_never_much_worse_than_the_better_of_never_and_always(every, there_and_back_s):
@@ -222,6 +227,7 @@ def test_the_longer_a_turn_lasts_the_sooner_moving_pays():
     assert always[320] < never[320] and ours[320] < never[320]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("num_ranks", "update_every", "every"),
     [
@@ -239,6 +245,7 @@ def test_a_straggler_that_changes_place_sooner_than_it_is_followed_is_left_alone
     assert statistics.fmean(ours.step_s) <= 1.02 * statistics.fmean(never.step_s)
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "update_every", "every", "most"),

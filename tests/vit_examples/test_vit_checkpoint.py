@@ -397,6 +397,7 @@ def test_folders_that_are_no_checkpoints_are_left_alone(tmp_path: Path) -> None:
 # ---- a disk that is full --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("full_ranks", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("num_bytes", [0, 2000, 120_000])

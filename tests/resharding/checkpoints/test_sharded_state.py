@@ -211,6 +211,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "make_optimizer",
     [

@@ -104,6 +104,7 @@ def test_training_goes_on_as_without_moves(run_ranks, name):
         pytest.skip(reasons[0])
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["AdamW, foreach", "SGD"])
 @pytest.mark.parametrize("num_ranks", [3, 4])

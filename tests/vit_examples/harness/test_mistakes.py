@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
 
+from helpers.processes import forked_training
 from helpers.runs import ONE_NODE, TORCHRUN, launched
 
-#: Rank 1 has other arguments than rank 0, which waits for it.
-RANKS_DIFFER = """
-import os
 from vit_examples.train import main
-main(["--config=demo", "--host=torch", "--output={output}", *({wrong} if os.environ["RANK"] == "1" else [])])
-"""
-
-each_launcher = pytest.mark.parametrize(
-    "launcher",
-    [pytest.param(ONE_NODE, id="one_node"), pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow)],
-)
 
 
 def mistakes(said: str) -> list[str]:
@@ -41,31 +34,29 @@ def test_what_all_ranks_find_is_said_once(tmp_path: Path, launcher: list[str]) -
         assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_a_wrong_flag_is_said_once(tmp_path: Path) -> None:
-    done = launched(*ONE_NODE, "-m", "vit_examples.train", "--cofnig=demo")
+    done = forked_training(["--cofnig=demo"], tmp_path / "said")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "unrecognized arguments: --cofnig=demo" in done.stderr
     assert "--help" in done.stderr
 
 
-@pytest.mark.few(2)
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-@each_launcher
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (["--data=/nowhere"], "data.source='/nowhere': no such folder"),  # while rank 0 waits for it
-        pytest.param(["--mode=fast"], "balance.mode='fast'", marks=pytest.mark.slow),
+        ("--data=/nowhere", "data.source='/nowhere': no such folder"),  # while rank 0 waits for it
+        ("--mode=fast", "balance.mode='fast'"),
     ],
 )
-def test_what_one_rank_alone_finds_is_said(tmp_path: Path, launcher: list[str], wrong: list[str], message: str) -> None:
-    script = tmp_path / "differ.py"
-    script.write_text(RANKS_DIFFER.format(output=tmp_path / "run", wrong=wrong))
-    done = launched(*launcher, str(script))
+def test_what_one_rank_alone_finds_is_said(tmp_path: Path, wrong: str, message: str) -> None:
+    """Rank 1 has other arguments than rank 0, which waits for it."""
+
+    def differ(arguments: Sequence[str]) -> None:
+        main([*arguments, *([wrong] if os.environ["RANK"] == "1" else [])])
+
+    arguments = ["--config=demo", "--host=torch", f"--output={tmp_path / 'run'}"]
+    done = forked_training(arguments, tmp_path / "said", main=differ)
     assert done.returncode != 0
     said = mistakes(done.stderr)
     assert len(said) == 1 and said[0].startswith("error (rank 1): ") and message in said[0], done.stderr

@@ -166,6 +166,7 @@ def test_a_migration_that_takes_longer_than_it_saves_is_left():
     assert math.isclose(max(run.step_s), 0.2 + 1.3 * 0.8)
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("chi", "num_ranks"), [(2.0, 2), (4.0, 8)])
 def test_near_break_even_migration_does_not_come_and_go(chi, num_ranks):
@@ -186,6 +187,7 @@ def begins_of_lending(lends):
     return [update for update, (before, now) in enumerate(itertools.pairwise(lends), 1) if now and not before]
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("reads_late", [False, True])
 @pytest.mark.parametrize("factor", [0.2, 0.3])
