@@ -43,6 +43,8 @@ from vit_examples.one_node import loopback_store, rank_environment
 def _do_here_once() -> None:
     """What a process imports and looks up when it first trains: here, instead of once in every rank."""
     torch.overrides.is_tensor_method_or_property(torch.Tensor.add)  # for torch.fx
+    if torch.cuda.is_available():  # autograd starts a thread for each GPU: no backward after a fork
+        return
     with warnings.catch_warnings():  # they are for who uses them, not for all tests
         warnings.simplefilter("ignore")
         layer = torch.nn.Linear(2, 2)
