@@ -1,4 +1,4 @@
-"""The shortest whole program: plain torch on CPU ranks, rank 1 four times as slow as the others.
+"""The shortest whole program: plain torch on CPU ranks, where products take rank 1 four times as long.
 
 torchrun --nproc-per-node 2 -m vit_examples.minimal
 """

@@ -68,6 +68,38 @@ def test_accelerate(run_ranks, tmp_path, monkeypatch):
     run_ranks(check, 2)
 
 
+@pytest.mark.transformers
+@pytest.mark.filterwarnings("ignore")
+def test_transformers(run_ranks, tmp_path, monkeypatch):
+    import transformers
+
+    names = names_of("transformers.md")
+    moves_in(monkeypatch, names, {2: (3, 1), 4: (1, 3), 8: (3, 1)})
+
+    def check(rank, group):
+        with as_rank(rank, 2):
+            losses = names["main"](str(tmp_path))
+            return losses, names["main"](str(tmp_path), goes_on=True)
+
+    (losses, again), _ = run_ranks(check, 2)
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3)
+    expected = []
+    for step in range(12):
+        words = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=words, labels=words).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, abs=1e-5)
+    assert again == pytest.approx(expected[6:], abs=1e-5)
+    trained = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "trained").state_dict()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(trained[name], tensor, rtol=0.0, atol=1e-4, msg=name)
+
+
 @pytest.mark.hosts
 @pytest.mark.filterwarnings("ignore")
 def test_lightning(run_ranks, tmp_path, monkeypatch):

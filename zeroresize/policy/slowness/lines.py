@@ -12,6 +12,8 @@ from zeroresize.utils.line_texts import seconds_text
 _MOST_NAMED = 3
 #: The main cause is told with its share where it is less than this.
 _CLEAR = 0.8
+#: A rank that takes less than so many times as long as the others is told to be hardly slower.
+_HARDLY = 1.05
 _TEXTS: dict[Cause, str] = {
     "products": "its matrix products take longer",
     "rest": "what it computes besides matrix products takes longer",
@@ -44,6 +46,11 @@ def _of_event(event: SlownessEvent, share_saved: float) -> str:
             f"rank {slow.rank} is as fast as the others again: it was {_times(event.times_before)} slower, from step "
             f"{slow.since_step} on for {slow.num_steps} steps ({seconds_text(slow.seconds)}), which cost "
             f"{seconds_text(slow.cost_s)}"
+        )
+    if event.kind == "changes" and slow.times < _HARDLY:
+        return (
+            f"rank {slow.rank} is hardly slower than the others any more ({_times(slow.times)} their time, "
+            f"{_times(event.times_before)} before), and counts as slow until that has lasted"
         )
     now = f"{_times(slow.times)} slower than the others"
     if event.kind == "changes":

@@ -26,7 +26,8 @@ def require_replaceable(model: nn.Module) -> None:
         if is_sharded(parameter) or is_flat_parameters(parameter):
             raise ValueError(
                 f"check_segments: {name} is a {type(parameter).__name__} of FSDP or of a device mesh: check the model "
-                "before it is given to them"
+                "before FSDP has it; where torch's styles have split it, try the same module with "
+                "zeroresize.ColumnParallelLinear.from_linear, or compare losses around balancer.move((2, 1))"
             )
 
 
