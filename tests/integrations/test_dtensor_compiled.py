@@ -20,6 +20,7 @@ def feed_forward(mesh):
     return model
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_moves_in_one_graph_leave_losses_and_gradients_those_of_the_layers(run_ranks, backend):
     shares = [(3, 1), (1, 3), (1, 1), (2, 1), (1, 1)]
@@ -52,6 +53,7 @@ def test_moves_in_one_graph_leave_losses_and_gradients_those_of_the_layers(run_r
         assert num_compilations <= 3
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 def test_a_decoder_whose_units_move_trains_in_one_graph_as_in_one_process(run_ranks, sequence):
