@@ -214,9 +214,10 @@ def test_a_copy_computes_the_same_and_lives_by_itself(run_ranks, shares):
     run_ranks(check, 2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "whole"])
 def test_a_compiled_model_trains_as_the_hosts_over_a_move(run_ranks, sequence):
     def check(rank, group):
         host, model = (split(whole_model(), mesh_of(), sequence=sequence) for _ in range(2))

@@ -76,6 +76,7 @@ def test_changed_plans_compile_nothing_and_results_are_those_of_the_layers(run_r
     assert first == second and len(set(first)) == 5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_moves_compile_twice_at_most_and_leave_the_losses(run_ranks, backend, caplog):
     shares = [(3, 1), (1, 3), (1, 1), (2, 1), (1, 2), (1, 1)]

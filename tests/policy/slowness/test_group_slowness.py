@@ -1,5 +1,6 @@
 """What a group's windows tell: who, since when, why, what it has cost, and what a division by speed would save."""
 
+import dataclasses
 import math
 
 import pytest
@@ -124,6 +125,11 @@ def test_lines_say_who_since_when_why_and_what_it_costs():
     (_, changes), *_ = run(group, 6, {1: {"products_s": 0.26}}, num_ranks=2, begins=24)
     (line,) = lines_of([changes], 0.3)
     assert line.startswith("rank 1 is 3.00 times slower than the others now, 1.50 times before, slow since step 200")
+    faster = dataclasses.replace(changes, slow=dataclasses.replace(changes.slow, times=0.85), times_before=3.0)
+    assert lines_of([faster], 0.3) == [
+        "rank 1 is hardly slower than the others any more (0.85 times their time, 3.00 times before), and counts as "
+        "slow until that has lasted"
+    ]
     (_, ends), *_ = run(group, 6, WELL, num_ranks=2, begins=30)
     (line,) = lines_of([ends], 0.0)
     assert line.startswith("rank 1 is as fast as the others again: it was 3.00 times slower, from step 200 on for ")
