@@ -51,6 +51,19 @@ def test_noise_alone_tells_nothing(deviation):
     assert num_told == 0
 
 
+@pytest.mark.parametrize("tolerance", [0.03, 0.1])
+def test_what_is_told_to_begin_exceeds_the_tolerance_also_where_it_comes_and_goes(tolerance):
+    num_begun = 0
+    for seed in range(200):
+        random = np.random.default_rng(seed)
+        slow = 0.25 * (random.random(60) < 0.7) + random.normal(0.0, 0.05, 60)
+        for _, change in changes_of([*random.normal(0.0, 0.05, 20), *slow], tolerance)[0]:
+            if change.kind == "begins":
+                num_begun += 1
+                assert change.after > 1.0 + tolerance
+    assert num_begun > 100
+
+
 def test_a_rank_slower_by_less_than_the_tolerance_is_not_told():
     assert changes_of(noisy([1.02] * 300, 0.003))[0] == []
     assert len(changes_of(noisy([1.02] * 300, 0.003), tolerance=0.01)[0]) == 1

@@ -103,7 +103,9 @@ class RankLevel:
                 continue
             least = usual_of(recent[-span:]) / 2.0
             begins = next((at for at in range(len(recent), 0, -1) if recent[at - 1] < least), 0)
-            begins = min(begins, len(recent) - 2)
+            # Slowness that comes and goes may be low in the last two windows, though the span is usually high.
+            if len(recent) - begins < 2 or usual_of(recent[begins:]) < self._least:
+                begins = len(recent) - span
             self._values = recent[begins:]
             self._recent.clear()
             self.forget_newest(len(self._values) - 1)  # but for the newest, which was not learned
