@@ -11,7 +11,7 @@ import importlib.util
 import signal
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,14 +45,31 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _mark_exhaustive(items)
-    # Were a long test the last one to begin, all workers but one would wait for it.
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     skip_gpu = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if "colossalai_module" in getattr(item, "fixturenames", ()):
             item.add_marker("colossalai")
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(skip_gpu)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> Iterator[None]:
+    """Slow tests first: were one the last to begin, all workers but that one would wait for its end.
+
+    Each worker begins with the next part of all items, as many as the others (``--dist worksteal``), so each part has
+    its share of slow ones at its beginning.
+    """
+    workers = getattr(session.config, "workerinput", {"workercount": 1})["workercount"]
+    slow = [item for item in session.items if item.get_closest_marker("slow")]
+    others = [item for item in session.items if not item.get_closest_marker("slow")]
+    session.items[:] = [
+        item
+        for worker in range(workers)
+        for of_kind in (slow, others)
+        for item in of_kind[len(of_kind) * worker // workers : len(of_kind) * (worker + 1) // workers]
+    ]
+    return (yield)
 
 
 def _mark_exhaustive(items: list[pytest.Item]) -> None:
