@@ -9,7 +9,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a thread pool in 
 import importlib
 import importlib.util
 import signal
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,13 +88,7 @@ def _mark_exhaustive(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
     """``run_ranks(fn, num_ranks, *args, timeout_s=60)`` returns ``fn(rank, group, *args)`` of every rank, by rank."""
-
-    def run(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        __tracebackhide__ = True
-        scratch = Path(tempfile.mkdtemp(prefix="ranks_", dir=tmp_path))
-        return processes.run_ranks(fn, num_ranks, *args, timeout_s=timeout_s, scratch=scratch)
-
-    return run
+    return processes.runner_in(tmp_path)
 
 
 @pytest.fixture

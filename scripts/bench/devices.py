@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 
-def join_ranks(rank: int, num_ranks: int, **options: Any) -> torch.device:
+def join_ranks(*, rank: int, world_size: int, **options: Any) -> torch.device:
     """Take a device and join the other ranks by ``dist.init_process_group``, which is given the options, too.
 
     NCCL refuses two ranks of one host on one GPU. Ranks that share one name different hosts, so that they talk by
@@ -18,12 +18,12 @@ def join_ranks(rank: int, num_ranks: int, **options: Any) -> torch.device:
     Returns:
         This rank's device.
     """
-    options |= {"rank": rank, "world_size": num_ranks}
+    options |= {"rank": rank, "world_size": world_size}
     if not torch.cuda.is_available():
         dist.init_process_group("gloo", **options)
         return torch.device("cpu")
     num_devices = torch.cuda.device_count()
-    if num_ranks > num_devices:
+    if world_size > num_devices:
         loopback = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
         os.environ |= {**loopback, "NCCL_HOSTID": f"rank {rank}", "NCCL_IB_DISABLE": "1"}
     torch.cuda.set_device(rank % num_devices)

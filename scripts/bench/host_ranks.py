@@ -58,14 +58,13 @@ class HostRanks:
 
     def __init__(self, host: str) -> None:
         self.host = host
-        self.device = join_ranks(
-            int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout=datetime.timedelta(minutes=30)
-        )
+        self.rank, self.num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        limit = datetime.timedelta(minutes=30)
+        self.device = join_ranks(rank=self.rank, world_size=self.num_ranks, timeout=limit)
         torch.set_num_threads(1)
         if self.device.type == "cpu":
             pin_to_core()
         transformers.logging.set_verbosity_error()
-        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.mesh = init_device_mesh(self.device.type, (self.num_ranks,), mesh_dim_names=("tp",))["tp"]
 
     def trainer(self, *, hidden: int, depth: int, heads: int, batch: int, length: int, seed: int = 0) -> HostTrainer:
@@ -84,7 +83,9 @@ class HostRanks:
         whole = transformers.LlamaForCausalLM(config).to(self.device)
         model: Any = self._split_by_styles(whole) if self.host == "dtensor" else self._split_by_plan(whole)
         words = torch.randint(_WORDS, (batch, length), generator=torch.Generator().manual_seed(seed))
-        return HostTrainer(model, torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False), words.to(self.device))
+        # On a GPU torch would step all at once, which it refuses for DTensors beside plain tensors.
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+        return HostTrainer(model, optimizer, words.to(self.device))
 
     def balance(self, trainer: HostTrainer, config: zr.BalanceConfig) -> zr.Balancer:
         """Balance a trainer's model from now on."""

@@ -5,49 +5,46 @@ from contextlib import nullcontext
 import pytest
 import torch
 from helpers import pipelines
-from helpers.compiled import batch as tokens
 from helpers.compiled import compiled
 from helpers.devices import device_here
-from helpers.dtensor_models import ATTENTION, HIDDEN, WIDTH, adamw, mesh_of, split, train, whole_model
-from helpers.dtensor_models import FeedForward as DTensorFeedForward
+from helpers.dtensor_models import (
+    ATTENTION,
+    HIDDEN,
+    adamw,
+    feed_forward,
+    mesh_of,
+    split,
+    train,
+    train_feed_forward,
+    train_while_units_move,
+    whole_model,
+)
+from helpers.strategies import mean_loss
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zeroresize as zr
 from lm_examples.llama import LlamaConfig, llama_layers, token_loss
-from zeroresize.layers.local_parts import local_of
 from zeroresize.pipeline import move_layers, moving_during_backward
 from zeroresize.plan.length_range import LengthRange
 from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.trainer import StrategyTrainer
 
+pytestmark = pytest.mark.gpu
 
-def train_while_units_move(rank, group):
+
+def train_dtensors(rank, group):
     device = device_here()
     whole = whole_model().to(device)
     expected = train(whole, adamw(whole), 8)
     model = split(whole_model().to(device), mesh_of(device_type=device.type))
     zr.convert(model, segments=ATTENTION)
-    optimizer = adamw(model)
-    balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="exact"))
-    shares = {1: (3, 1), 3: (1, 3), 5: (1, 1)}
-    sizes = []
-
-    def after(step):
-        balancer.step()
-        if step in shares:
-            balancer.move(shares[step])
-        sizes.append(local_of(model.blocks[0].mlp.down.weight).shape[1])
-
-    values = train(model, optimizer, 8, after)
-    balancer.close()
-    return expected, values, sizes
+    values, shapes = train_while_units_move(model, {1: (3, 1), 3: (1, 3), 5: (1, 1)}, 8)
+    return expected, values, [num_units for _, num_units in shapes]
 
 
 def test_units_that_move_by_nccl_leave_losses_and_norms_those_of_one_device(run_on_gpus):
-    for rank, (expected, values, sizes) in enumerate(run_on_gpus(train_while_units_move, 2)):
+    for rank, (expected, values, sizes) in enumerate(run_on_gpus(train_dtensors, 2)):
         assert values == pytest.approx(expected, abs=1e-8)
         half = HIDDEN // 2
         mine = ((36, 12), (12, 36))[rank]
@@ -152,58 +149,34 @@ def train_in_one_graph(rank, group):
     device = device_here()
     outcomes = []
     for compiles in (False, True):
-        torch.manual_seed(0)
-        model = DTensorFeedForward(bias=True).double().to(device)
-        plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(model, mesh_of(device_type=device.type), plan)
-        zr.convert(model)
+        model = feed_forward(mesh_of(device_type=device.type), device)
         call, counter = compiled(model, "inductor") if compiles else (model, None)
-        optimizer = adamw(model)
-        balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="exact"))
-        losses = []
-        for share in [(3, 1), (1, 3), (1, 1), (2, 1), (1, 1)]:
-            loss = call(tokens(width=WIDTH).to(device)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            balancer.step()
-            balancer.move(share)
-            losses.append(loss.item())
-        balancer.close()
-        outcomes.append(losses)
+        outcomes.append(train_feed_forward(model, call, [(3, 1), (1, 3), (1, 1), (2, 1), (1, 1)]))
     return outcomes, counter.frame_count
 
 
 def test_moves_in_one_compiled_graph_on_a_gpu_leave_losses_those_of_the_layers(run_on_gpus):
-    for (expected, losses), num_compilations in run_on_gpus(train_in_one_graph, 2):
-        assert losses == pytest.approx(expected, rel=1e-10)
+    for (expected, values), num_compilations in run_on_gpus(train_in_one_graph, 2):
+        assert values == pytest.approx(expected, rel=1e-10)
         assert num_compilations <= 3
 
 
 def train_while_layers_move(rank, group):
     device = device_here()
-    pipeline = pipelines.pipeline_of(
-        group, loss=pipelines.half_the_loss, layers=[one.to(device) for one in pipelines.layers_of()], device=device
-    )
+    layers = [layer.to(device) for layer in pipelines.layers_of()]
+    pipeline = pipelines.pipeline_of(group, loss=pipelines.half_the_loss, layers=layers, device=device)
     optimizer = pipelines.OPTIMIZERS["AdamW"](pipelines.groups_of(pipeline.named_parameters()))
     decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     losses = []
-
-    def batches(step):
-        for part in range(2):
-            words, target = (one.to(device) for one in pipelines.batch(2 * step + part))
-            loss = pipeline.step(words, target=target)
-            losses.extend([] if loss is None else [loss.item()])
-
     home, *others = pipelines.BOUNDARIES[2]
     for step, boundaries in enumerate([others[0], home, others[1], home, home]):
         optimizer.zero_grad()
         if step % 2:  # between two steps
-            batches(step)
+            losses += pipelines.accumulate(pipeline, step)
             move_layers(pipeline, boundaries, optimizer=optimizer)
         else:
             with moving_during_backward(pipeline, boundaries, optimizer=optimizer, num_steps=2):
-                batches(step)
+                losses += pipelines.accumulate(pipeline, step)
         pipelines.clip_grad_norm_(pipeline, 0.5)
         optimizer.step()
         decay.step()
@@ -223,7 +196,7 @@ RANGES = [LengthRange(6, Strategy(2)), LengthRange(12, Strategy(1, 2)), LengthRa
 def rows(step):
     generator = torch.Generator().manual_seed(step)
     lengths = [*torch.randint(1, 21, (8,), generator=generator).tolist(), 6, 12, 20]
-    return [torch.randint(CONFIG.vocabulary, (one + 1,), generator=generator) for one in lengths]
+    return [torch.randint(CONFIG.vocabulary, (length + 1,), generator=generator) for length in lengths]
 
 
 def llama():
@@ -236,17 +209,13 @@ def train_by_strategies(rank, group):
     whole, expected = llama().to(device), []
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, eps=1e-4)
     for step in range(4):
-        packed = Packed.of([row.to(device) for row in rows(step)])
-        x = packed.tokens
-        for layer in whole:
-            x = layer(x, packed)
-        loss = token_loss(x, packed) / packed.num_tokens
+        loss = mean_loss(whole, [row.to(device) for row in rows(step)])
         loss.backward()
         nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
-    strategies = [one.strategy for one in RANGES]
+    strategies = [length_range.strategy for length_range in RANGES]
     layers = [layer.to(device) for layer in llama()]
     model = SwitchableModel(layers, strategies=strategies, process_group=group, device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)

@@ -1,5 +1,6 @@
 """Feed-forward blocks of split layers, and their training as they are and in compiled graphs."""
 
+import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -34,6 +35,21 @@ def compiled(model, backend="aot_eager", fullgraph=True):
     """A model in one graph, and what counts how often it was compiled."""
     counter = CompileCounterWithBackend(backend)
     return torch.compile(model, backend=counter, fullgraph=fullgraph), counter
+
+
+def assert_same_training(computed, expected, backend="aot_eager"):
+    """Losses and weights bit for bit; by a backend that computes otherwise, nearly."""
+    (losses, weights), (expected_losses, expected_weights) = computed, expected
+    if backend == "aot_eager":
+        assert losses == expected_losses
+        assert all(torch.equal(*pair) for pair in zip(weights, expected_weights, strict=True))
+    else:
+        assert losses == pytest.approx(expected_losses, rel=1e-12)
+        assert all(torch.allclose(*pair, rtol=1e-10) for pair in zip(weights, expected_weights, strict=True))
+
+
+def weights_of(model):
+    return [weight.detach() for weight in model.parameters()]
 
 
 def train(call, model, num_steps, x, after=lambda step: None, optimizer=None):

@@ -1,17 +1,8 @@
-"""Ranks on GPUs: processes that are spawned, joined by NCCL, several on one GPU where there are fewer than ranks."""
+"""Where ranks of tests on GPUs compute."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-
-from scripts.bench.devices import join_ranks
-
-
-def join_by_nccl(*, rank: int, world_size: int, **options: Any) -> None:
-    """Take a device and join the other ranks."""
-    join_ranks(rank, world_size, **options)
 
 
 def device_here() -> torch.device:

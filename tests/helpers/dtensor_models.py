@@ -14,6 +14,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import zeroresize as zr
+from helpers import compiled
+from zeroresize.layers.local_parts import local_of
 
 WIDTH, HIDDEN, HEADS, TOKENS, WORDS = 16, 48, 4, 6, 20
 
@@ -135,6 +137,57 @@ def train(model, optimizer, num_steps, after=lambda step: None, max_norm=0.5):
 
 def adamw(model, **options):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+
+
+def train_while_units_move(model, shares, num_steps, call=None, **options):
+    """What :func:`train` returns, and the shape of this rank's part of ``down`` of the first block after each step.
+
+    Args:
+        shares: [R] by the step after which units move to them.
+        call: what is trained as the model, such as a graph of it.
+        options: of the optimizer.
+    """
+    optimizer = adamw(model, **options)
+    balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="exact"))
+    shapes = []
+
+    def after(step):
+        balancer.step()
+        if step in shares:
+            balancer.move(shares[step])
+        shapes.append(tuple(local_of(model.blocks[0].mlp.down.weight).shape))
+
+    values = train(call or model, optimizer, num_steps, after)
+    balancer.close()
+    return values, shapes
+
+
+def feed_forward(mesh, device="cpu"):
+    torch.manual_seed(0)
+    model = FeedForward(bias=True).double().to(device)
+    parallelize_module(model, mesh, {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()})
+    zr.convert(model)
+    return model
+
+
+def train_feed_forward(model, call, shares):
+    """Loss, norm and number of this rank's neurons of each step; after each units move to its shares."""
+    x = compiled.batch(width=WIDTH).to(next(model.parameters()).device)
+    optimizer = adamw(model)
+    balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="exact"))
+    values = []
+    for share in shares:
+        loss = call(x).square().mean()
+        loss.backward()
+        assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).full_tensor()
+        optimizer.step()
+        optimizer.zero_grad()
+        balancer.step()
+        balancer.move(share)
+        values += [loss.item(), norm.item(), local_of(model.up.weight).shape[0]]
+    balancer.close()
+    return values
 
 
 ATTENTION = [

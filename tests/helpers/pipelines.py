@@ -158,19 +158,25 @@ def held(pipeline, optimizer):
     return copies
 
 
-def train_step(pipeline, optimizer, step, max_norm=None, between=lambda: None):
-    """Two batches for one step of the optimizer; their losses on the last stage."""
-    optimizer.zero_grad()
+def accumulate(pipeline, step, between=lambda: None):
+    """Two batches of a step of the optimizer; their losses on the last stage."""
     losses = []
     for part in range(2):
-        words, target = batch(2 * step + part)
+        words, target = (tensor.to(pipeline.device) for tensor in batch(2 * step + part))
         losses.append(pipeline.step(words, target=target))
         if part == 0:
             between()
+    return [loss.item() for loss in losses if loss is not None]
+
+
+def train_step(pipeline, optimizer, step, max_norm=None, between=lambda: None):
+    """Two batches for one step of the optimizer; their losses on the last stage."""
+    optimizer.zero_grad()
+    losses = accumulate(pipeline, step, between)
     if max_norm is not None:
         clip_grad_norm_(pipeline, max_norm)
     optimizer.step()
-    return [loss.item() for loss in losses if loss is not None]
+    return losses
 
 
 def assert_same(ones, others):

@@ -1,7 +1,7 @@
 """Runs a function in several real processes, one a rank, and brings back what it returns.
 
 The processes are forked: ``fn`` may be a nested function or a closure, and what the parent has imported (torch,
-Colossal-AI) is there at once. CUDA does not survive a fork: ranks on GPUs are spawned (see :mod:`helpers.devices`).
+Colossal-AI) is there at once. CUDA does not survive a fork: ranks on GPUs are spawned (tests/gpu).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -109,6 +110,17 @@ def run_ranks(
             process.join()
         for pipe in pipes:
             pipe.close()
+
+
+def runner_in(folder: Path, limit_s: float = 60.0, **options: Any) -> Callable[..., list[Any]]:
+    """:func:`run_ranks` with these options, each time in a new folder within ``folder``; its time limit is optional."""
+
+    def run(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = limit_s) -> list[Any]:
+        __tracebackhide__ = True
+        scratch = Path(tempfile.mkdtemp(prefix="ranks_", dir=folder))
+        return run_ranks(fn, num_ranks, *args, timeout_s=timeout_s, scratch=scratch, **options)
+
+    return run
 
 
 def in_first_rank(fn: Callable[..., Any]) -> Callable[..., Any]:

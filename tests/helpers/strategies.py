@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from torch import nn
 
+from lm_examples.llama import token_loss
 from zeroresize.layers.segment import Segment
 from zeroresize.plan.layout import Layout, TensorSpec, UnitDivision, unit_bounds
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.switches.slices import Slices
+from zeroresize.strategy.packed import Packed
 
 
 class FormulaCosts:
@@ -176,6 +178,15 @@ def layers_of(seed=0, num_blocks=2, dtype=torch.float64, device=None):
 def whole_tensors(layers):
     """By name, in the model's order."""
     return {f"layers.{n}.{name}": one for n, layer in enumerate(layers) for name, one in layer.named_parameters()}
+
+
+def mean_loss(layers, sequences):
+    """Of the undivided model, a token."""
+    packed = Packed.of(sequences)
+    x = packed.tokens
+    for layer in layers:
+        x = layer(x, packed)
+    return token_loss(x, packed) / packed.num_tokens
 
 
 def own_part(model, strategy, name, whole):

@@ -106,7 +106,7 @@ def errors_of_steps(group, dtype, owners, settings):
     ],
 )
 def test_training_is_exact(run_ranks, num_ranks, owners, dtype):
-    settings = list(itertools.product(MIGRATION_TRANSPORTS, (0.25, 0.75, 1.0)))
+    settings = list(itertools.product(MIGRATION_TRANSPORTS, (0.25, 0.5, 0.75, 1.0)))
     train = lambda rank, group: errors_of_steps(group, dtype, owners, settings)  # noqa: E731
     for errors in run_ranks(train, num_ranks, timeout_s=110):
         assert max(errors.values()) <= EXACT[dtype], errors

@@ -7,7 +7,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.dtensor_comparisons import assert_same
-from helpers.dtensor_models import ATTENTION, HIDDEN, WIDTH, adamw, batch, mesh_of, split, train, whole_model
+from helpers.dtensor_models import (
+    ATTENTION,
+    HIDDEN,
+    WIDTH,
+    adamw,
+    batch,
+    mesh_of,
+    split,
+    train,
+    train_while_units_move,
+    whole_model,
+)
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor, Replicate
@@ -47,18 +58,8 @@ def test_moves_away_and_home_leave_losses_and_norms_those_of_one_process(run_ran
     def check(rank, group):
         model = split(whole_model(), mesh_of(), sequence=sequence)
         zr.convert(model, segments=ATTENTION)
-        optimizer = adamw(model, foreach=foreach)
-        balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="exact"))
-        shares = {1: (3, 1), 3: (1, 3), 5: None}
-        sizes = []
-
-        def after(step):
-            balancer.step()
-            if step in shares:
-                balancer.move(shares[step] or (1, 1))
-            sizes.append(tuple(local_of(model.blocks[0].mlp.down.weight).shape))
-
-        values = train(model, optimizer, 8, after)
+        shares = {1: (3, 1), 3: (1, 3), 5: (1, 1)}
+        values, sizes = train_while_units_move(model, shares, 8, foreach=foreach)
         mine = ((36, 12), (12, 36))[rank]
         half = (WIDTH, HIDDEN // 2)
         assert sizes == [half, *[(WIDTH, mine[0])] * 2, *[(WIDTH, mine[1])] * 2, half, half, half]
@@ -66,7 +67,6 @@ def test_moves_away_and_home_leave_losses_and_norms_those_of_one_process(run_ran
         for name, parameter in whole.named_parameters():
             ours = dict(model.named_parameters())[name].full_tensor()
             assert torch.allclose(ours, parameter, atol=1e-8), name
-        balancer.close()
 
     run_ranks(check, 2)
 

@@ -4,27 +4,29 @@ import pytest
 import torch
 from helpers.compiled import batch as tokens
 from helpers.compiled import compiled
-from helpers.dtensor_models import ATTENTION, WIDTH, FeedForward, adamw, mesh_of, split, train, whole_model
+from helpers.dtensor_models import (
+    ATTENTION,
+    WIDTH,
+    adamw,
+    feed_forward,
+    mesh_of,
+    split,
+    train,
+    train_feed_forward,
+    train_while_units_move,
+    whole_model,
+)
 from helpers.parallel_layers import equal_loans, lend
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zeroresize as zr
-from zeroresize.layers.local_parts import local_of
+from zeroresize.convert import balanced_layers
 
 
 def one_block():
     """As a graph is compiled in seconds."""
     model = whole_model()
     model.blocks = model.blocks[:1]
-    return model
-
-
-def feed_forward(mesh):
-    torch.manual_seed(0)
-    model = FeedForward(bias=True).double()
-    parallelize_module(model, mesh, {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()})
-    zr.convert(model)
     return model
 
 
@@ -39,21 +41,7 @@ def test_moves_in_one_graph_leave_losses_and_gradients_those_of_the_layers(run_r
         for compiles in (False, True):
             model = feed_forward(mesh_of())
             call, counter = compiled(model, backend) if compiles else (model, None)
-            optimizer = adamw(model)
-            balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="exact"))
-            values = []
-            for share in shares:
-                loss = call(tokens(width=WIDTH)).square().mean()
-                loss.backward()
-                assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).full_tensor()
-                optimizer.step()
-                optimizer.zero_grad()
-                balancer.step()
-                balancer.move(share)
-                values += [loss.item(), norm.item(), local_of(model.up.weight).shape[0]]
-            balancer.close()
-            outcomes.append(values)
+            outcomes.append(train_feed_forward(model, call, shares))
         return outcomes, counter.frame_count
 
     for (expected, values), num_compilations in run_ranks(check, 2, timeout_s=110):
@@ -71,7 +59,7 @@ def test_loans_that_begin_and_end_compile_at_most_once_and_leave_losses_and_grad
         for compiles in (False, True):
             model = feed_forward(mesh_of())
             model = model.float() if is_cast else model
-            layers = {"gate": model.gate, "up": model.up, "down": model.down}
+            layers = balanced_layers(model)
             call, counter = compiled(model) if compiles else (model, None)
             optimizer, lender, values = adamw(model), None, []
             for step in range(6):
@@ -110,25 +98,14 @@ def test_a_decoder_whose_units_move_trains_in_one_graph_as_in_one_process(run_ra
         torch._dynamo.reset()
         model = split(one_block(), mesh_of(), sequence=sequence)
         zr.convert(model, segments=ATTENTION[:1])
-        optimizer = adamw(model)
-        balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="exact"))
         call, counter = compiled(model)
-        sizes = []
-
-        def after(step):
-            balancer.step()
-            if step in shares:
-                balancer.move(shares[step])
-            sizes.append(local_of(model.blocks[0].mlp.down.weight).shape[1])
-
         call.parameters = model.parameters
-        values = train(call, optimizer, 6, after)
+        values, shapes = train_while_units_move(model, shares, 6, call)
         assert values == pytest.approx(expected, abs=1e-10)
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         for name, parameter in whole.named_parameters():
             assert torch.allclose(dict(model.named_parameters())[name].full_tensor(), parameter, atol=1e-10), name
-        balancer.close()
-        return sizes, counter.frame_count
+        return [num_units for _, num_units in shapes], counter.frame_count
 
     (first, num_compilations), (second, _) = run_ranks(check, 2, timeout_s=110)
     assert first == [24, 36, 36, 12, 24, 24] and second == [24, 12, 12, 36, 24, 24]

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers.compiled import HIDDEN, batch, compiled, feed_forwards, train
+from helpers.compiled import HIDDEN, assert_same_training, batch, compiled, feed_forwards, train, weights_of
 from helpers.parallel_layers import equal_loans, lend
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -58,19 +58,14 @@ def test_changed_plans_compile_nothing_and_results_are_those_of_the_layers(run_r
             plans = [(1, "zero"), (2, "average"), (0, "zero"), (3, "zero")]
             losses = train(call, model, 5, x, lambda step, model=model, plans=plans: prune(model, *plans[step % 4]))
             counts = probe.begun, probe.ended, probe.gemms, layer.num_tokens, layer.num_forwards
-            outcomes.append((losses, [one.detach() for one in model.parameters()], seen, counts))
+            outcomes.append(((losses, weights_of(model)), seen, counts))
         assert counter.frame_count == 1
         assert counts == (15, 15, 15, 50, 5)
-        (expected, weights, watched, expected_counts), (losses, ours, seen, counts) = outcomes
+        (expected, watched, expected_counts), (computed, seen, counts) = outcomes
         assert counts == expected_counts
-        if backend == "aot_eager":
-            assert losses == expected
-            assert seen == watched
-            assert all(torch.equal(*pair) for pair in zip(ours, weights, strict=True))
-        else:
-            assert losses == pytest.approx(expected, rel=1e-12)
-            assert all(torch.allclose(*pair, rtol=1e-10) for pair in zip(ours, weights, strict=True))
-        return losses
+        assert seen == watched or backend != "aot_eager"
+        assert_same_training(computed, expected, backend)
+        return computed[0]
 
     first, second = run_ranks(check, 2, timeout_s=110)
     assert first == second and len(set(first)) == 5
@@ -198,7 +193,7 @@ def layers_of(model):
 
 
 def train_with_loans(model, group, call, transport="broadcast-reduce"):
-    """Losses of steps in which rank 0 lends, nobody, rank 1, and nobody again, as plans come and go, too."""
+    """Losses and weights of steps in which rank 0 lends, nobody, rank 1, and nobody; plans come and go, too."""
     lender, held = None, []
 
     def after(step):
@@ -214,7 +209,7 @@ def train_with_loans(model, group, call, transport="broadcast-reduce"):
 
     losses = train(call, model, 7, batch().to(model[0].up.weight.dtype), after)
     assert not any(layer.forwards._lent for layer in layers_of(model).values())
-    return losses, [weight.detach() for weight in model.parameters()], held
+    return (losses, weights_of(model)), held
 
 
 @pytest.mark.parametrize(
@@ -238,15 +233,10 @@ def test_loans_that_begin_and_end_compile_nothing_and_results_are_those_of_the_l
             with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
                 outcomes.append(train_with_loans(model, group, call, transport))
         assert counter.frame_count == 1
-        (expected, weights, held), (losses, ours, our_held) = outcomes
+        (expected, held), (computed, our_held) = outcomes
         assert our_held[0] > 0 and all(ours <= most for ours, most in zip(our_held, held, strict=True))
-        if backend == "aot_eager":
-            assert losses == expected
-            assert all(torch.equal(*pair) for pair in zip(ours, weights, strict=True))
-        else:
-            assert losses == pytest.approx(expected, rel=1e-12)
-            assert all(torch.allclose(*pair, rtol=1e-10) for pair in zip(ours, weights, strict=True))
-        return losses
+        assert_same_training(computed, expected, backend)
+        return computed[0]
 
     first, second = run_ranks(check, 2, timeout_s=110)
     assert first == second and len(set(first)) == 7
@@ -278,10 +268,9 @@ def test_beside_loans_graphs_are_used_often_recomputed_and_mixed_with_layers_as_
                 optimizer.zero_grad()
                 balancer.step()
             balancer.close()
-            outcomes.append((values, [weight.detach() for weight in model.parameters()]))
-        (expected, weights), (values, ours) = outcomes
-        assert values == expected
-        assert all(torch.equal(*pair) for pair in zip(ours, weights, strict=True))
+            outcomes.append((values, weights_of(model)))
+        expected, computed = outcomes
+        assert_same_training(computed, expected)
 
     run_ranks(check, 2, timeout_s=110)
 

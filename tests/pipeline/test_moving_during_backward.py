@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from helpers import pipelines
-from helpers.pipelines import BOUNDARIES, OPTIMIZERS, assert_same, batch, groups_of, half_the_loss, held, pipeline_of
+from helpers.pipelines import BOUNDARIES, OPTIMIZERS, assert_same, groups_of, half_the_loss, held, pipeline_of
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
@@ -24,10 +24,7 @@ class Training:
         self.losses, self.step = [], 0
 
     def accumulate(self):
-        for part in range(2):
-            words, target = batch(2 * self.step + part)
-            loss = self.pipeline.step(words, target=target)
-            self.losses += [] if loss is None else [loss.item()]
+        self.losses += pipelines.accumulate(self.pipeline, self.step)
         self.step += 1
 
     def update(self):

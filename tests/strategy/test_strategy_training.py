@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from helpers.strategies import own_part
+from helpers.strategies import mean_loss, own_part
 from torch import nn
 
 from lm_examples.llama import LlamaConfig, llama_layers, token_loss
 from zeroresize.plan.length_range import LengthRange
 from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.trainer import StrategyTrainer
 
 CONFIG = LlamaConfig(num_blocks=4, hidden_size=16, num_heads=8, num_kv_heads=4, mlp_size=12, vocabulary=32)
@@ -45,14 +44,6 @@ def batch(step):
 
 def optimizer_of(parameters):
     return torch.optim.AdamW([{"params": list(parameters)}], lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-4)
-
-
-def mean_loss(layers, sequences):
-    packed = Packed.of(sequences)
-    x = packed.tokens
-    for layer in layers:
-        x = layer(x, packed)
-    return token_loss(x, packed) / packed.num_tokens
 
 
 def undivided(dtype, num_steps):
