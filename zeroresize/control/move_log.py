@@ -12,8 +12,8 @@ from zeroresize.utils.line_texts import seconds_text
 
 #: Up to so many ranks are named, and described one by one; of more the line tells how many they are.
 _MOST_NAMED, _MOST_DETAILED = 8, 3
-#: A step is shorter or longer where it differs by this share at least.
-_NOTICEABLE = 0.02
+#: A step is shorter or longer where it differs by this share at least; less is noise on shared machines.
+_NOTICEABLE = 0.05
 #: Who compares for less seconds than this had no products to compare, as before the first step.
 _LEAST_COMPARING_S = 1e-4
 #: At the second decision after a move the times measured since are known.
@@ -60,7 +60,7 @@ class MoveLog:
     ) -> str:
         """Describe ``move`` for the log, as "rank 3 is 2.1 times slower than the fastest for 40 s: 43 % of rank
         3's neurons and 25 % of its heads move to ranks 0, 1, 2: 38 MB, 0.4 s, then 0.2 s to compare products; a step
-        takes 310 ms, expected 205 ms".
+        took 310 ms, expected 205 ms".
 
         Percentages are of what the rank owned in all layers together, since layers need not divide alike.
 
@@ -108,10 +108,10 @@ class MoveLog:
     def _conclusion(self, step_s: float, before_s: float, next_update: int) -> str:
         saved = 1.0 - step_s / before_s
         if saved >= _NOTICEABLE:
-            return f"steps are {100.0 * saved:.0f} % shorter, so units stay there until another division is better"
+            return f"steps are {100.0 * saved:.0f} % shorter"
         self._was_in_vain = True
         longer = f"steps are {-100.0 * saved:.0f} % longer" if saved <= -_NOTICEABLE else "steps are as long as before"
-        return f"{longer}. Units stay until the balancer decides by these times, at step {next_update}"
+        return f"{longer}. The balancer decides by these times at step {next_update}"
 
     def verdict(self, is_another_wanted: bool) -> str | None:
         """Describe what the balancer makes of a move that was in vain, once it has decided by the times since.
@@ -128,7 +128,7 @@ class MoveLog:
         makes_of_it = (
             "another division would be faster, and units move once it would have saved as much as the move takes"
             if is_another_wanted
-            else "units stay, as no other division would be faster"
+            else "units stay for now, as no other division would be faster"
         )
         return f"the move at step {self._moved_at} has not made steps shorter; {makes_of_it}"
 
@@ -158,12 +158,12 @@ def _expected(before_s: float, after_s: float) -> str:
     What is expected may rest on older times than the last measured one: where it is longer, it is no promise of a move.
     """
     if math.isnan(after_s):
-        return "" if math.isnan(before_s) else f"; a step takes {_number(1e3 * before_s)} ms"
+        return "" if math.isnan(before_s) else f"; a step took {_number(1e3 * before_s)} ms"
     if after_s > before_s:
-        return f"; a step takes {_number(1e3 * before_s)} ms, less than by the older times that decided this"
+        return f"; a step took {_number(1e3 * before_s)} ms, less than by the older times that decided this"
     if math.isnan(before_s):
         return f"; expected step {_number(1e3 * after_s)} ms"
-    return f"; a step takes {_number(1e3 * before_s)} ms, expected {_number(1e3 * after_s)} ms"
+    return f"; a step took {_number(1e3 * before_s)} ms, expected {_number(1e3 * after_s)} ms"
 
 
 def _what(move: Move) -> str:

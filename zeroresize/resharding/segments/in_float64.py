@@ -8,26 +8,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from zeroresize.integrations.hidden_state import restored
 from zeroresize.kernels.probe import Probes
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.weight_checks import is_flat_parameters, is_sharded
-from zeroresize.utils.torch_private import buffers_of, hooks_of, parameters_of
+from zeroresize.utils.torch_private import buffers_of, hooks_of, is_dtensor, parameters_of
 
 
 def require_replaceable(model: nn.Module) -> None:
-    """Check that parameters can be replaced by others for a while.
+    """Check that parameters can be replaced by others for a while: those that FSDP gathers in every forward cannot.
 
     Raises:
         ValueError: naming one that cannot.
     """
+    is_fully_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     for name, parameter in model.named_parameters():
-        if is_sharded(parameter) or is_flat_parameters(parameter):
+        is_whole = not is_sharded(parameter) or (is_dtensor(parameter) and not is_fully_sharded)
+        if is_flat_parameters(parameter) or not is_whole:
             raise ValueError(
-                f"check_segments: {name} is a {type(parameter).__name__} of FSDP or of a device mesh: check the model "
-                "before FSDP has it; where torch's styles have split it, try the same module with "
-                "zeroresize.ColumnParallelLinear.from_linear, or compare losses around balancer.move((2, 1))"
+                f"check_segments: {name} is a {type(parameter).__name__} of which FSDP shards and gathers the values: "
+                "check the model before FSDP has it"
             )
 
 
@@ -73,7 +75,8 @@ def _copy(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return values
     copy = nn.Parameter(values, requires_grad=tensor.requires_grad)
-    vars(copy).update(vars(tensor))  # marks by which hosts know it
+    for mark, value in vars(tensor).items():  # by which hosts know it
+        vars(copy).setdefault(mark, value)
     return copy
 
 

@@ -26,6 +26,7 @@ from zeroresize.comm.meeting import Meet
 from zeroresize.integrations.hidden_state import restored
 from zeroresize.integrations.keyed_dropout import KeyedDropout, drops
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.local_parts import local_in_graph, local_of
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments
 from zeroresize.plan.ownership import OwnershipMap
@@ -276,7 +277,7 @@ class _Check:
             torch.cuda.set_rng_state(state, device)
         try:
             with restored(self._model), torch.enable_grad(), torch.autocast(self._device.type, enabled=False):
-                outputs = list(_tensors_of(self._forward(self._model, self._batch)))
+                outputs = list(map(local_in_graph, _tensors_of(self._forward(self._model, self._batch))))
                 loss = _weighted(outputs)
         except _ElsewhereError:
             raise
@@ -294,9 +295,14 @@ class _Check:
             raise _ElsewhereError
 
     def _gradients(self) -> list[Tensor]:
-        """Of this rank's parameters, zeros where there are none."""
-        parameters = [one for one in self._model.parameters() if one.requires_grad]
-        return [torch.zeros_like(one) if one.grad is None else one.grad.detach().clone() for one in parameters]
+        """Of what this rank holds of the parameters, zeros where there are none."""
+        parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        return [
+            torch.zeros_like(local_of(parameter))
+            if parameter.grad is None
+            else local_of(parameter.grad).detach().clone()
+            for parameter in parameters
+        ]
 
     def _try_together(self, call: Callable[[], _T]) -> tuple[_T | None, str | None]:
         """What it returns; and what has failed on some rank, the same on all of them."""
