@@ -13,12 +13,13 @@ import numpy as np
 
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.pipeline.bubbles import Schedule, simulated_step
+from zeroresize.policy.pipeline.bubbles import simulated_step
 from zeroresize.policy.pipeline.pipeline_load import Floats
 from zeroresize.policy.pipeline.profile_cadence import ProfileCadence
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing import Rebalancing
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal, RebalancingRule
+from zeroresize.policy.pipeline.schedules import Schedule
 
 #: A network of 100 Gbit/s, roughly, and what ranks take to agree on a move and to install layers.
 TYPICAL_LINKS = MoveCost(1e-10, 0.05)
