@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -19,18 +18,15 @@ from zeroresize.policy.pipeline.bubbles import PipelineStep, simulated_step
 from zeroresize.policy.pipeline.centralized import balanced_partition
 from zeroresize.policy.pipeline.diffusion import diffused_partition
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
-from zeroresize.policy.pipeline.pipeline_load import Floats, Indices, PipelineLoad
+from zeroresize.policy.pipeline.pipeline_load import Floats, PipelineLoad
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.schedules import Schedule
-from zeroresize.policy.pipeline.shortest_step import refined_partition
-from zeroresize.policy.pipeline.simulated_steps import simulated_steps
+from zeroresize.policy.pipeline.shortest_step import shortest_partition
 from zeroresize.utils.usual import usual_of
 from zeroresize.utils.value_checks import at_least, number
 
 By = Literal["time", "parameters"]
 Method = Literal["partition", "diffusion"]
-#: Forwards and backwards of all stages that may be simulated to refine boundaries: about half a second on one core.
-_MOST_SIMULATED = 2e7
 
 
 @dataclass(frozen=True)
@@ -150,20 +146,12 @@ class RebalancingRule:
             transfer_s = _moving_bytes(profile) * cost_of_move.seconds_per_byte if is_of_time else None
             num_steps = float(self.num_steps) if is_of_time else None
             return diffused_partition(load, now, transfer_s=transfer_s, num_steps=num_steps).partition
-        wanted = balanced_partition(load)
-        if self.by == "time":
-            affordable = int(_MOST_SIMULATED / (2 * self.num_microbatches * now.num_stages))
-            wanted = refined_partition(load, wanted, partial(self._steps_s, costs), affordable=affordable)
-        return wanted
-
-    def _steps_s(self, costs: LayerCosts, boundaries: Indices) -> Floats:
-        """[C] simulated seconds of steps with each of the boundaries [C, S + 1]."""
+        if self.by != "time":
+            return balanced_partition(load)
         forward_s, backward_s = (
-            np.diff(np.concatenate([[0.0], np.cumsum(seconds)])[boundaries])
-            / (np.array(costs.speeds) * self.num_microbatches)
-            for seconds in (costs.forward_s, costs.backward_s)
+            np.array(seconds) / self.num_microbatches for seconds in (costs.forward_s, costs.backward_s)
         )
-        return simulated_steps(forward_s, backward_s, self.num_microbatches, schedule=self.schedule)
+        return shortest_partition(load, forward_s, backward_s, self.num_microbatches, self.schedule)
 
     def load(self, costs: LayerCosts, profile: PipelineProfile, num_left: int | None = None) -> PipelineLoad:
         """Return what is divided evenly, and what must fit.

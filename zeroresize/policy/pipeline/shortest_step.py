@@ -14,12 +14,45 @@ from collections.abc import Callable
 import numpy as np
 
 from zeroresize.plan.partition import Partition
+from zeroresize.policy.pipeline.centralized import balanced_partition
 from zeroresize.policy.pipeline.pipeline_load import Floats, Indices, PipelineLoad
+from zeroresize.policy.pipeline.schedules import Schedule
+from zeroresize.policy.pipeline.simulated_steps import simulated_steps
 
+#: Forwards and backwards of all stages that may be simulated to refine boundaries: a third of a second on one core.
+MOST_SIMULATED = 5e7
 #: What rounding brings is nothing.
 _LEAST_GAIN = 1e-9
 #: So many rounds of shifts should be affordable: where they are not, fewer boundaries are shifted together.
 _ROUNDS = 4
+
+
+def shortest_partition(
+    load: PipelineLoad,
+    forward_s: Floats,
+    backward_s: Floats,
+    num_microbatches: int,
+    schedule: Schedule,
+) -> Partition:
+    """Return the balanced division of layers, refined by simulated steps as far as :data:`MOST_SIMULATED` allows.
+
+    Args:
+        load: what is divided evenly, and what must fit.
+        forward_s, backward_s: [L] seconds of a micro-batch on a device of speed 1.
+
+    Raises:
+        ValueError: if no boundaries fit into the memory limits.
+    """
+    affordable = int(MOST_SIMULATED / (2 * num_microbatches * load.num_stages))
+
+    def steps_s(boundaries: Indices) -> Floats:
+        forward, backward = (
+            np.diff(np.concatenate([[0.0], np.cumsum(seconds)])[boundaries]) / load.speeds
+            for seconds in (forward_s, backward_s)
+        )
+        return simulated_steps(forward, backward, num_microbatches, schedule=schedule)
+
+    return refined_partition(load, balanced_partition(load), steps_s, affordable=affordable)
 
 
 def refined_partition(
