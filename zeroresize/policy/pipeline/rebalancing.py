@@ -44,6 +44,7 @@ class Rebalancing:
 
     Attributes:
         rule: as given.
+        interval: blocks until the next profile.
         costs: of layers; None before the first profile.
         cost_of_move: as far as is known.
         rental: what the present boundaries have cost since others were wanted, and doubt of what moves save.
@@ -53,6 +54,7 @@ class Rebalancing:
 
     def __init__(self, rule: RebalancingRule, cost_of_move: MoveCost) -> None:
         self.rule = rule
+        self.interval = rule.num_steps
         self.costs: LayerCosts | None = None
         self.cost_of_move = cost_of_move
         self.rental = SkiRental()
