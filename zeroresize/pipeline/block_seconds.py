@@ -4,6 +4,9 @@ Wall time cannot tell: in a pipeline it is mostly that of other stages, and it v
 processor's time can: what hooks and decisions spend is in it, waits are not. On CPU that is the time of the thread that
 trains, which runs forward, backward and all hooks of them; on a GPU backward has a thread of its own, so there it is
 the time of the process. There it also counts what the device would have hidden, so the cost is overrated at worst.
+
+A step's length is wall time on a GPU only, whose work is none of the processor's. On CPU it is the processor's time,
+too: where ranks share a core, steps take longer, and measuring does as well.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ class BlockSeconds:
 
     def begin(self) -> None:
         """Begin a block."""
-        now = time.perf_counter()
+        now = time.perf_counter() if self._on_gpu else self._clock()
         if self._last_s is not None:
             self._usual.append((self._last_s, now - self._begun_at))
         self._begun_at, self._last_s = now, None

@@ -30,13 +30,13 @@ _MOST_OWED = 4
 
 @dataclass(frozen=True)
 class SpentSeconds:
-    """Describe what measuring has taken on one rank. Seconds are of its processor; waits are not in them.
+    """Describe what measuring has taken on one rank. Seconds are of its processor, waits are not in them.
 
     Attributes:
         usual_s: of a block that is not measured; 0 where there were too few.
         profiled_s: of the measured block.
         handling_s: of sending and reading profiles and of deciding by them, since the last measured block.
-        step_s: wall time from one block that is not measured to the next; 0 where there were too few.
+        step_s: from one block that is not measured to the next; 0 where there were too few. On a GPU it is wall time.
     """
 
     usual_s: float
@@ -49,13 +49,13 @@ def profile_cost(ranks: Sequence[SpentSeconds]) -> float | None:
     """Return how many steps a profile takes, such as 0.05; None where a rank does not know what is usual.
 
     The stages' blocks are lengthened side by side, so the middle rank [R] counts; for what is decided all wait for the
-    slowest one. It is never less than that.
+    slowest one, and it is never less than that. A step takes as long as on the busiest rank.
     """
     if not all(rank.step_s > 0.0 for rank in ranks):
         return None
     longer_s = median(rank.profiled_s - rank.usual_s for rank in ranks)
     handling_s = max(rank.handling_s for rank in ranks)
-    return (max(longer_s, 0.0) + handling_s) / median(rank.step_s for rank in ranks)
+    return (max(longer_s, 0.0) + handling_s) / max(rank.step_s for rank in ranks)
 
 
 @dataclass
