@@ -1,10 +1,10 @@
 """What balancing costs where nothing is to be balanced: torchrun --nproc-per-node 2 -m scripts.bench.pipeline_overhead
 
-Windows of steps are trained with the balancer and without it, in turns, on the same layers, with the balancer's default
-options but that nothing may move (``min_saving``). Before the first window it has learned what its profiles cost. A
-window is as long as the interval that it has chosen then, or a multiple of it, so profiles, their exchange and the
-decisions are in it at their true share. Ratios are of whole windows, of their wall time, and of the processor's time of
-all ranks together, which tells more where wall time is noisy; beside them those of windows that are both without.
+Ten steps with the balancer and twice ten without it are trained in turns, on the same layers, with the balancer's
+default options but that nothing may move (``min_saving``). Before, it has learned what its profiles cost. A round is as
+many turns as make three profiles at the interval that it has chosen then, so profiles, their exchange and the decisions
+are in it at their true share. Ratios are of the seconds of whole rounds: of wall time, and of the processor's time of
+all ranks together, which tells more where wall time is noisy; beside them those of the steps that are both without.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from scripts.bench.common import describe_ratio, gather_from_ranks, save
 from zeroresize.pipeline import Pipeline, PipelineBalancer
 
 #: Steps in which it learns, that is of several profiles.
-_LEARNING = 200
+_LEARNING = 400
+#: Steps of a turn, and profiles of a round.
+_CHUNK, _PROFILES = 10, 3
 #: Wall seconds, and seconds of the ranks' processors.
 Window = tuple[float, float]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=256, help="of a batch")
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--least-steps", type=int, default=30, help="of a window")
     parser.add_argument("--count-work", action="store_true", help='balance with count_work="tokens"')
     options = parser.parse_args()
     dist.init_process_group("gloo")
@@ -49,12 +51,12 @@ def main() -> None:
         intervals.append(getattr(record, "profile_every", 0))
         costs.append(getattr(record, "profile_cost", math.nan))
 
-    x = torch.randn(256, options.hidden)
+    x = torch.randn(options.rows, options.hidden)
 
-    def window(balancer: PipelineBalancer | None, num_steps: int) -> Window:
+    def chunk(balancer: PipelineBalancer | None) -> Window:
         dist.barrier()
         begin, spent_begin = time.perf_counter(), time.process_time()
-        for _ in range(num_steps):
+        for _ in range(_CHUNK):
             optimizer.zero_grad()
             block: AbstractContextManager[None] = nullcontext() if balancer is None else balancer.step()
             with block:
@@ -62,10 +64,9 @@ def main() -> None:
             optimizer.step()
         spent_s = time.process_time() - spent_begin
         dist.barrier()
-        seconds = time.perf_counter() - begin
-        return seconds, math.fsum(gather_from_ranks(spent_s))
+        return time.perf_counter() - begin, spent_s
 
-    window(None, 10)
+    chunk(None)
     balancer = PipelineBalancer(
         pipeline,
         optimizer,
@@ -73,18 +74,23 @@ def main() -> None:
         on_profile=note,
         count_work="tokens" if options.count_work else None,
     )
-    window(balancer, _LEARNING)
-    num_steps = intervals[-1] * math.ceil(options.least_steps / intervals[-1])
+    for _ in range(_LEARNING // _CHUNK):
+        chunk(balancer)
+    num_chunks = math.ceil(_PROFILES * intervals[-1] / _CHUNK)
     balanced, plain, again = [], [], []
-    for number in range(options.pairs):
-        windows = [window(balancer if which == 0 else None, num_steps) for which in _order(number)]
-        for which, seconds in zip(_order(number), windows, strict=True):
-            (balanced, plain, again)[which].append(seconds)
+    for _ in range(options.rounds):
+        chunks: tuple[list[Window], ...] = ([], [], [])
+        for number in range(num_chunks):
+            for which in _order(number):
+                chunks[which].append(chunk(balancer if which == 0 else None))
+        for windows, parts in zip((balanced, plain, again), chunks, strict=True):
+            wall_s, spent_s = (math.fsum(seconds) for seconds in zip(*parts, strict=True))
+            windows.append((wall_s, math.fsum(gather_from_ranks(spent_s))))
     if dist.get_rank() == 0:
         wall_ratios, spent_ratios = (_ratios(balanced, plain, again, at) for at in (0, 1))
         wall_noise, spent_noise = (_ratios(again, plain, plain, at) for at in (0, 1))
-        step_s = statistics.median(wall for wall, _ in plain) / num_steps
-        print(f"a step without balancing: {1e3 * step_s:.1f} ms; windows of {num_steps} steps")
+        step_s = statistics.median(wall for wall, _ in plain) / (num_chunks * _CHUNK)
+        print(f"a step without balancing: {1e3 * step_s:.1f} ms; rounds of {num_chunks * _CHUNK} steps")
         print(f"intervals: {intervals[1:]}; a profile takes {costs[-1]:.3f} steps, as the balancer measures it")
         print(describe_ratio("wall: balanced / not", wall_ratios))
         print(describe_ratio("wall: not / not", wall_noise))
@@ -102,7 +108,7 @@ def _order(number: int) -> tuple[int, int, int]:
 
 
 def _ratios(over: list[Window], under: list[Window], other: list[Window], at: int) -> list[float]:
-    """Round by round, against the mean of the two windows below."""
+    """Round by round, against the mean of the two below."""
     return [
         one[at] / statistics.fmean((two[at], three[at])) for one, two, three in zip(over, under, other, strict=True)
     ]

@@ -20,8 +20,13 @@ ProfileEvery = int | Literal["auto"]
 LEAST_BLOCKS = 10
 #: And at most: where a profile takes so many steps, as where steps take no millisecond, it exceeds its share.
 MOST_BLOCKS = 1000
+#: But no more before so many costs are known: the first ones are those of code and memory that are used for the first
+#: time.
+_MOST_BLOCKS_AT_FIRST, _FIRST = 100, 3
 #: Share of training that measuring takes at most, unless the user says otherwise.
 MAX_MEASURING = 0.01
+#: Of that, what the interval aims at: costs vary by about as much as they are, and some of it is in no rank's clock.
+_AIMED = 0.5
 #: The middle one of so many profiles' costs counts.
 _REMEMBERED = 5
 #: Profiles beside the regular ones are made up for by longer intervals, but no longer than so many.
@@ -67,7 +72,8 @@ class ProfileCadence:
     Attributes:
         profile_every: the least number of blocks from one regular profile to the next; "auto" for
             :data:`LEAST_BLOCKS`.
-        max_measuring: share of the steps' time that profiles may take; infinity for no limit.
+        max_measuring: share of the steps' time that profiles may take, of which half is aimed at; infinity for no
+            limit.
         next_due: the block that is measured next, counted from 0.
         costs: steps that each of the last profiles has taken, the newest last.
     """
@@ -78,9 +84,8 @@ class ProfileCadence:
     costs: tuple[float, ...] = ()
     _last: int = field(default=0, init=False, repr=False)
     _regular_due: int = field(default=0, init=False, repr=False)
-    _paid_before: int = field(
-        default=0, init=False, repr=False
-    )  # the block by which the profiles before the last are paid for
+    #: The blocks by which the profiles before the last one, and with it, have been made up for.
+    _paid_before: int = field(default=0, init=False, repr=False)
     _paid: int = field(default=0, init=False, repr=False)
 
     @property
@@ -98,10 +103,11 @@ class ProfileCadence:
 
     @property
     def _affordable(self) -> int:
-        """Blocks that pay for a profile."""
+        """Blocks in which a profile takes the share that is aimed at."""
         if not self.costs:
             return 0
-        return math.ceil(min(self.cost / self.max_measuring, MOST_BLOCKS))
+        most = MOST_BLOCKS if len(self.costs) >= _FIRST else _MOST_BLOCKS_AT_FIRST
+        return math.ceil(min(self.cost / (_AIMED * self.max_measuring), most))
 
     def is_due(self, block: int) -> bool:
         """Return whether the layers are measured in this block."""
