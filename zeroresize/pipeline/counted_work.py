@@ -155,7 +155,8 @@ class WorkCounter:
 class GivenRows:
     """Counts the rows that each module with a matrix is given, times the elements of its matrices.
 
-    A row is a vector of the last dimension of the first tensor, such as a token's hidden state. Only shapes are read.
+    A row is a vector of the last dimension of the first floating-point tensor, such as a token's hidden state: what is
+    looked up by index, as in embeddings, does not count. Only shapes are read.
 
     Args:
         layers: all of them; hooks stay on their modules until this object is gone.
@@ -192,7 +193,7 @@ class _Adding:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         for value in args or kwargs.values():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.is_floating_point():
                 shape = value.shape
                 self._rows[0] += value.numel() / shape[-1] if shape and shape[-1] else 0.0
                 return
