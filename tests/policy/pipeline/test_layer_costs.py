@@ -35,6 +35,18 @@ def test_two_layers_that_change_alike_say_nothing_of_their_device():
     assert costs.seconds.tolist() == pytest.approx([1.0, 1.0, 1.0, 2.0, 2.0])
 
 
+def test_a_layer_that_is_alone_tells_that_its_device_is_slow_where_nothing_else_has_changed():
+    world = World([0.0, 1.0, 1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0], (0, 2, 4, 6))
+    slow = {"speeds": [0.25, 1.0, 1.0]}
+    costs = after(world, slow)
+    assert costs.speeds[1] / costs.speeds[0] == pytest.approx(4.0)
+    assert costs.seconds[1] == pytest.approx(costs.seconds[2])
+    world = World([0.0, 1.0, 1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0], (0, 2, 4, 6))
+    assert after(world, slow | {"work": [0.0, 1.0, 1.0, 1.0, 2.0, 2.0]}).speeds == (1.0, 1.0, 1.0)
+    world = World([0.0, 1.0, 1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0], (0, 2, 4, 6))
+    assert after(world, {"work": [0.0, 1.2, 1.0, 1.0, 1.0, 1.0]}).speeds == (1.0, 1.0, 1.0)
+
+
 def test_a_slow_device_that_kept_two_layers_is_seen_to_recover():
     world = World([1.0] * 7, [1.0, 1.0], (0, 3, 7))
     slow, fewer = {"speeds": [1.0, 0.25]}, {"boundaries": (0, 5, 7)}

@@ -6,6 +6,7 @@ slow device. Two things do:
 - **All layers of a stage, at least 3, change by one factor, while those of most other stages do not**: then its device
   has changed, not their work. That is a guess, but where the caller has said that it was the work. Where a device is
   taken to be slower or faster than others, any number of layers tells that it is as fast as others again, or nearly.
+  A layer that is alone on its stage and takes much longer, while all other stages are as before, tells so, too.
 - **A layer has moved**: then it has been measured on two devices, and tells which is faster. So a wrong guess is found
   out by the first move that it leads to.
 
@@ -28,6 +29,8 @@ from zeroresize.policy.pipeline.profiles import PipelineProfile
 NOISE = 0.1
 #: Fewer layers of a stage say nothing of its device: two of them often change alike by chance.
 _LEAST_TELLING = 3
+#: The logarithm of how many times as long a layer takes that is alone on its stage, where its device may be slow.
+_MUCH_LONGER = math.log(1.5)
 #: Layers that take less than this share of their stage's mean layer say nothing of its device.
 _LEAST_SHARE = 0.1
 
@@ -106,7 +109,9 @@ def _changes_of_devices(longer: Sequence[Floats], speeds: Floats) -> Floats:
         return np.zeros(len(longer))
     slower_S = -np.log(speeds / np.median(speeds))  # than usual
     is_back_S = np.abs(slower_S + medians_S) < np.abs(slower_S)
-    least_S = np.where(is_back_S, 1, _LEAST_TELLING)
+    # Of a layer that is alone nothing would follow if it were heavy, and nobody would find out that its device is slow.
+    is_alone_S = np.array([of_stage.size == 1 for of_stage in longer]) & (medians_S > _MUCH_LONGER)
+    least_S = np.where(is_back_S | (is_alone_S & (have_changed_S.sum() == 1)), 1, _LEAST_TELLING)
     by_one_factor_S = np.array(
         [
             of_stage.size >= least and np.ptp(of_stage) <= 2.0 * noise

@@ -48,7 +48,7 @@ class Rebalancing:
 
     Attributes:
         rule: as given.
-        interval: steps until the next profile.
+        interval: steps until the next profile; the caller says so when it changes.
         costs: of layers; None before the first profile.
         cost_of_move: as far as is known.
         rental: what the present boundaries have cost since others were wanted, and doubt of what moves save.
