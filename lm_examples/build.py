@@ -9,9 +9,8 @@ from torch import nn
 
 from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.config import RunConfig
+from zeroresize.pipeline.first_boundaries import divided_by_parameters
 from zeroresize.plan.partition import Partition
-from zeroresize.policy.pipeline.centralized import balanced_partition
-from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 
 
 def build_layers(config: RunConfig, case: DynamicCase, device: str = "cpu") -> list[nn.Module]:
@@ -33,9 +32,4 @@ def first_boundaries(config: RunConfig, layers: Sequence[nn.Module], num_stages:
         return Partition.of(chosen, len(layers), num_stages).boundaries
     if chosen == "uniform":
         return Partition.uniform(len(layers), num_stages).boundaries
-    sizes = [float(num_parameters(layer)) for layer in layers]
-    return balanced_partition(PipelineLoad.of(sizes, num_stages)).boundaries
-
-
-def num_parameters(layer: nn.Module) -> int:
-    return sum(one.numel() for one in layer.parameters())
+    return divided_by_parameters(layers, num_stages).boundaries

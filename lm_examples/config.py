@@ -86,7 +86,7 @@ class PipelineConfig:
     """
 
     schedule: str = "1f1b"
-    boundaries: str | tuple[int, ...] = "uniform"
+    boundaries: str | tuple[int, ...] = "parameters"
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:

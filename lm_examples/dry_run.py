@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from lm_examples.build import build_layers, first_boundaries, num_parameters
+from lm_examples.build import build_layers, first_boundaries
 from lm_examples.config import RunConfig
 from lm_examples.recorder import stage_names
+from zeroresize.pipeline.first_boundaries import num_parameters
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.centralized import balanced_partition
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad

@@ -28,7 +28,6 @@ PAPER = {
     "mixture of experts": "1.21 to 1.23",
     "sparse attention": "2.71 to 4.02",
 }
-_OFTEN, _RARELY = ("balance.profile_every=1", "balance.max_measuring=null"), "balance.profile_every=20"
 
 #: Of what :func:`cells_of` shows besides the pipeline.
 HEADINGS = ("step, ms", "last", "bubbles, %")
@@ -40,22 +39,22 @@ Row = dict[str, Any]
 
 def _pruning(num_stages: int, steps: int) -> list[str]:
     every = steps // 12
-    return ["case.name=pruning", *_schedule(2 * every, 6 * every, every), _RARELY]
+    return ["case.name=pruning", *_schedule(2 * every, 6 * every, every)]
 
 
 def _freezing(num_stages: int, steps: int) -> list[str]:
     every = steps // 12
     rule = ["case.tolerance=0.7", "case.window=1", "case.patience=1", "case.keep_active=9"]
-    return ["case.name=freezing", f"case.start={every}", f"case.every={every}", *rule, _RARELY]
+    return ["case.name=freezing", f"case.start={every}", f"case.every={every}", *rule]
 
 
 def _early_exit(num_stages: int, steps: int) -> list[str]:
     every = steps // 12
-    return ["case.name=early_exit", "case.threshold=0.98", *_schedule(2 * every, 6 * every, every), _RARELY]
+    return ["case.name=early_exit", "case.threshold=0.98", *_schedule(2 * every, 6 * every, every)]
 
 
 def _sparse_attention(num_stages: int, steps: int) -> list[str]:
-    return ["case.name=sparse_attention", "case.block_size=16", "model.context=256", *_OFTEN]
+    return ["case.name=sparse_attention", "case.block_size=16", "model.context=256"]
 
 
 def _schedule(start: int, end: int, every: int) -> list[str]:
@@ -69,21 +68,20 @@ def _straggler(chi: float) -> Settings:
             f"straggler.stage={max(num_stages - 2, 0)}",
             f"straggler.chi={chi}",
             f"straggler.from_step={steps // 8}",
-            _RARELY,
         ]
 
     return settings
 
 
 CASES: dict[str, Settings] = {
-    "nothing changes": lambda num_stages, steps: ["case.name=none", _RARELY],
+    "nothing changes": lambda num_stages, steps: ["case.name=none"],
     "χ = 2": _straggler(2.0),
     "χ = 4": _straggler(4.0),
     "pruning": _pruning,
     "freezing": _freezing,
     "early exit": _early_exit,
-    "mixture of depths": lambda num_stages, steps: ["case.name=mixture_of_depths", *_OFTEN],
-    "mixture of experts": lambda num_stages, steps: ["case.name=mixture_of_experts", "model.mlp_size=64", *_OFTEN],
+    "mixture of depths": lambda num_stages, steps: ["case.name=mixture_of_depths"],
+    "mixture of experts": lambda num_stages, steps: ["case.name=mixture_of_experts", "model.mlp_size=64"],
     "sparse attention": _sparse_attention,
 }
 
@@ -103,8 +101,3 @@ def cells_of(row: Row) -> list[str]:
         f"{1e3 * row['last_step_s']:.0f}",
         f"{100 * row['first_bubbles']:.0f} to {100 * row['last_bubbles']:.0f}",
     ]
-
-
-def often(case: str) -> bool:
-    """Whether layers are measured in every step, as the work changes in every step."""
-    return _OFTEN[0] in CASES[case](2, 100)

@@ -1,180 +1,252 @@
-"""Changing work on 24 stages, simulated by the decisions of training: python -m scripts.bench.pipeline_simulated
+"""Changing work on 8 to 24 stages, simulated by the decisions of training: python -m scripts.bench.pipeline_simulated
 
-The work of layers is real: each case of ``lm_examples`` trains a GPT of 48 blocks on this process, and after each step
-every block tells how many multiplications it did, and whether it has a backward. What a step on 24 devices takes, and
-what moves, is simulated from that (``zeroresize.simulate.pipeline_training``): a dense block takes 0.5 ms forward and
-1 ms backward of a micro-batch and holds 200 MB, as of hidden size 1,024 with Adam's state; moves have 10 GB/s and 50 ms
-besides, which is known from the start; a profiled step takes 5 % longer; all seconds vary by 2 %.
+Models are numbers (``zeroresize.simulate.changing_layers``): which share of a dense layer's work each layer does in
+each step, as DynMo's paper says, with spreads that its docstrings tell. A dense layer takes 0.5 ms forward and 1 ms
+backward of a micro-batch, of which there are four for each stage, and holds 200 MB, as of hidden size 1,024 with Adam's
+state; moves have 10 GB/s and 50 ms besides, which is known from the start; a profiled step takes 5 % longer; all
+seconds vary by 2 %. Layers begin evenly divided, which is also the division by parameters.
+
+*Share* is that of what could be gained: (static - balanced) / (static - oracle). The oracle has the best division in
+every step, for nothing. *Hindsight* is the best that a fixed division could have been: of the mean work, of the last
+step's, or the even one. *Over dense* is against the even division of a model whose layers all work fully: what the
+paper compares with for early exit and sparse attention.
 """
 
 from __future__ import annotations
 
 import argparse
-import tempfile
+import statistics
+import time
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from lm_examples.build import num_parameters
-from lm_examples.cases.dynamic_case import DynamicCase
-from lm_examples.config_file import READER
-from lm_examples.data import load_text
-from lm_examples.run import Run, prepare
-from lm_examples.train import train_step
-from scripts.bench.changing_work import CASES, HEADINGS, PAPER, cells_of, often, pipelines_of
+from scripts.bench.changing_work import PAPER
 from scripts.bench.common import save
-from zeroresize.pipeline import Pipeline
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.pipeline.centralized import balanced_partition
-from zeroresize.policy.pipeline.pipeline_load import Floats, PipelineLoad
+from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
+from zeroresize.policy.pipeline.profile_cadence import LEAST_BLOCKS, MAX_MEASURING
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
-from zeroresize.simulate.pipeline_training import LayerLoads, PipelineCluster, PipelineTrace, simulate_pipeline
+from zeroresize.policy.pipeline.shortest_step import shortest_partition
+from zeroresize.simulate import changing_layers
+from zeroresize.simulate.changing_layers import ChangingLayers
+from zeroresize.simulate.pipeline_training import LayerLoads, PipelineCluster, simulate_oracle, simulate_pipeline
 
-MODEL = (
-    "model.num_blocks=48",
-    "model.hidden_size=32",
-    "model.num_heads=4",
-    "model.context=64",
-    "training.batch_size=4",
-    "training.micro_batches=2",
-    "balance.mode=off",
-    "output.progress=false",
-)
-FORWARD_S, BACKWARD_S, BLOCK_BYTES = 0.5e-3, 1e-3, 200e6
+FORWARD_S, BACKWARD_S, LAYER_BYTES = 0.5e-3, 1e-3, 200e6
 LINKS = MoveCost(seconds_per_byte=1e-10, fixed_s=0.05)
+PROFILED_SHARE, NOISE = 0.05, 0.02
+MICRO_BATCHES_PER_STAGE = 4
+#: How many times as long the stage in the middle takes from an eighth of the steps to half of them.
 STRAGGLERS = {"χ = 2": 2.0, "χ = 4": 4.0}
-PROFILE_EVERY = 10
+#: Of which the layers differ by chance.
+SEEDED = ("pruning", "sparse attention", "mixture of experts", "mixture of depths")
+SIZES = ((24, 8), (24, 16), (48, 8), (48, 16), (48, 24))
+#: Steps of work that changes in every step on which the oracle is asked.
+_ASKED = 100
 
 
-def recorded(case: str, steps: int) -> tuple[LayerLoads, Floats, set[int]]:
-    """What layers did in each step of a training on this process, their parameters [L], and behind which steps the
-    case has said that their work changes."""
-    settings = [] if case in STRAGGLERS else CASES[case](1, steps)
-    with tempfile.TemporaryDirectory() as folder:
-        changes_of_config = [*MODEL, *settings, f"training.steps={steps}", f"output.folder={folder}/run"]
-        arguments = ["--config", "small", *(part for one in changes_of_config for part in ("--set", one))]
-        config = READER.from_arguments(READER.argument_parser().parse_args(arguments))
-        assert dist.group.WORLD is not None
-        run = prepare(config, load_text(config), dist.group.WORLD, resume=False)
-        sizes = np.array([float(num_parameters(layer)) for layer in run.pipeline.layers])
-        forward, backward, changes = [], [], set()
-        run.case = _Watched(run.case, changes)  # type: ignore[assignment]
-        run.clock.start()
-        for step in range(1, steps + 1):
-            trains_L = [any(one.requires_grad for one in layer.parameters()) for layer in run.pipeline.layers]
-            run.step = step
-            train_step(run)
-            work_L = _work(run)
-            forward.append(FORWARD_S * work_L)
-            backward.append(BACKWARD_S * work_L * np.maximum.accumulate(trains_L))  # no graph before the first of them
-        run.held.close()
-    bytes_L = BLOCK_BYTES * sizes / sizes[1]
-    return LayerLoads(np.array(forward), np.array(backward), bytes_L), sizes, changes
+@dataclass(frozen=True)
+class Job:
+    """Describe a training.
+
+    Attributes:
+        changing: the work of its layers, [N, L].
+        speeds: [N, S].
+    """
+
+    changing: ChangingLayers
+    speeds: np.ndarray[Any, np.dtype[np.float64]]
+
+    @property
+    def num_stages(self) -> int:
+        """Return S."""
+        return int(self.speeds.shape[1])
+
+    @property
+    def micro_batches(self) -> int:
+        """Return how many a step has."""
+        return MICRO_BATCHES_PER_STAGE * self.num_stages
+
+    def loads(self, every: int = 1) -> LayerLoads:
+        """Return what layers take in one of ``every`` steps."""
+        forward, backward = self.changing.forward[::every], self.changing.backward[::every]
+        return LayerLoads(FORWARD_S * forward, BACKWARD_S * backward, np.full(forward.shape[1], LAYER_BYTES))
+
+    def cluster(self, every: int = 1) -> PipelineCluster:
+        """Return its devices in one of ``every`` steps."""
+        return PipelineCluster(self.num_stages, self.speeds[::every], LINKS, profiled_share=PROFILED_SHARE, noise=NOISE)
 
 
-class _Watched:
-    """A case whose changes are written down, as steps from 0."""
-
-    def __init__(self, case: DynamicCase, changes: set[int]) -> None:
-        self._case, self._changes = case, changes
-
-    def after_step(self, pipeline: Pipeline, optimizer: torch.optim.Optimizer, step: int, loss: float | None) -> bool:
-        has_changed = self._case.after_step(pipeline, optimizer, step, loss)
-        if has_changed:
-            self._changes.add(step - 1)
-        return has_changed
+def job_of(case: str, num_steps: int, num_layers: int, num_stages: int, seed: int = 0) -> Job:
+    """Return the training of a case, also of "dense" or of one with a slow stage."""
+    speeds = np.ones((num_steps, num_stages))
+    if case in STRAGGLERS:
+        speeds[num_steps // 8 : num_steps // 2, num_stages // 2] = 1.0 / STRAGGLERS[case]
+    if case in STRAGGLERS or case == "dense":
+        return Job(changing_layers.dense(num_steps, num_layers), speeds)
+    options = {"seed": seed} if case in SEEDED else {}
+    return Job(changing_layers.CASES[case](num_steps, num_layers, **options), speeds)
 
 
-def _work(run: Run) -> Floats:
-    """[L] of the last forward, as a share of a dense block's; an embedding multiplies nothing."""
-    model = run.config.model
-    block = 4 * model.hidden_size**2 + 2 * model.hidden_size * (model.feed_forward_size + model.context)
-    head = model.hidden_size * model.vocabulary / block
-    return np.array([0.0, *(float(one.work) for one in list(run.pipeline.layers)[1:-1]), head])
+def row_of(case: str, size: tuple[int, int], num_steps: int, every: int | None, seed: int) -> dict[str, Any]:
+    """Return what a training of this size (layers, stages) takes.
 
-
-def traces(
-    loads: LayerLoads, sizes: Floats, changes: set[int], cluster: PipelineCluster, micro: int, every: int
-) -> dict[str, PipelineTrace]:
-    """Static and balanced pipelines on the same cluster."""
-    num_layers, stages = len(sizes), cluster.num_stages
-    uniform = Partition.uniform(num_layers, stages).boundaries
-    by_size = balanced_partition(PipelineLoad.of(sizes.tolist(), stages)).boundaries
-
-    def run(boundaries: Sequence[int], rule: RebalancingRule | None = None) -> PipelineTrace:
-        return simulate_pipeline(loads, cluster, boundaries, num_microbatches=micro, rule=rule, changes=changes)
-
-    rules = {
-        "partition": RebalancingRule("time", "partition", "1f1b", micro, every),
-        "diffusion": RebalancingRule("time", "diffusion", "1f1b", micro, every),
+    Args:
+        every: steps from one profile to the next; None for as many as ``PipelineBalancer`` chooses by itself.
+    """
+    num_layers, num_stages = size
+    job = job_of(case, num_steps, num_layers, num_stages, seed)
+    even = Partition.uniform(num_layers, num_stages).boundaries
+    micro = job.micro_batches
+    static = simulate_pipeline(job.loads(), job.cluster(), even, num_microbatches=micro)
+    asked = 1 if job.changing.changes or case in STRAGGLERS else max(num_steps // _ASKED, 1)
+    oracle = simulate_oracle(job.loads(asked), job.cluster(asked), num_microbatches=micro)
+    static_asked = simulate_pipeline(job.loads(asked), job.cluster(asked), even, num_microbatches=micro)
+    gain_s = (static_asked.total_s - oracle.total_s) / len(oracle.step_s)
+    dense = job_of("dense", num_steps, num_layers, num_stages)
+    dense_s = simulate_pipeline(dense.loads(), dense.cluster(), even, num_microbatches=micro).total_s / num_steps
+    static_s = static.total_s / num_steps
+    row = {
+        "case": case,
+        "num_layers": num_layers,
+        "num_stages": num_stages,
+        "seed": seed,
+        "dense_s": dense_s,
+        "static_s": static_s,
+        "oracle_s": static_s - gain_s,
+        "hindsight_s": _hindsight_s(job, num_steps),
+        "idle": [_idle(trace.bubble_ratios) for trace in (static, oracle)],
+        "inherent_idle": (num_stages - 1) / (micro + num_stages - 1),
     }
-    static = {"uniform": run(uniform), "by parameters": run(by_size)}
-    return static | {name: run(uniform, rule) for name, rule in rules.items()}
+    for method in ("partition", "diffusion"):
+        begin = time.perf_counter()
+        trace = simulate_pipeline(
+            job.loads(),
+            job.cluster(),
+            even,
+            num_microbatches=micro,
+            rule=RebalancingRule("time", method, "1f1b", micro, every or LEAST_BLOCKS),  # type: ignore[arg-type]
+            changes=job.changing.changes,
+            max_measuring=MAX_MEASURING,
+            counts_work=case in ("sparse attention", "mixture of experts", "mixture of depths"),
+        )
+        row[method] = {
+            "step_s": trace.total_s / num_steps,
+            "share": (static_s - trace.total_s / num_steps) / gain_s if gain_s > 0.0 else float("nan"),
+            "idle": _idle(trace.bubble_ratios),
+            "moves": trace.num_moves,
+            "overhead": trace.overhead,
+            "simulated_in_s": time.perf_counter() - begin,
+        }
+    return row
+
+
+def _hindsight_s(job: Job, num_steps: int) -> float:
+    loads, cluster = job.loads(), job.cluster()
+    divisions = {Partition.uniform(loads.forward_s.shape[1], job.num_stages).boundaries}
+    for steps in (slice(None), slice(-1, None)):
+        forward, backward = loads.forward_s[steps].mean(axis=0), loads.backward_s[steps].mean(axis=0)
+        load = PipelineLoad.of(forward + backward, job.num_stages, speeds=job.speeds[steps].mean(axis=0))
+        divisions.add(shortest_partition(load, forward, backward, job.micro_batches, "1f1b").boundaries)
+    return (
+        min(
+            simulate_pipeline(loads, cluster, division, num_microbatches=job.micro_batches).total_s
+            for division in divisions
+        )
+        / num_steps
+    )
+
+
+def _idle(ratios: Sequence[float]) -> float:
+    """In the last quarter."""
+    return float(np.mean(ratios[3 * len(ratios) // 4 :]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, nargs="+", default=[24, 8])
-    parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--micro-batches", type=int, default=48)
-    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    cases = [*changing_layers.CASES, *STRAGGLERS]
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--profile-every", type=int, default=None, help="by default as PipelineBalancer chooses")
+    parser.add_argument("--seeds", type=int, default=3, help="models whose layers differ by chance")
+    parser.add_argument("--only", nargs="+", choices=cases, default=cases)
+    parser.add_argument("--sizes", nargs="+", default=[f"{layers}x{stages}" for layers, stages in SIZES])
     options = parser.parse_args()
-    torch.set_num_threads(1)
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1)
-        for case in options.only:
-            loads, sizes, changes = recorded(case, options.steps)
-            for stages in options.stages:
-                speeds = np.ones((options.steps, stages))
-                speeds[options.steps // 8 :, stages // 2] = 1.0 / STRAGGLERS.get(case, 1.0)
-                cluster = PipelineCluster(stages, speeds, LINKS, profiled_share=0.05, noise=0.02)
-                every = 1 if often(case) else PROFILE_EVERY
-                for name, trace in traces(loads, sizes, changes, cluster, options.micro_batches, every).items():
-                    rows.append(_row(case, stages, name, trace))
-                    print(rows[-1], flush=True)
-        dist.destroy_process_group()
-    Console(width=140).print(table_of(rows))
-    save("pipeline_simulated", {"steps": options.steps, "micro_batches": options.micro_batches, "rows": rows})
-
-
-def _row(case: str, stages: int, name: str, trace: PipelineTrace) -> dict[str, Any]:
-    steps = len(trace.step_s)
-    return {
-        "case": case,
-        "num_stages": stages,
-        "variant": name,
-        "step_s": trace.total_s / steps,
-        "last_step_s": float(np.mean(trace.step_s[3 * steps // 4 :])),
-        "first_bubbles": trace.bubble_ratios[0],
-        "last_bubbles": float(np.mean(trace.bubble_ratios[3 * steps // 4 :])),
-        "moves": trace.num_moves,
-        "overhead": trace.overhead,
-    }
+    for case in options.only:
+        for size in options.sizes:
+            num_layers, num_stages = map(int, size.split("x"))
+            seeds = range(options.seeds if case in SEEDED else 1)
+            of_size = [
+                row_of(case, (num_layers, num_stages), options.steps, options.profile_every, seed) for seed in seeds
+            ]
+            rows += of_size
+            print(_cells(of_size), flush=True)
+    Console(width=200).print(table_of(rows))
+    save("pipeline_simulated", {**vars(options), "rows": rows})
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table("stages", "case", "pipeline", *HEADINGS, "moves", "overhead, %", "faster", "paper")
+    """One line for each case and size: means over the seeds; for shares the worst one beside them."""
+    table = Table(
+        *("case", "layers x stages", "step, ms: dense", "static", "hindsight", "diffusion", "partition", "oracle"),
+        *("share: partition", "diffusion", "over static", "over dense", "paper"),
+        *("idle, %: inherent, static, partition, oracle", "moves", "overhead, %"),
+    )
+    groups: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
     for row in rows:
-        others = pipelines_of(row, rows)
-        static = min(other["step_s"] for other in others[:2])
-        is_static = row in others[:2]
-        table.add_row(
-            *cells_of(row),
-            "" if is_static else str(row["moves"]),
-            "" if is_static else f"{100 * row['overhead']:.1f}",
-            "" if is_static else f"{static / row['step_s']:.2f}",
-            PAPER.get(row["case"], "") if row is others[-1] else "",
-            end_section=row is others[-1],
-        )
+        groups.setdefault((row["case"], row["num_layers"], row["num_stages"]), []).append(row)
+    for group in groups.values():
+        table.add_row(*_cells(group))
     return table
+
+
+def _cells(rows: Sequence[dict[str, Any]]) -> list[str]:
+    def mean(*keys: str) -> float:
+        values = []
+        for row in rows:
+            value: Any = row
+            for key in keys:
+                value = value[key]
+            values.append(float(value))
+        return statistics.fmean(values)
+
+    def share(method: str) -> str:
+        shares = [row[method]["share"] for row in rows]
+        removable = 1.0 - mean("oracle_s") / mean("static_s")
+        if removable < 0.02:
+            return f"({100 * removable:.1f} % removable)"
+        return f"{statistics.fmean(shares):.2f}" + (f" (least {min(shares):.2f})" if len(shares) > 1 else "")
+
+    first = rows[0]
+    milliseconds = [
+        f"{1e3 * mean(*keys):.0f}"
+        for keys in (("dense_s",), ("static_s",), ("hindsight_s",), ("diffusion", "step_s"), ("partition", "step_s"))
+    ]
+    idle = (
+        mean("inherent_idle"),
+        statistics.fmean(row["idle"][0] for row in rows),
+        mean("partition", "idle"),
+        statistics.fmean(row["idle"][1] for row in rows),
+    )
+    return [
+        first["case"],
+        f"{first['num_layers']} x {first['num_stages']}",
+        *milliseconds,
+        f"{1e3 * mean('oracle_s'):.0f}",
+        share("partition"),
+        share("diffusion"),
+        f"{mean('static_s') / mean('partition', 'step_s'):.2f}",
+        f"{mean('dense_s') / mean('partition', 'step_s'):.2f}",
+        PAPER.get(first["case"], ""),
+        ", ".join(f"{100 * part:.0f}" for part in idle),
+        f"{mean('partition', 'moves'):.0f}",
+        f"{100 * mean('partition', 'overhead'):.1f}",
+    ]
 
 
 if __name__ == "__main__":

@@ -7,13 +7,14 @@ import pytest
 from helpers.language_models import NUM_STEPS, config_of, keep_time, losses_of, text_of, trained, undivided
 
 from lm_examples import pace
-from lm_examples.build import build_layers, num_parameters
+from lm_examples.build import build_layers
 from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.run import prepare
 from lm_examples.train import train
 from vit_examples.harness import checkpoint_files as checkpoints
 from vit_examples.harness import step_clock
 from zeroresize.pipeline import LayerProfiler
+from zeroresize.pipeline.first_boundaries import num_parameters
 from zeroresize.utils.json_lines import read_json_lines
 
 STRAGGLER = {"stage": 0, "chi": 4, "from_step": 3}

@@ -17,6 +17,7 @@ from zeroresize.comm.meeting import Meet
 from zeroresize.comm.side_groups import destroy_side_group
 from zeroresize.layers.whole_parameters import require_whole_parameters
 from zeroresize.pipeline.boundary_shapes import Boundary, find_boundaries
+from zeroresize.pipeline.first_boundaries import divided_by_parameters
 from zeroresize.pipeline.stage_layers import (
     Initialize,
     StageLayers,
@@ -49,8 +50,8 @@ class Pipeline:
         loss: of one micro-batch, averaged over its samples; the losses of micro-batches are averaged.
         num_microbatches: into which a batch is split.
         process_group: one rank for each stage, or a one-dimensional ``DeviceMesh`` of them.
-        boundaries: stage ``s`` gets the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``; None for equally
-            many on each.
+        boundaries: stage ``s`` gets the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``; None to
+            divide their parameters as evenly as possible.
         schedule: of torch.distributed.pipelining, for one stage on each rank: Schedule1F1B or ScheduleGPipe.
         device: for the stage's tensors; None for the CPU.
         initialize: ``initialize(number, layer)`` fills the tensors of a layer of this stage that was built on the meta
@@ -102,7 +103,7 @@ class Pipeline:
             layers = list(layers)
             num_layers = len(layers)
             self.boundaries = (
-                Partition.uniform(num_layers, self.num_stages)
+                divided_by_parameters(layers, self.num_stages)
                 if boundaries is None
                 else Partition.of(boundaries, num_layers, self.num_stages)
             ).boundaries

@@ -6,6 +6,7 @@ figures are known at the end of the next step, and layers move there or, as by d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -118,15 +119,19 @@ def simulate_pipeline(
     rule: RebalancingRule | None = None,
     changes: Collection[int] = (),
     move_during_backward: bool = True,
+    max_measuring: float = math.inf,
+    counts_work: bool = False,
 ) -> PipelineTrace:
     """Train ``N`` steps.
 
     Args:
         boundaries: [S + 1] to begin with.
-        rule: how layers move; None for a static pipeline. Its ``num_steps`` are those between two profiles.
+        rule: how layers move; None for a static pipeline. Its ``num_steps`` are those between two profiles, at least.
         changes: steps, from 0, behind which the balancer is told that the work of layers has changed.
         move_during_backward: whether layers travel while the next step runs, so that they are in place one step later.
             All seconds of a move count all the same, as if nothing of it were hidden.
+        max_measuring: share of the steps' time that profiles may take, by ``cluster.profiled_share``.
+        counts_work: whether a profile tells the mean work since the one before, as where layers count it.
 
     Raises:
         ValueError: for boundaries, speeds or micro-batches that do not fit.
@@ -138,7 +143,8 @@ def simulate_pipeline(
         raise ValueError("the rule is of another number of micro-batches or another schedule")
     forward_s, backward_s = _varied(loads, cluster)
     rebalancing = None if rule is None else Rebalancing(rule, cluster.links)
-    cadence = ProfileCadence(1 if rule is None else rule.num_steps)
+    cadence = ProfileCadence(1 if rule is None else rule.num_steps, max_measuring)
+    last_profile = 0
     measured: PipelineProfile | None = None
     wanted: RebalancingProposal | None = None
     in_force, is_profiled, move_s, num_moves = [], np.zeros(num_steps, dtype=np.bool_), 0.0, 0
@@ -151,8 +157,14 @@ def simulate_pipeline(
         if step > 0 and cadence.is_due(step):  # the first one finds shapes
             is_profiled[step] = True
             per_batch = num_microbatches / speeds[step][now.stages]
-            measured = _profile(per_batch * forward_s[step], per_batch * backward_s[step], loads.layer_bytes, now)
+            of_step = forward_s[step], backward_s[step]
+            if counts_work:
+                of_step = _of_mean_step(of_step, loads, step, last_profile)
+            last_profile = step
+            measured = _profile(per_batch * of_step[0], per_batch * of_step[1], loads.layer_bytes, now)
             cadence.measured(step)
+            cadence.learn(cluster.profiled_share)
+            rebalancing.interval = cadence.every
         if moving is None and known is not None and known.boundaries == now.boundaries:
             wanted = rebalancing.update(known, step + 1)
             if rebalancing.looks_again:
@@ -201,6 +213,16 @@ def simulate_oracle(
         in_force.append(best[key])
     steps_s, bubble_ratios = _steps(_varied(loads, cluster), speeds, in_force, num_microbatches, schedule)
     return PipelineTrace(tuple(steps_s.tolist()), tuple(bubble_ratios.tolist()), tuple(in_force), 0.0, 0.0, 0)
+
+
+def _of_mean_step(of_step: tuple[Floats, Floats], loads: LayerLoads, step: int, last: int) -> tuple[Floats, Floats]:
+    """Seconds [L] of a step, forward and backward, scaled to those of the mean step since the last profile."""
+    scaled = []
+    for now_L, loads_L in zip(of_step, (loads.forward_s, loads.backward_s), strict=True):
+        mean_L = loads_L[last + 1 : step + 1].mean(axis=0)
+        has_worked_L = loads_L[step] > 0.0
+        scaled.append(np.where(has_worked_L, now_L * mean_L / np.where(has_worked_L, loads_L[step], 1.0), mean_L))
+    return scaled[0], scaled[1]
 
 
 def _speeds_of(cluster: PipelineCluster, num_steps: int) -> Floats:

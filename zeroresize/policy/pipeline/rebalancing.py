@@ -71,8 +71,9 @@ class Rebalancing:
         self._means: LayerMeans | None = None
         self._trial: RebalancingProposal | None = None  # what one more profile must confirm
         self._is_other_work = False
+        self._num_told = 0
         self._told_at: int | None = None
-        self._told_every: int | None = None
+        self._told_every: float | None = None
         self.has_learned = False
         self._promised: tuple[float, float] | None = None  # seconds of a step before the last move, and then
 
@@ -88,15 +89,16 @@ class Rebalancing:
         cost is still owed: they did cost that, and where work changes often, moves would never be worth it otherwise.
 
         Args:
-            step: how many steps are over; None where the caller does not count. A caller that says so again and again
-                is expected to do so after as many steps as last time: for so long layers stay good where they are.
+            step: how many steps are over; None where the caller does not count. A caller that says so is expected to
+                say so again after as many steps as between two such calls until now, on average: for so long layers
+                stay good where they are.
         """
         self._is_other_work = True
         self._means = self._running = self._anchor = self._trial = self._promised = None
         self._steps_s.clear()
-        if step is not None and self._told_at is not None:
-            self._told_every = step - self._told_at
-        self._told_at = step
+        if step is not None:
+            self._num_told += 1
+            self._told_at, self._told_every = step, step / self._num_told
 
     def update(self, profile: PipelineProfile, step: int | None = None) -> RebalancingProposal | None:
         """Return what is to be carried out after this profile; None where everything stays.
@@ -195,9 +197,9 @@ class Rebalancing:
 
     def _pays(self, proposal: RebalancingProposal, saving_s: float, step: int | None) -> bool:
         """Whether a move saves what it takes, one way, before the caller is expected to change the work again."""
-        if step is None or self._told_at is None or self._told_every is None:
+        if step is None or self._told_at is None or self._told_every is None or self.rental.pause:
             return False
-        num_steps = self._told_at + self._told_every - step
+        num_steps = max(self._told_every, self._told_at + self._told_every - step)
         return saving_s * num_steps >= self.rental.doubt * proposal.price_s / 2.0
 
     def propose(self, boundaries: tuple[int, ...]) -> RebalancingProposal | None:
@@ -262,6 +264,7 @@ class Rebalancing:
         self.rental.load_state_dict(state["rental"])
         self._profile = self._trial = self._promised = self._anchor = None
         self._means = self._running = self._told_at = self._told_every = None
+        self._num_told = 0
         self._steps_s.clear()
         self._is_other_work = self.has_learned = False
 

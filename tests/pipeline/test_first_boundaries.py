@@ -1,0 +1,44 @@
+"""Layers begin where their parameters are divided evenly."""
+
+import pytest
+from torch import nn
+
+from zeroresize.pipeline import Pipeline
+from zeroresize.pipeline.first_boundaries import divided_by_parameters, num_parameters
+
+
+def layers_of(*sizes):
+    return [nn.Linear(size, 1, bias=False, device="meta") if size else nn.Identity() for size in sizes]
+
+
+def test_the_largest_stage_is_as_small_as_can_be():
+    layers = layers_of(40, 10, 10, 10, 10, 10, 30)
+    assert divided_by_parameters(layers, 3).boundaries == (0, 1, 5, 7)
+
+
+def test_equally_many_layers_stay_where_no_division_is_better():
+    assert divided_by_parameters(layers_of(*[4] * 8), 3).boundaries == (0, 3, 6, 8)
+    assert divided_by_parameters(layers_of(0, 0, 0, 0), 2).boundaries == (0, 2, 4)
+    assert divided_by_parameters(layers_of(9, 1, 1, 1, 1), 2).boundaries == (0, 1, 5)
+
+
+def test_frozen_parameters_count():
+    frozen = nn.Linear(10, 1).requires_grad_(False)
+    assert num_parameters(frozen) == 11
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(ValueError, match="stages"):
+        divided_by_parameters(layers_of(1, 2), 3)
+
+
+def test_a_pipeline_begins_with_it_unless_somebody_says_so(run_ranks):
+    def run(rank, group):
+        found = []
+        for boundaries in (None, (0, 2, 4)):
+            layers, loss = [nn.Linear(*sizes) for sizes in ((8, 8), (8, 2), (2, 2), (2, 2))], nn.functional.mse_loss
+            pipeline = Pipeline(layers, loss, num_microbatches=2, process_group=group, boundaries=boundaries)
+            found.append(pipeline.boundaries)
+        return found
+
+    assert run_ranks(run, 2) == [[(0, 1, 4), (0, 2, 4)]] * 2
