@@ -121,10 +121,10 @@ def test_a_move_that_all_ranks_becoming_slower_makes_vain_is_told_with_the_balan
     step = int(moved.split()[1].rstrip(":"))
     assert re.search(r" kB, \S+ s, then \S+ s to compare products; a step took ", moved)
     assert came_of.startswith(f"step {step + 4}: since units moved at step {step} a step takes ")
-    assert came_of.endswith(f" % longer. Units stay until the balancer decides by these times, at step {step + 8}")
+    assert came_of.endswith(f" % longer. The balancer decides by these times at step {step + 8}")
     assert verdict == (
-        f"step {step + 8}: the move at step {step} has not made steps shorter; units stay, as no other division "
-        "would be faster"
+        f"step {step + 8}: the move at step {step} has not made steps shorter; units stay for now, as no other "
+        "division would be faster"
     )
 
 
