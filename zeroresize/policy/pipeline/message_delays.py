@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.pipeline.bubbles import Schedule
+from zeroresize.policy.pipeline.schedules import Schedule
 
 
 @dataclass(frozen=True)
