@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -17,13 +16,14 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import Channel, group_rank, group_size, message_device, start_messages
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.resharding.agreement import meet_over, wait_for_all
+from zeroresize.utils.usual import usual_of
 
 #: Bytes of a small and of a large message, and how often each is sent. The median of each size counts: a freak of the
 #: machine must not make a link look slow, nor fast.
 _SMALL, _LARGE, _ROUNDS = 2**10, 2**22, 5
-#: How many round trips of each size tell a neighbour's link, beside the first ones; their median counts. They are few,
-#: so that links can be measured again and again while a model trains.
-_ROUND_TRIPS = 3
+#: How many round trips of each size tell a neighbour's link, beside the first ones; the shorter one counts. They are
+#: few, so that links can be measured again and again while a model trains.
+_ROUND_TRIPS = 2
 #: Seconds of a move beside its messages, in which ranks agree, allocate and install; the first move tells what it is.
 INSTALLING_S = 0.05
 
@@ -73,8 +73,8 @@ def measure_neighbour_links(
 
     Of each two neighbours the first one sends a message and gets as large a one back, which counts as two. Ranks with
     even numbers do that with the next one at the same time, then those with odd numbers. So a slow link is known by
-    itself, and links that several neighbours share count as shared. It takes the time of eight round trips of a small
-    message and of eight of a large one, and is meant for every profiled step, as bandwidth may change.
+    itself, and links that several neighbours share count as shared. It takes the time of six round trips of a small
+    message and of six of a large one, and is meant for every profiled step, as bandwidth may change.
 
     Args:
         device: where activations lie.
@@ -127,7 +127,7 @@ def _figures(
             carry(*buffers[size])
             if number:  # the first messages open connections, touch memory and wait for the other rank
                 of_size.append(time.perf_counter() - began)
-    small_s, large_s = (median(of_size) for of_size in seconds.values())
+    small_s, large_s = (usual_of(of_size) for of_size in seconds.values())
     # Where not even the sizes tell the messages apart, the larger one bounds what a byte takes.
     return (large_s - small_s) / (large - _SMALL) if large_s > small_s else large_s / large, small_s
 
