@@ -1,7 +1,7 @@
 """What if links change: a pipeline whose divisions know, or do not know, what messages between stages take.
 
-``N`` steps, ``L`` layers, ``S`` stages, ``C`` cases. As in training, a step is measured, its figures are known at the end
-of the next one, and layers move while the step behind that runs.
+``N`` steps, ``L`` layers, ``S`` stages, ``C`` cases. As in training, a step is measured, its figures are known at the
+end of the next one, and layers move while the step behind that runs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from zeroresize.policy.pipeline.shortest_step import refined_partition
 from zeroresize.policy.pipeline.simulated_steps import simulated_steps
 from zeroresize.simulate.pipeline_training import TYPICAL_LINKS, LayerLoads, PipelineTrace
 
-#: What messages are to a division: nothing; what brings an activation to the last stage (DynPipe's supplement, D.2, as
-#: printed); half of what those on both sides of a stage take, as measured last or by running means.
-Messages = Literal["ignored", "arrival", "newest", "running"]
+#: What of messages a division knows: nothing; what activations travel from a stage to the next one, or on to the last one
+#: (DynPipe's supplement, D.2, in its two readings); half of what travels on both sides of a stage, as measured last or by
+#: running means.
+Messages = Literal["ignored", "sent", "arrival", "newest", "running"]
 
 #: Steps from a measured one to the first one with the layers where it wants them.
 _LAG = 3
@@ -68,9 +69,9 @@ class DelayRule:
             message_s: [S − 1] seconds of a message between two stages, in each direction.
         """
         num_stages = len(message_s) + 1
-        if self.messages == "arrival":
-            ahead_s = np.append(np.cumsum(message_s[::-1])[::-1], 0.0)
-            return replace(PipelineLoad.of(layer_s, num_stages), waits=num_microbatches * ahead_s)
+        if self.messages in ("sent", "arrival"):
+            charged_s = np.cumsum(message_s[::-1])[::-1] if self.messages == "arrival" else np.array(message_s)
+            return replace(PipelineLoad.of(layer_s, num_stages), waits=num_microbatches * np.append(charged_s, 0.0))
         delays = None if self.messages == "ignored" else step_delays(message_s, num_microbatches, "1f1b")
         return PipelineLoad.of(layer_s, num_stages, delays=delays)
 
@@ -175,7 +176,7 @@ def _trace(
 def _check(loads: LayerLoads, message_s: Floats) -> None:
     if message_s.ndim != 2 or len(message_s) != len(loads.forward_s):
         raise ValueError(
-            f"message_s {message_s.shape} does not belong to {len(loads.forward_s)} steps: needed is [steps, stages − 1]"
+            f"message_s {message_s.shape} does not belong to {len(loads.forward_s)} steps: [steps, stages − 1] is wanted"
         )
 
 
