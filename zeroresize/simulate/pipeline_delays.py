@@ -25,9 +25,9 @@ from zeroresize.policy.pipeline.shortest_step import refined_partition
 from zeroresize.policy.pipeline.simulated_steps import simulated_steps
 from zeroresize.simulate.pipeline_training import TYPICAL_LINKS, LayerLoads, PipelineTrace
 
-#: What of messages a division knows: nothing; what activations travel from a stage to the next one, or on to the last one
-#: (DynPipe's supplement, D.2, in its two readings); half of what travels on both sides of a stage, as measured last or by
-#: running means.
+#: What of messages a division knows: nothing; what activations travel from a stage to the next one, or on to the last
+#: one (DynPipe's supplement, D.2, in its two readings); half of what travels on both sides of a stage, as measured last
+#: or by running means.
 Messages = Literal["ignored", "sent", "arrival", "newest", "running"]
 
 #: Steps from a measured one to the first one with the layers where it wants them.
@@ -176,7 +176,7 @@ def _trace(
 def _check(loads: LayerLoads, message_s: Floats) -> None:
     if message_s.ndim != 2 or len(message_s) != len(loads.forward_s):
         raise ValueError(
-            f"message_s {message_s.shape} does not belong to {len(loads.forward_s)} steps: [steps, stages − 1] is wanted"
+            f"message_s {message_s.shape} is not of {len(loads.forward_s)} steps: wanted is [steps, stages − 1]"
         )
 
 
