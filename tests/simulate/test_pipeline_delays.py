@@ -72,7 +72,7 @@ def test_both_readings_of_the_supplement(messages, counts):
 
 
 def test_layers_move_when_staying_has_cost_the_move_there_and_back():
-    """Of 3 and 2 layers stages differ by 40 s a step, so ten steps without the move cost 400 s; it takes 1,001 s a way."""
+    """Stages of 3 and of 2 layers differ by 40 s a step: ten steps cost 400 s without a move of 1,001 s each way."""
     loads, message_s = loads_of(np.ones(4), 60), np.zeros((60, 1))
     rule = DelayRule(every=10, cost_of_move=MoveCost(1.0, 1000.0))
     trace = simulate_delays(loads, message_s, (0, 1, 4), num_microbatches=40, rule=rule)
