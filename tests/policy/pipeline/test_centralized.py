@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroresize.plan.partition import Partition
-from zeroresize.policy.pipeline.centralized import balanced_partition, dynamic_programming_partition
+from zeroresize.policy.pipeline.centralized import StageFiller, balanced_partition, dynamic_programming_partition
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 
 both = pytest.mark.parametrize("balance", [balanced_partition, dynamic_programming_partition])
@@ -85,6 +85,12 @@ def test_no_partition_has_a_faster_slowest_stage_where_stages_wait_for_messages(
     partition = balance(waiting)
     assert fits_into(load, partition)
     assert slowest(partition) == waiting.slowest(partition) == min(slowest(one) for one in fitting)
+
+
+def test_a_level_that_cannot_be_kept_leads_to_the_next_one_that_might():
+    """Both stages wait for 10 s, so neither has its layer of 3 s in less than 13 s."""
+    filler = StageFiller(PipelineLoad.of([3.0, 3.0], 2, delays=[20.0]))
+    assert filler.partition_within(12.0) == (None, 13.0)
 
 
 @both

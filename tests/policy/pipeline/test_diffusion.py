@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.diffusion import diffused_partition
-from zeroresize.policy.pipeline.exchanges import potential
+from zeroresize.policy.pipeline.exchanges import Exchanges, potential
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 
 
@@ -156,6 +156,12 @@ def test_stages_beside_a_slow_link_give_layers_away():
     diffused = diffused_partition(load, Partition.uniform(16, 4))
     assert diffused.partition.counts == (6, 2, 2, 6)
     assert diffused.potentials[-1] == 0.0
+
+
+def test_a_pair_makes_computing_and_waiting_even_at_once():
+    """7 layers and 6 s of waiting beside 13 layers."""
+    load = dataclasses.replace(PipelineLoad.of([1.0] * 20, 2), waits=np.array([6.0, 0.0]))
+    assert Exchanges(load, np.zeros(21), 0.0).pairs(np.array([0, 10, 20])).tolist() == [0, 7, 20]
 
 
 def test_a_relay_leads_to_a_stage_that_waits_less_past_those_that_differ_by_less_than_a_layer():
