@@ -4,7 +4,7 @@
 the stage that sends them, and compares that with the next stage's time alone. In 1F1B gradients come back as often, and
 a stage that turns from a forward to a backward, or back, waits until what it has sent has arrived (so does torch's
 schedule). Once the pipeline is full, the pace of a stage is therefore what it computes and what it sends to both sides.
-By D.2 as printed steps are longer than if messages are ignored; ``docs/results/pipeline_delays.md`` has figures.
+By D.2 as printed steps mostly are longer than if messages are ignored (``docs/results/pipeline_delays.md``).
 """
 
 from __future__ import annotations
