@@ -18,6 +18,7 @@ from zeroresize.injection.schedule import checked_chi
 from zeroresize.pipeline import CommandHook, Repack
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.least_saving import MIN_SAVING
+from zeroresize.policy.pipeline.profile_cadence import MAX_MEASURING, ProfileEvery
 from zeroresize.policy.pipeline.rebalancing_proposal import By, Method
 from zeroresize.utils.value_checks import at_least, divides, number, one_of
 
@@ -147,13 +148,19 @@ class BalanceConfig:
     Attributes:
         mode: ``on`` or ``off``.
         method: ``partition`` or ``diffusion``.
+        profile_every: steps from one profile to the next, at least; ``auto`` for as few as ``max_measuring`` allows.
+        max_measuring: share of the steps' time that measuring may take; None for any.
+        count_work: ``on`` or ``off``: whether profiles tell the mean step, by the work that blocks count, in cases that
+            change it in every step.
         memory_limits: bytes, one for each stage.
     """
 
     mode: str = "on"
     by: By = "time"
     method: Method = "partition"
-    profile_every: int = 50
+    profile_every: ProfileEvery = "auto"
+    max_measuring: float | None = MAX_MEASURING
+    count_work: str = "on"
     memory_limits: tuple[float, ...] | None = None
     min_saving: float = MIN_SAVING
 
@@ -161,7 +168,11 @@ class BalanceConfig:
         one_of("balance.mode", self.mode, ("on", "off"))
         one_of("balance.by", self.by, get_args(By))
         one_of("balance.method", self.method, get_args(Method))
-        at_least("balance.profile_every", self.profile_every, 1)
+        if self.profile_every != "auto":
+            at_least("balance.profile_every", self.profile_every, 1, otherwise='"auto"')
+        if self.max_measuring is not None:
+            number("balance.max_measuring", self.max_measuring, above=0.0)
+        one_of("balance.count_work", self.count_work, ("on", "off"))
         number("balance.min_saving", self.min_saving, least=0.0, below=1.0)
         if self.memory_limits is not None:
             if not isinstance(self.memory_limits, list | tuple):

@@ -18,6 +18,7 @@ from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.checkpoint import SavedState, Unwritten
 from lm_examples.config import RunConfig
 from lm_examples.config_file import READER
+from lm_examples.counted_blocks import CountedBlocks
 from lm_examples.data import Batches, Text, batches_of
 from lm_examples.pace import Pace
 from lm_examples.recorder import Recorder
@@ -147,6 +148,8 @@ def _build(config: RunConfig, text: Text, process_group: ProcessGroup, saved: Sa
             pipeline,
             optimizer,
             profile_every=balance.profile_every,
+            max_measuring=math.inf if balance.max_measuring is None else balance.max_measuring,
+            count_work=CountedBlocks(layers[1:-1]) if case.changes_every_step and balance.count_work == "on" else None,
             by=balance.by,
             method=balance.method,
             memory_limits=balance.memory_limits,

@@ -295,14 +295,17 @@ def test_a_rank_that_has_died_or_makes_fewer_steps_holds_up_nobody(run_ranks):
         with caught_log_lines() as lines:
             for _ in range(200):
                 train(model, optimizer, 2)
-                if lines:
+                if goodbyes(lines):
                     break
                 time.sleep(0.01)
             train(model, optimizer, 20)
-        return lines
+        return goodbyes(lines)
+
+    def goodbyes(lines):  # a busy machine may make a rank slow, which is said as well
+        return [line for line in lines if "slow ranks are not watched any more" in line]
 
     (lines, _) = run_ranks(leave, 2, timeout_s=60)
-    assert len(lines) == 1 and "slow ranks are not watched any more" in lines[0]
+    assert len(lines) == 1
 
 
 def test_wrong_arguments_are_said_on_every_rank(run_ranks):

@@ -24,9 +24,13 @@ class DynamicCase:
     Args:
         model: its shape.
         options: of the class :attr:`Options`; None for its defaults.
+
+    Attributes:
+        changes_every_step: whether the ``work`` of blocks is another one in every step, as with routing.
     """
 
     Options: ClassVar[type[Any]] = NoOptions
+    changes_every_step: ClassVar[bool] = False
 
     def __init__(self, model: ModelConfig, options: Any = None) -> None:
         self.model = model

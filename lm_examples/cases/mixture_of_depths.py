@@ -96,6 +96,7 @@ class MixtureOfDepths(AuxiliaryLossCase):
     """Some blocks compute some of the tokens."""
 
     Options: ClassVar[type[Any]] = MixtureOfDepthsOptions
+    changes_every_step = True
 
     def block(self, number: int) -> nn.Module:
         is_routed = (number + 1) % self.options.every == 0

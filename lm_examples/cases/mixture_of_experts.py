@@ -132,6 +132,7 @@ class MixtureOfExperts(AuxiliaryLossCase):
     """Blocks whose tokens are unevenly routed to experts."""
 
     Options: ClassVar[type[Any]] = MixtureOfExpertsOptions
+    changes_every_step = True
 
     def block(self, number: int) -> nn.Module:
         return ExpertsBlock(self.model, self.options)

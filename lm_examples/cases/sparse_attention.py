@@ -68,6 +68,7 @@ class SparseAttention(DynamicCase):
     """Blocks whose attention skips tiles."""
 
     Options: ClassVar[type[Any]] = SparseAttentionOptions
+    changes_every_step = True
 
     def __init__(self, model: ModelConfig, options: SparseAttentionOptions | None = None) -> None:
         super().__init__(model, options)

@@ -11,6 +11,7 @@ beyond the usual step, the median under the same boundaries: profiles, exchanges
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from typing import Any
@@ -105,7 +106,13 @@ def balanced(skewness: float, profile_every: int) -> dict[str, Any]:
     """As :func:`static`, of the last steps; overhead and moves."""
     records: list[RebalancingRecord] = []
     run = Run(Partition.uniform(len(WORK), dist.get_world_size()).boundaries)
-    balancer = PipelineBalancer(run.pipeline, run.optimizer, profile_every=profile_every, on_change=records.append)
+    balancer = PipelineBalancer(
+        run.pipeline,
+        run.optimizer,
+        profile_every=profile_every,
+        max_measuring=math.inf,
+        on_change=records.append,
+    )
     steps, kinds = [], []
     for number in range(STEPS_BEFORE + 2 * profile_every):
         if number == STEPS_BEFORE:

@@ -1,13 +1,16 @@
 """What balancing costs where nothing is to be balanced: torchrun --nproc-per-node 2 -m scripts.bench.pipeline_overhead
 
-Windows of as many steps as lie between two profiles are trained with the balancer and without it, in turns, on the same
-layers. Nothing may move (``min_saving``). The ratio is of the windows' whole seconds, so it has the profile, the
-exchange and the decision of a window in it.
+Ten steps with the balancer and twice ten without it are trained in turns, on the same layers, with the balancer's
+default options but that nothing may move (``min_saving``). Before, it has learned what its profiles cost. A round is as
+many turns as make three profiles at the interval that it has chosen then, so profiles, their exchange and the decisions
+are in it at their true share. Ratios are of the seconds of whole rounds: of wall time, and of the processor's time of
+all ranks together, which tells more where wall time is noisy; beside them those of the steps that are both without.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -16,49 +19,100 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from scripts.bench.common import describe_ratio, save
+from scripts.bench.common import describe_ratio, gather_from_ranks, save
 from zeroresize.pipeline import Pipeline, PipelineBalancer
+
+#: Steps in which it learns, that is of several profiles.
+_LEARNING = 400
+#: Steps of a turn, and profiles of a round.
+_CHUNK, _PROFILES = 10, 3
+#: Wall seconds, and seconds of the ranks' processors.
+Window = tuple[float, float]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profile-every", type=int, default=100)
-    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=256, help="of a batch")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--count-work", action="store_true", help='balance with count_work="tokens"')
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     assert dist.group.WORLD is not None
-    layers = [nn.Sequential(nn.Linear(options.hidden, options.hidden), nn.ReLU()) for _ in range(12)]
+    layers = [nn.Sequential(nn.Linear(options.hidden, options.hidden), nn.ReLU()) for _ in range(options.layers)]
     pipeline = Pipeline(layers, nn.functional.mse_loss, num_microbatches=4, process_group=dist.group.WORLD)
     optimizer = torch.optim.AdamW(pipeline.parameters())
-    balancer = PipelineBalancer(pipeline, optimizer, profile_every=options.profile_every, min_saving=0.99)
-    x = torch.randn(256, options.hidden)
+    intervals, costs = [0], [math.nan]
 
-    def window(is_balanced: bool) -> float:
+    def note(record: object) -> None:
+        intervals.append(getattr(record, "profile_every", 0))
+        costs.append(getattr(record, "profile_cost", math.nan))
+
+    x = torch.randn(options.rows, options.hidden)
+
+    def chunk(balancer: PipelineBalancer | None) -> Window:
         dist.barrier()
-        begin = time.perf_counter()
-        for _ in range(options.profile_every):
+        begin, spent_begin = time.perf_counter(), time.process_time()
+        for _ in range(_CHUNK):
             optimizer.zero_grad()
-            block: AbstractContextManager[None] = balancer.step() if is_balanced else nullcontext()
+            block: AbstractContextManager[None] = nullcontext() if balancer is None else balancer.step()
             with block:
                 pipeline.step(x, target=x)
             optimizer.step()
+        spent_s = time.process_time() - spent_begin
         dist.barrier()
-        return time.perf_counter() - begin
+        return time.perf_counter() - begin, spent_s
 
-    window(True), window(False)
-    pairs = [(window(True), window(False)) for _ in range(options.pairs)]
-    again = [(window(False), window(False)) for _ in range(options.pairs)]
+    chunk(None)
+    balancer = PipelineBalancer(
+        pipeline,
+        optimizer,
+        min_saving=0.99,
+        on_profile=note,
+        count_work="tokens" if options.count_work else None,
+    )
+    for _ in range(_LEARNING // _CHUNK):
+        chunk(balancer)
+    num_chunks = math.ceil(_PROFILES * intervals[-1] / _CHUNK)
+    balanced, plain, again = [], [], []
+    for _ in range(options.rounds):
+        chunks: tuple[list[Window], ...] = ([], [], [])
+        for number in range(num_chunks):
+            for which in _order(number):
+                chunks[which].append(chunk(balancer if which == 0 else None))
+        for windows, parts in zip((balanced, plain, again), chunks, strict=True):
+            wall_s, spent_s = (math.fsum(seconds) for seconds in zip(*parts, strict=True))
+            windows.append((wall_s, math.fsum(gather_from_ranks(spent_s))))
     if dist.get_rank() == 0:
-        ratios, noise = ([one / other for one, other in found] for found in (pairs, again))
-        step_s = statistics.median(other for _, other in pairs) / options.profile_every
-        print(f"a step without balancing: {1e3 * step_s:.1f} ms; a profile every {options.profile_every} steps")
-        print(describe_ratio("balanced / not", ratios))
-        print(describe_ratio("not / not", noise))
-        save("pipeline_overhead", {"step_s": step_s, "ratios": ratios, "noise": noise} | vars(options))
+        wall_ratios, spent_ratios = (_ratios(balanced, plain, again, at) for at in (0, 1))
+        wall_noise, spent_noise = (_ratios(again, plain, plain, at) for at in (0, 1))
+        step_s = statistics.median(wall for wall, _ in plain) / (num_chunks * _CHUNK)
+        print(f"a step without balancing: {1e3 * step_s:.1f} ms; rounds of {num_chunks * _CHUNK} steps")
+        print(f"intervals: {intervals[1:]}; a profile takes {costs[-1]:.3f} steps, as the balancer measures it")
+        print(describe_ratio("wall: balanced / not", wall_ratios))
+        print(describe_ratio("wall: not / not", wall_noise))
+        print(describe_ratio("processors: balanced / not", spent_ratios))
+        print(describe_ratio("processors: not / not", spent_noise))
+        result = {"step_s": step_s, "intervals": intervals[1:], "profile_cost": costs[-1]}
+        ratios = {"wall": wall_ratios, "wall_noise": wall_noise, "spent": spent_ratios, "spent_noise": spent_noise}
+        save("pipeline_overhead", result | ratios | vars(options))
     dist.destroy_process_group()
+
+
+def _order(number: int) -> tuple[int, int, int]:
+    """With the balancer is 0, without it 1 and 2; each comes first, second and third equally often."""
+    return ((0, 1, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0), (1, 0, 2), (0, 2, 1))[number % 6]
+
+
+def _ratios(over: list[Window], under: list[Window], other: list[Window], at: int) -> list[float]:
+    """Round by round, against the mean of the two below."""
+    return [
+        window[at] / statistics.fmean((below[at], beside[at]))
+        for window, below, beside in zip(over, under, other, strict=True)
+    ]
 
 
 if __name__ == "__main__":

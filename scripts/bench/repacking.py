@@ -11,6 +11,7 @@ those of the undivided model, which is trained on rank 0. The job ends with stat
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import time
@@ -233,6 +234,7 @@ def main() -> None:
     repacked = trained(
         schedule,
         profile_every=options.profile_every,
+        max_measuring=math.inf,
         memory_limits=[limit] * num_ranks,
         on_change=records.append,
         repack=Repack(options.least_stages, options.max_slowdown, [releases.append]),

@@ -1,5 +1,6 @@
 """Tensor parallelism inside the stages of a pipeline: units move first, then layers, and training goes on unchanged."""
 
+import math
 import os
 import time
 import types
@@ -98,6 +99,7 @@ class Training:
             self.pipeline,
             self.optimizer,
             profile_every=10,
+            max_measuring=math.inf,
             replicas=self.group,
             units=self.units,
             on_change=lambda record: self.events.append(record.after),

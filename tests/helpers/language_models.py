@@ -186,7 +186,7 @@ def config_of(folder, **sections):
             "log_every": 1,
             "validation_batches": 2,
         },
-        "balance": {"profile_every": 3},
+        "balance": {"profile_every": 3, "max_measuring": None},
         "sleep": {"forward_s": 0.01},
         "output": {"folder": str(folder), "progress": False},
     }

@@ -117,3 +117,11 @@ def test_a_mistake_in_a_file_names_the_file(tmp_path):
         load_config(path)
     path.write_text("training:\nmodel: {num_blocks: 3}\n")
     assert load_config(path).model.num_blocks == 3
+
+
+def test_how_often_layers_are_measured_is_chosen_by_its_cost_unless_somebody_says_so():
+    for case in ("mixture_of_experts", "mixture_of_depths", "sparse_attention"):
+        balance = load_config(case).balance
+        assert (balance.profile_every, balance.max_measuring, balance.count_work) == ("auto", 0.01, "on")
+    balance = load_config("small", ["balance.profile_every=1", "balance.max_measuring=null"]).balance
+    assert (balance.profile_every, balance.max_measuring) == (1, None)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import math
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ class Training:
             self.optimizer,
             on_change=self.records.append,
             repack=None if repack is None else Repack(**repack, on_release=[self.released.append]),
-            **{"profile_every": 3} | options,
+            **{"profile_every": 3, "max_measuring": math.inf} | options,
         )
 
     def train(self, num_steps):

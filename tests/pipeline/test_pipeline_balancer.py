@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import math
 import os
 import types
 import weakref
@@ -54,7 +55,9 @@ class Training:
         )
         self.optimizer = torch.optim.AdamW(self.pipeline.parameters(), lr=0.01)
         self.balancer = PipelineBalancer(
-            self.pipeline, self.optimizer, **{"profile_every": 4, "on_change": self.records.append} | options
+            self.pipeline,
+            self.optimizer,
+            **{"profile_every": 4, "max_measuring": math.inf, "on_change": self.records.append} | options,
         )
 
     def train(self, num_steps):

@@ -1,5 +1,6 @@
 """Pipelines of data-parallel replicas have the same boundaries at all times: they move alike or not at all."""
 
+import math
 import os
 import time
 from datetime import timedelta
@@ -39,7 +40,12 @@ class Replica:
             boundaries=boundaries,
         )
         self.optimizer = torch.optim.AdamW(self.pipeline.parameters(), lr=0.01)
-        options = {"profile_every": 4, "replicas": self.same_stage, "on_change": self.records.append} | options
+        options = {
+            "profile_every": 4,
+            "max_measuring": math.inf,
+            "replicas": self.same_stage,
+            "on_change": self.records.append,
+        } | options
         self.balancer = PipelineBalancer(self.pipeline, self.optimizer, **options)
 
     def train(self, num_steps):

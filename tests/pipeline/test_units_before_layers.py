@@ -1,5 +1,6 @@
 """Where stages are groups that even themselves out, layers wait for them: with groups that are made up."""
 
+import math
 import os
 import time
 from datetime import timedelta
@@ -49,6 +50,7 @@ class Training:
             self.pipeline,
             self.optimizer,
             profile_every=4,
+            max_measuring=math.inf,
             units=self.units,
             on_profile=lambda record: self.profiled.append(record.step),
         )

@@ -1,5 +1,7 @@
 """Pipelines that are balanced on paper."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,12 @@ from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.pipeline.bubbles import simulated_step
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
-from zeroresize.simulate.pipeline_training import LayerLoads, PipelineCluster, simulate_pipeline
+from zeroresize.simulate.pipeline_training import (
+    LayerLoads,
+    PipelineCluster,
+    simulate_oracle,
+    simulate_pipeline,
+)
 
 STEPS, LAYERS, MICRO, EVERY = 60, 16, 8, 10
 UNIFORM = Partition.uniform(LAYERS, 4).boundaries
@@ -112,6 +119,51 @@ def test_work_that_falls_in_first_layers_is_followed():
     static = simulate_pipeline(loads_of(work), PipelineCluster(4), UNIFORM, num_microbatches=MICRO)
     assert trace.boundaries[-1][1] > UNIFORM[1]
     assert trace.step_s[-1] < 0.85 * static.step_s[-1]
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("num_stages", [4, 8])
+def test_a_stage_that_recovers_gets_its_layers_back(num_stages, every):
+    """With two layers a stage as with four. Or others do that are as fast: which divisions are depends on filling."""
+    num_steps, uniform = 400, Partition.uniform(LAYERS, num_stages).boundaries
+    speeds = np.ones((num_steps, num_stages))
+    speeds[100:250, 1] = 0.25
+    loads = LayerLoads(*(seconds * np.ones((num_steps, LAYERS)) for seconds in (0.001, 0.002)), np.full(LAYERS, 4e6))
+    trace = balanced(loads, PipelineCluster(num_stages, speeds, noise=0.02), uniform, every)
+    static = simulate_pipeline(loads, PipelineCluster(num_stages, speeds), uniform, num_microbatches=MICRO)
+    assert np.mean(trace.step_s[160:250]) < 0.7 * np.mean(static.step_s[160:250])
+    assert np.mean(trace.step_s[300:]) < 1.03 * np.mean(static.step_s[300:])
+
+
+def test_where_work_is_known_to_change_moves_pay_until_then():
+    """Every 20 steps the program says that work has changed, and profiles lie 10 apart: a move saves over 15 steps."""
+    work = np.ones((200, LAYERS))
+    for step in range(20, 200):
+        work[step, :8] = (0.5, 0.2)[step // 20 % 2]
+    loads = LayerLoads(0.001 * work, 0.002 * work, np.full(LAYERS, 4e6))
+    cluster = PipelineCluster(4, move=MoveCost(0.0, 0.05), links=MoveCost(0.0, 0.05))
+    known = balanced(loads, cluster, changes=range(19, 200, 20))
+    unknown = balanced(loads, cluster)
+    static = simulate_pipeline(loads, cluster, UNIFORM, num_microbatches=MICRO)
+    assert known.total_s < static.total_s and known.total_s <= unknown.total_s
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_no_division_is_faster_than_the_oracle(schedule):
+    """All 455 divisions of 16 layers on 4 stages, with a slow device, in steps of other work each."""
+    random = np.random.default_rng(5)
+    num_steps = 6
+    work = random.uniform(0.2, 2.0, (num_steps, LAYERS))
+    loads = LayerLoads(0.001 * work, 0.002 * work, np.full(LAYERS, 4e6))
+    speeds = random.choice([0.5, 1.0], (num_steps, 4))
+    cluster = PipelineCluster(4, speeds)
+    oracle = np.array(simulate_oracle(loads, cluster, num_microbatches=MICRO, schedule=schedule).step_s)
+    best = np.full(num_steps, np.inf)
+    for cuts in itertools.combinations(range(1, LAYERS), 3):
+        trace = simulate_pipeline(loads, cluster, (0, *cuts, LAYERS), num_microbatches=MICRO, schedule=schedule)
+        best = np.minimum(best, trace.step_s)
+    assert (oracle <= 1.01 * best).all() and oracle.mean() <= 1.003 * best.mean()
+    assert (oracle >= best - 1e-12).all()
 
 
 def test_what_does_not_belong_together_is_named():

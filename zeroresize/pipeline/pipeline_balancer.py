@@ -16,19 +16,25 @@ from torch.distributed.pipelining import Schedule1F1B
 from zeroresize.comm.collectives import all_reduce, as_process_group
 from zeroresize.layers.whole_parameters import require_whole_parameters
 from zeroresize.measure.links import measure_move_cost
-from zeroresize.optim.independence import why_not_by_parameter
 from zeroresize.pipeline.automatic_repacking import AutomaticRepacking, Repack
+from zeroresize.pipeline.balancer_checks import require_cadence, require_no_ties, require_stepping_all
+from zeroresize.pipeline.counted_work import CountWork, WorkCounter
+from zeroresize.pipeline.measuring import Measuring
 from zeroresize.pipeline.moving_layers import LayerMoveReport, move_layers
 from zeroresize.pipeline.moving_layers_during_backward import MoveDuringBackward, moving_during_backward
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.pipeline.profile_exchange import ProfileExchange
 from zeroresize.pipeline.profiling import LayerProfiler
 from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
 from zeroresize.pipeline.replicas import PipelineReplicas
 from zeroresize.pipeline.units_before_layers import StageUnits, UnitsFirst
 from zeroresize.policy.moves.least_saving import MIN_SAVING
 from zeroresize.policy.moves.move_cost import MoveCost, most_bytes
-from zeroresize.policy.pipeline.profile_cadence import ProfileCadence
+from zeroresize.policy.pipeline.profile_cadence import (
+    LEAST_BLOCKS,
+    MAX_MEASURING,
+    ProfileCadence,
+    ProfileEvery,
+)
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.rebalancing import Rebalancing
 from zeroresize.policy.pipeline.rebalancing_proposal import (
@@ -44,9 +50,8 @@ from zeroresize.resharding.agreement import (
     meet_prepared,
     require_same,
 )
-from zeroresize.resharding.movable_optimizer import groups_of, require_movable_state
 from zeroresize.utils.fingerprint import fingerprint
-from zeroresize.utils.state_checks import count
+from zeroresize.utils.state_checks import count, each, not_negative
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -69,12 +74,16 @@ class PipelineBalancer:
                 pipeline.step(inputs, target=target)
             optimizer.step()
 
-    In a block that is due every layer is measured: the second one, every ``profile_every``-th from there on, the one
-    after next behind a move, and once more where a profile wants a move. The figures travel while the next block runs,
-    on a group of their own. At its end all ranks have them, decide alike, and move layers with gradients and optimizer
-    state: while the next block runs, or at once. In all other blocks nothing happens.
+    In a block that is due every layer is measured: the second one, from there on as often as that costs no more than
+    ``max_measuring``, the one after next behind a move, and once more where a profile wants a move. The figures travel
+    while the next block runs, on a group of their own. At its end all ranks have them, decide alike, and move layers
+    with gradients and optimizer state: while the next block runs, or at once. In all other blocks nothing happens, but
+    that work is counted where ``count_work`` asks for it.
 
-    With ``profile_every=1``, for work that changes in each step, every block is measured, and running figures decide.
+    What a profile costs is measured, too: by how much longer its block keeps the processor busy than others, and what
+    is spent on sending, reading and deciding.
+
+    With ``profile_every=1`` running figures decide; with ``max_measuring=math.inf`` every block is measured then.
 
     A stage that becomes slow gets fewer layers, and gets them back when it recovers; see
     :mod:`zeroresize.policy.pipeline.layer_costs` for how slow devices and heavy layers are told apart.
@@ -83,7 +92,16 @@ class PipelineBalancer:
 
     Args:
         optimizer: the only one that steps the pipeline's parameters; None for none.
-        profile_every: blocks between two profiles.
+        profile_every: least number of blocks from one profile to the next, or "auto" for as many as ``max_measuring``
+            wants, 10 to 1,000.
+        max_measuring: share of the steps' time that measuring may cost, unless it takes over 1,000 times as much;
+            ``math.inf`` for any. Until the cost is known, after two profiles, ten blocks lie between two at least.
+        count_work: for work that changes in every step, as with routing: ``count_work(layer)`` returns how much a layer
+            did in the block that is over, in any unit that its seconds are proportional to, and begins anew; it is
+            called for each layer of this rank behind every block, and must not wait for a device. "tokens" counts the
+            rows (tokens) that modules with matrices are given, times the matrices' elements, by hooks that stay; not
+            for compiled layers. A profile then tells the seconds of the mean block since the one before. None for no
+            counting.
         by: what is divided evenly: measured seconds, or bytes of parameters. Either way layers move only where steps
             become shorter.
         method: "partition" for the best division of all layers, "diffusion" for exchanges between neighbours.
@@ -109,7 +127,7 @@ class PipelineBalancer:
         steps: how many blocks are over.
 
     Raises:
-        ValueError: for values that are not allowed, for layers of which some share a parameter or that are inside
+        ValueError: for values that are not allowed; for layers of which some share a parameter or that are inside
             DistributedDataParallel or FSDP, and for an optimizer that is a wrapper, does not step all parameters that
             want gradients, or is not known to step each by itself (LBFGS).
         RuntimeError: on every rank, if ranks differ in these values or in the optimizer's parameter groups.
@@ -121,7 +139,9 @@ class PipelineBalancer:
         pipeline: Pipeline,
         optimizer: torch.optim.Optimizer | None,
         *,
-        profile_every: int = 100,
+        profile_every: ProfileEvery = "auto",
+        max_measuring: float = MAX_MEASURING,
+        count_work: CountWork | None = None,
         by: By = "time",
         method: Method = "partition",
         memory_limits: Sequence[float] | None = None,
@@ -140,13 +160,15 @@ class PipelineBalancer:
         self._steps_of_block = 1
         self._pipeline, self._optimizer = pipeline, optimizer
         self._max_bytes, self._on_change, self._on_profile = max_bytes, on_change, on_profile
-        self._cadence = ProfileCadence(profile_every)
+        self._cadence = ProfileCadence(profile_every, max_measuring)
         self._replicas: PipelineReplicas | None = None
         self._units = None if units is None else UnitsFirst(units)
         options = ""
         self._repacking = None if repack is None else AutomaticRepacking(repack)
         alike: tuple[float, float] | Exception
         try:
+            require_cadence(profile_every, max_measuring)
+            counter = WorkCounter(pipeline, count_work)
             limits = None if memory_limits is None else tuple(map(float, memory_limits))
             if limits is not None and len(limits) != pipeline.num_stages:
                 raise ValueError(f"memory_limits are {len(limits)}, not one of each of {pipeline.num_stages} stages")
@@ -157,19 +179,22 @@ class PipelineBalancer:
             replicas_group: ProcessGroup | None = as_process_group(replicas)
             if units is not None and replicas is None and units.num_ranks > 1:
                 raise ValueError(f"units of {units.num_ranks} ranks need these ranks as replicas=")
-            _require_no_ties(pipeline)
+            require_no_ties(pipeline)
             require_whole_parameters(list(pipeline.layers))
-            groups = _require_stepping_all(pipeline, optimizer)
+            groups = require_stepping_all(pipeline, optimizer)
             rule = RebalancingRule(
                 by,
                 method,
                 "1f1b" if issubclass(pipeline.schedule, Schedule1F1B) else "gpipe",
                 pipeline.num_microbatches,
-                profile_every,
+                LEAST_BLOCKS if profile_every == "auto" else profile_every,
                 min_saving,
                 limits,
             )
-            options = f"{rule}, max_bytes={max_bytes}, move_during_backward={move_during_backward}"
+            options = (
+                f"{rule}, {self._cadence}, count_work={'a function' if callable(count_work) else count_work}, "
+                f"max_bytes={max_bytes}, move_during_backward={move_during_backward}"
+            )
             alike = fingerprint(f"{options} {replicas is None} {units is None} {repack} {groups}"), 0.0
         except Exception as error:  # the others must hear of any
             alike = error
@@ -179,8 +204,12 @@ class PipelineBalancer:
         if replicas_group is not None:
             self._replicas = PipelineReplicas(pipeline, replicas_group, options)
         self._tells = pipeline.stage == 0 and (self._replicas is None or self._replicas.is_first)
+        # Where every step may be measured, only what decisions need is.
+        counts_activations = rule.num_steps > 1 or rule.memory_limits is not None
+        self._measuring = Measuring(pipeline, optimizer, self._cadence, counter, counts_activations=counts_activations)
         self._connect()
         self._rebalancing = Rebalancing(rule, self._measure_cost())
+        self._rebalancing.interval = self._cadence.every
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -191,8 +220,9 @@ class PipelineBalancer:
         Raises:
             ValueError: at the end, on every rank, if no boundaries fit into the memory limits.
             RuntimeError, ValueError: at the beginning or the end, as :func:`~zeroresize.pipeline.move_layers`; at the
-                end if the profile of a rank does not come.
+                end if the profile of a rank does not come, or if ``count_work`` failed on one.
         """
+        self._measuring.begin_block()
         # The first step finds shapes by running layers once more.
         is_due = self._cadence.is_due(self.steps) and self._pipeline.knows_shapes and not self._ask_if_units_move()
         profiler = self._new_profiler() if is_due else None
@@ -211,6 +241,7 @@ class PipelineBalancer:
             if not is_over:
                 raise
             self._stay(error)
+        self._measuring.end_block(profiler, is_usual=proposal is None and self._pipeline.knows_shapes)
         if is_due:
             self._cadence.measured(self.steps)
         self.steps += 1
@@ -218,15 +249,15 @@ class PipelineBalancer:
             self._finish_move(proposal, move.report)
         elif proposal is not None and move is None and proposal.before == self._pipeline.boundaries:
             self._move(proposal)
-        profile = self._profiles.exchange(profiler, self.steps)
-        if profile is not None and profile.boundaries == self._pipeline.boundaries:
-            self._balance(profile if self._replicas is None else self._replicas.gather_slowest(profile))
+        gathered = self._measuring.exchange(self.steps)
+        if gathered is not None:
+            self._measuring.learn_cost(gathered, self._replicas, log_step=self.steps if self._tells else None)
+            self._rebalancing.interval = self._cadence.every
+            if gathered.profile.boundaries == self._pipeline.boundaries:
+                self._balance(gathered.profile)
 
     def _new_profiler(self) -> LayerProfiler:
-        rule = self._rebalancing.rule
-        # In every step only what decisions need is measured.
-        counts_activations = rule.num_steps > 1 or rule.memory_limits is not None
-        return LayerProfiler(self._pipeline, self._optimizer, counts_activations=counts_activations)
+        return self._measuring.new_profiler()
 
     def profile_next(self) -> None:
         """Measure layers in the next block, as their work has changed; to be called on every rank alike.
@@ -236,8 +267,8 @@ class PipelineBalancer:
         """
         self._cadence.next_due = self.steps
         self._wanted = None
-        self._profiles.forget()
-        self._rebalancing.expect_other_work()
+        self._measuring.forget_work()
+        self._rebalancing.expect_other_work(self.steps)
         if self._repacking is not None:
             self._repacking.decision.expect_other_work()
 
@@ -250,9 +281,10 @@ class PipelineBalancer:
         return self._rebalancing.propose(self._pipeline.boundaries)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was learned of layers, devices and moves: plain values, the same on every rank."""
+        """Return what was learned of layers, devices, moves and costs: plain values, the same on every rank."""
         repack = {} if self._repacking is None else {"repack": self._repacking.decision.state_dict()}
-        return {"steps": self.steps, **self._rebalancing.state_dict(), **repack}
+        steps = (self.steps, *self._cadence.costs)  # one entry, so that checkpoints without costs can be loaded
+        return {"steps": steps, **self._rebalancing.state_dict(), **repack}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`. The pipeline may have other boundaries than it had; it keeps them.
@@ -264,25 +296,23 @@ class PipelineBalancer:
         """
         learned = dict(state)
         steps = learned.pop("steps", None)
-        count(steps, "state['steps']")
+        # Until the cost of profiles was measured, it was a number.
+        num_steps, *costs = steps if isinstance(steps, list | tuple) and steps else (steps,)
+        count(num_steps, "state['steps']")
+        each(not_negative)(costs, "state['steps'][1:]")
         repack = learned.pop("repack", {})
         if self._repacking is not None:
             self._repacking.decision.check_state(repack)
         self._rebalancing.load_state_dict(learned, len(self._pipeline.layers), self._pipeline.num_stages)
         if self._repacking is not None:
             self._repacking.decision.load_state_dict(repack)
-        self._profiles.forget()
-        self.steps, self._cadence.next_due, self._wanted = steps, 0, None
+        self._measuring.forget_work()
+        self.steps, self._wanted = num_steps, None
+        self._cadence.begin_anew(costs)
+        self._rebalancing.interval = self._cadence.every
 
     def _balance(self, profile: PipelineProfile) -> None:
-        if self._on_profile is not None:
-            rule = self._rebalancing.rule
-            self._on_profile(ProfileRecord.of(self.steps, profile, rule.schedule, rule.num_microbatches))
-        proposal = self._rebalancing.update(profile)
-        if self._rebalancing.looks_again:
-            self._cadence.look_again(self.steps - 1)
-            if self._units is not None:
-                self._units.watch()
+        proposal = self._decide(profile)
         if self._release(profile) or proposal is None:
             return
         if self._ask_if_units_move():  # they have begun since the profile was measured
@@ -292,6 +322,30 @@ class PipelineBalancer:
             self._wanted = proposal
             return
         self._move(proposal)
+
+    def _decide(self, profile: PipelineProfile) -> RebalancingProposal | None:
+        with self._measuring.seconds.handling():
+            if self._replicas is not None:
+                profile = self._replicas.gather_slowest(profile)
+            if self._on_profile is not None:
+                self._on_profile(self._record_of(profile))
+            proposal = self._rebalancing.update(profile, self.steps)
+        if self._rebalancing.looks_again:
+            self._cadence.look_again(self.steps - 1)
+            if self._units is not None:
+                self._units.watch()
+        return proposal
+
+    def _record_of(self, profile: PipelineProfile) -> ProfileRecord:
+        rule, cadence = self._rebalancing.rule, self._cadence
+        return ProfileRecord.of(
+            self.steps,
+            profile,
+            rule.schedule,
+            rule.num_microbatches,
+            profile_every=cadence.every,
+            profile_cost=cadence.cost,
+        )
 
     def _move(self, proposal: RebalancingProposal) -> None:
         """Between two steps."""
@@ -334,6 +388,7 @@ class PipelineBalancer:
 
     def _finish_move(self, proposal: RebalancingProposal, report: LayerMoveReport) -> None:
         self._cadence.moved(self.steps - 1)
+        self._measuring.forget_costs()
         self._tell(proposal, report)
 
     def _ask_if_units_move(self) -> bool:
@@ -358,7 +413,8 @@ class PipelineBalancer:
             return False
         self._cadence.moved(self.steps - 1)
         self._wanted = None
-        self._profiles.close()
+        self._measuring.forget_costs()
+        self._measuring.disconnect()
         if not self._pipeline.is_released:
             self._tells = self._pipeline.stage == 0
             self._connect()
@@ -367,7 +423,7 @@ class PipelineBalancer:
 
     def _connect(self) -> None:
         """Make the groups that messages beside the pipeline's own take; collective."""
-        self._profiles = ProfileExchange(self._pipeline)
+        self._measuring.connect()
         if self._moves_during_backward:
             self._pipeline.open_side_group()
 
@@ -411,33 +467,3 @@ class PipelineBalancer:
             self._on_change(
                 RebalancingRecord(**vars(proposal), step=self.steps, moved_bytes=moved_bytes, seconds=seconds)
             )
-
-
-def _require_no_ties(pipeline: Pipeline) -> None:
-    first: dict[int, int] = {}
-    for number, layer in enumerate(pipeline.layers):
-        for parameter in layer.parameters():
-            other = first.setdefault(id(parameter), number)
-            if other != number:
-                raise ValueError(
-                    f"layers {other} and {number} share a parameter, so they cannot be moved one by one: make one "
-                    "layer of them and of those between"
-                )
-
-
-def _require_stepping_all(pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> list[int | None]:
-    """The number of each parameter's group in the optimizer, where layers can move with it; None for those in none."""
-    if require_movable_state(optimizer) is None:
-        return []
-    groups = groups_of(optimizer)
-    missing = [name for name, one in pipeline.named_parameters() if one.requires_grad and id(one) not in groups]
-    if missing:
-        raise ValueError(
-            f"the optimizer does not step {len(missing)} of the pipeline's parameters, which want gradients "
-            f"({', '.join(missing[:3])}{', …' if missing[3:] else ''}): give every rank's all of "
-            "pipeline.parameters(), those of other stages included, since layers move with its state"
-        )
-    reason = why_not_by_parameter(optimizer, pipeline.parameters())
-    if reason is not None:
-        raise ValueError(f"layers cannot move to other stages: {reason}")
-    return [groups.get(id(one)) for one in pipeline.parameters()]

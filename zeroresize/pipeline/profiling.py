@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from types import TracebackType
@@ -28,6 +28,8 @@ from zeroresize.pipeline.layer_timing import LayerTiming
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 
+#: Is given a layer's number and seconds of forward and backward, and returns other seconds.
+Scale = Callable[[int, float, float], tuple[float, float]]
 #: Of each layer.
 _NUM_FIGURES = len(fields(LayerProfile))
 
@@ -92,12 +94,15 @@ class LayerProfiler:
         all_reduce(table, self._pipeline.process_group)
         return self.profile_of(table.tolist())
 
-    def figures(self) -> list[float]:
+    def figures(self, scale: Scale | None = None) -> list[float]:
         """Return this stage's figures after the block, equally many on all stages; see :meth:`profile_of`.
 
         They are seconds of the block and of the loss, then each layer's seconds of forward and backward, and its bytes
         of weights, gradients, optimizer state and activations; zeros fill the rest. On a GPU it waits
         until the device has come to the end of the block.
+
+        Args:
+            scale: changes the seconds of forward and backward of a layer, given its number; None leaves them.
         """
         loss = len(self._pipeline.layers)
         seconds_of = {number: [0.0, 0.0] for number in (*self._bytes, loss)}
@@ -109,7 +114,9 @@ class LayerProfiler:
         stage_figures = [self._begin.seconds_until(self._end), sum(seconds_of[loss])]
         for number, sizes in self._bytes.items():
             saved = self._saved[number].total if number in self._saved else 0
-            stage_figures += [*seconds_of[number], *map(float, sizes), float(saved)]
+            forward_s, backward_s = seconds_of[number]
+            seconds = (forward_s, backward_s) if scale is None else scale(number, forward_s, backward_s)
+            stage_figures += [*seconds, *map(float, sizes), float(saved)]
         return stage_figures + [0.0] * (2 + most * _NUM_FIGURES - len(stage_figures))
 
     def profile_of(self, figures: Sequence[Sequence[float]]) -> PipelineProfile:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from zeroresize.policy.pipeline.bubbles import chimera_bubble_ratio, simulated_step
@@ -18,7 +18,7 @@ from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal
 from zeroresize.policy.pipeline.schedules import Schedule
 from zeroresize.utils.json_lines import without_nan
-from zeroresize.utils.state_checks import any_number, each, keyed, not_negative
+from zeroresize.utils.state_checks import any_number, count, each, keyed, not_negative, optional
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class ProfileRecord:
         simulated_step_s, simulated_bubble_ratio: by the schedule, from the layers' seconds, without messages.
         chimera_bubble_ratio: what Chimera would have with as many equal stages and no messages (DynPipe's supplement,
             Eq. (1)); NaN where it does not apply, with an odd number of stages or nothing measured.
+        profile_every: blocks from this profile to the next regular one; None where no balancer has set it.
+        profile_cost: how many steps a profile takes; NaN while it is not known.
     """
 
     step: int
@@ -50,9 +52,20 @@ class ProfileRecord:
     simulated_step_s: float
     simulated_bubble_ratio: float
     chimera_bubble_ratio: float
+    profile_every: int | None = None
+    profile_cost: float = math.nan
 
     @classmethod
-    def of(cls, step: int, profile: PipelineProfile, schedule: Schedule, num_microbatches: int) -> ProfileRecord:
+    def of(
+        cls,
+        step: int,
+        profile: PipelineProfile,
+        schedule: Schedule,
+        num_microbatches: int,
+        *,
+        profile_every: int | None = None,
+        profile_cost: float = math.nan,
+    ) -> ProfileRecord:
         """Return the record of a profile that all ranks know when ``step`` blocks are over."""
         num_stages = len(profile.stage_s)
         forward_s, backward_s = (
@@ -76,6 +89,8 @@ class ProfileRecord:
             simulated.step_s,
             simulated.bubble_ratio,
             chimera_bubble_ratio(num_stages, *means, 0.0) if num_stages % 2 == 0 and any(means) else math.nan,
+            profile_every,
+            profile_cost,
         )
 
     @classmethod
@@ -85,13 +100,14 @@ class ProfileRecord:
         Raises:
             ValueError: naming what is missing, or no number or list of numbers.
         """
-        missing = [one.name for one in fields(cls) if one.name not in values]
+        missing = [one.name for one in fields(cls) if one.default is MISSING and one.name not in values]
         if values.get("kind") != "profile" or missing:
             raise ValueError(f"this is no profile: kind={values.get('kind')!r}, missing: {missing}")
-        record = {one.name: values[one.name] for one in fields(cls)}
-        record["chimera_bubble_ratio"] = (
-            math.nan if record["chimera_bubble_ratio"] is None else record["chimera_bubble_ratio"]
-        )
+        record = {one.name: values.get(one.name, one.default) for one in fields(cls)}
+        for name in ("chimera_bubble_ratio", "profile_cost"):
+            record[name] = math.nan if record[name] is None else record[name]
+        optional(count)(record["profile_every"], "profile_every")
+        any_number(record["profile_cost"], "profile_cost")
         for name in ("boundaries", "stage_s", "bubble_ratios"):
             each(any_number)(record[name], name)
             record[name] = tuple(record[name])
@@ -110,6 +126,8 @@ class ProfileRecord:
         """Return numbers by name: under ``pipeline/``, those of stages under ``pipeline_stages/``."""
         names = ("step_s", "imbalance", "bubble_ratio", "simulated_step_s", "simulated_bubble_ratio")
         numbers = {f"pipeline/{name}": getattr(self, name) for name in (*names, "chimera_bubble_ratio")}
+        if self.profile_every is not None:
+            numbers |= {"pipeline/profile_every": float(self.profile_every), "pipeline/profile_cost": self.profile_cost}
         for stage, (begin, end) in enumerate(itertools.pairwise(self.boundaries)):
             of_stage = {
                 "layers": float(end - begin),

@@ -154,7 +154,7 @@ def simulate_pipeline(
             measured = _profile(per_batch * forward_s[step], per_batch * backward_s[step], loads.layer_bytes, now)
             cadence.measured(step)
         if moving is None and known is not None and known.boundaries == now.boundaries:
-            wanted = rebalancing.update(known)
+            wanted = rebalancing.update(known, step + 1)
             if rebalancing.looks_again:
                 cadence.look_again(step)
             if not move_during_backward:
@@ -168,7 +168,7 @@ def simulate_pipeline(
             cadence.moved(step)
         if step in changes:
             measured = wanted = None  # of work that is no more
-            rebalancing.expect_other_work()
+            rebalancing.expect_other_work(step + 1)
             cadence.look_again(step)
     steps_s, bubble_ratios = _steps((forward_s, backward_s), speeds, in_force, num_microbatches, schedule)
     profile_s = cluster.profiled_share * float(steps_s[is_profiled].sum())

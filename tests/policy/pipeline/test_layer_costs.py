@@ -23,9 +23,39 @@ def test_at_first_layers_cost_what_they_took():
 
 
 def test_a_change_of_all_layers_of_a_stage_is_its_devices():
-    costs = after(World([1.0, 2.0, 3.0, 4.0], [1.0, 1.0], (0, 2, 4)), {"speeds": [1.0, 0.25]})
+    work = [1.0, 2.0, 2.5, 3.0, 4.0, 1.5]
+    costs = after(World(work, [1.0, 1.0], (0, 3, 6)), {"speeds": [1.0, 0.25]})
     assert costs.speeds[0] / costs.speeds[1] == pytest.approx(4.0)
-    assert (costs.seconds / costs.seconds[0]).tolist() == pytest.approx([1.0, 2.0, 3.0, 4.0])
+    assert (costs.seconds / costs.seconds[0]).tolist() == pytest.approx(work)
+
+
+def test_two_layers_that_change_alike_say_nothing_of_their_device():
+    costs = after(World([1.0] * 5, [1.0, 1.0], (0, 3, 5)), {"work": [1.0, 1.0, 1.0, 2.0, 2.0]})
+    assert costs.speeds == (1.0, 1.0)
+    assert costs.seconds.tolist() == pytest.approx([1.0, 1.0, 1.0, 2.0, 2.0])
+
+
+def test_a_layer_that_is_alone_tells_that_its_device_is_slow_where_nothing_else_has_changed():
+    world = World([0.0, 1.0, 1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0], (0, 2, 4, 6))
+    slow = {"speeds": [0.25, 1.0, 1.0]}
+    costs = after(world, slow)
+    assert costs.speeds[1] / costs.speeds[0] == pytest.approx(4.0)
+    assert costs.seconds[1] == pytest.approx(costs.seconds[2])
+    world = World([0.0, 1.0, 1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0], (0, 2, 4, 6))
+    assert after(world, slow | {"work": [0.0, 1.0, 1.0, 1.0, 2.0, 2.0]}).speeds == (1.0, 1.0, 1.0)
+    world = World([0.0, 1.0, 1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0], (0, 2, 4, 6))
+    assert after(world, {"work": [0.0, 1.2, 1.0, 1.0, 1.0, 1.0]}).speeds == (1.0, 1.0, 1.0)
+
+
+def test_a_slow_device_that_kept_two_layers_is_seen_to_recover():
+    world = World([1.0] * 7, [1.0, 1.0], (0, 3, 7))
+    slow, fewer = {"speeds": [1.0, 0.25]}, {"boundaries": (0, 5, 7)}
+    slowed = after(world, slow, fewer)
+    assert slowed.speeds[0] / slowed.speeds[1] == pytest.approx(4.0)
+    world = World([1.0] * 7, [1.0, 1.0], (0, 3, 7))
+    costs = after(world, slow, fewer, {"speeds": [1.0, 1.0]})
+    assert costs.speeds == pytest.approx((1.0, 1.0))
+    assert costs.seconds.tolist() == pytest.approx([1.0] * 7)
 
 
 def test_a_change_of_some_layers_is_theirs():
@@ -41,8 +71,8 @@ def test_work_that_grows_everywhere_is_no_slow_device():
 
 
 def test_work_that_changes_differently_in_most_stages_is_no_change_of_devices():
-    world = World([1.0] * 8, [1.0, 1.0, 0.5, 1.0], (0, 2, 4, 6, 8))
-    pruned = [0.3, 0.3, 0.4, 0.4, 0.35, 0.35, 1.0, 1.0]
+    world = World([1.0] * 12, [1.0, 1.0, 0.5, 1.0], (0, 3, 6, 9, 12))
+    pruned = [*[0.3] * 3, *[0.4] * 3, *[0.35] * 3, *[1.0] * 3]
     costs = after(world, {"work": pruned})
     assert costs.speeds == pytest.approx((1.0,) * 4)
     costs = after(world, {"work": pruned}, {"work": pruned, "speeds": [1.0, 1.0, 0.5, 0.5]})

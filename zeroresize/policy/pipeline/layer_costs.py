@@ -3,8 +3,10 @@
 ``L`` layers, ``S`` stages. A layer is measured only where it is, so its seconds alone do not tell heavy work from a
 slow device. Two things do:
 
-- **All layers of a stage change by one factor, while those of most other stages do not**: then its device has changed,
-  not their work. That is a guess, but where the caller has said that it was the work.
+- **All layers of a stage, at least 3, change by one factor, while those of most other stages do not**: then its device
+  has changed, not their work. That is a guess, but where the caller has said that it was the work. Where a device is
+  taken to be slower or faster than others, any number of layers tells that it is as fast as others again, or nearly.
+  A layer that is alone on its stage and takes much longer, while all other stages are as before, tells so, too.
 - **A layer has moved**: then it has been measured on two devices, and tells which is faster. So a wrong guess is found
   out by the first move that it leads to.
 
@@ -18,16 +20,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zeroresize.plan.partition import Partition
-from zeroresize.policy.pipeline.pipeline_load import Floats, Indices
+from zeroresize.policy.pipeline.pipeline_load import Floats, Indices, Mask
 from zeroresize.policy.pipeline.profiles import PipelineProfile
-
-Mask = NDArray[np.bool_]
 
 #: Seconds that differ by less than this share say nothing of devices: layers cost as much more or less.
 NOISE = 0.1
+#: Fewer layers of a stage say nothing of its device: two of them often change alike by chance.
+_LEAST_TELLING = 3
+#: The logarithm of how many times as long a layer takes that is alone on its stage, where its device may be slow.
+_MUCH_LONGER = math.log(1.5)
 #: Layers that take less than this share of their stage's mean layer say nothing of its device.
 _LEAST_SHARE = 0.1
 
@@ -50,7 +53,19 @@ class LayerCosts:
     @classmethod
     def first(cls, profile: PipelineProfile) -> LayerCosts:
         """Return what is known after the first profile: layers cost what they took."""
-        return _as_measured(profile, np.ones(len(profile.boundaries) - 1))
+        return cls.measured(profile, np.ones(len(profile.boundaries) - 1))
+
+    @classmethod
+    def measured(cls, profile: PipelineProfile, speeds: Sequence[float] | Floats) -> LayerCosts:
+        """Return costs that explain the measured seconds by these speeds [S] of devices."""
+        relative_S = np.asarray(speeds) / np.mean(speeds)
+        speeds_L = relative_S[Partition(profile.boundaries).stages]
+        return cls(
+            tuple((np.array([layer.forward_s for layer in profile.layers]) * speeds_L).tolist()),
+            tuple((np.array([layer.backward_s for layer in profile.layers]) * speeds_L).tolist()),
+            tuple(relative_S.tolist()),
+            profile.boundaries,
+        )
 
     @property
     def seconds(self) -> Floats:
@@ -71,7 +86,7 @@ class LayerCosts:
             is_other_work: whether layers are known to have other work than before, so that devices are as they were.
         """
         if is_other_work:
-            return _as_measured(profile, np.array(self.speeds))
+            return LayerCosts.measured(profile, self.speeds)
         stages_L, before_L = (np.array(Partition(one.boundaries).stages) for one in (profile, self))
         now_L = _seconds(profile)
         speeds = np.array(self.speeds)
@@ -80,21 +95,30 @@ class LayerCosts:
         # By which factor each layer takes longer than expected, as a logarithm.
         longer_L = np.log(np.where(counts_L, now_L, 1.0) / np.where(counts_L, expected_L, 1.0))
         stayed = counts_L & (before_L == stages_L)
-        changes_S = _changes_of_devices([longer_L[stayed & (stages_L == one)] for one in range(len(speeds))])
+        changes_S = _changes_of_devices([longer_L[stayed & (stages_L == one)] for one in range(len(speeds))], speeds)
         corrections_S = _corrections(longer_L - changes_S[stages_L], counts_L, stages_L, before_L, len(speeds))
-        return _as_measured(profile, speeds * np.exp(corrections_S - changes_S))
+        return LayerCosts.measured(profile, speeds * np.exp(corrections_S - changes_S))
 
 
-def _changes_of_devices(longer: Sequence[Floats]) -> Floats:
+def _changes_of_devices(longer: Sequence[Floats], speeds: Floats) -> Floats:
     """[S] by which factors devices have become slower, as logarithms, by those of each stage's layers."""
     noise = math.log1p(NOISE)
-    medians = [float(np.median(of_stage)) if of_stage.size else math.nan for of_stage in longer]
-    have_changed = [abs(one) > noise for one in medians]  # what is not known has not
-    if 2 * sum(have_changed) > len(longer):
+    medians_S = np.array([np.median(of_stage) if of_stage.size else 0.0 for of_stage in longer])
+    have_changed_S = np.abs(medians_S) > noise
+    if 2 * int(have_changed_S.sum()) > len(longer):
         return np.zeros(len(longer))
-    by_one_factor = [of_stage.size > 0 and bool(np.ptp(of_stage) <= 2.0 * noise) for of_stage in longer]
-    changed = zip(medians, have_changed, by_one_factor, strict=True)
-    return np.array([median if is_other and is_one else 0.0 for median, is_other, is_one in changed])
+    slower_S = -np.log(speeds / np.median(speeds))  # than usual
+    is_back_S = np.abs(slower_S + medians_S) < np.abs(slower_S)
+    # Of a layer that is alone nothing would follow if it were heavy, and nobody would find out that its device is slow.
+    is_alone_S = np.array([of_stage.size == 1 for of_stage in longer]) & (medians_S > _MUCH_LONGER)
+    least_S = np.where(is_back_S | (is_alone_S & (have_changed_S.sum() == 1)), 1, _LEAST_TELLING)
+    by_one_factor_S = np.array(
+        [
+            of_stage.size >= least and np.ptp(of_stage) <= 2.0 * noise
+            for of_stage, least in zip(longer, least_S.tolist(), strict=True)
+        ]
+    )
+    return np.where(have_changed_S & by_one_factor_S, medians_S, 0.0)
 
 
 def _corrections(longer_L: Floats, counts_L: Mask, stages_L: Indices, before_L: Indices, num_stages: int) -> Floats:
@@ -109,18 +133,6 @@ def _corrections(longer_L: Floats, counts_L: Mask, stages_L: Indices, before_L: 
         of_pair = longer_L[moved & (before_L == source) & (stages_L == destination)]
         wrong[row] = -_beyond_noise(float(np.median(of_pair)))
     return np.linalg.lstsq(equations, wrong, rcond=None)[0].astype(np.float64)
-
-
-def _as_measured(profile: PipelineProfile, speeds: Floats) -> LayerCosts:
-    """With costs that explain the measured seconds by these speeds."""
-    speeds = speeds / speeds.mean()
-    speeds_L = speeds[Partition(profile.boundaries).stages]
-    return LayerCosts(
-        tuple((np.array([one.forward_s for one in profile.layers]) * speeds_L).tolist()),
-        tuple((np.array([one.backward_s for one in profile.layers]) * speeds_L).tolist()),
-        tuple(speeds.tolist()),
-        profile.boundaries,
-    )
 
 
 def _seconds(profile: PipelineProfile) -> Floats:

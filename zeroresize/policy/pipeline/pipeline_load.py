@@ -17,6 +17,7 @@ from zeroresize.plan.partition import Partition, require_enough_layers
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,13 +12,17 @@ from dataclasses import astuple, replace
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from zeroresize.plan.partition import Partition
+from zeroresize.policy.moves.least_saving import is_saving
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.ski_rental import RENTAL_CHECK, SkiRental
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
+from zeroresize.policy.pipeline.layer_means import LayerMeans
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profiles import PipelineProfile
-from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal, RebalancingRule, in_two_profiles
+from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal, RebalancingRule
 from zeroresize.policy.pipeline.running_profile import RunningProfile
 from zeroresize.utils.state_checks import anything, count, each, keyed, not_negative, row
 
@@ -44,6 +48,7 @@ class Rebalancing:
 
     Attributes:
         rule: as given.
+        interval: steps until the next profile; the caller says so when it changes.
         costs: of layers; None before the first profile.
         cost_of_move: as far as is known.
         rental: what the present boundaries have cost since others were wanted, and doubt of what moves save.
@@ -53,6 +58,7 @@ class Rebalancing:
 
     def __init__(self, rule: RebalancingRule, cost_of_move: MoveCost) -> None:
         self.rule = rule
+        self.interval = rule.num_steps
         self.costs: LayerCosts | None = None
         self.cost_of_move = cost_of_move
         self.rental = SkiRental()
@@ -62,31 +68,45 @@ class Rebalancing:
         self._age = 0
         self._num_undecided = 0
         self._steps_s: list[float] = []  # as measured since the last move, with profiles of every step
-        self._first: PipelineProfile | None = None
+        self._means: LayerMeans | None = None
+        self._trial: RebalancingProposal | None = None  # what one more profile must confirm
         self._is_other_work = False
+        self._told_at: int | None = None
+        self._told_every: int | None = None
         self.has_learned = False
         self._promised: tuple[float, float] | None = None  # seconds of a step before the last move, and then
 
     @property
     def looks_again(self) -> bool:
         """Whether another profile must confirm what the last one wants."""
-        return self._first is not None
+        return self._trial is not None
 
-    def expect_other_work(self) -> None:
+    def expect_other_work(self, step: int | None = None) -> None:
         """Expect profiles of layers whose work has changed, by what the caller did to them.
 
         Whatever needed one more profile is forgotten, as is what the last move was to save. What the boundaries have
         cost is still owed: they did cost that, and where work changes often, moves would never be worth it otherwise.
+
+        Args:
+            step: how many steps are over; None where the caller does not count. A caller that says so again and again
+                is expected to do so after as many steps as last time: for so long layers stay good where they are.
         """
         self._is_other_work = True
-        self._running = self._anchor = self._first = self._promised = None
+        self._means = self._running = self._anchor = self._trial = self._promised = None
         self._steps_s.clear()
+        if step is not None and self._told_at is not None:
+            self._told_every = step - self._told_at
+        self._told_at = step
 
-    def update(self, profile: PipelineProfile) -> RebalancingProposal | None:
+    def update(self, profile: PipelineProfile, step: int | None = None) -> RebalancingProposal | None:
         """Return what is to be carried out after this profile; None where everything stays.
 
-        A move is decided on two profiles only: of single interruptions the second one knows nothing. With profiles of
-        every step it is decided on running figures.
+        A move that is wanted by what one profile says must save by what the next one says, too. What was chosen for
+        what one profile says, noise and interruptions included, is worth less by another one. With profiles of every
+        step it is decided on running figures.
+
+        Args:
+            step: how many steps are over, as of :meth:`expect_other_work`.
 
         Raises:
             ValueError: if no boundaries fit into the memory limits.
@@ -94,16 +114,30 @@ class Rebalancing:
         self.has_learned = False
         if self.rule.num_steps == 1:
             return self._update_running(profile)
-        first, self._first = self._first, None
-        if first is not None and first.boundaries != profile.boundaries:
-            first = None  # somebody else has moved layers since
-        if first is not None:
-            profile = in_two_profiles(first, profile)
-        costs = self._costs_after(self.costs, profile)
-        if first is None and self.rule.propose(costs, profile, self.cost_of_move).transfers:
-            self._first = profile
-            return None
-        return self._decide(profile, costs)
+        trial, self._trial = self._trial, None
+        if trial is not None and trial.before != profile.boundaries:
+            trial = None  # somebody else has moved layers since
+        if self._means is None:
+            self._means = LayerMeans(len(profile.layers))
+        speeds = np.ones(len(profile.boundaries) - 1) if self.costs is None else self.costs.speeds
+        surprised = self._means.surprised(profile)
+        means = self._means.after(profile, speeds)
+        costs = self._costs_after(self.costs, means)
+        if trial is None:
+            for known in (surprised, means):
+                proposal = self.rule.propose(self._costs_after(self.costs, known), known, self.cost_of_move)
+                if proposal.transfers:
+                    self._trial = proposal
+                    return None
+            return self._decide(means, costs, proposal, 0.0, step)
+        proposal = self.rule.propose(costs, means, self.cost_of_move)
+        return self._decide(means, costs, proposal, self._saving_by(profile, costs, trial.after), step)
+
+    def _saving_by(self, profile: PipelineProfile, costs: LayerCosts, boundaries: Sequence[int]) -> float:
+        """Seconds of a step that other boundaries save by what this profile alone says of layers."""
+        measured = LayerCosts.measured(profile, costs.speeds)
+        before, after = Partition(profile.boundaries), Partition(tuple(boundaries))
+        return self.rule.simulated(measured, before).step_s - self.rule.simulated(measured, after).step_s
 
     def _update_running(self, profile: PipelineProfile) -> RebalancingProposal | None:
         if self._running is None:
@@ -116,13 +150,16 @@ class Rebalancing:
         if running is None or (has_nothing_new and self._num_undecided < _DECIDED):
             return None
         self._num_undecided = 0
-        return self._decide(running, self._costs_by_now(running))
+        costs = self._costs_by_now(running)
+        proposal = self.rule.propose(costs, running, self.cost_of_move)
+        return self._decide(running, costs, proposal, proposal.saving_s)
 
     def _costs_by_now(self, running: PipelineProfile) -> LayerCosts:
         """Running figures change little at a time, so they are compared with what was known some time ago."""
         if self.costs is None or self._is_other_work:  # then what is known from now on is compared with this
             return self._costs_after(self.costs, running)
-        if self._anchor is None or self._age == _ANCHORED or running.boundaries != self.costs.boundaries:
+        is_of_other = self._anchor is not None and self._anchor.boundaries != self.costs.boundaries
+        if self._anchor is None or self._age == _ANCHORED or is_of_other:
             self._anchor, self._age = self.costs, 0
         self._age += 1
         return self._costs_after(self._anchor, running)
@@ -130,22 +167,38 @@ class Rebalancing:
     def _costs_after(self, known: LayerCosts | None, profile: PipelineProfile) -> LayerCosts:
         return LayerCosts.first(profile) if known is None else known.after(profile, is_other_work=self._is_other_work)
 
-    def _decide(self, profile: PipelineProfile, costs: LayerCosts) -> RebalancingProposal | None:
-        proposal = self.rule.propose(costs, profile, self.cost_of_move)
-        is_wanted = proposal.after != proposal.before
+    def _decide(
+        self,
+        profile: PipelineProfile,
+        costs: LayerCosts,
+        proposal: RebalancingProposal,
+        confirmed_s: float,
+        step: int | None = None,
+    ) -> RebalancingProposal | None:
+        """The proposal, if it is due; by ``confirmed_s`` seconds it saves of a step at most."""
+        saving_s = min(proposal.saving_s, confirmed_s)
+        is_wanted = bool(proposal.transfers) and is_saving(saving_s, proposal.step_s, self.rule.min_saving)
         self.costs, self._profile, self._is_other_work = costs, profile, False
         self.has_learned = True
         if self.rule.num_steps > 1:
             self._judge(proposal.step_s)
         elif self._steps_s and (is_wanted or len(self._steps_s) >= _JUDGED):
             self._judge(fmean(self._steps_s))
-        self.rental.charge({_WANTED: proposal.saving_s} if is_wanted else {}, self.rule.num_steps)
-        if not is_wanted or not (proposal.is_needed or self.rental.is_due(_WANTED, proposal.price_s)):
+        self.rental.charge({_WANTED: saving_s} if is_wanted else {}, self.interval)
+        is_due = is_wanted and (self.rental.is_due(_WANTED, proposal.price_s) or self._pays(proposal, saving_s, step))
+        if not (is_due or (proposal.is_needed and proposal.transfers)):
             return None
         self.rental.settle()
         self._steps_s.clear()
-        self._promised = None if proposal.is_needed else (proposal.step_s, proposal.expected_step_s)
+        self._promised = None if proposal.is_needed else (proposal.step_s, proposal.step_s - saving_s)
         return proposal
+
+    def _pays(self, proposal: RebalancingProposal, saving_s: float, step: int | None) -> bool:
+        """Whether a move saves what it takes, one way, before the caller is expected to change the work again."""
+        if step is None or self._told_at is None or self._told_every is None:
+            return False
+        num_steps = self._told_at + self._told_every - step
+        return saving_s * num_steps >= self.rental.doubt * proposal.price_s / 2.0
 
     def propose(self, boundaries: tuple[int, ...]) -> RebalancingProposal | None:
         """Return what would change from these boundaries on, by the last profile; None before there was one.
@@ -177,7 +230,7 @@ class Rebalancing:
         if self.rule.memory_limits is not None:
             self.rule = replace(self.rule, memory_limits=tuple(self.rule.memory_limits[stage] for stage in stages))
         self.rental.settle()
-        self._profile = self._first = self._promised = self._running = self._anchor = None
+        self._profile = self._trial = self._promised = self._means = self._running = self._anchor = None
         self._steps_s.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -207,8 +260,8 @@ class Rebalancing:
             )
         self.costs, self.cost_of_move = costs, MoveCost(*state["cost_of_move"])
         self.rental.load_state_dict(state["rental"])
-        self._profile = self._first = self._promised = self._anchor = None
-        self._running = None
+        self._profile = self._trial = self._promised = self._anchor = None
+        self._means = self._running = self._told_at = self._told_every = None
         self._steps_s.clear()
         self._is_other_work = self.has_learned = False
 

@@ -22,7 +22,6 @@ from zeroresize.policy.pipeline.pipeline_load import Floats, PipelineLoad
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.schedules import Schedule
 from zeroresize.policy.pipeline.shortest_step import shortest_partition
-from zeroresize.utils.usual import usual_of
 from zeroresize.utils.value_checks import at_least, number
 
 By = Literal["time", "parameters"]
@@ -182,26 +181,6 @@ class RebalancingRule:
             for seconds in (costs.forward_s, costs.backward_s)
         )
         return simulated_step(forward_s, backward_s, self.num_microbatches, schedule=self.schedule)
-
-
-def in_two_profiles(before: PipelineProfile, now: PipelineProfile) -> PipelineProfile:
-    """Return the usual seconds of each layer in two profiles with the same boundaries.
-
-    Bytes are those of the second profile.
-    """
-    layers = tuple(
-        type(second)(
-            usual_of((first.forward_s, second.forward_s)),
-            usual_of((first.backward_s, second.backward_s)),
-            second.weight_bytes,
-            second.gradient_bytes,
-            second.optimizer_bytes,
-            second.activation_bytes,
-        )
-        for first, second in zip(before.layers, now.layers, strict=True)
-    )
-    stage_s = tuple(map(usual_of, zip(before.stage_s, now.stage_s, strict=True)))
-    return PipelineProfile(layers, stage_s, now.boundaries, usual_of((before.loss_s, now.loss_s)))
 
 
 def described(transfers: Sequence[LayerTransfer]) -> str:

@@ -1,0 +1,197 @@
+"""What measuring costs decides how often layers are measured, alike on all ranks."""
+
+import json
+import logging
+import math
+import time
+
+import pytest
+import torch
+from helpers.sleeping_layers import MICRO, batch, layers_of
+from torch import nn
+
+from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, block_seconds
+from zeroresize.pipeline.block_seconds import BlockSeconds
+from zeroresize.policy.pipeline.profile_cadence import SpentSeconds
+
+STEP_S = 1.0
+
+
+class Clock:
+    """The processor's time of this rank: a step takes a second, a profile as long as ``profile_s``."""
+
+    def __init__(self, monkeypatch, profile_s):
+        self.now_s, self.profile_s = 0.0, profile_s
+        monkeypatch.setattr(block_seconds.time, "thread_time", lambda: self.now_s)
+        enter = LayerProfiler.__enter__
+
+        def entered(profiler):
+            self.now_s += self.profile_s
+            return enter(profiler)
+
+        monkeypatch.setattr(LayerProfiler, "__enter__", entered)
+
+
+def training(group, clock, **options):
+    """A balancer, what it has recorded, and a function that trains so many steps."""
+    records = []
+    layers = layers_of(4)
+    pipeline = Pipeline(layers, nn.functional.mse_loss, num_microbatches=MICRO, process_group=group)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.01)
+    balancer = PipelineBalancer(pipeline, optimizer, min_saving=0.99, on_profile=records.append, **options)
+
+    def train(num_steps):
+        for step in range(num_steps):
+            x, target = batch(step)
+            with balancer.step():
+                pipeline.step(x, target=target)
+                if clock is not None:
+                    clock.now_s += STEP_S
+        return balancer
+
+    return balancer, records, train
+
+
+@pytest.mark.parametrize(
+    ("profile_s", "profile_every", "interval"),
+    [(0.198, "auto", 40), (0.01, "auto", 10), (0.01, 25, 25), (0.198, 25, 40)],
+)
+def test_dear_profiles_become_rare_and_cheap_ones_come_as_often_as_allowed(
+    run_ranks, monkeypatch, profile_s, profile_every, interval
+):
+    """Cheap and dear on this clock; ranks differ, and agree on the mean."""
+
+    def check(rank, group):
+        clock = Clock(monkeypatch, profile_s * (0.5 + rank))
+        balancer, records, train = training(group, clock, profile_every=profile_every)
+        train(150)
+        steps = [one.step for one in records]
+        assert balancer._rebalancing.interval == interval
+        return steps, [one.profile_every for one in records], [round(one.profile_cost, 9) for one in records[1:]]
+
+    first, second = run_ranks(check, 2)
+    assert first == second
+    steps, intervals, costs = first
+    assert intervals[-1] == interval and steps[-1] - steps[-2] == interval
+    assert costs[-1] == pytest.approx(profile_s)
+
+
+def test_a_hook_that_keeps_the_processor_busy_makes_profiles_rarer(run_ranks, monkeypatch):
+    """On the real clock: measuring takes many steps' time."""
+
+    def check(rank, group):
+        enter = LayerProfiler.__enter__
+
+        def entered(profiler):
+            end = time.thread_time() + 0.2
+            while time.thread_time() < end:
+                pass
+            return enter(profiler)
+
+        monkeypatch.setattr(LayerProfiler, "__enter__", entered)
+        _, records, train = training(group, None)
+        train(30)
+        return [(one.step, one.profile_every) for one in records]
+
+    first, second = run_ranks(check, 2)
+    assert first == second
+    assert first[-1][1] > 50
+
+
+def test_the_log_tells_once_when_the_interval_changes_much(run_ranks, monkeypatch):
+    def check(rank, group):
+        messages, handler = [], logging.Handler()
+        handler.emit = lambda record: messages.append(record.getMessage())
+        logger = logging.getLogger("zeroresize.pipeline")
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        _, _, train = training(group, Clock(monkeypatch, 0.198))
+        train(150)
+        return messages
+
+    first, second = run_ranks(check, 2)
+    assert first == ["step 13: layers are measured in one step of 40, as that takes 19.8 % of a step"] and second == []
+
+
+def test_the_interval_survives_a_checkpoint_and_old_ones_load(run_ranks, monkeypatch):
+    def check(rank, group):
+        clock = Clock(monkeypatch, 0.198)
+        _, _, train = training(group, clock)
+        state = json.loads(json.dumps(train(60).state_dict()))
+        resumed, records, train = training(group, clock)
+        resumed.load_state_dict(state)
+        assert resumed._rebalancing.interval == 40 and resumed.steps == 60
+        train(3)
+        old = {**state, "steps": 7}  # of a balancer that did not measure its profiles' cost
+        resumed.load_state_dict(old)
+        assert resumed._rebalancing.interval == 10 and resumed.steps == 7
+        with pytest.raises(ValueError, match=r"state\['steps'\]\[1:\]\[0\]: a number of at least 0"):
+            resumed.load_state_dict({**state, "steps": [7, -1.0]})
+        return [one.profile_every for one in records]
+
+    assert run_ranks(check, 2) == [[40]] * 2
+
+
+def test_what_must_be_measured_now_does_not_wait_for_a_long_interval(run_ranks, monkeypatch):
+    def check(rank, group):
+        balancer, records, train = training(group, Clock(monkeypatch, 0.198))
+        train(60)
+        num_records = len(records)
+        balancer.profile_next()
+        train(2)
+        return len(records) - num_records
+
+    assert run_ranks(check, 2) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"profile_every": "often"}, "profile_every='often' is not allowed"),
+        ({"max_measuring": 0.0}, "max_measuring=0.0 is not allowed"),
+        ({"max_measuring": -1}, "max_measuring=-1 is not allowed"),
+        ({"count_work": "rows"}, "count_work='rows' is not allowed"),
+    ],
+)
+def test_options_of_measuring_must_be_allowed(run_ranks, options, message):
+    def check(rank, group):
+        pipeline = Pipeline(layers_of(2), nn.functional.mse_loss, num_microbatches=MICRO, process_group=group)
+        with pytest.raises(ValueError, match=message):
+            PipelineBalancer(pipeline, None, **options)
+
+    run_ranks(check, 2)
+
+
+def test_blocks_that_are_measured_or_move_layers_are_not_usual(monkeypatch):
+    now_s = [0.0]
+    monkeypatch.setattr(block_seconds.time, "thread_time", lambda: now_s[0])
+    seconds = BlockSeconds(torch.device("cpu"))
+    for spent_s, is_measured, is_usual in (
+        (1.0, False, True),
+        (9.0, True, True),
+        (1.0, False, True),
+        (30.0, False, False),
+        (2.0, False, True),
+        (2.0, False, True),
+        (3.0, True, True),
+    ):
+        seconds.begin()
+        now_s[0] += spent_s
+        seconds.end(is_measured=is_measured, is_usual=is_usual)
+        with seconds.handling():
+            now_s[0] += 0.25
+        now_s[0] += 0.5
+    assert seconds.spent() == SpentSeconds(usual_s=1.5, profiled_s=3.0, handling_s=7 * 0.25, step_s=1.5 + 0.75)
+    seconds.forget()
+    assert seconds.spent() == SpentSeconds(usual_s=0.0, profiled_s=3.0, handling_s=0.0, step_s=0.0)
+
+
+def test_the_time_of_waits_is_not_spent():
+    seconds = BlockSeconds(torch.device("cpu"))
+    for _ in range(4):
+        seconds.begin()
+        time.sleep(0.05)
+        seconds.end(is_measured=False, is_usual=True)
+    seconds.begin()
+    assert seconds.spent().usual_s < 0.05
+    assert math.isfinite(seconds.spent().step_s)

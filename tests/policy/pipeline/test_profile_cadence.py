@@ -1,0 +1,133 @@
+"""Profiles come as often as what they cost allows."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroresize.policy.pipeline.profile_cadence import (
+    LEAST_BLOCKS,
+    MOST_BLOCKS,
+    ProfileCadence,
+    SpentSeconds,
+    profile_cost,
+)
+
+
+def due_blocks(cadence, num_blocks, cost):
+    """The blocks that are measured; what each one costs is known at the end of the next."""
+    due, pending = [], False
+    for block in range(num_blocks):
+        is_due = cadence.is_due(block)
+        if is_due:
+            cadence.measured(block)
+            due.append(block)
+        if pending:
+            cadence.learn(cost)
+        pending = is_due
+    return due
+
+
+@given(
+    st.floats(0.0, 5.0),
+    st.floats(0.001, 0.2),
+    st.sampled_from(["auto", 1, 5, 40]),
+)
+def test_profiles_stay_within_their_share_and_between_the_bounds(cost, share, profile_every):
+    cadence = ProfileCadence(profile_every, share)
+    due_blocks(cadence, 400, cost)
+    least = LEAST_BLOCKS if profile_every == "auto" else profile_every
+    assert least <= cadence.every
+    assert cadence.every <= max(least, MOST_BLOCKS)
+    if cadence.every < MOST_BLOCKS and len(cadence.costs) >= 3:
+        assert cost / cadence.every <= share
+
+
+def test_the_interval_is_the_least_one_that_takes_half_of_the_share():
+    cadence = ProfileCadence("auto", 0.01)
+    cadence.begin_anew([0.2] * 5)
+    assert cadence.every == 40
+    assert due_blocks(cadence, 121, 0.2) == [0, 40, 80, 120]
+
+
+@pytest.mark.parametrize(("profile_every", "due"), [("auto", [0, 10, 20]), (1, [0, 10, 20]), (25, [0, 25])])
+def test_while_the_cost_is_unknown_ten_blocks_lie_between_two_profiles_at_least(profile_every, due):
+    cadence = ProfileCadence(profile_every, 0.01)
+    assert due_blocks(cadence, 30, None) == due
+    assert math.isnan(cadence.cost)
+
+
+def test_without_a_limit_the_number_of_the_user_holds_whatever_profiles_cost():
+    assert due_blocks(ProfileCadence(1, math.inf), 4, 3.0) == [0, 1, 2, 3]
+    assert due_blocks(ProfileCadence(4, math.inf), 9, 3.0) == [0, 4, 8]
+
+
+def test_single_profiles_that_were_held_up_do_not_count():
+    cadence = ProfileCadence("auto", 0.01)
+    for cost in (0.1, 7.0, 0.1, 0.1, 9.0):
+        cadence.learn(cost)
+    assert cadence.every == 20
+
+
+def test_dear_first_profiles_do_not_put_off_the_others_for_long():
+    cadence = ProfileCadence("auto", 0.01)
+    cadence.learn(30.0)
+    assert cadence.every == 100
+    cadence.learn(30.0)
+    cadence.learn(30.0)
+    assert cadence.every == MOST_BLOCKS
+
+
+def test_what_must_be_looked_at_is_measured_at_once_and_paid_for_later():
+    cadence = ProfileCadence("auto", 0.01)
+    for _ in range(5):
+        cadence.learn(0.2)  # of 40 blocks
+    cadence.measured(100)
+    cadence.look_again(100)
+    assert cadence.is_due(101)
+    cadence.measured(101)
+    assert cadence.next_due == 180  # two profiles from 100 on, in two intervals
+    cadence.moved(150)
+    cadence.learn(0.2)
+    assert cadence.next_due == 152  # what is learned meanwhile puts nothing off
+    cadence.measured(152)
+    assert cadence.next_due == 220
+
+
+@given(st.lists(st.integers(0, 400), max_size=60), st.floats(0.01, 1.0))
+def test_however_often_one_looks_again_regular_profiles_are_put_off_by_four_intervals_at_most(extra, cost):
+    cadence = ProfileCadence("auto", 0.01)
+    for _ in range(5):
+        cadence.learn(cost)
+    for block in range(400):
+        if cadence.is_due(block):
+            cadence.measured(block)
+            assert block < cadence.next_due <= block + max(LEAST_BLOCKS, 4 * cadence.every)
+        if block in extra:
+            cadence.look_again(block)
+
+
+def test_known_costs_are_taken_over_and_the_next_block_is_measured():
+    known = ProfileCadence("auto", 0.01)
+    for _ in range(5):
+        known.learn(0.4)
+    cadence = ProfileCadence("auto", 0.01)
+    cadence.measured(30)
+    cadence.begin_anew(known.costs)
+    assert cadence.is_due(0) and cadence.every == known.every == 80
+
+
+def test_a_profile_costs_what_stages_take_longer_and_what_the_slowest_one_decides():
+    spent = [
+        SpentSeconds(usual_s=1.0, profiled_s=1.1, handling_s=0.01, step_s=1.5),
+        SpentSeconds(usual_s=1.0, profiled_s=1.3, handling_s=0.05, step_s=2.0),
+        SpentSeconds(usual_s=1.0, profiled_s=9.0, handling_s=0.02, step_s=1.2),  # was held up
+    ]
+    assert profile_cost(spent) == pytest.approx((0.3 + 0.05) / 2.0)
+
+
+def test_a_profile_costs_no_less_than_deciding_and_is_unknown_where_a_rank_knows_nothing_usual():
+    fast = SpentSeconds(usual_s=1.0, profiled_s=0.7, handling_s=0.02, step_s=2.0)
+    assert profile_cost([fast, fast]) == pytest.approx(0.01)
+    assert profile_cost([fast, SpentSeconds(0.0, 0.7, 0.02, 0.0)]) is None
