@@ -94,10 +94,12 @@ def compared(
         "num_layers": num_layers,
         "network": network,
         "slowest_block": float(np.mean(spread)),
-        "tokens_per_s": {name: num_microbatches * 2 * 2048 / float(np.mean(own)) for name, own in step_s.items()},
-        "step_s": {name: float(np.mean(own)) for name, own in step_s.items()},
-        "faster": {name: float(np.mean(np.array(step_s["static"]) / own)) for name, own in step_s.items()},
-        "moves": {name: float(np.mean(own)) for name, own in moves.items()},
+        "tokens_per_s": {
+            name: num_microbatches * 2 * 2048 / float(np.mean(of_seeds)) for name, of_seeds in step_s.items()
+        },
+        "step_s": {name: float(np.mean(of_seeds)) for name, of_seeds in step_s.items()},
+        "faster": {name: float(np.mean(np.array(step_s["static"]) / of_seeds)) for name, of_seeds in step_s.items()},
+        "moves": {name: float(np.mean(of_seeds)) for name, of_seeds in moves.items()},
     }
 
 

@@ -30,8 +30,8 @@ def test_a_static_pipeline_takes_in_each_step_what_its_messages_make_it_take():
     trace = simulate_delays(loads_of(layer_s, 5), message_s, (0, 1, 4, 6), num_microbatches=4)
     stage_s = [layer_s[:1].sum(), layer_s[1:4].sum(), layer_s[4:].sum()]
     steps = [
-        simulated_step([own / 3 for own in stage_s], [own * 2 / 3 for own in stage_s], 4, communication_s=own.tolist())
-        for own in message_s
+        simulated_step([row / 3 for row in stage_s], [row * 2 / 3 for row in stage_s], 4, communication_s=row.tolist())
+        for row in message_s
     ]
     assert trace.step_s == pytest.approx([step.step_s for step in steps])
     assert trace.bubble_ratios == pytest.approx([step.bubble_ratio for step in steps])
@@ -46,7 +46,7 @@ def test_stages_beside_a_link_that_becomes_slow_give_layers_away(messages, metho
     message_s[10:, 1] = 4.0
     rule = DelayRule(messages, method, every=10, cost_of_move=FREE)
     trace = simulate_delays(loads_of(np.ones(16), 40), message_s, (0, 4, 8, 12, 16), num_microbatches=32, rule=rule)
-    assert next(step for step, own in enumerate(trace.boundaries) if counts_of(own) != (4, 4, 4, 4)) == 13
+    assert next(step for step, row in enumerate(trace.boundaries) if counts_of(row) != (4, 4, 4, 4)) == 13
     assert counts_of(trace.boundaries[-1]) == (6, 2, 2, 6)
 
 
@@ -76,7 +76,7 @@ def test_layers_move_when_staying_has_cost_the_move_there_and_back():
     loads, message_s = loads_of(np.ones(4), 60), np.zeros((60, 1))
     rule = DelayRule(every=10, cost_of_move=MoveCost(1.0, 1000.0))
     trace = simulate_delays(loads, message_s, (0, 1, 4), num_microbatches=40, rule=rule)
-    moved = [step for step, own in enumerate(trace.boundaries) if own == (0, 2, 4)]
+    moved = [step for step, row in enumerate(trace.boundaries) if row == (0, 2, 4)]
     # The sixth profile, of step 50, makes it 2,400 s.
     assert moved == [53, 54, 55, 56, 57, 58, 59]
     assert (trace.num_moves, trace.move_s) == (1, 1001.0)

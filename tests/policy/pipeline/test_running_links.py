@@ -13,7 +13,7 @@ NUM_BYTES = 1e6
 
 def of_links(seconds):
     """Links on which a message of NUM_BYTES takes so long, half of it by its bytes."""
-    return tuple(MoveCost(own / 2 / NUM_BYTES, own / 2) for own in seconds)
+    return tuple(MoveCost(total / 2 / NUM_BYTES, total / 2) for total in seconds)
 
 
 def seconds_of(links):
@@ -24,7 +24,7 @@ def test_links_that_never_change_are_as_measured():
     running = RunningLinks(NUM_BYTES)
     for _ in range(100):
         links = running.after(of_links([1.0, 4.0]))
-    assert [astuple for link in links for astuple in (link.seconds_per_byte, link.fixed_s)] == pytest.approx(
+    assert [figure for link in links for figure in (link.seconds_per_byte, link.fixed_s)] == pytest.approx(
         [0.5e-6, 0.5, 2e-6, 2.0], rel=1e-12
     )
 
@@ -43,7 +43,7 @@ def test_of_links_that_vary_from_one_measurement_to_the_next_the_mean_is_known()
     random = np.random.default_rng(0)
     running = RunningLinks(NUM_BYTES)
     measured = np.clip(random.normal(2.5, 0.5, (400, 7)), 1.0, 4.0)
-    known = np.array([seconds_of(running.after(of_links(own))) for own in measured])
+    known = np.array([seconds_of(running.after(of_links(row))) for row in measured])
     assert known[200:].std() < measured[200:].std() / 3
     assert known[200:].mean() == pytest.approx(2.5, abs=0.1)
 
