@@ -34,11 +34,11 @@ def test_more_stages_than_layers_are_refused():
 
 def test_a_pipeline_begins_with_it_unless_somebody_says_so(run_ranks):
     def run(rank, group):
-        found = []
+        begun = []
         for boundaries in (None, (0, 2, 4)):
             layers, loss = [nn.Linear(*sizes) for sizes in ((8, 8), (8, 2), (2, 2), (2, 2))], nn.functional.mse_loss
             pipeline = Pipeline(layers, loss, num_microbatches=2, process_group=group, boundaries=boundaries)
-            found.append(pipeline.boundaries)
-        return found
+            begun.append(pipeline.boundaries)
+        return begun
 
     assert run_ranks(run, 2) == [[(0, 1, 4), (0, 2, 4)]] * 2

@@ -1,20 +1,29 @@
-"""Measure messages between the ranks of a group by their size: what moves of units, layers and strategies take."""
+"""Measure messages between the ranks of a group by their size.
+
+That is what moves of units, layers and strategies take, and what messages between the stages of a pipeline do.
+"""
 
 from __future__ import annotations
 
 import time
-from statistics import median
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import Channel, group_rank, group_size, message_device, start_messages
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.resharding.agreement import meet_over, wait_for_all
+from zeroresize.utils.usual import usual_of
 
 #: Bytes of a small and of a large message, and how often each is sent. The median of each size counts: a freak of the
 #: machine must not make a link look slow, nor fast.
 _SMALL, _LARGE, _ROUNDS = 2**10, 2**22, 5
+#: How many round trips of each size tell a neighbour's link, beside the first ones; the shorter one counts. They are
+#: few, so that links can be measured again and again while a model trains.
+_ROUND_TRIPS = 2
 #: Seconds of a move beside its messages, in which ranks agree, allocate and install; the first move tells what it is.
 INSTALLING_S = 0.05
 
@@ -47,28 +56,91 @@ def measure_messages(process_group: ProcessGroup, device: torch.device, over: Ch
     """
     if group_size(process_group) == 1:
         return MoveCost(0.0, 0.0)
-    where = message_device(process_group, device) if over is None else torch.device("cpu")
-    seconds: dict[int, list[float]] = {_SMALL: [], _LARGE: []}
-    buffers = {size: torch.zeros(2, size, dtype=torch.uint8, device=where) for size in seconds}
-    for number in range(1 + _ROUNDS):
-        for size, of_size in seconds.items():
-            taken_s = _seconds(process_group, buffers[size], over)
-            if number:  # the first messages open connections and touch memory
-                of_size.append(taken_s)
-    small_s, large_s = (median(of_size) for of_size in seconds.values())
-    # Where not even the sizes tell the messages apart, the larger one bounds what a byte takes.
-    per_byte_s = (large_s - small_s) / (_LARGE - _SMALL) if large_s > small_s else large_s / _LARGE
-    table = meet_over(process_group, device, over)(per_byte_s, small_s)
+    rank, num_ranks = group_rank(process_group), group_size(process_group)
+
+    def send_on(sent: Tensor, received: Tensor) -> None:
+        _carry({(rank + 1) % num_ranks: sent}, {(rank - 1) % num_ranks: received}, process_group, over)
+
+    figures = _figures(send_on, _LARGE, _ROUNDS, _where(process_group, device, over))
+    table = meet_over(process_group, device, over)(*figures)
     return MoveCost(*(max(column) for column in zip(*table, strict=True)))
 
 
-def _seconds(process_group: ProcessGroup, buffers: torch.Tensor, over: Channel | None) -> float:
+def measure_neighbour_links(
+    process_group: ProcessGroup, device: torch.device, over: Channel | None = None, *, num_bytes: int = 2**20
+) -> tuple[MoveCost, ...]:
+    """Measure what a message between each two neighbouring ranks takes, as stages of a pipeline send them; collective.
+
+    Of each two neighbours the first one sends a message and gets as large a one back, which counts as two. Ranks with
+    even numbers do that with the next one at the same time, then those with odd numbers. So a slow link is known by
+    itself, and links that several neighbours share count as shared. It takes the time of six round trips of a small
+    message and of six of a large one, and is meant for every profiled step, as bandwidth may change.
+
+    Args:
+        device: where activations lie.
+        over: another transport between these ranks, of tensors on the CPU; None for the group itself.
+        num_bytes: of the large message, above 1 KiB; best about as many as activations have.
+
+    Returns:
+        [R − 1] the seconds per byte of a message, and those of a small one, from rank i to rank i + 1 or back, the mean
+        of both ways; the same on all ranks. ``seconds(num_bytes)`` of each tells what another message takes.
+
+    Raises:
+        ValueError: if the large message is not above 1 KiB.
+        RuntimeError: if a rank does not come within the time limit of the group.
+    """
+    if num_bytes <= _SMALL:
+        raise ValueError(f"num_bytes={num_bytes} is not allowed: wanted are more than {_SMALL}")
     rank, num_ranks = group_rank(process_group), group_size(process_group)
-    sent, received = buffers
-    began = time.perf_counter()
-    transfers = start_messages({(rank + 1) % num_ranks: sent}, {(rank - 1) % num_ranks: received}, process_group, over)
-    for error in wait_for_all(transfers).values():
+    where = _where(process_group, device, over)
+    figures = 0.0, 0.0
+    for turn in (0, 1):
+        if rank % 2 == turn and rank + 1 < num_ranks:
+            begin = partial(_go_and_return, rank + 1, process_group, over)
+            per_byte_s, small_s = _figures(begin, num_bytes, _ROUND_TRIPS, where)
+            figures = per_byte_s / 2, small_s / 2
+        elif rank % 2 != turn and rank > 0:
+            _figures(partial(_return, rank - 1, process_group, over), num_bytes, _ROUND_TRIPS, where)
+    table = [figures] if num_ranks == 1 else meet_over(process_group, device, over)(*figures)
+    return tuple(MoveCost(per_byte_s, small_s) for per_byte_s, small_s in table[:-1])
+
+
+def _go_and_return(peer: int, process_group: ProcessGroup, over: Channel | None, sent: Tensor, back: Tensor) -> None:
+    _carry({peer: sent}, {}, process_group, over)
+    _carry({}, {peer: back}, process_group, over)
+
+
+def _return(peer: int, process_group: ProcessGroup, over: Channel | None, back: Tensor, received: Tensor) -> None:
+    _carry({}, {peer: received}, process_group, over)
+    _carry({peer: back}, {}, process_group, over)
+
+
+def _figures(
+    carry: Callable[[Tensor, Tensor], None], large: int, num_rounds: int, where: torch.device
+) -> tuple[float, float]:
+    """Seconds per byte and those of a small message, by what ``carry`` takes for two tensors of either size."""
+    seconds: dict[int, list[float]] = {_SMALL: [], large: []}
+    buffers = {size: torch.zeros(2, size, dtype=torch.uint8, device=where) for size in seconds}
+    for number in range(1 + num_rounds):
+        for size, of_size in seconds.items():
+            began = time.perf_counter()
+            carry(*buffers[size])
+            if number:  # the first messages open connections, touch memory and wait for the other rank
+                of_size.append(time.perf_counter() - began)
+    small_s, large_s = (usual_of(of_size) for of_size in seconds.values())
+    # Where not even the sizes tell the messages apart, the larger one bounds what a byte takes.
+    return (large_s - small_s) / (large - _SMALL) if large_s > small_s else large_s / large, small_s
+
+
+def _carry(
+    sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], process_group: ProcessGroup, over: Channel | None
+) -> None:
+    for error in wait_for_all(start_messages(sends, receives, process_group, over)).values():
         raise error
-    if received.is_cuda:
-        torch.cuda.synchronize(received.device)
-    return time.perf_counter() - began
+    for tensor in (*sends.values(), *receives.values()):
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+
+
+def _where(process_group: ProcessGroup, device: torch.device, over: Channel | None) -> torch.device:
+    return message_device(process_group, device) if over is None else torch.device("cpu")

@@ -8,6 +8,7 @@ without running anything.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -34,6 +35,11 @@ class TensorShape:
     dtype: str
     requires_grad: bool
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the tensor."""
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+
     def example(self, device: torch.device | str) -> Tensor:
         """Return a tensor of zeros of this shape and dtype on ``device``."""
         return torch.zeros(self.shape, dtype=getattr(torch, self.dtype), device=device).requires_grad_(
@@ -51,6 +57,16 @@ _FAILED = "the first forward fails in the layers"
 def boundary_of(tensors: Sequence[Tensor]) -> Boundary:
     """Return the shapes of these tensors, in their order."""
     return tuple(TensorShape(tuple(one.shape), str(one.dtype)[6:], one.requires_grad) for one in tensors)
+
+
+def message_bytes(boundaries: Sequence[Boundary]) -> tuple[float, ...]:
+    """Return [L + 1] bytes of a micro-batch's message at each boundary, the mean of both directions.
+
+    All tensors of a boundary travel forward, the gradients of those that have one back.
+    """
+    return tuple(
+        sum(tensor.num_bytes * (1 + tensor.requires_grad) for tensor in boundary) / 2 for boundary in boundaries
+    )
 
 
 def find_boundaries(

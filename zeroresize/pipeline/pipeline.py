@@ -16,7 +16,7 @@ from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.meeting import Meet
 from zeroresize.comm.side_groups import destroy_side_group
 from zeroresize.layers.whole_parameters import require_whole_parameters
-from zeroresize.pipeline.boundary_shapes import Boundary, find_boundaries
+from zeroresize.pipeline.boundary_shapes import Boundary, find_boundaries, message_bytes
 from zeroresize.pipeline.first_boundaries import divided_by_parameters
 from zeroresize.pipeline.stage_layers import (
     Initialize,
@@ -292,6 +292,17 @@ class Pipeline:
     def is_joined(self) -> bool:
         """Return whether this pipeline moves layers together with others."""
         return self._joined is not None
+
+    @property
+    def message_bytes(self) -> tuple[float, ...]:
+        """Return [L + 1] bytes of a micro-batch's message at each boundary, as :func:`message_bytes` counts them.
+
+        Raises:
+            RuntimeError: before the first step, which finds the shapes.
+        """
+        if self._boundary_shapes is None:
+            raise RuntimeError("the shapes of messages are not known before the first step of the pipeline")
+        return message_bytes(self._boundary_shapes)
 
     @property
     def knows_shapes(self) -> bool:

@@ -26,6 +26,7 @@ from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.profiling import LayerProfiler
 from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
 from zeroresize.pipeline.replicas import PipelineReplicas
+from zeroresize.pipeline.stage_links import StageLinks
 from zeroresize.pipeline.units_before_layers import StageUnits, UnitsFirst
 from zeroresize.policy.moves.least_saving import MIN_SAVING
 from zeroresize.policy.moves.move_cost import MoveCost, most_bytes
@@ -108,6 +109,9 @@ class PipelineBalancer:
         memory_limits: [S] bytes that layers of each stage may hold: weights, gradients, optimizer state and
             activations, these as if the stage kept as many micro-batches as the first one.
         min_saving: share of a step that a change must save at least.
+        measure_links: whether every profile measures the links between stages, too, so that divisions count with what
+            messages take there, as where stages are on several nodes and bandwidth changes. Stages then wait for
+            their messages in 1F1B as :mod:`~zeroresize.policy.pipeline.message_delays` says.
         max_bytes: of messages at once in a move, as in :func:`~zeroresize.pipeline.move_layers`.
         move_during_backward: whether layers travel while the next block runs
             (:func:`~zeroresize.pipeline.moving_during_backward`), or at its end where memory does not suffice before;
@@ -146,6 +150,7 @@ class PipelineBalancer:
         method: Method = "partition",
         memory_limits: Sequence[float] | None = None,
         min_saving: float = MIN_SAVING,
+        measure_links: bool = False,
         max_bytes: int = 64 * 2**20,
         move_during_backward: bool = True,
         replicas: ProcessGroup | DeviceMesh | None = None,
@@ -193,7 +198,7 @@ class PipelineBalancer:
             )
             options = (
                 f"{rule}, {self._cadence}, count_work={'a function' if callable(count_work) else count_work}, "
-                f"max_bytes={max_bytes}, move_during_backward={move_during_backward}"
+                f"measure_links={measure_links}, max_bytes={max_bytes}, move_during_backward={move_during_backward}"
             )
             alike = fingerprint(f"{options} {replicas is None} {units is None} {repack} {groups}"), 0.0
         except Exception as error:  # the others must hear of any
@@ -203,6 +208,7 @@ class PipelineBalancer:
         require_same([one for one, *_ in table], _OPTIONS, meet)
         if replicas_group is not None:
             self._replicas = PipelineReplicas(pipeline, replicas_group, options)
+        self._links = StageLinks(pipeline, self._replicas) if measure_links else None
         self._tells = pipeline.stage == 0 and (self._replicas is None or self._replicas.is_first)
         # Where every step may be measured, only what decisions need is.
         counts_activations = rule.num_steps > 1 or rule.memory_limits is not None
@@ -329,7 +335,8 @@ class PipelineBalancer:
                 profile = self._replicas.gather_slowest(profile)
             if self._on_profile is not None:
                 self._on_profile(self._record_of(profile))
-            proposal = self._rebalancing.update(profile, self.steps)
+            messages = None if self._links is None else self._links.measure(self._steps_of_block)
+            proposal = self._rebalancing.update(profile, self.steps, messages)
         if self._rebalancing.looks_again:
             self._cadence.look_again(self.steps - 1)
             if self._units is not None:

@@ -5,12 +5,12 @@ import time
 
 import numpy as np
 import pytest
-from helpers.pipelines import fastest_possible, fits_into, loads, slowest_of
+from helpers.pipelines import all_partitions, fastest_possible, fits_into, loads, slowest_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroresize.plan.partition import Partition
-from zeroresize.policy.pipeline.centralized import balanced_partition, dynamic_programming_partition
+from zeroresize.policy.pipeline.centralized import StageFiller, balanced_partition, dynamic_programming_partition
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 
 both = pytest.mark.parametrize("balance", [balanced_partition, dynamic_programming_partition])
@@ -52,6 +52,45 @@ def test_probing_finds_what_dynamic_programming_finds(seed, num_layers, density,
     partition = balanced_partition(load)
     assert load.fits(partition)
     assert load.slowest(partition) == pytest.approx(best, rel=1e-12)
+
+
+@both
+@settings(deadline=None, max_examples=150)
+@given(load=loads(), data=st.data())
+def test_no_partition_has_a_faster_slowest_stage_where_stages_wait_for_messages(balance, load, data):
+    """Every stage waits for half of what the messages on its two sides take."""
+    num_stages = load.num_stages
+    delays = data.draw(st.lists(st.integers(0, 30), min_size=num_stages - 1, max_size=num_stages - 1))
+    waits = [sum(delays[max(stage - 1, 0) : stage + 1]) / 2 for stage in range(num_stages)]
+    waiting = PipelineLoad.of(
+        load.costs,
+        num_stages,
+        speeds=load.speeds,
+        layer_bytes=load.layer_bytes,
+        memory_limits=load.memory_limits,
+        delays=delays,
+    )
+
+    def slowest(partition):
+        return max(
+            load.costs[partition.boundaries[stage] : partition.boundaries[stage + 1]].sum() / load.speeds[stage] + wait
+            for stage, wait in enumerate(waits)
+        )
+
+    fitting = [one for one in all_partitions(load.num_layers, num_stages) if fits_into(load, one)]
+    if not fitting:
+        with pytest.raises(ValueError, match=r"no partition .* fits into the memory limits"):
+            balance(waiting)
+        return
+    partition = balance(waiting)
+    assert fits_into(load, partition)
+    assert slowest(partition) == waiting.slowest(partition) == min(slowest(one) for one in fitting)
+
+
+def test_a_level_that_cannot_be_kept_leads_to_the_next_one_that_might():
+    """Both stages wait for 10 s, so neither has its layer of 3 s in less than 13 s."""
+    filler = StageFiller(PipelineLoad.of([3.0, 3.0], 2, delays=[20.0]))
+    assert filler.partition_within(12.0) == (None, 13.0)
 
 
 @both

@@ -1,5 +1,6 @@
 """Diffusion between neighbours: φ, what moves, when it ends, and what transfers cost."""
 
+import dataclasses
 import itertools
 import math
 import time
@@ -12,16 +13,26 @@ from hypothesis import strategies as st
 
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.diffusion import diffused_partition
-from zeroresize.policy.pipeline.exchanges import potential
+from zeroresize.policy.pipeline.exchanges import Exchanges, potential
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 
 
 @st.composite
 def loads_and_starts(draw, **options):
-    load = draw(loads(max_layers=10, max_stages=6, **options))
+    load = with_delays(draw, draw(loads(max_layers=10, max_stages=6, **options)))
     fitting = [one for one in all_partitions(load.num_layers, load.num_stages) if fits_into(load, one)]
     start = draw(st.sampled_from(fitting)) if fitting else None
     return load, start
+
+
+def with_delays(draw, load):
+    """With messages that stages wait for, in half of all cases."""
+    delays = draw(st.lists(st.integers(0, 12), min_size=load.num_stages - 1, max_size=load.num_stages - 1))
+    return dataclasses.replace(load, waits=waits_of(delays)) if draw(st.booleans()) else load
+
+
+def waits_of(delays):
+    return PipelineLoad.of([1.0] * (len(delays) + 1), len(delays) + 1, delays=delays).waits
 
 
 def phi(load, partition):
@@ -137,6 +148,48 @@ def test_a_slow_device_gets_fewer_layers():
     load = PipelineLoad.of([1.0] * 40, 4, speeds=[1.0, 0.25, 1.0, 1.0])
     partition = diffused_partition(load, Partition.uniform(40, 4)).partition
     assert partition.counts[1] == 3 and max(partition.counts) == 13
+
+
+def test_stages_beside_a_slow_link_give_layers_away():
+    """Both neighbours wait 4 s of 8: 6, 2, 2, 6 layers make all four stages take 6 s."""
+    load = PipelineLoad.of([1.0] * 16, 4, delays=[0.0, 8.0, 0.0])
+    diffused = diffused_partition(load, Partition.uniform(16, 4))
+    assert diffused.partition.counts == (6, 2, 2, 6)
+    assert diffused.potentials[-1] == 0.0
+
+
+def test_a_pair_makes_computing_and_waiting_even_at_once():
+    """7 layers and 6 s of waiting beside 13 layers."""
+    load = dataclasses.replace(PipelineLoad.of([1.0] * 20, 2), waits=np.array([6.0, 0.0]))
+    assert Exchanges(load, np.zeros(21), 0.0).pairs(np.array([0, 10, 20])).tolist() == [0, 7, 20]
+
+
+def test_a_relay_leads_to_a_stage_that_waits_less_past_those_that_differ_by_less_than_a_layer():
+    """No two neighbours of 5, 4.5, 4, 3.5, 3 s gain by handing over a layer of 1 s."""
+    load = dataclasses.replace(PipelineLoad.of([1.0] * 15, 5), waits=np.array([2.0, 1.5, 1.0, 0.5, 0.0]))
+    diffused = diffused_partition(load, Partition.uniform(15, 5))
+    assert diffused.partition.counts == (2, 3, 3, 3, 4)
+    assert load.slowest(diffused.partition) == 4.5
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 8])
+def test_small_layers_reach_gamma_within_the_bound_although_stages_wait(num_stages):
+    """A tenth of what a stage computes is waited for at most, so every stage keeps layers."""
+    generator = np.random.default_rng(num_stages)
+    num_layers = 400 * num_stages
+    delays = generator.uniform(0.0, 40.0, num_stages - 1)
+    load = PipelineLoad.of(generator.uniform(0.5, 1.5, num_layers), num_stages, delays=delays)
+    start = Partition((0, *range(num_layers - num_stages + 1, num_layers), num_layers))
+    total = float(load.stage_times(start).sum())
+    gamma = 0.02 * total
+    diffused = diffused_partition(load, start, gamma=gamma)
+    assert diffused.potentials[-1] <= gamma
+    assert 1 <= diffused.num_rounds <= 3 * num_stages**2 * math.log(num_stages**2 * total / gamma)
+
+
+def test_a_stage_that_waits_longer_than_others_take_keeps_a_single_layer():
+    load = PipelineLoad.of([1.0] * 9, 3, delays=[0.0, 100.0])
+    assert diffused_partition(load, Partition.uniform(9, 3)).partition.counts == (7, 1, 1)
 
 
 def test_a_relay_gets_past_stages_that_differ_by_less_than_a_layer():

@@ -37,7 +37,7 @@ def balanced_partition(load: PipelineLoad) -> Partition:
     best, _ = filler.partition_within(math.inf)
     if best is None:
         raise ValueError(_what_is_missing(load))
-    low = max(float(load.cost_sums[-1] / load.speeds.sum()), float(load.costs.max() / load.speeds.max()))
+    low = max(load.even_time, float((load.costs.max() / load.speeds + load.waits).min()))
     high = load.slowest(best)
     while low < high:
         level = (low + high) / 2
@@ -64,8 +64,8 @@ def dynamic_programming_partition(load: PipelineLoad) -> Partition:
     costs, sizes = (sums[None, :] - sums[:, None] for sums in (load.cost_sums, load.byte_sums))
     slowest = np.where(ends == 0, 0.0, np.inf)  # of the stages so far, by the layer with which they end
     begins = []
-    for speed, limit in zip(load.speeds, load.memory_limits, strict=True):
-        times = np.where(is_empty | (sizes > limit), np.inf, np.maximum(slowest[:, None], costs / speed))
+    for speed, limit, wait in zip(load.speeds, load.memory_limits, load.waits, strict=True):
+        times = np.where(is_empty | (sizes > limit), np.inf, np.maximum(slowest[:, None], costs / speed + wait))
         begins.append(times.argmin(axis=0))
         slowest = times.min(axis=0)
     if not np.isfinite(slowest[-1]):
@@ -111,7 +111,9 @@ class StageFiller:
     def __init__(self, load: PipelineLoad) -> None:
         self._load = load
         self._costs, self._sizes = load.cost_sums.tolist(), load.byte_sums.tolist()
-        self._speeds, self._limits = load.speeds.tolist(), load.memory_limits.tolist()
+        self._speeds, self._limits, self._waits = (
+            values.tolist() for values in (load.speeds, load.memory_limits, load.waits)
+        )
         self._largest_cost, self._largest_size = float(load.costs.max()), float(load.layer_bytes.max())
 
     def partition_within(self, level: float) -> tuple[Partition | None, float]:
@@ -149,7 +151,7 @@ class StageFiller:
         Returns:
             Runs in ascending order; the least time above ``level`` at which there were more.
         """
-        capacity, limit = level * self._speeds[stage], self._limits[stage]
+        capacity, limit = (level - self._waits[stage]) * self._speeds[stage], self._limits[stage]
         too_large = self._too_large(capacity, limit)
         runs = []
         next_cost = math.inf
@@ -164,7 +166,7 @@ class StageFiller:
                 if obstacle <= last:
                     next_cost = min(next_cost, self._cost_of_more(obstacle, obstacle, limit, last_end))
                 first = obstacle + 1
-        return runs, next_cost / self._speeds[stage]
+        return runs, next_cost / self._speeds[stage] + self._waits[stage]
 
     def _too_large(self, capacity: float, limit: float) -> list[int]:
         """The layers that not even alone fit on a stage, ascending."""

@@ -62,6 +62,11 @@ def diffused_partition(
     to an underloaded one hands on some of its layers (:mod:`~zeroresize.policy.pipeline.exchanges`). φ never rises, nor
     does the time of the slowest stage.
 
+    Where stages wait for messages, their times hold that, too: the gap between neighbours is one of computing and
+    waiting (supplement, D.2; here both of them wait, :mod:`~zeroresize.policy.pipeline.message_delays`). What a stage
+    waits stays the same as layers move, so a layer changes two times by as much as without messages, and φ falls as
+    ever.
+
     With layers so small that pairs become equal, φ ≤ γ is reached within 3 S² ln(S² W / γ) rounds, W being the sum of
     the times: the first branch of the supplement's bound, without its log S. (A round's pairs hold a third of the
     squared gaps of all boundaries, these at least 4 / S² of Σ (x − mean)², and an evened pair takes half of its squared
@@ -69,8 +74,8 @@ def diffused_partition(
     neighbours only: with all work on the last of 64 stages γ = W took 2,267 rounds, and S log S is 266.
 
     Whole layers end in a local optimum instead of φ = 0: the layers at every boundary cost at least the gap there, or
-    memory or a last layer holds them back, and no relay helps. It need not be the best partition, the less the fewer
-    layers a stage has and the more devices differ.
+    memory or a last layer holds them back, as on a stage that waits for long, and no relay helps. It need not be the
+    best partition, the less the fewer layers a stage has and the more devices differ.
 
     Args:
         load: of layers and stages; seconds a step if the time of transfers is to count.

@@ -75,7 +75,8 @@ class Exchanges:
         load = self.load
         begin_B, now_B, end_B = boundaries[:-2], boundaries[1:-1], boundaries[2:]
         sums, speeds = load.cost_sums, load.speeds
-        even_B = sums[begin_B] + (sums[end_B] - sums[begin_B]) * speeds[:-1] / (speeds[:-1] + speeds[1:])
+        more_B = (sums[end_B] - sums[begin_B]) / speeds[1:] + np.diff(load.waits)  # of the right one without any layer
+        even_B = sums[begin_B] + more_B * speeds[:-1] * speeds[1:] / (speeds[:-1] + speeds[1:])
         after_B = np.searchsorted(sums, even_B)
         lowest_B = np.searchsorted(load.byte_sums, load.byte_sums[end_B] - load.memory_limits[1:])
         highest_B = np.searchsorted(load.byte_sums, load.byte_sums[begin_B] + load.memory_limits[:-1], side="right") - 1
@@ -92,9 +93,9 @@ class Exchanges:
 
     def _pair_times(self, begin_B: Indices, middle: Indices, end_B: Indices) -> tuple[Floats, Floats]:
         """Times of the slower and of the faster stage of each pair, divided at ``middle``, [..., B]."""
-        sums, speeds = self.load.cost_sums, self.load.speeds
-        left = (sums[middle] - sums[begin_B]) / speeds[:-1]
-        right = (sums[end_B] - sums[middle]) / speeds[1:]
+        sums, speeds, waits = self.load.cost_sums, self.load.speeds, self.load.waits
+        left = (sums[middle] - sums[begin_B]) / speeds[:-1] + waits[:-1]
+        right = (sums[end_B] - sums[middle]) / speeds[1:] + waits[1:]
         return np.maximum(left, right), np.minimum(left, right)
 
     def relays(self, boundaries: Indices) -> Indices:
@@ -109,7 +110,7 @@ class Exchanges:
         load = self.load
         times = load.times_between(boundaries)
         phi = potential(times, load.speeds)
-        overloaded = np.flatnonzero(times > load.cost_sums[-1] / load.speeds.sum())
+        overloaded = np.flatnonzero(times > load.even_time)
         is_free = np.ones(load.num_stages, dtype=bool)
         after = boundaries
         for source in overloaded[np.argsort(-times[overloaded], kind="stable")].tolist():
@@ -146,7 +147,7 @@ class Exchanges:
         at the nearest stage behind it that has more.
         """
         load = self.load
-        mean = float(load.cost_sums[-1] / load.speeds.sum())
+        mean = load.even_time
         excess = float(load.times_between(boundaries)[source]) - mean
         relays = []
         for line, source_there, places, are_free in (
@@ -163,15 +164,15 @@ class Exchanges:
     @cached_property
     def _rightwards(self) -> _Line:
         load = self.load
-        return _Line(
-            load.cost_sums.tolist(), load.byte_sums.tolist(), load.speeds.tolist(), load.memory_limits.tolist()
-        )
+        of_stages = (load.speeds, load.memory_limits, load.waits)
+        return _Line(load.cost_sums.tolist(), load.byte_sums.tolist(), *(values.tolist() for values in of_stages))
 
     @cached_property
     def _leftwards(self) -> _Line:
         load = self.load
         costs, sizes = (sums[-1] - sums[::-1] for sums in (load.cost_sums, load.byte_sums))
-        return _Line(costs.tolist(), sizes.tolist(), load.speeds[::-1].tolist(), load.memory_limits[::-1].tolist())
+        of_stages = (load.speeds, load.memory_limits, load.waits)
+        return _Line(costs.tolist(), sizes.tolist(), *(values[::-1].tolist() for values in of_stages))
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,13 +198,14 @@ class _Line:
 
     Attributes:
         costs, sizes: [L + 1] of the first layers.
-        speeds, limits: [S].
+        speeds, limits, waits: [S].
     """
 
     costs: Sequence[float]
     sizes: Sequence[float]
     speeds: Sequence[float]
     limits: Sequence[float]
+    waits: Sequence[float]
 
     def relay(
         self, start: int, source: int, level: float, boundaries: list[int], is_free: NDArray[np.bool_]
@@ -218,7 +220,8 @@ class _Line:
             if not is_free[stage]:
                 return None
             begin, end = after[stage], boundaries[stage + 1]
-            faster = bisect_left(self.costs, self.costs[begin] + level * self.speeds[stage], lo=begin) - 1
+            capacity = (level - self.waits[stage]) * self.speeds[stage]
+            faster = bisect_left(self.costs, self.costs[begin] + capacity, lo=begin) - 1
             fitting = bisect_right(self.sizes, self.sizes[begin] + self.limits[stage], lo=begin) - 1
             most = min(faster, fitting)
             if stage <= source:

@@ -1,6 +1,7 @@
 """How long and how full a partition makes the stages of a pipeline.
 
-``L`` layers, ``S`` stages. A step waits for the slowest stage, so a good partition has a small slowest stage.
+``L`` layers, ``S`` stages. A step waits for the slowest stage, so a good partition has a small slowest stage. What a
+stage waits for its messages makes it slow like layers do, but stays where it is when layers move.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ class PipelineLoad:
         speeds: [S], float64: of the stages' devices; a stage takes the sum of its layers' costs / its speed.
         layer_bytes: [L], float64: what a layer holds on any stage (weights, gradients, optimizer, activations).
         memory_limits: [S], float64, bytes; infinite where there is none.
+        waits: [S], float64, in the unit of the costs: for how long a stage computes nothing while its messages travel.
     """
 
     costs: Floats
     speeds: Floats
     layer_bytes: Floats
     memory_limits: Floats
+    waits: Floats
 
     @classmethod
     def of(
@@ -44,8 +47,14 @@ class PipelineLoad:
         speeds: Sequence[float] | Floats | None = None,
         layer_bytes: Sequence[float] | Floats | None = None,
         memory_limits: Sequence[float] | Floats | None = None,
+        delays: Sequence[float] | Floats | None = None,
     ) -> PipelineLoad:
-        """Return a checked load; speeds are equal and memory is unlimited where they are not given.
+        """Return a checked load; speeds are equal, memory is unlimited and nothing is waited for where not given.
+
+        Args:
+            delays: [S − 1] what the messages between two neighbours take in all, both directions together, as far as
+                computing does not hide it: each of the two waits for those that it sends, so for half of that
+                (:mod:`~zeroresize.policy.pipeline.message_delays`).
 
         Raises:
             ValueError: if there are fewer layers than stages, if a number is not finite or has the wrong sign, if there
@@ -65,6 +74,7 @@ class PipelineLoad:
                 above_zero=True,
                 may_be_infinite=True,
             ),
+            _waits(_checked("delays", np.zeros(num_stages - 1) if delays is None else delays, num_stages - 1)),
         )
 
     @property
@@ -87,17 +97,25 @@ class PipelineLoad:
         """Return [L + 1] bytes of the first layers, of none of them to all."""
         return np.concatenate([[0.0], np.cumsum(self.layer_bytes)])
 
+    @cached_property
+    def even_time(self) -> float:
+        """Return how long every stage would take if layers could be cut anywhere; no slowest stage takes less."""
+        return float((self.cost_sums[-1] + self.speeds @ self.waits) / self.speeds.sum())
+
     def on_stages(self, stages: Sequence[int]) -> PipelineLoad:
-        """Return the load of the same layers on some of the stages only."""
-        return PipelineLoad(self.costs, self.speeds[list(stages)], self.layer_bytes, self.memory_limits[list(stages)])
+        """Return the load of the same layers on some of the stages only, which wait for messages as before."""
+        chosen = list(stages)
+        return PipelineLoad(
+            self.costs, self.speeds[chosen], self.layer_bytes, self.memory_limits[chosen], self.waits[chosen]
+        )
 
     def stage_times(self, partition: Partition) -> Floats:
-        """Return [S] how long every stage takes, in the unit of the costs."""
+        """Return [S] how long every stage takes, its waits included, in the unit of the costs."""
         return self.times_between(partition.boundaries)
 
     def times_between(self, boundaries: Sequence[int] | Indices) -> Floats:
         """Return [S] the stages' times as :meth:`stage_times` does, given the [S + 1] boundaries of a partition."""
-        return np.diff(self.cost_sums[np.asarray(boundaries)]) / self.speeds
+        return np.diff(self.cost_sums[np.asarray(boundaries)]) / self.speeds + self.waits
 
     def slowest(self, partition: Partition) -> float:
         """Return how long the slowest stage takes."""
@@ -118,6 +136,11 @@ class PipelineLoad:
                 f"a partition of {partition.num_layers} layers over {partition.num_stages} stages is not one of "
                 f"{self.num_layers} layers over {self.num_stages}"
             )
+
+
+def _waits(delays: Floats) -> Floats:
+    """[S] what stages wait for the messages that they send: half of all at the boundaries on their two sides."""
+    return (np.append(delays, 0.0) + np.insert(delays, 0, 0.0)) / 2
 
 
 def _checked(

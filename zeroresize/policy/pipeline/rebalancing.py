@@ -20,6 +20,7 @@ from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.ski_rental import RENTAL_CHECK, SkiRental
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.layer_means import LayerMeans
+from zeroresize.policy.pipeline.message_delays import PipelineMessages
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal, RebalancingRule
@@ -100,7 +101,9 @@ class Rebalancing:
             self._num_told += 1
             self._told_at, self._told_every = step, step / self._num_told
 
-    def update(self, profile: PipelineProfile, step: int | None = None) -> RebalancingProposal | None:
+    def update(
+        self, profile: PipelineProfile, step: int | None = None, messages: PipelineMessages | None = None
+    ) -> RebalancingProposal | None:
         """Return what is to be carried out after this profile; None where everything stays.
 
         A move that is wanted by what one profile says must save by what the next one says, too. What was chosen for
@@ -109,11 +112,14 @@ class Rebalancing:
 
         Args:
             step: how many steps are over, as of :meth:`expect_other_work`.
+            messages: between the stages, as far as is known by now; None for as before.
 
         Raises:
             ValueError: if no boundaries fit into the memory limits.
         """
         self.has_learned = False
+        if messages is not None:
+            self.rule = replace(self.rule, messages=messages)
         if self.rule.num_steps == 1:
             return self._update_running(profile)
         trial, self._trial = self._trial, None

@@ -18,6 +18,7 @@ from zeroresize.policy.pipeline.bubbles import PipelineStep, simulated_step
 from zeroresize.policy.pipeline.centralized import balanced_partition
 from zeroresize.policy.pipeline.diffusion import diffused_partition
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
+from zeroresize.policy.pipeline.message_delays import PipelineMessages, step_delays
 from zeroresize.policy.pipeline.pipeline_load import Floats, PipelineLoad
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.schedules import Schedule
@@ -35,7 +36,8 @@ class RebalancingProposal:
     Attributes:
         before, after: [S + 1] boundaries; equal where nothing is to be gained.
         stage_s: [S] seconds that stages compute before.
-        step_s, expected_step_s: before and after, simulated from the layers' seconds; messages are not in them.
+        step_s, expected_step_s: before and after, simulated from the layers' seconds, and from those of messages
+            where they are measured.
         bubble_ratio, expected_bubble_ratio: of these steps, the mean of the stages.
         measured_bubble_ratio: of the profiled block.
         num_bytes: that the busiest rank sends or receives.
@@ -77,6 +79,8 @@ class RebalancingRule:
         num_steps: over which a change pays; those until the next profile.
         min_saving: share of a step below which nothing changes.
         memory_limits: [S] bytes; None for none.
+        messages: between stages; None where they take no time. Stages wait for them
+            (:mod:`~zeroresize.policy.pipeline.message_delays`).
 
     Raises:
         ValueError: for values that are not allowed.
@@ -89,6 +93,7 @@ class RebalancingRule:
     num_steps: int
     min_saving: float = MIN_SAVING
     memory_limits: tuple[float, ...] | None = None
+    messages: PipelineMessages | None = None
 
     def __post_init__(self) -> None:
         for name, value, allowed in (("by", self.by, By), ("method", self.method, Method)):
@@ -150,17 +155,25 @@ class RebalancingRule:
         forward_s, backward_s = (
             np.array(seconds) / self.num_microbatches for seconds in (costs.forward_s, costs.backward_s)
         )
-        return shortest_partition(load, forward_s, backward_s, self.num_microbatches, self.schedule)
+        return shortest_partition(
+            load, forward_s, backward_s, self.num_microbatches, self.schedule, self._messages_of(now.num_stages)
+        )
 
     def load(self, costs: LayerCosts, profile: PipelineProfile, num_left: int | None = None) -> PipelineLoad:
         """Return what is divided evenly, and what must fit.
 
         Stages keep as many micro-batches as ``num_left`` stages do.
         """
+        messages, is_of_time = self._messages_of(len(costs.speeds)), self.by == "time"
+        delays = None
+        if messages is not None and is_of_time:
+            now = Partition(profile.boundaries)
+            delays = step_delays(messages.seconds(now), self.num_microbatches, self.schedule)
         return PipelineLoad.of(
-            costs.seconds if self.by == "time" else [float(one.weight_bytes) for one in profile.layers],
+            costs.seconds if is_of_time else [float(one.weight_bytes) for one in profile.layers],
             len(costs.speeds),
             speeds=costs.speeds,
+            delays=delays,
             layer_bytes=None if self.memory_limits is None else self.held_bytes(profile, num_left),
             memory_limits=self.memory_limits,
         )
@@ -172,7 +185,7 @@ class RebalancingRule:
         return [float(one.bytes_at_rest + kept * one.activation_bytes) for one in profile.layers]
 
     def simulated(self, costs: LayerCosts, partition: Partition) -> PipelineStep:
-        """Simulate a step, without messages."""
+        """Simulate a step with the messages of :attr:`messages`, if these are of so many stages, else without."""
         forward_s, backward_s = (
             (
                 PipelineLoad.of(seconds, partition.num_stages, speeds=costs.speeds).stage_times(partition)
@@ -180,7 +193,18 @@ class RebalancingRule:
             ).tolist()
             for seconds in (costs.forward_s, costs.backward_s)
         )
-        return simulated_step(forward_s, backward_s, self.num_microbatches, schedule=self.schedule)
+        messages = self._messages_of(partition.num_stages)
+        return simulated_step(
+            forward_s,
+            backward_s,
+            self.num_microbatches,
+            schedule=self.schedule,
+            communication_s=0.0 if messages is None else messages.seconds(partition),
+        )
+
+    def _messages_of(self, num_stages: int) -> PipelineMessages | None:
+        """Those of the pipeline, unless it is asked about one of fewer stages."""
+        return self.messages if self.messages is not None and self.messages.are_between(num_stages) else None
 
 
 def described(transfers: Sequence[LayerTransfer]) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.centralized import balanced_partition
+from zeroresize.policy.pipeline.message_delays import PipelineMessages
 from zeroresize.policy.pipeline.pipeline_load import Floats, Indices, PipelineLoad
 from zeroresize.policy.pipeline.schedules import Schedule
 from zeroresize.policy.pipeline.simulated_steps import simulated_steps
@@ -33,12 +34,14 @@ def shortest_partition(
     backward_s: Floats,
     num_microbatches: int,
     schedule: Schedule,
+    messages: PipelineMessages | None = None,
 ) -> Partition:
     """Return the balanced division of layers, refined by simulated steps as far as :data:`MOST_SIMULATED` allows.
 
     Args:
         load: what is divided evenly, and what must fit.
         forward_s, backward_s: [L] seconds of a micro-batch on a device of speed 1.
+        messages: between the stages; None where they take no time.
 
     Raises:
         ValueError: if no boundaries fit into the memory limits.
@@ -50,7 +53,8 @@ def shortest_partition(
             np.diff(np.concatenate([[0.0], np.cumsum(seconds)])[boundaries]) / load.speeds
             for seconds in (forward_s, backward_s)
         )
-        return simulated_steps(forward, backward, num_microbatches, schedule=schedule)
+        seconds = 0.0 if messages is None else messages.seconds_between(boundaries)
+        return simulated_steps(forward, backward, num_microbatches, schedule=schedule, communication_s=seconds)
 
     return refined_partition(load, balanced_partition(load), steps_s, affordable=affordable)
 
