@@ -13,16 +13,16 @@ from typing import Literal, get_args
 import numpy as np
 
 from zeroresize.plan.partition import Partition
-from zeroresize.policy.moves.move_cost import MoveCost, most_bytes
+from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.ski_rental import SkiRental
 from zeroresize.policy.pipeline.centralized import balanced_partition
 from zeroresize.policy.pipeline.diffusion import diffused_partition
 from zeroresize.policy.pipeline.message_delays import step_delays
 from zeroresize.policy.pipeline.pipeline_load import Floats, Indices, PipelineLoad
-from zeroresize.policy.pipeline.rebalancing_proposal import Method
+from zeroresize.policy.pipeline.rebalancing_proposal import Method, bytes_of_transfers
 from zeroresize.policy.pipeline.running_links import RunningLinks
 from zeroresize.policy.pipeline.shortest_step import refined_partition
-from zeroresize.policy.pipeline.simulated_steps import simulated_steps
+from zeroresize.policy.pipeline.simulated_steps import simulated_steps, stage_sums
 from zeroresize.simulate.pipeline_training import TYPICAL_LINKS, LayerLoads, PipelineTrace
 
 #: What of messages a division knows: nothing; what activations travel from a stage to the next one, or on to the last
@@ -114,7 +114,7 @@ def simulate_delays(
             links = running.after(links)
         load = rule.load(layer_s[step], [link.fixed_s for link in links], num_microbatches)
         wanted = rule.wanted(load, now)
-        num_bytes = _bytes_of_move(now, wanted, loads.layer_bytes)
+        num_bytes = bytes_of_transfers(now.transfers_to(wanted), loads.layer_bytes, now.num_stages)
         rental.charge({_WANTED: load.slowest(now) - load.slowest(wanted)}, rule.every)
         if wanted != now and rental.is_due(_WANTED, rule.cost_of_move.there_and_back(num_bytes)):
             rental.settle()
@@ -147,9 +147,7 @@ def _best_division(forward_s: Floats, backward_s: Floats, message_s: Floats, num
     load = DelayRule("newest").load(num_microbatches * (forward_s + backward_s), message_s.tolist(), num_microbatches)
 
     def steps_s(boundaries: Indices) -> Floats:
-        forward, backward = (
-            _stage_sums(np.tile(seconds, (len(boundaries), 1)), boundaries) for seconds in (forward_s, backward_s)
-        )
+        forward, backward = (stage_sums(seconds, boundaries) for seconds in (forward_s, backward_s))
         return simulated_steps(forward, backward, num_microbatches, communication_s=message_s)
 
     return refined_partition(load, balanced_partition(load), steps_s)
@@ -163,9 +161,7 @@ def _trace(
     move_s: float,
     num_moves: int,
 ) -> PipelineTrace:
-    forward_s, backward_s = (
-        _stage_sums(seconds, np.array(in_force)) for seconds in (loads.forward_s, loads.backward_s)
-    )
+    forward_s, backward_s = (stage_sums(seconds, np.array(in_force)) for seconds in (loads.forward_s, loads.backward_s))
     steps_s = simulated_steps(forward_s, backward_s, num_microbatches, communication_s=message_s)
     bubble_ratios = 1.0 - num_microbatches * (forward_s + backward_s).mean(axis=1) / steps_s
     return PipelineTrace(
@@ -178,18 +174,3 @@ def _check(loads: LayerLoads, message_s: Floats) -> None:
         raise ValueError(
             f"message_s {message_s.shape} is not of {len(loads.forward_s)} steps: wanted is [steps, stages − 1]"
         )
-
-
-def _stage_sums(seconds: Floats, boundaries: Indices) -> Floats:
-    """[C, S] of layers' seconds [C, L] between boundaries [C, S + 1]."""
-    sums = np.concatenate([np.zeros((len(seconds), 1)), np.cumsum(seconds, axis=1)], axis=1)
-    return np.diff(np.take_along_axis(sums, boundaries, axis=1))
-
-
-def _bytes_of_move(now: Partition, wanted: Partition, layer_bytes: Floats) -> float:
-    """Of the stage that sends or receives most."""
-    sent, received = np.zeros(now.num_stages), np.zeros(now.num_stages)
-    for transfer in now.transfers_to(wanted):
-        sent[transfer.source] += layer_bytes[transfer.layer]
-        received[transfer.destination] += layer_bytes[transfer.layer]
-    return most_bytes(sent.tolist(), received.tolist())

@@ -14,14 +14,14 @@ import numpy as np
 
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.pipeline.pipeline_load import Floats, Indices, PipelineLoad
+from zeroresize.policy.pipeline.pipeline_load import Floats, PipelineLoad
 from zeroresize.policy.pipeline.profile_cadence import ProfileCadence
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing import Rebalancing
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal, RebalancingRule
 from zeroresize.policy.pipeline.schedules import Schedule
 from zeroresize.policy.pipeline.shortest_step import shortest_partition
-from zeroresize.policy.pipeline.simulated_steps import simulated_steps
+from zeroresize.policy.pipeline.simulated_steps import simulated_steps, stage_sums
 
 #: A network of 100 Gbit/s, roughly, and what ranks take to agree on a move and to install layers.
 TYPICAL_LINKS = MoveCost(1e-10, 0.05)
@@ -248,16 +248,10 @@ def _steps(
     schedule: Schedule,
 ) -> tuple[Floats, Floats]:
     """[N] seconds and bubble ratios of steps with layers' seconds [N, L], forward and backward, and [N, S + 1]."""
-    forward_s, backward_s = (_stage_sums(seconds, np.array(boundaries)) / speeds for seconds in layers_s)
+    forward_s, backward_s = (stage_sums(seconds, np.array(boundaries)) / speeds for seconds in layers_s)
     steps_s = simulated_steps(forward_s, backward_s, num_microbatches, schedule=schedule)
     busy_s = num_microbatches * (forward_s + backward_s).mean(axis=1)
     return steps_s, np.where(steps_s > busy_s, 1.0 - busy_s / np.maximum(steps_s, busy_s), 0.0)
-
-
-def _stage_sums(seconds: Floats, boundaries: Indices) -> Floats:
-    """[N, S] of [N, L]."""
-    sums = np.concatenate([np.zeros((len(seconds), 1)), np.cumsum(seconds, axis=1)], axis=1)
-    return np.diff(np.take_along_axis(sums, boundaries, axis=1))
 
 
 def _profile(forward_s: Floats, backward_s: Floats, layer_bytes: Floats, partition: Partition) -> PipelineProfile:

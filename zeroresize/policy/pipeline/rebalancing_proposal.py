@@ -120,7 +120,7 @@ class RebalancingRule:
         before, after = (self.simulated(costs, one) for one in (now, wanted))
         if not is_needed and not is_saving(before.step_s - after.step_s, before.step_s, self.min_saving):
             wanted, after = now, before
-        num_bytes = _bytes_of_transfers(now.transfers_to(wanted), _moving_bytes(profile), now.num_stages)
+        num_bytes = bytes_of_transfers(now.transfers_to(wanted), _moving_bytes(profile), now.num_stages)
         of_time = PipelineLoad.of(costs.seconds, now.num_stages, speeds=costs.speeds)
         return RebalancingProposal(
             now.boundaries,
@@ -226,8 +226,8 @@ def _moving_bytes(profile: PipelineProfile) -> Floats:
     return np.array([float(one.bytes_at_rest) for one in profile.layers])
 
 
-def _bytes_of_transfers(transfers: Sequence[LayerTransfer], layer_bytes: Floats, num_stages: int) -> float:
-    """By which the transfers are priced."""
+def bytes_of_transfers(transfers: Sequence[LayerTransfer], layer_bytes: Floats, num_stages: int) -> float:
+    """Return the bytes that the busiest stage sends or receives, by which a move is priced; layers have [L] bytes."""
     sent, received = np.zeros(num_stages), np.zeros(num_stages)
     for transfer in transfers:
         sent[transfer.source] += layer_bytes[transfer.layer]

@@ -18,7 +18,7 @@ from zeroresize.policy.pipeline.centralized import balanced_partition
 from zeroresize.policy.pipeline.message_delays import PipelineMessages
 from zeroresize.policy.pipeline.pipeline_load import Floats, Indices, PipelineLoad
 from zeroresize.policy.pipeline.schedules import Schedule
-from zeroresize.policy.pipeline.simulated_steps import simulated_steps
+from zeroresize.policy.pipeline.simulated_steps import simulated_steps, stage_sums
 
 #: Forwards and backwards of all stages that may be simulated to refine boundaries: a third of a second on one core.
 MOST_SIMULATED = 5e7
@@ -49,10 +49,7 @@ def shortest_partition(
     affordable = int(MOST_SIMULATED / (2 * num_microbatches * load.num_stages))
 
     def steps_s(boundaries: Indices) -> Floats:
-        forward, backward = (
-            np.diff(np.concatenate([[0.0], np.cumsum(seconds)])[boundaries]) / load.speeds
-            for seconds in (forward_s, backward_s)
-        )
+        forward, backward = (stage_sums(seconds, boundaries) / load.speeds for seconds in (forward_s, backward_s))
         seconds = 0.0 if messages is None else messages.seconds_between(boundaries)
         return simulated_steps(forward, backward, num_microbatches, schedule=schedule, communication_s=seconds)
 

@@ -1,7 +1,7 @@
 """How long steps of a pipeline take, operation by operation, of many divisions of its layers at once.
 
-``C`` cases, such as divisions of layers or steps of a training, ``S`` stages, ``M`` micro-batches. Times are seconds.
-The schedules are those of ``torch.distributed.pipelining``.
+``C`` cases, such as divisions of layers or steps of a training, ``L`` layers, ``S`` stages, ``M`` micro-batches. Times
+are seconds. The schedules are those of ``torch.distributed.pipelining``.
 
 Operations that wait for none of each other make a level. A step has about 2 (M + S) levels, so thousands of operations
 take hundreds of array operations, each over all cases.
@@ -70,6 +70,18 @@ def simulated_steps(
         of_wires = np.concatenate([wires[part].T, np.zeros((1, durations.shape[1]))]) if wires.any() else None
         steps_s[part] = _simulate(levels, durations, of_wires, num_stages, num_microbatches)
     return steps_s
+
+
+def stage_sums(seconds: Floats, boundaries: Indices) -> Floats:
+    """Return [C, S] what the layers of each stage take together.
+
+    Args:
+        seconds: [C, L] of each layer, or [L] where they are the same in all cases.
+        boundaries: [C, S + 1].
+    """
+    rows = np.broadcast_to(seconds, (len(boundaries), seconds.shape[-1]))
+    sums = np.concatenate([np.zeros((len(rows), 1)), np.cumsum(rows, axis=1)], axis=1)
+    return np.diff(np.take_along_axis(sums, boundaries, axis=1))
 
 
 @dataclass(frozen=True, eq=False)
