@@ -166,7 +166,8 @@ def test_models_and_strategies_that_do_not_fit_are_told_to_all(run_ranks):
             SwitchableModel([Odd(state=rank == 1)], strategies=[PAIR], process_group=group)
         assert rank == 1 or "ranks [1] of the group failed before" in str(caught.value)
         with pytest.raises(
-            RuntimeError, match="differ in the layers, the strategies, the optimizer's strategy or max_bytes"
+            RuntimeError,
+            match="differ in the layers, the strategies, the optimizer's strategy, max_bytes, compute_dtype",
         ):
             SwitchableModel([Odd()], strategies=[(HALVES, PAIR)[rank]], process_group=group)
 

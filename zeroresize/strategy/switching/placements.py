@@ -20,7 +20,7 @@ from zeroresize.strategy.placement.placement import Placement
 from zeroresize.strategy.placement.strategy_groups import StrategyGroups
 from zeroresize.strategy.placement.whole_layers import WholeLayers
 from zeroresize.strategy.switching.rank_agreement import RankAgreement
-from zeroresize.strategy.switching.switch import SwitchRoute
+from zeroresize.strategy.switching.switch import SwitchRoute, TravelTypes
 
 
 class Placements(Mapping[Strategy, Placement]):
@@ -32,6 +32,7 @@ class Placements(Mapping[Strategy, Placement]):
         process_group: of the job's ranks.
         device: of the weights.
         max_bytes: of the messages that a rank sends and receives at once in a switch.
+        types: in which weights and gradients travel.
     """
 
     def __init__(
@@ -42,12 +43,13 @@ class Placements(Mapping[Strategy, Placement]):
         process_group: ProcessGroup,
         device: torch.device,
         max_bytes: int,
+        types: TravelTypes,
     ) -> None:
-        self._layers, self._nodes, self._agreement = layers, nodes, agreement
+        self._layers, self._nodes, self._agreement, self._types = layers, nodes, agreement, types
         self._rank, self._device, self._max_bytes = group_rank(process_group), device, max_bytes
         self._groups = StrategyGroups(process_group)
         self._placements: dict[Strategy, Placement] = {}
-        self._routes: dict[tuple[Strategy, Strategy, Strategy | None], SwitchRoute] = {}
+        self._routes: dict[tuple[Strategy | None, ...], SwitchRoute] = {}
         self._setups_s: list[float] = []
 
     def __getitem__(self, strategy: Strategy) -> Placement:
@@ -123,16 +125,24 @@ class Placements(Mapping[Strategy, Placement]):
         """Destroy the process groups of all strategies, on all ranks; the placements stay."""
         self._keep_groups_of(())
 
-    def route(self, before: Placement, after: Placement, optimizer_placement: Placement | None) -> SwitchRoute:
+    def route(self, before: Placement, after: Placement | None, optimizer_placement: Placement | None) -> SwitchRoute:
         """Return the route of a switch, planned once.
 
         Args:
+            after: where the weights go; None where they do not travel.
             optimizer_placement: where the gradients go; None where they stay.
         """
-        key = before.strategy, after.strategy, None if optimizer_placement is None else optimizer_placement.strategy
+        key = tuple(None if one is None else one.strategy for one in (before, after, optimizer_placement))
         if key not in self._routes:
             self._routes[key] = SwitchRoute.of(
-                before, after, optimizer_placement, self._layers.tensors, self._nodes, self._rank, self._max_bytes
+                before,
+                after,
+                optimizer_placement,
+                self._layers.tensors,
+                self._nodes,
+                self._rank,
+                self._max_bytes,
+                self._types,
             )
         return self._routes[key]
 
