@@ -119,7 +119,7 @@ def test_a_move_that_all_ranks_becoming_slower_makes_vain_is_told_with_the_balan
     assert of_other_rank == []
     moved, came_of, verdict = lines[-3:]
     step = int(moved.split()[1].rstrip(":"))
-    assert re.search(r" kB, \S+ s, then \S+ s to compare products; a step takes ", moved)
+    assert re.search(r" kB, \S+ s, then \S+ s to compare products; a step took ", moved)
     assert came_of.startswith(f"step {step + 4}: since units moved at step {step} a step takes ")
     assert came_of.endswith(f" % longer. Units stay until the balancer decides by these times, at step {step + 8}")
     assert verdict == (

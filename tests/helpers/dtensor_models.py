@@ -157,7 +157,7 @@ def train_while_units_move(model, shares, num_steps, call=None, **options):
             balancer.move(shares[step])
         shapes.append(tuple(local_of(model.blocks[0].mlp.down.weight).shape))
 
-    values = train(call or model, optimizer, num_steps, after)
+    values = train(model if call is None else call, optimizer, num_steps, after)
     balancer.close()
     return values, shapes
 

@@ -104,7 +104,7 @@ def results(model, micro_batches=2, dtype=torch.float64, run=None):
     for micro_batch in range(micro_batches):
         model.checkpoints = micro_batch == 1
         x = randn(TOKENS, WIDTH, seed=micro_batch, dtype=dtype).requires_grad_()
-        y = (run or model)(x)
+        y = (model if run is None else run)(x)
         y.square().sum().backward()
         tensors |= {f"y {micro_batch}": y.detach(), f"dx {micro_batch}": x.grad}
     tensors |= {name: parameter.grad for name, parameter in model.named_parameters()}

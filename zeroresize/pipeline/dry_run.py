@@ -16,11 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from zeroresize.measure.saved_bytes import SavedBytes
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.pipeline.bubbles import Schedule
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing_proposal import By, RebalancingRule
+from zeroresize.policy.pipeline.schedules import Schedule
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,14 @@ import numpy as np
 
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.pipeline.bubbles import Schedule, simulated_step
-from zeroresize.policy.pipeline.pipeline_load import Floats
+from zeroresize.policy.pipeline.pipeline_load import Floats, Indices, PipelineLoad
 from zeroresize.policy.pipeline.profile_cadence import ProfileCadence
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing import Rebalancing
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal, RebalancingRule
+from zeroresize.policy.pipeline.schedules import Schedule
+from zeroresize.policy.pipeline.shortest_step import shortest_partition
+from zeroresize.policy.pipeline.simulated_steps import simulated_steps
 
 #: A network of 100 Gbit/s, roughly, and what ranks take to agree on a move and to install layers.
 TYPICAL_LINKS = MoveCost(1e-10, 0.05)
@@ -131,33 +133,25 @@ def simulate_pipeline(
     """
     num_steps, num_layers = loads.forward_s.shape
     now = Partition.of(boundaries, num_layers, cluster.num_stages)
-    speeds = np.ones((num_steps, cluster.num_stages)) if cluster.speeds is None else cluster.speeds
-    if speeds.shape != (num_steps, cluster.num_stages) or not (speeds > 0.0).all():
-        raise ValueError(f"speeds must be above 0, [{num_steps} steps, {cluster.num_stages} stages]")
+    speeds = _speeds_of(cluster, num_steps)
     if rule is not None and (rule.num_microbatches, rule.schedule) != (num_microbatches, schedule):
         raise ValueError("the rule is of another number of micro-batches or another schedule")
-    random = np.random.default_rng(cluster.seed)
+    forward_s, backward_s = _varied(loads, cluster)
     rebalancing = None if rule is None else Rebalancing(rule, cluster.links)
     cadence = ProfileCadence(1 if rule is None else rule.num_steps)
     measured: PipelineProfile | None = None
     wanted: RebalancingProposal | None = None
-    step_s, bubble_ratios, in_force, profile_s, move_s, num_moves = [], [], [], 0.0, 0.0, 0
+    in_force, is_profiled, move_s, num_moves = [], np.zeros(num_steps, dtype=np.bool_), 0.0, 0
     for step in range(num_steps):
-        factors_L = np.maximum(1.0 + cluster.noise * random.standard_normal(num_layers), 0.1)
-        factors_L /= speeds[step][now.stages]
-        forward_L, backward_L = loads.forward_s[step] * factors_L, loads.backward_s[step] * factors_L
-        stage_forward, stage_backward = (np.add.reduceat(one, now.boundaries[:-1]) for one in (forward_L, backward_L))
-        this_step = simulated_step(stage_forward.tolist(), stage_backward.tolist(), num_microbatches, schedule=schedule)
-        step_s.append(this_step.step_s)
-        bubble_ratios.append(this_step.bubble_ratio)
         in_force.append(now.boundaries)
         if rebalancing is None:
             continue
         known, measured = measured, None
         moving, wanted = wanted, None
         if step > 0 and cadence.is_due(step):  # the first one finds shapes
-            profile_s += cluster.profiled_share * this_step.step_s
-            measured = _profile(num_microbatches * forward_L, num_microbatches * backward_L, loads.layer_bytes, now)
+            is_profiled[step] = True
+            per_batch = num_microbatches / speeds[step][now.stages]
+            measured = _profile(per_batch * forward_s[step], per_batch * backward_s[step], loads.layer_bytes, now)
             cadence.measured(step)
         if moving is None and known is not None and known.boundaries == now.boundaries:
             wanted = rebalancing.update(known)
@@ -167,16 +161,81 @@ def simulate_pipeline(
                 moving, wanted = wanted, None
         if moving is not None:
             now = Partition(moving.after)
-            seconds = (cluster.move or cluster.links).seconds(moving.num_bytes)
-            rebalancing.learn(moving.num_bytes, seconds)
-            move_s += seconds
+            seconds_of_move = (cluster.move or cluster.links).seconds(moving.num_bytes)
+            rebalancing.learn(moving.num_bytes, seconds_of_move)
+            move_s += seconds_of_move
             num_moves += 1
             cadence.moved(step)
         if step in changes:
             measured = wanted = None  # of work that is no more
             rebalancing.expect_other_work()
             cadence.look_again(step)
-    return PipelineTrace(tuple(step_s), tuple(bubble_ratios), tuple(in_force), profile_s, move_s, num_moves)
+    steps_s, bubble_ratios = _steps((forward_s, backward_s), speeds, in_force, num_microbatches, schedule)
+    profile_s = cluster.profiled_share * float(steps_s[is_profiled].sum())
+    return PipelineTrace(
+        tuple(steps_s.tolist()), tuple(bubble_ratios.tolist()), tuple(in_force), profile_s, move_s, num_moves
+    )
+
+
+def simulate_oracle(
+    loads: LayerLoads, cluster: PipelineCluster, *, num_microbatches: int, schedule: Schedule = "1f1b"
+) -> PipelineTrace:
+    """Train ``N`` steps, in each with the division that is best for its work and its devices, reached for nothing.
+
+    Nothing is measured, so noise is not known before. Best is as good as search finds it: the division whose slowest
+    stage is fastest, refined by simulated steps.
+
+    Raises:
+        ValueError: as :func:`simulate_pipeline`.
+    """
+    num_steps = len(loads.forward_s)
+    speeds = _speeds_of(cluster, num_steps)
+    best: dict[bytes, tuple[int, ...]] = {}
+    in_force = []
+    for step in range(num_steps):
+        of_step = loads.forward_s[step], loads.backward_s[step], speeds[step]
+        key = np.concatenate(of_step).tobytes()
+        if key not in best:
+            load = PipelineLoad.of(of_step[0] + of_step[1], cluster.num_stages, speeds=speeds[step])
+            best[key] = shortest_partition(load, of_step[0], of_step[1], num_microbatches, schedule).boundaries
+        in_force.append(best[key])
+    steps_s, bubble_ratios = _steps(_varied(loads, cluster), speeds, in_force, num_microbatches, schedule)
+    return PipelineTrace(tuple(steps_s.tolist()), tuple(bubble_ratios.tolist()), tuple(in_force), 0.0, 0.0, 0)
+
+
+def _speeds_of(cluster: PipelineCluster, num_steps: int) -> Floats:
+    """[N, S]."""
+    speeds = np.ones((num_steps, cluster.num_stages)) if cluster.speeds is None else cluster.speeds
+    if speeds.shape != (num_steps, cluster.num_stages) or not (speeds > 0.0).all():
+        raise ValueError(f"speeds must be above 0, [{num_steps} steps, {cluster.num_stages} stages]")
+    return speeds
+
+
+def _varied(loads: LayerLoads, cluster: PipelineCluster) -> tuple[Floats, Floats]:
+    """[N, L] seconds of forward and backward as they vary from step to step, on a device of speed 1."""
+    random = np.random.default_rng(cluster.seed)
+    factors = np.maximum(1.0 + cluster.noise * random.standard_normal(loads.forward_s.shape), 0.1)
+    return loads.forward_s * factors, loads.backward_s * factors
+
+
+def _steps(
+    layers_s: tuple[Floats, Floats],
+    speeds: Floats,
+    boundaries: Sequence[Sequence[int]],
+    num_microbatches: int,
+    schedule: Schedule,
+) -> tuple[Floats, Floats]:
+    """[N] seconds and bubble ratios of steps with layers' seconds [N, L], forward and backward, and [N, S + 1]."""
+    forward_s, backward_s = (_stage_sums(seconds, np.array(boundaries)) / speeds for seconds in layers_s)
+    steps_s = simulated_steps(forward_s, backward_s, num_microbatches, schedule=schedule)
+    busy_s = num_microbatches * (forward_s + backward_s).mean(axis=1)
+    return steps_s, np.where(steps_s > busy_s, 1.0 - busy_s / np.maximum(steps_s, busy_s), 0.0)
+
+
+def _stage_sums(seconds: Floats, boundaries: Indices) -> Floats:
+    """[N, S] of [N, L]."""
+    sums = np.concatenate([np.zeros((len(seconds), 1)), np.cumsum(seconds, axis=1)], axis=1)
+    return np.diff(np.take_along_axis(sums, boundaries, axis=1))
 
 
 def _profile(forward_s: Floats, backward_s: Floats, layer_bytes: Floats, partition: Partition) -> PipelineProfile:

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from zeroresize.policy.pipeline.bubbles import chimera_bubble_ratio, imbalance, order_of, simulated_step
+from zeroresize.policy.pipeline.bubbles import chimera_bubble_ratio, imbalance, simulated_step
+from zeroresize.policy.pipeline.schedules import order_of
+from zeroresize.policy.pipeline.simulated_steps import simulated_steps
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 both = pytest.mark.parametrize("schedule", SCHEDULES)
@@ -186,3 +188,23 @@ def test_chimera_with_odd_stages_or_no_time_is_an_error():
     for wrong in ((4, 0.0, 0.0, 0.0), (4, -1.0, 1.0, 0.0), (4, 1.0, math.inf, 0.0)):
         with pytest.raises(ValueError, match="not allowed"):
             chimera_bubble_ratio(*wrong)
+
+
+@both
+@given(
+    st.integers(1, 5).flatmap(
+        lambda num_stages: st.tuples(
+            *(
+                st.lists(st.lists(seconds, min_size=width, max_size=width), min_size=3, max_size=3)
+                for width in (num_stages, num_stages, num_stages - 1)
+            )
+        )
+    ),
+    st.integers(5, 9),
+)
+def test_many_steps_at_once_are_those_of_one_after_the_other(schedule, times, num_microbatches):
+    together = simulated_steps(*times[:2], num_microbatches, schedule=schedule, communication_s=times[2])
+    assert together.tolist() == [
+        simulated_step(*of_stages, num_microbatches, schedule=schedule, communication_s=wires).step_s
+        for *of_stages, wires in zip(*times, strict=True)
+    ]

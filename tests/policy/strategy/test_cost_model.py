@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from zeroresize.plan.layout import TensorSpec, UnitDivision
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.pipeline.bubbles import order_of, simulated_step
+from zeroresize.policy.pipeline.bubbles import simulated_step
+from zeroresize.policy.pipeline.schedules import order_of
 from zeroresize.policy.strategy.costs.cost_model import CostModel, pipeline_seconds
 from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds

@@ -14,20 +14,19 @@ import numpy as np
 from zeroresize.plan.partition import LayerTransfer, Partition
 from zeroresize.policy.moves.least_saving import MIN_SAVING, is_saving
 from zeroresize.policy.moves.move_cost import MoveCost, most_bytes
-from zeroresize.policy.pipeline.bubbles import PipelineStep, Schedule, simulated_step
+from zeroresize.policy.pipeline.bubbles import PipelineStep, simulated_step
 from zeroresize.policy.pipeline.centralized import balanced_partition
 from zeroresize.policy.pipeline.diffusion import diffused_partition
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.pipeline_load import Floats, PipelineLoad
 from zeroresize.policy.pipeline.profiles import PipelineProfile
-from zeroresize.policy.pipeline.shortest_step import refined_partition
+from zeroresize.policy.pipeline.schedules import Schedule
+from zeroresize.policy.pipeline.shortest_step import shortest_partition
 from zeroresize.utils.usual import usual_of
 from zeroresize.utils.value_checks import at_least, number
 
 By = Literal["time", "parameters"]
 Method = Literal["partition", "diffusion"]
-#: Stages² × micro-batches up to which boundaries are refined by simulating steps; in at most 0.1 s on one core.
-_MOST_REFINED = 2048
 
 
 @dataclass(frozen=True)
@@ -147,10 +146,12 @@ class RebalancingRule:
             transfer_s = _moving_bytes(profile) * cost_of_move.seconds_per_byte if is_of_time else None
             num_steps = float(self.num_steps) if is_of_time else None
             return diffused_partition(load, now, transfer_s=transfer_s, num_steps=num_steps).partition
-        wanted = balanced_partition(load)
-        if self.by == "time" and self.num_microbatches * now.num_stages**2 <= _MOST_REFINED:
-            wanted = refined_partition(load, wanted, lambda one: self.simulated(costs, one).step_s)
-        return wanted
+        if self.by != "time":
+            return balanced_partition(load)
+        forward_s, backward_s = (
+            np.array(seconds) / self.num_microbatches for seconds in (costs.forward_s, costs.backward_s)
+        )
+        return shortest_partition(load, forward_s, backward_s, self.num_microbatches, self.schedule)
 
     def load(self, costs: LayerCosts, profile: PipelineProfile, num_left: int | None = None) -> PipelineLoad:
         """Return what is divided evenly, and what must fit.
