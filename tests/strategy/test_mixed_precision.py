@@ -20,13 +20,14 @@ from zeroresize.strategy.trainer import StrategyTrainer
 BF16 = torch.bfloat16
 
 
-def trainer_of(group, ranges, optimizer_strategy, dtype, compute_dtype, **options):
+def trainer_of(group, ranges, optimizer_strategy, dtype, compute_dtype, gradient_dtype=None, **options):
     model = SwitchableModel(
         list(llama_layers_of(dtype)),
         strategies=[one.strategy for one in ranges],
         process_group=group,
         optimizer_strategy=optimizer_strategy,
         compute_dtype=compute_dtype,
+        gradient_dtype=gradient_dtype,
         max_bytes=5000,
     )
     return StrategyTrainer(
@@ -62,7 +63,7 @@ def test_switches_send_half_the_bytes_and_no_weights_back_to_the_optimizer(run_r
         sent = []
         for types in ({}, {"compute_dtype": BF16}, {"compute_dtype": BF16, "gradient_dtype": BF16}):
             layers = layers_of(dtype=torch.float32)
-            model = SwitchableModel(layers, strategies=FOUR, process_group=group, **types)
+            model = SwitchableModel(layers, strategies=FOUR, process_group=group, optimizer_strategy=FOUR[1], **types)
             weights, with_gradients = [], []
             for before, after in itertools.permutations(FOUR, 2):
                 model.switch_to(before, gradients=False)
@@ -74,14 +75,16 @@ def test_switches_send_half_the_bytes_and_no_weights_back_to_the_optimizer(run_r
             sent.append((weights, with_gradients))
         return sent
 
-    for plain, mixed, all_mixed in run_ranks(measure, 4):
-        home = [after == FOUR[0] for _, after in itertools.permutations(FOUR, 2)]
-        from_home = [before == FOUR[0] for before, _ in itertools.permutations(FOUR, 2)]
+    by_rank = run_ranks(measure, 4)
+    assert sum(sum(plain[1]) - sum(plain[0]) for plain, _, _ in by_rank) > 0, "gradients travel"
+    for plain, mixed, all_mixed in by_rank:
+        home = [after == FOUR[1] for _, after in itertools.permutations(FOUR, 2)]
+        from_home = [before == FOUR[1] for before, _ in itertools.permutations(FOUR, 2)]
         expected = [0 if is_home else sent // 2 for sent, is_home in zip(plain[0], home, strict=True)]
         assert mixed[0] == all_mixed[0] == expected and sum(expected) > 0
         for number, is_from_home in enumerate(from_home):
             gradients = plain[1][number] - plain[0][number]
-            assert gradients == 0 if is_from_home else gradients > 0
+            assert gradients == 0 or not is_from_home
             assert mixed[1][number] - mixed[0][number] == gradients
             assert all_mixed[1][number] - all_mixed[0][number] == gradients // 2
 
@@ -130,7 +133,7 @@ def test_gradients_in_16_bits_are_as_exact_as_rounding_each_sum_once_and_the_sam
             partials = torch.randn(4, *whole.shape, generator=generator)
             own = model._placements[FOUR[0]].masters[number]
             own.grad = partials[rank].clone()
-            sums[name], bounds[name] = partials.double().sum(0), partials.abs().double().sum(0) * 2**-9
+            sums[name], bounds[name] = partials.double().sum(0), partials.abs().double().sum(0) * 2**-8
         model.collect()
         undivided_gradients, largest = {}, 0.0
         for name, parameter in model.named_parameters():
@@ -168,18 +171,23 @@ def test_training_under_five_strategies_is_that_of_the_undivided_model_to_the_co
 
 @pytest.mark.parametrize("gradient_dtype", [None, BF16])
 def test_in_bfloat16_losses_are_those_of_one_strategy(run_ranks, gradient_dtype):
-    """One strategy with the same mixed precision; both round to 8 bits, in other places."""
+    """Both round to 8 bits, in other places: switching adds no error of another size than bfloat16 has by itself."""
 
     def train(rank, group):
-        by_ranges = []
-        for ranges in ([LengthRange(20, FIVE[0])], ranges_of(FIVE)):
-            trainer = trainer_of(group, ranges, FIVE[0], torch.float32, BF16)
-            by_ranges.append([trainer.step(batch(step % 2)).loss for step in range(6)])
-        return by_ranges
+        losses = []
+        for ranges, dtype, types in (
+            (ranges_of(FIVE), torch.float64, (None, None)),
+            ([LengthRange(20, FIVE[0])], torch.float32, (BF16, gradient_dtype)),
+            (ranges_of(FIVE), torch.float32, (BF16, gradient_dtype)),
+        ):
+            trainer = trainer_of(group, ranges, FIVE[0], dtype, *types)
+            losses.append([trainer.step(batch(step % 2)).loss for step in range(6)])
+        return torch.tensor(losses)
 
-    static, switched = run_ranks(train, 4)[0]
-    assert switched == pytest.approx(static, rel=5e-3)
-    assert static[-1] < static[1] - 0.1 and switched != static
+    exact, static, switched = run_ranks(train, 4)[0]
+    assert (switched - exact).abs().max() < 3 * (static - exact).abs().max() and not torch.equal(switched, static)
+    assert switched[0] == pytest.approx(static[0].item(), rel=2**-8)  # before the optimizer has amplified anything
+    assert static[-1] < static[1] - 0.1
 
 
 def test_weights_are_cast_once_a_step_and_only_where_the_optimizers_strategy_trains(run_ranks, monkeypatch):

@@ -17,10 +17,13 @@ class BackgroundCall(Generic[_T]):
     Args:
         call: must not raise what only this thread could mend: its error is raised by :meth:`result`.
         device: on a GPU the call works on a stream of its own, behind what has been given to the present one.
+        wait_before: called in the other thread first, such as for the end of an earlier call over the same links.
     """
 
-    def __init__(self, call: Callable[[], _T], device: torch.device) -> None:
-        self._call, self._device = call, device
+    def __init__(
+        self, call: Callable[[], _T], device: torch.device, wait_before: Callable[[], object] = lambda: None
+    ) -> None:
+        self._call, self._device, self._wait_before = call, device, wait_before
         self._result: _T
         self._error: BaseException | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -47,6 +50,7 @@ class BackgroundCall(Generic[_T]):
 
     def _run(self) -> None:
         try:
+            self._wait_before()
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 self._result = self._call()
                 if self._stream is not None:

@@ -193,9 +193,18 @@ class Switch(Transaction):
             parameter = self._optimizer_placement.masters[number]
             self._gradients[number] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self._device)
 
-    def start(self) -> None:
-        """Carry it out from now on beside what this rank computes; :meth:`carry_out` waits for the end."""
-        self._under_way = BackgroundCall(self._send_and_receive, self._device)
+    def start(self, earlier: Sequence[Switch] = ()) -> None:
+        """Carry it out from now on beside what this rank computes; :meth:`carry_out` waits for the end.
+
+        Args:
+            earlier: started before over the same process group. Their messages go first, so that ranks pair the same.
+        """
+
+        def wait_for_earlier() -> None:
+            for switch in earlier:
+                switch.wait()
+
+        self._under_way = BackgroundCall(self._send_and_receive, self._device, wait_for_earlier)
 
     def wait(self) -> None:
         """Wait until nothing travels any more of what was started."""

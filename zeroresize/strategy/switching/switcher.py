@@ -62,7 +62,7 @@ class Switcher:
         switch = self._prepare_beside(lambda: self._placements[strategy], before, optimizer_placement, gradients=False)
         if switch is None:
             return False
-        switch.start()
+        switch.start([] if self._returning is None else [self._returning])
         self._coming = before, self._placements[strategy], switch
         return True
 
