@@ -131,8 +131,8 @@ def test_gradients_in_16_bits_are_as_exact_as_rounding_each_sum_once_and_the_sam
         for number, (name, whole) in enumerate(tensors.items()):
             generator = torch.Generator().manual_seed(number)
             partials = torch.randn(4, *whole.shape, generator=generator)
-            own = model._placements[FOUR[0]].masters[number]
-            own.grad = partials[rank].clone()
+            master = model._placements[FOUR[0]].masters[number]
+            master.grad = partials[rank].clone()
             sums[name], bounds[name] = partials.double().sum(0), partials.abs().double().sum(0) * 2**-8
         model.collect()
         undivided_gradients, largest = {}, 0.0
