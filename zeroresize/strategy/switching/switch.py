@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ class SwitchReport(MoveReport):
         """Sum up what has ended with a switch begun at ``begin`` (``time.perf_counter()``), beside ``held`` bytes."""
         figures = [one.figures(begin) for one in switches]
         sums = {key: sum(one[key] for one in figures) for key in figures[0] if key != "seconds"}
-        needed = sum(one.new_bytes + one.transport.buffer_bytes for one in switches)
+        needed = sum(one["new_bytes"] + one["buffer_bytes"] for one in figures)
         return cls(seconds=time.perf_counter() - begin, peak_bytes=held + needed, **sums)
 
 
@@ -62,12 +63,14 @@ class SwitchRoute:
 
     Attributes:
         rounds: of this rank.
+        sum_rounds: of this rank, before these: gradients that its node sums before they leave it.
         has_weights, has_gradients: what travels.
         types: in which it travels.
         fingerprint: the same on ranks with the same plan.
     """
 
     rounds: Sequence[SwitchRound]
+    sum_rounds: Sequence[SwitchRound]
     has_weights: bool
     has_gradients: bool
     types: TravelTypes
@@ -94,7 +97,7 @@ class SwitchRoute:
             max_bytes: of messages that a rank sends and receives at once.
         """
         specs = [one.spec for one in tensors]
-        flows = []
+        flows, sums = [], list[Flow]()
         if after is not None:
             transfers = plan_weights(before.layout, after.layout, specs, nodes).transfers
             flows.append(Flow(transfers, None, _itemsizes(tensors, types.weights)))
@@ -102,16 +105,21 @@ class SwitchRoute:
             plan = plan_gradients(before.layout, optimizer_placement.layout, specs, nodes)
             learns = np.array([one.requires_grad for one in tensors])
             flows.append(Flow(plan.transfers, plan.kept, _itemsizes(tensors, types.gradients)).only(learns))
+            sums = [Flow(plan.summed).only(learns)] if len(plan.summed) else []
         # Partial gradients are added in the order of the replicas that they come from: on ranks that hold the same
         # the sums are the same to the last bit.
-        rounds = switch_rounds(flows, tensors, rank, before.layout.replicas.tolist(), max(max_bytes // 2, 1))
+        order, of_round = before.layout.replicas.tolist(), max(max_bytes // 2, 1)
+        rounds, sum_rounds = (
+            switch_rounds(one, tensors, rank, order, of_round) if one else [] for one in (flows, sums)
+        )
         way = [None if one is None else one.strategy.as_dict() for one in (before, after, optimizer_placement)]
         return cls(
             rounds,
+            sum_rounds,
             after is not None,
             optimizer_placement is not None,
             types,
-            fingerprint(json.dumps([way, max_bytes, str(types), fingerprint_of(flows)])),
+            fingerprint(json.dumps([way, max_bytes, str(types), fingerprint_of([*flows, *sums])])),
         )
 
 
@@ -133,6 +141,7 @@ class Switch(Transaction):
 
     plan_name = "where the switch leads, or how it was planned"
     transport: FlowTransport
+    _sums: FlowTransport
 
     def __init__(
         self,
@@ -167,7 +176,14 @@ class Switch(Transaction):
         learning = optimizer_placement.masters.items() if self._has_gradients else ()
         self._without = [number for number, one in learning if one.requires_grad and one.grad is None]
         of_gradients = (optimizer_placement.masters[number] for number in self._without)
-        self.new_bytes = sum(one.numel() * one.element_size() for one in of_gradients)
+        #: Of the strategy that is left, where there are none and the node's others are to be added.
+        self._without_before = [
+            number
+            for number, one in (before.masters.items() if route.sum_rounds else ())
+            if one.requires_grad and one.grad is None
+        ]
+        of_before = (before.masters[number] for number in self._without_before)
+        self.new_bytes = sum(one.numel() * one.element_size() for one in (*of_gradients, *of_before))
         self.new_bytes += 0 if self._weights is None else self._weights.new_bytes
         self._under_way: BackgroundCall[Exception | None] | None = None
 
@@ -179,19 +195,23 @@ class Switch(Transaction):
 
     @property
     def needed_bytes(self) -> int:
-        return super().needed_bytes + (bytes_up_to_peak(self._device) if self._is_beside else 0)
+        return super().needed_bytes + self._sums.buffer_bytes + (bytes_up_to_peak(self._device) if self._is_beside else 0)
 
     def agree(self, descriptions: Iterable[str] | None) -> None:
         """Lay out the rounds of the route, which is planned by what all ranks know."""
         self.transport = FlowTransport(self._route.rounds, self._group)
+        self._sums = FlowTransport(self._route.sum_rounds, self._group)
 
     def allocate(self) -> None:
-        self.transport.allocate(message_device(self._group, self._device))
+        for transport in (self._sums, self.transport):
+            transport.allocate(message_device(self._group, self._device))
         if self._weights is not None:
             self._weights.allocate(self._device)
         for number in self._without:
             parameter = self._optimizer_placement.masters[number]
             self._gradients[number] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self._device)
+        for number in self._without_before:
+            self._before.masters[number].grad = torch.zeros_like(self._before.masters[number], device=self._device)
 
     def start(self, earlier: Sequence[Switch] = ()) -> None:
         """Carry it out from now on beside what this rank computes; :meth:`carry_out` waits for the end.
@@ -226,18 +246,42 @@ class Switch(Transaction):
         if self._has_gradients:
             before.drop_gradients()
 
+    def figures(self, begin: float) -> dict[str, Any]:
+        figures = super().figures(begin)
+        for key in ("sent_bytes", "received_bytes", "num_rounds", "buffer_bytes"):
+            figures[key] += getattr(self._sums, key)
+        return figures
+
     def _send_and_receive(self) -> Exception | None:
+        failure = self._sum_within_nodes() if self._route.sum_rounds else None
         ends = [] if self._weights is None else [self._weights.ends(self._route.types.weights)]
         if self._has_gradients:
             ends.append(self._partial_gradients())
-        return self.transport.carry_out_flows(ends)
+        return self.transport.carry_out_flows(ends) or failure
+
+    def _sum_within_nodes(self) -> Exception | None:
+        """In the type in which gradients are held: so what then leaves the node is rounded once."""
+        stacks = {number: one for number, one in self._gradient_stacks().items() if one is not None}
+        begins = self._before.layout.begins[:, self._rank]
+        return self._sums.carry_out_flows([Ends(stacks, stacks, begins, begins, adds=True)])
+
+    def _gradient_stacks(self) -> dict[int, Tensor | None]:
+        """Of the strategy that is left, by the number of the tensor."""
+        stacks: dict[int, Tensor | None] = {}
+        for number, parameter in self._before.masters.items():
+            gradient = parameter.grad
+            if gradient is not None and self._route.sum_rounds and not gradient.is_contiguous():
+                gradient = parameter.grad = gradient.contiguous()  # of which a stack is a view
+            stacks[number] = (
+                None
+                if gradient is None
+                else self._before.stack(number, self._tensors[number], gradient, self._rank)
+            )
+        return stacks
 
     def _partial_gradients(self) -> Ends:
         before, optimizer_placement, rank = self._before, self._optimizer_placement, self._rank
-        sources, targets = {}, {}
-        for number, parameter in before.masters.items():
-            gradient = parameter.grad
-            sources[number] = None if gradient is None else before.stack(number, self._tensors[number], gradient, rank)
+        sources, targets = self._gradient_stacks(), {}
         for number, parameter in optimizer_placement.masters.items():
             gradient = self._gradients.get(number, parameter.grad)
             if gradient is not None and not gradient.is_contiguous():
