@@ -29,6 +29,7 @@ def trainer_of(group, ranges, optimizer_strategy, dtype, compute_dtype, gradient
         compute_dtype=compute_dtype,
         gradient_dtype=gradient_dtype,
         max_bytes=5000,
+        nodes=(0, 0, 1, 1),  # so that partial gradients are summed inside nodes first
     )
     return StrategyTrainer(
         model,
@@ -113,8 +114,9 @@ def test_gradients_of_many_micro_batches_are_added_up_in_the_masters_type(run_ra
     run_ranks(check, 4)
 
 
+@pytest.mark.parametrize("nodes", [(0, 0, 0, 0), (0, 0, 1, 1)])
 def test_gradients_in_16_bits_are_as_exact_as_rounding_each_sum_once_and_the_same_on_ranks_that_hold_the_same(
-    run_ranks,
+    run_ranks, nodes
 ):
     def check(rank, group):
         optimizer_strategy, tensors = Strategy(1, 3, shares=(1, 2, 3)), whole_tensors(layers_of(dtype=torch.float32))
@@ -125,6 +127,7 @@ def test_gradients_in_16_bits_are_as_exact_as_rounding_each_sum_once_and_the_sam
             compute_dtype=BF16,
             gradient_dtype=BF16,
             max_bytes=2000,
+            nodes=nodes,
         )
         model.switch_to(FOUR[0])
         sums, bounds = {}, {}
