@@ -142,7 +142,9 @@ def main() -> None:
 
 def show(console: Console, chi: float, result: dict[str, object]) -> None:
     title = f"χ = {chi:g}: {'; '.join(result['decided']) or 'nothing decided'}"
-    table = Table("", "nothing: a step", "balancer: all steps", "a step [95 %]", "oracle", "of the removable", title=title)
+    table = Table(
+        "", "nothing: a step", "balancer: all steps", "a step [95 %]", "oracle", "of the removable", title=title
+    )
     for phase in PHASES:
         own = result[phase]
         low, high = own["interval"]["balancer"]

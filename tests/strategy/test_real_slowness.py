@@ -37,9 +37,7 @@ def test_a_rank_that_really_is_slow_gets_less_while_it_is_and_losses_are_those_o
         pace, chis, losses, taken_s, records = Pace(TOKEN_S, sleeps=True), [], [], [], []
         trainer = training(group, pace)
         cost = paced_cost_model(trainer.model.tensors, NUM_BLOCKS, TOKEN_S, 4)
-        balancer = StrategyBalancer(
-            trainer, cost, min_saving=MIN_SAVING, probe=pace.probe, on_change=records.append
-        )
+        balancer = StrategyBalancer(trainer, cost, min_saving=MIN_SAVING, probe=pace.probe, on_change=records.append)
 
         def step(chi):
             pace.chi, before_s = chi if rank == SLOW_RANK else 1.0, pace.taken_s

@@ -105,7 +105,7 @@ class StrategyTrainer:
         self._loss, self._max_tokens, self._grad_clip, self._work = loss, max_tokens, grad_clip, work
         self._overlap, self._seed, self.num_steps = overlap, seed, 0
         self._loss_check = LossCheck(loss, model.process_group, model.device)
-        self._tour = SwitchTour(model, links)
+        self._tour = SwitchTour(model, links, overlap=overlap)
         self.use(ranges)
         self._activations = find_activations(model.whole_layers)
 

@@ -159,7 +159,9 @@ def test_two_replicas_send_partial_gradients_to_different_replicas_of_the_optimi
 def test_replicas_of_one_node_are_summed_there_and_one_sum_leaves_it():
     """Four replicas on two nodes, and the optimizer's one on a third node: of each tensor it gets two sums, not four."""
     tensors = whole_tensors(4, 4)
-    source, optimizer_layout = (Strategy(dp=len(ranks), ranks=ranks).layout(tensors, 5, 1) for ranks in (range(4), (4,)))
+    source, optimizer_layout = (
+        Strategy(dp=len(ranks), ranks=ranks).layout(tensors, 5, 1) for ranks in (range(4), (4,))
+    )
     plan = plan_gradients(source, optimizer_layout, tensors, [0, 0, 1, 1, 2])
     assert plan.received_between.tolist() == [0, 0, 0, 0, 16]
     assert plan.sent_between.tolist() == [4, 4, 4, 4, 0]  # the ranks of a node send the sum of a tensor each

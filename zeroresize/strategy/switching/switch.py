@@ -195,7 +195,9 @@ class Switch(Transaction):
 
     @property
     def needed_bytes(self) -> int:
-        return super().needed_bytes + self._sums.buffer_bytes + (bytes_up_to_peak(self._device) if self._is_beside else 0)
+        return (
+            super().needed_bytes + self._sums.buffer_bytes + (bytes_up_to_peak(self._device) if self._is_beside else 0)
+        )
 
     def agree(self, descriptions: Iterable[str] | None) -> None:
         """Lay out the rounds of the route, which is planned by what all ranks know."""
@@ -273,9 +275,7 @@ class Switch(Transaction):
             if gradient is not None and self._route.sum_rounds and not gradient.is_contiguous():
                 gradient = parameter.grad = gradient.contiguous()  # of which a stack is a view
             stacks[number] = (
-                None
-                if gradient is None
-                else self._before.stack(number, self._tensors[number], gradient, self._rank)
+                None if gradient is None else self._before.stack(number, self._tensors[number], gradient, self._rank)
             )
         return stacks
 

@@ -175,7 +175,9 @@ class _Builder:
         if replicas is None:
             return SwitchPlan(self._sorted(sent, len(nodes)), self._sorted(kept, len(nodes)), nodes)
         summed, sent = sum_within_nodes(sent, kept, *replicas, nodes, self._slices.num_bytes)
-        return SwitchPlan(*(self._sorted(one, len(nodes)) for one in (sent, kept)), nodes, self._sorted(summed, len(nodes)))
+        return SwitchPlan(
+            *(self._sorted(one, len(nodes)) for one in (sent, kept)), nodes, self._sorted(summed, len(nodes))
+        )
 
     def _sorted(self, moves: Moves, num_ranks: int) -> SliceTransfers:
         numbers, sources, destinations = moves
