@@ -79,7 +79,7 @@ class OverlappedSwitches:
             tokens: [V] of its largest micro-batch.
         """
         optimizer_strategy = self._optimizer_strategy
-        prolonged_s, before, has_come = 0.0, optimizer_strategy, True
+        prolonged_s, before, has_come = 0.0, optimizer_strategy, False
         for number, strategy in enumerate(visits):
             at_once, beside, extra = list[SwitchPlan](), list[SwitchPlan](), 0.0
             if before != strategy and not has_come:
