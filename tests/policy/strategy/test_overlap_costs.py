@@ -60,8 +60,8 @@ def test_gradients_without_room_travel_in_the_messages_of_weights_that_have_none
     # From copies to both no weights travel.
     together = WEIGHTS_S + GRADIENTS_S + GRADIENTS_OF_BOTH_S
     assert switches.seconds([SHARDS, COPIES, BOTH], ENOUGH, [10] * 3) == pytest.approx(together)
-    # Half of a copy to each rank, beside the parts of both.
-    fused = 0.1 + (0.2 + GRADIENTS_OF_BOTH_S) + GRADIENTS_S
+    # To both: rank 1 has nothing of the half that it gets. Then half of a copy to each rank, beside the parts of both.
+    fused = 0.2 + (0.2 + GRADIENTS_OF_BOTH_S) + GRADIENTS_S
     assert switches.seconds([SHARDS, BOTH, COPIES], ENOUGH, [10] * 3) == pytest.approx(fused)
 
 
