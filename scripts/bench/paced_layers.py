@@ -51,7 +51,7 @@ class Pace:
             time.sleep(self.chi * seconds)
 
     def probe(self) -> float:
-        """Return the seconds that a few products take, by the clock where this rank sleeps; see ``StrategyBalancer``."""
+        """Return the seconds that a few products take, by the clock where this rank sleeps."""
         if not self._sleeps:
             return self.chi * _PROBE_S
         begin = time.perf_counter()

@@ -1,9 +1,9 @@
 """A rank that really is slow: torchrun --standalone --nproc-per-node 4 -m scripts.bench.strategy_slowness
 
-Blocks that sleep by tokens and units (``paced_layers``) train under two strategies on four ranks. One rank takes χ times
-as long for some steps, and recovers. Three trainings make the same steps in turns: nothing is done; ``StrategyBalancer``
-decides, its changes counted as a part of the step; and an oracle has in each phase what is best in hindsight, changed
-between two steps for nothing. Of what it saves, how much does the balancer save?
+Blocks that sleep by tokens and units (``paced_layers``) train under two strategies on four ranks. One rank takes χ
+times as long for some steps, and recovers. Three trainings make the same steps in turns: nothing is done;
+``StrategyBalancer`` decides, its changes counted as a part of the step; and an oracle has in each phase what is best in
+hindsight, changed between two steps for nothing. Of what it saves, how much does the balancer save?
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def figures(seconds: dict[str, list[float]]) -> dict[str, object]:
     """Ratios of a phase, paired by step, and of what the oracle saves the share that the balancer saves."""
     total = {name: sum(own) for name, own in seconds.items()}
     ratios = {
-        name: [before / after for before, after in zip(seconds["nothing"], own, strict=True)]
-        for name, own in seconds.items()
+        name: [before / after for before, after in zip(seconds["nothing"], steps_s, strict=True)]
+        for name, steps_s in seconds.items()
     }
     return {
         "step_s": {name: statistics.median(own) for name, own in seconds.items()},
@@ -146,15 +146,15 @@ def show(console: Console, chi: float, result: dict[str, object]) -> None:
         "", "nothing: a step", "balancer: all steps", "a step [95 %]", "oracle", "of the removable", title=title
     )
     for phase in PHASES:
-        own = result[phase]
-        low, high = own["interval"]["balancer"]
+        row = result[phase]
+        low, high = row["interval"]["balancer"]
         table.add_row(
             phase,
-            f"{own['step_s']['nothing']:.3f} s",
-            f"{own['speedup']['balancer']:.2f}",
-            f"{own['median_speedup']['balancer']:.2f} [{low:.2f}, {high:.2f}]",
-            f"{own['speedup']['oracle']:.2f}",
-            f"{own['share']:.0%}" if phase == "slow" else "",
+            f"{row['step_s']['nothing']:.3f} s",
+            f"{row['speedup']['balancer']:.2f}",
+            f"{row['median_speedup']['balancer']:.2f} [{low:.2f}, {high:.2f}]",
+            f"{row['speedup']['oracle']:.2f}",
+            f"{row['share']:.0%}" if phase == "slow" else "",
         )
     table.caption = f"oracle: {', '.join(result['oracle'])}"
     console.print(table)

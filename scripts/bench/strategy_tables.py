@@ -136,8 +136,8 @@ def simulated(
     }
     best = result.best  # found without overlap
     overlap = overlapped(cost, best.optimizer_strategy, limit)
-    found = forecast_step(best.ranges, best.optimizer_strategy, sample, cost, pack, overlap=overlap)
-    return forecasts | {"best static": result.static, "searched": found}, lengths_in_numbers
+    searched_best = forecast_step(best.ranges, best.optimizer_strategy, sample, cost, pack, overlap=overlap)
+    return forecasts | {"best static": result.static, "searched": searched_best}, lengths_in_numbers
 
 
 def row_of(up_to: int, forecast: StepForecast) -> int | None:

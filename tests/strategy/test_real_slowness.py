@@ -81,11 +81,11 @@ def test_a_rank_that_really_is_slow_gets_less_while_it_is_and_losses_are_those_o
     assert losses == pytest.approx(unbalanced[0][0], rel=1e-10)
     # What the busiest rank was given in the same steps, counted: so no clock is asked.
     for first, last, least, most in ((0, changed, 1.0, 1.0), (changed, recovered, 0.0, 0.7), (-1, None, 1.0, 1.0)):
-        own, other = (
+        balanced_s, unbalanced_s = (
             sum(max(step) for step in zip(*(one[-2 + is_without][first:last] for one in run), strict=True))
             for is_without, run in enumerate((balanced, unbalanced))
         )
-        assert least * (1 - 1e-9) <= own / other <= most * (1 + 1e-9)
+        assert least * (1 - 1e-9) <= balanced_s / unbalanced_s <= most * (1 + 1e-9)
 
 
 def test_the_slow_rank_is_slow_by_the_clock():

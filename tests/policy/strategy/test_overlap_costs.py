@@ -14,9 +14,7 @@ from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 
 #: A weight of 8 units of 50 bytes in 16 bits, 400 bytes together.
 TENSORS = (TensorSpec("weight", 0, (8, 25), 2, UnitDivision(0, 8, 1)),)
-LAYERS = LayerCostTable(
-    ("block",), {"block": {tp: LayerCost(0.0, 1.0 / tp, 0.0, 12.0 / tp) for tp in (1, 2, 4)}}, 10.0
-)
+LAYERS = LayerCostTable(("block",), {"block": {tp: LayerCost(0.0, 1.0 / tp, 0.0, 12.0 / tp) for tp in (1, 2, 4)}}, 10.0)
 COST = CostModel(LAYERS, TENSORS, (0,) * 4, LinkSpeeds(1000.0, 100.0), optimizer_ratio=6.0)
 COPIES, SHARDS, BOTH = Strategy(4), Strategy(1, 4), Strategy(2, 2)
 #: Three quarters of a copy to each rank; of its quarter's gradient three parts in 32 bits to each.

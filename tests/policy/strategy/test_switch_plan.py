@@ -86,7 +86,7 @@ def test_every_partial_gradient_is_added_in_one_replica_of_the_optimizer_layout(
         assert of_source[transfer.source, transfer.tensor, transfer.begin : transfer.end].all()
         assert of_optimizer[transfer.destination, transfer.tensor, transfer.begin : transfer.end].all()
         units = transfer.tensor, slice(transfer.begin, transfer.end)
-        sums[transfer.destination, *units] += parts[transfer.source, *units]
+        sums[transfer.destination][units] += parts[transfer.source][units]
     assert all(one.source == one.destination for one in plan.kept)
     total = np.zeros_like(sums[0])
     for replica in range(optimizer_layout.num_replicas):
@@ -157,7 +157,7 @@ def test_two_replicas_send_partial_gradients_to_different_replicas_of_the_optimi
 
 
 def test_replicas_of_one_node_are_summed_there_and_one_sum_leaves_it():
-    """Four replicas on two nodes, and the optimizer's one on a third node: of each tensor it gets two sums, not four."""
+    """Four replicas on two nodes, the optimizer's one on a third: of each tensor it gets two sums, not four parts."""
     tensors = whole_tensors(4, 4)
     source, optimizer_layout = (
         Strategy(dp=len(ranks), ranks=ranks).layout(tensors, 5, 1) for ranks in (range(4), (4,))

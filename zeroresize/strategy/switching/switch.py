@@ -110,7 +110,8 @@ class SwitchRoute:
         # the sums are the same to the last bit.
         order, of_round = before.layout.replicas.tolist(), max(max_bytes // 2, 1)
         rounds, sum_rounds = (
-            switch_rounds(one, tensors, rank, order, of_round) if one else [] for one in (flows, sums)
+            switch_rounds(travelling, tensors, rank, order, of_round) if travelling else []
+            for travelling in (flows, sums)
         )
         way = [None if one is None else one.strategy.as_dict() for one in (before, after, optimizer_placement)]
         return cls(
@@ -179,8 +180,8 @@ class Switch(Transaction):
         #: Of the strategy that is left, where there are none and the node's others are to be added.
         self._without_before = [
             number
-            for number, one in (before.masters.items() if route.sum_rounds else ())
-            if one.requires_grad and one.grad is None
+            for number, master in (before.masters.items() if route.sum_rounds else ())
+            if master.requires_grad and master.grad is None
         ]
         of_before = (before.masters[number] for number in self._without_before)
         self.new_bytes = sum(one.numel() * one.element_size() for one in (*of_gradients, *of_before))

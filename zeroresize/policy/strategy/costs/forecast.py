@@ -106,8 +106,9 @@ def forecast_step(
     tours = Tours(cost.switch_seconds(strategies, 0), 0)
     range_s, switch_s = np.zeros(len(ranges)), 0.0
     limits: dict[Strategy, int] = {}
-    for one in ranges:
-        limits[one.strategy] = max(limits.get(one.strategy, 0), one.max_tokens or one.up_to)
+    for length_range in ranges:
+        limit = length_range.max_tokens or length_range.up_to
+        limits[length_range.strategy] = max(limits.get(length_range.strategy, 0), limit)
     for mini_batch in sample:
         used, work_s = 0, dict[Strategy, float]()
         groups = lengths_by_range(ranges, sorted(mini_batch))

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from zeroresize.plan.layout import Layout
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.costs.cost_model import CostModel, Floats
+from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.costs.switch_memory import message_bytes
 from zeroresize.policy.strategy.switches.switch_order import cheapest_order, hide_first_switch
 from zeroresize.policy.strategy.switches.switch_plan import plan_gradients
@@ -46,9 +50,11 @@ class OverlappedSwitches:
         self._cost, self._optimizer_strategy = cost, optimizer_strategy
         self._gradient_ratio, self._limit_bytes = gradient_ratio, limit_bytes
         self._gradients = [replace(tensor, itemsize=gradient_itemsize) for tensor in cost.tensors]
+        # Inside nodes they are summed as they are held.
+        self._held_ratio = gradient_ratio * cost.tensors[0].itemsize / gradient_itemsize
         self._gradient_plans: dict[Strategy, SwitchPlan] = {}
 
-    def fits(self, strategy: Strategy, tokens: int, beside: Floats | float = 0.0) -> bool:
+    def fits(self, strategy: Strategy, tokens: int, beside: NDArray[Any] | float = 0.0) -> bool:
         """Return whether no rank needs more than the limit to train micro-batches of so many tokens.
 
         Args:
@@ -81,12 +87,13 @@ class OverlappedSwitches:
         optimizer_strategy = self._optimizer_strategy
         prolonged_s, before, has_come = 0.0, optimizer_strategy, False
         for number, strategy in enumerate(visits):
-            at_once, beside, extra = list[SwitchPlan](), list[SwitchPlan](), 0.0
+            at_once, beside = list[SwitchPlan](), list[SwitchPlan]()
+            extra: NDArray[Any] | float = 0.0
             if before != strategy and not has_come:
                 at_once.append(self._cost.weight_plan(before, strategy))
             if before not in (optimizer_strategy, strategy):
                 plan = self._gradient_plan(before)
-                held = self._gradient_ratio * self._cost.weight_bytes(before) + message_bytes([plan])
+                held: NDArray[Any] = self._gradient_ratio * self._cost.weight_bytes(before) + message_bytes([plan])
                 if self.fits(strategy, tokens[number], held):
                     beside, extra = [plan], held
                 else:
@@ -95,8 +102,7 @@ class OverlappedSwitches:
             has_come = False
             if after != optimizer_strategy:
                 plan = self._cost.weight_plan(strategy, after)
-                held = self._cost.weight_bytes(after) + message_bytes([plan])
-                if self.fits(strategy, tokens[number], extra + held):
+                if self.fits(strategy, tokens[number], extra + self._cost.weight_bytes(after) + message_bytes([plan])):
                     beside.append(plan)
                     has_come = True
             beside_s = sum(self._travel_s([plan]) for plan in beside)
@@ -114,8 +120,10 @@ class OverlappedSwitches:
 
     def _gradient_plan(self, before: Strategy) -> SwitchPlan:
         if before not in self._gradient_plans:
-            layouts = (self._layout(one) for one in (before, self._optimizer_strategy))
-            self._gradient_plans[before] = plan_gradients(*layouts, self._gradients, self._cost.nodes)
+            source, target = self._layout(before), self._layout(self._optimizer_strategy)
+            plan = plan_gradients(source, target, self._gradients, self._cost.nodes)
+            summed = replace(plan.summed, num_bytes=(self._held_ratio * plan.summed.num_bytes).astype(np.int64))
+            self._gradient_plans[before] = replace(plan, summed=summed)
         return self._gradient_plans[before]
 
     def _layout(self, strategy: Strategy) -> Layout:

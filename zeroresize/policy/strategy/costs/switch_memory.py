@@ -48,6 +48,8 @@ def message_bytes(plans: Sequence[SwitchPlan], max_bytes: int = MAX_MESSAGE_BYTE
     for plan in plans:
         num_bytes += plan.sent_within + plan.sent_between + plan.received_within + plan.received_between
         summed_bytes += plan.summed_bytes.sum(axis=0)
-    return sum(
-        one if one.max() <= max_bytes // 2 else np.minimum(2 * one, max_bytes) for one in (num_bytes, summed_bytes)
-    )
+    return _buffer_bytes(num_bytes, max_bytes) + _buffer_bytes(summed_bytes, max_bytes)
+
+
+def _buffer_bytes(num_bytes: Indices, max_bytes: int) -> Indices:
+    return num_bytes if num_bytes.max() <= max_bytes // 2 else np.minimum(2 * num_bytes, max_bytes)

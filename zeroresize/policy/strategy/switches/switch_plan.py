@@ -172,12 +172,11 @@ class _Builder:
             Moves(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
             for parts in (self._sent, self._kept)
         )
-        if replicas is None:
-            return SwitchPlan(self._sorted(sent, len(nodes)), self._sorted(kept, len(nodes)), nodes)
-        summed, sent = sum_within_nodes(sent, kept, *replicas, nodes, self._slices.num_bytes)
-        return SwitchPlan(
-            *(self._sorted(one, len(nodes)) for one in (sent, kept)), nodes, self._sorted(summed, len(nodes))
-        )
+        summed = Moves(*(column[:0] for column in sent))
+        if replicas is not None:
+            summed, sent = sum_within_nodes(sent, kept, *replicas, nodes, self._slices.num_bytes)
+        sent_first, sent_then, stays = (self._sorted(one, len(nodes)) for one in (summed, sent, kept))
+        return SwitchPlan(sent_then, stays, nodes, sent_first)
 
     def _sorted(self, moves: Moves, num_ranks: int) -> SliceTransfers:
         numbers, sources, destinations = moves
