@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -21,11 +20,12 @@ from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES
 from zeroresize.resharding.transaction import Participants, run_transaction
 from zeroresize.strategy.first_weights import take_first_weights
+from zeroresize.strategy.given_model import agree_on_model, device_of
 from zeroresize.strategy.optimizer_checks import require_divisible
 from zeroresize.strategy.placement.gradient_sum import sum_gradients
 from zeroresize.strategy.placement.placement import Placement, held_bytes
 from zeroresize.strategy.placement.strategy_groups import RankGroups
-from zeroresize.strategy.placement.whole_layers import Initialize, SegmentsOf, WholeLayers
+from zeroresize.strategy.placement.whole_layers import Initialize, SegmentsOf
 from zeroresize.strategy.switching.optimizer_move import OptimizerMove
 from zeroresize.strategy.switching.placements import Placements
 from zeroresize.strategy.switching.rank_agreement import RankAgreement
@@ -104,39 +104,15 @@ class SwitchableModel:
     ) -> None:
         self.process_group = require_group(process_group or dist.group.WORLD)
         self.rank, self._num_ranks = group_rank(self.process_group), group_size(self.process_group)
-        self.device = _device(layers, device)
+        self.device = device_of(layers, device)
         self._max_bytes = max_bytes
         self._agreement = RankAgreement(self.process_group, self.device)
         self._participants = Participants(self.process_group, self.device, self._agreement.meet)
-
-        def checked() -> tuple[WholeLayers, dict[Strategy, Layout]]:
-            if max_bytes < 1:
-                raise ValueError(f"max_bytes={max_bytes} is not allowed: at least 1 is needed")
-            whole = WholeLayers(layers, segments, compute_dtype)
-            if gradient_dtype is not None and not gradient_dtype.is_floating_point:
-                raise ValueError(f"gradient_dtype={gradient_dtype} is not allowed: a type such as torch.bfloat16 is")
-            wanted = dict.fromkeys(
-                map(Strategy.of, [*strategies, *([] if optimizer_strategy is None else [optimizer_strategy])])
-            )
-            if not wanted:
-                raise ValueError("strategies=[]: at least one is needed")
-            specs = [one.spec for one in whole.tensors]
-            return whole, {one: one.layout(specs, self._num_ranks, whole.num_layers) for one in wanted}
-
-        self._layers, layouts = self._agreement.make_alike(
-            checked,
-            lambda given: [
-                [asdict(tensor.spec) for tensor in given[0].tensors],
-                [str(tensor.dtype) for tensor in given[0].tensors],
-                [strategy.as_dict() for strategy in given[1]],
-                optimizer_strategy and Strategy.of(optimizer_strategy).as_dict(),
-                max_bytes,
-                [str(compute_dtype), str(gradient_dtype)],
-            ],
-            "the layers, the strategies, the optimizer's strategy, max_bytes, compute_dtype or gradient_dtype",
+        types = TravelTypes(compute_dtype, gradient_dtype)
+        self._layers, layouts = agree_on_model(
+            layers, strategies, optimizer_strategy, segments, max_bytes, types, self._num_ranks, self._agreement
         )
         self._nodes = self._agreement.agree_on_nodes(nodes)
-        types = TravelTypes(compute_dtype, gradient_dtype)
         self._placements = Placements(
             self._layers, self._nodes, self._agreement, self.process_group, self.device, max_bytes, types
         )
@@ -374,12 +350,7 @@ class SwitchableModel:
             ValueError: for one that does not fit the ranks or layers.
             RuntimeError: if ranks differ in it, or one does not come.
         """
-        layout = self._agreement.make_alike(
-            lambda: strategy.layout(self.tensors, self._num_ranks, self.num_layers),
-            lambda _: strategy.as_dict(),
-            "the strategy to add",
-        )
-        self._placements.place({strategy: layout})
+        self._placements.add(strategy)
 
     def forget(self, strategy: Strategy) -> None:
         """Give up a strategy, with the process groups, modules and plans that no other one needs.
@@ -389,14 +360,7 @@ class SwitchableModel:
                 ranks raise a RuntimeError.
             RuntimeError: if ranks differ in it, or one does not come.
         """
-
-        def checked() -> Placement:
-            if strategy in (self.optimizer_strategy, self.current):
-                raise ValueError(f"strategy {strategy} cannot be forgotten: it is the optimizer's, or in force")
-            return self._placements[strategy]
-
-        self._agreement.make_alike(checked, lambda _: strategy.as_dict(), "the strategy to forget")
-        self._placements.remove(strategy)
+        self._placements.forget(strategy, {self.optimizer_strategy, self.current})
 
     def close(self) -> None:
         """Destroy the process groups of all strategies, on all ranks; the model is not to be used after that.
@@ -411,10 +375,3 @@ class SwitchableModel:
     @property
     def _optimizer_placement(self) -> Placement:
         return self._placements[self.optimizer_strategy]
-
-
-def _device(layers: Sequence[nn.Module], device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    tensors = itertools.chain.from_iterable((*layer.parameters(), *layer.buffers()) for layer in layers)
-    return next((one.device for one in tensors if not one.is_meta), torch.device("cpu"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -113,9 +113,39 @@ class Placements(Mapping[Strategy, Placement]):
             raise
         self._setups_s += setups_s
 
-    def remove(self, strategy: Strategy) -> None:
-        """Give up a strategy, with the groups, modules and routes that no other one needs; on all ranks."""
-        placement = self._placements.pop(strategy)
+    def add(self, strategy: Strategy) -> None:
+        """Take a further strategy, on all ranks or on none; collective.
+
+        Raises:
+            ValueError: for one that does not fit the ranks or layers.
+            RuntimeError: if ranks differ in it, or one does not come.
+        """
+        specs, num_ranks = [one.spec for one in self._layers.tensors], len(self._nodes)
+        layout = self._agreement.make_alike(
+            lambda: strategy.layout(specs, num_ranks, self._layers.num_layers),
+            lambda _: strategy.as_dict(),
+            "the strategy to add",
+        )
+        self.place({strategy: layout})
+
+    def forget(self, strategy: Strategy, in_use: Collection[Strategy]) -> None:
+        """Give up a strategy, with the groups, modules and routes that no other one needs; collective.
+
+        Args:
+            in_use: those that cannot be given up.
+
+        Raises:
+            ValueError: for a strategy that the model does not have, or that is in use.
+            RuntimeError: if ranks differ in it, or one does not come.
+        """
+
+        def checked() -> Placement:
+            if strategy in in_use:
+                raise ValueError(f"strategy {strategy} cannot be forgotten: it is the optimizer's, or in force")
+            return self[strategy]
+
+        placement = self._agreement.make_alike(checked, lambda _: strategy.as_dict(), "the strategy to forget")
+        del self._placements[strategy]
         left = list(self._placements.values())
         if placement not in left:
             self._routes = {key: route for key, route in self._routes.items() if placement.strategy not in key}
