@@ -177,7 +177,8 @@ class Switch(Transaction):
         learning = optimizer_placement.masters.items() if self._has_gradients else ()
         self._without = [number for number, one in learning if one.requires_grad and one.grad is None]
         of_gradients = (optimizer_placement.masters[number] for number in self._without)
-        #: Of the strategy that is left, where there are none and the node's others are to be added.
+        #: Of the strategy that is left, where there are none and those of others on the node are to be added.
+        self._zeros: dict[int, Tensor] = {}
         self._without_before = [
             number
             for number, master in (before.masters.items() if route.sum_rounds else ())
@@ -214,7 +215,7 @@ class Switch(Transaction):
             parameter = self._optimizer_placement.masters[number]
             self._gradients[number] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self._device)
         for number in self._without_before:
-            self._before.masters[number].grad = torch.zeros_like(self._before.masters[number], device=self._device)
+            self._zeros[number] = torch.zeros_like(self._before.masters[number], device=self._device)
 
     def start(self, earlier: Sequence[Switch] = ()) -> None:
         """Carry it out from now on beside what this rank computes; :meth:`carry_out` waits for the end.
@@ -272,7 +273,7 @@ class Switch(Transaction):
         """Of the strategy that is left, by the number of the tensor."""
         stacks: dict[int, Tensor | None] = {}
         for number, parameter in self._before.masters.items():
-            gradient = parameter.grad
+            gradient = self._zeros.get(number, parameter.grad)
             if gradient is not None and self._route.sum_rounds and not gradient.is_contiguous():
                 gradient = parameter.grad = gradient.contiguous()  # of which a stack is a view
             stacks[number] = (
