@@ -18,7 +18,7 @@ from zeroresize.plan.layout import TensorSpec
 from zeroresize.plan.length_range import LengthRange, as_ranges
 from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.placement.whole_layers import WholeLayers
-from zeroresize.utils.value_checks import at_least, is_bool, number
+from zeroresize.utils.value_checks import at_least, is_bool, number, one_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,9 @@ class TrainingConfig(StepTrainingConfig):
     Attributes:
         tokens: of a step's mini-batch; each of them counts alike in the loss.
         max_tokens: of a micro-batch, into which whole sequences are packed.
+        compute_dtype: mixed precision: in which layers compute and weights travel, ``bfloat16``; those of ``dtype`` are
+            what the optimizer steps. None: everything is of ``dtype``.
+        gradient_dtype: in which gradients travel between strategies, ``bfloat16``; None for ``dtype``.
     """
 
     steps: int = 50
@@ -35,10 +38,20 @@ class TrainingConfig(StepTrainingConfig):
     max_tokens: int = 2048
     log_every: int = 1
     validation_batches: int = 1
+    compute_dtype: str | None = None
+    gradient_dtype: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         each_at_least("training", self, ("tokens", "max_tokens"), 1)
+        for key in ("compute_dtype", "gradient_dtype"):
+            if getattr(self, key) is not None:
+                one_of(f"training.{key}", getattr(self, key), ("bfloat16",))
+
+    @property
+    def computing_dtype(self) -> torch.dtype:
+        """In which layers compute."""
+        return getattr(torch, self.compute_dtype or self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +66,7 @@ class StrategiesConfig:
         search: measure layers and links on these ranks, and take what is expected to be fastest.
         max_ranges: that the search may take.
         optimizer_strategy: in which the optimizer steps; None for the first range's. The search finds its own.
+        overlap: whether weights and gradients travel while strategies train, where memory suffices.
         memory_limit: bytes that a rank may hold, which ``--dry-run`` and the beginning of a run check; None for none.
         timeout_s: seconds after which a message that does not come fails.
     """
@@ -62,11 +76,13 @@ class StrategiesConfig:
     search: bool = False
     max_ranges: int = 4
     optimizer_strategy: Strategy | None = None
+    overlap: bool = False
     memory_limit: float | None = None
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        is_bool("strategies.search", self.search)
+        for key in ("search", "overlap"):
+            is_bool(f"strategies.{key}", getattr(self, key))
         at_least("strategies.max_ranges", self.max_ranges, 1)
         chosen = [key for key in ("ranges", "static", "search") if getattr(self, key)]
         if len(chosen) != 1:

@@ -28,6 +28,7 @@ class RankNeeds:
 
     Attributes:
         layers: in words; empty for a rank that is left out.
+        weights: that compute, and in mixed precision those that the optimizer steps.
         gradients: under the strategy and, where it is not the optimizer's, those that wait under the optimizer's.
         optimizer: AdamW's state, under the optimizer's strategy.
         activations: of all micro-batches that the rank keeps at once.
@@ -102,6 +103,9 @@ def _switch_bytes(config: RunConfig, used: Sequence[Strategy], num_ranks: int) -
             plans,
             is_optimizer_strategy=before == optimizer_strategy,
         )
+        if config.training.compute_dtype is not None:  # copies are switched, and masters are there besides
+            part = config.training.computing_dtype.itemsize / tensors[0].itemsize
+            num_bytes = num_bytes + sizes[optimizer_strategy] - (1.0 - part) * (sizes[before] + sizes[after])
         for end in (before, after):
             most[end] = np.maximum(most[end], num_bytes.astype(np.int64))
     return {one: own.tolist() for one, own in most.items()}
@@ -119,6 +123,10 @@ def rank_needs(config: RunConfig, strategy: Strategy, optimizer_strategy: Strate
     needs = []
     for rank in range(num_ranks):
         gradients = here[rank] + (of_optimizer[rank] if strategy != optimizer_strategy else 0)
+        weights = here[rank]
+        if config.training.compute_dtype is not None:
+            part = config.training.computing_dtype.itemsize / tensors[0].itemsize
+            weights = round(part * here[rank]) + of_optimizer[rank]
         position = strategy.position_of(rank)
         layers, activations = "", 0.0
         if position is not None:
@@ -127,7 +135,7 @@ def rank_needs(config: RunConfig, strategy: Strategy, optimizer_strategy: Strate
             layers = names[position.stage]
             activations = sum(token_bytes(config, number, share) for number in stage_layers) * tokens
             activations *= strategy.pp - position.stage
-        needs.append(RankNeeds(layers, here[rank], gradients, 2 * of_optimizer[rank], round(activations)))
+        needs.append(RankNeeds(layers, weights, gradients, 2 * of_optimizer[rank], round(activations)))
     return needs
 
 
@@ -141,7 +149,7 @@ def token_bytes(config: RunConfig, number: int, share: float = 1.0) -> float:
     which belong to the loss; of the embedding the number of the token.
     """
     model = config.model
-    dtype = getattr(torch, config.training.dtype)
+    dtype = config.training.computing_dtype
     if number == 0:
         return torch.int64.itemsize
     if number == config.num_layers - 1:
@@ -169,7 +177,8 @@ def require_memory(config: RunConfig, needs: Mapping[Strategy, Sequence[RankNeed
 
 def _table(config: RunConfig, needs: Mapping[Strategy, Sequence[RankNeeds]]) -> Table:
     training = config.training
-    title = f"{training.dtype}, micro-batches of {training.max_tokens} tokens unless a range says otherwise"
+    computing = f", computed in {training.compute_dtype}" if training.compute_dtype else ""
+    title = f"{training.dtype}{computing}, micro-batches of {training.max_tokens} tokens unless a range says otherwise"
     table = Table(title=title, title_justify="left")
     for heading in ("strategy", "ranks", "layers"):
         table.add_column(heading, justify="right" if heading == "ranks" else "left")

@@ -120,7 +120,12 @@ def _build(config: RunConfig, documents: Documents, process_group: ProcessGroup)
     choice = chosen(config, layers, batches, process_group, tell)
     strategies = list(dict.fromkeys(one.strategy for one in choice.ranges))
     model = SwitchableModel(
-        layers, strategies=strategies, process_group=process_group, optimizer_strategy=choice.optimizer_strategy
+        layers,
+        strategies=strategies,
+        process_group=process_group,
+        optimizer_strategy=choice.optimizer_strategy,
+        compute_dtype=None if training.compute_dtype is None else training.computing_dtype,
+        gradient_dtype=None if training.gradient_dtype is None else getattr(torch, training.gradient_dtype),
     )
     # As a group, which may be empty: a rank the optimizer's strategy leaves out has no parameters.
     groups = [{"params": list(model.parameters())}]
@@ -132,6 +137,7 @@ def _build(config: RunConfig, documents: Documents, process_group: ProcessGroup)
         loss=token_loss,
         max_tokens=training.max_tokens,
         grad_clip=training.grad_clip,
+        overlap=config.strategies.overlap,
         seed=training.seed,
     )
     return Run(config, choice, model, optimizer, trainer, batches)

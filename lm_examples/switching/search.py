@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -64,9 +64,19 @@ def chosen(
     limit = strategies.memory_limit or sys.float_info.max
     degrees = ", ".join(str(one.tp) for one in candidates if one.pp == 1)
     tell(f"search: measuring {len(layers)} layers under tp = {degrees}, and links")
-    model = SwitchableModel(layers, strategies=[one for one in candidates if one.pp == 1], process_group=process_group)
+    compute_dtype = None if config.training.compute_dtype is None else config.training.computing_dtype
+    model = SwitchableModel(
+        layers,
+        strategies=[one for one in candidates if one.pp == 1],
+        process_group=process_group,
+        compute_dtype=compute_dtype,
+    )
     layer_costs = measure_layer_costs(model, _batch_of, longest=longest, max_tokens=max_tokens, memory_limit=limit)
-    cost = CostModel(layer_costs, tuple(model.tensors), (0,) * num_ranks, measure_links(model))
+    tensors, optimizer_ratio = tuple(model.tensors), 2.0
+    if compute_dtype is not None:  # what travels; master weights are of the optimizer's state then
+        optimizer_ratio = 3.0 * max(one.itemsize for one in tensors) / compute_dtype.itemsize
+        tensors = tuple(replace(one, itemsize=compute_dtype.itemsize) for one in tensors)
+    cost = CostModel(layer_costs, tensors, (0,) * num_ranks, measure_links(model), optimizer_ratio)
     model.close()
     sample = [one.tolist() for one in batches.sample()]
     thresholds = default_thresholds(longest, _SHORTEST_RANGE)

@@ -12,7 +12,7 @@ from rich.console import Console
 from lm_examples.documents import Documents, MiniBatches, Pieces
 from lm_examples.llama import llama_layers, token_loss
 from lm_examples.switching.config_file import READER, load_config
-from lm_examples.switching.dry_run import dry_run, token_bytes
+from lm_examples.switching.dry_run import dry_run, rank_needs, token_bytes
 from lm_examples.switching.run import prepare
 from lm_examples.train_strategies import main, train
 from zeroresize.plan.strategy import Strategy
@@ -124,6 +124,47 @@ def test_a_line_tells_the_mean_of_all_its_steps_also_of_those_before_a_resume(ru
             assert of_range | {"seconds": 0.0} == other | {"seconds": 0.0}
 
 
+def test_mixed_precision_and_overlap_are_keys_and_losses_are_those_of_one_strategy(run_ranks, tmp_path):
+    types = {"dtype": "float32", "compute_dtype": "bfloat16"}
+    runs = {
+        "switched": config_of(tmp_path / "switched", {**SWITCHING, "overlap": True}, training=types),
+        "both": config_of(tmp_path / "both", SWITCHING, training={**types, "gradient_dtype": "bfloat16"}),
+        "static": config_of(tmp_path / "static", {"static": [2, 1, 1]}, training=types),
+    }
+
+    def train_all(rank, group):
+        model = prepare(runs["switched"], documents_of(), group, resume=False)
+        with model.held:
+            dtypes = {one.dtype for layer in model.model.stage_layers.values() for one in layer.parameters()}
+            masters = {one.dtype for one in model.model.parameters()}
+            losses = {"switched": train(model)["loss"]}
+        losses |= {name: trained(runs[name], group)["loss"] for name in ("both", "static")}
+        return losses, dtypes, masters
+
+    losses, dtypes, masters = run_ranks(train_all, 2)[0]
+    assert dtypes == {torch.bfloat16} and masters == {torch.float32}
+    for name in ("switched", "both"):
+        assert losses[name] == pytest.approx(losses["static"], rel=2**-8)  # bfloat16's precision
+
+
+def test_a_dry_run_counts_copies_that_compute_beside_what_the_optimizer_steps(tmp_path):
+    config, mixed = (
+        config_of(tmp_path, training={"dtype": "float32", "compute_dtype": dtype}) for dtype in (None, "bfloat16")
+    )
+    plain, other = (rank_needs(one, Strategy(2), Strategy(tp=2), 2)[0] for one in (config, mixed))
+    of_optimizer = rank_needs(config, Strategy(tp=2), Strategy(tp=2), 2)[0].weights
+    assert other.weights == plain.weights // 2 + of_optimizer
+    assert (other.gradients, other.optimizer) == (plain.gradients, plain.optimizer)
+    assert other.activations < plain.activations
+
+
+def test_a_search_in_mixed_precision_measures_and_trains_in_16_bits(run_ranks, tmp_path):
+    types = {"steps": 1, "dtype": "float32", "compute_dtype": "bfloat16"}
+    config = config_of(tmp_path, {"search": True, "max_ranges": 2}, training=types)
+    first, second = run_ranks(lambda rank, group: trained(config, group)["loss"], 2)
+    assert first == second
+
+
 def test_a_search_finds_what_it_trains_under(run_ranks, tmp_path, capfd):
     config = config_of(tmp_path, {"search": True, "max_ranges": 2}, training={"steps": 2}, output={"progress": True})
 
@@ -178,6 +219,8 @@ def test_every_configuration_that_comes_along_is_whole(name):
         ({"strategies": {"static": [1, 0, 1]}}, "strategies.static: strategy tp=0 is not allowed"),
         ({"strategies": {"statik": [1, 1, 1]}}, "unknown strategies key 'statik' (did you mean 'static'?)"),
         ({"data": {"max_length": 25}}, "strategies.ranges end at up_to=24: sequences have up to data.max_length=25"),
+        ({"training": {"compute_dtype": "float16"}}, "training.compute_dtype='float16' is not allowed"),
+        ({"strategies": {**SWITCHING, "overlap": 1}}, "strategies.overlap=1"),
         ({"training": {"max_tokens": 23}}, "training.max_tokens=23 is not allowed: a micro-batch must have room"),
         ({"training": {"token": 1}}, "unknown training key 'token' (did you mean 'tokens'?)"),
     ],

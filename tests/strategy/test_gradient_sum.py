@@ -27,7 +27,7 @@ def test_few_sums_are_under_way_and_missing_gradients_are_zeros(monkeypatch, num
     parameters = {number: nn.Parameter(torch.ones(4)) for number in range(12)}
     for number, parameter in parameters.items():
         parameter.grad = torch.full((4,), float(number)) if number % 3 else None
-    optimizer_placement = SimpleNamespace(groups=SimpleNamespace(dp=None), position=0, parameters=parameters)
+    optimizer_placement = SimpleNamespace(groups=SimpleNamespace(dp=None), position=0, masters=parameters)
     gradient_sum.sum_gradients(optimizer_placement, [SimpleNamespace(spec=SimpleNamespace(division=None))] * 12)
     for number, parameter in parameters.items():
         assert parameter.grad.tolist() == [float(num_replicas * number if number % 3 else 0)] * 4

@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 from lm_examples.llama import token_loss
-from zeroresize.layers.segment import Segment
+from scripts.bench.paced_layers import Pace, paced_cost_model, paced_layers, sequences_of
 from zeroresize.measure.clocks import HostClock
 from zeroresize.plan.length_range import LengthRange, with_limits
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.costs.cost_model import CostModel
-from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
 from zeroresize.policy.strategy.stragglers.costs import StragglerCosts
 from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
@@ -26,77 +24,29 @@ from zeroresize.strategy.strategy_balancer import SETUP_S, StrategyBalancer
 from zeroresize.strategy.switching import placements as placements_module
 from zeroresize.strategy.trainer import StrategyTrainer
 
-WIDTH, UNITS, VOCABULARY, NUM_BLOCKS, MAX_TOKENS = 4, 12, 16, 2, 32
+NUM_BLOCKS, MAX_TOKENS = 2, 32
 TOKEN_S = 1.0  # of a token in a whole block, forward and backward: so much that what changes take does not matter
 RANGES = [LengthRange(6, Strategy(2, 2)), LengthRange(16, Strategy(1, 4))]
 
 
-class Pace:
-    """The only clock of this rank: it moves when blocks compute, χ times as far as usual."""
-
-    chi, now_s = 1.0, 0.0
-
-
-class _Takes(torch.autograd.Function):
-    """Half of a block's seconds in forward, half in backward, by the tokens and units that it has here."""
-
-    @staticmethod
-    def forward(ctx, h):
-        ctx.seconds = 0.0 if h.is_meta else TOKEN_S / 2 * len(h) * h.shape[1] / UNITS
-        Pace.now_s += Pace.chi * ctx.seconds
-        return h.clone()
-
-    @staticmethod
-    def backward(ctx, dh):
-        Pace.now_s += Pace.chi * ctx.seconds
-        return dh.clone()
-
-
 class Clock(HostClock):
+    """Moves only when this rank's blocks compute, χ times as far as usual."""
+
+    def __init__(self, pace):
+        self._pace = pace
+
     def mark(self):
-        return Pace.now_s
+        return self._pace.taken_s
 
 
-class Embedding(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(VOCABULARY, WIDTH, dtype=torch.float64)
-
-    def forward(self, x, packed):
-        return self.table(x)
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(WIDTH, UNITS, dtype=torch.float64)
-        self.down = nn.Linear(UNITS, WIDTH, dtype=torch.float64)
-
-    def segments(self):
-        return [Segment(["up"], "down")]
-
-    def forward(self, x, packed):
-        return x + self.down(_Takes.apply(torch.tanh(self.up(x))))
-
-
-class Output(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.project = nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
-
-    def forward(self, x, packed):
-        return self.project(x)
-
-
-def layers_of():
-    torch.manual_seed(0)
-    return [Embedding(), *(Block() for _ in range(NUM_BLOCKS)), Output()]
+def layers_of(pace=None):
+    return paced_layers(NUM_BLOCKS, pace or Pace(TOKEN_S, sleeps=False))
 
 
 def batch(step):
     generator = torch.Generator().manual_seed(step)
     lengths = torch.randint(1, 17, (6,), generator=generator).tolist()
-    return [torch.randint(VOCABULARY, (one + 1,), generator=generator) for one in [*lengths, 16]]
+    return sequences_of([*lengths, 16], step)
 
 
 def optimizer_of(parameters):
@@ -121,29 +71,24 @@ def undivided_losses(num_steps):
 
 
 def cost_of(tensors, num_ranks=4):
-    kinds = ("whole", *("block",) * NUM_BLOCKS, "whole")
-    costs = {
-        "block": {tp: LayerCost(0.0, TOKEN_S / tp, 0.0, 8.0) for tp in (1, 2, 4)},
-        "whole": dict.fromkeys((1, 2, 4), LayerCost(0.0, 0.0, 0.0, 8.0)),
-    }
-    return CostModel(LayerCostTable(kinds, costs, 8.0), tensors, (0,) * num_ranks, LinkSpeeds(1e9, 1e9))
+    return paced_cost_model(tensors, NUM_BLOCKS, TOKEN_S, num_ranks)
 
 
 def training(group, **options):
-    model = SwitchableModel(layers_of(), strategies=[one.strategy for one in RANGES], process_group=group)
+    pace = Pace(TOKEN_S, sleeps=False)
+    model = SwitchableModel(layers_of(pace), strategies=[one.strategy for one in RANGES], process_group=group)
     trainer = StrategyTrainer(model, optimizer_of(model.parameters()), RANGES, loss=token_loss, max_tokens=MAX_TOKENS)
-    cost = cost_of(model.tensors)
-    probe = lambda: 1e-3 * Pace.chi  # noqa: E731
-    return trainer, StrategyBalancer(trainer, cost, probe=probe, clock=Clock(), **options)
+    balancer = StrategyBalancer(trainer, cost_of(model.tensors), probe=pace.probe, clock=Clock(pace), **options)
+    return trainer, balancer, pace
 
 
 def test_a_slow_rank_is_shrunk_left_out_and_comes_back_and_results_are_those_of_undisturbed_training(run_ranks):
     def train(rank, group):
         records, losses = [], []
-        trainer, balancer = training(group, on_change=records.append)
+        trainer, balancer, pace = training(group, on_change=records.append)
 
         def run_until(kind, chi, most):
-            Pace.chi = chi if rank == 1 else 1.0
+            pace.chi = chi if rank == 1 else 1.0
             for _ in range(most):
                 losses.append(balancer.step(batch(len(losses))).loss)
                 if records and records[-1].what == kind:
@@ -186,18 +131,21 @@ def test_a_setup_is_expected_to_take_what_those_of_the_model_took_on_the_slowest
     make_side_group = strategy_groups.make_side_group
 
     def make(rank, group):
+        now_s = 0.0
+
         def make_slowly(*arguments):
-            Pace.now_s += 1.0 + rank
+            nonlocal now_s
+            now_s += 1.0 + rank
             return make_side_group(*arguments)
 
         monkeypatch.setattr(strategy_groups, "make_side_group", make_slowly)
-        monkeypatch.setattr(placements_module, "time", SimpleNamespace(perf_counter=lambda: Pace.now_s))
-        trainer, balancer = training(group)
+        monkeypatch.setattr(placements_module, "time", SimpleNamespace(perf_counter=lambda: now_s))
+        trainer, balancer, _ = training(group)
         balancer.close()
         first_s = setup_s_of(balancer)
         trainer.model.add(Strategy(1, 3, ranks=(0, 1, 2)))  # one group of three, and rank 3 alone
         trainer.model.add(Strategy(4))  # none that is not made yet
-        later = StrategyBalancer(trainer, cost_of(trainer.model.tensors), probe=lambda: 1.0, clock=Clock())
+        later = StrategyBalancer(trainer, cost_of(trainer.model.tensors), probe=lambda: 1.0)
         later.close()
         return first_s, setup_s_of(later)
 
@@ -213,7 +161,7 @@ def test_where_no_groups_had_to_be_made_a_setup_takes_the_default(run_ranks):
         trainer = StrategyTrainer(
             model, optimizer_of(model.parameters()), ranges, loss=token_loss, max_tokens=MAX_TOKENS
         )
-        balancer = StrategyBalancer(trainer, cost_of(model.tensors, 1), probe=lambda: 1.0, clock=Clock())
+        balancer = StrategyBalancer(trainer, cost_of(model.tensors, 1), probe=lambda: 1.0)
         balancer.close()
         return model.setup_s, setup_s_of(balancer)
 
@@ -291,7 +239,7 @@ def test_ranks_must_agree_on_all_of_the_costs_and_ranges(run_ranks):
             if "up_to" in options:
                 first, last = trainer.ranges
                 trainer.use([replace(first, up_to=options.pop("up_to")), last])
-            StrategyBalancer(trainer, replace(cost, **options), probe=lambda: 1.0, clock=Clock()).close()
+            StrategyBalancer(trainer, replace(cost, **options), probe=lambda: 1.0).close()
 
         for others in ({"links": LinkSpeeds(1e9, 2e9)}, {"nodes": (0, 1)}, {"optimizer_ratio": 3.0}, {"up_to": 5}):
             name = "ranges" if "up_to" in others else next(iter(others))

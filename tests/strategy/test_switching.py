@@ -65,7 +65,8 @@ def add(model, name, gradient):
     parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
 
 
-def test_gradients_computed_under_several_strategies_are_those_of_the_undivided_model(run_ranks):
+@pytest.mark.parametrize("nodes", [(0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 1, 0)])
+def test_gradients_computed_under_several_strategies_are_those_of_the_undivided_model(run_ranks, nodes):
     """Real forwards and backwards; the optimizer's strategy has three replicas, and one rank is left out of it."""
     strategies = [Strategy(2, 2), Strategy(4), Strategy(1, 4, shares=(3, 1, 2, 0)), Strategy(1, 3, ranks=(2, 3, 1))]
 
@@ -76,6 +77,7 @@ def test_gradients_computed_under_several_strategies_are_those_of_the_undivided_
             "process_group": group,
             "optimizer_strategy": optimizer_strategy,
             "initialize": filled_as(layers_of()),
+            "nodes": nodes,
         }
         model = SwitchableModel(layers_of(device="meta"), strategies=strategies, **options)
         for step, strategy in enumerate([*strategies, optimizer_strategy, strategies[0]]):
@@ -113,13 +115,15 @@ def loss_of(layers, x):
     return x.logsumexp(dim=-1).sum()
 
 
-def test_ranks_that_hold_the_same_have_the_same_gradients_to_the_last_bit(run_ranks):
+@pytest.mark.parametrize("nodes", [(0, 0, 0, 0), (0, 0, 1, 1)])
+def test_ranks_that_hold_the_same_have_the_same_gradients_to_the_last_bit(run_ranks, nodes):
     """Partial gradients of four replicas reach each of three shards, in single precision."""
 
     def check(rank, group):
         optimizer_strategy = Strategy(1, 3, shares=(1, 2, 3))
         layers = layers_of(dtype=torch.float32)
-        model = SwitchableModel(layers, strategies=[optimizer_strategy, FOUR[0]], process_group=group, max_bytes=2000)
+        strategies = [optimizer_strategy, FOUR[0]]
+        model = SwitchableModel(layers, strategies=strategies, process_group=group, max_bytes=2000, nodes=nodes)
         for step in range(2):
             report = model.switch_to(FOUR[0])
             assert report.num_rounds > 2
@@ -133,6 +137,29 @@ def test_ranks_that_hold_the_same_have_the_same_gradients_to_the_last_bit(run_ra
 
     first, second, third, _ = run_ranks(check, 4)
     assert len(first) == 11 and first == second == third
+
+
+@pytest.mark.parametrize("max_bytes", [2000, 2**28])
+def test_replicas_of_a_node_are_summed_before_they_leave_it_also_where_some_have_no_gradients(run_ranks, max_bytes):
+    def check(rank, group):
+        optimizer_strategy, whole_layers, rank_without = Strategy(1, 4, shares=(1, 1, 2, 2)), layers_of(), 2
+        options = {"process_group": group, "max_bytes": max_bytes, "nodes": (0, 0, 1, 1)}
+        model = SwitchableModel(layers_of(), strategies=[optimizer_strategy, FOUR[0]], **options)
+        model.switch_to(FOUR[0])
+        torch.manual_seed(0)
+        for name, whole in whole_tensors(whole_layers).items():
+            gradients = torch.randn(4, *whole.shape, dtype=torch.float64)
+            gradients[rank_without] = 0.0
+            whole.grad = gradients.sum(dim=0)
+            if rank != rank_without:
+                add(model, name, gradients[rank])
+        model.switch_to(optimizer_strategy)
+        model.collect()
+        for name, parameter in model.named_parameters():
+            expected = own_part(model, optimizer_strategy, name, whole_tensors(whole_layers)[name].grad)
+            torch.testing.assert_close(parameter.grad, expected, rtol=0.0, atol=1e-12)
+
+    run_ranks(check, 4)
 
 
 def test_one_set_of_weights_is_held_between_switches(run_ranks):

@@ -14,6 +14,7 @@ from zeroresize.resharding import agreement
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.placement.placement import Placement
+from zeroresize.strategy.switching import flow_transport
 from zeroresize.utils.torch_private import known_groups
 
 UNEVEN, PIPELINE, REPLICAS = Strategy(1, 3, shares=(1, 2, 3)), Strategy(1, 1, 3), Strategy(3)
@@ -166,7 +167,8 @@ def test_models_and_strategies_that_do_not_fit_are_told_to_all(run_ranks):
             SwitchableModel([Odd(state=rank == 1)], strategies=[PAIR], process_group=group)
         assert rank == 1 or "ranks [1] of the group failed before" in str(caught.value)
         with pytest.raises(
-            RuntimeError, match="differ in the layers, the strategies, the optimizer's strategy or max_bytes"
+            RuntimeError,
+            match="differ in the layers, the strategies, the optimizer's strategy, max_bytes, compute_dtype",
         ):
             SwitchableModel([Odd()], strategies=[(HALVES, PAIR)[rank]], process_group=group)
 
@@ -174,3 +176,37 @@ def test_models_and_strategies_that_do_not_fit_are_told_to_all(run_ranks):
             SwitchableModel(layers_of(seed=rank, dtype=torch.bfloat16), strategies=[PAIR], process_group=group)
 
     run_ranks(check, 2)
+
+
+def test_a_rank_that_fails_while_its_node_sums_gradients_is_named_and_the_step_is_given_up(run_ranks, monkeypatch):
+    pack = flow_transport._pack
+
+    def check(rank, group):
+        shards, copies = Strategy(1, 3, shares=(1, 2, 3)), Strategy(4)
+        training = Training(group, [shards, copies], nodes=(0, 0, 1, 1))
+        model = training.model
+
+        def make_gradients():
+            for layer in model.stage_layers.values():
+                for parameter in layer.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+
+        def fail_once(*arguments):
+            monkeypatch.setattr(flow_transport, "_pack", pack)
+            raise ValueError("cannot be packed")
+
+        model.switch_to(copies)
+        make_gradients()
+        if rank == 2:  # the first thing that it packs is for the sum of its node
+            monkeypatch.setattr(flow_transport, "_pack", fail_once)
+        text = training.fails(lambda model: model.switch_to(shards), (ValueError, RuntimeError))
+        model.abandon()
+        assert all(one.grad is None for one in model.parameters())
+        model.switch_to(copies)
+        make_gradients()
+        model.collect()
+        assert all(torch.equal(one.grad, torch.full_like(one, 4.0)) for one in model.parameters())
+        return text
+
+    for rank, text in enumerate(run_ranks(check, 4)):
+        assert ("cannot be packed" if rank == 2 else "ranks [2] of the group have not received") in text

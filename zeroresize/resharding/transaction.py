@@ -172,7 +172,7 @@ def run_transaction(
             After any of these everything is as it was, but for gradients that a switch has added. Only what ``commit``
             raises, and a rank that dies just when the last one has received all, can leave others with what has moved.
     """
-    prepare = _prepare_in_one_meeting if in_two_meetings else prepare_transaction
+    prepare = prepare_in_one_meeting if in_two_meetings else prepare_transaction
     transaction = prepare(make, participants)
     receive_transaction(transaction, participants)
     transaction.commit()
@@ -228,8 +228,12 @@ def _agree_alone(transaction: Transaction) -> tuple[int, Callable[[], None]]:
     return 0, fail
 
 
-def _prepare_in_one_meeting(make: Callable[[], TransactionT], participants: Participants) -> TransactionT:
-    """As :func:`prepare_transaction`, without descriptions: plans are compared when it is told what memory needs."""
+def prepare_in_one_meeting(make: Callable[[], TransactionT], participants: Participants) -> TransactionT:
+    """Do as :func:`prepare_transaction`, without descriptions: ranks compare plans when they meet about memory.
+
+    Raises:
+        Exception: as :func:`run_transaction`, before anything has travelled.
+    """
     made: TransactionT | Exception
     try:
         made = make()

@@ -111,7 +111,7 @@ def measure_layer_costs(
     for tp, strategy in sorted(by_degree.items()):
         model.switch_to(strategy, gradients=False)
         layers = [model.stage_layers[number] for number in range(model.num_layers)]
-        kept_bytes, _ = _bytes(layers, batches[0])
+        kept_bytes, _ = _bytes(layers, batches[0], model)
         most, held = _most(np.array([kept_bytes.max(), model.held_bytes]), model).tolist()
         fitting = [one for one in range(len(points)) if held + most * tokens[one] <= memory_limit]
         if not fitting:
@@ -121,10 +121,8 @@ def measure_layer_costs(
                 f"a micro-batch of {tokens[0]:.0f} tokens fits beside them"
             )
         timed = [batches[one] for one in fitting]
-        kept_bytes, handed_bytes = _bytes(layers, timed[-1])
-        repetitions = [
-            np.stack([_timed(layers, one, model.device) for one in timed], axis=1) for _ in range(_REPETITIONS)
-        ]
+        kept_bytes, handed_bytes = _bytes(layers, timed[-1], model)
+        repetitions = [np.stack([_timed(layers, one, model) for one in timed], axis=1) for _ in range(_REPETITIONS)]
         seconds_LP = np.min(repetitions, axis=0)
         agreed = _most(np.concatenate([seconds_LP.ravel(), kept_bytes, [handed_bytes]]), model)
         seconds_LP, kept_bytes = agreed[: seconds_LP.size].reshape(seconds_LP.shape), agreed[seconds_LP.size : -1]
@@ -149,28 +147,27 @@ def measure_links(model: SwitchableModel) -> LinkSpeeds:
     return LinkSpeeds(speed, speed, messages.fixed_s)
 
 
-def _timed(layers: Sequence[nn.Module], batch: Packed, device: torch.device) -> Floats:
+def _timed(layers: Sequence[nn.Module], batch: Packed, model: SwitchableModel) -> Floats:
     """[L] seconds of forward and backward of each layer."""
     seconds, x = np.zeros(len(layers)), batch.tokens
     for number, layer in enumerate(layers):
-        began = _now(device)
+        began = _now(model.device)
         x = _both_ways(layer, x, batch)
-        seconds[number] = _now(device) - began
+        seconds[number] = _now(model.device) - began
+        model.drop_gradients()
     return seconds
 
 
 def _both_ways(layer: nn.Module, x: Tensor, batch: Packed) -> Tensor:
-    """Forward and backward; the parameters get no gradients to keep. Returns the output, without a graph."""
+    """Forward and backward; returns the output, without a graph."""
     given = x.detach().requires_grad_(x.is_floating_point())
     y: Tensor = layer(given, batch)
     if y.requires_grad:
         y.backward(torch.ones_like(y))
-    for parameter in layer.parameters():
-        parameter.grad = None
     return y.detach()
 
 
-def _bytes(layers: Sequence[nn.Module], batch: Packed) -> tuple[Floats, float]:
+def _bytes(layers: Sequence[nn.Module], batch: Packed, model: SwitchableModel) -> tuple[Floats, float]:
     """[L] bytes of a token that each layer keeps for its backward, and those of what the first one hands on."""
     kept_bytes, x, handed = np.zeros(len(layers)), batch.tokens, 0.0
     for number, layer in enumerate(layers):
@@ -186,6 +183,7 @@ def _bytes(layers: Sequence[nn.Module], batch: Packed) -> tuple[Floats, float]:
         hooks: AbstractContextManager[object] = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
         with hooks:
             x = _both_ways(layer, x, batch)
+        model.drop_gradients()
         kept_bytes[number] = sum(kept.values()) / batch.num_tokens
         handed = handed or x.numel() * x.element_size() / batch.num_tokens
     return kept_bytes, handed

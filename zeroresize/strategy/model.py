@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_size, require_group
@@ -21,15 +19,18 @@ from zeroresize.plan.layout import Layout, TensorSpec
 from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES
 from zeroresize.resharding.transaction import Participants, run_transaction
+from zeroresize.strategy.first_weights import take_first_weights
+from zeroresize.strategy.given_model import agree_on_model, device_of
 from zeroresize.strategy.optimizer_checks import require_divisible
 from zeroresize.strategy.placement.gradient_sum import sum_gradients
 from zeroresize.strategy.placement.placement import Placement, held_bytes
 from zeroresize.strategy.placement.strategy_groups import RankGroups
-from zeroresize.strategy.placement.whole_layers import Initialize, SegmentsOf, WholeLayers, WholeTensor
+from zeroresize.strategy.placement.whole_layers import Initialize, SegmentsOf
 from zeroresize.strategy.switching.optimizer_move import OptimizerMove
 from zeroresize.strategy.switching.placements import Placements
 from zeroresize.strategy.switching.rank_agreement import RankAgreement
-from zeroresize.strategy.switching.switch import Switch, SwitchReport
+from zeroresize.strategy.switching.switch import SwitchReport, TravelTypes
+from zeroresize.strategy.switching.switcher import Switcher
 
 
 class SwitchableModel:
@@ -65,6 +66,12 @@ class SwitchableModel:
         device: of the weights; None for that of the first parameter, or the CPU for layers on meta.
         nodes: [R] on which node each rank is, as switches prefer links inside nodes; None asks for host names.
         max_bytes: of the messages that a rank sends and receives at once.
+        compute_dtype: in which layers compute and weights travel, such as ``torch.bfloat16``: mixed precision. The
+            parameters stay as they are, under the optimizer's strategy, as master weights; gradients are added to
+            theirs, in their type, after each backward. None: everything is in the type of the parameters.
+        gradient_dtype: in which gradients travel between strategies; None for that of the parameters. Each replica's
+            sum is rounded once, and sums are added in the type of the parameters: of bfloat16 with a relative error
+            of 2⁻⁸ of each sum at most.
 
     Attributes:
         strategies: all that it may run under.
@@ -75,7 +82,7 @@ class SwitchableModel:
 
     Raises:
         ValueError: for strategies that do not fit the ranks or layers, parameters that layers share, buffers with
-            state, layers inside DistributedDataParallel or FSDP, and segments that do not fit; see
+            state, layers inside DistributedDataParallel or FSDP, segments and types that do not fit; see
             :class:`~zeroresize.strategy.placement.whole_layers.WholeLayers`.
         RuntimeError: if ranks differ in what they were given, the weights included, if one fails, or does not come.
     """
@@ -92,67 +99,39 @@ class SwitchableModel:
         device: torch.device | str | None = None,
         nodes: Sequence[int] | None = None,
         max_bytes: int = MAX_MESSAGE_BYTES,
+        compute_dtype: torch.dtype | None = None,
+        gradient_dtype: torch.dtype | None = None,
     ) -> None:
         self.process_group = require_group(process_group or dist.group.WORLD)
         self.rank, self._num_ranks = group_rank(self.process_group), group_size(self.process_group)
-        self.device = _device(layers, device)
+        self.device = device_of(layers, device)
         self._max_bytes = max_bytes
         self._agreement = RankAgreement(self.process_group, self.device)
         self._participants = Participants(self.process_group, self.device, self._agreement.meet)
-
-        def checked() -> tuple[WholeLayers, dict[Strategy, Layout]]:
-            if max_bytes < 1:
-                raise ValueError(f"max_bytes={max_bytes} is not allowed: at least 1 is needed")
-            whole = WholeLayers(layers, segments)
-            wanted = dict.fromkeys(
-                map(Strategy.of, [*strategies, *([] if optimizer_strategy is None else [optimizer_strategy])])
-            )
-            if not wanted:
-                raise ValueError("strategies=[]: at least one is needed")
-            specs = [one.spec for one in whole.tensors]
-            return whole, {one: one.layout(specs, self._num_ranks, whole.num_layers) for one in wanted}
-
-        self._layers, layouts = self._agreement.make_alike(
-            checked,
-            lambda given: [
-                [asdict(tensor.spec) for tensor in given[0].tensors],
-                [str(tensor.dtype) for tensor in given[0].tensors],
-                [strategy.as_dict() for strategy in given[1]],
-                optimizer_strategy and Strategy.of(optimizer_strategy).as_dict(),
-                max_bytes,
-            ],
-            "the layers, the strategies, the optimizer's strategy or max_bytes",
+        types = TravelTypes(compute_dtype, gradient_dtype)
+        self._layers, layouts = agree_on_model(
+            layers, strategies, optimizer_strategy, segments, max_bytes, types, self._num_ranks, self._agreement
         )
         self._nodes = self._agreement.agree_on_nodes(nodes)
         self._placements = Placements(
-            self._layers, self._nodes, self._agreement, self.process_group, self.device, max_bytes
+            self._layers, self._nodes, self._agreement, self.process_group, self.device, max_bytes, types
         )
+        self._switcher = Switcher(self._placements, self._layers.tensors, self._participants, self._agreement)
         self.optimizer_strategy = self.current = (
             next(iter(layouts)) if optimizer_strategy is None else Strategy.of(optimizer_strategy)
         )
         self.failure: str | None = None
-        parts: dict[int, Tensor] = {}
-        digest = 0
-
-        def take(number: int, tensor: WholeTensor, whole: Tensor) -> None:
-            nonlocal digest
-            digest = zlib.crc32(_bytes_of(whole), digest)
-            units = layouts[self.optimizer_strategy].units_of(number, self.rank)
-            position = self.optimizer_strategy.position_of(self.rank)
-            if position is not None and self._stage_of(self.optimizer_strategy, tensor) == position.stage:
-                parts[number] = tensor.part_of(whole, units).to(self.device)
-
-        def filled() -> None:
-            self._layers.take_weights(self.device, initialize, take)
-
-        self._agreement.make_alike(
-            filled,
-            lambda _: digest,
-            "the weights that the layers were given: call torch.manual_seed alike on all ranks before they are filled",
+        weights = take_first_weights(
+            self._layers,
+            self.optimizer_strategy,
+            layouts[self.optimizer_strategy],
+            self.rank,
+            self.device,
+            initialize,
+            self._agreement,
         )
         self._placements.place(layouts)
-        for number, parameter in self._placements[self.optimizer_strategy].parameters.items():
-            parameter.data = parts[number]
+        self._optimizer_placement.fill_masters(weights)
 
     @property
     def strategies(self) -> list[Strategy]:
@@ -194,8 +173,15 @@ class SwitchableModel:
 
     @property
     def stage_layers(self) -> dict[int, nn.Module]:
-        """Return the layers of this rank's stage in the strategy in force, by their numbers in ascending order."""
-        return self._placements[self.current].stage_layers
+        """Return the layers of this rank's stage in the strategy in force, by their numbers in ascending order.
+
+        In mixed precision those of the optimizer's strategy are cast from the master weights here, where they were not
+        since :meth:`collect`.
+        """
+        placement = self._placements[self.current]
+        if self.current == self.optimizer_strategy:
+            placement.cast()
+        return placement.stage_layers
 
     @property
     def held_bytes(self) -> int:
@@ -216,14 +202,14 @@ class SwitchableModel:
         They stay the same objects until :meth:`move_optimizer`. Their weights are there while the optimizer's strategy
         is in force.
         """
-        for number, parameter in self._placements[self.optimizer_strategy].parameters.items():
+        for number, parameter in self._optimizer_placement.masters.items():
             yield self._layers.tensors[number].spec.name, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters of :meth:`named_parameters`."""
         return (parameter for _, parameter in self.named_parameters())
 
-    def switch_to(self, strategy: Strategy, *, gradients: bool = True) -> SwitchReport:
+    def switch_to(self, strategy: Strategy, *, gradients: bool = True, in_background: bool = False) -> SwitchReport:
         """Go on under another strategy, within an optimizer's step (HotSPa, Algorithm 1 plans who sends what).
 
         The gradients under the strategy that is left travel to the optimizer's strategy and are added there, and the
@@ -235,6 +221,8 @@ class SwitchableModel:
 
         Args:
             gradients: False where nothing was computed but evaluations: no gradients travel.
+            in_background: whether gradients travel beside what is trained next, until the next switch waits for them,
+                and reports and raises what became of them. Where memory does not suffice they travel now.
 
         Raises:
             ValueError: for a strategy that the model was not given, and without ``gradients`` where there are some; the
@@ -242,24 +230,35 @@ class SwitchableModel:
             NotEnoughMemoryError: on every rank, if the new tensors and messages do not fit on some.
             RuntimeError: on every rank that lives, if ranks differ in the switch, or one dies or fails; it names them.
         """
-        before, optimizer_placement = self._placements[self.current], self._placements[self.optimizer_strategy]
-
-        def make() -> Switch:
-            after = self._placements[strategy]
-            travels = before not in (optimizer_placement, after)
-            if travels and not gradients and any(one.grad is not None for one in before.parameters.values()):
-                raise ValueError(
-                    "switch_to(gradients=False) would lose gradients: there are some; abandon() drops them"
-                )
-            route = self._placements.route(before, after, optimizer_placement if travels and gradients else None)
-            return Switch(
-                route, before, after, optimizer_placement, self._layers.tensors, self.process_group, self.device
-            )
-
-        begin, held = time.perf_counter(), self.held_bytes
-        switch = run_transaction(make, self._participants, in_two_meetings=True)
+        report = self._switcher.switch(
+            self._placements[self.current],
+            strategy,
+            self._optimizer_placement,
+            gradients=gradients,
+            in_background=in_background,
+        )
         self.current = strategy
-        return SwitchReport(peak_bytes=held + switch.needed_bytes, **switch.figures(begin))
+        return report
+
+    def prefetch(self, strategy: Strategy) -> bool:
+        """Let the weights travel to a strategy from now on, beside what is trained until :meth:`switch_to` it.
+
+        A rank holds two sets of weights then. Messages have a process group and a thread of their own, on a GPU also
+        a stream. What came for another strategy than the next one is dropped.
+
+        Returns:
+            Whether they travel; where memory does not suffice on some rank they will at the switch.
+
+        Raises:
+            ValueError: for a strategy that the model was not given; the other ranks raise a RuntimeError.
+            RuntimeError: if ranks differ in the strategy, or one does not come. That one dies later is told by
+                ``switch_to``.
+        """
+        if self._optimizer_placement.is_mixed and strategy == self.optimizer_strategy:
+            return True  # nothing travels: weights are cast there
+        if self.current == self.optimizer_strategy:
+            self._optimizer_placement.cast()
+        return self._switcher.prefetch(self._placements[self.current], strategy, self._optimizer_placement)
 
     def collect(self) -> SwitchReport:
         """End a step: weights and gradients go to the optimizer's strategy, and gradients are summed over its replicas.
@@ -271,8 +270,9 @@ class SwitchableModel:
         """
         begin = time.perf_counter()
         report = self.switch_to(self.optimizer_strategy)
-        optimizer_placement = self._placements[self.optimizer_strategy]
-        sum_gradients(optimizer_placement, self._layers.tensors)
+        if self._optimizer_placement.is_mixed:  # the optimizer's step makes copies stale
+            self._optimizer_placement.let_go()
+        sum_gradients(self._optimizer_placement, self._layers.tensors)
         return replace(report, seconds=time.perf_counter() - begin)
 
     def abandon(self) -> SwitchReport:
@@ -284,12 +284,16 @@ class SwitchableModel:
         Raises:
             Exception: as :meth:`switch_to`; the gradients are gone even so.
         """
-        for placement in self._placements.values():
-            for parameter in placement.parameters.values():
-                parameter.grad = None
+        self._switcher.discard()
+        self.drop_gradients()
         report = self.switch_to(self.optimizer_strategy, gradients=False)
         self.failure = None
         return report
+
+    def drop_gradients(self) -> None:
+        """Leave no gradients on this rank, of whatever strategy."""
+        for placement in set(self._placements.values()):
+            placement.drop_gradients()
 
     def move_optimizer(self, strategy: Strategy, optimizer: object | None) -> SwitchReport:
         """Make another strategy the optimizer's, between two steps, with all that the optimizer keeps.
@@ -316,7 +320,7 @@ class SwitchableModel:
                 of what they share, or one dies or fails.
         """
         begin, held = time.perf_counter(), self.held_bytes
-        before, tensors = self._placements[self.optimizer_strategy], self._layers.tensors
+        before, tensors = self._optimizer_placement, self._layers.tensors
 
         def make() -> OptimizerMove:
             if self.current != self.optimizer_strategy:
@@ -346,12 +350,7 @@ class SwitchableModel:
             ValueError: for one that does not fit the ranks or layers.
             RuntimeError: if ranks differ in it, or one does not come.
         """
-        layout = self._agreement.make_alike(
-            lambda: strategy.layout(self.tensors, self._num_ranks, self.num_layers),
-            lambda _: strategy.as_dict(),
-            "the strategy to add",
-        )
-        self._placements.place({strategy: layout})
+        self._placements.add(strategy)
 
     def forget(self, strategy: Strategy) -> None:
         """Give up a strategy, with the process groups, modules and plans that no other one needs.
@@ -361,14 +360,7 @@ class SwitchableModel:
                 ranks raise a RuntimeError.
             RuntimeError: if ranks differ in it, or one does not come.
         """
-
-        def checked() -> Placement:
-            if strategy in (self.optimizer_strategy, self.current):
-                raise ValueError(f"strategy {strategy} cannot be forgotten: it is the optimizer's, or in force")
-            return self._placements[strategy]
-
-        self._agreement.make_alike(checked, lambda _: strategy.as_dict(), "the strategy to forget")
-        self._placements.remove(strategy)
+        self._placements.forget(strategy, {self.optimizer_strategy, self.current})
 
     def close(self) -> None:
         """Destroy the process groups of all strategies, on all ranks; the model is not to be used after that.
@@ -377,19 +369,9 @@ class SwitchableModel:
             RuntimeError: if a rank does not come.
         """
         self._agreement.make_alike(lambda: None, lambda _: "close", "whether the model is closed")
+        self._switcher.close()
         self._placements.close()
 
-    def _stage_of(self, strategy: Strategy, tensor: WholeTensor) -> int:
-        return strategy.partition(self._layers.num_layers).stages[tensor.spec.layer]
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """What is in it, of any type."""
-    return tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().data
-
-
-def _device(layers: Sequence[nn.Module], device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    tensors = itertools.chain.from_iterable((*layer.parameters(), *layer.buffers()) for layer in layers)
-    return next((one.device for one in tensors if not one.is_meta), torch.device("cpu"))
+    @property
+    def _optimizer_placement(self) -> Placement:
+        return self._placements[self.optimizer_strategy]

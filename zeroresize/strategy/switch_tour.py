@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.switches.switch_order import cheapest_order
+from zeroresize.policy.strategy.switches.switch_order import cheapest_order, hide_first_switch
 from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds, fused_seconds
 from zeroresize.strategy.model import SwitchableModel
@@ -19,10 +19,12 @@ class SwitchTour:
 
     Args:
         links: of the ranks, the same on all of them.
+        overlap: whether weights travel to the next strategy while the present one trains. Then the first switch is
+            taken to cost nothing where the optimizer's strategy trains.
     """
 
-    def __init__(self, model: SwitchableModel, links: LinkSpeeds = TYPICAL_LINKS) -> None:
-        self._model, self._links = model, links
+    def __init__(self, model: SwitchableModel, links: LinkSpeeds = TYPICAL_LINKS, *, overlap: bool = False) -> None:
+        self._model, self._links, self._overlap = model, links, overlap
         self._seconds: dict[tuple[Strategy, Strategy, Strategy], float] = {}
 
     def order(self, strategies: Sequence[Strategy]) -> list[Strategy]:
@@ -34,7 +36,9 @@ class SwitchTour:
         optimizer_strategy = self._model.optimizer_strategy
         stops = [optimizer_strategy, *(one for one in strategies if one != optimizer_strategy)]
         seconds = [[0.0 if one == other else self._between(one, other) for other in stops] for one in stops]
-        return [stops[number] for number in cheapest_order(seconds, 0) if stops[number] in strategies]
+        is_hidden = self._overlap and optimizer_strategy in strategies
+        times = hide_first_switch(seconds, 0) if is_hidden else seconds
+        return [stops[number] for number in cheapest_order(times, 0) if stops[number] in strategies]
 
     def _between(self, before: Strategy, after: Strategy) -> float:
         model, optimizer_strategy = self._model, self._model.optimizer_strategy

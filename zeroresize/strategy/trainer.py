@@ -32,7 +32,7 @@ from zeroresize.strategy.step_report import RangeReport, StepReport
 from zeroresize.strategy.switch_tour import TYPICAL_LINKS, SwitchTour
 from zeroresize.strategy.switching.switch import SwitchReport
 from zeroresize.utils.fingerprint import fingerprint
-from zeroresize.utils.value_checks import number
+from zeroresize.utils.value_checks import is_bool, number
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +69,8 @@ class StrategyTrainer:
         grad_clip: largest norm of the gradients; 0 for no clipping.
         work: what sequences cost, by which replicas share them; their tokens by default.
         links: between the ranks, by which switches are ordered.
+        overlap: whether weights travel to the next strategy while the present one trains, and gradients from the
+            strategy before, where memory suffices: a rank then holds two sets of weights while it trains.
         seed: of what layers draw at random, such as dropout's masks: they are a function of it, the step, the
             strategy's place in the step, the replica, the stage and the micro-batch. The generators stay as they are.
 
@@ -92,16 +94,18 @@ class StrategyTrainer:
         grad_clip: float = 0.0,
         work: Work = num_tokens,
         links: LinkSpeeds = TYPICAL_LINKS,
+        overlap: bool = False,
         seed: int = 0,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self._meet = meet_over(model.process_group, model.device)
         self._require_divisible()
         number("grad_clip", grad_clip, least=0.0)
+        is_bool("overlap", overlap)
         self._loss, self._max_tokens, self._grad_clip, self._work = loss, max_tokens, grad_clip, work
-        self._seed, self.num_steps = seed, 0
+        self._overlap, self._seed, self.num_steps = overlap, seed, 0
         self._loss_check = LossCheck(loss, model.process_group, model.device)
-        self._tour = SwitchTour(model, links)
+        self._tour = SwitchTour(model, links, overlap=overlap)
         self.use(ranges)
         self._activations = find_activations(model.whole_layers)
 
@@ -193,14 +197,14 @@ class StrategyTrainer:
         try:
             visits = self._visits(sequences, trains)
             agreement = [str(visits), str(self.model.optimizer_strategy), trains, self._grad_clip, digest_of(sequences)]
-            agreement += [self._seed, self.num_steps, str(autocast_dtype(self.model.device.type))]
+            agreement += [self._overlap, self._seed, self.num_steps, str(autocast_dtype(self.model.device.type))]
             prepared: tuple[float, float] | Exception = fingerprint(json.dumps(agreement)), 0.0
         except Exception as error:  # the others must hear of any
             prepared = error
         table = meet_prepared(self._meet, prepared)
         require_same(
             [one for one, *_ in table],
-            "the sequences, the ranges, max_tokens, work, grad_clip, seed, num_steps or torch.autocast",
+            "the sequences, the ranges, max_tokens, work, grad_clip, overlap, seed, num_steps or torch.autocast",
             self._meet,
         )
         return visits
@@ -237,7 +241,13 @@ class StrategyTrainer:
         by_range, switches = [], []
         for index, visit in enumerate(visits):
             if self.model.current != visit.strategy:
-                switches.append(self.model.switch_to(visit.strategy, gradients=trains))
+                in_background = self._overlap and trains
+                report = self.model.switch_to(visit.strategy, gradients=trains, in_background=in_background)
+                switches.append(report)
+            if self._overlap:
+                next_strategies = [*(one.strategy for one in visits[index + 1 :]), self.model.optimizer_strategy]
+                if next_strategies[0] != visit.strategy:
+                    self.model.prefetch(next_strategies[0])
             begin = time.perf_counter()
             visited = [lengths[index] for index in visit.members]
             seed = seed_of(self._seed, self.num_steps, index)

@@ -58,3 +58,8 @@ def test_the_tour_is_the_shortest_from_the_optimizer_strategy_by_what_switches_s
         assert tour_seconds(seconds, [of(one) for one in order]) == pytest.approx(shortest)
         without = [one for one in strategies if one != optimizer_strategy]
         assert tour.order(without) == order[1:]  # the optimizer's strategy is passed, though nothing is done there
+        beside = SwitchTour(model, LinkSpeeds(10.0, 1.0), overlap=True)
+        hidden = [[0.0] * len(seconds) if own == of(optimizer_strategy) else row for own, row in enumerate(seconds)]
+        shortest = min(tour_seconds(hidden, [of(optimizer_strategy), *one]) for one in itertools.permutations(others))
+        assert tour_seconds(hidden, list(map(of, beside.order(strategies)))) == pytest.approx(shortest)
+        assert beside.order(without) == order[1:]  # nothing is hidden where the optimizer's strategy does not train

@@ -36,8 +36,13 @@ def check_volumes(plan, case):
         volumes[link, 1, transfer.destination] += size
     assert np.array_equal(volumes[0], [plan.sent_within, plan.received_within])
     assert np.array_equal(volumes[1], [plan.sent_between, plan.received_between])
-    slowest = max(volumes[0].max() / 8.0, volumes[1].max() / 2.0)
-    assert plan.seconds(LINKS) == (slowest + 0.5 if len(plan.transfers) else 0.0)
+    summed = np.zeros((2, len(case.nodes)), dtype=np.int64)
+    for tensor, begin, end, *ranks in plan.summed:
+        summed[(0, 1), ranks] += (end - begin) * case.tensors[tensor].unit_bytes
+    assert np.array_equal(summed, plan.summed_bytes)
+    slowest = max(volumes[0].max() / 8.0, volumes[1].max() / 2.0) + summed.max() / 8.0
+    latencies = 0.5 * (1 + bool(len(plan.summed)))
+    assert plan.seconds(LINKS) == pytest.approx(slowest + latencies if len(plan.transfers) else 0.0)
     assert list(plan.transfers) == sorted(
         plan.transfers, key=lambda one: (one.tensor, one.begin, one.destination, one.source)
     )
@@ -64,17 +69,24 @@ def test_weights_get_to_whoever_lacks_them_once_and_from_holders(case, heuristic
 
 @given(switch_cases(), st.booleans())
 def test_every_partial_gradient_is_added_in_one_replica_of_the_optimizer_layout(case, heuristics):
-    """Source replica i's partial gradient is 2 ** i, so a sum tells which ones are in it, and how often."""
+    """Source replica i's partial gradient is 2 ** i, so a sum tells which ones are in it, and how often.
+
+    What nodes sum first is counted with the numbers that are there before any of it has arrived.
+    """
     source, optimizer_layout, tensors, _ = case
     plan = plan_gradients(*case, heuristics=heuristics)
     of_source, of_optimizer = held_units(source, tensors), held_units(optimizer_layout, tensors)
-    sums = np.zeros_like(of_optimizer)
+    sums, parts = np.zeros_like(of_optimizer), of_source * 2 ** np.maximum(source.replicas, 0)[:, None, None]
+    first_parts = parts.copy()
+    for tensor, begin, end, sender, root in plan.summed:
+        assert heuristics and sender != root and case.nodes[sender] == case.nodes[root]
+        assert of_source[sender, tensor, begin:end].all() and of_source[root, tensor, begin:end].all()
+        parts[root, tensor, begin:end] += first_parts[sender, tensor, begin:end]
     for transfer in (*plan.transfers, *plan.kept):
         assert of_source[transfer.source, transfer.tensor, transfer.begin : transfer.end].all()
         assert of_optimizer[transfer.destination, transfer.tensor, transfer.begin : transfer.end].all()
-        sums[transfer.destination, transfer.tensor, transfer.begin : transfer.end] += 2 ** int(
-            source.replicas[transfer.source]
-        )
+        units = transfer.tensor, slice(transfer.begin, transfer.end)
+        sums[transfer.destination][units] += parts[transfer.source][units]
     assert all(one.source == one.destination for one in plan.kept)
     total = np.zeros_like(sums[0])
     for replica in range(optimizer_layout.num_replicas):
@@ -142,6 +154,22 @@ def test_two_replicas_send_partial_gradients_to_different_replicas_of_the_optimi
     assert plan.received_within.tolist() == [0, 0, 12, 12] and plan.sent_within.tolist() == [12, 12, 0, 0]
     apart = plan_gradients(source, optimizer_layout, tensors, [0, 1, 1, 0])
     assert sorted({(one.source, one.destination) for one in apart.transfers}) == [(0, 3), (1, 2)]
+
+
+def test_replicas_of_one_node_are_summed_there_and_one_sum_leaves_it():
+    """Four replicas on two nodes, the optimizer's one on a third: of each tensor it gets two sums, not four parts."""
+    tensors = whole_tensors(4, 4)
+    source, optimizer_layout = (
+        Strategy(dp=len(ranks), ranks=ranks).layout(tensors, 5, 1) for ranks in (range(4), (4,))
+    )
+    plan = plan_gradients(source, optimizer_layout, tensors, [0, 0, 1, 1, 2])
+    assert plan.received_between.tolist() == [0, 0, 0, 0, 16]
+    assert plan.sent_between.tolist() == [4, 4, 4, 4, 0]  # the ranks of a node send the sum of a tensor each
+    assert plan.summed_bytes.tolist() == [[4, 4, 4, 4, 0]] * 2
+    without = plan_gradients(source, optimizer_layout, tensors, [0, 0, 1, 1, 2], heuristics=False)
+    assert without.received_between.tolist() == [0, 0, 0, 0, 32] and not len(without.summed)
+    near = plan_gradients(source, optimizer_layout, tensors, [0, 0, 0, 0, 0])
+    assert not len(near.summed)  # summed where they arrive
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 0], [0, 1, 2]])

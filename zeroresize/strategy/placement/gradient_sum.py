@@ -32,7 +32,7 @@ def sum_gradients(optimizer_placement: Placement, tensors: Sequence[WholeTensor]
     """
     group = optimizer_placement.groups.dp
     gradients: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
-    for number, parameter in optimizer_placement.parameters.items():
+    for number, parameter in optimizer_placement.masters.items():
         if parameter.requires_grad:
             known = parameter.grad
             parameter.grad = torch.zeros_like(parameter) if known is None else known.contiguous()

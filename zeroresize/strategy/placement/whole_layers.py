@@ -74,23 +74,34 @@ class WholeLayers:
     Args:
         layers: built alike on all ranks, real or on meta.
         segments: see :data:`SegmentsOf`.
+        compute_dtype: in which a rank's parts of them compute, as after ``layer.to(compute_dtype)``; None for that of
+            the parameters.
 
     Attributes:
         tensors: [P], in the order of the layers and of their ``named_parameters``.
+        compute_dtype: as given.
 
     Raises:
         ValueError: for layers inside DistributedDataParallel or FSDP, parameters that are no plain tensors or that
             layers share, buffers that state dictionaries hold, and segments whose layers
-            do not exist, are no ``nn.Linear``, or do not fit each other.
+            do not exist, are no ``nn.Linear``, or do not fit each other. For a ``compute_dtype`` that is not of
+            floating-point numbers, and parameters that are not where it is given.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], segments: SegmentsOf | None = None) -> None:
-        self._segments = segments or own_segments
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        segments: SegmentsOf | None = None,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._segments, self.compute_dtype = segments or own_segments, compute_dtype
         self._layers = list(layers)
         if not self._layers:
             raise ValueError("a model needs at least one layer")
         require_whole_parameters(self._layers)
         _require_own_parameters(self._layers)
+        if compute_dtype is not None:
+            _require_floating_point(self._layers, compute_dtype)
         self.tensors: list[WholeTensor] = []
         for number, layer in enumerate(self._layers):
             _require_no_state_in_buffers(number, layer)
@@ -118,7 +129,7 @@ class WholeLayers:
 
     @property
     def on_meta(self) -> list[nn.Module]:
-        """Return [L] the whole layers with parameters on meta, once weights are taken."""
+        """Return [L] the whole layers with parameters on meta, as they compute, once weights are taken."""
         return list(self._layers)
 
     def take_weights(
@@ -152,7 +163,8 @@ class WholeLayers:
                 ):
                     raise ValueError(f"initialize({number}, layer) changed {tensor.spec.name}: it may only fill it")
                 part(index, tensor, parameter)
-            self._layers[number] = _copied(whole, device)
+            on_meta = _copied(whole, device)
+            self._layers[number] = on_meta if self.compute_dtype is None else on_meta.to(self.compute_dtype)
 
     def shard(
         self, number: int, device: torch.device, process_group: ProcessGroup, units: Mapping[str, range]
@@ -260,6 +272,18 @@ def _require_own_parameters(layers: Sequence[nn.Module]) -> None:
                 raise ValueError(
                     f"layers.{owner}.{other} and layers.{number}.{name} are one parameter: layers that may be on "
                     "different stages cannot share one; give each its own"
+                )
+
+
+def _require_floating_point(layers: Sequence[nn.Module], compute_dtype: torch.dtype) -> None:
+    if not compute_dtype.is_floating_point:
+        raise ValueError(f"compute_dtype={compute_dtype} is not allowed: a type such as torch.bfloat16 is needed")
+    for number, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            if not parameter.is_floating_point():
+                raise ValueError(
+                    f"layers.{number}.{name} is of {parameter.dtype}: with compute_dtype={compute_dtype} all "
+                    "parameters must be of floating-point numbers"
                 )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -23,6 +24,8 @@ class Ends:
         targets: what is filled.
         source_begins, target_begins: [P], the first unit that this rank holds of each tensor.
         adds: whether what comes is added to what is there.
+        dtype: of the elements as they travel, into which they are cast when they are packed; None for that of the
+            tensors.
     """
 
     sources: Mapping[int, Tensor | None]
@@ -30,6 +33,7 @@ class Ends:
     source_begins: Indices
     target_begins: Indices
     adds: bool = False
+    dtype: torch.dtype | None = None
 
     def source(self, tensor_slice: TensorSlice) -> Tensor | None:
         """Return the units of a slice, as they are sent; None stands for zeros."""
@@ -62,11 +66,12 @@ def _pack(all_ends: Sequence[Ends], message: Tensor, round_: SwitchRound, pair: 
     begin = 0
     for tensor_slice in round_.slices[pair]:
         part, begin = message[begin : begin + tensor_slice.num_bytes], begin + tensor_slice.num_bytes
-        source = all_ends[tensor_slice.flow].source(tensor_slice)
+        ends = all_ends[tensor_slice.flow]
+        source = ends.source(tensor_slice)
         if source is None:
             part.zero_()
         else:
-            part.view(source.dtype).view(source.shape).copy_(source, non_blocking=message.is_cuda)
+            part.view(ends.dtype or source.dtype).view(source.shape).copy_(source, non_blocking=message.is_cuda)
 
 
 def _unpack(all_ends: Sequence[Ends], message: Tensor, round_: SwitchRound, pair: Pair) -> None:
@@ -76,9 +81,11 @@ def _unpack(all_ends: Sequence[Ends], message: Tensor, round_: SwitchRound, pair
         target = ends.target(tensor_slice)
         if pair[0] == pair[1]:
             source = ends.source(tensor_slice)
+            if source is not None and ends.dtype is not None:
+                source = source.to(ends.dtype)  # as on the ranks to which the same travels
         else:
             part, begin = message[begin : begin + tensor_slice.num_bytes], begin + tensor_slice.num_bytes
-            source = part.view(target.dtype).view(target.shape)
+            source = part.view(ends.dtype or target.dtype).view(target.shape)
         if source is None:
             continue
         if ends.adds:

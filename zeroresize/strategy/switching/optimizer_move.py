@@ -25,7 +25,6 @@ from zeroresize.strategy.placement.placement import Placement
 from zeroresize.strategy.placement.whole_layers import WholeTensor
 from zeroresize.strategy.switching.flow_transport import FlowTransport
 from zeroresize.strategy.switching.relocation import Relocation
-from zeroresize.strategy.switching.switch import put_in_place
 from zeroresize.strategy.switching.switch_rounds import Flow, switch_rounds
 from zeroresize.utils.fingerprint import fingerprint
 
@@ -49,7 +48,7 @@ class RankOptimizer:
         self.optimizer = require_movable_state(optimizer)
         self._groups = [] if self.optimizer is None else self.optimizer.param_groups
         self.settings = settings_of(self.optimizer)
-        known = {id(one): number for number, one in optimizer_placement.parameters.items()}
+        known = {id(one): number for number, one in optimizer_placement.masters.items()}
         stepped = [(known.get(id(one)), index) for index, group in enumerate(self._groups) for one in group["params"]]
         others = sum(1 for number, _ in stepped if number is None)
         if others:
@@ -58,13 +57,13 @@ class RankOptimizer:
             )
         #: The parameter group of each tensor.
         self._group_of = {number: index for number, index in stepped if number is not None}
-        for number, parameter in optimizer_placement.parameters.items():
+        for number, parameter in optimizer_placement.masters.items():
             if parameter.grad is not None:
                 raise ValueError(f"{tensors[number].spec.name} has a gradient: call optimizer.zero_grad() before")
 
     def description(self) -> str:
         """Describe all that the other ranks must know."""
-        numbers = self._optimizer_placement.parameters
+        numbers = self._optimizer_placement.masters
         return json.dumps([self._group_of, [[number, asdict(self._described(number))] for number in numbers]])
 
     @property
@@ -72,35 +71,35 @@ class RankOptimizer:
         """Return the bytes of the optimizer's tensors."""
         if self.optimizer is None:
             return 0
-        states = [self._parameter_state(number) for number in self._optimizer_placement.parameters]
+        states = [self._parameter_state(number) for number in self._optimizer_placement.masters]
         held = [value for state in states for _, _, value in state.entries()]
         return sum(one.numel() * one.element_size() for one in held if isinstance(one, Tensor))
 
     def held(self, key: str) -> dict[int, Tensor]:
         """Return the optimizer's tensors of one kind, by the number of the tensor."""
-        states = {number: self._parameter_state(number) for number in self._optimizer_placement.parameters}
+        states = {number: self._parameter_state(number) for number in self._optimizer_placement.masters}
         return {number: state.tensors[STATE + key] for number, state in states.items() if STATE + key in state.tensors}
 
     def install(self, after: Placement, group_of: dict[int, int], state: dict[int, dict[str, Any]]) -> None:
         """Give the optimizer the parameters of another strategy in the same groups, and their state."""
         if self.optimizer is None:
             return
-        for parameter in self._optimizer_placement.parameters.values():
+        for parameter in self._optimizer_placement.masters.values():
             set_state(self.optimizer, parameter, {})
         for index, group in enumerate(self._groups):
-            numbers = [number for number in after.parameters if group_of.get(number) == index]
-            group["params"] = [after.parameters[number] for number in numbers]
+            numbers = [number for number in after.masters if group_of.get(number) == index]
+            group["params"] = [after.masters[number] for number in numbers]
             if "param_names" in group:
                 group["param_names"] = [self._tensors[number].spec.name for number in numbers]
         for number, values in state.items():
             if number in group_of:
-                set_state(self.optimizer, after.parameters[number], values)
+                set_state(self.optimizer, after.masters[number], values)
 
     def _described(self, number: int) -> Description:
         return self._parameter_state(number).description()
 
     def _parameter_state(self, number: int) -> ParameterState:
-        parameter = self._optimizer_placement.parameters[number]
+        parameter = self._optimizer_placement.masters[number]
         return ParameterState(self._tensors[number].spec.name, parameter, parameter, self.optimizer)
 
 
@@ -161,7 +160,9 @@ class OptimizerMove(Transaction):
         self._agreed, self._group_of = _agreed(descriptions or (), tensors)
         plan = plan_weights(before.layout, after.layout, [tensor.spec for tensor in tensors], self._nodes)
         flows = [Flow(plan.transfers)]
-        self._weights = Relocation(before, after, tensors, rank, before.weights, after.dtypes)
+        masters = {number: one.data for number, one in before.masters.items()}
+        dtypes = {number: one.dtype for number, one in after.masters.items()}
+        self._weights = Relocation(before, after, tensors, rank, masters, dtypes)
         self._state: dict[str, Relocation] = {}
         for what in sorted({what for one in self._agreed for what in one.dtypes if what.startswith(STATE)}):
             key = what.removeprefix(STATE)
@@ -169,7 +170,7 @@ class OptimizerMove(Transaction):
             itemsizes = [dtypes[number].itemsize if number in dtypes else 1 for number in range(len(tensors))]
             has_it = np.array([number in dtypes for number in range(len(tensors))])
             flows.append(Flow(plan.transfers, None, np.array(itemsizes)).only(has_it))
-            wanted = {number: dtype for number, dtype in dtypes.items() if number in after.parameters}
+            wanted = {number: dtype for number, dtype in dtypes.items() if number in after.masters}
             self._state[key] = Relocation(before, after, tensors, rank, self._optimizer.held(key), wanted)
         rounds = switch_rounds(flows, tensors, rank, before.layout.replicas.tolist(), max(self._max_bytes // 2, 1))
         self.transport = FlowTransport(rounds, self._group)
@@ -189,9 +190,11 @@ class OptimizerMove(Transaction):
 
     def commit(self) -> None:
         """Put weights and state in place, and let go of the old ones."""
-        put_in_place(self._weights, self._before, self._after)
+        if self._after is not self._before:
+            self._after.fill_masters(self._weights.tensors)
+            self._before.let_go_of_masters()
         state: dict[int, dict[str, Any]] = {}
-        for number, parameter in self._after.parameters.items():
+        for number, parameter in self._after.masters.items():
             state[number] = self._agreed[number].kept_values(parameter.device)
             for key, moved in self._state.items():
                 if number in moved.tensors:

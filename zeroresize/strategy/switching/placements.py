@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from zeroresize.strategy.placement.placement import Placement
 from zeroresize.strategy.placement.strategy_groups import StrategyGroups
 from zeroresize.strategy.placement.whole_layers import WholeLayers
 from zeroresize.strategy.switching.rank_agreement import RankAgreement
-from zeroresize.strategy.switching.switch import SwitchRoute
+from zeroresize.strategy.switching.switch import SwitchRoute, TravelTypes
 
 
 class Placements(Mapping[Strategy, Placement]):
@@ -32,6 +32,7 @@ class Placements(Mapping[Strategy, Placement]):
         process_group: of the job's ranks.
         device: of the weights.
         max_bytes: of the messages that a rank sends and receives at once in a switch.
+        types: in which weights and gradients travel.
     """
 
     def __init__(
@@ -42,12 +43,13 @@ class Placements(Mapping[Strategy, Placement]):
         process_group: ProcessGroup,
         device: torch.device,
         max_bytes: int,
+        types: TravelTypes,
     ) -> None:
-        self._layers, self._nodes, self._agreement = layers, nodes, agreement
+        self._layers, self._nodes, self._agreement, self._types = layers, nodes, agreement, types
         self._rank, self._device, self._max_bytes = group_rank(process_group), device, max_bytes
         self._groups = StrategyGroups(process_group)
         self._placements: dict[Strategy, Placement] = {}
-        self._routes: dict[tuple[Strategy, Strategy, Strategy | None], SwitchRoute] = {}
+        self._routes: dict[tuple[Strategy | None, ...], SwitchRoute] = {}
         self._setups_s: list[float] = []
 
     def __getitem__(self, strategy: Strategy) -> Placement:
@@ -111,9 +113,39 @@ class Placements(Mapping[Strategy, Placement]):
             raise
         self._setups_s += setups_s
 
-    def remove(self, strategy: Strategy) -> None:
-        """Give up a strategy, with the groups, modules and routes that no other one needs; on all ranks."""
-        placement = self._placements.pop(strategy)
+    def add(self, strategy: Strategy) -> None:
+        """Take a further strategy, on all ranks or on none; collective.
+
+        Raises:
+            ValueError: for one that does not fit the ranks or layers.
+            RuntimeError: if ranks differ in it, or one does not come.
+        """
+        specs, num_ranks = [one.spec for one in self._layers.tensors], len(self._nodes)
+        layout = self._agreement.make_alike(
+            lambda: strategy.layout(specs, num_ranks, self._layers.num_layers),
+            lambda _: strategy.as_dict(),
+            "the strategy to add",
+        )
+        self.place({strategy: layout})
+
+    def forget(self, strategy: Strategy, in_use: Collection[Strategy]) -> None:
+        """Give up a strategy, with the groups, modules and routes that no other one needs; collective.
+
+        Args:
+            in_use: those that cannot be given up.
+
+        Raises:
+            ValueError: for a strategy that the model does not have, or that is in use.
+            RuntimeError: if ranks differ in it, or one does not come.
+        """
+
+        def checked() -> Placement:
+            if strategy in in_use:
+                raise ValueError(f"strategy {strategy} cannot be forgotten: it is the optimizer's, or in force")
+            return self[strategy]
+
+        placement = self._agreement.make_alike(checked, lambda _: strategy.as_dict(), "the strategy to forget")
+        del self._placements[strategy]
         left = list(self._placements.values())
         if placement not in left:
             self._routes = {key: route for key, route in self._routes.items() if placement.strategy not in key}
@@ -123,16 +155,24 @@ class Placements(Mapping[Strategy, Placement]):
         """Destroy the process groups of all strategies, on all ranks; the placements stay."""
         self._keep_groups_of(())
 
-    def route(self, before: Placement, after: Placement, optimizer_placement: Placement | None) -> SwitchRoute:
+    def route(self, before: Placement, after: Placement | None, optimizer_placement: Placement | None) -> SwitchRoute:
         """Return the route of a switch, planned once.
 
         Args:
+            after: where the weights go; None where they do not travel.
             optimizer_placement: where the gradients go; None where they stay.
         """
-        key = before.strategy, after.strategy, None if optimizer_placement is None else optimizer_placement.strategy
+        key = tuple(None if one is None else one.strategy for one in (before, after, optimizer_placement))
         if key not in self._routes:
             self._routes[key] = SwitchRoute.of(
-                before, after, optimizer_placement, self._layers.tensors, self._nodes, self._rank, self._max_bytes
+                before,
+                after,
+                optimizer_placement,
+                self._layers.tensors,
+                self._nodes,
+                self._rank,
+                self._max_bytes,
+                self._types,
             )
         return self._routes[key]
 

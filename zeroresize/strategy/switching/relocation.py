@@ -16,7 +16,8 @@ class Relocation:
     """Changes the layout of one kind of tensors, such as weights, on this rank; what is there stays as it is.
 
     Args:
-        held: by the number of the tensor, under the strategy before.
+        held: by the number of the tensor, under the strategy before. Of another type than is wanted, just what this
+            rank sends or keeps is cast.
         dtypes: of what is wanted under the strategy after, by the number of the tensor.
 
     Attributes:
@@ -36,7 +37,9 @@ class Relocation:
         self._same = {
             number: held[number]
             for number in dtypes
-            if number in held and before.layout.units_of(number, rank) == after.layout.units_of(number, rank)
+            if number in held
+            and held[number].dtype == dtypes[number]
+            and before.layout.units_of(number, rank) == after.layout.units_of(number, rank)
         }
         self._made = {number: dtype for number, dtype in dtypes.items() if number not in self._same}
         self._new: dict[int, Tensor] = {}
@@ -52,8 +55,12 @@ class Relocation:
         for number, dtype in self._made.items():
             self._new[number] = torch.empty(self._after.parameters[number].shape, dtype=dtype, device=device)
 
-    def ends(self) -> Ends:
-        """Return where the flow begins and ends; what this rank has of its new tensors already is copied now."""
+    def ends(self, dtype: torch.dtype | None = None) -> Ends:
+        """Return where the flow begins and ends; what this rank has of its new tensors already is copied now.
+
+        Args:
+            dtype: in which the flow travels; None for that of the tensors.
+        """
         rank, before, after = self._rank, self._before, self._after
         sources: dict[int, Tensor | None] = {
             number: before.stack(number, self._tensors[number], tensor, rank) for number, tensor in self._held.items()
@@ -62,8 +69,11 @@ class Relocation:
         for number, target in targets.items():
             old, new = (one.layout.units_of(number, rank) for one in (before, after))
             source = sources.get(number)
+            if source is not None and self._tensors[number].spec.division is None:
+                target.copy_(source)
+                continue
             begin, end = max(old.start, new.start), min(old.stop, new.stop)
             if source is not None and begin < end:
                 kept = source.narrow(2, begin - old.start, end - begin)
                 target.narrow(2, begin - new.start, end - begin).copy_(kept)
-        return Ends(sources, targets, before.layout.begins[:, rank], after.layout.begins[:, rank])
+        return Ends(sources, targets, before.layout.begins[:, rank], after.layout.begins[:, rank], dtype=dtype)

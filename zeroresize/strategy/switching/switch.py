@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +17,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, message_device
+from zeroresize.plan.layout import Indices
 from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
+from zeroresize.resharding.agreement import bytes_up_to_peak
 from zeroresize.resharding.transaction import MoveReport, Transaction
 from zeroresize.strategy.placement.placement import Placement
 from zeroresize.strategy.placement.whole_layers import WholeTensor
+from zeroresize.strategy.switching.background import BackgroundCall
 from zeroresize.strategy.switching.flow_transport import Ends, FlowTransport
 from zeroresize.strategy.switching.relocation import Relocation
 from zeroresize.strategy.switching.switch_rounds import Flow, SwitchRound, fingerprint_of, switch_rounds
@@ -35,6 +40,22 @@ class SwitchReport(MoveReport):
 
     peak_bytes: int
 
+    @classmethod
+    def of(cls, switches: Sequence[Switch], begin: float, held: int) -> SwitchReport:
+        """Sum up what has ended with a switch begun at ``begin`` (``time.perf_counter()``), beside ``held`` bytes."""
+        figures = [one.figures(begin) for one in switches]
+        sums = {key: sum(one[key] for one in figures) for key in figures[0] if key != "seconds"}
+        needed = sum(one["new_bytes"] + one["buffer_bytes"] for one in figures)
+        return cls(seconds=time.perf_counter() - begin, peak_bytes=held + needed, **sums)
+
+
+@dataclass(frozen=True)
+class TravelTypes:
+    """Names the types of weights and of gradients while they travel; None for those in which they are held."""
+
+    weights: torch.dtype | None = None
+    gradients: torch.dtype | None = None
+
 
 @dataclass(frozen=True, eq=False)
 class SwitchRoute:
@@ -42,49 +63,78 @@ class SwitchRoute:
 
     Attributes:
         rounds: of this rank.
-        has_gradients: whether gradients travel, too.
+        sum_rounds: of this rank, before these: gradients that its node sums before they leave it.
+        has_weights, has_gradients: what travels.
+        types: in which it travels.
         fingerprint: the same on ranks with the same plan.
     """
 
     rounds: Sequence[SwitchRound]
+    sum_rounds: Sequence[SwitchRound]
+    has_weights: bool
     has_gradients: bool
+    types: TravelTypes
     fingerprint: float
 
     @classmethod
     def of(
         cls,
         before: Placement,
-        after: Placement,
+        after: Placement | None,
         optimizer_placement: Placement | None,
         tensors: Sequence[WholeTensor],
         nodes: Sequence[int],
         rank: int,
         max_bytes: int,
+        types: TravelTypes,
     ) -> SwitchRoute:
         """Plan the way from one strategy to another (HotSPa, Algorithm 1).
 
         Args:
+            after: where the weights go; None where they do not travel.
             optimizer_placement: where the gradients go; None where they stay.
             nodes: [R], on which node each rank is.
             max_bytes: of messages that a rank sends and receives at once.
         """
         specs = [one.spec for one in tensors]
-        flows = [Flow(plan_weights(before.layout, after.layout, specs, nodes).transfers)]
+        flows, sums = [], list[Flow]()
+        if after is not None:
+            transfers = plan_weights(before.layout, after.layout, specs, nodes).transfers
+            flows.append(Flow(transfers, None, _itemsizes(tensors, types.weights)))
         if optimizer_placement is not None:
             plan = plan_gradients(before.layout, optimizer_placement.layout, specs, nodes)
             learns = np.array([one.requires_grad for one in tensors])
-            flows.append(Flow(plan.transfers, plan.kept).only(learns))
+            flows.append(Flow(plan.transfers, plan.kept, _itemsizes(tensors, types.gradients)).only(learns))
+            sums = [Flow(plan.summed).only(learns)] if len(plan.summed) else []
         # Partial gradients are added in the order of the replicas that they come from: on ranks that hold the same
         # the sums are the same to the last bit.
-        rounds = switch_rounds(flows, tensors, rank, before.layout.replicas.tolist(), max(max_bytes // 2, 1))
+        order, of_round = before.layout.replicas.tolist(), max(max_bytes // 2, 1)
+        rounds, sum_rounds = (
+            switch_rounds(travelling, tensors, rank, order, of_round) if travelling else []
+            for travelling in (flows, sums)
+        )
         way = [None if one is None else one.strategy.as_dict() for one in (before, after, optimizer_placement)]
         return cls(
-            rounds, optimizer_placement is not None, fingerprint(json.dumps([way, max_bytes, fingerprint_of(flows)]))
+            rounds,
+            sum_rounds,
+            after is not None,
+            optimizer_placement is not None,
+            types,
+            fingerprint(json.dumps([way, max_bytes, str(types), fingerprint_of([*flows, *sums])])),
         )
 
 
+def _itemsizes(tensors: Sequence[WholeTensor], dtype: torch.dtype | None) -> Indices | None:
+    return None if dtype is None else np.full(len(tensors), dtype.itemsize, dtype=np.int64)
+
+
 class Switch(Transaction):
-    """Switches this rank from one strategy to another.
+    """Switches this rank from one strategy to another, or carries out what of that the route has.
+
+    Args:
+        after: the strategy that is in force then; None where only gradients travel.
+        process_group: over which messages travel.
+        is_beside: whether training goes on meanwhile, so that what it takes must be free, too.
 
     Raises:
         ValueError: for gradients that cannot travel.
@@ -92,24 +142,30 @@ class Switch(Transaction):
 
     plan_name = "where the switch leads, or how it was planned"
     transport: FlowTransport
+    _sums: FlowTransport
 
     def __init__(
         self,
         route: SwitchRoute,
         before: Placement,
-        after: Placement,
+        after: Placement | None,
         optimizer_placement: Placement,
         tensors: Sequence[WholeTensor],
         process_group: ProcessGroup,
         device: torch.device,
+        *,
+        is_beside: bool = False,
     ) -> None:
-        self._route, self._device = route, device
+        self._route, self._device, self._is_beside = route, device, is_beside
         self._has_gradients, self.plan = route.has_gradients, route.fingerprint
         self._before, self._after, self._optimizer_placement = before, after, optimizer_placement
         self._tensors, self._rank = tensors, group_rank(process_group)
         self._group = process_group
-        self._weights = Relocation(before, after, tensors, self._rank, before.weights, after.dtypes)
-        for number, parameter in before.parameters.items() if self._has_gradients else ():
+        self._weights: Relocation | None = None
+        if route.has_weights:
+            assert after is not None
+            self._weights = Relocation(before, after, tensors, self._rank, before.weights, after.dtypes)
+        for number, parameter in before.masters.items() if self._has_gradients else ():
             gradient = parameter.grad
             if gradient is not None and (gradient.layout is not torch.strided or gradient.dtype != parameter.dtype):
                 raise ValueError(
@@ -118,62 +174,121 @@ class Switch(Transaction):
                 )
         #: Of the optimizer's strategy, where it has none yet.
         self._gradients: dict[int, Tensor] = {}
-        learning = optimizer_placement.parameters.items() if self._has_gradients else ()
+        learning = optimizer_placement.masters.items() if self._has_gradients else ()
         self._without = [number for number, one in learning if one.requires_grad and one.grad is None]
-        of_gradients = (optimizer_placement.parameters[number] for number in self._without)
-        self.new_bytes = self._weights.new_bytes + sum(one.numel() * one.element_size() for one in of_gradients)
+        of_gradients = (optimizer_placement.masters[number] for number in self._without)
+        #: Of the strategy that is left, where there are none and those of others on the node are to be added.
+        self._zeros: dict[int, Tensor] = {}
+        self._without_before = [
+            number
+            for number, master in (before.masters.items() if route.sum_rounds else ())
+            if master.requires_grad and master.grad is None
+        ]
+        of_before = (before.masters[number] for number in self._without_before)
+        self.new_bytes = sum(one.numel() * one.element_size() for one in (*of_gradients, *of_before))
+        self.new_bytes += 0 if self._weights is None else self._weights.new_bytes
+        self._under_way: BackgroundCall[Exception | None] | None = None
 
     @property
     def title(self) -> str:
+        if self._after is None:
+            return f"the gradients of {self._before.strategy}"
         return f"a switch to {self._after.strategy}"
+
+    @property
+    def needed_bytes(self) -> int:
+        return (
+            super().needed_bytes + self._sums.buffer_bytes + (bytes_up_to_peak(self._device) if self._is_beside else 0)
+        )
 
     def agree(self, descriptions: Iterable[str] | None) -> None:
         """Lay out the rounds of the route, which is planned by what all ranks know."""
         self.transport = FlowTransport(self._route.rounds, self._group)
+        self._sums = FlowTransport(self._route.sum_rounds, self._group)
 
     def allocate(self) -> None:
-        self.transport.allocate(message_device(self._group, self._device))
-        self._weights.allocate(self._device)
+        for transport in (self._sums, self.transport):
+            transport.allocate(message_device(self._group, self._device))
+        if self._weights is not None:
+            self._weights.allocate(self._device)
         for number in self._without:
-            parameter = self._optimizer_placement.parameters[number]
+            parameter = self._optimizer_placement.masters[number]
             self._gradients[number] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self._device)
+        for number in self._without_before:
+            self._zeros[number] = torch.zeros_like(self._before.masters[number], device=self._device)
+
+    def start(self, earlier: Sequence[Switch] = ()) -> None:
+        """Carry it out from now on beside what this rank computes; :meth:`carry_out` waits for the end.
+
+        Args:
+            earlier: started before over the same process group. Their messages go first, so that ranks pair the same.
+        """
+
+        def wait_for_earlier() -> None:
+            for switch in earlier:
+                switch.wait()
+
+        self._under_way = BackgroundCall(self._send_and_receive, self._device, wait_for_earlier)
+
+    def wait(self) -> None:
+        """Wait until nothing travels any more of what was started."""
+        if self._under_way is not None:
+            self._under_way.wait()
 
     def carry_out(self) -> Exception | None:
-        ends = [self._weights.ends()]
-        if self._has_gradients:
-            ends.append(self._partial_gradients())
-        return self.transport.carry_out_flows(ends)
+        return self._send_and_receive() if self._under_way is None else self._under_way.result()
 
     def commit(self) -> None:
         """Put the new weights in place, and let go of the old ones and of gradients that have been sent."""
-        put_in_place(self._weights, self._before, self._after)
+        before, after = self._before, self._after
+        if after is not None and after is not before:
+            if self._weights is not None:
+                after.fill(self._weights.tensors)
+            before.let_go()
         for number, gradient in self._gradients.items():
-            self._optimizer_placement.parameters[number].grad = gradient
+            self._optimizer_placement.masters[number].grad = gradient
         if self._has_gradients:
-            for parameter in self._before.parameters.values():
-                parameter.grad = None
+            before.drop_gradients()
+
+    def figures(self, begin: float) -> dict[str, Any]:
+        figures = super().figures(begin)
+        for key in ("sent_bytes", "received_bytes", "num_rounds", "buffer_bytes"):
+            figures[key] += getattr(self._sums, key)
+        return figures
+
+    def _send_and_receive(self) -> Exception | None:
+        failure = self._sum_within_nodes() if self._route.sum_rounds else None
+        ends = [] if self._weights is None else [self._weights.ends(self._route.types.weights)]
+        if self._has_gradients:
+            ends.append(self._partial_gradients())
+        return self.transport.carry_out_flows(ends) or failure
+
+    def _sum_within_nodes(self) -> Exception | None:
+        """In the type in which gradients are held: so what then leaves the node is rounded once."""
+        stacks = {number: one for number, one in self._gradient_stacks().items() if one is not None}
+        begins = self._before.layout.begins[:, self._rank]
+        return self._sums.carry_out_flows([Ends(stacks, stacks, begins, begins, adds=True)])
+
+    def _gradient_stacks(self) -> dict[int, Tensor | None]:
+        """Of the strategy that is left, by the number of the tensor."""
+        stacks: dict[int, Tensor | None] = {}
+        for number, parameter in self._before.masters.items():
+            gradient = self._zeros.get(number, parameter.grad)
+            if gradient is not None and self._route.sum_rounds and not gradient.is_contiguous():
+                gradient = parameter.grad = gradient.contiguous()  # of which a stack is a view
+            stacks[number] = (
+                None if gradient is None else self._before.stack(number, self._tensors[number], gradient, self._rank)
+            )
+        return stacks
 
     def _partial_gradients(self) -> Ends:
         before, optimizer_placement, rank = self._before, self._optimizer_placement, self._rank
-        sources, targets = {}, {}
-        for number, parameter in before.parameters.items():
-            gradient = parameter.grad
-            sources[number] = None if gradient is None else before.stack(number, self._tensors[number], gradient, rank)
-        for number, parameter in optimizer_placement.parameters.items():
+        sources, targets = self._gradient_stacks(), {}
+        for number, parameter in optimizer_placement.masters.items():
             gradient = self._gradients.get(number, parameter.grad)
             if gradient is not None and not gradient.is_contiguous():
                 gradient = parameter.grad = gradient.contiguous()  # of which a stack is a view
             if gradient is not None:
                 targets[number] = optimizer_placement.stack(number, self._tensors[number], gradient, rank)
-        return Ends(
-            sources, targets, before.layout.begins[:, rank], optimizer_placement.layout.begins[:, rank], adds=True
-        )
-
-
-def put_in_place(weights: Relocation, before: Placement, after: Placement) -> None:
-    """Give one strategy the weights, and leave the other one without."""
-    if after is before:
-        return
-    for number, new in weights.tensors.items():
-        after.parameters[number].data = new
-    before.let_go()
+        begins = before.layout.begins[:, rank], optimizer_placement.layout.begins[:, rank]
+        return Ends(sources, targets, *begins, adds=True, dtype=self._route.types.gradients)

@@ -41,9 +41,15 @@ def switch_bytes(
 def message_bytes(plans: Sequence[SwitchPlan], max_bytes: int = MAX_MESSAGE_BYTES) -> Indices:
     """Return [R] bytes of memory that the messages of plans that are carried out together take at most.
 
-    What fits into one round lies in one buffer. Of several rounds, the next is packed while one travels.
+    What fits into one round lies in one buffer. Of several rounds, the next is packed while one travels. Sums inside
+    nodes have buffers of their own.
     """
-    num_bytes = np.zeros(len(plans[0].nodes), dtype=np.int64)
+    num_bytes, summed_bytes = (np.zeros(len(plans[0].nodes), dtype=np.int64) for _ in range(2))
     for plan in plans:
         num_bytes += plan.sent_within + plan.sent_between + plan.received_within + plan.received_between
+        summed_bytes += plan.summed_bytes.sum(axis=0)
+    return _buffer_bytes(num_bytes, max_bytes) + _buffer_bytes(summed_bytes, max_bytes)
+
+
+def _buffer_bytes(num_bytes: Indices, max_bytes: int) -> Indices:
     return num_bytes if num_bytes.max() <= max_bytes // 2 else np.minimum(2 * num_bytes, max_bytes)

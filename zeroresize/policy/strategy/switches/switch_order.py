@@ -61,6 +61,17 @@ def cheapest_order(seconds: Sequence[Sequence[float]] | NDArray[np.float64], sta
     return [start, *reversed(order)]
 
 
+def hide_first_switch(seconds: Sequence[Sequence[float]] | NDArray[np.float64], start: int) -> NDArray[np.float64]:
+    """Return [S, S] seconds of switching where the first switch of a tour takes none.
+
+    So it is where what travels to the next strategy does so while the present one trains, and the optimizer's strategy
+    trains first: a strategy whose weights are many is best visited then.
+    """
+    times_SS = np.array(seconds, dtype=np.float64)
+    times_SS[start] = np.where(np.isfinite(times_SS[start]), 0.0, times_SS[start])
+    return times_SS
+
+
 def tour_seconds(seconds: Sequence[Sequence[float]] | NDArray[np.float64], order: Sequence[int]) -> float:
     """Return what the switches of a tour take, the way back to its first strategy included; 0 for a single strategy."""
     if len(order) < 2:

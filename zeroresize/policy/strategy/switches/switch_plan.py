@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroresize.plan.layout import Indices, Layout, TensorSpec
+from zeroresize.policy.strategy.switches.node_sums import Moves, sum_within_nodes
 from zeroresize.policy.strategy.switches.partial_gradients import PartialGradients
 from zeroresize.policy.strategy.switches.senders import Queues, SendLoads
 from zeroresize.policy.strategy.switches.slices import Slices, common_slices
@@ -76,7 +77,8 @@ def plan_gradients(
     It gets to all ranks of that replica that hold the slice. The replica is the one to which least travels between
     nodes, then the one to which least travels at all, as its ranks hold the slice in both layouts, then the one that
     has received least. Who sends is chosen as for weights; only one of the ranks of a replica that hold the same does.
-    The sum of all of the optimizer's replicas is the gradient.
+    Where replicas of one node would send to the same ranks of other nodes, they are summed on theirs before. The sum of
+    all of the optimizer's replicas is the gradient.
 
     Args:
         heuristics: False: source replica i goes to the optimizer's replica i modulo their number, from the first holder
@@ -107,7 +109,7 @@ def plan_gradients(
         queue_of = partials.queues.of(replicas, destinations)
         np.add.at(received, (partials.queues.links[queue_of], destinations), size)
         builder.add(slice_numbers, loads.choose(partials.queues, queue_of, size), destinations)
-    return builder.plan(nodes_R)
+    return builder.plan(nodes_R, (source.replicas, optimizer_layout.replicas) if heuristics else None)
 
 
 def lower_bound(
@@ -164,11 +166,20 @@ class _Builder:
     def keep(self, numbers: Indices, ranks: Indices) -> None:
         self._kept.append((numbers, ranks, ranks))
 
-    def plan(self, nodes: Indices) -> SwitchPlan:
-        return SwitchPlan(self._sorted(self._sent, len(nodes)), self._sorted(self._kept, len(nodes)), nodes)
+    def plan(self, nodes: Indices, replicas: tuple[Indices, Indices] | None = None) -> SwitchPlan:
+        """Of what was added; given the [R] replicas of both layouts, nodes sum first what would leave them."""
+        sent, kept = (
+            Moves(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+            for parts in (self._sent, self._kept)
+        )
+        summed = Moves(*(column[:0] for column in sent))
+        if replicas is not None:
+            summed, sent = sum_within_nodes(sent, kept, *replicas, nodes, self._slices.num_bytes)
+        sent_first, sent_then, stays = (self._sorted(one, len(nodes)) for one in (summed, sent, kept))
+        return SwitchPlan(sent_then, stays, nodes, sent_first)
 
-    def _sorted(self, parts: list[tuple[Indices, Indices, Indices]], num_ranks: int) -> SliceTransfers:
-        numbers, sources, destinations = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    def _sorted(self, moves: Moves, num_ranks: int) -> SliceTransfers:
+        numbers, sources, destinations = moves
         order = np.argsort((numbers * num_ranks + destinations) * num_ranks + sources, kind="stable")
         numbers, sources, destinations, slices = numbers[order], sources[order], destinations[order], self._slices
         units = slices.tensors[numbers], slices.begins[numbers], slices.ends[numbers]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -70,6 +70,11 @@ class SliceTransfers:
         columns = (self.tensors, self.begins, self.ends, self.sources, self.destinations)
         return map(SliceTransfer._make, zip(*(column.tolist() for column in columns), strict=True))
 
+    @classmethod
+    def none(cls) -> SliceTransfers:
+        """Return no transfers."""
+        return cls(*(np.zeros(0, dtype=np.int64) for _ in range(6)))
+
     def at(self, entries: Indices) -> SliceTransfers:
         """Return the transfers of these numbers."""
         columns = (self.tensors, self.begins, self.ends, self.sources, self.destinations, self.num_bytes)
@@ -85,11 +90,25 @@ class SwitchPlan:
         kept: of gradients only: what a rank holds in both layouts and adds where it is; source and destination are the
             same.
         nodes: [R] on which node each rank is, numbered from 0.
+        summed: of gradients only: what travels inside nodes before all else and is added there to what the destination
+            holds in the source layout; the sums are a part of ``transfers``, of whose volumes it is none.
     """
 
     transfers: SliceTransfers
     kept: SliceTransfers
     nodes: Indices
+    summed: SliceTransfers = field(default_factory=SliceTransfers.none)
+
+    @cached_property
+    def summed_bytes(self) -> Indices:
+        """Return [2, R] bytes that each rank sends, and receives, to sum inside its node."""
+        num_ranks = len(self.nodes)
+        return np.stack(
+            [
+                np.bincount(ranks, weights=self.summed.num_bytes, minlength=num_ranks).astype(np.int64)
+                for ranks in (self.summed.sources, self.summed.destinations)
+            ]
+        )
 
     @cached_property
     def sent_within(self) -> Indices:
@@ -123,8 +142,9 @@ class SwitchPlan:
     def seconds(self, links: LinkSpeeds) -> float:
         """Return how long the transfers take if nothing but the ranks' own links holds them up.
 
-        All ranks start together; a rank sends and receives at the same time, and inside its node and to other nodes at
-        the same time; ranks share no link but the one of their node, where its speed is told. 0 if nothing travels.
+        Sums inside nodes come first. All ranks start together; a rank sends and receives at the same time, and inside
+        its node and to other nodes at the same time; ranks share no link but the one of their node, where its speed is
+        told. 0 if nothing travels.
         """
         return fused_seconds([self], links)
 
@@ -146,4 +166,5 @@ def fused_seconds(plans: Sequence[SwitchPlan], links: LinkSpeeds) -> float:
             between.max() / links.between_bytes_per_s,
             of_nodes.max() / links.node_bytes_per_s,
         )
-    return float(seconds) + links.latency_s
+    summed_s = max(int(plan.summed_bytes.max()) for plan in plans) / links.within_bytes_per_s
+    return float(seconds) + summed_s + links.latency_s * (2 if summed_s else 1)

@@ -1,0 +1,251 @@
+"""Master weights stay with the optimizer; copies in 16 bits are what is switched; gradients are added up exactly."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from helpers.strategies import FOUR, assert_holds, layers_of, own_part, whole_tensors
+from test_strategy_training import FIVE, MAX_NORM, MAX_TOKENS, batch, optimizer_of, ranges_of, undivided
+from test_strategy_training import layers_of as llama_layers_of
+
+import zeroresize as zr
+from lm_examples.llama import token_loss
+from zeroresize.plan.length_range import LengthRange
+from zeroresize.plan.strategy import Strategy
+from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.placement.placement import Placement
+from zeroresize.strategy.trainer import StrategyTrainer
+
+BF16 = torch.bfloat16
+
+
+def trainer_of(group, ranges, optimizer_strategy, dtype, compute_dtype, gradient_dtype=None, **options):
+    model = SwitchableModel(
+        list(llama_layers_of(dtype)),
+        strategies=[one.strategy for one in ranges],
+        process_group=group,
+        optimizer_strategy=optimizer_strategy,
+        compute_dtype=compute_dtype,
+        gradient_dtype=gradient_dtype,
+        max_bytes=5000,
+        nodes=(0, 0, 1, 1),  # so that partial gradients are summed inside nodes first
+    )
+    return StrategyTrainer(
+        model,
+        optimizer_of(model.parameters()),
+        ranges,
+        loss=token_loss,
+        max_tokens=MAX_TOKENS,
+        grad_clip=MAX_NORM,
+        **options,
+    )
+
+
+def test_what_is_switched_are_copies_of_the_masters_and_masters_do_not_change(run_ranks):
+    def check(rank, group):
+        wholes = {name: one.detach() for name, one in whole_tensors(layers_of(dtype=torch.float32)).items()}
+        copies = {name: one.to(BF16) for name, one in wholes.items()}
+        layers = layers_of(dtype=torch.float32)
+        model = SwitchableModel(layers, strategies=FOUR, process_group=group, compute_dtype=BF16)
+        for before, after in itertools.permutations(FOUR, 2):
+            for strategy in (before, after):
+                model.switch_to(strategy, gradients=False)
+                assert_holds(model, copies)
+        model.collect()
+        for name, master in model.named_parameters():
+            assert torch.equal(master.data, own_part(model, model.optimizer_strategy, name, wholes[name]))
+
+    run_ranks(check, 4)
+
+
+def test_switches_send_half_the_bytes_and_no_weights_back_to_the_optimizer(run_ranks):
+    def measure(rank, group):
+        sent = []
+        for types in ({}, {"compute_dtype": BF16}, {"compute_dtype": BF16, "gradient_dtype": BF16}):
+            layers = layers_of(dtype=torch.float32)
+            model = SwitchableModel(layers, strategies=FOUR, process_group=group, optimizer_strategy=FOUR[1], **types)
+            weights, with_gradients = [], []
+            for before, after in itertools.permutations(FOUR, 2):
+                model.switch_to(before, gradients=False)
+                weights.append(model.switch_to(after, gradients=False).sent_bytes)
+                model.switch_to(before, gradients=False)
+                backward_of_sums(model)
+                with_gradients.append(model.switch_to(after).sent_bytes)
+                model.abandon()
+            sent.append((weights, with_gradients))
+        return sent
+
+    by_rank = run_ranks(measure, 4)
+    assert sum(sum(plain[1]) - sum(plain[0]) for plain, _, _ in by_rank) > 0, "gradients travel"
+    for plain, mixed, all_mixed in by_rank:
+        home = [after == FOUR[1] for _, after in itertools.permutations(FOUR, 2)]
+        from_home = [before == FOUR[1] for before, _ in itertools.permutations(FOUR, 2)]
+        expected = [0 if is_home else sent // 2 for sent, is_home in zip(plain[0], home, strict=True)]
+        assert mixed[0] == all_mixed[0] == expected and sum(expected) > 0
+        for number, is_from_home in enumerate(from_home):
+            gradients = plain[1][number] - plain[0][number]
+            assert gradients == 0 or not is_from_home
+            assert mixed[1][number] - mixed[0][number] == gradients
+            assert all_mixed[1][number] - all_mixed[0][number] == gradients // 2
+
+
+def backward_of_sums(model):
+    for layer in model.stage_layers.values():
+        for parameter in layer.parameters():
+            parameter.float().sum().backward()
+
+
+def test_gradients_of_many_micro_batches_are_added_up_in_the_masters_type(run_ranks):
+    """In bfloat16 a sum of ones stays at 256."""
+
+    def check(rank, group):
+        layers = layers_of(dtype=torch.float32)
+        model = SwitchableModel(layers, strategies=FOUR, process_group=group, compute_dtype=BF16)
+        for strategy in (FOUR[0], FOUR[1]):
+            model.switch_to(strategy)
+            for _ in range(300):
+                backward_of_sums(model)
+        model.collect()
+        for parameter in model.parameters():  # of four replicas, then of two
+            assert parameter.grad.dtype == torch.float32
+            assert torch.equal(parameter.grad, torch.full_like(parameter, 300.0 * (4 + 2)))
+
+    run_ranks(check, 4)
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 0, 0), (0, 0, 1, 1)])
+def test_gradients_in_16_bits_are_as_exact_as_rounding_each_sum_once_and_the_same_on_ranks_that_hold_the_same(
+    run_ranks, nodes
+):
+    def check(rank, group):
+        optimizer_strategy, tensors = Strategy(1, 3, shares=(1, 2, 3)), whole_tensors(layers_of(dtype=torch.float32))
+        model = SwitchableModel(
+            layers_of(dtype=torch.float32),
+            strategies=[optimizer_strategy, FOUR[0]],
+            process_group=group,
+            compute_dtype=BF16,
+            gradient_dtype=BF16,
+            max_bytes=2000,
+            nodes=nodes,
+        )
+        model.switch_to(FOUR[0])
+        sums, bounds = {}, {}
+        for number, (name, whole) in enumerate(tensors.items()):
+            generator = torch.Generator().manual_seed(number)
+            partials = torch.randn(4, *whole.shape, generator=generator)
+            master = model._placements[FOUR[0]].masters[number]
+            master.grad = partials[rank].clone()
+            sums[name], bounds[name] = partials.double().sum(0), partials.abs().double().sum(0) * 2**-8
+        model.collect()
+        undivided_gradients, largest = {}, 0.0
+        for name, parameter in model.named_parameters():
+            exact, bound = (own_part(model, optimizer_strategy, name, one[name]) for one in (sums, bounds))
+            error = (parameter.grad.double() - exact).abs()
+            assert (error <= bound + 1e-6).all(), name
+            largest = max(largest, float((error / bound).max()) if error.numel() else 0.0)
+            if next(one for one in model.tensors if one.name == name).division is None:
+                undivided_gradients[name] = parameter.grad.tolist()
+        assert rank == 3 or largest > 0.1, "rounded at all"
+        return undivided_gradients
+
+    first, second, third, _ = run_ranks(check, 4)
+    assert len(first) > 5 and first == second == third
+
+
+def test_training_under_five_strategies_is_that_of_the_undivided_model_to_the_copies_precision(run_ranks):
+    """Masters in double precision, copies in single: the masters are finer than the copies."""
+    steps, _, wholes = undivided(torch.float64, 3)
+
+    def train(rank, group):
+        trainer = trainer_of(group, ranges_of(FIVE), FIVE[1], torch.float64, torch.float32)
+        losses = [(one.loss, one.grad_norm) for one in (trainer.step(batch(step)) for step in range(3))]
+        is_finer = False
+        for name, parameter in trainer.model.named_parameters():
+            expected = own_part(trainer.model, FIVE[1], name, wholes[name])
+            torch.testing.assert_close(parameter.detach(), expected, rtol=1e-4, atol=1e-5)
+            is_finer |= not torch.equal(parameter.detach(), parameter.detach().float().double())
+        assert is_finer
+        return losses
+
+    for losses in run_ranks(train, 4):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(steps), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("gradient_dtype", [None, BF16])
+def test_in_bfloat16_losses_are_those_of_one_strategy(run_ranks, gradient_dtype):
+    """Both round to 8 bits, in other places: switching adds no error of another size than bfloat16 has by itself."""
+
+    def train(rank, group):
+        losses = []
+        for ranges, dtype, types in (
+            (ranges_of(FIVE), torch.float64, (None, None)),
+            ([LengthRange(20, FIVE[0])], torch.float32, (BF16, gradient_dtype)),
+            (ranges_of(FIVE), torch.float32, (BF16, gradient_dtype)),
+        ):
+            trainer = trainer_of(group, ranges, FIVE[0], dtype, *types)
+            losses.append([trainer.step(batch(step % 2)).loss for step in range(6)])
+        return torch.tensor(losses)
+
+    exact, static, switched = run_ranks(train, 4)[0]
+    assert (switched - exact).abs().max() < 3 * (static - exact).abs().max() and not torch.equal(switched, static)
+    assert switched[0] == pytest.approx(static[0].item(), rel=2**-8)  # before the optimizer has amplified anything
+    assert static[-1] < static[1] - 0.1
+
+
+def test_weights_are_cast_once_a_step_and_only_where_the_optimizers_strategy_trains(run_ranks, monkeypatch):
+    def count(rank, group):
+        casts, fill = [], Placement.fill
+        monkeypatch.setattr(Placement, "fill", lambda self, weights: (casts.append(self.strategy), fill(self, weights)))
+        trainer = trainer_of(group, ranges_of(FIVE), FIVE[1], torch.float32, BF16)
+        trainer.step(batch(0))
+        assert casts.count(FIVE[1]) == 1  # others are filled by what they receive
+        casts.clear()
+        trainer.step([torch.ones(3, dtype=torch.int64)] * 4)  # of FIVE[0] only
+        assert casts == [FIVE[0]]
+        model = trainer.model
+        report = model.switch_to(FIVE[3], gradients=False)
+        assert report.new_bytes == model.layout_of(FIVE[3]).rank_bytes(model.tensors)[rank] // 2
+        masters = sum(one.numel() * one.element_size() for one in model.parameters())
+        slack = 6 * 2 * len(FIVE) * len(model.tensors)
+        assert report.new_bytes + masters <= model.held_bytes <= report.new_bytes + masters + slack
+
+    run_ranks(count, 4)
+
+
+def test_checkpoints_hold_the_masters_and_a_plain_model_reads_them(run_ranks, tmp_path):
+    def check(rank, group):
+        trainer = trainer_of(group, ranges_of(FIVE), FIVE[3], torch.float32, BF16)
+        trainer.step(batch(0))
+        trainer.model.move_optimizer(FIVE[1], trainer.optimizer)
+        trainer.step(batch(1))
+        saved = zr.sharded_state_dict(trainer.model, trainer.optimizer)
+        dcp.save(saved, checkpoint_id=tmp_path, process_group=group)
+        plain = trainer_of(group, ranges_of(FIVE), FIVE[1], torch.float32, None)
+        dcp.load(zr.sharded_state_dict(plain.model, plain.optimizer), checkpoint_id=tmp_path, process_group=group)
+        for (name, master), (_, parameter) in zip(
+            trainer.model.named_parameters(), plain.model.named_parameters(), strict=True
+        ):
+            assert torch.equal(master, parameter), name
+        again = trainer_of(group, ranges_of(FIVE), FIVE[0], torch.float32, BF16)
+        dcp.load(zr.sharded_state_dict(again.model, again.optimizer), checkpoint_id=tmp_path, process_group=group)
+        again.num_steps = 2
+        return trainer.step(batch(2)).loss, again.step(batch(2)).loss
+
+    for loss, again in run_ranks(check, 4):
+        assert loss == pytest.approx(again, rel=5e-3)
+
+
+def test_types_that_do_not_fit_are_refused_on_all_ranks(run_ranks):
+    def check(rank, group):
+        for options, text in (
+            ({"compute_dtype": torch.int8}, "compute_dtype=torch.int8 is not allowed"),
+            ({"gradient_dtype": torch.int8}, "gradient_dtype=torch.int8 is not allowed"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                SwitchableModel(layers_of(), strategies=[Strategy(2)], process_group=group, **options)
+        with pytest.raises(RuntimeError, match=r"compute_dtype or gradient_dtype: \[\[0\], \[1\]\]"):
+            dtype = (BF16, torch.float16)[rank]
+            SwitchableModel(layers_of(), strategies=[Strategy(2)], process_group=group, compute_dtype=dtype)
+
+    run_ranks(check, 2)

@@ -1,0 +1,222 @@
+"""Carries out a model's switches on this rank: at once, or beside what it computes.
+
+Weights stay the same all step long, so those of the next strategy can travel while the present one trains. Nobody reads
+the gradients before the optimizer's step, so those of a strategy that was left can travel while the next one trains.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from torch.distributed import ProcessGroup
+
+from zeroresize.comm.collectives import group_size
+from zeroresize.comm.side_groups import destroy_side_group, free_group_number, make_side_group
+from zeroresize.plan.strategy import Strategy
+from zeroresize.resharding.agreement import NotEnoughMemoryError, meet_prepared
+from zeroresize.resharding.transaction import (
+    Participants,
+    prepare_in_one_meeting,
+    receive_transaction,
+    run_transaction,
+)
+from zeroresize.strategy.placement.placement import Placement, held_bytes
+from zeroresize.strategy.placement.whole_layers import WholeTensor
+from zeroresize.strategy.switching.placements import Placements
+from zeroresize.strategy.switching.rank_agreement import RankAgreement
+from zeroresize.strategy.switching.switch import Switch, SwitchReport
+
+
+class Switcher:
+    """Switches this rank between the placements of a model; all methods but :meth:`discard` are collective.
+
+    What travels beside training does so over a process group of its own, made when it is first needed.
+
+    Args:
+        participants: all ranks of the job.
+    """
+
+    def __init__(
+        self,
+        placements: Placements,
+        tensors: Sequence[WholeTensor],
+        participants: Participants,
+        agreement: RankAgreement,
+    ) -> None:
+        self._placements, self._tensors = placements, tensors
+        self._participants, self._agreement = participants, agreement
+        self._side_group: ProcessGroup | None = None
+        #: Weights that travel, with the placement that they leave and the one to which they go.
+        self._coming: tuple[Placement, Placement, Switch] | None = None
+        #: Gradients that travel to the optimizer's strategy.
+        self._returning: Switch | None = None
+
+    def prefetch(self, before: Placement, strategy: Strategy, optimizer_placement: Placement) -> bool:
+        """Let the weights travel to a strategy from now on; :meth:`switch` puts it in force.
+
+        Returns:
+            Whether they do: they do not where memory for a second set of weights does not suffice on some rank.
+        """
+        self._discard_coming()
+        switch = self._prepare_beside(lambda: self._placements[strategy], before, optimizer_placement, gradients=False)
+        if switch is None:
+            return False
+        switch.start([] if self._returning is None else [self._returning])
+        self._coming = before, self._placements[strategy], switch
+        return True
+
+    def switch(
+        self,
+        before: Placement,
+        strategy: Strategy,
+        optimizer_placement: Placement,
+        *,
+        gradients: bool,
+        in_background: bool,
+    ) -> SwitchReport:
+        """Put a strategy in force, and send the gradients of the one before to the optimizer's strategy."""
+        begin, held = time.perf_counter(), held_bytes(list(self._placements.values()))
+
+        def find_after() -> Placement:
+            after = self._placements[strategy]
+            leaves = before not in (optimizer_placement, after)
+            if leaves and not gradients and any(one.grad is not None for one in before.masters.values()):
+                raise ValueError(
+                    "switch_to(gradients=False) would lose gradients: there are some; abandon() drops them"
+                )
+            return after
+
+        if self._coming is None and self._returning is None and not in_background:
+            done = [self._run(find_after, before, optimizer_placement, gradients=gradients)]
+        else:
+            done = self._switch_beside(find_after, before, optimizer_placement, gradients, in_background)
+        return SwitchReport.of(done, begin, held)
+
+    def discard(self) -> None:
+        """Give up what is under way, once nothing of it travels any more."""
+        self._discard_coming()
+        if self._returning is not None:
+            self._returning.wait()
+            self._returning = None
+
+    def close(self) -> None:
+        """Give up what is under way, and destroy the group over which it travels."""
+        self.discard()
+        if self._side_group is not None and self._side_group is not self._participants.process_group:
+            destroy_side_group(self._side_group)
+        self._side_group = None
+
+    def _run(
+        self,
+        find_after: Callable[[], Placement | None],
+        before: Placement,
+        optimizer_placement: Placement,
+        *,
+        gradients: bool,
+    ) -> Switch:
+        group = self._participants.process_group
+
+        def make() -> Switch:
+            return self._made(find_after(), before, optimizer_placement, group, gradients=gradients)
+
+        return run_transaction(make, self._participants, in_two_meetings=True)
+
+    def _switch_beside(
+        self,
+        find_after: Callable[[], Placement],
+        before: Placement,
+        optimizer_placement: Placement,
+        gradients: bool,
+        in_background: bool,
+    ) -> list[Switch]:
+        """Do a switch of which a part travels, or has travelled, beside training; return what has ended with it."""
+        after = self._agreement.make_alike(
+            find_after, lambda after: [after.strategy.as_dict(), gradients, in_background], "where the switch leads"
+        )
+        done = self._end_return()
+        if self._coming is not None and self._coming[:2] != (before, after):
+            self._discard_coming()
+        returning = None
+        gradients = gradients and before not in (optimizer_placement, after)
+        # The optimizer's strategy adds to its gradients itself while it trains.
+        if gradients and in_background and after is not optimizer_placement:
+            returning = self._prepare_beside(lambda: None, before, optimizer_placement, gradients=True)
+        at_once = gradients and returning is None
+        if self._coming is None:
+            done.append(self._run(lambda: after, before, optimizer_placement, gradients=at_once))
+        else:
+            if at_once:
+                done.append(self._run(lambda: None, before, optimizer_placement, gradients=True))
+            *_, coming = self._coming
+            self._coming = None
+            receive_transaction(coming, self._participants)
+            coming.commit()
+            done.append(coming)
+        if returning is not None:
+            returning.start()
+            self._returning = returning
+        return done
+
+    def _prepare_beside(
+        self,
+        find_after: Callable[[], Placement | None],
+        before: Placement,
+        optimizer_placement: Placement,
+        *,
+        gradients: bool,
+    ) -> Switch | None:
+        """What may start beside training; None where memory does not suffice for it and for training."""
+        group = self._make_side_group()
+
+        def make() -> Switch:
+            after = find_after()
+            return self._made(after, before, optimizer_placement, group, gradients=gradients, is_beside=True)
+
+        try:
+            return prepare_in_one_meeting(make, self._participants)
+        except NotEnoughMemoryError:
+            return None
+
+    def _made(
+        self,
+        after: Placement | None,
+        before: Placement,
+        optimizer_placement: Placement,
+        process_group: ProcessGroup,
+        *,
+        gradients: bool,
+        is_beside: bool = False,
+    ) -> Switch:
+        is_cast_there = optimizer_placement.is_mixed and after is optimizer_placement
+        leaves = before not in (optimizer_placement, after)
+        route = self._placements.route(
+            before, None if is_cast_there else after, optimizer_placement if gradients and leaves else None
+        )
+        device = self._participants.device
+        return Switch(
+            route, before, after, optimizer_placement, self._tensors, process_group, device, is_beside=is_beside
+        )
+
+    def _end_return(self) -> list[Switch]:
+        """Wait for gradients that are on their way, if there are any."""
+        returning, self._returning = self._returning, None
+        if returning is None:
+            return []
+        receive_transaction(returning, self._participants)
+        returning.commit()
+        return [returning]
+
+    def _discard_coming(self) -> None:
+        if self._coming is not None:
+            self._coming[2].wait()
+            self._coming = None
+
+    def _make_side_group(self) -> ProcessGroup:
+        if self._side_group is None:
+            group = self._participants.process_group
+            table = meet_prepared(self._agreement.meet, (float(free_group_number()), 0.0))
+            number = int(max(number for number, *_ in table))
+            members = range(group_size(group))
+            self._side_group = group if len(members) == 1 else make_side_group(group, members, number)
+        return self._side_group
