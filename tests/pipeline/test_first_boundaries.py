@@ -22,6 +22,13 @@ def test_equally_many_layers_stay_where_no_division_is_better():
     assert divided_by_parameters(layers_of(9, 1, 1, 1, 1), 2).boundaries == (0, 1, 5)
 
 
+def test_layers_that_share_parameters_are_not_parted():
+    first, second, *others = layers_of(40, 40, 10, 10)
+    assert divided_by_parameters([first, second, *others], 2).boundaries == (0, 1, 4)
+    second.weight = first.weight
+    assert divided_by_parameters([first, second, *others], 2).boundaries == (0, 2, 4)
+
+
 def test_frozen_parameters_count():
     frozen = nn.Linear(10, 1).requires_grad_(False)
     assert num_parameters(frozen) == 11

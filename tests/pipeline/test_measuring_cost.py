@@ -113,6 +113,15 @@ def test_the_log_tells_once_when_the_interval_changes_much(run_ranks, monkeypatc
     assert first == ["step 13: layers are measured in one step of 40, as that takes 19.8 % of a step"] and second == []
 
 
+def test_what_all_stages_wait_for_counts_by_the_wall(monkeypatch):
+    seconds = BlockSeconds(torch.device("cpu"))
+    wall = iter([10.0, 10.5])
+    monkeypatch.setattr(block_seconds.time, "perf_counter", lambda: next(wall))
+    with seconds.waiting():
+        pass
+    assert seconds.spent().handling_s == 0.5
+
+
 def test_the_interval_survives_a_checkpoint_and_old_ones_load(run_ranks, monkeypatch):
     def check(rank, group):
         clock = Clock(monkeypatch, 0.198)

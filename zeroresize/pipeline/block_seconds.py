@@ -3,7 +3,7 @@
 Wall time cannot tell: in a pipeline it is mostly that of other stages, and it varies by more than a profile takes. The
 processor's time can: what hooks and decisions spend is in it, waits are not. On CPU that is the time of the thread that
 trains, which runs forward, backward and all hooks of them; on a GPU backward has a thread of its own, so there it is
-the time of the process. There it also counts what the device would have hidden, so the cost is overrated at worst.
+the time of the process. There it also counts what the device would have hidden, so the cost is rather overrated.
 
 A step's length is wall time on a GPU only, whose work is none of the processor's. On CPU it is the processor's time,
 too: where ranks share a core, steps take longer, and measuring does as well.
@@ -65,6 +65,15 @@ class BlockSeconds:
             yield
         finally:
             self._handling_s += self._clock() - begin
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the wall time of what the block spends as spent on a profile: all stages wait for it."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._handling_s += time.perf_counter() - begin
 
     def forget(self) -> None:
         """Forget what is usual, as blocks have other work from now on."""

@@ -156,7 +156,8 @@ class GivenRows:
     """Counts the rows that each module with a matrix is given, times the elements of its matrices.
 
     A row is a vector of the last dimension of the first floating-point tensor, such as a token's hidden state: what is
-    looked up by index, as in embeddings, does not count. Only shapes are read.
+    looked up by index, as in embeddings, does not count. Only shapes are read, so of experts that are one parameter of
+    three dimensions the rows are counted that all of them are given, not those of the busiest one.
 
     Args:
         layers: all of them; hooks stay on their modules until this object is gone.

@@ -84,7 +84,7 @@ class PipelineBalancer:
     What a profile costs is measured, too: by how much longer its block keeps the processor busy than others, and what
     is spent on sending, reading and deciding.
 
-    With ``profile_every=1`` running figures decide; with ``max_measuring=math.inf`` every block is measured then.
+    With ``profile_every=1`` and ``max_measuring=math.inf`` every block is measured, and running figures decide.
 
     A stage that becomes slow gets fewer layers, and gets them back when it recovers; see
     :mod:`zeroresize.policy.pipeline.layer_costs` for how slow devices and heavy layers are told apart.
@@ -192,7 +192,7 @@ class PipelineBalancer:
                 method,
                 "1f1b" if issubclass(pipeline.schedule, Schedule1F1B) else "gpipe",
                 pipeline.num_microbatches,
-                LEAST_BLOCKS if profile_every == "auto" else profile_every,
+                _least_interval(profile_every, max_measuring),
                 min_saving,
                 limits,
             )
@@ -229,8 +229,9 @@ class PipelineBalancer:
                 end if the profile of a rank does not come, or if ``count_work`` failed on one.
         """
         self._measuring.begin_block()
+        knows_shapes = self._pipeline.knows_shapes
         # The first step finds shapes by running layers once more.
-        is_due = self._cadence.is_due(self.steps) and self._pipeline.knows_shapes and not self._ask_if_units_move()
+        is_due = self._cadence.is_due(self.steps) and knows_shapes and not self._ask_if_units_move()
         profiler = self._new_profiler() if is_due else None
         proposal, self._wanted = self._wanted, None
         move, is_over = None, False
@@ -247,7 +248,7 @@ class PipelineBalancer:
             if not is_over:
                 raise
             self._stay(error)
-        self._measuring.end_block(profiler, is_usual=proposal is None and self._pipeline.knows_shapes)
+        self._measuring.end_block(profiler, is_usual=proposal is None and knows_shapes)
         if is_due:
             self._cadence.measured(self.steps)
         self.steps += 1
@@ -258,7 +259,7 @@ class PipelineBalancer:
         gathered = self._measuring.exchange(self.steps)
         if gathered is not None:
             self._measuring.learn_cost(gathered, self._replicas, log_step=self.steps if self._tells else None)
-            self._rebalancing.interval = self._cadence.every
+            self._rebalancing.interval = max(self._cadence.every, self._cadence.next_due - self.steps)
             if gathered.profile.boundaries == self._pipeline.boundaries:
                 self._balance(gathered.profile)
 
@@ -330,12 +331,15 @@ class PipelineBalancer:
         self._move(proposal)
 
     def _decide(self, profile: PipelineProfile) -> RebalancingProposal | None:
+        messages = None
+        if self._links is not None and self._pipeline.knows_shapes:
+            with self._measuring.seconds.waiting():
+                messages = self._links.measure(self._steps_of_block)
         with self._measuring.seconds.handling():
             if self._replicas is not None:
                 profile = self._replicas.gather_slowest(profile)
             if self._on_profile is not None:
                 self._on_profile(self._record_of(profile))
-            messages = None if self._links is None else self._links.measure(self._steps_of_block)
             proposal = self._rebalancing.update(profile, self.steps, messages)
         if self._rebalancing.looks_again:
             self._cadence.look_again(self.steps - 1)
@@ -474,3 +478,10 @@ class PipelineBalancer:
             self._on_change(
                 RebalancingRecord(**vars(proposal), step=self.steps, moved_bytes=moved_bytes, seconds=seconds)
             )
+
+
+def _least_interval(profile_every: ProfileEvery, max_measuring: float) -> int:
+    """Steps from one profile to the next, at least; 1 only where every step is measured whatever that costs."""
+    if profile_every == "auto":
+        return LEAST_BLOCKS
+    return profile_every if max_measuring == math.inf else max(profile_every, 2)

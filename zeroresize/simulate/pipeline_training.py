@@ -164,8 +164,8 @@ def simulate_pipeline(
             measured = _profile(per_batch * of_step[0], per_batch * of_step[1], loads.layer_bytes, now)
             cadence.measured(step)
             cadence.learn(cluster.profiled_share)
-            rebalancing.interval = cadence.every
         if moving is None and known is not None and known.boundaries == now.boundaries:
+            rebalancing.interval = max(cadence.every, cadence.next_due - step - 1)
             wanted = rebalancing.update(known, step + 1)
             if rebalancing.looks_again:
                 cadence.look_again(step)
@@ -216,10 +216,13 @@ def simulate_oracle(
 
 
 def _of_mean_step(of_step: tuple[Floats, Floats], loads: LayerLoads, step: int, last: int) -> tuple[Floats, Floats]:
-    """Seconds [L] of a step, forward and backward, scaled to those of the mean step since the last profile."""
-    scaled = []
+    """Seconds [L] of a step, forward and backward, scaled to those of the mean step since the last profile.
+
+    Of eight steps at least, as in training.
+    """
+    scaled, begin = [], max(min(last + 1, step - 7), 0)
     for now_L, loads_L in zip(of_step, (loads.forward_s, loads.backward_s), strict=True):
-        mean_L = loads_L[last + 1 : step + 1].mean(axis=0)
+        mean_L = loads_L[begin : step + 1].mean(axis=0)
         has_worked_L = loads_L[step] > 0.0
         scaled.append(np.where(has_worked_L, now_L * mean_L / np.where(has_worked_L, loads_L[step], 1.0), mean_L))
     return scaled[0], scaled[1]

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zeroresize.plan.partition import LayerTransfer, Partition
+from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.pipeline.centralized import balanced_partition
 from zeroresize.policy.pipeline.rebalancing_proposal import described
 
@@ -230,3 +231,63 @@ def test_moves_are_described():
     assert described(moves) == "layers 7, 8 and 9 move from stage 2 to 1"
     two_ways = [LayerTransfer(3, 1, 0), *moves[:2]]
     assert described(two_ways) == "layer 3 moves from stage 1 to 0, layers 7 and 8 from 2 to 1"
+
+
+def changed_again_and_again(rebalancing, begin, every, num_changes=12):
+    """Seconds that moves take and save where halves of the work alternate, each told; layers are dear to move."""
+    world = World([1.0] * 8, [1.0, 1.0], (0, 4, 8), weight_bytes=10**9)
+    spent_s = saved_s = 0.0
+    for number in range(num_changes):
+        world.work = [1.0] * 4 + [2.0 if number % 2 else 0.5] * 4
+        step = begin + number * every
+        rebalancing.expect_other_work(step)
+        for at in (1, 3, 5):
+            even = dataclasses.replace(world, boundaries=(0, 4, 8)).step_s
+            proposal = rebalancing.update(world.profile(), step + at)
+            if proposal is not None:
+                world.boundaries = proposal.after
+                spent_s += rebalancing.cost_of_move.seconds(proposal.num_bytes)
+        saved_s += (every - 5) * (even - world.step_s)
+    return spent_s, saved_s
+
+
+@pytest.mark.parametrize("begin", [0, 100_000])
+def test_what_lay_before_the_first_change_does_not_say_how_soon_the_next_one_comes(begin):
+    """As after a resume, or a long time without changes."""
+    rebalancing = rebalancing_of(MoveCost(1e-8, 0.1), num_steps=2)
+    if begin:
+        resumed = rebalancing_of(MoveCost(1e-8, 0.1), num_steps=2)
+        World([1.0] * 8, [1.0, 1.0], (0, 4, 8)).train(rebalancing, 3)
+        resumed.load_state_dict(json.loads(json.dumps(rebalancing.state_dict())), 8, 2)
+        rebalancing = resumed
+    spent_s, saved_s = changed_again_and_again(rebalancing, begin, every=10)
+    assert spent_s <= max(saved_s, 0.0)
+
+
+def test_a_move_is_not_bought_shortly_before_work_changes_again():
+    """It saves 0.5 s and more a step, takes 20 s and 40 s back, and work changes every 100 steps."""
+
+    def moves(at):
+        rebalancing, world = rebalancing_of(MoveCost(1e-8, 0.1), num_steps=2), World([1.0] * 8, [1.0, 1.0], (0, 4, 8))
+        world.weight_bytes = 10**9
+        for step in (100, 200, 300):
+            rebalancing.expect_other_work(step)
+            rebalancing.update(world.profile(), step + 1)
+        world.work = [1.0] * 4 + [0.2] * 4
+        rebalancing.expect_other_work(400)
+        return [rebalancing.update(world.profile(), step) is not None for step in (at, at + 2)]
+
+    assert moves(401) == [False, True]
+    assert moves(495) == [False, False]
+
+
+def test_diffusion_weighs_moves_over_the_interval_in_force():
+    """The exchange saves much less within two steps than it takes, and much more within 1,000."""
+
+    def moves(interval):
+        rebalancing = rebalancing_of(MoveCost(1e-5, 0.1), method="diffusion", num_steps=2)
+        world = World([2.0] * 4 + [1.0] * 8, [1.0, 1.0], (0, 6, 12), weight_bytes=10**6)
+        rebalancing.interval = interval
+        return world.train(rebalancing, 3)
+
+    assert moves(2) == [] and len(moves(1000)) == 1

@@ -13,6 +13,7 @@ from zeroresize.policy.pipeline.bubbles import simulated_step
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.message_delays import PipelineMessages
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
+from zeroresize.policy.pipeline.repacking_decision import RepackingDecision
 from zeroresize.policy.pipeline.shortest_step import shortest_partition
 
 EVEN = (0, 4, 8, 12)
@@ -90,3 +91,15 @@ def test_small_messages_between_certain_layers_attract_boundaries():
     shortest = min(all_partitions(12, 3), key=step_s)
     assert shortest.boundaries[1:-1] == (5, 9) and best == shortest
     assert shortest_partition(load, forward, backward, 8, "1f1b") != shortest
+
+
+def test_fewer_stages_are_compared_with_all_of_them_without_messages():
+    """Two of four stages would be as fast without messages only; released ranks do not come back."""
+    world = World([1.0] * 8, [1.0] * 4, (0, 2, 4, 6, 8))
+    slow = messages_of(1.0, 1.0, 1.0, num_layers=8)
+    rebalancing = rebalancing_of()
+    decision = RepackingDecision(max_slowdown=1.0)
+    for _ in range(4):
+        profile = world.profile()
+        rebalancing.update(profile, None, slow)
+        assert decision.update(profile, rebalancing, None) is None

@@ -6,7 +6,8 @@ slow device. Two things do:
 - **All layers of a stage, at least 3, change by one factor, while those of most other stages do not**: then its device
   has changed, not their work. That is a guess, but where the caller has said that it was the work. Where a device is
   taken to be slower or faster than others, any number of layers tells that it is as fast as others again, or nearly.
-  A layer that is alone on its stage and takes much longer, while all other stages are as before, tells so, too.
+  A layer that is alone on its stage, but for some that take next to nothing, and takes much longer, while all other
+  stages are as before, tells so, too.
 - **A layer has moved**: then it has been measured on two devices, and tells which is faster. So a wrong guess is found
   out by the first move that it leads to.
 
@@ -95,12 +96,16 @@ class LayerCosts:
         # By which factor each layer takes longer than expected, as a logarithm.
         longer_L = np.log(np.where(counts_L, now_L, 1.0) / np.where(counts_L, expected_L, 1.0))
         stayed = counts_L & (before_L == stages_L)
-        changes_S = _changes_of_devices([longer_L[stayed & (stages_L == one)] for one in range(len(speeds))], speeds)
+        stages = range(len(speeds))
+        is_alone_S = np.array([int((counts_L & (stages_L == stage)).sum()) == 1 for stage in stages])
+        changes_S = _changes_of_devices(
+            [longer_L[stayed & (stages_L == stage)] for stage in stages], is_alone_S, speeds
+        )
         corrections_S = _corrections(longer_L - changes_S[stages_L], counts_L, stages_L, before_L, len(speeds))
         return LayerCosts.measured(profile, speeds * np.exp(corrections_S - changes_S))
 
 
-def _changes_of_devices(longer: Sequence[Floats], speeds: Floats) -> Floats:
+def _changes_of_devices(longer: Sequence[Floats], is_alone_S: Mask, speeds: Floats) -> Floats:
     """[S] by which factors devices have become slower, as logarithms, by those of each stage's layers."""
     noise = math.log1p(NOISE)
     medians_S = np.array([np.median(of_stage) if of_stage.size else 0.0 for of_stage in longer])
@@ -110,8 +115,8 @@ def _changes_of_devices(longer: Sequence[Floats], speeds: Floats) -> Floats:
     slower_S = -np.log(speeds / np.median(speeds))  # than usual
     is_back_S = np.abs(slower_S + medians_S) < np.abs(slower_S)
     # Of a layer that is alone nothing would follow if it were heavy, and nobody would find out that its device is slow.
-    is_alone_S = np.array([of_stage.size == 1 for of_stage in longer]) & (medians_S > _MUCH_LONGER)
-    least_S = np.where(is_back_S | (is_alone_S & (have_changed_S.sum() == 1)), 1, _LEAST_TELLING)
+    is_slow_S = is_alone_S & (medians_S > _MUCH_LONGER) & (have_changed_S.sum() == 1)
+    least_S = np.where(is_back_S | is_slow_S, 1, _LEAST_TELLING)
     by_one_factor_S = np.array(
         [
             of_stage.size >= least and np.ptp(of_stage) <= 2.0 * noise

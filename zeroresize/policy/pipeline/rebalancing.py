@@ -7,6 +7,7 @@ the next profile, what the move there and back takes.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from statistics import fmean
@@ -35,6 +36,8 @@ _LEAST_KEPT = 0.5
 _JUDGED = 8
 #: So many profiles of every step are compared with what was known before them.
 _ANCHORED = 16
+#: Told changes of work that say how often there are some.
+_TOLD = 9
 #: Of profiles of every step every so many lead to a decision, while nothing is owed: it takes milliseconds.
 _DECIDED = 4
 _CHECK = keyed({"costs": anything, "cost_of_move": each(not_negative, 3), "rental": RENTAL_CHECK})
@@ -49,7 +52,7 @@ class Rebalancing:
 
     Attributes:
         rule: as given.
-        interval: steps until the next profile; the caller says so when it changes.
+        interval: steps until the next regular profile; the caller says so when it changes.
         costs: of layers; None before the first profile.
         cost_of_move: as far as is known.
         rental: what the present boundaries have cost since others were wanted, and doubt of what moves save.
@@ -72,11 +75,10 @@ class Rebalancing:
         self._means: LayerMeans | None = None
         self._trial: RebalancingProposal | None = None  # what one more profile must confirm
         self._is_other_work = False
-        self._num_told = 0
-        self._told_at: int | None = None
-        self._told_every: float | None = None
+        self._told_steps: deque[int] = deque(maxlen=_TOLD)  # the last ones
         self.has_learned = False
-        self._promised: tuple[float, float] | None = None  # seconds of a step before the last move, and then
+        #: Seconds of a step before the last move, and then; the messages with which they were simulated.
+        self._promised: tuple[float, float, PipelineMessages | None] | None = None
 
     @property
     def looks_again(self) -> bool:
@@ -90,25 +92,24 @@ class Rebalancing:
         cost is still owed: they did cost that, and where work changes often, moves would never be worth it otherwise.
 
         Args:
-            step: how many steps are over; None where the caller does not count. A caller that says so is expected to
-                say so again after as many steps as between two such calls until now, on average: for so long layers
-                stay good where they are.
+            step: how many steps are over; None where the caller does not count. A caller that has said so before is
+                expected to say so again after as many steps as between the last such calls, on average: for so long
+                layers stay good where they are.
         """
         self._is_other_work = True
         self._means = self._running = self._anchor = self._trial = self._promised = None
         self._steps_s.clear()
         if step is not None:
-            self._num_told += 1
-            self._told_at, self._told_every = step, step / self._num_told
+            self._told_steps.append(step)
 
     def update(
         self, profile: PipelineProfile, step: int | None = None, messages: PipelineMessages | None = None
     ) -> RebalancingProposal | None:
         """Return what is to be carried out after this profile; None where everything stays.
 
-        A move that is wanted by what one profile says must save by what the next one says, too. What was chosen for
-        what one profile says, noise and interruptions included, is worth less by another one. With profiles of every
-        step it is decided on running figures.
+        Of a move that one profile wants, the next one by itself must say that it saves, too: what was chosen for what
+        one profile says, noise and interruptions included, is worth less by another one. What is made then is what
+        both want. With profiles of every step it is decided on running figures.
 
         Args:
             step: how many steps are over, as of :meth:`expect_other_work`.
@@ -133,13 +134,18 @@ class Rebalancing:
         costs = self._costs_after(self.costs, means)
         if trial is None:
             for known in (surprised, means):
-                proposal = self.rule.propose(self._costs_after(self.costs, known), known, self.cost_of_move)
+                proposal = self._proposal(self._costs_after(self.costs, known), known)
                 if proposal.transfers:
                     self._trial = proposal
                     return None
             return self._decide(means, costs, proposal, 0.0, step)
-        proposal = self.rule.propose(costs, means, self.cost_of_move)
+        proposal = self._proposal(costs, means)
         return self._decide(means, costs, proposal, self._saving_by(profile, costs, trial.after), step)
+
+    def _proposal(self, costs: LayerCosts, profile: PipelineProfile) -> RebalancingProposal:
+        """Of moves that pay until the next profile, or later: the rental waits for as many."""
+        num_steps = self.rule.num_steps if self.rule.num_steps == 1 else max(self.interval, 2)
+        return replace(self.rule, num_steps=num_steps).propose(costs, profile, self.cost_of_move)
 
     def _saving_by(self, profile: PipelineProfile, costs: LayerCosts, boundaries: Sequence[int]) -> float:
         """Seconds of a step that other boundaries save by what this profile alone says of layers."""
@@ -159,7 +165,7 @@ class Rebalancing:
             return None
         self._num_undecided = 0
         costs = self._costs_by_now(running)
-        proposal = self.rule.propose(costs, running, self.cost_of_move)
+        proposal = self._proposal(costs, running)
         return self._decide(running, costs, proposal, proposal.saving_s)
 
     def _costs_by_now(self, running: PipelineProfile) -> LayerCosts:
@@ -189,7 +195,7 @@ class Rebalancing:
         self.costs, self._profile, self._is_other_work = costs, profile, False
         self.has_learned = True
         if self.rule.num_steps > 1:
-            self._judge(proposal.step_s)
+            self._judge(self._step_s_as_promised(profile, costs, proposal))
         elif self._steps_s and (is_wanted or len(self._steps_s) >= _JUDGED):
             self._judge(fmean(self._steps_s))
         self.rental.charge({_WANTED: saving_s} if is_wanted else {}, self.interval)
@@ -198,14 +204,30 @@ class Rebalancing:
             return None
         self.rental.settle()
         self._steps_s.clear()
-        self._promised = None if proposal.is_needed else (proposal.step_s, proposal.step_s - saving_s)
+        self._promised = (
+            None
+            if proposal.is_needed
+            else (
+                proposal.step_s,
+                proposal.step_s - saving_s,
+                self.rule.messages,
+            )
+        )
         return proposal
+
+    def _step_s_as_promised(self, profile: PipelineProfile, costs: LayerCosts, proposal: RebalancingProposal) -> float:
+        """Seconds of a step by now with the messages of the last promise: networks that have changed judge no move."""
+        if self._promised is None or self._promised[2] == self.rule.messages:
+            return proposal.step_s
+        rule = replace(self.rule, messages=self._promised[2])
+        return rule.simulated(costs, Partition(profile.boundaries)).step_s
 
     def _pays(self, proposal: RebalancingProposal, saving_s: float, step: int | None) -> bool:
         """Whether a move saves what it takes, one way, before the caller is expected to change the work again."""
-        if step is None or self._told_at is None or self._told_every is None or self.rental.pause:
+        if step is None or len(self._told_steps) < 2 or self.rental.pause:
             return False
-        num_steps = max(self._told_every, self._told_at + self._told_every - step)
+        first, last = self._told_steps[0], self._told_steps[-1]
+        num_steps = last + (last - first) / (len(self._told_steps) - 1) - step
         return saving_s * num_steps >= self.rental.doubt * proposal.price_s / 2.0
 
     def propose(self, boundaries: tuple[int, ...]) -> RebalancingProposal | None:
@@ -216,7 +238,7 @@ class Rebalancing:
         """
         if self.costs is None or self._profile is None:
             return None
-        return self.rule.propose(self.costs, replace(self._profile, boundaries=boundaries), self.cost_of_move)
+        return self._proposal(self.costs, replace(self._profile, boundaries=boundaries))
 
     def learn(self, num_bytes: float, seconds: float) -> None:
         """Learn from a move that has been made; bytes are those of the rank that sent or received most."""
@@ -269,15 +291,15 @@ class Rebalancing:
         self.costs, self.cost_of_move = costs, MoveCost(*state["cost_of_move"])
         self.rental.load_state_dict(state["rental"])
         self._profile = self._trial = self._promised = self._anchor = None
-        self._means = self._running = self._told_at = self._told_every = None
-        self._num_told = 0
+        self._means = self._running = None
+        self._told_steps.clear()
         self._steps_s.clear()
         self._is_other_work = self.has_learned = False
 
     def _judge(self, step_s: float) -> None:
         """Compare what the last move was to save with what it has."""
         if self._promised is not None:
-            before_s, expected_s = self._promised
+            before_s, expected_s, _ = self._promised
             self.rental.judge(is_kept=before_s - step_s >= _LEAST_KEPT * (before_s - expected_s))
         self._promised = None
         self._steps_s.clear()

@@ -8,7 +8,7 @@ the rental it takes the pauses: what could not be made is not tried again at onc
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zeroresize.plan.partition import Partition
@@ -127,8 +127,10 @@ class RepackingDecision:
             return None
         self.rental.next_update()
         costs, before = rebalancing.costs, Partition(profile.boundaries)
-        rule = RepackingRule(rebalancing.rule, costs, profile, keep)
-        now = rebalancing.rule.simulated(costs, before)
+        # Between fewer stages there are other links, so all steps are compared without messages.
+        without_messages = replace(rebalancing.rule, messages=None)
+        rule = RepackingRule(without_messages, costs, profile, keep)
+        now = without_messages.simulated(costs, before)
         if self._first_step_s is None:
             self._first_step_s = now.step_s
         if self.rental.pause:
