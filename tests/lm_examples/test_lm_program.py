@@ -33,7 +33,8 @@ def test_it_trains_resumes_on_other_stages_and_refuses_to_overwrite(tmp_path):
     ended = ran("first", 2, "--steps=4", "--set=output.save_every=2", "--set=training.log_every=1")
     assert ended.returncode == 0, ended.stderr
     assert "step 4: loss" in ended.stdout and "stage 1" in ended.stdout and "blocks 2 to 3, head" in ended.stdout
-    ended = ran("resumed", 3, "--steps=6", "--resume", "--set=training.log_every=1")
+    uniform = "--set=pipeline.boundaries=uniform"
+    ended = ran("resumed", 3, "--steps=6", "--resume", "--set=training.log_every=1", uniform)
     assert ended.returncode == 0, ended.stderr
     assert [line["step"] for line in read_json_lines(output / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     summary = json.loads((output / "summary.json").read_text())

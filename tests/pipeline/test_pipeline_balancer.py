@@ -29,6 +29,7 @@ from zeroresize.pipeline import (
     pipeline_balancer,
 )
 from zeroresize.pipeline.layer_move_during_backward import LayerMoveDuringBackward
+from zeroresize.pipeline.measuring import Measuring
 from zeroresize.pipeline.profile_exchange import ProfileExchange
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
@@ -319,7 +320,7 @@ def test_a_rank_whose_profile_does_not_come_is_named(tmp_path):
         training = Training(dist.new_group([0, 1, 2], timeout=timedelta(seconds=5)), 6)
         training.train(1)
         if rank == 1:
-            ProfileExchange.exchange = lambda exchange, measured, _: None if measured else os._exit(0)
+            Measuring.exchange = lambda measuring, _: None if measuring._measured else os._exit(0)
         training.train(1)
         with pytest.raises(RuntimeError) as caught:
             training.train(1)
