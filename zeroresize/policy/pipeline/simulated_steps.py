@@ -79,9 +79,8 @@ def stage_sums(seconds: Floats, boundaries: Indices) -> Floats:
         seconds: [C, L] of each layer, or [L] where they are the same in all cases.
         boundaries: [C, S + 1].
     """
-    rows = np.broadcast_to(seconds, (len(boundaries), seconds.shape[-1]))
-    sums = np.concatenate([np.zeros((len(rows), 1)), np.cumsum(rows, axis=1)], axis=1)
-    return np.diff(np.take_along_axis(sums, boundaries, axis=1))
+    sums = np.concatenate([np.zeros((*seconds.shape[:-1], 1)), np.cumsum(seconds, axis=-1)], axis=-1)
+    return np.diff(sums[boundaries] if sums.ndim == 1 else np.take_along_axis(sums, boundaries, axis=1))
 
 
 @dataclass(frozen=True, eq=False)
