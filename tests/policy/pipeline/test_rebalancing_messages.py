@@ -4,8 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from helpers.pipelines import NUM_MICROBATCHES, World, rebalancing_of
-from test_shortest_step import all_partitions
+from helpers.pipelines import NUM_MICROBATCHES, World, all_partitions, rebalancing_of
 
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost

@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+from helpers.pipelines import all_partitions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,11 +20,6 @@ def step_of(load, num_microbatches, schedule="1f1b"):
         return simulated_steps(times, 2 * times, num_microbatches, schedule=schedule)
 
     return steps_s, lambda partition: float(steps_s(np.array([partition.boundaries]))[0])
-
-
-def all_partitions(num_layers, num_stages):
-    for inner in itertools.combinations(range(1, num_layers), num_stages - 1):
-        yield Partition((0, *inner, num_layers))
 
 
 @settings(max_examples=60)
