@@ -60,10 +60,10 @@ class LayerCosts:
     def measured(cls, profile: PipelineProfile, speeds: Sequence[float] | Floats) -> LayerCosts:
         """Return costs that explain the measured seconds by these speeds [S] of devices."""
         relative_S = np.asarray(speeds) / np.mean(speeds)
-        speeds_L = relative_S[Partition(profile.boundaries).stages]
+        forward_s, backward_s = profile.layer_s.T * relative_S[profile.stages]
         return cls(
-            tuple((np.array([layer.forward_s for layer in profile.layers]) * speeds_L).tolist()),
-            tuple((np.array([layer.backward_s for layer in profile.layers]) * speeds_L).tolist()),
+            tuple(forward_s.tolist()),
+            tuple(backward_s.tolist()),
             tuple(relative_S.tolist()),
             profile.boundaries,
         )
@@ -88,8 +88,8 @@ class LayerCosts:
         """
         if is_other_work:
             return LayerCosts.measured(profile, self.speeds)
-        stages_L, before_L = (np.array(Partition(one.boundaries).stages) for one in (profile, self))
-        now_L = _seconds(profile)
+        stages_L, before_L = profile.stages, np.array(Partition(self.boundaries).stages)
+        now_L = profile.layer_s.sum(axis=1)
         speeds = np.array(self.speeds)
         expected_L = self.seconds / speeds[stages_L]
         counts_L = _tell_of_device(now_L, stages_L) & _tell_of_device(expected_L, stages_L)
@@ -138,10 +138,6 @@ def _corrections(longer_L: Floats, counts_L: Mask, stages_L: Indices, before_L: 
         of_pair = longer_L[moved & (before_L == source) & (stages_L == destination)]
         wrong[row] = -_beyond_noise(float(np.median(of_pair)))
     return np.linalg.lstsq(equations, wrong, rcond=None)[0].astype(np.float64)
-
-
-def _seconds(profile: PipelineProfile) -> Floats:
-    return np.array([one.forward_s + one.backward_s for one in profile.layers])
 
 
 def _tell_of_device(seconds_L: Floats, stages_L: Indices) -> Mask:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.pipeline_load import Floats, Indices, Mask
 from zeroresize.policy.pipeline.profiles import PipelineProfile
+from zeroresize.policy.pipeline.running_profile import NUM_RECENT, typical_of
 
 #: Seconds that differ by less than this share from their mean are noise, however small noise has been.
 LEAST_SURPRISE = 0.1
@@ -24,8 +23,6 @@ LEAST_SURPRISE = 0.1
 _BEYOND_NOISE = 4.0
 #: Profiles that a mean remembers, so that what drifts is followed.
 _MEMORY = 16
-#: Profiles of which the middle one counts.
-_NUM_RECENT = 3
 
 
 class LayerMeans:
@@ -34,15 +31,15 @@ class LayerMeans:
     def __init__(self, num_layers: int) -> None:
         self._stages_L: Indices = np.full(num_layers, -1)
         self._num_L: Indices = np.zeros(num_layers, dtype=np.int64)
-        self._recent: Floats = np.full((_NUM_RECENT, num_layers, 2), np.inf)
+        self._recent: Floats = np.full((NUM_RECENT, num_layers, 2), np.inf)
         self._means: Floats = np.zeros((num_layers, 2))
         self._noise = 0.0  # mean distance of logarithms from their means
 
     def surprised(self, profile: PipelineProfile) -> PipelineProfile:
         """Return what is known before ``profile``, but for layers of which it says something else: these as it says."""
-        now = _seconds_of(profile)
-        differs_L = (self._num_L == 0) | (self._stages_L != _stages_of(profile)) | self._is_surprise(now)
-        return _with_seconds(profile, np.where(differs_L[:, None], now, self._means))
+        now = profile.layer_s
+        differs_L = (self._num_L == 0) | (self._stages_L != profile.stages) | self._is_surprise(now)
+        return profile.with_layer_s(np.where(differs_L[:, None], now, self._means))
 
     def after(self, profile: PipelineProfile, speeds: Sequence[float] | Floats) -> PipelineProfile:
         """Return the mean seconds, with the bytes of ``profile``.
@@ -50,7 +47,7 @@ class LayerMeans:
         Args:
             speeds: [S] of devices, as far as is known: what moved is expected to take that much longer or shorter.
         """
-        now, stages_L = _seconds_of(profile), _stages_of(profile)
+        now, stages_L = profile.layer_s, profile.stages
         self._follow_moves(now, stages_L, np.asarray(speeds))
         is_known_L = self._num_L > 1
         if is_known_L.any():
@@ -59,14 +56,12 @@ class LayerMeans:
             self._noise += (distance - self._noise) / min(int(self._num_L.max()), _MEMORY)
         self._num_L = self._num_L + 1
         self._recent = np.concatenate((now[None], self._recent[:-1]))
-        # The shorter one of two, the middle one of three.
-        middle = np.minimum(self._num_L, _NUM_RECENT) - 1 >> 1
-        typical = np.take_along_axis(np.sort(self._recent, axis=0), middle[None, :, None], axis=0)[0]
-        begins_anew_L = (self._num_L <= _NUM_RECENT - 1) | self._is_surprise(typical)
+        typical = typical_of(self._recent, self._num_L)
+        begins_anew_L = (self._num_L <= NUM_RECENT - 1) | self._is_surprise(typical)
         weights_L = np.where(begins_anew_L, 1.0, 1.0 / np.minimum(self._num_L, _MEMORY))
         self._means = self._means + weights_L[:, None] * (typical - self._means)
-        self._num_L = np.where(begins_anew_L, np.minimum(self._num_L, _NUM_RECENT - 1), self._num_L)
-        return _with_seconds(profile, self._means)
+        self._num_L = np.where(begins_anew_L, np.minimum(self._num_L, NUM_RECENT - 1), self._num_L)
+        return profile.with_layer_s(self._means)
 
     def _follow_moves(self, now: Floats, stages_L: Indices, speeds: Floats) -> None:
         """What has moved takes as long as its mean says by the devices' speeds, or is not known any more."""
@@ -93,20 +88,3 @@ class LayerMeans:
         totals, means = seconds.sum(axis=1), self._means.sum(axis=1)
         counts = (totals > 0.0) & (means > 0.0)
         return np.log(np.where(counts, totals, 1.0) / np.where(counts, means, 1.0))
-
-
-def _stages_of(profile: PipelineProfile) -> Indices:
-    return np.array(Partition(profile.boundaries).stages)
-
-
-def _seconds_of(profile: PipelineProfile) -> Floats:
-    """[L, 2] of forward and backward."""
-    return np.array([[layer.forward_s, layer.backward_s] for layer in profile.layers])
-
-
-def _with_seconds(profile: PipelineProfile, seconds: Floats) -> PipelineProfile:
-    layers = tuple(
-        replace(layer, forward_s=forward_s, backward_s=backward_s)
-        for layer, (forward_s, backward_s) in zip(profile.layers, seconds.tolist(), strict=True)
-    )
-    return replace(profile, layers=layers)

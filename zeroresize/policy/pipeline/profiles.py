@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
+
+from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.bubbles import imbalance
+from zeroresize.policy.pipeline.pipeline_load import Floats, Indices
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,24 @@ class PipelineProfile:
     stage_s: tuple[float, ...]
     boundaries: tuple[int, ...]
     loss_s: float = 0.0
+
+    @property
+    def layer_s(self) -> Floats:
+        """Return [L, 2] seconds of each layer, forward and backward."""
+        return np.array([[layer.forward_s, layer.backward_s] for layer in self.layers])
+
+    @property
+    def stages(self) -> Indices:
+        """Return [L] on which stage each layer was."""
+        return np.array(Partition(self.boundaries).stages)
+
+    def with_layer_s(self, seconds: Floats) -> PipelineProfile:
+        """Return the same with other seconds [L, 2] of layers, forward and backward."""
+        layers = tuple(
+            replace(layer, forward_s=forward_s, backward_s=backward_s)
+            for layer, (forward_s, backward_s) in zip(self.layers, seconds.tolist(), strict=True)
+        )
+        return replace(self, layers=layers)
 
     @property
     def computed_s(self) -> tuple[float, ...]:

@@ -15,11 +15,10 @@ import numpy as np
 
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.pipeline.pipeline_load import Floats
+from zeroresize.policy.pipeline.running_profile import FORGETTING, MEMORIES
 
-#: [E] measurements that a mean remembers, the longest first: of equals it is taken.
-_MEMORIES = np.array([64.0, 16.0, 4.0, 1.0])
-#: Share of a mean's errors that is forgotten with each measurement.
-_FORGETTING = 1.0 / 16.0
+#: [E] measurements that a mean remembers.
+_MEMORIES = np.array(MEMORIES)
 
 
 class RunningLinks:
@@ -55,7 +54,7 @@ class RunningLinks:
         elif now.shape != self._means.shape[1:]:
             raise ValueError(f"{len(now)} links are not those of before, which were {self._means.shape[1]}")
         wrong_s = np.abs((self._means - now) @ np.array([self._num_bytes, 1.0])).sum(axis=1)
-        self._errors = (1.0 - _FORGETTING) * self._errors + wrong_s
+        self._errors = (1.0 - FORGETTING) * self._errors + wrong_s
         self._num_measured += 1
         weights = np.maximum(1.0 / _MEMORIES, 1.0 / self._num_measured)
         self._means = self._means + weights[:, None, None] * (now - self._means)
