@@ -19,6 +19,7 @@ from scripts.bench.common import machine, save, time_slowest_rank
 from scripts.bench.strategy_switches import STRATEGIES
 from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.switching.switch import SwitchReport
 
 OPTIMIZER_STRATEGY = Strategy(1, 4, 1)
 TYPES: dict[str, dict[str, torch.dtype]] = {
@@ -57,16 +58,14 @@ def main() -> None:
             model.switch_to(before, gradients=False)
             if gradients:
                 fill_gradients(model)
-            taken_s = time_slowest_rank(partial(model.switch_to, after, gradients=gradients))
+            reports: list[SwitchReport] = []
+            switch = partial(model.switch_to, after, gradients=gradients)
+            taken_s = time_slowest_rank(lambda switch=switch, reports=reports: reports.append(switch()))
             model.drop_gradients()
             if repeat:  # the first one plans, and warms up
                 seconds.setdefault((name, gradients), []).append(taken_s)
             else:
-                model.switch_to(before, gradients=False)
-                if gradients:
-                    fill_gradients(model)
-                sent[name, gradients] += model.switch_to(after, gradients=gradients).sent_bytes
-                model.drop_gradients()
+                sent[name, gradients] += reports[0].sent_bytes
     counts = torch.tensor(list(sent.values()))
     dist.all_reduce(counts)
     rows = {
