@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -57,16 +56,6 @@ def best_strategies(trainer: StrategyTrainer, token_s: float, speeds: Sequence[f
     return min(proposals, key=lambda one: one.step_s).candidate.strategies
 
 
-def put_in_force(trainer: StrategyTrainer, strategies: Sequence[Strategy]) -> None:
-    model = trainer.model
-    for strategy in dict.fromkeys(strategies):
-        if strategy not in model.strategies:
-            model.add(strategy)
-    if strategies[0] != model.optimizer_strategy:
-        model.move_optimizer(strategies[0], trainer.optimizer)
-    trainer.use(replace(one, strategy=own) for one, own in zip(trainer.ranges, strategies, strict=True))
-
-
 def run(chi: float, num_steps: dict[str, int], token_s: float) -> dict[str, object]:
     """Return seconds of each training's steps by phase, and what was decided."""
     pace = Pace(token_s, sleeps=True)
@@ -91,7 +80,8 @@ def run(chi: float, num_steps: dict[str, int], token_s: float) -> dict[str, obje
     original, best = [one.strategy for one in RANGES], best_strategies(oracle, token_s, slow_speeds)
     number = 0
     for phase in PHASES:
-        put_in_force(oracle, best if phase == "slow" else original)
+        wanted = best if phase == "slow" else original
+        oracle.change_strategies(wanted, wanted[0])
         pace.chi = chi if phase == "slow" and dist.get_rank() == SLOW_RANK else 1.0
         for _ in range(num_steps[phase]):
             number += 1

@@ -7,8 +7,8 @@ from test_mixed_precision import trainer_of
 from test_strategy_training import FIVE, batch, ranges_of
 
 from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.strategy.switches import switch_order
 from zeroresize.resharding import agreement
-from zeroresize.strategy import switch_tour
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.switching import flow_transport
 from zeroresize.strategy.switching.switch import Switch
@@ -21,7 +21,7 @@ TYPES = [(torch.float64, None), (torch.float32, torch.bfloat16)]
 def test_training_is_the_same_to_the_last_bit(run_ranks, monkeypatch, dtype, compute_dtype, is_tight):
     started = []
     # Visits may come in another order where switches are hidden, and sums of floats are other ones then.
-    monkeypatch.setattr(switch_tour, "hide_first_switch", lambda seconds, start: seconds)
+    monkeypatch.setattr(switch_order, "hide_first_switch", lambda seconds, start: seconds)
 
     def train(rank, group):
         start = Switch.start

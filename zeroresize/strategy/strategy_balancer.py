@@ -246,23 +246,13 @@ class StrategyBalancer:
     def _carry_out(self, proposal: StrategyProposal) -> tuple[float, int, bool]:
         """(seconds, bytes that all ranks received, whether it was made)"""
         wanted = proposal.candidate.strategies
-        begin, received = time.perf_counter(), 0
+        begin = time.perf_counter()
         try:
-            for strategy in dict.fromkeys(wanted):
-                if strategy not in self._model.strategies:
-                    self._model.add(strategy)
-            if wanted[self._optimizer_strategy] != self._model.optimizer_strategy:
-                received = self._model.move_optimizer(
-                    wanted[self._optimizer_strategy], self._trainer.optimizer
-                ).received_bytes
+            received = self._trainer.change_strategies(wanted, wanted[self._optimizer_strategy])
         except NotEnoughMemoryError:  # on every rank, and nothing has moved
             self._decision.refuse()
             self._forget_others()
             return proposal.switch_s, 0, False
-        self._trainer.use(
-            replace(length_range, strategy=strategy)
-            for length_range, strategy in zip(self._trainer.ranges, wanted, strict=True)
-        )
         table = self._exchange.meet(time.perf_counter() - begin, float(received))
         seconds = max(own for own, _ in table)
         self._decision.made(proposal, seconds)

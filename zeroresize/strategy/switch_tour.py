@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.switches.switch_order import cheapest_order, hide_first_switch
+from zeroresize.policy.strategy.switches.switch_order import visiting_order
 from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds, fused_seconds
 from zeroresize.strategy.model import SwitchableModel
@@ -19,8 +19,7 @@ class SwitchTour:
 
     Args:
         links: of the ranks, the same on all of them.
-        overlap: whether weights travel to the next strategy while the present one trains. Then the first switch is
-            taken to cost nothing where the optimizer's strategy trains.
+        overlap: whether weights travel to the next strategy while the present one trains.
     """
 
     def __init__(self, model: SwitchableModel, links: LinkSpeeds = TYPICAL_LINKS, *, overlap: bool = False) -> None:
@@ -33,12 +32,10 @@ class SwitchTour:
         Raises:
             ValueError: for more strategies than :mod:`~zeroresize.policy.strategy.switches.switch_order` takes.
         """
-        optimizer_strategy = self._model.optimizer_strategy
-        stops = [optimizer_strategy, *(one for one in strategies if one != optimizer_strategy)]
-        seconds = [[0.0 if one == other else self._between(one, other) for other in stops] for one in stops]
-        is_hidden = self._overlap and optimizer_strategy in strategies
-        times = hide_first_switch(seconds, 0) if is_hidden else seconds
-        return [stops[number] for number in cheapest_order(times, 0) if stops[number] in strategies]
+        return visiting_order(strategies, self._model.optimizer_strategy, self._seconds_between, overlap=self._overlap)
+
+    def _seconds_between(self, stops: Sequence[Strategy]) -> list[list[float]]:
+        return [[0.0 if one == other else self._between(one, other) for other in stops] for one in stops]
 
     def _between(self, before: Strategy, after: Strategy) -> float:
         model, optimizer_strategy = self._model, self._model.optimizer_strategy

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from zeroresize.comm.collectives import all_reduce, message_device
 from zeroresize.layers.autocast import autocast_dtype
 from zeroresize.plan.length_range import LengthRange, as_ranges, with_limits
+from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.packing import MicroBatch, Work, num_tokens
 from zeroresize.policy.strategy.step_plan import Visit, plan_visits
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
@@ -129,6 +131,32 @@ class StrategyTrainer:
                 )
         self._tour.order(list(dict.fromkeys(one.strategy for one in wanted)))
         self._ranges = wanted
+
+    def change_strategies(self, strategies: Sequence[Strategy], optimizer_strategy: Strategy) -> int:
+        """Train the ranges under other strategies from the next step on, which the model takes; collective.
+
+        Args:
+            strategies: one for each range.
+            optimizer_strategy: in which the optimizer steps then.
+
+        Returns:
+            The bytes that this rank has received for the optimizer's strategy.
+
+        Raises:
+            Exception: as :meth:`~zeroresize.strategy.model.SwitchableModel.add`, ``model.move_optimizer`` and
+                :meth:`use`; ranges and the optimizer's strategy stay as they are where memory does not suffice.
+        """
+        received = 0
+        for strategy in dict.fromkeys(strategies):
+            if strategy not in self.model.strategies:
+                self.model.add(strategy)
+        if optimizer_strategy != self.model.optimizer_strategy:
+            received = self.model.move_optimizer(optimizer_strategy, self.optimizer).received_bytes
+        self.use(
+            replace(length_range, strategy=strategy)
+            for length_range, strategy in zip(self.ranges, strategies, strict=True)
+        )
+        return received
 
     def step(self, sequences: Sequence[Tensor]) -> StepReport:
         """Make one optimizer step on a mini-batch (HotSPa, hot switching); collective.

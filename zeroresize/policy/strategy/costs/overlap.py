@@ -16,7 +16,7 @@ from zeroresize.plan.layout import Layout
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.costs.switch_memory import message_bytes
-from zeroresize.policy.strategy.switches.switch_order import cheapest_order, hide_first_switch
+from zeroresize.policy.strategy.switches.switch_order import visiting_order
 from zeroresize.policy.strategy.switches.switch_plan import plan_gradients
 from zeroresize.policy.strategy.switches.transfers import SwitchPlan, fused_seconds
 
@@ -50,7 +50,6 @@ class OverlappedSwitches:
         self._cost, self._optimizer_strategy = cost, optimizer_strategy
         self._gradient_ratio, self._limit_bytes = gradient_ratio, limit_bytes
         self._gradients = [replace(tensor, itemsize=gradient_itemsize) for tensor in cost.tensors]
-        # Inside nodes they are summed as they are held.
         self._held_ratio = gradient_ratio * cost.tensors[0].itemsize / gradient_itemsize
         self._gradient_plans: dict[Strategy, SwitchPlan] = {}
 
@@ -69,12 +68,9 @@ class OverlappedSwitches:
 
     def order(self, strategies: Sequence[Strategy]) -> list[Strategy]:
         """Return the order in which a step visits strategies, as the trainer chooses it."""
-        optimizer_strategy = self._optimizer_strategy
-        stops = [optimizer_strategy, *(one for one in strategies if one != optimizer_strategy)]
-        seconds = self._cost.switch_seconds(stops, 0)
-        if optimizer_strategy in strategies:
-            seconds = hide_first_switch(seconds, 0)
-        return [stops[number] for number in cheapest_order(seconds, 0) if stops[number] in strategies]
+        return visiting_order(
+            strategies, self._optimizer_strategy, lambda stops: self._cost.switch_seconds(stops, 0), overlap=True
+        )
 
     def seconds(self, visits: Sequence[Strategy], work_s: Sequence[float], tokens: Sequence[int]) -> float:
         """Return the seconds by which switches prolong a step.

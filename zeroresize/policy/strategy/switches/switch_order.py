@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+from zeroresize.plan.strategy import Strategy
 
 #: So many strategies take a tenth of a second; each further one more than doubles it.
 MOST_STRATEGIES = 12
@@ -61,12 +63,33 @@ def cheapest_order(seconds: Sequence[Sequence[float]] | NDArray[np.float64], sta
     return [start, *reversed(order)]
 
 
-def hide_first_switch(seconds: Sequence[Sequence[float]] | NDArray[np.float64], start: int) -> NDArray[np.float64]:
-    """Return [S, S] seconds of switching where the first switch of a tour takes none.
+def visiting_order(
+    strategies: Sequence[Strategy],
+    optimizer_strategy: Strategy,
+    seconds_between: Callable[[list[Strategy]], Sequence[Sequence[float]] | NDArray[np.float64]],
+    *,
+    overlap: bool,
+) -> list[Strategy]:
+    """Return the order in which a step visits strategies, the optimizer's first where it is one of them.
 
-    So it is where what travels to the next strategy does so while the present one trains, and the optimizer's strategy
-    trains first: a strategy whose weights are many is best visited then.
+    Args:
+        seconds_between: gives [S, S] seconds of switching between strategies, as of :func:`cheapest_order`.
+        overlap: whether what travels to the next strategy does so while the present one trains. Where the optimizer's
+            strategy trains, the first switch of a tour is then taken to cost nothing: a strategy whose weights are many
+            is best visited then.
+
+    Raises:
+        ValueError: as :func:`cheapest_order`.
     """
+    stops = [optimizer_strategy, *(one for one in strategies if one != optimizer_strategy)]
+    seconds = seconds_between(stops)
+    if overlap and optimizer_strategy in strategies:
+        seconds = hide_first_switch(seconds, 0)
+    return [stops[number] for number in cheapest_order(seconds, 0) if stops[number] in strategies]
+
+
+def hide_first_switch(seconds: Sequence[Sequence[float]] | NDArray[np.float64], start: int) -> NDArray[np.float64]:
+    """Return [S, S] seconds of switching where the first switch of a tour takes none."""
     times_SS = np.array(seconds, dtype=np.float64)
     times_SS[start] = np.where(np.isfinite(times_SS[start]), 0.0, times_SS[start])
     return times_SS
