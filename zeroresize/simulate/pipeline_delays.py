@@ -17,11 +17,11 @@ from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.ski_rental import SkiRental
 from zeroresize.policy.pipeline.centralized import balanced_partition
 from zeroresize.policy.pipeline.diffusion import diffused_partition
-from zeroresize.policy.pipeline.message_delays import step_delays
-from zeroresize.policy.pipeline.pipeline_load import Floats, Indices, PipelineLoad
+from zeroresize.policy.pipeline.message_delays import PipelineMessages, step_delays
+from zeroresize.policy.pipeline.pipeline_load import Floats, PipelineLoad
 from zeroresize.policy.pipeline.rebalancing_proposal import Method, bytes_of_transfers
 from zeroresize.policy.pipeline.running_links import RunningLinks
-from zeroresize.policy.pipeline.shortest_step import refined_partition
+from zeroresize.policy.pipeline.shortest_step import shortest_partition
 from zeroresize.policy.pipeline.simulated_steps import simulated_steps, stage_sums
 from zeroresize.simulate.pipeline_training import TYPICAL_LINKS, LayerLoads, PipelineTrace
 
@@ -145,12 +145,9 @@ def simulate_delays_oracle(loads: LayerLoads, message_s: Floats, *, num_microbat
 def _best_division(forward_s: Floats, backward_s: Floats, message_s: Floats, num_microbatches: int) -> Partition:
     """Of one step; [L], [L] and [S − 1] seconds."""
     load = DelayRule("newest").load(num_microbatches * (forward_s + backward_s), message_s.tolist(), num_microbatches)
-
-    def steps_s(boundaries: Indices) -> Floats:
-        forward, backward = (stage_sums(seconds, boundaries) for seconds in (forward_s, backward_s))
-        return simulated_steps(forward, backward, num_microbatches, communication_s=message_s)
-
-    return refined_partition(load, balanced_partition(load), steps_s)
+    links = tuple(MoveCost(0.0, seconds) for seconds in message_s.tolist())
+    messages = PipelineMessages(links, (0.0,) * (len(forward_s) + 1))
+    return shortest_partition(load, forward_s, backward_s, num_microbatches, "1f1b", messages)
 
 
 def _trace(
