@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from statistics import median
 
 import torch
@@ -57,23 +57,21 @@ class BlockSeconds:
         elif is_usual:
             self._last_s = spent_s
 
-    @contextmanager
-    def handling(self) -> Iterator[None]:
+    def handling(self) -> AbstractContextManager[None]:
         """Count what the block spends as spent on a profile."""
-        begin = self._clock()
-        try:
-            yield
-        finally:
-            self._handling_s += self._clock() - begin
+        return self._spending(self._clock)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Count the wall time of what the block spends as spent on a profile: all stages wait for it."""
+        return self._spending(time.perf_counter)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the wall time of what the block spends as spent on a profile: all stages wait for it."""
-        begin = time.perf_counter()
+    def _spending(self, clock: Callable[[], float]) -> Iterator[None]:
+        begin = clock()
         try:
             yield
         finally:
-            self._handling_s += time.perf_counter() - begin
+            self._handling_s += clock() - begin
 
     def forget(self) -> None:
         """Forget what is usual, as blocks have other work from now on."""

@@ -31,7 +31,6 @@ from zeroresize.pipeline.units_before_layers import StageUnits, UnitsFirst
 from zeroresize.policy.moves.least_saving import MIN_SAVING
 from zeroresize.policy.moves.move_cost import MoveCost, most_bytes
 from zeroresize.policy.pipeline.profile_cadence import (
-    LEAST_BLOCKS,
     MAX_MEASURING,
     ProfileCadence,
     ProfileEvery,
@@ -192,7 +191,7 @@ class PipelineBalancer:
                 method,
                 "1f1b" if issubclass(pipeline.schedule, Schedule1F1B) else "gpipe",
                 pipeline.num_microbatches,
-                _least_interval(profile_every, max_measuring),
+                1 if self._cadence.measures_all else max(self._cadence.least, 2),
                 min_saving,
                 limits,
             )
@@ -259,7 +258,7 @@ class PipelineBalancer:
         gathered = self._measuring.exchange(self.steps)
         if gathered is not None:
             self._measuring.learn_cost(gathered, self._replicas, log_step=self.steps if self._tells else None)
-            self._rebalancing.interval = max(self._cadence.every, self._cadence.next_due - self.steps)
+            self._rebalancing.interval = self._cadence.blocks_to_next(self.steps)
             if gathered.profile.boundaries == self._pipeline.boundaries:
                 self._balance(gathered.profile)
 
@@ -478,10 +477,3 @@ class PipelineBalancer:
             self._on_change(
                 RebalancingRecord(**vars(proposal), step=self.steps, moved_bytes=moved_bytes, seconds=seconds)
             )
-
-
-def _least_interval(profile_every: ProfileEvery, max_measuring: float) -> int:
-    """Steps from one profile to the next, at least; 1 only where every step is measured whatever that costs."""
-    if profile_every == "auto":
-        return LEAST_BLOCKS
-    return profile_every if max_measuring == math.inf else max(profile_every, 2)

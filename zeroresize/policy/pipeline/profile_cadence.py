@@ -94,12 +94,25 @@ class ProfileCadence:
         return median(self.costs) if self.costs else math.nan
 
     @property
+    def measures_all(self) -> bool:
+        """Return whether every block is measured, whatever that costs."""
+        return self.profile_every == 1 and self.max_measuring == math.inf
+
+    @property
+    def least(self) -> int:
+        """Return the blocks from one regular profile to the next, at least."""
+        return LEAST_BLOCKS if self.profile_every == "auto" else self.profile_every
+
+    @property
     def every(self) -> int:
         """Return the blocks from one regular profile to the next, as far as is known now."""
-        least = LEAST_BLOCKS if self.profile_every == "auto" else self.profile_every
         if self.max_measuring < math.inf and not self.costs:
-            return max(least, LEAST_BLOCKS)
-        return max(least, self._affordable)
+            return max(self.least, LEAST_BLOCKS)
+        return max(self.least, self._affordable)
+
+    def blocks_to_next(self, num_blocks: int) -> int:
+        """Return the blocks until the next regular profile once so many are over; never fewer than :attr:`every`."""
+        return max(self.every, self.next_due - num_blocks)
 
     @property
     def _affordable(self) -> int:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,14 @@ _TOLD = 9
 #: Of profiles of every step every so many lead to a decision, while nothing is owed: it takes milliseconds.
 _DECIDED = 4
 _CHECK = keyed({"costs": anything, "cost_of_move": each(not_negative, 3), "rental": RENTAL_CHECK})
+
+
+class _Promise(NamedTuple):
+    """Seconds of a step before the last move, and then, and the messages with which they were simulated."""
+
+    before_s: float
+    expected_s: float
+    messages: PipelineMessages | None
 
 
 class Rebalancing:
@@ -77,8 +85,7 @@ class Rebalancing:
         self._is_other_work = False
         self._told_steps: deque[int] = deque(maxlen=_TOLD)  # the last ones
         self.has_learned = False
-        #: Seconds of a step before the last move, and then; the messages with which they were simulated.
-        self._promised: tuple[float, float, PipelineMessages | None] | None = None
+        self._promised: _Promise | None = None
 
     @property
     def looks_again(self) -> bool:
@@ -144,8 +151,8 @@ class Rebalancing:
 
     def _proposal(self, costs: LayerCosts, profile: PipelineProfile) -> RebalancingProposal:
         """Of moves that pay until the next profile, or later: the rental waits for as many."""
-        num_steps = self.rule.num_steps if self.rule.num_steps == 1 else max(self.interval, 2)
-        return replace(self.rule, num_steps=num_steps).propose(costs, profile, self.cost_of_move)
+        rule = replace(self.rule, num_steps=max(self.rule.num_steps, self.interval))
+        return rule.propose(costs, profile, self.cost_of_move)
 
     def _saving_by(self, profile: PipelineProfile, costs: LayerCosts, boundaries: Sequence[int]) -> float:
         """Seconds of a step that other boundaries save by what this profile alone says of layers."""
@@ -204,22 +211,15 @@ class Rebalancing:
             return None
         self.rental.settle()
         self._steps_s.clear()
-        self._promised = (
-            None
-            if proposal.is_needed
-            else (
-                proposal.step_s,
-                proposal.step_s - saving_s,
-                self.rule.messages,
-            )
-        )
+        promise = _Promise(proposal.step_s, proposal.step_s - saving_s, self.rule.messages)
+        self._promised = None if proposal.is_needed else promise
         return proposal
 
     def _step_s_as_promised(self, profile: PipelineProfile, costs: LayerCosts, proposal: RebalancingProposal) -> float:
         """Seconds of a step by now with the messages of the last promise: networks that have changed judge no move."""
-        if self._promised is None or self._promised[2] == self.rule.messages:
+        if self._promised is None or self._promised.messages == self.rule.messages:
             return proposal.step_s
-        rule = replace(self.rule, messages=self._promised[2])
+        rule = replace(self.rule, messages=self._promised.messages)
         return rule.simulated(costs, Partition(profile.boundaries)).step_s
 
     def _pays(self, proposal: RebalancingProposal, saving_s: float, step: int | None) -> bool:
@@ -299,7 +299,7 @@ class Rebalancing:
     def _judge(self, step_s: float) -> None:
         """Compare what the last move was to save with what it has."""
         if self._promised is not None:
-            before_s, expected_s, _ = self._promised
+            before_s, expected_s = self._promised.before_s, self._promised.expected_s
             self.rental.judge(is_kept=before_s - step_s >= _LEAST_KEPT * (before_s - expected_s))
         self._promised = None
         self._steps_s.clear()
