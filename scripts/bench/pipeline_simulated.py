@@ -19,7 +19,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from rich.console import Console
@@ -31,11 +31,17 @@ from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profile_cadence import LEAST_BLOCKS, MAX_MEASURING
-from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
+from zeroresize.policy.pipeline.rebalancing_proposal import Method, RebalancingRule
 from zeroresize.policy.pipeline.shortest_step import shortest_partition
 from zeroresize.simulate import changing_layers
 from zeroresize.simulate.changing_layers import ChangingLayers
-from zeroresize.simulate.pipeline_training import LayerLoads, PipelineCluster, simulate_oracle, simulate_pipeline
+from zeroresize.simulate.pipeline_training import (
+    LayerLoads,
+    PipelineCluster,
+    PipelineTrace,
+    simulate_oracle,
+    simulate_pipeline,
+)
 
 FORWARD_S, BACKWARD_S, LAYER_BYTES = 0.5e-3, 1e-3, 200e6
 LINKS = MoveCost(seconds_per_byte=1e-10, fixed_s=0.05)
@@ -46,6 +52,8 @@ STRAGGLERS = {"χ = 2": 2.0, "χ = 4": 4.0}
 #: Of which the layers differ by chance.
 SEEDED = ("pruning", "sparse attention", "mixture of experts", "mixture of depths")
 SIZES = ((24, 8), (24, 16), (48, 8), (48, 16), (48, 24))
+#: Of which layers count their work.
+COUNTED = ("sparse attention", "mixture of experts", "mixture of depths")
 #: Steps of work that changes in every step on which the oracle is asked.
 _ASKED = 100
 #: Share of a step of which less is not worth a share: the balancer takes less than 2 % for noise.
@@ -79,6 +87,34 @@ class Job:
         forward, backward = self.changing.forward[::every], self.changing.backward[::every]
         return LayerLoads(FORWARD_S * forward, BACKWARD_S * backward, np.full(forward.shape[1], LAYER_BYTES))
 
+    @property
+    def even(self) -> tuple[int, ...]:
+        """Return the boundaries with equally many layers on each stage."""
+        return Partition.uniform(self.changing.forward.shape[1], self.num_stages).boundaries
+
+    def static(self, boundaries: Sequence[int] | None = None, every: int = 1) -> PipelineTrace:
+        """Return a training in which no layer moves, evenly divided unless boundaries are given."""
+        return simulate_pipeline(
+            self.loads(every), self.cluster(every), boundaries or self.even, num_microbatches=self.micro_batches
+        )
+
+    def oracle(self, every: int = 1) -> PipelineTrace:
+        """Return a training with the best division of each step."""
+        return simulate_oracle(self.loads(every), self.cluster(every), num_microbatches=self.micro_batches)
+
+    def balanced(self, method: Method, profile_every: int | None = None, *, counts_work: bool = False) -> PipelineTrace:
+        """Return a balanced training, measured as often as ``PipelineBalancer`` chooses, or at most so often."""
+        return simulate_pipeline(
+            self.loads(),
+            self.cluster(),
+            self.even,
+            num_microbatches=self.micro_batches,
+            rule=RebalancingRule("time", method, "1f1b", self.micro_batches, profile_every or LEAST_BLOCKS),
+            changes=self.changing.changes,
+            max_measuring=MAX_MEASURING,
+            counts_work=counts_work,
+        )
+
     def cluster(self, every: int = 1) -> PipelineCluster:
         """Return its devices in one of ``every`` steps."""
         return PipelineCluster(self.num_stages, self.speeds[::every], LINKS, profiled_share=PROFILED_SHARE, noise=NOISE)
@@ -103,15 +139,12 @@ def row_of(case: str, size: tuple[int, int], num_steps: int, every: int | None, 
     """
     num_layers, num_stages = size
     job = job_of(case, num_steps, num_layers, num_stages, seed)
-    even = Partition.uniform(num_layers, num_stages).boundaries
     micro = job.micro_batches
-    static = simulate_pipeline(job.loads(), job.cluster(), even, num_microbatches=micro)
+    static = job.static()
     asked = 1 if job.changing.changes or case in STRAGGLERS else max(num_steps // _ASKED, 1)
-    oracle = simulate_oracle(job.loads(asked), job.cluster(asked), num_microbatches=micro)
-    static_asked = simulate_pipeline(job.loads(asked), job.cluster(asked), even, num_microbatches=micro)
-    gain_s = (static_asked.total_s - oracle.total_s) / len(oracle.step_s)
-    dense = job_of("dense", num_steps, num_layers, num_stages)
-    dense_s = simulate_pipeline(dense.loads(), dense.cluster(), even, num_microbatches=micro).total_s / num_steps
+    oracle = job.oracle(asked)
+    gain_s = (job.static(every=asked).total_s - oracle.total_s) / len(oracle.step_s)
+    dense_s = job_of("dense", num_steps, num_layers, num_stages).static().total_s / num_steps
     static_s = static.total_s / num_steps
     row = {
         "case": case,
@@ -125,18 +158,9 @@ def row_of(case: str, size: tuple[int, int], num_steps: int, every: int | None, 
         "idle": [_idle(trace.bubble_ratios) for trace in (static, oracle)],
         "inherent_idle": (num_stages - 1) / (micro + num_stages - 1),
     }
-    for method in ("partition", "diffusion"):
+    for method in get_args(Method):
         begin = time.perf_counter()
-        trace = simulate_pipeline(
-            job.loads(),
-            job.cluster(),
-            even,
-            num_microbatches=micro,
-            rule=RebalancingRule("time", method, "1f1b", micro, every or LEAST_BLOCKS),  # type: ignore[arg-type]
-            changes=job.changing.changes,
-            max_measuring=MAX_MEASURING,
-            counts_work=case in ("sparse attention", "mixture of experts", "mixture of depths"),
-        )
+        trace = job.balanced(method, every, counts_work=case in COUNTED)
         row[method] = {
             "step_s": trace.total_s / num_steps,
             "share": (static_s - trace.total_s / num_steps) / gain_s if gain_s > 0.0 else float("nan"),
@@ -149,19 +173,12 @@ def row_of(case: str, size: tuple[int, int], num_steps: int, every: int | None, 
 
 
 def _hindsight_s(job: Job, num_steps: int) -> float:
-    loads, cluster = job.loads(), job.cluster()
-    divisions = {Partition.uniform(loads.forward_s.shape[1], job.num_stages).boundaries}
+    loads, divisions = job.loads(), {job.even}
     for steps in (slice(None), slice(-1, None)):
         forward, backward = loads.forward_s[steps].mean(axis=0), loads.backward_s[steps].mean(axis=0)
         load = PipelineLoad.of(forward + backward, job.num_stages, speeds=job.speeds[steps].mean(axis=0))
         divisions.add(shortest_partition(load, forward, backward, job.micro_batches, "1f1b").boundaries)
-    return (
-        min(
-            simulate_pipeline(loads, cluster, division, num_microbatches=job.micro_batches).total_s
-            for division in divisions
-        )
-        / num_steps
-    )
+    return min(job.static(division).total_s for division in divisions) / num_steps
 
 
 def _idle(ratios: Sequence[float]) -> float:

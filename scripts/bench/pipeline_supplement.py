@@ -14,7 +14,7 @@ import argparse
 import statistics
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from rich.console import Console
@@ -24,11 +24,10 @@ from scripts.bench.common import save
 from scripts.bench.pipeline_simulated import BACKWARD_S, FORWARD_S, LAYER_BYTES, job_of
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
-from zeroresize.policy.pipeline.profile_cadence import LEAST_BLOCKS, MAX_MEASURING
-from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
-from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
+from zeroresize.policy.pipeline.profile_cadence import LEAST_BLOCKS
+from zeroresize.policy.pipeline.rebalancing_proposal import Method, RebalancingRule
 from zeroresize.policy.pipeline.repacking_decision import RepackingRule
-from zeroresize.simulate.pipeline_training import simulate_oracle, simulate_pipeline
+from zeroresize.simulate.pipeline_training import profile_of
 
 #: Speed-ups of the supplement's Table 2, by layers and devices; what did not fit into its devices' memory is missing.
 TABLE_2 = {
@@ -49,33 +48,23 @@ TABLE_2 = {
 TABLE_1 = {24: (25, 12), 32: (9, 7), 40: (12, 11), 48: (13, 4), 56: (14, 9)}
 #: Mean devices of a training whose pruning is re-packed (DynMo, 5.3), of eight.
 PAPER_MEAN_DEVICES = 5.8
-_METHODS = ("partition", "diffusion")
 _LEAST_LEFT = 0.05
 
 
 def row_of(num_layers: int, num_stages: int, num_steps: int, seed: int) -> dict[str, Any]:
     """What a training takes, static, balanced and at best."""
     job = job_of("pruning", num_steps, num_layers, num_stages, seed)
-    even, micro = Partition.uniform(num_layers, num_stages).boundaries, job.micro_batches
-    static = simulate_pipeline(job.loads(), job.cluster(), even, num_microbatches=micro)
+    static = job.static()
     row: dict[str, Any] = {
         "num_layers": num_layers,
         "num_stages": num_stages,
         "seed": seed,
         "static_s": static.total_s,
-        "oracle_s": simulate_oracle(job.loads(), job.cluster(), num_microbatches=micro).total_s,
+        "oracle_s": job.oracle().total_s,
         "last_static_s": static.step_s[-1],
     }
-    for method in _METHODS:
-        trace = simulate_pipeline(
-            job.loads(),
-            job.cluster(),
-            even,
-            num_microbatches=micro,
-            rule=RebalancingRule("time", method, "1f1b", micro, LEAST_BLOCKS),  # type: ignore[arg-type]
-            changes=job.changing.changes,
-            max_measuring=MAX_MEASURING,
-        )
+    for method in get_args(Method):
+        trace = job.balanced(method)
         row[method] = {
             "total_s": trace.total_s,
             "last_s": trace.step_s[-1],
@@ -106,13 +95,14 @@ def phases_of(num_layers: int, num_steps: int, least_devices: int, seed: int) ->
     num_stages = 8
     job = job_of("pruning", num_steps, num_layers, num_stages, seed)
     micro = job.micro_batches
-    boundaries = Partition.uniform(num_layers, num_stages).boundaries
+    boundaries = job.even
     begins = [0, *(step + 1 for step in sorted(job.changing.changes)), num_steps]
     limit = LAYER_BYTES * num_layers / num_stages
     phases, num_devices, first_step_s = [], num_stages, None
     for begin, end in pairwise(begins):
         left = job.changing.forward[begin]
-        profile = _profile(left, boundaries, micro)
+        sizes = LAYER_BYTES * np.maximum(left, _LEAST_LEFT)
+        profile = profile_of(micro * FORWARD_S * left, micro * BACKWARD_S * left, sizes, Partition(boundaries))
         rule = RebalancingRule(
             "time", "partition", "1f1b", micro, LEAST_BLOCKS, memory_limits=(limit,) * (len(boundaries) - 1)
         )
@@ -125,18 +115,6 @@ def phases_of(num_layers: int, num_steps: int, least_devices: int, seed: int) ->
         chosen = repacking.on(num_devices)
         phases.append(Phase(end - begin, num_devices, repacking.simulated(chosen).step_s, on_all))
     return phases
-
-
-def _profile(left_L: Any, boundaries: tuple[int, ...], micro: int) -> PipelineProfile:
-    sizes = LAYER_BYTES * np.maximum(left_L, _LEAST_LEFT)
-    layers = tuple(
-        LayerProfile(
-            micro * FORWARD_S * left, micro * BACKWARD_S * left, int(size / 4), int(size / 4), int(size / 2), 0
-        )
-        for left, size in zip(left_L.tolist(), sizes.tolist(), strict=True)
-    )
-    stage_s = tuple(micro * (FORWARD_S + BACKWARD_S) * np.add.reduceat(left_L, boundaries[:-1]))
-    return PipelineProfile(layers, stage_s, boundaries)
 
 
 def main() -> None:
@@ -179,7 +157,7 @@ def _overhead_table(rows: list[dict[str, Any]]) -> Table:
     table = Table("layers", "moves, steps: partition", "diffusion", "profiles, steps", "paper: partition", "diffusion")
     for num_layers, paper in TABLE_1.items():
         group = [row for row in rows if row["num_layers"] == num_layers and row["num_stages"] == 8]
-        moves = (statistics.fmean(row[method]["moves_in_steps"] for row in group) for method in _METHODS)
+        moves = (statistics.fmean(row[method]["moves_in_steps"] for row in group) for method in get_args(Method))
         profiles = statistics.fmean(row["partition"]["profiles_in_steps"] for row in group)
         cells = (*(f"{value:.1f}" for value in moves), f"{profiles:.1f}", *map(str, paper))
         table.add_row(str(num_layers), *cells)

@@ -161,11 +161,11 @@ def simulate_pipeline(
             if counts_work:
                 of_step = _of_mean_step(of_step, loads, step, last_profile)
             last_profile = step
-            measured = _profile(per_batch * of_step[0], per_batch * of_step[1], loads.layer_bytes, now)
+            measured = profile_of(per_batch * of_step[0], per_batch * of_step[1], loads.layer_bytes, now)
             cadence.measured(step)
             cadence.learn(cluster.profiled_share)
         if moving is None and known is not None and known.boundaries == now.boundaries:
-            rebalancing.interval = max(cadence.every, cadence.next_due - step - 1)
+            rebalancing.interval = cadence.blocks_to_next(step + 1)
             wanted = rebalancing.update(known, step + 1)
             if rebalancing.looks_again:
                 cadence.look_again(step)
@@ -257,7 +257,8 @@ def _steps(
     return steps_s, np.where(steps_s > busy_s, 1.0 - busy_s / np.maximum(steps_s, busy_s), 0.0)
 
 
-def _profile(forward_s: Floats, backward_s: Floats, layer_bytes: Floats, partition: Partition) -> PipelineProfile:
+def profile_of(forward_s: Floats, backward_s: Floats, layer_bytes: Floats, partition: Partition) -> PipelineProfile:
+    """Return a profile of layers with these seconds of all micro-batches and these bytes, each [L]."""
     layers = tuple(
         LayerProfile(forward, backward, num_bytes // 4, num_bytes // 4, num_bytes // 2, 0)  # as with Adam
         for forward, backward, num_bytes in zip(
