@@ -104,13 +104,16 @@ def time_slowest_rank(call: Callable[[], object]) -> float:
 
 
 def bootstrap_interval(
-    ratios: Sequence[float], *, num_samples: int = 10_000, level: float = 0.95
+    ratios: Sequence[float],
+    statistic: Callable[..., Any] = np.median,
+    *,
+    num_samples: int = 10_000,
+    level: float = 0.95,
 ) -> tuple[float, float]:
-    """Percentile bootstrap interval of the median of paired ratios."""
+    """Percentile bootstrap interval of the median, or of another ``statistic``, of paired ratios."""
     values = np.asarray(ratios)
     draws = np.random.default_rng(0).integers(len(values), size=(num_samples, len(values)))
-    medians = np.median(values[draws], axis=1)
-    low, high = np.quantile(medians, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(statistic(values[draws], axis=1), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import statistics
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from scripts.bench.common import describe_ratio, gather_from_ranks, save
+from scripts.bench.devices import join_ranks
 from zeroresize.pipeline import Pipeline, PipelineBalancer
 
 #: Steps in which it learns, that is of several profiles.
@@ -38,12 +40,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--count-work", action="store_true", help='balance with count_work="tokens"')
     options = parser.parse_args()
-    dist.init_process_group("gloo")
+    device = join_ranks(rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     assert dist.group.WORLD is not None
-    layers = [nn.Sequential(nn.Linear(options.hidden, options.hidden), nn.ReLU()) for _ in range(options.layers)]
-    pipeline = Pipeline(layers, nn.functional.mse_loss, num_microbatches=4, process_group=dist.group.WORLD)
+    blocks = (nn.Sequential(nn.Linear(options.hidden, options.hidden), nn.ReLU()) for _ in range(options.layers))
+    pipeline = Pipeline(
+        [block.to(device) for block in blocks],
+        nn.functional.mse_loss,
+        num_microbatches=4,
+        process_group=dist.group.WORLD,
+        device=device,
+    )
     optimizer = torch.optim.AdamW(pipeline.parameters())
     intervals, costs = [0], [math.nan]
 
@@ -51,10 +59,15 @@ def main() -> None:
         intervals.append(getattr(record, "profile_every", 0))
         costs.append(getattr(record, "profile_cost", math.nan))
 
-    x = torch.randn(options.rows, options.hidden)
+    x = torch.randn(options.rows, options.hidden, device=device)
+
+    def wait_for_all() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
 
     def chunk(balancer: PipelineBalancer | None) -> Window:
-        dist.barrier()
+        wait_for_all()
         begin, spent_begin = time.perf_counter(), time.process_time()
         for _ in range(_CHUNK):
             optimizer.zero_grad()
@@ -63,7 +76,7 @@ def main() -> None:
                 pipeline.step(x, target=x)
             optimizer.step()
         spent_s = time.process_time() - spent_begin
-        dist.barrier()
+        wait_for_all()
         return time.perf_counter() - begin, spent_s
 
     chunk(None)

@@ -1,5 +1,6 @@
 """Training on GPUs by NCCL, with units, loans, layers and strategies that move, beside training of the whole model."""
 
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -24,7 +25,7 @@ from torch import nn
 
 import zeroresize as zr
 from lm_examples.llama import LlamaConfig, llama_layers, token_loss
-from zeroresize.pipeline import move_layers, moving_during_backward
+from zeroresize.pipeline import PipelineBalancer, move_layers, moving_during_backward
 from zeroresize.plan.length_range import LengthRange
 from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.model import SwitchableModel
@@ -161,6 +162,27 @@ def test_moves_in_one_compiled_graph_on_a_gpu_leave_losses_those_of_the_layers(r
         assert num_compilations <= 3
 
 
+def train_while_links_are_measured(rank, group):
+    """Losses, and the seconds of stages, as measured on devices."""
+    layers = [layer.to(device_here()) for layer in pipelines.layers_of()]
+    pipeline = pipelines.pipeline_of(group, loss=pipelines.half_the_loss, layers=layers, device=device_here())
+    optimizer = pipelines.OPTIMIZERS["AdamW"](pipelines.groups_of(pipeline.named_parameters()))
+    records = []
+    balancer = PipelineBalancer(
+        pipeline, optimizer, profile_every=1, max_measuring=math.inf, measure_links=True, on_profile=records.append
+    )
+    decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    losses = []
+    for step in range(5):
+        optimizer.zero_grad()
+        with balancer.step():
+            losses += pipelines.accumulate(pipeline, step)
+        pipelines.clip_grad_norm_(pipeline, 0.5)
+        optimizer.step()
+        decay.step()
+    return losses, [record.stage_s for record in records]
+
+
 def train_while_layers_move(rank, group):
     device = device_here()
     layers = [layer.to(device) for layer in pipelines.layers_of()]
@@ -189,6 +211,15 @@ def test_layers_that_move_by_nccl_leave_losses_those_of_the_undivided_model(run_
     assert losses == pytest.approx(expected, rel=1e-9, abs=0.0)
 
 
+def test_layers_and_links_measured_on_gpus_leave_losses_those_of_the_undivided_model(run_on_gpus):
+    expected, _ = pipelines.undivided(pipelines.OPTIMIZERS["AdamW"], 5, 0.5)
+    results = run_on_gpus(train_while_links_are_measured, 2)
+    assert results[1][0] == pytest.approx(expected, rel=1e-9, abs=0.0)
+    for _, seconds in results:
+        assert seconds  # fewer than steps, as events of devices arrive later
+        assert all(0.0 < stage_s < math.inf for profile in seconds for stage_s in profile)
+
+
 CONFIG = LlamaConfig(num_blocks=2, hidden_size=16, num_heads=8, num_kv_heads=4, mlp_size=12, vocabulary=32)
 RANGES = [LengthRange(6, Strategy(2)), LengthRange(12, Strategy(1, 2)), LengthRange(20, Strategy(1, 1, 2))]
 
@@ -204,7 +235,7 @@ def llama():
     return nn.ModuleList(llama_layers(CONFIG)).double()
 
 
-def train_by_strategies(rank, group):
+def train_by_strategies(rank, group, overlap):
     device = device_here()
     whole, expected = llama().to(device), []
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, eps=1e-4)
@@ -219,7 +250,7 @@ def train_by_strategies(rank, group):
     layers = [layer.to(device) for layer in llama()]
     model = SwitchableModel(layers, strategies=strategies, process_group=group, device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    trainer = StrategyTrainer(model, optimizer, RANGES, loss=token_loss, max_tokens=24, grad_clip=0.5)
+    trainer = StrategyTrainer(model, optimizer, RANGES, loss=token_loss, max_tokens=24, grad_clip=0.5, overlap=overlap)
     losses, num_switches = [], []
     for step in range(4):
         if step == 2:
@@ -230,10 +261,38 @@ def train_by_strategies(rank, group):
     return expected, losses, num_switches
 
 
-def test_strategies_switched_by_nccl_leave_losses_those_of_the_undivided_model(run_on_gpus):
-    for expected, losses, num_switches in run_on_gpus(train_by_strategies, 2):
+@pytest.mark.parametrize("overlap", [False, True], ids=["at once", "overlapped"])
+def test_strategies_switched_by_nccl_leave_losses_those_of_the_undivided_model(run_on_gpus, overlap):
+    for expected, losses, num_switches in run_on_gpus(train_by_strategies, 2, overlap):
         assert losses == pytest.approx(expected, rel=1e-9)
         assert all(number >= 2 for number in num_switches)
+
+
+def train_in_16_bits(rank, group):
+    """Losses with everything in float32, and with switches and products in bfloat16; and bytes that were sent."""
+    results = []
+    for dtype in (None, torch.bfloat16):
+        strategies = [length_range.strategy for length_range in RANGES]
+        layers = [layer.float().to(device_here()) for layer in llama()]
+        model = SwitchableModel(
+            layers, strategies=strategies, process_group=group, device=device_here(), compute_dtype=dtype
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+        trainer = StrategyTrainer(
+            model, optimizer, RANGES, loss=token_loss, max_tokens=24, grad_clip=0.5, overlap=dtype is not None
+        )
+        reports = [trainer.step(rows(step)) for step in range(4)]
+        sent = sum(switch.sent_bytes for report in reports for switch in report.switches)
+        results.append(([report.loss for report in reports], sent))
+    return results
+
+
+def test_switches_in_16_bits_by_nccl_send_less_and_train_nearly_alike(run_on_gpus):
+    results = run_on_gpus(train_in_16_bits, 2)
+    for (expected, _), (losses, _) in results:
+        assert losses == pytest.approx(expected, rel=2e-2)
+    plain, halved = (sum(result[which][1] for result in results) for which in (0, 1))
+    assert halved < 0.8 * plain  # gradients travel in float32
 
 
 def watch_a_slow_rank(rank, group):
