@@ -20,7 +20,7 @@ from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing_proposal import By, RebalancingRule
-from zeroresize.policy.pipeline.schedules import Schedule
+from zeroresize.runtime.schedules import Schedule
 
 
 @dataclass(frozen=True)

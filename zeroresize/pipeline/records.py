@@ -16,7 +16,7 @@ from typing import Any
 from zeroresize.policy.pipeline.bubbles import chimera_bubble_ratio, simulated_step
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal
-from zeroresize.policy.pipeline.schedules import Schedule
+from zeroresize.runtime.schedules import Schedule
 from zeroresize.utils.json_lines import without_nan
 from zeroresize.utils.state_checks import any_number, count, each, keyed, not_negative, optional
 

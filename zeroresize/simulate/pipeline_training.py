@@ -19,9 +19,9 @@ from zeroresize.policy.pipeline.profile_cadence import ProfileCadence
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing import Rebalancing
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal, RebalancingRule
-from zeroresize.policy.pipeline.schedules import Schedule
 from zeroresize.policy.pipeline.shortest_step import shortest_partition
 from zeroresize.policy.pipeline.simulated_steps import simulated_steps, stage_sums
+from zeroresize.runtime.schedules import Schedule
 
 #: A network of 100 Gbit/s, roughly, and what ranks take to agree on a move and to install layers.
 TYPICAL_LINKS = MoveCost(1e-10, 0.05)

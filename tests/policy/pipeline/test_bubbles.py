@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from zeroresize.policy.pipeline.bubbles import chimera_bubble_ratio, imbalance, simulated_step
-from zeroresize.policy.pipeline.schedules import order_of
 from zeroresize.policy.pipeline.simulated_steps import simulated_steps
+from zeroresize.runtime.schedules import order_of
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 both = pytest.mark.parametrize("schedule", SCHEDULES)

@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeroresize.policy.pipeline.schedules import Schedule
 from zeroresize.policy.pipeline.simulated_steps import simulated_steps
+from zeroresize.runtime.schedules import Schedule
 
 
 @dataclass(frozen=True)

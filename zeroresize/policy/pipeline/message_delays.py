@@ -20,7 +20,7 @@ import numpy as np
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.pipeline.pipeline_load import Floats, Indices
-from zeroresize.policy.pipeline.schedules import Schedule
+from zeroresize.runtime.schedules import Schedule
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.message_delays import PipelineMessages, step_delays
 from zeroresize.policy.pipeline.pipeline_load import Floats, PipelineLoad
 from zeroresize.policy.pipeline.profiles import PipelineProfile
-from zeroresize.policy.pipeline.schedules import Schedule
 from zeroresize.policy.pipeline.shortest_step import shortest_partition
+from zeroresize.runtime.schedules import Schedule
 from zeroresize.utils.value_checks import at_least, number
 
 By = Literal["time", "parameters"]

@@ -17,8 +17,8 @@ from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.centralized import balanced_partition
 from zeroresize.policy.pipeline.message_delays import PipelineMessages
 from zeroresize.policy.pipeline.pipeline_load import Floats, Indices, PipelineLoad
-from zeroresize.policy.pipeline.schedules import Schedule
 from zeroresize.policy.pipeline.simulated_steps import simulated_steps, stage_sums
+from zeroresize.runtime.schedules import Schedule
 
 #: Forwards and backwards of all stages that may be simulated to refine boundaries: a third of a second on one core.
 MOST_SIMULATED = 5e7

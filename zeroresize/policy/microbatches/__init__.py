@@ -1,0 +1,1 @@
+"""Which samples make which micro-batch, and in which order pipelines run them (DynaPipe); pure numbers."""

@@ -1,0 +1,78 @@
+"""A micro-batch: which samples, and how long each of them is with its padding.
+
+A sample has one length in a decoder-only model, its tokens, and two in an encoder-decoder model, those of its source
+and of its target. ``A`` is that number of lengths, ``N`` the samples of a mini-batch, ``K`` micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Describe some samples that are computed as one, each padded to the longest of them.
+
+    Attributes:
+        samples: their numbers in the mini-batch.
+        lengths: [A] tokens of each with padding.
+    """
+
+    samples: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, samples: Sequence[int], lengths_NA: Indices) -> MicroBatch:
+        """Return these samples, padded to the longest of them.
+
+        Raises:
+            ValueError: for no samples.
+        """
+        if not len(samples):
+            raise ValueError("a micro-batch of no samples is empty: at least one is needed")
+        longest = lengths_NA[np.asarray(samples)].max(axis=0)
+        return cls(tuple(int(sample) for sample in samples), tuple(int(length) for length in longest))
+
+    @property
+    def size(self) -> int:
+        """Return how many samples there are."""
+        return len(self.samples)
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens that are computed, padding included."""
+        return self.size * sum(self.lengths)
+
+
+class MicroBatchCosts(Protocol):
+    """What the stages of a pipeline take for micro-batches of given sizes and lengths."""
+
+    @property
+    def num_stages(self) -> int:
+        """Return S."""
+
+    def seconds(self, sizes_K: Indices, lengths_KA: Indices) -> tuple[Floats, Floats]:
+        """Return [K, S] seconds of the forwards, and of the backwards.
+
+        Raises:
+            ValueError: for lengths that are longer than what was measured, naming them.
+        """
+
+    def activation_bytes(self, sizes_K: Indices, lengths_KA: Indices) -> Floats:
+        """Return [K, S] bytes that are kept from the forward to the backward; errors as :meth:`seconds`."""
+
+
+def padding_efficiency(microbatches: Sequence[MicroBatch], lengths_NA: Indices) -> Floats:
+    """Return [A] tokens of the samples as a share of those that are computed (DynaPipe, section 2.2)."""
+    computed = np.sum([np.array(each.lengths) * each.size for each in microbatches], axis=0)
+    samples = np.concatenate([np.array(each.samples) for each in microbatches])
+    shares: Floats = lengths_NA[samples].sum(axis=0) / computed
+    return shares
