@@ -35,6 +35,7 @@ from zeroresize.policy.pipeline.rebalancing_proposal import Method, RebalancingR
 from zeroresize.policy.pipeline.shortest_step import shortest_partition
 from zeroresize.simulate import changing_layers
 from zeroresize.simulate.changing_layers import ChangingLayers
+from zeroresize.simulate.foreseen_moves import simulate_foreseen
 from zeroresize.simulate.pipeline_training import (
     LayerLoads,
     PipelineCluster,
@@ -56,6 +57,8 @@ SIZES = ((24, 8), (24, 16), (48, 8), (48, 16), (48, 24))
 COUNTED = ("sparse attention", "mixture of experts", "mixture of depths")
 #: Steps of work that changes in every step on which the oracle is asked.
 _ASKED = 100
+#: Steps until layers are in place: a change is measured, the figures known, the layers under way.
+MEASURED_AFTER = 3
 #: Share of a step of which less is not worth a share: the balancer takes less than 2 % for noise.
 _LEAST_REMOVABLE = 0.02
 
@@ -101,6 +104,12 @@ class Job:
     def oracle(self, every: int = 1) -> PipelineTrace:
         """Return a training with the best division of each step."""
         return simulate_oracle(self.loads(every), self.cluster(every), num_microbatches=self.micro_batches)
+
+    def foreseen(self) -> PipelineTrace:
+        """Return a training with the best moves at their price, by all that is to come, each measured before."""
+        return simulate_foreseen(
+            self.loads(), self.cluster(), self.even, num_microbatches=self.micro_batches, delay=MEASURED_AFTER
+        )
 
     def balanced(self, method: Method, profile_every: int | None = None, *, counts_work: bool = False) -> PipelineTrace:
         """Return a balanced training, measured as often as ``PipelineBalancer`` chooses, or at most so often."""
@@ -155,6 +164,7 @@ def row_of(case: str, size: tuple[int, int], num_steps: int, every: int | None, 
         "static_s": static_s,
         "oracle_s": static_s - gain_s,
         "hindsight_s": _hindsight_s(job, num_steps),
+        "foreseen_s": job.foreseen().total_s / num_steps,
         "idle": [_idle(trace.bubble_ratios) for trace in (static, oracle)],
         "inherent_idle": (num_stages - 1) / (micro + num_stages - 1),
     }
@@ -213,7 +223,7 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     """One line for each case and size: of mean steps over the seeds; beside shares the one of the worst seed."""
     table = Table(
         *("case", "layers x stages", "step, ms: dense", "static", "hindsight", "diffusion", "partition", "oracle"),
-        *("share: partition", "diffusion", "over static", "over dense", "paper"),
+        *("share: partition", "diffusion", "foreseen", "over static", "over dense", "paper"),
         *("idle, %: inherent, static, partition, oracle", "moves", "overhead, %"),
     )
     groups: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
@@ -234,9 +244,11 @@ def _cells(rows: Sequence[dict[str, Any]]) -> list[str]:
             values.append(float(value))
         return statistics.fmean(values)
 
+    removable_s = mean("static_s") - mean("oracle_s")
+    is_removable = removable_s >= _LEAST_REMOVABLE * mean("static_s")
+
     def share(method: str) -> str:
-        removable_s = mean("static_s") - mean("oracle_s")
-        if removable_s < _LEAST_REMOVABLE * mean("static_s"):
+        if not is_removable:
             return f"({100 * removable_s / mean('static_s'):.1f} % removable)"
         pooled = (mean("static_s") - mean(method, "step_s")) / removable_s
         least = f" (least {min(row[method]['share'] for row in rows):.2f})"
@@ -260,6 +272,7 @@ def _cells(rows: Sequence[dict[str, Any]]) -> list[str]:
         f"{1e3 * mean('oracle_s'):.0f}",
         share("partition"),
         share("diffusion"),
+        f"{(mean('static_s') - mean('foreseen_s')) / removable_s:.2f}" if is_removable else "",
         f"{mean('static_s') / mean('partition', 'step_s'):.2f}",
         f"{mean('dense_s') / mean('partition', 'step_s'):.2f}",
         PAPER.get(first["case"], ""),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -138,7 +138,7 @@ def simulate_pipeline(
     """
     num_steps, num_layers = loads.forward_s.shape
     now = Partition.of(boundaries, num_layers, cluster.num_stages)
-    speeds = _speeds_of(cluster, num_steps)
+    speeds = speeds_of(cluster, num_steps)
     if rule is not None and (rule.num_microbatches, rule.schedule) != (num_microbatches, schedule):
         raise ValueError("the rule is of another number of micro-batches or another schedule")
     forward_s, backward_s = _varied(loads, cluster)
@@ -182,11 +182,9 @@ def simulate_pipeline(
             measured = wanted = None  # of work that is no more
             rebalancing.expect_other_work(step + 1)
             cadence.look_again(step)
-    steps_s, bubble_ratios = _steps((forward_s, backward_s), speeds, in_force, num_microbatches, schedule)
-    profile_s = cluster.profiled_share * float(steps_s[is_profiled].sum())
-    return PipelineTrace(
-        tuple(steps_s.tolist()), tuple(bubble_ratios.tolist()), tuple(in_force), profile_s, move_s, num_moves
-    )
+    trace = trace_of(loads, cluster, in_force, num_microbatches, schedule, move_s=move_s, num_moves=num_moves)
+    profile_s = cluster.profiled_share * float(np.array(trace.step_s)[is_profiled].sum())
+    return replace(trace, profile_s=profile_s)
 
 
 def simulate_oracle(
@@ -201,7 +199,7 @@ def simulate_oracle(
         ValueError: as :func:`simulate_pipeline`.
     """
     num_steps = len(loads.forward_s)
-    speeds = _speeds_of(cluster, num_steps)
+    speeds = speeds_of(cluster, num_steps)
     best: dict[bytes, tuple[int, ...]] = {}
     in_force = []
     for step in range(num_steps):
@@ -211,8 +209,7 @@ def simulate_oracle(
             load = PipelineLoad.of(of_step[0] + of_step[1], cluster.num_stages, speeds=speeds[step])
             best[key] = shortest_partition(load, of_step[0], of_step[1], num_microbatches, schedule).boundaries
         in_force.append(best[key])
-    steps_s, bubble_ratios = _steps(_varied(loads, cluster), speeds, in_force, num_microbatches, schedule)
-    return PipelineTrace(tuple(steps_s.tolist()), tuple(bubble_ratios.tolist()), tuple(in_force), 0.0, 0.0, 0)
+    return trace_of(loads, cluster, in_force, num_microbatches, schedule)
 
 
 def _of_mean_step(of_step: tuple[Floats, Floats], loads: LayerLoads, step: int, last: int) -> tuple[Floats, Floats]:
@@ -228,8 +225,12 @@ def _of_mean_step(of_step: tuple[Floats, Floats], loads: LayerLoads, step: int, 
     return scaled[0], scaled[1]
 
 
-def _speeds_of(cluster: PipelineCluster, num_steps: int) -> Floats:
-    """[N, S]."""
+def speeds_of(cluster: PipelineCluster, num_steps: int) -> Floats:
+    """Return [N, S] how fast the devices are, 1 unless the cluster says otherwise.
+
+    Raises:
+        ValueError: for another shape, or a speed that is not above 0.
+    """
     speeds = np.ones((num_steps, cluster.num_stages)) if cluster.speeds is None else cluster.speeds
     if speeds.shape != (num_steps, cluster.num_stages) or not (speeds > 0.0).all():
         raise ValueError(f"speeds must be above 0, [{num_steps} steps, {cluster.num_stages} stages]")
@@ -243,18 +244,25 @@ def _varied(loads: LayerLoads, cluster: PipelineCluster) -> tuple[Floats, Floats
     return loads.forward_s * factors, loads.backward_s * factors
 
 
-def _steps(
-    layers_s: tuple[Floats, Floats],
-    speeds: Floats,
+def trace_of(
+    loads: LayerLoads,
+    cluster: PipelineCluster,
     boundaries: Sequence[Sequence[int]],
     num_microbatches: int,
     schedule: Schedule,
-) -> tuple[Floats, Floats]:
-    """[N] seconds and bubble ratios of steps with layers' seconds [N, L], forward and backward, and [N, S + 1]."""
+    *,
+    move_s: float = 0.0,
+    num_moves: int = 0,
+) -> PipelineTrace:
+    """Return what steps take, as noise has it, by the division in force in each of them, [N, S + 1]; no profiles."""
+    speeds = speeds_of(cluster, len(boundaries))
+    layers_s = _varied(loads, cluster)
     forward_s, backward_s = (stage_sums(seconds, np.array(boundaries)) / speeds for seconds in layers_s)
     steps_s = simulated_steps(forward_s, backward_s, num_microbatches, schedule=schedule)
     busy_s = num_microbatches * (forward_s + backward_s).mean(axis=1)
-    return steps_s, np.where(steps_s > busy_s, 1.0 - busy_s / np.maximum(steps_s, busy_s), 0.0)
+    bubbles = np.where(steps_s > busy_s, 1.0 - busy_s / np.maximum(steps_s, busy_s), 0.0)
+    in_force = tuple(tuple(division) for division in boundaries)
+    return PipelineTrace(tuple(steps_s.tolist()), tuple(bubbles.tolist()), in_force, 0.0, move_s, num_moves)
 
 
 def profile_of(forward_s: Floats, backward_s: Floats, layer_bytes: Floats, partition: Partition) -> PipelineProfile:
