@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import time
 
 import pytest
@@ -202,5 +201,23 @@ def test_the_time_of_waits_is_not_spent():
         time.sleep(0.05)
         seconds.end(is_measured=False, is_usual=True)
     seconds.begin()
-    assert seconds.spent().usual_s < 0.05
-    assert math.isfinite(seconds.spent().step_s)
+    spent = seconds.spent()
+    assert 0.0 < spent.usual_s < 0.05 and 0.0 < spent.step_s < 0.05
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ({"measure_links": True}, {}),
+        ({"count_work": "tokens"}, {}),
+        ({"max_measuring": 0.01}, {"max_measuring": 0.02}),
+        ({"profile_every": "auto"}, {"profile_every": 20}),
+    ],
+)
+def test_ranks_that_measure_differently_are_refused(run_ranks, options):
+    def check(rank, group):
+        pipeline = Pipeline(layers_of(2), nn.functional.mse_loss, num_microbatches=MICRO, process_group=group)
+        with pytest.raises(RuntimeError, match=r"differ in .*\[\[0\], \[1\]\]"):
+            PipelineBalancer(pipeline, None, **options[rank])
+
+    run_ranks(check, 2)

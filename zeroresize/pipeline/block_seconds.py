@@ -74,9 +74,9 @@ class BlockSeconds:
             self._handling_s += clock() - begin
 
     def forget(self) -> None:
-        """Forget what is usual, as blocks have other work from now on."""
+        """Forget what is usual and what was handled, as blocks have other work from now on."""
         self._usual.clear()
-        self._last_s = None
+        self._last_s, self._handling_s = None, 0.0
 
     def spent(self) -> SpentSeconds:
         """Return what the block that was measured last has taken, and what was handled since this was last asked."""

@@ -414,9 +414,10 @@ class PipelineBalancer:
         """Whether the pipeline has fewer stages now."""
         if self._repacking is None:
             return False
-        released = self._repacking.release(
-            profile, self._rebalancing, self._pipeline, self._optimizer, step=self.steps, max_bytes=self._max_bytes
-        )
+        with self._measuring.seconds.handling():
+            released = self._repacking.release(
+                profile, self._rebalancing, self._pipeline, self._optimizer, step=self.steps, max_bytes=self._max_bytes
+            )
         if self._repacking.decision.looks_again:
             self._cadence.look_again(self.steps - 1)
         if released is None:

@@ -36,12 +36,13 @@ def due_blocks(cadence, num_blocks, cost):
 )
 def test_profiles_stay_within_their_share_and_between_the_bounds(cost, share, profile_every):
     cadence = ProfileCadence(profile_every, share)
-    due_blocks(cadence, 400, cost)
+    due = due_blocks(cadence, 400, cost)
     least = LEAST_BLOCKS if profile_every == "auto" else profile_every
     assert least <= cadence.every
     assert cadence.every <= max(least, MOST_BLOCKS)
-    if cadence.every < MOST_BLOCKS and len(cadence.costs) >= 3:
-        assert cost / cadence.every <= share
+    if cadence.every < MOST_BLOCKS and len(due) > 8:
+        last = [block for block in due if block >= due[4]]  # the cost is known
+        assert (len(last) - 1) * cost <= share * (last[-1] - last[0]) * (1 + 1e-9)
 
 
 def test_the_interval_is_the_least_one_that_takes_half_of_the_share():
