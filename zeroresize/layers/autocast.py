@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zeroresize.utils.autocast_dtype import autocast_dtype
+
 
 def cast_for_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the operands as ``torch.autocast`` casts those of ``F.linear``; autograd casts gradients back."""
@@ -23,8 +25,3 @@ def is_cast_by_autocast(x: Tensor) -> bool:
     """Tell whether a layer computes with another dtype than that of its input, since autocast is on."""
     dtype = autocast_dtype(x.device.type)
     return dtype is not None and x.dtype not in (dtype, torch.float64) and not x.is_nested
-
-
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype that autocast computes in on ``device_type``; None where it is off."""
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.plan.ownership import OwnershipMap
+from zeroresize.utils.mixed_bits import mixed
 from zeroresize.utils.torch_private import current_backward
 from zeroresize.utils.value_checks import number
 
@@ -29,7 +30,6 @@ from zeroresize.utils.value_checks import number
 _REMEMBERED = 4096
 #: Elements that are hashed at a time on a CPU, so that they stay in its caches.
 _BLOCK = 1 << 17
-_MASK_64 = (1 << 64) - 1
 
 
 class UnitDropout(nn.Module):
@@ -179,14 +179,6 @@ def _hashed(numbers: Tensor, key: int) -> Tensor:
     bits ^= (bits >> 27) & ((1 << 37) - 1)
     bits *= _signed(0x94D049BB133111EB)
     return (bits >> 32).to(torch.int32)
-
-
-def mixed(first: int, other: int) -> int:
-    """Hash two numbers to 64 bits (splitmix64)."""
-    bits = (first * 0x9E3779B97F4A7C15 + other + 0x632BE59BD9B4E019) & _MASK_64
-    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
-    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK_64
-    return bits ^ (bits >> 31)
 
 
 def _signed(bits: int) -> int:

@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
 
 from zeroresize.runtime.instructions import Instruction, Kind
-from zeroresize.runtime.schedules import Order
+from zeroresize.runtime.schedules import Order, Schedule, orders_of
 from zeroresize.runtime.timeline import Floats, timeline
 
 #: Of a forward and of a backward: what is sent and received behind it, and waited for before the next stage's.
@@ -60,6 +63,20 @@ def planned_instructions(orders: Sequence[Order], forward_s: Floats, backward_s:
         if last is not None:
             stages[stage].append(Instruction(Kind.WAIT_SEND_GRAD, last))
     return stages
+
+
+@lru_cache(maxsize=256)
+def instructions_of(schedule: Schedule, num_stages: int, num_microbatches: int) -> tuple[tuple[Instruction, ...], ...]:
+    """Return [S] instructions of a schedule, planned as if all micro-batches took equally long.
+
+    Raises:
+        ValueError: for another schedule.
+    """
+    if not num_microbatches:
+        return ((),) * num_stages
+    forward_s = np.ones((num_microbatches, num_stages))
+    orders = orders_of(schedule, num_stages, num_microbatches)
+    return tuple(map(tuple, planned_instructions(orders, forward_s, 2.0 * forward_s)))
 
 
 def naive_instructions(orders: Sequence[Order]) -> list[list[Instruction]]:

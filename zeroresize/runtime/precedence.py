@@ -1,17 +1,21 @@
 """What must end before what, of all instructions of a pipeline's step and the messages between its stages.
 
-``S`` stages. Stages carry out their instructions one after another. A message travels once both sides have started it,
-and, where messages of two neighbours keep their order, once those before it on either side are there; whoever waits for
-it goes on then. That is NCCL's rule of messages between two ranks; gloo's messages need not keep their order.
+``S`` stages. Stages carry out their instructions one after another. A message travels once both sides have started it
+and, where messages keep their order, once those before it on either side are there; whoever waits for it goes on then.
+With NCCL all messages of a rank may keep their order, or those between two ranks, by how they are started; with gloo
+they need not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from zeroresize.runtime.instructions import Instruction, Kind
 
+#: Whose messages keep their order: all of a rank, those between two ranks in either direction, or none.
+Queues = Literal["rank", "pair", "none"]
 #: The sender's instruction and the receiver's that start one message.
 _PAIRS = {Kind.SEND_ACT_START: Kind.RECV_ACT_START, Kind.SEND_GRAD_START: Kind.RECV_GRAD_START}
 
@@ -75,12 +79,12 @@ class Precedence:
         return order, path[place_of[node] :]
 
 
-def precedence_of(stages: Sequence[Sequence[Instruction]], *, in_order: bool = True) -> Precedence:
+def precedence_of(stages: Sequence[Sequence[Instruction]], *, queues: Queues = "rank") -> Precedence:
     """Return the graph of a step.
 
     Args:
         stages: [S] instructions.
-        in_order: whether messages between two neighbours, in either direction, travel in the order of their starts.
+        queues: whose messages travel in the order of their starts.
 
     Raises:
         PlanError: for a message that is not started exactly once on either side, or waited for before it is started;
@@ -117,9 +121,10 @@ def precedence_of(stages: Sequence[Sequence[Instruction]], *, in_order: bool = T
                 if (stage, instruction) not in message_of:
                     raise PlanError(f"stage {stage} is told {instruction}, and nobody sends it")
                 message_number = message_of[stage, instruction]
-                if in_order and kind.peer in last:
-                    needs[message_number].append(last[kind.peer])
-                last[kind.peer] = message_number
+                queue = kind.peer if queues == "pair" else 0
+                if queues != "none" and queue in last:
+                    needs[message_number].append(last[queue])
+                last[queue] = message_number
             elif not kind.computes:
                 start = stage, Instruction(kind.start, microbatch)
                 if start not in number_of or number_of[start] > number_of[stage, instruction]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from zeroresize.runtime.check import DeadlockError
 from zeroresize.runtime.instructions import Instruction, Kind
-from zeroresize.runtime.precedence import Message, precedence_of
+from zeroresize.runtime.precedence import Message, Queues, precedence_of
 from zeroresize.runtime.timeline import Floats
 
 
@@ -38,7 +38,7 @@ def simulate(
     *,
     activation_s: Floats | float = 0.0,
     gradient_s: Floats | float = 0.0,
-    in_order: bool = True,
+    queues: Queues = "pair",
 ) -> SimulatedStep:
     """Simulate a step: each stage one instruction after another, messages as they are started.
 
@@ -49,13 +49,13 @@ def simulate(
         forward_s, backward_s: [M, S] of each micro-batch on each stage.
         activation_s, gradient_s: seconds of the messages from each stage to the next one, and back: [M, S − 1], or what
             can be broadcast to that.
-        in_order: as of :func:`~zeroresize.runtime.precedence.precedence_of`.
+        queues: as of :func:`~zeroresize.runtime.precedence.precedence_of`.
 
     Raises:
         DeadlockError: for instructions by which stages wait for each other.
         PlanError: as :func:`~zeroresize.runtime.precedence.precedence_of`.
     """
-    graph = precedence_of(stages, in_order=in_order)
+    graph = precedence_of(stages, queues=queues)
     order, circle = graph.sorted_or_circle()
     if circle:
         raise DeadlockError([str(graph.nodes[number]) for number in circle])

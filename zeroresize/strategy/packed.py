@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -42,6 +42,22 @@ class Packed:
             torch.cat([one[1:] for one in sequences]),
             tuple(len(one) - 1 for one in sequences),
         )
+
+    @classmethod
+    def hollow(cls, sizes: Mapping[str, int]) -> Packed:
+        """Make one of so many "tokens", not initialized, by which shapes of activations are found."""
+        tokens = torch.empty(sizes["tokens"], dtype=torch.int64)
+        return cls(tokens, tokens, (len(tokens),))
+
+    @property
+    def inputs(self) -> Tensor:
+        """Return what the first layer is called with: the tokens."""
+        return self.tokens
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the size that shapes of activations follow, "tokens"."""
+        return {"tokens": self.num_tokens}
 
     def to(self, device: torch.device) -> Packed:
         """Return the same micro-batch with its tensors on a device."""

@@ -14,25 +14,26 @@ import torch
 from torch import Tensor, nn
 
 from zeroresize.comm.collectives import all_reduce, message_device
-from zeroresize.layers.autocast import autocast_dtype
 from zeroresize.plan.length_range import LengthRange, as_ranges, with_limits
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.packing import MicroBatch, Work, num_tokens
 from zeroresize.policy.strategy.step_plan import Visit, plan_visits
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.resharding.agreement import meet_over, meet_prepared, require_same
+from zeroresize.runtime.activations import find_activations
+from zeroresize.runtime.communication import instructions_of
+from zeroresize.runtime.random_numbers import seed_of
+from zeroresize.runtime.stage import Loss, Stage
 from zeroresize.strategy.gradient_clipping import clip_grad_norm_, grad_norm
 from zeroresize.strategy.loss_check import LossCheck
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.optimizer_checks import require_divisible
 from zeroresize.strategy.packed import Packed
-from zeroresize.strategy.running.activations import find_activations
-from zeroresize.strategy.running.one_f_one_b import Loss, PipelineStage
-from zeroresize.strategy.running.random_numbers import seed_of
 from zeroresize.strategy.step_checks import digest_of, require_ready_to_train, require_sequences
 from zeroresize.strategy.step_report import RangeReport, StepReport
 from zeroresize.strategy.switch_tour import TYPICAL_LINKS, SwitchTour
 from zeroresize.strategy.switching.switch import SwitchReport
+from zeroresize.utils.autocast_dtype import autocast_dtype
 from zeroresize.utils.fingerprint import fingerprint
 from zeroresize.utils.value_checks import is_bool, number
 
@@ -109,7 +110,7 @@ class StrategyTrainer:
         self._loss_check = LossCheck(loss, model.process_group, model.device)
         self._tour = SwitchTour(model, links, overlap=overlap)
         self.use(ranges)
-        self._activations = find_activations(model.whole_layers)
+        self._activations = find_activations(model.whole_layers, Packed.hollow, ["tokens"])
 
     @property
     def ranges(self) -> tuple[LengthRange, ...]:
@@ -299,7 +300,7 @@ class StrategyTrainer:
         layers = model.stage_layers
         pipeline = model.groups_of(model.current).pipeline
         seed = seed_of(seed, position.replica, position.stage)
-        stage = PipelineStage(list(layers.values()), min(layers), self._activations, pipeline, model.device, seed)
+        stage = Stage(list(layers.values()), min(layers), self._activations, pipeline, model.device, seed)
         micro_batches = [
             Packed.of([rows[index] for index in members]).to(model.device) for members in replicas[position.replica]
         ]
@@ -313,7 +314,11 @@ class StrategyTrainer:
             return loss / total
 
         with nullcontext() if trains else _evaluating(layers.values()):
-            mean = (stage.train if trains else stage.evaluate)(micro_batches, share_of_mean)
+            if trains:
+                instructions = instructions_of("1f1b", model.current.pp, len(micro_batches))[position.stage]
+                mean = stage.train(instructions, micro_batches, share_of_mean)
+            else:
+                mean = stage.evaluate(micro_batches, share_of_mean)
         return mean.to(nothing.device) if position.shard == 0 else nothing
 
     def _synchronize(self) -> None:

@@ -9,9 +9,10 @@ from torch import nn
 
 from lm_examples.llama import LlamaConfig, llama_layers, token_loss
 from zeroresize.plan.partition import Partition
+from zeroresize.runtime.activations import Activation, find_activations
+from zeroresize.runtime.communication import instructions_of
+from zeroresize.runtime.stage import Stage
 from zeroresize.strategy.packed import Packed
-from zeroresize.strategy.running.activations import Activation, find_activations
-from zeroresize.strategy.running.one_f_one_b import PipelineStage
 
 CONFIG = LlamaConfig(num_blocks=3, hidden_size=8, num_heads=2, mlp_size=12, vocabulary=16)
 
@@ -23,7 +24,11 @@ def layers_of():
 
 def activations_of():
     with torch.device("meta"):
-        return find_activations(nn.ModuleList(llama_layers(CONFIG)).double())
+        return activations_between(nn.ModuleList(llama_layers(CONFIG)).double())
+
+
+def activations_between(layers):
+    return find_activations(layers, Packed.hollow, ["tokens"])
 
 
 def micro_batches_of(number):
@@ -44,11 +49,15 @@ def undivided(layers, number):
 
 def stage_of(layers, group):
     if group.size() == 1:
-        return PipelineStage(list(layers), 0, activations_of(), None, torch.device("cpu")), layers
+        return Stage(list(layers), 0, activations_of(), None, torch.device("cpu")), layers
     boundaries = Partition.uniform(len(layers), group.size()).boundaries
     begin, end = boundaries[group.rank()], boundaries[group.rank() + 1]
     part = layers[begin:end]
-    return PipelineStage(list(part), begin, activations_of(), group, torch.device("cpu")), part
+    return Stage(list(part), begin, activations_of(), group, torch.device("cpu")), part
+
+
+def instructions_for(group, number):
+    return instructions_of("1f1b", group.size(), number)[group.rank()]
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
@@ -64,7 +73,10 @@ def test_stages_add_up_the_undivided_models_gradients(run_ranks, num_stages):
             gradients = [parameter.grad for parameter in part.parameters()]
             layers.zero_grad()
             micro_batches = micro_batches_of(number)
-            for mean in (stage.train(micro_batches, token_loss), stage.evaluate(micro_batches, token_loss)):
+            for mean in (
+                stage.train(instructions_for(group, number), micro_batches, token_loss),
+                stage.evaluate(micro_batches, token_loss),
+            ):
                 assert not mean.requires_grad
                 torch.testing.assert_close(mean, wanted.detach() if stage.is_last else torch.zeros_like(mean))
             for parameter, gradient in zip(part.parameters(), gradients, strict=True):
@@ -100,7 +112,7 @@ def test_frozen_stages_and_as_few_forwards_ahead_as_1f1b_needs(run_ranks):
         torch.autograd.backward = lambda *args: (backward(*args), count(-1)())
         if rank == 0:  # nothing to be learnt there: no backward
             torch.autograd.backward = lambda *_: pytest.fail("a frozen first stage runs backward")
-        stage.train(micro_batches_of(6), token_loss)
+        stage.train(instructions_for(group, 6), micro_batches_of(6), token_loss)
         for parameter, gradient in zip(part.parameters(), wanted, strict=True):
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)
         assert rank == 0 or most == group.size() - rank
@@ -116,7 +128,7 @@ def test_a_dead_stage_is_named_by_its_neighbours(tmp_path):
             calls = []
             part[0].register_forward_hook(lambda *_: os._exit(0) if calls else calls.append(1))
         with pytest.raises(RuntimeError) as caught:
-            stage.train(micro_batches_of(6), token_loss)
+            stage.train(instructions_for(group, 6), micro_batches_of(6), token_loss)
         return str(caught.value)
 
     messages = told_by_survivors(check, 3, tmp_path)
@@ -125,8 +137,8 @@ def test_a_dead_stage_is_named_by_its_neighbours(tmp_path):
 
 
 def test_activations_are_those_between_whole_layers():
-    assert activations_of() == [Activation((8,), torch.float64)] * 4
-    assert activations_of()[0].token_bytes == 64
+    assert activations_of() == [(Activation(("tokens", 8), torch.float64),)] * 4
+    assert activations_of()[0][0].num_bytes({"tokens": 3}) == 192
 
 
 class Returns(nn.Module):
@@ -142,15 +154,25 @@ class Returns(nn.Module):
     ("give", "message"),
     [
         (lambda x: x.long(), r"layer 1 \(Returns\) returns torch\.int64 \[\d+\]"),
-        (lambda x: (x.double(),), r"layer 1 \(Returns\) returns tuple"),
-        (lambda x: x.double().sum(), r"layer 1 \(Returns\) returns torch\.float64 \[\]"),
+        (lambda x: [x.double()], r"layer 1 \(Returns\) returns list"),
+        (lambda x: (x.double(), x.long()), r"layer 1 \(Returns\) returns \(torch.float64 \[5\], torch.int64 \[5\]\)"),
+        (lambda x: (), r"layer 1 \(Returns\) returns \(\)"),
+        (lambda x: (x.double(),) * len(x), r"layer 1 \(Returns\) returns .* as many tensors"),
+        (lambda x: x.double()[1:], r"layer 1 \(Returns\) returns .* \[4\] for tokens 5 and .* \[6\] for tokens 7"),
         (lambda x: torch.from_numpy(x.numpy()), r"layer 1 \(Returns\) does not run on the meta device.* x = torch.f"),
-        (lambda x: x[:, None] + x, r"layer 1 \(Returns\) returns .* \[5, 5\] for 5 tokens and .* \[7, 7\] for 7"),
     ],
 )
 def test_layers_whose_output_a_pipeline_cannot_hand_on_are_errors(give, message):
     with pytest.raises(ValueError, match=message):
-        find_activations([Returns(lambda x: x.double()), Returns(give), Returns(lambda x: x)])
+        activations_between([Returns(lambda x: x.double()), Returns(give), Returns(lambda x: x)])
+
+
+def test_dimensions_follow_the_sizes_that_they_have():
+    layers = [Returns(lambda x: x[:, None].double() + x), Returns(lambda x: (x.sum(0), x.mean())), Returns(lambda x: x)]
+    square, pair = activations_between(layers)
+    assert square == (Activation(("tokens", "tokens"), torch.float64),)
+    assert pair == (Activation(("tokens",), torch.float64), Activation((), torch.float64))
+    assert square[0].shape({"tokens": 4}) == (4, 4) and pair[1].num_bytes({"tokens": 4}) == 8
 
 
 def test_shapes_of_a_recurrent_layer_are_found_by_few_tokens():
@@ -169,5 +191,7 @@ def test_shapes_of_a_recurrent_layer_are_found_by_few_tokens():
             return self.lstm(x)[0]
 
     embedding = Returns(lambda x: x.float()[:, None].expand(-1, 4))
-    assert find_activations([embedding, Recurrent(), Returns(lambda x: x)])[1] == Activation((6,), torch.float32)
+    assert activations_between([embedding, Recurrent(), Returns(lambda x: x)])[1] == (
+        Activation(("tokens", 6), torch.float32),
+    )
     assert len(num_tokens) == 2

@@ -1,0 +1,181 @@
+"""Runs a rank's neighbouring layers for the micro-batches of a step.
+
+What a forward draws at random is a function of the stage's seed and the number of the micro-batch. Under
+``torch.autocast`` stages hand on activations, and gradients, in the dtype that they have without it, and a backward
+runs outside of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
+
+from zeroresize.comm.collectives import group_rank, group_size
+from zeroresize.runtime.activations import Batch, HandedOn, Tensors, as_argument, as_tuple
+from zeroresize.runtime.executor import Executor
+from zeroresize.runtime.instructions import Instruction, Kind
+from zeroresize.runtime.messages import StageMessages
+from zeroresize.runtime.random_numbers import drawing_from, seed_of
+from zeroresize.utils.autocast_dtype import autocast_dtype
+from zeroresize.utils.value_checks import one_of
+
+#: Of the last layer's output and its micro-batch; a sum over tokens.
+Loss = Callable[[Any, Any], Tensor]
+#: What is computed again in backwards instead of being kept: nothing, the attention of layers that have an attribute
+#: ``recompute``, or whole layers.
+RECOMPUTATIONS = ("none", "attention", "layers")
+
+
+@contextmanager
+def _weights_cast_anew() -> Iterator[None]:
+    """Make autocast forget what it has cast, before and after: an optimizer or a switch changes the weights."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+class Stage:
+    """Runs a rank's neighbouring layers of one replica, between the stages before and behind, as it is told.
+
+    Args:
+        layers: of this stage, in order; called ``layer(x, batch)``.
+        first: number of the first of them in the model.
+        activations: [L − 1] between all layers of the model, of
+            :func:`~zeroresize.runtime.activations.find_activations`.
+        process_group: the pipeline's, first stage first; None where there is one stage only.
+        device: of the layers.
+        seed: of 64 bits, of what the layers draw at random; alike on the ranks that divide the stage's layers.
+        recompute: what is computed again in backwards, of :data:`RECOMPUTATIONS`.
+        on_computed: is told each forward and backward once it is over, see
+            :class:`~zeroresize.runtime.executor.Executor`.
+
+    Raises:
+        ValueError: for another ``recompute``.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        first: int,
+        activations: Sequence[HandedOn],
+        process_group: ProcessGroup | None,
+        device: torch.device,
+        seed: int = 0,
+        *,
+        recompute: str = "none",
+        on_computed: Callable[[Instruction], object] | None = None,
+    ) -> None:
+        one_of("recompute", recompute, RECOMPUTATIONS)
+        self._layers, self._device, self._seed = layers, device, seed
+        self._recomputes_layers = recompute == "layers"
+        for layer in layers:
+            for module in layer.modules():
+                if hasattr(module, "recompute"):
+                    module.recompute = recompute == "attention"  # type: ignore[assignment]
+        self._number, self._num_stages = 0, 1
+        before: HandedOn | None = None
+        self._handed_on: HandedOn | None = None
+        messages = None
+        if process_group is not None and group_size(process_group) > 1:
+            self._number, self._num_stages = group_rank(process_group), group_size(process_group)
+            if self._number:
+                before = activations[first - 1]
+            if not self.is_last:
+                self._handed_on = activations[first + len(layers) - 1]
+            messages = StageMessages(process_group, before, self._handed_on, device)
+        self._executor = Executor(messages, on_computed)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the last stage."""
+        return self._number == self._num_stages - 1
+
+    @_weights_cast_anew()
+    def train(self, instructions: Sequence[Instruction], batches: Sequence[Batch], loss: Loss) -> Tensor:
+        """Run micro-batches forward and backward as told; gradients are added to those of the parameters.
+
+        Args:
+            instructions: of this stage; those of all stages of the replica make a step, and go well together.
+            batches: [M], the same on all stages of the replica.
+
+        Returns:
+            The sum of the losses, a float64 scalar; zero on other stages than the last one.
+
+        Raises:
+            ValueError, RuntimeError: as :meth:`Executor.run <zeroresize.runtime.executor.Executor.run>`.
+        """
+        return self._run(instructions, batches, loss, keeps=True)
+
+    @torch.no_grad()
+    @_weights_cast_anew()
+    def evaluate(self, batches: Sequence[Batch], loss: Loss) -> Tensor:
+        """Return the sum of the losses as :meth:`train` does, without gradients; errors as there."""
+        return self._run(forward_instructions(self._number, self._num_stages, len(batches)), batches, loss, keeps=False)
+
+    def _run(self, instructions: Sequence[Instruction], batches: Sequence[Batch], loss: Loss, *, keeps: bool) -> Tensor:
+        computation = _Computation(self, batches, loss if self.is_last else None, keeps=keeps)
+        self._executor.run(instructions, computation, [batch.sizes for batch in batches])
+        return computation.total
+
+    def _forward(self, number: int, xs: tuple[Tensor, ...] | None, batch: Batch, loss: Loss | None) -> Tensors:
+        """What is handed on, or the loss on the last stage, of this micro-batch."""
+        x = batch.inputs if xs is None else as_argument(xs)
+        with drawing_from(seed_of(self._seed, number), self._device):
+            for layer in self._layers:
+                is_again = self._recomputes_layers and torch.is_grad_enabled()
+                x = checkpoint(layer, x, batch, use_reentrant=False) if is_again else layer(x, batch)
+            if loss is not None:
+                return loss(x, batch)
+        if self._handed_on is None or not autocast_dtype(self._device.type):
+            return x
+        return tuple(y.to(handed.dtype) for y, handed in zip(as_tuple(x), self._handed_on, strict=True))
+
+
+def forward_instructions(stage: int, num_stages: int, num_microbatches: int) -> list[Instruction]:
+    """Return what a stage does where a model is evaluated: forwards only, each sent before the next one is."""
+    instructions: list[Instruction] = []
+    for number in range(num_microbatches):
+        if stage:
+            instructions += [Instruction(Kind.RECV_ACT_START, number), Instruction(Kind.WAIT_RECV_ACT, number)]
+        instructions.append(Instruction(Kind.FORWARD, number))
+        if stage + 1 < num_stages:
+            if number:
+                instructions.append(Instruction(Kind.WAIT_SEND_ACT, number - 1))
+            instructions.append(Instruction(Kind.SEND_ACT_START, number))
+    if num_microbatches and stage + 1 < num_stages:
+        instructions.append(Instruction(Kind.WAIT_SEND_ACT, num_microbatches - 1))
+    return instructions
+
+
+class _Computation:
+    """Of one step.
+
+    Attributes:
+        total: float64, the sum of losses.
+    """
+
+    def __init__(self, stage: Stage, batches: Sequence[Batch], loss: Loss | None, *, keeps: bool) -> None:
+        self._stage, self._batches, self._loss, self._keeps = stage, batches, loss, keeps
+        self.total = torch.zeros((), dtype=torch.float64, device=stage._device)
+
+    def forward(self, microbatch: int, xs: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+        with torch.set_grad_enabled(self._keeps):
+            ys = as_tuple(self._stage._forward(microbatch, xs, self._batches[microbatch], self._loss))
+        if self._loss is not None:
+            self.total.add_(ys[0].detach())
+        return ys
+
+    def backward(self, ys: tuple[Tensor, ...], dys: tuple[Tensor, ...] | None) -> None:
+        gradients = [None] * len(ys) if dys is None else list(dys)
+        needed = [(y, dy) for y, dy in zip(ys, gradients, strict=True) if y.requires_grad]
+        if needed:
+            with torch.autocast(self._stage._device.type, enabled=False):  # it computes in the types of its forward
+                torch.autograd.backward([y for y, _ in needed], [dy for _, dy in needed])

@@ -1,1 +1,0 @@
-"""How the sequences of a step run under a strategy."""
