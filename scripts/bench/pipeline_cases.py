@@ -1,9 +1,9 @@
 """Six models whose work changes, and a slow stage: torchrun --nproc-per-node 4 -m scripts.bench.pipeline_cases
 
 Each case is trained as ``lm_examples.train`` does, in several pipelines: static with equally many layers on each stage,
-static with equally many parameters, and balanced from there on, measured in every tenth step; where nothing changes,
-static once more, for how much equal pipelines differ. They take turns of five steps on the same ranks, so that what
-else the machine does is the same for all. Blocks compute for real and sleep for as long as their multiplications take
+static with equally many parameters, and balanced from there on, measured in every tenth step by default; where nothing
+changes, static once more, for how much equal pipelines differ. They take turns of five steps on the same ranks, so that
+what else the machine does is the same for all. Blocks compute for real and sleep for as long as their multiplications take
 on a device of one speed (``sleep.forward_s``), so stages wait for nobody's core. Steps are means over the whole run,
 profiles, decisions, moves and what the case itself does included; the last ones are those of the last quarter. Bubbles
 are the share of stages' time in which none of their blocks sleeps.
@@ -39,25 +39,27 @@ from zeroresize.plan.partition import Partition
 from zeroresize.utils.json_lines import read_json_lines
 
 #: Sleeps are not the processor's time, by which a profile's cost is measured: it would seem many times dearer.
-_MEASURING = ("balance.profile_every=10", "balance.max_measuring=null")
+_MEASURING = "balance.max_measuring=null"
 BALANCED, AGAIN = "balanced", "by parameters, again"
 VARIANTS = {
     "uniform": ("pipeline.boundaries=uniform", "balance.mode=off"),
     "by parameters": ("pipeline.boundaries=parameters", "balance.mode=off"),
     AGAIN: ("pipeline.boundaries=parameters", "balance.mode=off"),
-    BALANCED: ("pipeline.boundaries=parameters", "balance.mode=on", *_MEASURING),
+    BALANCED: ("pipeline.boundaries=parameters", "balance.mode=on", _MEASURING),
 }
 _TURN = 5
 
 
-def measured(case: str, steps: int, forward_s: float, group: ProcessGroup, folder: Path) -> list[dict[str, Any]]:
+def measured(case: str, options: argparse.Namespace, group: ProcessGroup, folder: Path) -> list[dict[str, Any]]:
     """Rows of the table, of all pipelines of a case; collective."""
+    steps: int = options.steps
     runs: dict[str, Run] = {}
     for variant in VARIANTS:
         if variant == AGAIN and case != "nothing changes":
             continue
         settings = [*MODEL, *CASES[case](group.size(), steps), *VARIANTS[variant]]
-        settings += [f"training.steps={steps}", f"sleep.forward_s={forward_s}"]
+        settings += [f"training.steps={steps}", f"sleep.forward_s={options.forward_s}"]
+        settings.append(f"balance.profile_every={options.profile_every}")
         settings += [f"output.folder={folder}/{case}/{variant}".replace(",", ""), "output.progress=false"]
         config = load_config("small", settings)
         torch.manual_seed(0)
@@ -145,6 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--forward-s", type=float, default=0.0015, help="that a dense block sleeps in forward")
+    parser.add_argument("--profile-every", type=int, default=10, help="steps from one profile to the next")
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     options = parser.parse_args()
     group = join(300.0)
@@ -154,12 +157,12 @@ def main() -> None:
     dist.broadcast_object_list(folders, group=group)
     rows: list[dict[str, Any]] = []
     for case in options.only:
-        rows += measured(case, options.steps, options.forward_s, group, Path(folders[0]))
+        rows += measured(case, options, group, Path(folders[0]))
         if group.rank() == 0:
             of_case = pipelines_of(rows[-1], rows)
             Console(width=160).print(table_of(of_case))
             name = "_".join(("pipeline_cases", *case.split()))
-            save(name, {"steps": options.steps, "forward_s": options.forward_s, "rows": of_case})
+            save(name, {**vars(options), "rows": of_case})
     if group.rank() == 0:
         Console(width=160).print(table_of(rows))
     dist.barrier()

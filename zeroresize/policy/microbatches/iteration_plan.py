@@ -63,7 +63,7 @@ class IterationPlan:
         """Return text that :meth:`from_json` reads back."""
         replicas = [
             {
-                "microbatches": [[list(each.samples), list(each.lengths)] for each in replica.microbatches],
+                "microbatches": [[list(map(list, each.rows)), list(each.lengths)] for each in replica.microbatches],
                 "stages": [[[_NUMBERS[kind], number] for kind, number in stage] for stage in replica.stages],
                 "expected_s": replica.expected_s,
                 "expected_bytes": list(replica.expected_bytes),
@@ -97,7 +97,7 @@ class IterationPlan:
 
 def _replica(value: dict[str, Any]) -> ReplicaPlan:
     return ReplicaPlan(
-        tuple(MicroBatch(tuple(samples), tuple(lengths)) for samples, lengths in value["microbatches"]),
+        tuple(MicroBatch(tuple(map(tuple, rows)), tuple(lengths)) for rows, lengths in value["microbatches"]),
         tuple(_instructions(stage) for stage in value["stages"]),
         float(value["expected_s"]),
         tuple(map(float, value["expected_bytes"])),

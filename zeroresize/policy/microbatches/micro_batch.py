@@ -1,4 +1,4 @@
-"""A micro-batch: which samples, and how long each of them is with its padding.
+"""A micro-batch: which samples, in which rows, and how long each row is with its padding.
 
 A sample has one length in a decoder-only model, its tokens, and two in an encoder-decoder model, those of its source
 and of its target. ``A`` is that number of lengths, ``N`` the samples of a mini-batch, ``K`` micro-batches.
@@ -19,19 +19,19 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Describe some samples that are computed as one, each padded to the longest of them.
+    """Describe some rows that are computed as one.
 
     Attributes:
-        samples: their numbers in the mini-batch.
-        lengths: [A] tokens of each with padding.
+        rows: the numbers of the samples in each; several in a row are packed one behind another.
+        lengths: [A] tokens of each row with padding.
     """
 
-    samples: tuple[int, ...]
+    rows: tuple[tuple[int, ...], ...]
     lengths: tuple[int, ...]
 
     @classmethod
-    def of(cls, samples: Sequence[int], lengths_NA: Indices) -> MicroBatch:
-        """Return these samples, padded to the longest of them.
+    def of(cls, samples: Sequence[int] | Indices, lengths_NA: Indices) -> MicroBatch:
+        """Return these samples, one in a row, padded to the longest of them.
 
         Raises:
             ValueError: for no samples.
@@ -39,12 +39,17 @@ class MicroBatch:
         if not len(samples):
             raise ValueError("a micro-batch of no samples is empty: at least one is needed")
         longest = lengths_NA[np.asarray(samples)].max(axis=0)
-        return cls(tuple(int(sample) for sample in samples), tuple(int(length) for length in longest))
+        return cls(tuple((int(sample),) for sample in samples), tuple(longest.tolist()))
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """Return the numbers of all samples."""
+        return tuple(sample for row in self.rows for sample in row)
 
     @property
     def size(self) -> int:
-        """Return how many samples there are."""
-        return len(self.samples)
+        """Return how many rows there are."""
+        return len(self.rows)
 
     @property
     def num_tokens(self) -> int:
@@ -70,9 +75,15 @@ class MicroBatchCosts(Protocol):
         """Return [K, S] bytes that are kept from the forward to the backward; errors as :meth:`seconds`."""
 
 
+def shapes_of(microbatches: Sequence[MicroBatch]) -> tuple[Indices, Indices]:
+    """Return [K] sizes and [K, A] lengths."""
+    sizes = np.array([each.size for each in microbatches], dtype=np.int64)
+    return sizes, np.array([each.lengths for each in microbatches], dtype=np.int64)
+
+
 def padding_efficiency(microbatches: Sequence[MicroBatch], lengths_NA: Indices) -> Floats:
     """Return [A] tokens of the samples as a share of those that are computed (DynaPipe, section 2.2)."""
-    computed = np.sum([np.array(each.lengths) * each.size for each in microbatches], axis=0)
-    samples = np.concatenate([np.array(each.samples) for each in microbatches])
-    shares: Floats = lengths_NA[samples].sum(axis=0) / computed
+    sizes, lengths_KA = shapes_of(microbatches)
+    samples = np.concatenate([each.samples for each in microbatches])
+    shares: Floats = lengths_NA[samples].sum(axis=0) / (sizes[:, None] * lengths_KA).sum(axis=0)
     return shares
