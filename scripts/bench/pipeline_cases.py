@@ -3,10 +3,10 @@
 Each case is trained as ``lm_examples.train`` does, in several pipelines: static with equally many layers on each stage,
 static with equally many parameters, and balanced from there on, measured in every tenth step by default; where nothing
 changes, static once more, for how much equal pipelines differ. They take turns of five steps on the same ranks, so that
-what else the machine does is the same for all. Blocks compute for real and sleep for as long as their multiplications take
-on a device of one speed (``sleep.forward_s``), so stages wait for nobody's core. Steps are means over the whole run,
-profiles, decisions, moves and what the case itself does included; the last ones are those of the last quarter. Bubbles
-are the share of stages' time in which none of their blocks sleeps.
+what else the machine does is the same for all. Blocks compute for real and sleep for as long as their multiplications
+take on a device of one speed (``sleep.forward_s``), so stages wait for nobody's core. Steps are means over the whole
+run, profiles, decisions, moves and what the case itself does included; the last ones are those of the last quarter.
+Bubbles are the share of stages' time in which none of their blocks sleeps.
 """
 
 from __future__ import annotations

@@ -64,15 +64,12 @@ class MicroBatchCosts(Protocol):
     def num_stages(self) -> int:
         """Return S."""
 
-    def seconds(self, sizes_K: Indices, lengths_KA: Indices) -> tuple[Floats, Floats]:
-        """Return [K, S] seconds of the forwards, and of the backwards.
+    def prices(self, sizes_K: Indices, lengths_KA: Indices) -> tuple[Floats, Floats, Floats]:
+        """Return [K, S] seconds of forwards and of backwards, and bytes that are kept from one to the other.
 
         Raises:
             ValueError: for lengths that are longer than what was measured, naming them.
         """
-
-    def activation_bytes(self, sizes_K: Indices, lengths_KA: Indices) -> Floats:
-        """Return [K, S] bytes that are kept from the forward to the backward; errors as :meth:`seconds`."""
 
 
 def shapes_of(microbatches: Sequence[MicroBatch]) -> tuple[Indices, Indices]:

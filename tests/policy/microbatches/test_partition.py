@@ -1,0 +1,176 @@
+"""Micro-batches of ordered samples, replicas and schedules, against brute force."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroresize.policy.microbatches.partition import Segments, optimal_cuts, sampled_cuts, shortest_cuts
+from zeroresize.policy.microbatches.replicas import karmarkar_karp, shared
+from zeroresize.policy.microbatches.schedule_choice import clusters_of, shortest_schedule
+from zeroresize.runtime.adaptive_schedule import adaptive_orders
+from zeroresize.runtime.schedules import orders_of
+from zeroresize.runtime.timeline import peak_bytes, timeline
+
+
+def segments_of(lengths, most_bytes=math.inf):
+    """Micro-batches with a fixed part, tokens and attention; they keep a byte for each token."""
+    lengths = np.asarray(lengths)
+
+    def prices(begins, ends):
+        sizes = ends - begins
+        longest = np.array([lengths[begin:end].max() for begin, end in zip(begins, ends, strict=True)])
+        return 3.0 + sizes * (1e-2 * longest + 2e-5 * longest**2), (sizes * longest).astype(np.float64)
+
+    return Segments.of(len(lengths), prices, most_bytes)
+
+
+def all_cuts(num_samples):
+    for number in range(num_samples):
+        for inner in itertools.combinations(range(1, num_samples), number):
+            yield (*inner, num_samples)
+
+
+def iteration_s(segments, ends, fill, num_replicas):
+    seconds = [segments.seconds(begin, end) for begin, end in itertools.pairwise((0, *ends))]
+    return fill * max(seconds) + sum(seconds) / num_replicas
+
+
+problems = st.tuples(
+    st.lists(st.integers(1, 900), min_size=1, max_size=9),
+    st.sampled_from([0.0, 0.5, 3.0, 15.0]),
+    st.sampled_from([1, 4]),
+)
+
+
+@given(problems)
+def test_no_partition_of_an_order_is_shorter(problem):
+    lengths, fill, num_replicas = problem
+    segments = segments_of(lengths)
+    best = min(iteration_s(segments, ends, fill, num_replicas) for ends in all_cuts(len(lengths)))
+    exact = shortest_cuts(segments, fill, num_replicas, gap=0.0)
+    assert exact.iteration_s(fill, num_replicas) == pytest.approx(best)
+    assert exact.bound_s == pytest.approx(best)
+    assert exact.iteration_s(fill, num_replicas) == pytest.approx(iteration_s(segments, exact.ends, fill, num_replicas))
+    assert optimal_cuts(segments, fill, num_replicas).iteration_s(fill, num_replicas) == pytest.approx(best)
+    near = shortest_cuts(segments, fill, num_replicas, gap=0.05)
+    assert near.bound_s - 1e-9 <= best <= near.iteration_s(fill, num_replicas) <= best * 1.0527
+    # each limit is at most an interval above the best partition's longest micro-batch
+    sampled = sampled_cuts(segments, fill, 0.2, num_replicas)
+    assert best - 1e-9 <= sampled.iteration_s(fill, num_replicas) <= best + fill * 0.2 + 1e-9
+
+
+@given(problems, st.floats(1.0, 4.0))
+def test_micro_batches_keep_within_memory(problem, factor):
+    lengths, fill, num_replicas = problem
+    limit = factor * max(lengths)
+    cuts = shortest_cuts(segments_of(lengths, limit), fill, num_replicas)
+    for begin, end in itertools.pairwise((0, *cuts.ends)):
+        assert (end - begin) * max(lengths[begin:end]) <= limit
+    assert (
+        cuts.iteration_s(fill, num_replicas) >= shortest_cuts(segments_of(lengths), fill, num_replicas).bound_s - 1e-9
+    )
+    assert not segments_of(lengths, 0.5 * max(lengths)).has_partition
+
+
+def test_many_samples_are_cut_within_the_gap():
+    random = np.random.default_rng(3)
+    lengths = np.sort(np.ceil(random.lognormal(4.5, 1.0, 60)))
+    segments = segments_of(lengths)
+    best = optimal_cuts(segments, 7.0).iteration_s(7.0)
+    cuts = shortest_cuts(segments, 7.0)
+    assert best <= cuts.iteration_s(7.0) * (1.0 + 1e-12) <= best * 1.0011
+
+
+def test_what_cannot_be_cut_is_named():
+    with pytest.raises(ValueError, match="no samples"):
+        Segments.of(0, lambda begins, ends: (begins, ends))
+    with pytest.raises(ValueError, match="interval_s=0"):
+        sampled_cuts(segments_of([1]), 1.0, 0.0)
+
+
+@given(st.lists(st.floats(0.1, 10.0), max_size=9), st.integers(1, 4))
+def test_differencing_keeps_all_values(values, num_parts):
+    parts = karmarkar_karp(values, num_parts)
+    assert len(parts) == num_parts
+    assert sorted(itertools.chain.from_iterable(parts)) == list(range(len(values)))
+
+
+def test_differencing_is_that_of_karmarkar_and_karp():
+    parts = karmarkar_karp([8, 7, 6, 5, 4], 2)  # their example: sums 16 and 14, where 15 and 15 are possible
+    assert sorted(sum([8, 7, 6, 5, 4][number] for number in part) for part in parts) == [14, 16]
+
+
+@given(
+    st.lists(st.floats(0.1, 10.0), min_size=1, max_size=7),
+    st.lists(st.sampled_from([1.0, 1.5, 4.0]), min_size=1, max_size=3),
+    st.sampled_from([0.0, 3.0]),
+)
+def test_replicas_are_close_to_the_best_division(seconds, slowness, fill):
+    def slowest(assignment):
+        loads = []
+        for replica, factor in enumerate(slowness):
+            part = [seconds[number] for number, chosen in enumerate(assignment) if chosen == replica]
+            loads.append(factor * (sum(part) + fill * max(part, default=0.0)))
+        return max(loads)
+
+    parts = shared(seconds, slowness, fill)
+    assert sorted(itertools.chain.from_iterable(parts)) == list(range(len(seconds)))
+    chosen = [next(replica for replica, part in enumerate(parts) if number in part) for number in range(len(seconds))]
+    best = min(slowest(each) for each in itertools.product(range(len(slowness)), repeat=len(seconds)))
+    assert slowest(chosen) <= 4.0 / 3.0 * best * (1.0 + 1e-9) or slowest(chosen) <= 1.5 * best  # a bound that holds
+
+
+def test_a_slow_replica_gets_less():
+    random = np.random.default_rng(0)
+    seconds = random.lognormal(0.0, 0.5, 60)
+    parts = shared(seconds, [1.0, 1.0, 3.0, 1.0], fill=3.0)
+    loads = [seconds[part].sum() for part in parts]
+    times = [
+        factor * (load + 3.0 * seconds[part].max())
+        for factor, load, part in zip([1, 1, 3, 1], loads, parts, strict=True)
+    ]
+    assert loads[2] < 0.5 * min(loads[0], loads[1], loads[3])
+    assert max(times) < 1.1 * min(times)
+    with pytest.raises(ValueError, match="slowness_D"):
+        shared(seconds, [1.0, 0.0])
+
+
+@given(st.lists(st.floats(0.1, 100.0), min_size=1, max_size=8), st.integers(1, 4))
+def test_clusters_are_the_best_runs_of_sorted_values(values, num_clusters):
+    values = np.array(values)
+    cluster_of = clusters_of(values, num_clusters)
+
+    def spread(groups):
+        return sum(((values[group] - values[group].mean()) ** 2).sum() for group in groups if len(group))
+
+    order = np.argsort(values, kind="stable")
+    number = int(cluster_of.max()) + 1
+    assert number == min(num_clusters, len(np.unique(values)))
+    best = min(
+        spread([order[begin:end] for begin, end in itertools.pairwise((0, *inner, len(values)))])
+        for inner in itertools.combinations(range(1, len(values)), number - 1)
+    )
+    assert spread([np.flatnonzero(cluster_of == each) for each in range(number)]) == pytest.approx(best, abs=1e-6)
+
+
+@given(st.integers(1, 5), st.integers(1, 8), st.integers(0, 2**32))
+def test_schedules_are_never_longer_than_1f1b_and_keep_within_memory(num_stages, num_microbatches, seed):
+    random = np.random.default_rng(seed)
+    forward_s, backward_s, kept = random.lognormal(0.0, 0.8, (3, num_microbatches, num_stages))
+    limits = kept.max(axis=0) * random.uniform(1.0, 6.0)
+    plain = orders_of("1f1b", num_stages, num_microbatches)
+    chosen = shortest_schedule(forward_s, backward_s, kept, limits)
+    assert chosen is not None  # one micro-batch at a time always fits
+    assert (peak_bytes(chosen.orders, kept) <= limits * (1.0 + 1e-9)).all()
+    assert chosen.peak_bytes == pytest.approx(peak_bytes(chosen.orders, kept))
+    assert chosen.step_s == pytest.approx(timeline(chosen.orders, forward_s, backward_s).step_s)
+    if (peak_bytes(plain, kept) <= limits).all():
+        assert chosen.step_s <= timeline(plain, forward_s, backward_s).step_s * (1.0 + 1e-9)
+    cyclic = adaptive_orders(kept, limits)
+    unpermuted = shortest_schedule(forward_s, backward_s, kept, limits, num_clusters=1)
+    assert unpermuted is not None and unpermuted.step_s <= timeline(cyclic, forward_s, backward_s).step_s * (1 + 1e-9)
+    assert shortest_schedule(forward_s, backward_s, kept, kept.max(axis=0) * 0.9) is None

@@ -1,0 +1,76 @@
+"""How iterations are planned.
+
+``A`` lengths of a sample, ``D`` replicas.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from zeroresize.policy.microbatches.sample_order import SampleOrder
+from zeroresize.policy.microbatches.schedule_choice import ScheduleName
+from zeroresize.utils.value_checks import at_least, number, one_of
+
+#: "dynamic": by dynamic programming; "packing", "fixed", "tokens": see
+#: :mod:`~zeroresize.policy.microbatches.baselines`.
+Method = Literal["dynamic", "packing", "fixed", "tokens"]
+
+
+@dataclass(frozen=True)
+class PlanningOptions:
+    """Say how iterations are planned.
+
+    Attributes:
+        num_replicas: D.
+        memory_limit: bytes of activations of a stage at most.
+        method: how samples become micro-batches.
+        size: of "packing" rows, of "fixed" samples, and of "tokens" padded tokens of a micro-batch.
+        row_lengths: [A] tokens of a row that "packing" fills.
+        order: of the samples, before they are cut.
+        schedule: of the stages.
+        num_clusters: of micro-batches, whose order is chosen; 1 leaves the order as it is.
+        replica_slowness: [D] χ: how many times its normal time a replica takes; empty where none is slow.
+
+    Raises:
+        ValueError: naming what is not allowed.
+    """
+
+    num_replicas: int = 1
+    memory_limit: float = math.inf
+    method: Method = "dynamic"
+    size: int = 1
+    row_lengths: tuple[int, ...] = ()
+    order: SampleOrder = "sorted"
+    schedule: ScheduleName = "adaptive"
+    num_clusters: int = 3
+    replica_slowness: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        at_least("num_replicas", self.num_replicas, 1)
+        at_least("size", self.size, 1)
+        at_least("num_clusters", self.num_clusters, 1, 6)
+        one_of("method", self.method, get_args(Method))
+        one_of("order", self.order, get_args(SampleOrder))
+        one_of("schedule", self.schedule, get_args(ScheduleName))
+        if self.memory_limit != math.inf:
+            number("memory_limit", self.memory_limit, above=0.0)
+        if self.method == "packing" and not self.row_lengths:
+            raise ValueError('method="packing" needs row_lengths: the tokens of a row, such as (4096,)')
+        if self.replica_slowness and len(self.replica_slowness) != self.num_replicas:
+            raise ValueError(
+                f"replica_slowness={list(self.replica_slowness)}: one number is needed for each of "
+                f"{self.num_replicas} replicas"
+            )
+        for factor in self.replica_slowness:
+            number("replica_slowness", factor, above=0.0)
+
+    @property
+    def slowness_D(self) -> tuple[float, ...]:
+        """Return [D] χ of each replica."""
+        return self.replica_slowness or (1.0,) * self.num_replicas
+
+
+class DoesNotFitError(ValueError):
+    """Samples do not fit into the memory limit, whatever is computed again."""

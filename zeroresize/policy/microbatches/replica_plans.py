@@ -1,0 +1,51 @@
+"""What each replica does with its micro-batches: which it gets, in which order stages run them, and their messages.
+
+``D`` replicas, ``S`` stages, ``M`` micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeroresize.policy.microbatches.iteration_plan import ReplicaPlan
+from zeroresize.policy.microbatches.micro_batch import MicroBatch, MicroBatchCosts, shapes_of
+from zeroresize.policy.microbatches.planning_options import PlanningOptions
+from zeroresize.policy.microbatches.replicas import shared
+from zeroresize.policy.microbatches.schedule_choice import shortest_schedule
+from zeroresize.runtime.communication import planned_instructions
+
+
+def replica_plans(
+    microbatches: Sequence[MicroBatch], costs: MicroBatchCosts, options: PlanningOptions
+) -> list[ReplicaPlan] | None:
+    """Return [D] plans of these micro-batches; None where those of a replica do not fit."""
+    sizes, lengths_MA = shapes_of(microbatches)
+    forward_s, backward_s, activation_bytes = costs.prices(sizes, lengths_MA)
+    seconds_M = (forward_s + backward_s).max(axis=1)
+    fill = float(costs.num_stages - 1)
+    plans = []
+    for members, slowness in zip(shared(seconds_M, options.slowness_D, fill), options.slowness_D, strict=True):
+        if not members:
+            nothing: tuple[tuple[()], ...] = ((),) * costs.num_stages
+            plans.append(ReplicaPlan((), nothing, 0.0, (0.0,) * costs.num_stages))
+            continue
+        chosen = shortest_schedule(
+            forward_s[members],
+            backward_s[members],
+            activation_bytes[members],
+            limits=[options.memory_limit] * costs.num_stages,
+            schedule=options.schedule,
+            num_clusters=options.num_clusters,
+        )
+        if chosen is None:
+            return None
+        stages = planned_instructions(chosen.orders, forward_s[members], backward_s[members])
+        plans.append(
+            ReplicaPlan(
+                tuple(microbatches[member] for member in members),
+                tuple(map(tuple, stages)),
+                slowness * chosen.step_s,
+                tuple(chosen.peak_bytes.tolist()),
+            )
+        )
+    return plans

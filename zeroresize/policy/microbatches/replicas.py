@@ -1,0 +1,134 @@
+"""Which replica trains which micro-batches, so that all are done at one time (DynaPipe, section 4).
+
+``M`` micro-batches, ``D`` replicas. A replica that is χ times as slow takes χ times as long for each micro-batch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from zeroresize.policy.microbatches.micro_batch import Floats
+
+#: Gains below this share of the slowest replica's time are rounding.
+_LEAST_GAIN = 1e-9
+
+
+def shared(seconds_M: Sequence[float] | Floats, slowness_D: Sequence[float], fill: float = 0.0) -> list[list[int]]:
+    """Return [D] the numbers of the micro-batches of each replica, ascending; a replica may have none.
+
+    The largest differencing method of Karmarkar and Karp brings replicas of one speed close together. Of replicas whose
+    speeds differ, each micro-batch, the longest first, goes to the one that is done with it first. The better of the
+    two is improved by moving and exchanging micro-batches of the slowest replica while that makes it faster.
+
+    Args:
+        seconds_M: of each micro-batch on a replica that is not slow.
+        slowness_D: χ of each replica.
+        fill: times that a replica's longest micro-batch counts besides, as its pipeline fills and drains.
+
+    Raises:
+        ValueError: for no replicas, or a slowness that is not above 0.
+    """
+    if not len(slowness_D) or min(slowness_D) <= 0.0:
+        raise ValueError(f"slowness_D={list(slowness_D)} is not allowed: one number above 0 is needed for each replica")
+    seconds = np.asarray(seconds_M, dtype=np.float64).tolist()
+    slowness = [float(factor) for factor in slowness_D]
+    parts = karmarkar_karp(seconds, len(slowness))
+    by_load = sorted(parts, key=lambda part: sum(seconds[number] for number in part))
+    fastest_last = sorted(range(len(slowness)), key=lambda replica: -slowness[replica])
+    differenced: list[list[int]] = [[] for _ in slowness]
+    for replica, part in zip(fastest_last, by_load, strict=True):
+        differenced[replica] = part
+    options = [
+        _improved(option, seconds, slowness, fill) for option in (differenced, _longest_first(seconds, slowness))
+    ]
+    best = min(options, key=lambda option: _slowest_s(option, seconds, slowness, fill))
+    return [sorted(part) for part in best]
+
+
+def karmarkar_karp(values: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Return the numbers of the values in each part, whose sums are close, by the largest differencing method.
+
+    Each value begins as a tuple of parts, of which all but one are empty. The two tuples whose sums differ most are put
+    together, the largest part of one with the smallest of the other, until one tuple is left (Karmarkar and Karp,
+    1982).
+    """
+    tuples = []
+    for number, value in enumerate(values):
+        sums = [0.0] * (num_parts - 1) + [float(value)]
+        parts: list[list[int]] = [[] for _ in range(num_parts - 1)] + [[number]]
+        tuples.append((-(sums[-1] - sums[0]), number, sums, parts))
+    if not tuples:
+        return [[] for _ in range(num_parts)]
+    heapq.heapify(tuples)
+    for count in itertools.count(len(tuples)):
+        _, _, sums, parts = heapq.heappop(tuples)
+        if not tuples:
+            return parts
+        _, _, other_sums, other_parts = heapq.heappop(tuples)
+        joined = sorted(
+            (
+                (total + other, [*part, *other_part])
+                for total, part, other, other_part in zip(
+                    sums, parts, reversed(other_sums), reversed(other_parts), strict=True
+                )
+            ),
+            key=lambda entry: entry[0],
+        )
+        totals = [total for total, _ in joined]
+        heapq.heappush(tuples, (-(totals[-1] - totals[0]), count, totals, [part for _, part in joined]))
+    raise AssertionError("unreachable: counting never ends")
+
+
+def _longest_first(seconds: Sequence[float], slowness: Sequence[float]) -> list[list[int]]:
+    parts: list[list[int]] = [[] for _ in slowness]
+    loads = [0.0] * len(slowness)
+    for number in sorted(range(len(seconds)), key=lambda number: -seconds[number]):
+        replica = min(range(len(slowness)), key=lambda replica: (loads[replica] + seconds[number]) * slowness[replica])
+        parts[replica].append(number)
+        loads[replica] += seconds[number]
+    return parts
+
+
+def _replica_s(part: Sequence[int], seconds: Sequence[float], slowness: float, fill: float) -> float:
+    of_part = [seconds[number] for number in part]
+    return slowness * (sum(of_part) + fill * max(of_part, default=0.0))
+
+
+def _slowest_s(
+    parts: Sequence[Sequence[int]], seconds: Sequence[float], slowness: Sequence[float], fill: float
+) -> float:
+    return max(_replica_s(part, seconds, factor, fill) for part, factor in zip(parts, slowness, strict=True))
+
+
+def _improved(
+    parts: Sequence[Sequence[int]], seconds: Sequence[float], slowness: Sequence[float], fill: float
+) -> list[list[int]]:
+    """By moves and exchanges of the slowest replica's micro-batches, the best first, while one helps."""
+    now = [list(part) for part in parts]
+    for _ in range(2 * len(seconds)):
+        times = [_replica_s(part, seconds, factor, fill) for part, factor in zip(now, slowness, strict=True)]
+        slowest = max(range(len(now)), key=times.__getitem__)
+        best: tuple[float, int, list[int], list[int]] = times[slowest] * (1.0 - _LEAST_GAIN), -1, [], []
+        for other in range(len(now)):
+            if other == slowest:
+                continue
+            for given, taken in itertools.product(now[slowest], [None, *now[other]]):
+                if taken is not None and seconds[taken] >= seconds[given]:
+                    continue
+                left = [number for number in now[slowest] if number != given] + ([] if taken is None else [taken])
+                grown = [number for number in now[other] if number != taken] + [given]
+                larger = max(
+                    _replica_s(left, seconds, slowness[slowest], fill),
+                    _replica_s(grown, seconds, slowness[other], fill),
+                )
+                if larger < best[0]:
+                    best = larger, other, left, grown
+        _, other, left, grown = best
+        if other < 0:
+            break
+        now[slowest], now[other] = left, grown
+    return now

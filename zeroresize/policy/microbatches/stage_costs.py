@@ -1,0 +1,85 @@
+"""What the stages of a pipeline take for micro-batches, from what their layers do.
+
+``L`` layers, ``S`` stages, ``K`` micro-batches, ``A`` lengths of a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from zeroresize.plan.partition import Partition
+from zeroresize.policy.microbatches.micro_batch import Floats, Indices
+from zeroresize.utils.value_checks import number
+
+
+class LayerCosts(Protocol):
+    """What one kind of layer takes."""
+
+    def values(self, sizes_K: Indices, lengths_KA: Indices) -> Floats:
+        """Return [3, K]: seconds forward, seconds backward and bytes of activations."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageCosts:
+    """Tell what each stage takes: a :class:`~zeroresize.policy.microbatches.micro_batch.MicroBatchCosts`.
+
+    Attributes:
+        kinds: [L] of each layer; layers of one kind cost the same.
+        costs: of each kind.
+        boundaries: [S + 1] stage s has the layers from entry s up to entry s + 1.
+        slowness: [S] χ, how many times its normal time a stage takes; empty where none is slow.
+
+    Raises:
+        ValueError: for a kind without costs, boundaries of other layers, or slowness that is not above 0.
+    """
+
+    kinds: tuple[str, ...]
+    costs: Mapping[str, LayerCosts]
+    boundaries: tuple[int, ...]
+    slowness: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        missing = sorted(set(self.kinds) - set(self.costs))
+        if missing:
+            raise ValueError(f"layers of the kinds {missing} have no costs: there are those of {sorted(self.costs)}")
+        Partition.of(self.boundaries, len(self.kinds), self.num_stages)
+        if self.slowness and len(self.slowness) != self.num_stages:
+            raise ValueError(
+                f"slowness={list(self.slowness)}: one number is needed for each of {self.num_stages} stages"
+            )
+        for factor in self.slowness:
+            number("slowness", factor, above=0.0)
+
+    @property
+    def num_stages(self) -> int:
+        """Return S."""
+        return len(self.boundaries) - 1
+
+    def prices(self, sizes_K: Indices, lengths_KA: Indices) -> tuple[Floats, Floats, Floats]:
+        """Return [K, S] seconds of forwards and of backwards, and bytes that are kept from one to the other.
+
+        Raises:
+            ValueError: for lengths that are longer than what was measured, naming them.
+        """
+        total = np.zeros((3, len(sizes_K), self.num_stages))
+        for kind, counts_S in self._counts.items():
+            of_kind = self.costs[kind].values(sizes_K, lengths_KA)
+            used = np.flatnonzero(counts_S)
+            total[:, :, used] += of_kind[:, :, None] * counts_S[used]
+        factors = np.array(self.slowness or (1.0,) * self.num_stages)
+        return total[0] * factors, total[1] * factors, total[2]
+
+    @cached_property
+    def _counts(self) -> dict[str, Floats]:
+        """[S] layers of each kind on the stages."""
+        stages = np.array(Partition(self.boundaries).stages)
+        kinds = np.array(self.kinds)
+        return {
+            kind: np.bincount(stages[kinds == kind], minlength=self.num_stages).astype(np.float64)
+            for kind in dict.fromkeys(self.kinds)
+        }
