@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lm_examples.rotary import rotary_waves, rotate
 from vit_examples.harness.sections import each_at_least
 from zeroresize.layers.segment import Segment
 from zeroresize.strategy.packed import Packed
@@ -121,8 +122,8 @@ class Attention(nn.Module):
         qkv = self.qkv(x_TD)
         groups = qkv.unflatten(-1, (qkv.shape[-1] // self._group_size, self.heads_per_group + 2, self.head_size))
         turned, value = groups.split((self.heads_per_group + 1, 1), dim=2)
-        waves = _rotary_waves(packed.positions, self.head_size, self.rotary_base, x_TD.dtype)
-        query, key = _rotate(turned, *waves).split((self.heads_per_group, 1), dim=2)
+        waves = rotary_waves(packed.positions, self.head_size, self.rotary_base, x_TD.dtype)
+        query, key = rotate(turned, *(wave[:, None, None] for wave in waves)).split((self.heads_per_group, 1), dim=2)
         query_THC, key_THC, value_THC = (one.expand_as(query).flatten(1, 2) for one in (query, key, value))
         return self.out(_causal_attention(query_THC, key_THC, value_THC, packed.lengths).flatten(1))
 
@@ -189,20 +190,6 @@ def _linear(in_features: int, out_features: int, num_blocks: int | None = None) 
     linear = nn.Linear(in_features, out_features, bias=False)
     nn.init.normal_(linear.weight, std=_INIT_STD / math.sqrt(2 * num_blocks) if num_blocks else _INIT_STD)
     return linear
-
-
-def _rotary_waves(positions_T: Tensor, head_size: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [T, 1, 1, C / 2] of the positions' angles (RoFormer, Eq. 34)."""
-    wide = torch.promote_types(dtype, torch.float32)
-    exponents = torch.arange(0, head_size, 2, device=positions_T.device, dtype=wide) / head_size
-    angles = positions_T[:, None, None, None] * base**-exponents
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def _rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Each head's feature i and the one half a head further turn together."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cosines - second * sines, first * sines + second * cosines], dim=-1)
 
 
 def _causal_attention(query_THC: Tensor, key_THC: Tensor, value_THC: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -117,7 +117,7 @@ def _values(
     device: Device,
     t: int,
     recomputation: str,
-) -> tuple[Floats, Floats, Floats]:
+) -> tuple[Floats, Floats, Floats, Floats]:
     rows, own = sizes.astype(np.float64), lengths[:, -1].astype(np.float64)
     tokens = rows * own
     width, inner = shape.hidden_size, shape.num_heads * shape.head_size / t
@@ -126,7 +126,8 @@ def _values(
         moved = 2.0 * tokens * (width + (shape.vocabulary / t if kind == "head" else 0.0)) * 2.0
         kept = 2.0 * tokens * (width + (2.0 * shape.vocabulary / t if kind == "head" else 0.0))
         forward_s = _seconds(flops, moved, 4, device)
-        return forward_s, _seconds(2.0 * flops, 2.0 * moved, 6, device), kept
+        workspace = kept if kind == "head" else 0.0 * kept
+        return forward_s, _seconds(2.0 * flops, 2.0 * moved, 6, device), kept, workspace
     mlp_flops = 4.0 * tokens * width * shape.mlp_size / t
     attentions = [(own, own)] if kind != "decoder" else [(own, own), (own, lengths[:, 0].astype(np.float64))]
     flops, core_flops, scores = mlp_flops, 0.0 * tokens, 0.0 * tokens
@@ -147,11 +148,12 @@ def _values(
         backward_s = backward_s + (1 + len(attentions)) * reduced
     kept = tokens * (10.0 * width + len(attentions) * 8.0 * inner + 4.0 * shape.mlp_size / t) + score_bytes
     kept = kept + (len(attentions) - 1) * tokens * 5.0 * width
+    workspace = 4.0 * tokens * max(shape.mlp_size / t, inner) + score_bytes
     if recomputation == "attention":
-        return forward_s, backward_s + core_s, kept - score_bytes
+        return forward_s, backward_s + core_s, kept - score_bytes, workspace + score_bytes
     if recomputation == "layers":
-        return forward_s, backward_s + forward_s, 2.0 * tokens * width * len(attentions)
-    return forward_s, backward_s, kept
+        return forward_s, backward_s + forward_s, 2.0 * tokens * width * len(attentions), workspace + kept
+    return forward_s, backward_s, kept, workspace
 
 
 def _seconds(flops: Floats, moved_bytes: Floats | float, num_kernels: int, device: Device) -> Floats:

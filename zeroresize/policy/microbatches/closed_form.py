@@ -32,13 +32,14 @@ class ClosedForm:
 
     Attributes:
         axes: which of a sample's lengths the layer sees.
-        factors: [3, features] of seconds forward, seconds backward and bytes, see :func:`features`.
+        factors: [4, features] of seconds forward and backward, bytes of activations and of workspace, see
+            :func:`features`.
     """
 
     axes: tuple[int, ...]
     factors: Floats
 
     def values(self, sizes_K: Indices, lengths_KA: Indices) -> Floats:
-        """Return [3, K]: seconds forward, seconds backward and bytes of activations."""
+        """Return [4, K]: seconds forward and backward, bytes of activations and of workspace."""
         values: Floats = self.factors @ features(sizes_K, lengths_KA, self.axes).T
         return values

@@ -15,7 +15,7 @@ import numpy as np
 
 from zeroresize.policy.microbatches.micro_batch import Floats, Indices
 
-_VALUES = ("forward_s", "backward_s", "activation_bytes")
+_VALUES = ("forward_s", "backward_s", "activation_bytes", "workspace_bytes")
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +29,9 @@ class LayerGrid:
         axes: which of a sample's lengths the layer sees: an encoder's only the first of two.
         sizes: rising; rows of a micro-batch.
         lengths: for each of these, rising; tokens.
-        forward_s, backward_s, activation_bytes: [sizes, lengths, …] of one layer; infinite where memory did not hold
-            it.
+        forward_s, backward_s: [sizes, lengths, …] of one layer; infinite where memory did not hold it.
+        activation_bytes: of the same, kept from the forward to the backward.
+        workspace_bytes: of the same, needed beside them while the layer runs, forward or backward.
 
     Raises:
         ValueError: for numbers that do not rise from 1 on, fewer than two sizes or lengths, and values of another shape
@@ -43,6 +44,7 @@ class LayerGrid:
     forward_s: Floats
     backward_s: Floats
     activation_bytes: Floats
+    workspace_bytes: Floats
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.lengths) or not self.axes:
@@ -58,7 +60,7 @@ class LayerGrid:
                 raise ValueError(f"{name} {values.shape} are not allowed: {shape} numbers that are not negative")
 
     def values(self, sizes_K: Indices, lengths_KA: Indices) -> Floats:
-        """Return [3, K]: seconds forward, seconds backward and bytes of activations, of one layer.
+        """Return [4, K]: seconds forward and backward, bytes of activations and of workspace, of one layer.
 
         Raises:
             ValueError: for lengths that are longer than the longest of the grid, naming both.
@@ -80,14 +82,15 @@ class LayerGrid:
             shares.append((numbers - points[place]) / (points[place + 1] - points[place]))
         strides = np.array([int(np.prod(self._table.shape[2 + axis :])) for axis in range(len(columns))])
         base = sum(place * stride for place, stride in zip(places, strides, strict=True))
-        flat = self._table.reshape(3, -1)
-        total = np.zeros((3, len(sizes_K)))
+        flat = self._table.reshape(len(_VALUES), -1)
+        total = np.zeros((len(_VALUES), len(sizes_K)))
         for corner in itertools.product((0, 1), repeat=len(columns)):
             weight = np.ones(len(sizes_K))
             for upper, share in zip(corner, shares, strict=True):
                 weight = weight * (share if upper else 1.0 - share)
             at = flat[:, base + int(np.dot(corner, strides))]
-            total += np.where(weight == 0.0, 0.0, weight * at)
+            with np.errstate(invalid="ignore"):
+                total += np.where(weight == 0.0, 0.0, weight * at)
         total[np.isnan(total)] = np.inf  # beside points that memory did not hold
         return np.maximum(total, 0.0)
 

@@ -26,7 +26,7 @@ class ReplicaPlan:
         microbatches: [M], by the numbers that instructions use; there may be none.
         stages: [S] instructions.
         expected_s: seconds from its first forward to its last backward.
-        expected_bytes: [S] of activations at most.
+        expected_bytes: [S] of activations and workspace at most.
     """
 
     microbatches: tuple[MicroBatch, ...]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +57,21 @@ class MicroBatch:
         return self.size * sum(self.lengths)
 
 
+class Prices(NamedTuple):
+    """Holds what micro-batches take on stages.
+
+    Attributes:
+        forward_s, backward_s: [K, S] seconds.
+        activation_bytes: [K, S] kept from the forward to the backward.
+        workspace_bytes: [K, S] needed beside what is kept while the micro-batch runs.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    activation_bytes: Floats
+    workspace_bytes: Floats
+
+
 class MicroBatchCosts(Protocol):
     """What the stages of a pipeline take for micro-batches of given sizes and lengths."""
 
@@ -64,8 +79,8 @@ class MicroBatchCosts(Protocol):
     def num_stages(self) -> int:
         """Return S."""
 
-    def prices(self, sizes_K: Indices, lengths_KA: Indices) -> tuple[Floats, Floats, Floats]:
-        """Return [K, S] seconds of forwards and of backwards, and bytes that are kept from one to the other.
+    def prices(self, sizes_K: Indices, lengths_KA: Indices) -> Prices:
+        """Return what each micro-batch takes on each stage.
 
         Raises:
             ValueError: for lengths that are longer than what was measured, naming them.

@@ -28,7 +28,7 @@ _ROUNDS = 12
 
 #: Seconds [X], and bytes [X] of the stage that keeps most, of micro-batches of the samples from entry x of the first
 #: argument up to entry x of the second.
-Prices = Callable[[Indices, Indices], tuple[Floats, Floats]]
+SegmentPrices = Callable[[Indices, Indices], tuple[Floats, Floats]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class Segments:
     bytes_KN: Floats
 
     @classmethod
-    def of(cls, num_samples: int, prices: Prices, most_bytes: float = math.inf) -> Segments:
+    def of(cls, num_samples: int, prices: SegmentPrices, most_bytes: float = math.inf) -> Segments:
         """Price all segments, from small ones on, until none of a size fits.
 
         Raises:

@@ -98,11 +98,12 @@ def microbatches_of(lengths_NA: Indices, costs: MicroBatchCosts, options: Planni
         return of_equal_tokens(lengths_NA, order, options.size)
     sorted_NA = lengths_NA[order]
 
-    def prices(begins: Indices, ends: Indices) -> tuple[Floats, Floats]:
-        forward_s, backward_s, kept = costs.prices(ends - begins, _longest(sorted_NA, begins, ends))
-        return (forward_s + backward_s).max(axis=1), kept.max(axis=1)
+    def prices_of(begins: Indices, ends: Indices) -> tuple[Floats, Floats]:
+        prices = costs.prices(ends - begins, _longest(sorted_NA, begins, ends))
+        num_bytes = prices.activation_bytes + prices.workspace_bytes
+        return (prices.forward_s + prices.backward_s).max(axis=1), num_bytes.max(axis=1)
 
-    segments = Segments.of(len(order), prices, options.memory_limit)
+    segments = Segments.of(len(order), prices_of, options.memory_limit)
     if not segments.has_partition:
         sample = int(order[int(np.flatnonzero(~np.isfinite(segments.seconds_KN[0, 1:]))[0])])
         raise DoesNotFitError(
@@ -135,8 +136,8 @@ def fill_of(costs: MicroBatchCosts, lengths_NA: Indices) -> float:
     slowest, so it is the sum of all stages' seconds over the slowest one's, less 1.
     """
     longest = lengths_NA[[int(lengths_NA.sum(axis=1).argmax())]]
-    forward_s, backward_s, _ = costs.prices(np.ones(1, dtype=np.int64), longest)
-    seconds = (forward_s + backward_s)[0]
+    prices = costs.prices(np.ones(1, dtype=np.int64), longest)
+    seconds = (prices.forward_s + prices.backward_s)[0]
     slowest = float(seconds.max())
     return float(seconds.sum()) / slowest - 1.0 if slowest > 0.0 else 0.0
 
@@ -190,7 +191,7 @@ def _replicas(lengths_NA: Indices, costs: MicroBatchCosts, options: PlanningOpti
     replicas = replica_plans(microbatches, costs, options)
     if replicas is None:
         sizes, lengths_MA = shapes_of(microbatches)
-        kept = costs.prices(sizes, lengths_MA)[2].max(axis=1)
+        kept = costs.prices(sizes, lengths_MA).activation_bytes.max(axis=1)
         largest = int(kept.argmax())
         raise DoesNotFitError(
             f"micro-batches by method={options.method!r} do not fit into memory_limit={options.memory_limit:.0f} "

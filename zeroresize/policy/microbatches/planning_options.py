@@ -24,7 +24,7 @@ class PlanningOptions:
 
     Attributes:
         num_replicas: D.
-        memory_limit: bytes of activations of a stage at most.
+        memory_limit: bytes of a stage at most, of activations and of what a micro-batch needs while it runs.
         method: how samples become micro-batches.
         size: of "packing" rows, of "fixed" samples, and of "tokens" padded tokens of a micro-batch.
         row_lengths: [A] tokens of a row that "packing" fills.

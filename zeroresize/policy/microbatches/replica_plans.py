@@ -20,7 +20,7 @@ def replica_plans(
 ) -> list[ReplicaPlan] | None:
     """Return [D] plans of these micro-batches; None where those of a replica do not fit."""
     sizes, lengths_MA = shapes_of(microbatches)
-    forward_s, backward_s, activation_bytes = costs.prices(sizes, lengths_MA)
+    forward_s, backward_s, activation_bytes, workspace_bytes = costs.prices(sizes, lengths_MA)
     seconds_M = (forward_s + backward_s).max(axis=1)
     fill = float(costs.num_stages - 1)
     plans = []
@@ -29,11 +29,12 @@ def replica_plans(
             nothing: tuple[tuple[()], ...] = ((),) * costs.num_stages
             plans.append(ReplicaPlan((), nothing, 0.0, (0.0,) * costs.num_stages))
             continue
+        workspace_S = workspace_bytes[members].max(axis=0)
         chosen = shortest_schedule(
             forward_s[members],
             backward_s[members],
             activation_bytes[members],
-            limits=[options.memory_limit] * costs.num_stages,
+            (options.memory_limit - workspace_S).tolist(),
             schedule=options.schedule,
             num_clusters=options.num_clusters,
         )
@@ -45,7 +46,7 @@ def replica_plans(
                 tuple(microbatches[member] for member in members),
                 tuple(map(tuple, stages)),
                 slowness * chosen.step_s,
-                tuple(chosen.peak_bytes.tolist()),
+                tuple((chosen.peak_bytes + workspace_S).tolist()),
             )
         )
     return plans

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from zeroresize.plan.partition import Partition
-from zeroresize.policy.microbatches.micro_batch import Floats, Indices
+from zeroresize.policy.microbatches.micro_batch import Floats, Indices, Prices
 from zeroresize.utils.value_checks import number
 
 
@@ -21,7 +21,7 @@ class LayerCosts(Protocol):
     """What one kind of layer takes."""
 
     def values(self, sizes_K: Indices, lengths_KA: Indices) -> Floats:
-        """Return [3, K]: seconds forward, seconds backward and bytes of activations."""
+        """Return [4, K]: seconds forward and backward, bytes of activations and of workspace."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,19 +60,20 @@ class StageCosts:
         """Return S."""
         return len(self.boundaries) - 1
 
-    def prices(self, sizes_K: Indices, lengths_KA: Indices) -> tuple[Floats, Floats, Floats]:
-        """Return [K, S] seconds of forwards and of backwards, and bytes that are kept from one to the other.
+    def prices(self, sizes_K: Indices, lengths_KA: Indices) -> Prices:
+        """Return what each micro-batch takes on each stage; a stage's workspace is that of its hungriest layer.
 
         Raises:
             ValueError: for lengths that are longer than what was measured, naming them.
         """
-        total = np.zeros((3, len(sizes_K), self.num_stages))
+        total = np.zeros((4, len(sizes_K), self.num_stages))
         for kind, counts_S in self._counts.items():
             of_kind = self.costs[kind].values(sizes_K, lengths_KA)
             used = np.flatnonzero(counts_S)
-            total[:, :, used] += of_kind[:, :, None] * counts_S[used]
+            total[:3, :, used] += of_kind[:3, :, None] * counts_S[used]
+            total[3][:, used] = np.maximum(total[3][:, used], of_kind[3][:, None])
         factors = np.array(self.slowness or (1.0,) * self.num_stages)
-        return total[0] * factors, total[1] * factors, total[2]
+        return Prices(total[0] * factors, total[1] * factors, total[2], total[3])
 
     @cached_property
     def _counts(self) -> dict[str, Floats]:

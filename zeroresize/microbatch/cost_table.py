@@ -1,0 +1,120 @@
+"""What was measured of a model's layers, kept as a file: seconds and bytes on a grid, for each way of recomputation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zeroresize.policy.microbatches.grid_costs import LayerGrid
+from zeroresize.policy.microbatches.micro_batch import MicroBatchCosts
+from zeroresize.policy.microbatches.stage_costs import StageCosts
+from zeroresize.utils.fingerprint import digest
+from zeroresize.utils.value_checks import known_keys
+
+_KEYS = ("kinds", "names", "grids", "device")
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Hold what the layers of a model take.
+
+    Attributes:
+        kinds: [L] of each layer.
+        names: of a micro-batch's sizes, the number of rows first.
+        grids: by what is computed again in backwards, of each kind.
+        device: on which they were measured.
+
+    Raises:
+        ValueError: for a kind that was not measured.
+    """
+
+    kinds: tuple[str, ...]
+    names: tuple[str, ...]
+    grids: Mapping[str, Mapping[str, LayerGrid]]
+    device: str
+
+    def __post_init__(self) -> None:
+        for recomputation, by_kind in self.grids.items():
+            missing = sorted(set(self.kinds) - set(by_kind))
+            if missing:
+                raise ValueError(f"layers of the kinds {missing} have no costs where {recomputation} is computed again")
+        if not self.grids:
+            raise ValueError("no way of recomputation was measured: at least one is needed")
+
+    def costs(self, boundaries: Sequence[int], slowness: Sequence[float] = ()) -> dict[str, MicroBatchCosts]:
+        """Return what the stages of a pipeline take, by what is computed again.
+
+        Args:
+            boundaries: [S + 1] of the stages.
+            slowness: [S] χ of each stage; empty where none is slow.
+
+        Raises:
+            ValueError: as :class:`~zeroresize.policy.microbatches.stage_costs.StageCosts`.
+        """
+        return {
+            recomputation: StageCosts(self.kinds, by_kind, tuple(boundaries), tuple(slowness))
+            for recomputation, by_kind in self.grids.items()
+        }
+
+    def require_model(self, kinds: Sequence[str], names: Sequence[str]) -> None:
+        """Check that the table is of a model with layers of these kinds, whose micro-batches have these sizes.
+
+        Raises:
+            ValueError: naming what differs.
+        """
+        if tuple(names) != self.names:
+            raise ValueError(f"the costs are of micro-batches with {list(self.names)}: the model has {list(names)}")
+        if len(kinds) != len(self.kinds):
+            raise ValueError(f"the costs are of a model of {len(self.kinds)} layers: this one has {len(kinds)}")
+        for number, (measured, wanted) in enumerate(zip(self.kinds, kinds, strict=True)):
+            if measured != wanted:
+                raise ValueError(f"the costs are of another model: layer {number} was {measured}, and is {wanted}")
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a digest of all numbers."""
+        return digest(json.dumps(self.as_dict(), sort_keys=True)).hex()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values that :meth:`of` reads back."""
+        grids = {
+            recomputation: {kind: grid.as_dict() for kind, grid in by_kind.items()}
+            for recomputation, by_kind in self.grids.items()
+        }
+        return {"kinds": list(self.kinds), "names": list(self.names), "grids": grids, "device": self.device}
+
+    @classmethod
+    def of(cls, value: Any) -> CostTable:
+        """Return the table that :meth:`as_dict` described.
+
+        Raises:
+            ValueError: for anything else, and as the class does.
+        """
+        entries = known_keys("key of costs", value, _KEYS)
+        try:
+            grids = {
+                recomputation: {kind: LayerGrid.of(grid) for kind, grid in by_kind.items()}
+                for recomputation, by_kind in entries["grids"].items()
+            }
+            return cls(tuple(entries["kinds"]), tuple(entries["names"]), grids, str(entries["device"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"these are no costs: {error!r}; wanted are {list(_KEYS)}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the table as JSON."""
+        Path(path).write_text(json.dumps(self.as_dict()), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostTable:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ValueError: as :meth:`of` does, and for what is no JSON, naming the file.
+        """
+        try:
+            return cls.of(json.loads(Path(path).read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error

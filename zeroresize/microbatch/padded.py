@@ -1,0 +1,148 @@
+"""Micro-batches of padded rows, with which layers are called: ``layer(x, batch)``.
+
+``B`` rows, ``L`` tokens of a row, ``S`` of a source and ``T`` of a target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zeroresize.policy.microbatches.micro_batch import MicroBatch
+
+#: Targets of padding, which do not count; as ``cross_entropy`` ignores them by default.
+IGNORED = -100
+#: Tokens of padding.
+_PADDING = 0
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedBatch:
+    """Holds rows for a decoder-only model.
+
+    Padding is behind the tokens, so causal attention of a token never sees it. Several samples of a row are seen by
+    each other, as where sequences are packed.
+
+    Attributes:
+        tokens: [B, L] int64.
+        targets: [B, L] int64, what follows each token; :data:`IGNORED` for padding.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+
+    @classmethod
+    def of(cls, samples: Sequence[Tensor], microbatch: MicroBatch) -> PaddedBatch:
+        """Make the rows of a micro-batch from samples [length + 1] of int64, by their numbers in it.
+
+        All but the last token of a sample are inputs, all but the first targets.
+
+        Raises:
+            ValueError: for a row that is longer than the micro-batch says, naming it.
+        """
+        (length,) = microbatch.lengths
+        tokens = torch.full((microbatch.size, length), _PADDING, dtype=torch.int64)
+        targets = torch.full_like(tokens, IGNORED)
+        for number, row in enumerate(microbatch.rows):
+            _fill(tokens[number], [samples[sample][:-1] for sample in row], row)
+            _fill(targets[number], [samples[sample][1:] for sample in row], row)
+        return cls(tokens, targets)
+
+    @classmethod
+    def hollow(cls, sizes: Mapping[str, int]) -> PaddedBatch:
+        """Make one of so many rows ("size") and tokens ("length"), of random tokens, all of which count."""
+        shape = sizes["size"], sizes["length"]
+        return cls(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
+
+    @property
+    def inputs(self) -> Tensor:
+        """Return what the first layer is called with: the tokens."""
+        return self.tokens
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes that shapes of activations follow."""
+        return {"size": self.tokens.shape[0], "length": self.tokens.shape[1]}
+
+    def to(self, device: torch.device) -> PaddedBatch:
+        """Return the same micro-batch with its tensors on a device."""
+        return PaddedBatch(self.tokens.to(device), self.targets.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class PairBatch:
+    """Holds rows for an encoder-decoder model.
+
+    Attributes:
+        sources: [B, S] int64.
+        is_source: [B, S] bool; False for padding, which attention must not see.
+        tokens: [B, T] int64, what the decoder is given.
+        targets: [B, T] int64, what it should say; :data:`IGNORED` for padding.
+    """
+
+    sources: Tensor
+    is_source: Tensor
+    tokens: Tensor
+    targets: Tensor
+
+    @classmethod
+    def of(cls, samples: Sequence[tuple[Tensor, Tensor]], microbatch: MicroBatch, begin: int = 0) -> PairBatch:
+        """Make the rows of a micro-batch from samples ([source], [target]) of int64, by their numbers in it.
+
+        The decoder is given ``begin`` and all but the last token of the target.
+
+        Raises:
+            ValueError: for a row that is longer than the micro-batch says, naming it.
+        """
+        source_length, target_length = microbatch.lengths
+        sources = torch.full((microbatch.size, source_length), _PADDING, dtype=torch.int64)
+        targets = torch.full((microbatch.size, target_length), IGNORED, dtype=torch.int64)
+        tokens = torch.full_like(targets, _PADDING)
+        is_source = torch.zeros_like(sources, dtype=torch.bool)
+        for number, row in enumerate(microbatch.rows):
+            length = _fill(sources[number], [samples[sample][0] for sample in row], row)
+            is_source[number, :length] = True
+            _fill(targets[number], [samples[sample][1] for sample in row], row)
+            begun = [torch.cat([torch.tensor([begin]), samples[sample][1][:-1]]) for sample in row]
+            _fill(tokens[number], begun, row)
+        return cls(sources, is_source, tokens, targets)
+
+    @classmethod
+    def hollow(cls, sizes: Mapping[str, int]) -> PairBatch:
+        """Make one of so many rows ("size") and tokens ("source" and "target"), all of which count."""
+        sources = torch.zeros(sizes["size"], sizes["source"], dtype=torch.int64)
+        targets = torch.zeros(sizes["size"], sizes["target"], dtype=torch.int64)
+        return cls(sources, torch.ones_like(sources, dtype=torch.bool), targets, targets)
+
+    @property
+    def inputs(self) -> Tensor:
+        """Return what the first layer is called with: the sources."""
+        return self.sources
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes that shapes of activations follow."""
+        return {"size": self.sources.shape[0], "source": self.sources.shape[1], "target": self.targets.shape[1]}
+
+    def to(self, device: torch.device) -> PairBatch:
+        """Return the same micro-batch with its tensors on a device."""
+        return PairBatch(*(tensor.to(device) for tensor in (self.sources, self.is_source, self.tokens, self.targets)))
+
+
+#: Makes a micro-batch that layers are called with from the samples and what was planned.
+BatchFrom = (
+    Callable[[Sequence[Tensor], MicroBatch], PaddedBatch]
+    | Callable[[Sequence[tuple[Tensor, Tensor]], MicroBatch], PairBatch]
+)
+
+
+def _fill(row: Tensor, parts: Sequence[Tensor], samples: Sequence[int]) -> int:
+    """Write parts one behind another; returns their length."""
+    filled = torch.cat(list(parts))
+    if len(filled) > len(row):
+        raise ValueError(f"samples {list(samples)} have {len(filled)} tokens: their row is planned for {len(row)}")
+    row[: len(filled)] = filled
+    return len(filled)

@@ -1,0 +1,237 @@
+"""Measures what the layers of a model take for micro-batches of a grid of sizes and lengths (DynaPipe, section 3).
+
+``L`` layers, ``A`` lengths of a sample. Layers of one class whose parameters have the same shapes are of one kind, and
+measured once.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from zeroresize.measure.memory_meter import memory_meter
+from zeroresize.microbatch.cost_table import CostTable
+from zeroresize.policy.microbatches.grid_costs import LayerGrid, grid_points, powers_of_two
+from zeroresize.runtime.activations import Batch, BatchOf, HandedOn, as_argument, as_tuple, find_activations
+from zeroresize.runtime.stage import RECOMPUTATIONS, Loss
+from zeroresize.utils.fingerprint import digest
+from zeroresize.utils.value_checks import at_least, one_of
+
+logger = logging.getLogger(__name__)
+
+#: Points that take longer are timed once only.
+_LONG_S = 0.5
+_REPETITIONS = 3
+
+
+@dataclass(frozen=True)
+class ProfiledShapes:
+    """Say for which micro-batches layers are measured.
+
+    Attributes:
+        names: of a micro-batch's sizes: the number of its rows first, then that of each length.
+        most_rows: of a micro-batch; larger ones are extrapolated.
+        longest: [A] tokens of the longest sample.
+        shortest: tokens from which on lengths are measured.
+        most_tokens: rows × tokens of a micro-batch; larger ones are never planned.
+
+    Raises:
+        ValueError: for numbers that are not allowed, naming them.
+    """
+
+    names: tuple[str, ...]
+    most_rows: int
+    longest: tuple[int, ...]
+    shortest: int = 32
+    most_tokens: float = math.inf
+
+    def __post_init__(self) -> None:
+        at_least("most_rows", self.most_rows, 1)
+        at_least("shortest", self.shortest, 1)
+        for length in self.longest:
+            at_least("longest", length, 1)
+        if len(self.names) != len(self.longest) + 1:
+            raise ValueError(
+                f"names={list(self.names)} and longest={list(self.longest)}: a name is needed for the rows and one for "
+                "each length"
+            )
+
+
+def measure_costs(
+    layers: Sequence[nn.Module],
+    batch_of: BatchOf,
+    shapes: ProfiledShapes,
+    *,
+    loss: Loss,
+    recomputations: Sequence[str] = ("none", "layers"),
+    device: torch.device | None = None,
+    slowest: Callable[[Sequence[float]], Sequence[float]] | None = None,
+) -> CostTable:
+    """Measure all kinds of layers, forward and backward apart.
+
+    Where memory does not hold a point, it is never planned. The fastest of three repetitions counts.
+
+    Args:
+        layers: [L], on the device; called ``layer(x, batch)``. Their gradients are dropped.
+        batch_of: a micro-batch of given sizes, by the names of ``shapes``.
+        loss: of the last layer's output and its micro-batch, counted with the last layer.
+        recomputations: of what is computed again in backwards; "attention" needs modules with an attribute
+            ``recompute``.
+        device: None for that of the first parameter.
+        slowest: of a tensor-parallel group, the slowest rank's numbers from this rank's; collective. None for one rank.
+
+    Raises:
+        ValueError: for another recomputation, and as :func:`~zeroresize.runtime.activations.find_activations`.
+    """
+    for recomputation in recomputations:
+        one_of("recomputation", recomputation, RECOMPUTATIONS)
+    device = device or next(parameter.device for layer in layers for parameter in layer.parameters())
+    activations = find_activations(layers, batch_of, shapes.names)
+    kinds = [_kind_of(layer, number, len(layers)) for number, layer in enumerate(layers)]
+    grids: dict[str, dict[str, LayerGrid]] = {recomputation: {} for recomputation in recomputations}
+    for recomputation in recomputations:
+        for number, kind in enumerate(kinds):
+            if kind in grids[recomputation]:
+                continue
+            around = (
+                activations[number - 1] if number else None,
+                activations[number] if number < len(layers) - 1 else None,
+            )
+            probe = LayerProbe(layers[number], around, batch_of, loss, recomputation, device)
+            grids[recomputation][kind] = _grid_of(probe, _axes(around, shapes, batch_of), shapes, slowest)
+            logger.info("%s, recomputing %s: measured", kind, recomputation)
+    where = f"{torch.cuda.get_device_name(device)}" if device.type == "cuda" else "CPU"
+    return CostTable(tuple(kinds), shapes.names, grids, where)
+
+
+def _kind_of(layer: nn.Module, number: int, num_layers: int) -> str:
+    """The first and the last layer are kinds of their own: tokens come in, and the loss is computed."""
+    shapes = [list(parameter.shape) for parameter in layer.parameters()]
+    place = " first" if number == 0 else " last" if number == num_layers - 1 else ""
+    return f"{type(layer).__name__} {digest(repr(shapes)).hex()[:8]}{place}"
+
+
+def _axes(
+    around: tuple[HandedOn | None, HandedOn | None], shapes: ProfiledShapes, batch_of: BatchOf
+) -> tuple[int, ...]:
+    """Which lengths the layer sees: those that what it is given or returns follows."""
+    seen = {dim for handed in around if handed is not None for activation in handed for dim in activation.dims}
+    axes = tuple(axis for axis, name in enumerate(shapes.names[1:]) if name in seen)
+    return axes or tuple(range(len(shapes.longest)))
+
+
+def _grid_of(
+    probe: LayerProbe,
+    axes: tuple[int, ...],
+    shapes: ProfiledShapes,
+    slowest: Callable[[Sequence[float]], Sequence[float]] | None,
+) -> LayerGrid:
+    sizes = powers_of_two(shapes.most_rows)
+    lengths = tuple(powers_of_two(shapes.longest[axis], min(shapes.shortest, shapes.longest[axis])) for axis in axes)
+    values = np.full((4, *(len(points) for points in (sizes, *lengths))), np.inf)
+    flat = values.reshape(4, -1)
+    for place, (rows, seen) in enumerate(zip(*grid_points(sizes, lengths), strict=True)):
+        # Other lengths do not matter to the layer: short ones take least.
+        of_batch = [min(shapes.shortest, longest) for longest in shapes.longest]
+        for axis, length in zip(axes, seen.tolist(), strict=True):
+            of_batch[axis] = length
+        if int(rows) * sum(seen.tolist()) <= 2 * shapes.most_tokens:  # values between need points beyond
+            measured: Sequence[float] = probe.measure(dict(zip(shapes.names, [int(rows), *of_batch], strict=True)))
+            flat[:, place] = measured if slowest is None else slowest(measured)
+    return LayerGrid(axes, sizes, lengths, *values)
+
+
+class LayerProbe:
+    """One layer, and what it is given."""
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        around: tuple[HandedOn | None, HandedOn | None],
+        batch_of: BatchOf,
+        loss: Loss,
+        recomputation: str,
+        device: torch.device,
+    ) -> None:
+        self._layer, self._batch_of, self._device = layer, batch_of, device
+        self._handed, self._loss = around[0], None if around[1] is not None else loss
+        self._recomputes = recomputation == "layers"
+        for module in layer.modules():
+            if hasattr(module, "recompute"):
+                module.recompute = recomputation == "attention"  # type: ignore[assignment]
+
+    def measure(self, sizes: Mapping[str, int]) -> list[float]:
+        """Return seconds forward and backward, bytes kept and bytes of workspace; infinite where memory ends."""
+        try:
+            batch = self._batch_of(sizes)
+            kept, workspace = self._bytes(sizes, batch)  # warms up, too
+            times = [self._seconds(sizes, batch)]
+            if sum(times[0]) <= _LONG_S:
+                times += [self._seconds(sizes, batch) for _ in range(_REPETITIONS - 1)]
+        except (torch.cuda.OutOfMemoryError, MemoryError):
+            self._drop()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            return [math.inf] * 4
+        return [*(min(each) for each in zip(*times, strict=True)), kept, workspace]
+
+    def _given(self, sizes: Mapping[str, int], batch: Batch) -> Any:
+        if self._handed is None:
+            return batch.inputs
+        tensors = [activation.empty(sizes, self._device).normal_() for activation in self._handed]
+        return as_argument(tuple(tensor.requires_grad_() for tensor in tensors))
+
+    def _run(self, x: Any, batch: Batch) -> Any:
+        y = checkpoint(self._layer, x, batch, use_reentrant=False) if self._recomputes else self._layer(x, batch)
+        return y if self._loss is None else self._loss(y, batch)
+
+    def _seconds(self, sizes: Mapping[str, int], batch: Batch) -> tuple[float, float]:
+        x = self._given(sizes, batch)
+        begin = self._now()
+        ys = [y for y in as_tuple(self._run(x, batch)) if y.requires_grad]
+        forward_s = self._now() - begin
+        gradients = [torch.ones_like(y) for y in ys]
+        begin = self._now()
+        torch.autograd.backward(ys, gradients)
+        return forward_s, self._now() - begin
+
+    def _bytes(self, sizes: Mapping[str, int], batch: Batch) -> tuple[float, float]:
+        """What is kept, and what is needed besides, with gradients of parameters that are there already.
+
+        What a layer is given counts as kept, what it returns as the next layer's: between two layers it is one tensor.
+        """
+        for parameter in self._layer.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with memory_meter(self._device) as meter:
+            x = self._given(sizes, batch)
+            begin = meter.now() if self._handed is None else 0
+            meter.forget_most()
+            ys = [y for y in as_tuple(self._run(x, batch)) if y.requires_grad]
+            handed = 0 if self._loss is not None else sum(y.nbytes for y in ys)
+            passes_through = (
+                {y.untyped_storage().data_ptr() for y in as_tuple(x)} if self._handed is not None else set()
+            )
+            handed -= sum(y.nbytes for y in ys if y.untyped_storage().data_ptr() in passes_through)
+            kept = meter.now() - begin - handed
+            gradients = [torch.ones_like(y) for y in ys]
+            torch.autograd.backward(ys, gradients)
+            most = meter.most() - begin
+        return float(max(kept, 0)), float(max(most - kept, 0))
+
+    def _drop(self) -> None:
+        for parameter in self._layer.parameters():
+            parameter.grad = None
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
