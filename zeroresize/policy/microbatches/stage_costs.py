@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,26 +62,31 @@ class StageCosts:
         return len(self.boundaries) - 1
 
     def prices(self, sizes_K: Indices, lengths_KA: Indices) -> Prices:
-        """Return what each micro-batch takes on each stage; a stage's workspace is that of its hungriest layer.
+        """Return what each micro-batch takes on each stage.
+
+        A layer's workspace is needed while those behind it have not begun, in the forward, or keep nothing any more, in
+        the backward. So that of a stage is the most that any of its layers needs beyond what they all keep together.
 
         Raises:
             ValueError: for lengths that are longer than what was measured, naming them.
         """
-        total = np.zeros((4, len(sizes_K), self.num_stages))
-        for kind, counts_S in self._counts.items():
-            of_kind = self.costs[kind].values(sizes_K, lengths_KA)
-            used = np.flatnonzero(counts_S)
-            total[:3, :, used] += of_kind[:3, :, None] * counts_S[used]
-            total[3][:, used] = np.maximum(total[3][:, used], of_kind[3][:, None])
+        of_kind = {kind: self.costs[kind].values(sizes_K, lengths_KA) for kind in dict.fromkeys(self.kinds)}
+        total = np.zeros((3, len(sizes_K), self.num_stages))
+        peak_KS = np.zeros((len(sizes_K), self.num_stages))
+        for stage, runs in enumerate(self._runs):
+            for kind, count in runs:
+                total[:, :, stage] += count * of_kind[kind][:3]
+                peak_KS[:, stage] = np.maximum(peak_KS[:, stage], total[2, :, stage] + of_kind[kind][3])
         factors = np.array(self.slowness or (1.0,) * self.num_stages)
-        return Prices(total[0] * factors, total[1] * factors, total[2], total[3])
+        forward_s, backward_s, kept = total
+        with np.errstate(invalid="ignore"):
+            workspace = np.where(np.isfinite(kept), np.maximum(peak_KS - kept, 0.0), np.inf)
+        return Prices(forward_s * factors, backward_s * factors, kept, workspace)
 
     @cached_property
-    def _counts(self) -> dict[str, Floats]:
-        """[S] layers of each kind on the stages."""
-        stages = np.array(Partition(self.boundaries).stages)
-        kinds = np.array(self.kinds)
-        return {
-            kind: np.bincount(stages[kinds == kind], minlength=self.num_stages).astype(np.float64)
-            for kind in dict.fromkeys(self.kinds)
-        }
+    def _runs(self) -> list[list[tuple[str, int]]]:
+        """[S] kinds of neighbouring layers, with how many there are."""
+        stages = itertools.pairwise(self.boundaries)
+        return [
+            [(kind, len(list(run))) for kind, run in itertools.groupby(self.kinds[begin:end])] for begin, end in stages
+        ]
