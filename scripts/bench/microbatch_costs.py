@@ -34,6 +34,7 @@ from zeroresize.microbatch.profile import LayerProbe, ProfiledShapes, measure_co
 from zeroresize.policy.microbatches.iteration_plan import ReplicaPlan
 from zeroresize.policy.microbatches.planning import plan_iteration
 from zeroresize.policy.microbatches.planning_options import PlanningOptions
+from zeroresize.policy.microbatches.stage_costs import LayerCosts
 from zeroresize.runtime.activations import find_activations
 from zeroresize.runtime.stage import Stage
 from zeroresize.simulate.task_lengths import mini_batch_of_pairs
@@ -101,8 +102,12 @@ def errors_between(model: Model, table: CostTable, shapes: ProfiledShapes, num_p
         [probe.measure(dict(zip(shapes.names, [rows, *lengths], strict=True))) for rows, lengths in points]
     ).T
     sizes, lengths_KA = np.array([rows for rows, _ in points]), np.array([lengths for _, lengths in points])
-    result = {}
-    for name, costs in (("grid", grid), ("a + bT + cΣl²", fitted_closed_form(grid))):
+    result: dict[str, Any] = {"measured": measured.tolist(), "rows": sizes.tolist(), "lengths": lengths_KA.tolist()}
+    try:
+        compared: dict[str, LayerCosts] = {"grid": grid, "a + bT + cΣl²": fitted_closed_form(grid)}
+    except ImportError:  # without SciPy
+        compared = {"grid": grid}
+    for name, costs in compared.items():
         errors = relative_errors(costs, sizes, lengths_KA, measured)
         total = np.abs(costs.values(sizes, lengths_KA)[:2].sum(axis=0) / measured[:2].sum(axis=0) - 1.0)
         result[name] = {
@@ -152,7 +157,8 @@ def main() -> None:
         begin = time.perf_counter()
         model = Model(kind, (ON_GPU if is_gpu else ON_CPU)[kind], device, torch.bfloat16 if is_gpu else torch.float32)
         longest = (4096, 1024)[: len(_NAMES[kind]) - 1] if is_gpu else (512, 128)[: len(_NAMES[kind]) - 1]
-        shapes = ProfiledShapes(_NAMES[kind], 64, longest, most_tokens=32768 if is_gpu else 4096)
+        most_tokens = (32768 if kind == "gpt" else 16384) if is_gpu else 4096
+        shapes = ProfiledShapes(_NAMES[kind], 64, longest, shortest=64 if is_gpu else 32, most_tokens=most_tokens)
         costs = measured_table(model, shapes, ("none", "layers"))
         print(f"{kind}: measured in {time.perf_counter() - begin:.0f} s", flush=True)
         if options.save is not None:
@@ -160,6 +166,8 @@ def main() -> None:
             costs.save(options.save / f"{kind}.json")
         of_points = errors_between(model, costs, shapes, options.points)
         for name, errors in of_points.items():
+            if not isinstance(errors, dict):
+                continue
             table.add_row(kind, name, *(", ".join(f"{100 * error:.1f} %" for error in errors[what]) for what in errors))
         rows = iterations(model, costs, longest, options.batches, is_gpu=is_gpu)
         seconds, memory = ([abs(row[what] - 1.0) for row in rows] for what in ("seconds", "bytes"))
