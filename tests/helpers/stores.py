@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 from helpers.redis_servers import RedisServer
-
 from zeroresize.microbatch.embedded_store import EmbeddedStore
 from zeroresize.microbatch.open_store import open_store
 from zeroresize.microbatch.redis_store import RedisStore

@@ -1,4 +1,4 @@
-"""Instruction stores: what is left there comes back, waits say what they wait for, and a store that is away is named."""
+"""Instruction stores: what is left there comes back, waits say why they last, and a store that is away is named."""
 
 import logging
 import random
@@ -113,7 +113,7 @@ def test_whoever_waits_tells_planners_what_is_wanted(keeper):
 @pytest.mark.parametrize(("kind", "error"), [("ValueError", ValueError), ("KeyError", PlanningError)])
 def test_an_error_comes_in_place_of_a_plan(keeper, kind, error):
     thread = later(lambda: keeper.another().fail(2, kind, "sample 17 has 9 tokens: at most 8 fit"))
-    with pytest.raises(error, match="^iteration 2 cannot be planned: sample 17 has 9 tokens: at most 8 fit$"):
+    with pytest.raises(error, match=r"^iteration 2 cannot be planned: sample 17 has 9 tokens: at most 8 fit$"):
         keeper.store.get(2, 10.0)
     thread.join()
     assert keeper.store.iterations() == [2]
@@ -147,7 +147,7 @@ def test_a_rank_that_need_not_warn_does_not(store, caplog):
 
 def test_a_plan_that_does_not_come_is_an_error_that_says_what_planners_do(store):
     with pytest.raises(
-        PlanningError, match="no plan of iteration 6 came to .* within 0.6 s: no planners have said any"
+        PlanningError, match=r"no plan of iteration 6 came to .* within 0.6 s: no planners have said any"
     ):
         store.get(6, 0.6)
     store.report(PlannersReport(0, 1, 0, None, 3, under_way={6: 12.25}))
@@ -227,7 +227,7 @@ def test_a_store_that_stands_still_is_an_error_and_not_a_hang(kind, tmp_path):
     try:
         keeper.stop()
         began = time.monotonic()
-        with pytest.raises(StoreError, match="was asked to fetch the plan of iteration 1: .*"):
+        with pytest.raises(StoreError, match=r"was asked to fetch the plan of iteration 1: .*"):
             keeper.store.get(1, 60.0)
         assert time.monotonic() - began < 3.0
         keeper.go_on()
@@ -250,7 +250,7 @@ def test_a_store_that_is_not_there_is_named(kind, tmp_path):
     "address", ["memcached://here:11211", "127.0.0.1:6379", "tcp://nobody", "redis://here:port", "tcp://a:99999"]
 )
 def test_addresses_of_other_kinds_are_refused(address):
-    with pytest.raises(ValueError, match="is not allowed as the address|is tcp://host:port"):
+    with pytest.raises(ValueError, match=r"is not allowed as the address|is tcp://host:port"):
         open_store(address)
 
 
@@ -276,7 +276,7 @@ def test_runs_on_one_server_do_not_meet_and_leave_nothing(tmp_path):
 def test_a_server_with_a_password_by_its_port(tmp_path):
     server = RedisServer(tmp_path, on_port=True, password="secret")
     try:
-        with pytest.raises(StoreError, match="was asked to open it: .*uthenticat"):
+        with pytest.raises(StoreError, match=r"was asked to open it: .*uthenticat"):
             RedisStore(server.url)
         store = RedisStore(server.url.replace("redis://", "redis://:secret@"))
         joined = open_store(store.address)
@@ -296,7 +296,7 @@ def test_a_server_that_is_full_says_so(tmp_path):
     try:
         store = RedisStore(server.url)
         store._client.config_set("maxmemory", "1mb")
-        with pytest.raises(StoreError, match="leave the plan of iteration 0: .*maxmemory"):
+        with pytest.raises(StoreError, match=r"leave the plan of iteration 0: .*maxmemory"):
             store.put(0, random_text(4_000_000))
     finally:
         server.kill()
