@@ -116,16 +116,40 @@ class ForkedProcess:
             self._process.kill()
 
 
-def start_forked():
-    """Start the process whose children plan as a copy of this one, which has imported everything."""
-    here, there = multiprocessing.Pipe()
+class ReadyProcesses:
+    """Processes whose children plan, as copies of this one, which has imported everything.
 
-    def main():
-        here.close()
-        planner_process.main(there.fileno())
+    They are made at once by the thread that makes this, and wait for what they are to do: a process that is forked by
+    one of several threads may hang.
+    """
 
-    with there:
-        return here, ForkedProcess(main)
+    def __init__(self, number):
+        self._ready = []
+        for _ in range(number):
+            self._ready.append(self._forked())
+
+    def start(self):
+        """What :func:`zeroresize.microbatch.planners.start_process` does."""
+        return self._ready.pop(0)
+
+    def end(self):
+        """End those that were not started."""
+        for connection, process in self._ready:
+            connection.close()
+            process.kill()
+            process.wait()
+
+    def _forked(self):
+        here, there = multiprocessing.Pipe()
+        not_its = [here, *(connection for connection, _ in self._ready)]
+
+        def main():
+            for connection in not_its:
+                connection.close()
+            planner_process.main(there.fileno())
+
+        with there:
+            return here, ForkedProcess(main)
 
 
 def wait_until(condition, limit_s=10.0):

@@ -8,12 +8,18 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from helpers.redis_servers import RedisServer
 from zeroresize.microbatch.embedded_store import EmbeddedStore
 from zeroresize.microbatch.open_store import open_store
 from zeroresize.microbatch.redis_store import RedisStore
 
 KINDS = ("embedded", "redis")
+#: For tests of what the store does not decide: one kind shows it, and the other is tried by the slow tests.
+ON_ONE_KIND = pytest.mark.parametrize(
+    "keeper", ["embedded", pytest.param("redis", marks=pytest.mark.slow)], indirect=True
+)
 
 
 class EmbeddedKeeper:

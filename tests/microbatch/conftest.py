@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.planning import ReadyProcesses
 from helpers.stores import KINDS, StoreKeeper
+
+from zeroresize.microbatch import planners
 
 
 @pytest.fixture(params=KINDS)
@@ -21,3 +24,12 @@ def keeper(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreKeep
 def store(keeper: StoreKeeper):
     """A store of each kind."""
     return keeper.store
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Planners start at once, without importing everything again; three times at most."""
+    processes = ReadyProcesses(3)
+    monkeypatch.setattr(planners, "start_process", processes.start)
+    yield
+    processes.end()

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from helpers.planning import start_forked
+from helpers.planning import ReadyProcesses
 from helpers.processes import told_by_survivors
 from helpers.stores import StoreKeeper
 
@@ -47,9 +47,8 @@ def error_of(call):
 
 
 def test_all_ranks_get_the_same_plans_of_planners(run_ranks, keeper, monkeypatch):
-    monkeypatch.setattr(planners_module, "start_process", start_forked)
-
     def train(rank, group):
+        monkeypatch.setattr(planners_module, "start_process", ReadyProcesses(1 - rank).start)
         store = keeper.another()
         planners = Planners(plan_text, store, first=1, num_workers=2) if rank == 0 else None
         source = PlanSource(store, group, CPU, model="model")
@@ -172,6 +171,9 @@ def test_ranks_share_a_store_that_rank_0_keeps_and_hosts_are_numbered(run_ranks,
         if rank == 1:
             shared.store.put(0, "plan")
         assert shared.store.get(0, 10.0) == "plan"
+        shared.close()
+        with pytest.raises(StoreError, match="it is closed here"):
+            shared.store.iterations()
         return shared.host, shared.num_hosts, shared.is_first_of_host
 
     assert run_ranks(share, 3) == [(0, 2, True), (1, 2, True), (0, 2, False)]
@@ -186,6 +188,7 @@ def test_ranks_share_a_run_on_a_redis_server(run_ranks, tmp_path):
         if rank == 0:
             shared.store.put(0, "plan")
         assert shared.store.get(0, 10.0) == "plan"
+        shared.close()
         return shared.store.address, shared.host, shared.num_hosts, shared.is_first_of_host
 
     try:

@@ -11,26 +11,21 @@ import time
 
 import pytest
 from helpers.planning import (
+    ReadyProcesses,
     RecordedPlan,
     Unloadable,
     drawn_text,
     is_alive,
     limits_text,
-    start_forked,
     text_of,
     wait_until,
 )
+from helpers.stores import ON_ONE_KIND
 
 from zeroresize.microbatch import planners as planners_module
 from zeroresize.microbatch.planners import Planners
 from zeroresize.microbatch.planning_task import PlanningTask
 from zeroresize.microbatch.store import PlanningError, StoreError
-
-
-@pytest.fixture
-def forked(monkeypatch):
-    """Planners start at once, without importing everything again."""
-    monkeypatch.setattr(planners_module, "start_process", start_forked)
 
 
 @pytest.fixture
@@ -65,6 +60,7 @@ def test_every_plan_comes_once(forked, store, folder, first, num_workers):
     assert len({plan.process_ids(iteration)[0] for iteration in iterations}) <= num_workers
 
 
+@ON_ONE_KIND
 def test_planners_stay_as_far_ahead_as_they_are_told(forked, store, folder):
     plan = RecordedPlan(folder)
     with Planners(plan, store, first=2, num_workers=2, ahead=3):
@@ -80,6 +76,7 @@ def test_planners_stay_as_far_ahead_as_they_are_told(forked, store, folder):
     assert plan.begun() == [2, 3, 4, 5, 6, 7, 20, 21, 22, 23]
 
 
+@ON_ONE_KIND
 def test_which_process_plans_what_changes_nothing(forked, store):
     texts = []
     for num_workers in (1, 3):
@@ -101,6 +98,7 @@ def test_hosts_share_the_iterations(forked, keeper, folder):
         assert list(even.seconds()) == list(range(4, 23, 2)) and list(odd.seconds()) == list(range(3, 23, 2))
 
 
+@ON_ONE_KIND
 def test_a_late_plan_is_waited_for_with_a_message(forked, store, folder, caplog):
     plan = RecordedPlan(folder, slow=(1,))
     store.warn_after_s = 0.4
@@ -132,6 +130,7 @@ def test_a_planner_that_is_killed_is_replaced_and_its_iteration_planned_again(fo
     ]
 
 
+@ON_ONE_KIND
 def test_an_iteration_that_kills_its_planners_is_an_error_and_the_others_come(forked, store, folder):
     plan = RecordedPlan(folder, deadly=(2,))
     with Planners(plan, store, first=0, last=5):
@@ -154,6 +153,7 @@ def test_errors_of_planning_reach_who_waits(forked, store, folder):
         assert len(plan.process_ids(1)) == 1  # it would fail again
 
 
+@ON_ONE_KIND
 def test_something_else_than_text_is_an_error(forked, store):
     with Planners(len_of_nothing, store, first=0), pytest.raises(PlanningError, match="returned int: text is needed"):
         store.get(0, 10.0)
@@ -187,6 +187,7 @@ def test_planners_that_are_closed_end_at_once_and_who_waits_hears_of_it(forked, 
     planners.close()
 
 
+@ON_ONE_KIND
 def test_planners_that_nobody_has_any_more_end(forked, store, folder):
     plan = RecordedPlan(folder, slow=(0,))
     planners = Planners(plan, store, first=0)
@@ -196,10 +197,11 @@ def test_planners_that_nobody_has_any_more_end(forked, store, folder):
     wait_until(lambda: not any(map(is_alive, processes)), 3.0)
 
 
-def test_nothing_is_left_when_the_training_process_dies(forked, keeper, folder):
+def test_nothing_is_left_when_the_training_process_dies(keeper, folder, monkeypatch):
     plan = RecordedPlan(folder, slow=(0, 1))
 
     def train():
+        monkeypatch.setattr(planners_module, "start_process", ReadyProcesses(2).start)
         planners = [Planners(plan, keeper.another(), first=0, host=host, num_hosts=2) for host in range(2)]
         wait_until(lambda: plan.begun() == [0, 1])
         (folder / "processes").write_text(" ".join(str(each.process_id) for each in planners))
@@ -232,6 +234,7 @@ def test_a_store_that_dies_is_named_and_planners_try_again_until_they_are_closed
     assert f"the planners of host 0 stop: the instruction store at {reader.shown_address} was asked " in caplog.text
 
 
+@ON_ONE_KIND
 def test_what_processes_cannot_load_is_an_error_on_both_sides(forked, store, caplog):
     with Planners(Unloadable(), store, first=0):
         with pytest.raises(PlanningError, match=r"cannot load the function that plans .OSError: the file of lengths"):
@@ -239,6 +242,7 @@ def test_what_processes_cannot_load_is_an_error_on_both_sides(forked, store, cap
         wait_until(lambda: "the planners of host 0 cannot plan: processes cannot load the function" in caplog.text)
 
 
+@pytest.mark.parametrize("keeper", ["embedded"], indirect=True)
 @pytest.mark.parametrize(
     ("values", "text"),
     [
@@ -268,6 +272,7 @@ def test_hosts_together_want_every_iteration_of_the_window(num_hosts, first, las
     assert all(number % num_hosts == host for host, numbers in enumerate(wanted) for number in numbers)
 
 
+@pytest.mark.parametrize("keeper", ["embedded"], indirect=True)
 @pytest.mark.slow
 def test_processes_of_their_own_plan_and_are_started_again_when_they_are_killed(keeper, caplog):
     store = keeper.store
@@ -282,6 +287,7 @@ def test_processes_of_their_own_plan_and_are_started_again_when_they_are_killed(
     assert "the process of the planners of host 0 has ended with code -9: it is started again in 0.5 s" in caplog.text
 
 
+@pytest.mark.parametrize("keeper", ["embedded"], indirect=True)
 @pytest.mark.slow
 def test_a_process_that_cannot_begin_is_given_up(store, monkeypatch):
     monkeypatch.setattr(planners_module, "_PROGRAM", "raise SystemExit(7)")

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from helpers.redis_servers import RedisServer
-from helpers.stores import KINDS, StoreKeeper
+from helpers.stores import KINDS, ON_ONE_KIND, StoreKeeper
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -119,6 +119,7 @@ def test_an_error_comes_in_place_of_a_plan(keeper, kind, error):
     assert keeper.store.iterations() == [2]
 
 
+@ON_ONE_KIND
 def test_a_late_plan_is_waited_for_with_messages_that_say_why(store, caplog):
     store.warn_after_s = 0.5
     store.report(PlannersReport(0, 2, 0, None, 3, under_way={6: 12.25, 8: 0.5}))
@@ -137,6 +138,7 @@ def test_a_late_plan_is_waited_for_with_messages_that_say_why(store, caplog):
     )
 
 
+@ON_ONE_KIND
 def test_a_rank_that_need_not_warn_does_not(store, caplog):
     store.warn_after_s = 0.1
     thread = later(lambda: store.put(6, "plan"), 0.4)
@@ -145,6 +147,7 @@ def test_a_rank_that_need_not_warn_does_not(store, caplog):
     assert not caplog.records
 
 
+@ON_ONE_KIND
 def test_a_plan_that_does_not_come_is_an_error_that_says_what_planners_do(store):
     with pytest.raises(
         PlanningError, match=r"no plan of iteration 6 came to .* within 0.6 s: no planners have said any"
@@ -155,6 +158,7 @@ def test_a_plan_that_does_not_come_is_an_error_that_says_what_planners_do(store)
         store.get(6, 0.6)
 
 
+@ON_ONE_KIND
 @pytest.mark.parametrize(
     ("report", "error", "text"),
     [
@@ -172,6 +176,7 @@ def test_a_plan_that_cannot_come_is_not_waited_for(store, report, error, text):
     assert time.monotonic() - began < 3.0
 
 
+@ON_ONE_KIND
 def test_planners_of_another_host_do_not_matter(store):
     store.report(PlannersReport(1, 2, 0, None, 1, has_ended=True))
     thread = later(lambda: store.put(6, "plan"), 1.2)
@@ -185,6 +190,7 @@ def test_what_ended_planners_have_left_is_still_fetched(store):
     assert store.get(7, 30.0) == "plan"
 
 
+@ON_ONE_KIND
 def test_planners_without_a_sign_of_life_count_as_dead(store):
     store.silent_s = 0.6
     store.report(PlannersReport(0, 1, 0, None, 1))

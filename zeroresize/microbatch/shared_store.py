@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.distributed import ProcessGroup
 
@@ -31,12 +31,26 @@ class SharedStore:
     host: int
     num_hosts: int
     is_first_of_host: bool
+    _rendezvous: Rendezvous = field(repr=False, compare=False)
+
+    def close(self) -> None:
+        """Leave the store once all ranks have come to this, so that nobody loses it early; collective.
+
+        Planners are closed before. After an error on one rank, ``store.close()`` waits for nobody.
+
+        Raises:
+            RuntimeError: if a rank does not come; this one has left then, too.
+        """
+        try:
+            self._rendezvous.exchange("closed")
+        finally:
+            self.store.close()
 
 
 def share_store(process_group: ProcessGroup, address: str | None = None) -> SharedStore:
     """Make an instruction store for a run and open it on all ranks; collective.
 
-    The group's first rank makes it, and closes it last: after the other ranks and all planners.
+    It ends where the group's first rank closes it: call :meth:`SharedStore.close` on all ranks.
 
     Args:
         process_group: the ranks that carry out plans together.
@@ -60,7 +74,7 @@ def share_store(process_group: ProcessGroup, address: str | None = None) -> Shar
     shared_address = rendezvous.exchange("address", "" if made is None else made.address)[0]
     store = rendezvous.connect(lambda: made or open_store(shared_address), InstructionStore.close)
     name = names[rendezvous.rank]
-    return SharedStore(store, hosts.index(name), len(hosts), names.index(name) == rendezvous.rank)
+    return SharedStore(store, hosts.index(name), len(hosts), names.index(name) == rendezvous.rank, rendezvous)
 
 
 def _name_for(hosts: list[str]) -> str:
