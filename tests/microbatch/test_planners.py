@@ -98,6 +98,7 @@ def test_hosts_share_the_iterations(forked, keeper, folder):
         assert list(even.seconds()) == list(range(4, 23, 2)) and list(odd.seconds()) == list(range(3, 23, 2))
 
 
+@pytest.mark.slow
 @ON_ONE_KIND
 def test_a_late_plan_is_waited_for_with_a_message(forked, store, folder, caplog):
     plan = RecordedPlan(folder, slow=(1,))

@@ -176,6 +176,7 @@ def test_a_plan_that_cannot_come_is_not_waited_for(store, report, error, text):
     assert time.monotonic() - began < 3.0
 
 
+@pytest.mark.slow
 @ON_ONE_KIND
 def test_planners_of_another_host_do_not_matter(store):
     store.report(PlannersReport(1, 2, 0, None, 1, has_ended=True))
@@ -190,6 +191,7 @@ def test_what_ended_planners_have_left_is_still_fetched(store):
     assert store.get(7, 30.0) == "plan"
 
 
+@pytest.mark.slow
 @ON_ONE_KIND
 def test_planners_without_a_sign_of_life_count_as_dead(store):
     store.silent_s = 0.6
