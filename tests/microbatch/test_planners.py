@@ -219,6 +219,21 @@ def test_nothing_is_left_when_the_training_process_dies(keeper, folder, monkeypa
         keeper.store.get(1, 10.0)
 
 
+def test_planners_whose_process_is_killed_end_at_once_and_another_goes_on(forked, store, folder, caplog):
+    plan = RecordedPlan(folder, slow=(1,))
+    with Planners(plan, store, first=0) as planners, caplog.at_level(logging.WARNING):
+        wait_until(lambda: plan.begun() == [0, 1])
+        (planner,) = plan.process_ids(1)
+        os.kill(planners.process_id, signal.SIGKILL)
+        wait_until(lambda: not is_alive(planner), 1.0)
+        plan.go()
+        assert fetched(store, range(6)) == [text_of(iteration) for iteration in range(6)]
+    assert len(plan.process_ids(0)) == 1 and len(plan.process_ids(1)) == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "the process of the planners of host 0 has ended with code -9: it is started again in 0.5 s"
+    ]
+
+
 def test_a_store_that_dies_is_named_and_planners_try_again_until_they_are_closed(forked, keeper, folder, caplog):
     plan = RecordedPlan(folder)
     with Planners(plan, keeper.store, first=0, ahead=2) as planners, caplog.at_level(logging.WARNING):
