@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 def plan_of(iteration, model="model", batch=None):
     instructions = (Instruction(Kind.FORWARD, 0), Instruction(Kind.BACKWARD, 0))
-    replica = ReplicaPlan((MicroBatch((0, 1), (7,)),), (instructions,), 1.5, (8.0,))
+    replica = ReplicaPlan((MicroBatch(((0,), (1,)), (7,)),), (instructions,), 1.5, (8.0,))
     return IterationPlan(iteration, model, batch or f"batch {iteration}", "none", (replica,))
 
 

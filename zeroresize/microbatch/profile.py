@@ -6,10 +6,9 @@ measured once.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +24,6 @@ from zeroresize.runtime.activations import Batch, BatchOf, HandedOn, as_argument
 from zeroresize.runtime.stage import RECOMPUTATIONS, Loss
 from zeroresize.utils.fingerprint import digest
 from zeroresize.utils.value_checks import at_least, one_of
-
-logger = logging.getLogger(__name__)
 
 #: Points that take longer are timed once only.
 _LONG_S = 0.5
@@ -74,67 +71,85 @@ def measure_costs(
     loss: Loss,
     recomputations: Sequence[str] = ("none", "layers"),
     device: torch.device | None = None,
-    slowest: Callable[[Sequence[float]], Sequence[float]] | None = None,
 ) -> CostTable:
-    """Measure all kinds of layers, forward and backward apart.
+    """Measure all kinds of layers of an undivided model, forward and backward apart.
 
     Where memory does not hold a point, it is never planned. The fastest of three repetitions counts.
 
     Args:
         layers: [L], on the device; called ``layer(x, batch)``. Their gradients are dropped.
-        batch_of: a micro-batch of given sizes, by the names of ``shapes``.
+        batch_of: a micro-batch of given sizes, by the names of ``shapes``, on the device that is the default, if that
+            is meta, and on the layers' device else.
         loss: of the last layer's output and its micro-batch, counted with the last layer.
         recomputations: of what is computed again in backwards; "attention" needs modules with an attribute
             ``recompute``.
         device: None for that of the first parameter.
-        slowest: of a tensor-parallel group, the slowest rank's numbers from this rank's; collective. None for one rank.
 
     Raises:
         ValueError: for another recomputation, and as :func:`~zeroresize.runtime.activations.find_activations`.
     """
+    device = device or next(parameter.device for layer in layers for parameter in layer.parameters())
+    here = dict(enumerate(layers))
+    grids = measure_layers(here, layers, batch_of, shapes, loss=loss, recomputations=recomputations, device=device)
+    return CostTable(kinds_of(layers), shapes.names, grids, device_name(device))
+
+
+def measure_layers(
+    layers: Mapping[int, nn.Module],
+    whole_layers: Sequence[nn.Module],
+    batch_of: BatchOf,
+    shapes: ProfiledShapes,
+    *,
+    loss: Loss,
+    recomputations: Sequence[str],
+    device: torch.device,
+) -> dict[str, dict[str, LayerGrid]]:
+    """Return the grids of some layers' kinds, by what is computed again; see :func:`measure_costs`.
+
+    Args:
+        layers: to measure, by their numbers in the model. Ranks that divide them measure together.
+        whole_layers: [L] the undivided model's, on any device: kinds and shapes are theirs.
+    """
     for recomputation in recomputations:
         one_of("recomputation", recomputation, RECOMPUTATIONS)
-    device = device or next(parameter.device for layer in layers for parameter in layer.parameters())
-    activations = find_activations(layers, batch_of, shapes.names)
-    kinds = [_kind_of(layer, number, len(layers)) for number, layer in enumerate(layers)]
+    handed = [None, *find_activations(whole_layers, batch_of, shapes.names), None]
+    kinds = kinds_of(whole_layers)
     grids: dict[str, dict[str, LayerGrid]] = {recomputation: {} for recomputation in recomputations}
     for recomputation in recomputations:
-        for number, kind in enumerate(kinds):
-            if kind in grids[recomputation]:
-                continue
-            around = (
-                activations[number - 1] if number else None,
-                activations[number] if number < len(layers) - 1 else None,
-            )
-            probe = LayerProbe(layers[number], around, batch_of, loss, recomputation, device)
-            grids[recomputation][kind] = _grid_of(probe, _axes(around, shapes, batch_of), shapes, slowest)
-            logger.info("%s, recomputing %s: measured", kind, recomputation)
-    where = f"{torch.cuda.get_device_name(device)}" if device.type == "cuda" else "CPU"
-    return CostTable(tuple(kinds), shapes.names, grids, where)
+        for number, layer in layers.items():
+            if kinds[number] not in grids[recomputation]:
+                around = handed[number], handed[number + 1]
+                probe = LayerProbe(layer, around, batch_of, loss, recomputation, device)
+                grids[recomputation][kinds[number]] = _grid_of(probe, _axes(around, shapes), shapes)
+    return grids
 
 
-def _kind_of(layer: nn.Module, number: int, num_layers: int) -> str:
-    """The first and the last layer are kinds of their own: tokens come in, and the loss is computed."""
-    shapes = [list(parameter.shape) for parameter in layer.parameters()]
-    place = " first" if number == 0 else " last" if number == num_layers - 1 else ""
-    return f"{type(layer).__name__} {digest(repr(shapes)).hex()[:8]}{place}"
+def kinds_of(whole_layers: Sequence[nn.Module]) -> tuple[str, ...]:
+    """Return [L] the kind of each layer: its class and the shapes of its parameters.
+
+    The first and the last layer are kinds of their own: tokens come in, and the loss is computed.
+    """
+    places = ["", *([""] * (len(whole_layers) - 2)), ""]
+    places[0], places[-1] = " first", " last"
+    return tuple(
+        f"{type(layer).__name__} {digest(repr([list(one.shape) for one in layer.parameters()])).hex()[:8]}{place}"
+        for layer, place in zip(whole_layers, places, strict=True)
+    )
 
 
-def _axes(
-    around: tuple[HandedOn | None, HandedOn | None], shapes: ProfiledShapes, batch_of: BatchOf
-) -> tuple[int, ...]:
+def device_name(device: torch.device) -> str:
+    """Return what a device is called."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _axes(around: tuple[HandedOn | None, HandedOn | None], shapes: ProfiledShapes) -> tuple[int, ...]:
     """Which lengths the layer sees: those that what it is given or returns follows."""
     seen = {dim for handed in around if handed is not None for activation in handed for dim in activation.dims}
     axes = tuple(axis for axis, name in enumerate(shapes.names[1:]) if name in seen)
     return axes or tuple(range(len(shapes.longest)))
 
 
-def _grid_of(
-    probe: LayerProbe,
-    axes: tuple[int, ...],
-    shapes: ProfiledShapes,
-    slowest: Callable[[Sequence[float]], Sequence[float]] | None,
-) -> LayerGrid:
+def _grid_of(probe: LayerProbe, axes: tuple[int, ...], shapes: ProfiledShapes) -> LayerGrid:
     sizes = powers_of_two(shapes.most_rows)
     lengths = tuple(powers_of_two(shapes.longest[axis], min(shapes.shortest, shapes.longest[axis])) for axis in axes)
     values = np.full((4, *(len(points) for points in (sizes, *lengths))), np.inf)
@@ -145,8 +160,7 @@ def _grid_of(
         for axis, length in zip(axes, seen.tolist(), strict=True):
             of_batch[axis] = length
         if int(rows) * sum(seen.tolist()) <= 2 * shapes.most_tokens:  # values between need points beyond
-            measured: Sequence[float] = probe.measure(dict(zip(shapes.names, [int(rows), *of_batch], strict=True)))
-            flat[:, place] = measured if slowest is None else slowest(measured)
+            flat[:, place] = probe.measure(dict(zip(shapes.names, [int(rows), *of_batch], strict=True)))
     return LayerGrid(axes, sizes, lengths, *values)
 
 

@@ -1,0 +1,125 @@
+"""Samples of many tasks, of very different lengths: runs of a text, and what is to be said of them.
+
+Lengths are like those of FLANv2 (:mod:`zeroresize.simulate.task_lengths`). A decoder-only model learns to continue a
+run of the text. An encoder-decoder model is given a run of it as source, and learns to say its beginning, its beginning
+reversed, or what follows it; the first token of the source says which.
+
+A mini-batch depends on the seed and the iteration alone. Its lengths are drawn before and without its contents, so that
+planners need neither text nor torch. ``N`` samples, ``A`` lengths of each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroresize.simulate.task_lengths import mini_batch_of_pairs
+from zeroresize.utils.value_checks import at_least, number
+
+#: Says of a source what its target is: its beginning, that reversed, or what follows.
+_INSTRUCTIONS = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class TaskLengths:
+    """Tells the lengths of an iteration's samples; planners are given it.
+
+    Attributes:
+        is_joined: whether a sample is one sequence, of a decoder-only model.
+        tokens: of a mini-batch, without padding.
+        max_length: of a source, or of a sequence where they are joined; what is longer is cut.
+        max_target: of a target.
+        scale: of all lengths.
+        seed: of what is drawn.
+    """
+
+    is_joined: bool
+    tokens: int
+    max_length: int
+    max_target: int
+    scale: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for key in ("tokens", "max_length", "max_target"):
+            at_least(key, getattr(self, key), 2)
+        number("scale", self.scale, above=0.0)
+
+    def __call__(self, iteration: int) -> NDArray[np.int64]:
+        """Return [N, A] tokens of the samples of an iteration."""
+        return self._drawn(0, self.seed, iteration)
+
+    def held_out(self, batch: int) -> NDArray[np.int64]:
+        """Return [N, A] tokens of held-out samples, the same whatever the seed."""
+        return self._drawn(1, 0, batch)
+
+    def _drawn(self, kind: int, seed: int, iteration: int) -> NDArray[np.int64]:
+        random = np.random.default_rng([kind, seed, iteration])
+        limits = [max(round(limit / self.scale), 1) for limit in (self.max_length, self.max_target)]
+        pairs = mini_batch_of_pairs(
+            max(round(self.tokens / self.scale), 1), limits[0], random, joined=self.is_joined, max_target=limits[1]
+        )
+        scaled = np.maximum(np.rint(pairs * self.scale), 1).astype(np.int64)
+        most = [self.max_length] if self.is_joined else [self.max_length, self.max_target]
+        return np.minimum(scaled, most)
+
+
+class TaskSamples:
+    """Makes the samples of an iteration, as long as they were drawn to be.
+
+    Args:
+        text: bytes, at least as many as the longest sample.
+        lengths: of the samples.
+
+    Raises:
+        ValueError: for too short a text.
+    """
+
+    def __init__(self, training: Sequence[bytes], held_out: Sequence[bytes], lengths: TaskLengths) -> None:
+        self.lengths = lengths
+        self._texts = [np.frombuffer(b"\n".join(files), dtype=np.uint8) for files in (training, held_out)]
+        self._seed = lengths.seed
+        needed = lengths.max_length + lengths.max_target + 2
+        for what, text in zip(("training", "validation"), self._texts, strict=True):
+            if len(text) <= needed:
+                raise ValueError(f"{len(text)} bytes of text for {what} are too few: more than {needed} are needed")
+
+    @property
+    def digest(self) -> str:
+        """Return what differs where the text does."""
+        return hashlib.blake2b(b"".join(text.tobytes() for text in self._texts), digest_size=16).hexdigest()
+
+    def training(self, iteration: int) -> list[tuple[NDArray[np.int64], ...]]:
+        """Return [N] samples: (row [length + 1],) of a decoder-only model, or (source, target)."""
+        return self._made(0, self._seed, iteration, self.lengths(iteration))
+
+    def held_out(self, batch: int) -> list[tuple[NDArray[np.int64], ...]]:
+        """As :meth:`training`, of held-out text."""
+        return self._made(1, 0, batch, self.lengths.held_out(batch))
+
+    def _made(
+        self, kind: int, seed: int, number: int, lengths_NA: NDArray[np.int64]
+    ) -> list[tuple[NDArray[np.int64], ...]]:
+        random, text = np.random.default_rng([kind, seed, number, 1]), self._texts[kind]
+        samples: list[tuple[NDArray[np.int64], ...]] = []
+        for lengths in lengths_NA.tolist():
+            begin = int(random.integers(len(text) - sum(lengths) - 2))
+            if self.lengths.is_joined:
+                samples.append((text[begin : begin + lengths[0] + 1].astype(np.int64),))
+                continue
+            source_length, target_length = lengths
+            instruction = _INSTRUCTIONS[int(random.integers(len(_INSTRUCTIONS)))]
+            run = text[begin : begin + source_length + target_length].astype(np.int64)
+            if instruction == _INSTRUCTIONS[2] or target_length >= source_length:
+                instruction, target = _INSTRUCTIONS[2], run[source_length:]
+            else:
+                target = run[1 : target_length + 1]
+                target = target[::-1] if instruction == _INSTRUCTIONS[1] else target
+            source = run[:source_length].copy()
+            source[0] = instruction
+            samples.append((source, target.copy()))
+        return samples

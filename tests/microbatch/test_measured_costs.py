@@ -1,0 +1,200 @@
+"""Costs of layers are measured, kept, and read back."""
+
+import json
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+from helpers.micro_batches import MAKE, SIZES, layers_of, table_of
+from torch import nn
+
+from lm_examples.microbatches.blocks import summed_loss
+from zeroresize.measure.live_bytes import LiveBytes
+from zeroresize.microbatch.closed_form_fit import fitted_closed_form, relative_errors
+from zeroresize.microbatch.cost_table import CostTable
+from zeroresize.microbatch.measured_table import measure_model
+from zeroresize.microbatch.padded import PaddedBatch
+from zeroresize.microbatch.profile import ProfiledShapes, kinds_of, measure_costs
+from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.microbatches.grid_costs import LayerGrid, grid_points, powers_of_two
+from zeroresize.policy.microbatches.micro_batch import MicroBatch, shapes_of
+from zeroresize.runtime.communication import instructions_of
+from zeroresize.runtime.stage import Stage
+from zeroresize.strategy.model import SwitchableModel
+
+
+def grid_of(function, axes=(0,), sizes=(1, 2, 8), lengths=((4, 8, 32),)):
+    rows, seen = grid_points(sizes, lengths)
+    shape = (len(sizes), *map(len, lengths))
+    return LayerGrid(
+        axes, sizes, lengths, *(factor * function(rows, seen).reshape(shape) for factor in (1.0, 2.0, 3, 4))
+    )
+
+
+def test_a_grid_is_exact_at_its_points_and_for_multilinear_functions_everywhere():
+    random = np.random.default_rng(0)
+    sizes, lengths = random.integers(1, 40, 200), random.integers(1, 33, (200, 2))
+    grid = grid_of(lambda rows, seen: 5.0 + rows * (2.0 + seen[:, 0]))
+    values = grid.values(sizes, lengths)
+    assert values[0] == pytest.approx(5.0 + sizes * (2.0 + lengths[:, 0]))
+    assert values[1:] == pytest.approx(values[0] * np.array([[2.0], [3.0], [4.0]]))
+    pair = grid_of(lambda rows, seen: rows * (1.0 + seen[:, 0] * seen[:, 1]), (0, 1), lengths=((4, 32), (2, 9, 32)))
+    assert pair.values(sizes, lengths)[0] == pytest.approx(sizes * (1.0 + lengths[:, 0] * lengths[:, 1]))
+    square = grid_of(lambda rows, seen: rows * seen[:, 0] ** 2.0)
+    rows, seen = grid_points(square.sizes, square.lengths)
+    assert square.values(rows, seen)[0] == pytest.approx(rows * seen[:, 0] ** 2)
+
+
+def test_what_memory_did_not_hold_is_infinite_between_and_beyond():
+    grid = grid_of(lambda rows, seen: np.where(rows * seen[:, 0] > 64, math.inf, 1.0 * rows * seen[:, 0]))
+    values = grid.values(np.array([2, 2, 3, 8]), np.array([[32], [20], [20], [5]]))[0]
+    assert (
+        values[:2] == pytest.approx([64.0, 40.0]) and np.isinf(values[2:3]).all() and values[3] == pytest.approx(40.0)
+    )
+    assert LayerGrid.of(json.loads(json.dumps(grid.as_dict()))).as_dict() == grid.as_dict()
+    with pytest.raises(ValueError, match="33 tokens are longer than what was measured: at most 32"):
+        grid.values(np.array([1]), np.array([[33]]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sizes": [1, 1, 8]}, "sizes"),
+        ({"lengths": [[8, 4, 32]]}, "lengths"),
+        ({"forward_s": [1.0]}, "reshape|forward_s"),
+        ({"forward_s": [-1.0] * 9}, "not negative"),
+        ({"axes": []}, "axes"),
+    ],
+)
+def test_grids_that_are_none_are_named(change, message):
+    value = grid_of(lambda rows, seen: 1.0 * rows).as_dict() | change
+    with pytest.raises(ValueError, match=message):
+        LayerGrid.of(value)
+    with pytest.raises(ValueError, match="no grid"):
+        LayerGrid.of({})
+    assert powers_of_two(5) == (1, 2, 4, 8) and powers_of_two(1) == (1, 2) and powers_of_two(64, 32) == (32, 64)
+
+
+def test_a_closed_form_is_found_where_there_is_one():
+    grid = grid_of(lambda rows, seen: 0.5 + 2.0 * rows * seen[:, 0] + 0.25 * rows * seen[:, 0] ** 2)
+    form = fitted_closed_form(grid)
+    assert form.factors[0] == pytest.approx([0.5, 2.0, 0.25], rel=1e-6)
+    sizes, lengths = np.array([3, 5]), np.array([[7], [20]])
+    exact = np.array(
+        [factor * (0.5 + 2.0 * sizes * lengths[:, 0] + 0.25 * sizes * lengths[:, 0] ** 2) for factor in (1, 2, 3, 4)]
+    )
+    assert relative_errors(form, sizes, lengths, exact) == pytest.approx(np.zeros((4, 2)), abs=1e-6)
+    assert np.isnan(relative_errors(form, sizes, lengths, np.full((4, 2), np.inf))).all()
+
+
+class Sleeping(nn.Module):
+    """Takes a time that is known, forward and backward."""
+
+    def __init__(self, token_s):
+        super().__init__()
+        self.token_s, self.weight = token_s, nn.Parameter(torch.ones(4))
+
+    def forward(self, x, batch):
+        rows, length = batch.tokens.shape
+        time.sleep(self.token_s * rows * length)
+        x = x.new_zeros(rows, length, 4, dtype=torch.float32) if not x.is_floating_point() else x
+        return x * self.weight
+
+
+def test_layers_that_take_a_known_time_are_found_to_take_it():
+    layers = nn.ModuleList([Sleeping(0.0), Sleeping(2e-4), Sleeping(2e-4), Sleeping(0.0)])
+    shapes = ProfiledShapes(("size", "length"), 4, (16,), shortest=4)
+    table = measure_costs(layers, PaddedBatch.hollow, shapes, loss=lambda x, batch: x.sum(), recomputations=["none"])
+    assert table.kinds[1] == table.kinds[2] and len(set(table.kinds)) == 3
+    values = table.grids["none"][table.kinds[1]].values(np.array([2, 3]), np.array([[10], [16]]))
+    assert values[0] == pytest.approx([2e-4 * 20, 2e-4 * 48], rel=0.3)
+    (costs,) = table.costs((0, 2, 4)).values()
+    prices = costs.prices(np.array([2]), np.array([[10]]))
+    assert prices.forward_s[0] == pytest.approx([2e-4 * 20] * 2, rel=0.3)
+
+
+def test_kept_bytes_are_those_that_a_hand_counts():
+    """Linear, GELU, Linear: inputs of both products and of the GELU, in float32; and gradients meanwhile."""
+
+    class Mlp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 32, bias=False), nn.Linear(32, 8, bias=False)
+
+        def forward(self, x, batch):
+            return self.down(nn.functional.gelu(self.up(x)))
+
+    class Embedding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens = nn.Embedding(5, 8)
+
+        def forward(self, x, batch):
+            return self.tokens(x)
+
+    layers = nn.ModuleList([Embedding(), Mlp(), Mlp()])
+    shapes = ProfiledShapes(("size", "length"), 2, (16,), shortest=8)
+    table = measure_costs(layers, PaddedBatch.hollow, shapes, loss=lambda x, batch: x.sum())
+    tokens = 2 * 16
+    for way, kept in (("none", 8 + 32 + 32), ("layers", 8)):
+        values = table.grids[way][table.kinds[1]].values(np.array([2]), np.array([[16]]))
+        assert values[2] == pytest.approx(4 * kept * tokens)
+        assert 4 * 32 * tokens <= values[3] <= 4 * (3 * 32 + 3 * 8) * tokens + 3 * 4 * 256 + 4 * (8 + 64) * tokens
+
+
+@pytest.mark.parametrize("kind", ["gpt", "t5"])
+@pytest.mark.parametrize("recompute", ["none", "layers"])
+def test_peak_memory_of_a_step_is_predicted(kind, recompute):
+    """Counted operation by operation, in three micro-batches of other sizes, all forwards first."""
+    layers = layers_of(kind, torch.float32)
+    shapes = ProfiledShapes(SIZES[kind], 4, (32,) * (len(SIZES[kind]) - 1), shortest=8)
+    hollow = MAKE[kind][1].hollow
+    table = measure_costs(layers, hollow, shapes, loss=summed_loss, recomputations=[recompute])
+    costs = table.costs((0, len(layers)))[recompute]
+    microbatches = [
+        MicroBatch(((0,),) * size, (length,) * (len(SIZES[kind]) - 1)) for size, length in ((4, 16), (2, 32), (1, 8))
+    ]
+    prices = costs.prices(*shapes_of(microbatches))
+    stage = Stage(list(layers), 0, [], None, torch.device("cpu"), recompute=recompute)
+    batches = [hollow(dict(zip(SIZES[kind], [each.size, *each.lengths], strict=True))) for each in microbatches]
+    stage.train(instructions_of("gpipe", 1, 3)[0], batches, summed_loss)
+    with LiveBytes() as live:
+        stage.train(instructions_of("gpipe", 1, 3)[0], batches, summed_loss)
+    kept, workspace = prices.activation_bytes[:, 0], prices.workspace_bytes[:, 0]
+    expected = max(kept.sum() + workspace[0], kept[:2].sum() + workspace[1], kept.sum() + workspace[2])
+    assert live.most == pytest.approx(expected, rel=0.08)
+
+
+def test_stages_bring_their_numbers_together(run_ranks):
+    def check(rank, group):
+        model = SwitchableModel(layers_of("gpt"), strategies=[Strategy(tp=2, pp=2)], process_group=group)
+        shapes = ProfiledShapes(SIZES["gpt"], 2, (8,), shortest=4)
+        table = measure_model(model, PaddedBatch.hollow, shapes, loss=summed_loss)
+        assert table.kinds == kinds_of(layers_of("gpt")) and not any(one.grad is not None for one in model.parameters())
+        return table.fingerprint
+
+    assert len(set(run_ranks(check, 4))) == 1
+
+
+def test_tables_are_kept_and_those_of_other_models_refused(tmp_path):
+    table = table_of("gpt")
+    table.save(tmp_path / "costs.json")
+    read = CostTable.load(tmp_path / "costs.json")
+    assert read.fingerprint == table.fingerprint
+    table.require_model(table.kinds, table.names)
+    for kinds, names, message in (
+        (table.kinds[1:], table.names, "of a model of 4 layers: this one has 3"),
+        (("other", *table.kinds[1:]), table.names, "another model: layer 0 was layer, and is other"),
+        (table.kinds, ("size", "source", "target"), "micro-batches with"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            table.require_model(kinds, names)
+    (tmp_path / "costs.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"costs\.json: these are no costs"):
+        CostTable.load(tmp_path / "costs.json")
+    with pytest.raises(ValueError, match="longest"):
+        ProfiledShapes(("size", "length"), 1, (0,))
+    with pytest.raises(ValueError, match="a name is needed"):
+        ProfiledShapes(("size",), 1, (8,))

@@ -1,0 +1,61 @@
+"""Costs of a model's layers, measured where they lie: each stage its layers, whatever divides them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from zeroresize.comm.rendezvous import Rendezvous
+from zeroresize.microbatch.cost_table import CostTable
+from zeroresize.microbatch.profile import ProfiledShapes, device_name, kinds_of, measure_layers
+from zeroresize.policy.microbatches.grid_costs import LayerGrid
+from zeroresize.runtime.activations import BatchOf
+from zeroresize.runtime.stage import Loss
+from zeroresize.strategy.model import SwitchableModel
+
+
+def measure_model(
+    model: SwitchableModel,
+    batch_of: BatchOf,
+    shapes: ProfiledShapes,
+    *,
+    loss: Loss,
+    recomputations: Sequence[str] = ("none", "layers"),
+) -> CostTable:
+    """Measure the layers under the strategy in force, and bring the stages' numbers together; collective.
+
+    Ranks that divide a layer measure it together. Of a kind that several ranks have the slowest counts at each point,
+    so that all ranks get the same table.
+
+    Args:
+        batch_of: as of :func:`~zeroresize.microbatch.profile.measure_costs`.
+
+    Raises:
+        Exception: as :func:`~zeroresize.microbatch.profile.measure_costs`.
+    """
+    whole = model.whole_layers
+    layers = {} if model.position is None else model.stage_layers
+    measured = measure_layers(
+        layers, whole, batch_of, shapes, loss=loss, recomputations=recomputations, device=model.device
+    )
+    model.drop_gradients()
+    plain = {way: {kind: grid.as_dict() for kind, grid in by_kind.items()} for way, by_kind in measured.items()}
+    texts = Rendezvous(model.process_group, "measure costs of layers").exchange("costs", json.dumps(plain))
+    grids: dict[str, dict[str, LayerGrid]] = {way: {} for way in recomputations}
+    for text in texts:
+        for way, by_kind in json.loads(text).items():
+            for kind, value in by_kind.items():
+                grid = LayerGrid.of(value)
+                known = grids[way].get(kind)
+                grids[way][kind] = grid if known is None else _slower(known, grid)
+    return CostTable(kinds_of(whole), shapes.names, grids, device_name(model.device))
+
+
+def _slower(first: LayerGrid, other: LayerGrid) -> LayerGrid:
+    values = [
+        np.maximum(getattr(first, name), getattr(other, name))
+        for name in ("forward_s", "backward_s", "activation_bytes", "workspace_bytes")
+    ]
+    return LayerGrid(first.axes, first.sizes, first.lengths, *values)

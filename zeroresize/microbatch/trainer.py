@@ -1,0 +1,281 @@
+"""Trains mini-batches by the plans of their iterations, on replicas of a pipeline, also of divided layers (DynaPipe).
+
+``N`` samples, ``A`` lengths of each, ``D`` replicas, ``S`` stages, ``M`` micro-batches.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from zeroresize.comm.collectives import all_reduce, message_device
+from zeroresize.microbatch.plan_source import PlanSource
+from zeroresize.plan.strategy import Position
+from zeroresize.policy.microbatches.baselines import of_equal_tokens
+from zeroresize.policy.microbatches.iteration_plan import IterationPlan
+from zeroresize.policy.microbatches.micro_batch import Indices, MicroBatch
+from zeroresize.policy.microbatches.planning import batch_fingerprint
+from zeroresize.policy.microbatches.sample_order import ordered
+from zeroresize.resharding.agreement import meet_over, meet_prepared
+from zeroresize.runtime.activations import Batch, BatchOf, find_activations
+from zeroresize.runtime.random_numbers import seed_of
+from zeroresize.runtime.stage import Loss, Stage
+from zeroresize.strategy.gradient_clipping import clip_grad_norm_, grad_norm
+from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.step_checks import require_ready_to_train
+from zeroresize.utils.value_checks import number
+
+logger = logging.getLogger(__name__)
+
+
+class MovableBatch(Batch, Protocol):
+    """A micro-batch that goes to the device of the layers."""
+
+    def to(self, device: torch.device, /) -> Batch: ...
+
+
+#: Makes a micro-batch from all samples of a mini-batch, and which of them it has.
+BatchFrom = Callable[[Sequence[Any], MicroBatch], MovableBatch]
+
+
+@dataclass(frozen=True)
+class IterationReport:
+    """Tells what an iteration was, the same on every rank but for its seconds.
+
+    Attributes:
+        loss: mean over the tokens that count, of the whole mini-batch.
+        num_tokens: that count.
+        seconds: on this rank, all in all.
+        wait_s: of these for the plan.
+        work_s: of these in the pipeline, from this rank's first instruction to its last.
+        expected_s: what was planned for the slowest replica's pipeline.
+        computed_tokens: of all micro-batches, padding included.
+        num_microbatches: of each replica.
+        recomputation: what was computed again.
+        grad_norm: of the whole model, before clipping.
+        is_skipped: the loss or the norm was not finite, so the optimizer did not step.
+    """
+
+    loss: float
+    num_tokens: int
+    seconds: float
+    wait_s: float
+    work_s: float
+    expected_s: float
+    computed_tokens: int
+    num_microbatches: tuple[int, ...]
+    recomputation: str
+    grad_norm: float
+    is_skipped: bool
+
+
+class MicroBatchTrainer:
+    """Makes one optimizer step a mini-batch, in the micro-batches and the order that were planned for it.
+
+    ::
+
+        model = SwitchableModel(layers, strategies=[Strategy(dp=2, pp=2)])
+        trainer = MicroBatchTrainer(model, optimizer, plans, batch_from=PaddedBatch.of, hollow=PaddedBatch.hollow,
+                                    sizes=("size", "length"), loss=summed_loss)
+        for iteration, samples in enumerate(batches):
+            print(trainer.step(samples, lengths_of(samples)).loss)
+
+    Its constructor and :meth:`step` are collective.
+
+    Args:
+        model: whose optimizer's strategy is (D, tensor-parallel ranks, S).
+        optimizer: of the model's parameters.
+        plans: of the iterations; planned for as many replicas and stages.
+        batch_from: makes a micro-batch; every layer is called ``layer(x, batch)``.
+        hollow: makes a micro-batch of given sizes, by which shapes of activations are found.
+        sizes: the names of these sizes.
+        loss: of the last layer's output and a micro-batch, summed over the tokens that count.
+        grad_clip: largest norm of the gradients; 0 for no clipping.
+        seed: of what layers draw at random: a function of it, the iteration, the replica, the stage and the
+            micro-batch.
+
+    Attributes:
+        num_steps: how many are done, which is the number of the next iteration; set it where training is resumed.
+
+    Raises:
+        ValueError: for layers that do not run on the meta device.
+    """
+
+    def __init__(
+        self,
+        model: SwitchableModel,
+        optimizer: torch.optim.Optimizer,
+        plans: PlanSource,
+        *,
+        batch_from: BatchFrom,
+        hollow: BatchOf,
+        sizes: Sequence[str],
+        loss: Loss,
+        grad_clip: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        number("grad_clip", grad_clip, least=0.0)
+        self.model, self.optimizer, self.plans, self.num_steps = model, optimizer, plans, 0
+        self._batch_from, self._loss, self._grad_clip, self._seed = batch_from, loss, grad_clip, seed
+        self._meet = meet_over(model.process_group, model.device)
+        self._activations = find_activations(model.whole_layers, hollow, sizes)
+
+    def step(self, samples: Sequence[Any], lengths_NA: Indices) -> IterationReport:
+        """Make one optimizer step; collective.
+
+        Where the loss or the norm of the gradients is not finite, the optimizer does not step, on any rank.
+
+        Args:
+            samples: [N] of the mini-batch, the same on every rank; only those of this rank's replica are looked at.
+            lengths_NA: their tokens, by which they were planned; those of the last length count in the loss.
+
+        Raises:
+            ValueError: for a plan of other samples, another model, or other numbers of replicas and stages, an
+                optimizer that does not step the model's parameters, and gradients that are left; the other ranks raise
+                a RuntimeError. Nothing has run then.
+            RuntimeError: if there is no plan, or a rank does not come, and after a step that failed.
+            Exception: what a layer or the loss raises. A step that fails while it runs is to be repeated from a
+                checkpoint, and the process has to exit, so that the others notice.
+        """
+        begin = time.perf_counter()
+        self._require_ready()
+        plan = self.plans.plan(self.num_steps, batch_fingerprint(lengths_NA))
+        self._require_divided_alike(plan)
+        wait_s = time.perf_counter() - begin
+        num_tokens = int(np.asarray(lengths_NA)[:, -1].sum())
+        with self._failing():
+            work_begin = time.perf_counter()
+            loss = self._train(plan, samples, num_tokens)
+            self._synchronize()
+            work_s = time.perf_counter() - work_begin
+            mean = self._summed(loss)
+            self.model.collect()
+            norm = float(clip_grad_norm_(self.model, self._grad_clip) if self._grad_clip else grad_norm(self.model))
+            is_skipped = not (math.isfinite(mean) and math.isfinite(norm))  # sums over all ranks: they decide alike
+            if not is_skipped:
+                self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.num_steps += 1
+            self._synchronize()
+        if is_skipped and self.model.rank == 0:
+            logger.warning("the optimizer does not step: the loss is %s, the norm of the gradients %s", mean, norm)
+        return IterationReport(
+            mean,
+            num_tokens,
+            time.perf_counter() - begin,
+            wait_s,
+            work_s,
+            plan.expected_s,
+            sum(each.num_tokens for replica in plan.replicas for each in replica.microbatches),
+            tuple(len(replica.microbatches) for replica in plan.replicas),
+            plan.recomputation,
+            norm,
+            is_skipped,
+        )
+
+    def evaluate(self, samples: Sequence[Any], lengths_NA: Indices, max_tokens: int) -> float:
+        """Return the mean loss over the tokens of samples that count, without gradients; collective.
+
+        Layers are in evaluation mode meanwhile. Samples are cut into micro-batches of at most so many tokens, padding
+        included, of which replicas take turns.
+
+        Raises:
+            Exception: what a layer or the loss raises.
+        """
+        microbatches = of_equal_tokens(lengths_NA, ordered(lengths_NA), max_tokens)
+        total = int(np.asarray(lengths_NA)[:, -1].sum())
+        position = self.model.position
+        loss = torch.zeros((), dtype=torch.float64)
+        if position is not None:
+            batches = self._batches(microbatches[position.replica :: self.model.current.dp], samples)
+            stage = self._stage(position, "none")
+            with _evaluating(self.model.stage_layers.values()):
+                loss = stage.evaluate(batches, lambda output, batch: self._loss(output, batch) / total)
+            loss = loss if position.shard == 0 else torch.zeros_like(loss)
+        return self._summed(loss)
+
+    def _train(self, plan: IterationPlan, samples: Sequence[Any], num_tokens: int) -> torch.Tensor:
+        """This rank's part; of the losses of its replica's micro-batches each counts on one rank."""
+        position = self.model.position
+        if position is None:
+            return torch.zeros((), dtype=torch.float64)
+        replica = plan.replicas[position.replica]
+        batches = self._batches(replica.microbatches, samples)
+        stage = self._stage(position, plan.recomputation)
+        loss = stage.train(
+            replica.stages[position.stage], batches, lambda output, batch: self._loss(output, batch) / num_tokens
+        )
+        return loss if position.shard == 0 else torch.zeros_like(loss)
+
+    def _batches(self, microbatches: Sequence[MicroBatch], samples: Sequence[Any]) -> list[Batch]:
+        return [self._batch_from(samples, each).to(self.model.device) for each in microbatches]
+
+    def _stage(self, position: Position, recompute: str) -> Stage:
+        model, layers = self.model, self.model.stage_layers
+        seed = seed_of(self._seed, self.num_steps, position.replica, position.stage)
+        pipeline = model.groups_of(model.current).pipeline
+        return Stage(
+            list(layers.values()), min(layers), self._activations, pipeline, model.device, seed, recompute=recompute
+        )
+
+    def _require_ready(self) -> None:
+        if self.model.failure is not None:  # meeting the others, who may be in the midst of that step, would mix it up
+            raise RuntimeError(
+                f"a step failed here while it ran: {self.model.failure}. Exit this process, so that the other ranks "
+                "notice, and go on from a checkpoint; only if all ranks failed alike, call model.abandon() on all"
+            )
+        prepared: tuple[float, float] | Exception = 0.0, 0.0
+        try:
+            require_ready_to_train(self.model, self.optimizer)
+        except ValueError as error:  # the others must hear of it
+            prepared = error
+        meet_prepared(self._meet, prepared)
+
+    def _require_divided_alike(self, plan: IterationPlan) -> None:
+        """The plan is the same on all ranks, so all raise or none."""
+        strategy = self.model.optimizer_strategy
+        num_stages = len(plan.replicas[0].stages)
+        if (len(plan.replicas), num_stages) != (strategy.dp, strategy.pp):
+            raise ValueError(
+                f"iteration {plan.iteration} was planned for {len(plan.replicas)} replicas of {num_stages} stages: "
+                f"the model's strategy is {strategy}"
+            )
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Remembers what ends a step in its midst."""
+        try:
+            yield
+        except BaseException as error:
+            self.model.failure = f"{type(error).__name__}: {error}"
+            raise
+
+    def _summed(self, loss: torch.Tensor) -> float:
+        mean = loss.to(message_device(self.model.process_group, self.model.device))
+        all_reduce(mean, self.model.process_group)
+        return float(mean)
+
+    def _synchronize(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
+
+@contextmanager
+def _evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
+    modules = [module for layer in layers for module in layer.modules() if module.training]
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.training = True
