@@ -54,7 +54,7 @@ def test_all_ranks_get_the_same_plans_of_planners(run_ranks, keeper, monkeypatch
         source = PlanSource(store, group, CPU, model="model")
         for iteration in (1, 2):
             assert source.plan(iteration, f"batch {iteration}") == plan_of(iteration)
-        assert store.iterations()[0] == 2
+        assert rank or store.iterations()[0] == 2  # until rank 0 asks for the next
         error = error_of(lambda: source.plan(3, "batch 3"))
         assert source.plan(4, "batch 4") == plan_of(4)
         if planners is not None:
