@@ -162,8 +162,8 @@ def test_as_much_is_kept_as_the_schedule_says(run_ranks):
         layers, batches = layers_of(), batches_of(9)
         under_way = [0]
 
-        def count(told):
-            under_way.append(under_way[-1] + (1 if told.kind is Kind.FORWARD else -1))
+        def count(instruction):
+            under_way.append(under_way[-1] + (1 if instruction.kind is Kind.FORWARD else -1))
             living = sum(reference() is not None for reference in outputs)
             # the newest one is still in the hands of who called, as are those that are being sent
             assert living <= under_way[-1] + 2
@@ -203,11 +203,11 @@ def test_a_naive_plan_waits_for_ever_for_real_where_the_check_says_so(run_ranks)
 def test_a_stage_that_dies_between_two_instructions_is_named(tmp_path):
     def check_rank(rank, group):
         layers, batches = layers_of(), batches_of(6)
-        told = []
+        computed = []
 
         def die(instruction):
-            told.append(instruction)
-            if rank == 1 and len(told) == 4:
+            computed.append(instruction)
+            if rank == 1 and len(computed) == 4:
                 os._exit(0)
 
         stage, _ = stage_of(layers, group, on_computed=die)

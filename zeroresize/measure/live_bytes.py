@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from zeroresize.utils.torch_private import DispatchMode, storage_id
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(DispatchMode):
     """Counts, within its block, the memory of tensors that operations have made since and that still live.
 
     Each operation passes Python, so what runs meanwhile takes much longer.
@@ -34,16 +34,15 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         outputs = func(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if _has_memory(tensor)}
-        for tensor in tree_leaves(outputs):
-            if _has_memory(tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in given and storage._cdata not in self._known:
-                    self._add(storage)
+        given = {storage_id(tensor) for tensor in _tensors((args, kwargs))}
+        for tensor in _tensors(outputs):
+            if storage_id(tensor) not in given and storage_id(tensor) not in self._known:
+                self._add(tensor)
         return outputs
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, num_bytes = storage._cdata, storage.nbytes()
+    def _add(self, tensor: torch.Tensor) -> None:
+        key, storage = storage_id(tensor), tensor.untyped_storage()
+        num_bytes = storage.nbytes()
 
         def end(_: object) -> None:
             self.now -= num_bytes
@@ -54,5 +53,14 @@ class LiveBytes(TorchDispatchMode):
         self.most = max(self.most, self.now)
 
 
-def _has_memory(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """All of nested values that have memory."""
+    if isinstance(values, torch.Tensor):
+        if values.layout is torch.strided and not values.is_meta:
+            yield values
+    elif isinstance(values, Mapping):
+        for value in values.values():
+            yield from _tensors(value)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)

@@ -118,8 +118,8 @@ def _values(
     t: int,
     recomputation: str,
 ) -> tuple[Floats, Floats, Floats, Floats]:
-    rows, own = sizes.astype(np.float64), lengths[:, -1].astype(np.float64)
-    tokens = rows * own
+    rows, length = sizes.astype(np.float64), lengths[:, -1].astype(np.float64)
+    tokens = rows * length
     width, inner = shape.hidden_size, shape.num_heads * shape.head_size / t
     if kind in ("embedding", "head"):
         flops = 2.0 * tokens * width * shape.vocabulary / t * (kind == "head")
@@ -129,7 +129,9 @@ def _values(
         workspace = kept if kind == "head" else 0.0 * kept
         return forward_s, _seconds(2.0 * flops, 2.0 * moved, 6, device), kept, workspace
     mlp_flops = 4.0 * tokens * width * shape.mlp_size / t
-    attentions = [(own, own)] if kind != "decoder" else [(own, own), (own, lengths[:, 0].astype(np.float64))]
+    attentions = [(length, length)]
+    if kind == "decoder":
+        attentions.append((length, lengths[:, 0].astype(np.float64)))
     flops, core_flops, scores = mlp_flops, 0.0 * tokens, 0.0 * tokens
     for query, key in attentions:
         flops = flops + 4.0 * rows * (query + key) * width * inner
