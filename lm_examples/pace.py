@@ -11,7 +11,7 @@ those of weights, unless all of the block's are frozen. Where autograd has no gr
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,21 +23,22 @@ class Pace:
 
     Args:
         forward_s: seconds that a dense block sleeps in forward; 0 for none.
+        seconds_of: tells them instead, of the micro-batch that a block is called with besides its input.
 
     Attributes:
         chi: straggling skewness χ ≥ 1 of this rank; may be set.
         slept_s: seconds so far.
     """
 
-    def __init__(self, forward_s: float = 0.0) -> None:
+    def __init__(self, forward_s: float = 0.0, seconds_of: Callable[[Any], float] | None = None) -> None:
         self.chi, self.slept_s = 1.0, 0.0
-        self._forward_s = forward_s
+        self._forward_s, self._seconds_of = forward_s, seconds_of
         self._begun_s = self._told_s = 0.0
 
     @property
     def sleeps_for_work(self) -> bool:
         """Whether sleeps stand for all work, so that the rest of a step is idle."""
-        return self._forward_s > 0.0
+        return self._forward_s > 0.0 or self._seconds_of is not None
 
     @property
     def since_lap_s(self) -> float:
@@ -73,6 +74,8 @@ class Pace:
         seconds = (self.chi - 1.0) * (time.perf_counter() - self._begun_s)
         if self._forward_s:
             seconds = self._forward_s * block.work * self.chi
+        elif self._seconds_of is not None:
+            seconds = self._seconds_of(inputs[1]) * self.chi
         if not seconds:
             return outputs
         self.sleep(seconds)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +35,7 @@ class PaddedBatch:
     targets: Tensor
 
     @classmethod
-    def of(cls, samples: Sequence[Tensor], microbatch: MicroBatch) -> PaddedBatch:
+    def of(cls, samples: Sequence[Tensor] | Mapping[int, Tensor], microbatch: MicroBatch) -> PaddedBatch:
         """Make the rows of a micro-batch from samples [length + 1] of int64, by their numbers in it.
 
         All but the last token of a sample are inputs, all but the first targets.
@@ -89,7 +89,12 @@ class PairBatch:
     targets: Tensor
 
     @classmethod
-    def of(cls, samples: Sequence[tuple[Tensor, Tensor]], microbatch: MicroBatch, begin: int = 0) -> PairBatch:
+    def of(
+        cls,
+        samples: Sequence[tuple[Tensor, Tensor]] | Mapping[int, tuple[Tensor, Tensor]],
+        microbatch: MicroBatch,
+        begin: int = 0,
+    ) -> PairBatch:
         """Make the rows of a micro-batch from samples ([source], [target]) of int64, by their numbers in it.
 
         The decoder is given ``begin`` and all but the last token of the target.
@@ -130,13 +135,6 @@ class PairBatch:
     def to(self, device: torch.device) -> PairBatch:
         """Return the same micro-batch with its tensors on a device."""
         return PairBatch(*(tensor.to(device) for tensor in (self.sources, self.is_source, self.tokens, self.targets)))
-
-
-#: Makes a micro-batch that layers are called with from the samples and what was planned.
-BatchFrom = (
-    Callable[[Sequence[Tensor], MicroBatch], PaddedBatch]
-    | Callable[[Sequence[tuple[Tensor, Tensor]], MicroBatch], PairBatch]
-)
 
 
 def _fill(row: Tensor, parts: Sequence[Tensor], samples: Sequence[int]) -> int:
