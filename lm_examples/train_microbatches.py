@@ -59,11 +59,13 @@ def train(run: Run) -> dict[str, Any]:
 
 def train_step(run: Run) -> None:
     """One mini-batch, by its plan, and one step of the optimizer."""
-    report = run.trainer.step(run.samples.training(run.step), run.samples.lengths(run.step))
+    lengths = run.samples.lengths(run.step)
+    tokens = int(lengths.sum())
+    report = run.trainer.step(run.samples.training(run.step), lengths)
     run.step += 1
-    run.unwritten.add(report)
+    run.unwritten.add(report, tokens)
     if run.has_settled or run.step == run.config.training.steps:  # the first step of a process is not timed
-        run.settled.add(report)
+        run.settled.add(report, tokens)
     run.has_settled = True
     if run.recorder is not None:
         run.recorder.step()
@@ -94,12 +96,8 @@ def report(run: Run, *, is_validated: bool) -> None:
 def summary_of(run: Run) -> dict[str, Any]:
     """What a run has come to; seconds are means over this process's steps, without the first one if there are more."""
     planned_s = list((run.planners.seconds() if run.planners is not None else {}).values())
-    settled = run.settled
-    # Without padding all lengths are counted; the loss counts the last one only.
-    lengths = sum(int(run.samples.lengths(step).sum()) for step in range(run.step - settled.num_steps, run.step))
     return {
-        **settled.means(),
-        "padding": 1.0 - lengths / settled.computed_tokens,
+        **run.settled.means(),
         "planning_s": statistics.fmean(planned_s) if planned_s else float("nan"),
         "steps": run.step,
         "loss": run.loss,

@@ -24,15 +24,15 @@ class StepSums:
     micro_batches: int = 0
     recomputed: int = 0
 
-    def add(self, report: IterationReport) -> None:
-        """One more iteration."""
+    def add(self, report: IterationReport, tokens: int) -> None:
+        """One more iteration, whose samples have so many tokens."""
         self.num_steps += 1
         self.loss += report.loss
         self.seconds += report.seconds
         self.wait_s += report.wait_s
         self.work_s += report.work_s
         self.expected_s += report.expected_s
-        self.tokens += report.num_tokens
+        self.tokens += tokens
         self.computed_tokens += report.computed_tokens
         self.micro_batches += sum(report.num_microbatches)
         self.recomputed += report.recomputation != "none"
@@ -63,7 +63,7 @@ class StepSums:
             "work_s": self.work_s / count,
             "expected_s": self.expected_s / count,
             "tokens_per_s": self.tokens / self.seconds,
-            "computed_tokens": self.computed_tokens / count,
+            "padding": 1.0 - self.tokens / self.computed_tokens,
             "micro_batches": self.micro_batches / count,
             "recomputed": self.recomputed / count,
         }
