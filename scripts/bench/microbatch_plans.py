@@ -1,0 +1,124 @@
+"""Planned micro-batches beside the optimum and other ways to make them: python -m scripts.bench.microbatch_plans
+
+FLAN-like mini-batches of 65,536 tokens (``zeroresize.simulate.task_lengths``), the paper's models for 8 GPUs on
+modelled A100s without replicas or a limit of memory, 4 and 8 stages, simulated without messages. *Over the optimum*:
+Eq. 1 of the plan's partition over that of the exact dynamic program. Packing, fixed sizes and equal tokens have 1F1B
+and, each by itself for every mini-batch, the best of their parameters, powers of two; times are over those of the
+dynamic program. Padding efficiency is as in the paper's Fig. 15, of sources and targets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from scripts.bench.common import machine, save
+from scripts.bench.modelled_pipelines import batches_of, costs_of, paper_model, pipeline_of, powers, row_lengths
+from zeroresize.policy.microbatches.iteration_plan import IterationPlan
+from zeroresize.policy.microbatches.micro_batch import Floats, Indices, MicroBatchCosts, padding_efficiency
+from zeroresize.policy.microbatches.partition import Segments, shortest_cuts
+from zeroresize.policy.microbatches.planning import fill_of, plan_iteration
+from zeroresize.policy.microbatches.planning_options import DoesNotFitError, PlanningOptions
+from zeroresize.policy.microbatches.sample_order import ordered
+
+BASELINES = {"packing": powers(32), "fixed": powers(128), "tokens": powers(32768, 256)}
+
+
+def best_of(
+    method: str, lengths: Indices, costs: dict[str, MicroBatchCosts], options: PlanningOptions
+) -> IterationPlan | None:
+    """The best plan of a baseline over its parameter."""
+    best: IterationPlan | None = None
+    for size in BASELINES[method]:
+        try:
+            plan = plan_iteration(0, lengths, costs, replace(options, method=method, size=size))  # type: ignore[arg-type]
+        except DoesNotFitError:
+            continue
+        if best is None or plan.expected_s < best.expected_s:
+            best = plan
+    return best
+
+
+def over_optimum(lengths: Indices, costs: MicroBatchCosts) -> float:
+    """Eq. 1 of the default gap's partition over that of the exact one."""
+    order = ordered(lengths)
+    sorted_NA = lengths[order]
+
+    def prices_of(begins: Indices, ends: Indices) -> tuple[Floats, Floats]:
+        longest = np.array([sorted_NA[begin:end].max(axis=0) for begin, end in zip(begins, ends, strict=True)])
+        prices = costs.prices(ends - begins, longest)
+        return (prices.forward_s + prices.backward_s).max(axis=1), prices.activation_bytes.max(axis=1)
+
+    segments, fill = Segments.of(len(order), prices_of), fill_of(costs, lengths)
+    return shortest_cuts(segments, fill).iteration_s(fill) / shortest_cuts(segments, fill, gap=0.0).iteration_s(fill)
+
+
+def row_of(kind: str, num_stages: int, longest: int, number: int, num_exact: int) -> dict[str, Any]:
+    model = paper_model(kind, 8)
+    costs = {"none": costs_of(model, pipeline_of(model, num_stages), longest)["none"]}
+    options = PlanningOptions(schedule="1f1b", num_clusters=1, row_lengths=row_lengths(model, longest))
+    ratios: dict[str, list[float]] = defaultdict(list)
+    padding: dict[str, list[Floats]] = defaultdict(list)
+    planning_s, better = [], 0
+    for batch, lengths in enumerate(batches_of(model, 65536, longest, number)):
+        begin = time.perf_counter()
+        plan = plan_iteration(batch, lengths, costs, PlanningOptions())
+        planning_s.append(time.perf_counter() - begin)
+        padding["dynamic"].append(padding_efficiency(plan.replicas[0].microbatches, lengths))
+        if batch < num_exact:
+            ratios["optimum"].append(over_optimum(lengths, costs["none"]))
+        for method in BASELINES:
+            other = best_of(method, lengths, costs, options)
+            assert other is not None
+            ratios[method].append(other.expected_s / plan.expected_s)
+            padding[method].append(padding_efficiency(other.replicas[0].microbatches, lengths))
+        better += ratios["tokens"][-1] > 1.0
+    return {
+        "kind": kind,
+        "num_stages": num_stages,
+        "batches": number,
+        "ratios": {name: [statistics.fmean(values), max(values)] for name, values in ratios.items()},
+        "padding": {name: np.mean(values, axis=0).tolist() for name, values in padding.items()},
+        "better_than_tokens": better / number,
+        "planning_s": [statistics.fmean(planning_s), max(planning_s)],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, default=250, help="of each of the four rows")
+    parser.add_argument("--exact", type=int, default=25, help="of these also by the exact dynamic program")
+    parser.add_argument("--max-length", type=int, default=4096)
+    options = parser.parse_args()
+    rows = []
+    for kind in ("gpt", "t5"):
+        for num_stages in (4, 8):
+            rows.append(row_of(kind, num_stages, options.max_length, options.batches, options.exact))
+            print(rows[-1], flush=True)
+    times = Table("model", "stages", "batches", "over the optimum", *(f"{name} / planned" for name in BASELINES))
+    times.add_column("faster than equal tokens")
+    times.add_column("planning, s: mean, longest")
+    padding = Table("padding efficiency", "stages", "planned", *BASELINES)
+    for row in rows:
+        names = row["kind"], str(row["num_stages"])
+        ratios = [f"{row['ratios'][name][0]:.2f}" for name in BASELINES]
+        planning = ", ".join(f"{seconds:.2f}" for seconds in row["planning_s"])
+        mean, most = row["ratios"]["optimum"]
+        share = f"{100 * row['better_than_tokens']:.0f} %"
+        times.add_row(*names, str(row["batches"]), f"{mean:.5f}, at most {most:.5f}", *ratios, share, planning)
+        cells = (", ".join(f"{each:.2f}" for each in row["padding"][name]) for name in ("dynamic", *BASELINES))
+        padding.add_row(*names, *cells)
+    Console(width=150).print(times, padding)
+    save("microbatch_plans", {"machine": machine(), **vars(options), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
