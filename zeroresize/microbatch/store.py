@@ -104,7 +104,7 @@ class InstructionStore(ABC):
             is_looking = wait.is_look_due()
             if is_looking:
                 self._announce(iteration, purpose)
-            reports = self.reports() if is_looking else []
+            reports = self._reports(purpose) if is_looking else []
             value = self._get(f"{_PLANS}{iteration}", purpose)  # after the reports: planners that end have left it
             if value is not None:
                 return _plan_of(iteration, value)
@@ -136,19 +136,16 @@ class InstructionStore(ABC):
         """
         purpose = f"drop the plans before iteration {before_iteration}"
         self._set(_PROGRESS, str(before_iteration).encode(), purpose)
-        self._delete(
-            [f"{_PLANS}{iteration}" for iteration in self.iterations() if iteration < before_iteration], purpose
-        )
+        over = [iteration for iteration in self._iterations(purpose) if iteration < before_iteration]
+        self._delete([f"{_PLANS}{iteration}" for iteration in over], purpose)
 
     def progress(self) -> int | None:
         """Return the iteration that executors have come to; None while they have not said."""
-        value = self._get(_PROGRESS, "ask how far executors are")
-        return None if value is None else int(value)
+        return self._progress("say how far executors are")
 
     def iterations(self) -> list[int]:
         """Return the iterations whose plans, or errors in place of them, are there, rising."""
-        names = self._names("ask which plans are there")
-        return sorted(int(name.removeprefix(_PLANS)) for name in names if name.startswith(_PLANS))
+        return self._iterations("say which plans are there")
 
     def report(self, report: PlannersReport) -> None:
         """Say what the planners of a host do, in place of what they said before.
@@ -156,23 +153,33 @@ class InstructionStore(ABC):
         Raises:
             StoreError: if the store cannot be reached.
         """
-        self._set(f"{_REPORTS}{report.host}", report.to_json().encode(), "say what planners do")
+        self._set(f"{_REPORTS}{report.host}", report.to_json().encode(), "keep what planners say")
 
     def reports(self) -> list[PlannersReport]:
         """Return what the planners of each host last said of themselves, by the numbers of hosts."""
-        purpose = "ask what planners do"
-        names = [name for name in self._names(purpose) if name.startswith(_REPORTS)]
-        values = [self._get(name, purpose) for name in names]
-        reports = [PlannersReport.from_json(value.decode()) for value in values if value is not None]
-        return sorted(reports, key=lambda report: report.host)
+        return self._reports("say what planners do")
 
     @abstractmethod
     def close(self) -> None:
         """Leave the store; whoever made it takes it with what it holds. Planners are closed before."""
 
+    def _progress(self, purpose: str) -> int | None:
+        value = self._get(_PROGRESS, purpose)
+        return None if value is None else int(value)
+
+    def _iterations(self, purpose: str) -> list[int]:
+        names = self._names(purpose)
+        return sorted(int(name.removeprefix(_PLANS)) for name in names if name.startswith(_PLANS))
+
+    def _reports(self, purpose: str) -> list[PlannersReport]:
+        names = [name for name in self._names(purpose) if name.startswith(_REPORTS)]
+        values = [self._get(name, purpose) for name in names]
+        reports = [PlannersReport.from_json(value.decode()) for value in values if value is not None]
+        return sorted(reports, key=lambda report: report.host)
+
     def _put(self, iteration: int, value: bytes, purpose: str) -> None:
         self._set(f"{_PLANS}{iteration}", value, purpose)
-        if iteration < (self.progress() or 0):  # it was dropped while it was planned
+        if iteration < (self._progress(purpose) or 0):  # it was dropped while it was planned
             self._delete([f"{_PLANS}{iteration}"], purpose)
 
     def _announce(self, iteration: int, purpose: str) -> None:
@@ -181,7 +188,7 @@ class InstructionStore(ABC):
         Raises:
             ValueError: if executors are beyond it.
         """
-        progress = self.progress()
+        progress = self._progress(purpose)
         if progress is not None and progress > iteration:
             raise ValueError(
                 f"the plan of iteration {iteration} is wanted, but plans before iteration {progress} were dropped: "
