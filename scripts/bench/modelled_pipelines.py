@@ -97,7 +97,7 @@ def divisions(model: PaperModel, num_devices: int) -> Iterator[Division]:
 
 
 def even_boundaries(model: PaperModel, num_stages: int) -> tuple[int, ...]:
-    """Return [S + 1] with equally many blocks on each stage; the embedding is on the first one, the head on the last."""
+    """Return [S + 1] with equally many blocks on each stage, the embedding on the first, the head on the last."""
     num_blocks = len(model.layer_kinds) - 2
     inner = [1 + num_blocks // num_stages * stage for stage in range(1, num_stages)]
     return (0, *inner, num_blocks + 2)
