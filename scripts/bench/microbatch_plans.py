@@ -55,7 +55,7 @@ def over_optimum(lengths: Indices, costs: MicroBatchCosts) -> float:
     def prices_of(begins: Indices, ends: Indices) -> tuple[Floats, Floats]:
         longest = np.array([sorted_NA[begin:end].max(axis=0) for begin, end in zip(begins, ends, strict=True)])
         prices = costs.prices(ends - begins, longest)
-        return (prices.forward_s + prices.backward_s).max(axis=1), prices.activation_bytes.max(axis=1)
+        return (prices.forward_s + prices.backward_s).max(axis=1), prices.activation_bytes.max(axis=1)[None]
 
     segments, fill = Segments.of(len(order), prices_of), fill_of(costs, lengths)
     return shortest_cuts(segments, fill).iteration_s(fill) / shortest_cuts(segments, fill, gap=0.0).iteration_s(fill)

@@ -44,18 +44,17 @@ class CostTable:
         if not self.grids:
             raise ValueError("no way of recomputation was measured: at least one is needed")
 
-    def costs(self, boundaries: Sequence[int], slowness: Sequence[float] = ()) -> dict[str, MicroBatchCosts]:
+    def costs(self, boundaries: Sequence[int]) -> dict[str, MicroBatchCosts]:
         """Return what the stages of a pipeline take, by what is computed again.
 
         Args:
             boundaries: [S + 1] of the stages.
-            slowness: [S] χ of each stage; empty where none is slow.
 
         Raises:
             ValueError: as :class:`~zeroresize.policy.microbatches.stage_costs.StageCosts`.
         """
         return {
-            recomputation: StageCosts(self.kinds, by_kind, tuple(boundaries), tuple(slowness))
+            recomputation: StageCosts(self.kinds, by_kind, tuple(boundaries))
             for recomputation, by_kind in self.grids.items()
         }
 

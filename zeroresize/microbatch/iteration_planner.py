@@ -22,19 +22,17 @@ class IterationPlanner:
         table: costs of the model's layers.
         boundaries: [S + 1] of the pipeline's stages.
         options: of planning.
-        stage_slowness: [S] χ of each stage; empty where none is slow.
     """
 
     lengths_of: Callable[[int], Indices]
     table: CostTable
     boundaries: tuple[int, ...]
     options: PlanningOptions
-    stage_slowness: tuple[float, ...] = ()
 
     @property
     def fingerprint(self) -> str:
         """Return what plans of this planner carry: costs, stages and options."""
-        return digest(self.table.fingerprint, repr((self.boundaries, self.options, self.stage_slowness))).hex()
+        return digest(self.table.fingerprint, repr((self.boundaries, self.options))).hex()
 
     def __call__(self, iteration: int) -> str:
         """Return the plan of an iteration as text.
@@ -42,6 +40,6 @@ class IterationPlanner:
         Raises:
             ValueError: as :func:`~zeroresize.policy.microbatches.planning.plan_iteration`.
         """
-        costs = self.table.costs(self.boundaries, self.stage_slowness)
+        costs = self.table.costs(self.boundaries)
         plan = plan_iteration(iteration, self.lengths_of(iteration), costs, self.options, model=self.fingerprint)
         return plan.to_json()

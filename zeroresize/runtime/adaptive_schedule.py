@@ -16,7 +16,10 @@ from zeroresize.runtime.timeline import Floats
 
 
 def adaptive_orders(
-    activation_bytes: Floats, limits: Sequence[float] | Floats, num_ahead: int | None = None
+    activation_bytes: Floats,
+    limits: Sequence[float] | Floats,
+    num_ahead: int | None = None,
+    workspace_bytes: Floats | None = None,
 ) -> list[list[Operation]]:
     """Return [S] orders by memory-aware cyclic scheduling (DynaPipe, Algorithm 1).
 
@@ -26,9 +29,10 @@ def adaptive_orders(
 
     Args:
         activation_bytes: [M, S] that each micro-batch keeps on each stage from its forward to its backward.
-        limits: [S] bytes of activations at most; ``math.inf`` for no limit.
+        limits: [S] bytes at most; ``math.inf`` for no limit.
         num_ahead: micro-batches that are under way at once, at most; None for as many as fit. With S, stages that take
             equally long do as in 1F1B.
+        workspace_bytes: [M, S] that each needs beside what is kept while it runs, forward and backward; None for none.
 
     Raises:
         ValueError: for a micro-batch that alone does not fit, naming it, its stage and the limit.
@@ -36,19 +40,22 @@ def adaptive_orders(
     activation_bytes = np.asarray(activation_bytes, dtype=np.float64)
     num_microbatches, num_stages = activation_bytes.shape
     limits_S = np.asarray(limits, dtype=np.float64)
-    too_large = np.argwhere(activation_bytes > limits_S)
+    workspace = np.zeros_like(activation_bytes) if workspace_bytes is None else np.asarray(workspace_bytes)
+    too_large = np.argwhere(activation_bytes + workspace > limits_S)
     if len(too_large):
         microbatch, stage = too_large[0].tolist()
         raise ValueError(
             f"micro-batch {microbatch} keeps {activation_bytes[microbatch, stage]:.0f} bytes of activations on stage "
-            f"{stage}: at most {limits_S[stage]:.0f} are allowed"
+            f"{stage} and needs {workspace[microbatch, stage]:.0f} more while it runs: at most "
+            f"{limits_S[stage]:.0f} are allowed"
         )
-    needed, most = activation_bytes.tolist(), limits_S.tolist()
+    needed, besides, most = activation_bytes.tolist(), workspace.tolist(), limits_S.tolist()
     orders: list[list[Operation]] = [[] for _ in range(num_stages)]
     forwards: list[deque[int]] = [deque() for _ in range(num_stages)]
     backwards: list[deque[int]] = [deque() for _ in range(num_stages)]
     forwards[0].extend(range(num_microbatches))
     kept = [0.0] * num_stages
+    kept_microbatches: list[list[int]] = [[] for _ in range(num_stages)]  # each of which still has to run its backward
     under_way, num_left = 0, 2 * num_stages * num_microbatches
     most_under_way = math.inf if num_ahead is None else num_ahead
     while num_left:
@@ -58,6 +65,7 @@ def adaptive_orders(
             if backwards[stage]:
                 microbatch = backwards[stage].popleft()
                 kept[stage] -= needed[microbatch][stage]
+                kept_microbatches[stage].remove(microbatch)
                 orders[stage].append(Operation(False, microbatch))
                 num_left -= 1
                 if stage:
@@ -67,9 +75,11 @@ def adaptive_orders(
             if not forwards[stage] or (not stage and under_way >= most_under_way):
                 continue
             microbatch = forwards[stage][0]
-            if kept[stage] + needed[microbatch][stage] > most[stage] * (1.0 + 1e-12):
+            largest = max(besides[each][stage] for each in (microbatch, *kept_microbatches[stage]))
+            if kept[stage] + needed[microbatch][stage] + largest > most[stage] * (1.0 + 1e-12):
                 continue
             forwards[stage].popleft()
+            kept_microbatches[stage].append(microbatch)
             kept[stage] += needed[microbatch][stage]
             orders[stage].append(Operation(True, microbatch))
             num_left -= 1

@@ -78,20 +78,23 @@ def timeline(orders: Sequence[Order], forward_s: Floats, backward_s: Floats) -> 
     return Timeline(tuple(operations[place] for place in by_end), tuple(ends_s[place] for place in by_end))
 
 
-def peak_bytes(orders: Sequence[Order], activation_bytes: Floats) -> Floats:
-    """Return [S] the most bytes of activations that each stage keeps at once, from forwards to backwards.
+def peak_bytes(orders: Sequence[Order], activation_bytes: Floats, workspace_bytes: Floats | None = None) -> Floats:
+    """Return [S] the most bytes that each stage holds at once.
 
     Args:
         orders: [S].
-        activation_bytes: [M, S] of each micro-batch on each stage.
+        activation_bytes: [M, S] that each micro-batch keeps on each stage, from its forward to its backward.
+        workspace_bytes: [M, S] that it needs beside what is kept while it runs, forward and backward; None for none.
     """
+    workspace = np.zeros_like(activation_bytes) if workspace_bytes is None else workspace_bytes
     peaks = np.zeros(len(orders))
     for stage, order in enumerate(orders):
-        changes = [
-            activation_bytes[microbatch, stage] if is_forward else -activation_bytes[microbatch, stage]
-            for is_forward, microbatch in order
-        ]
-        peaks[stage] = np.cumsum(changes).max(initial=0.0)
+        is_forward = np.array([each.is_forward for each in order], dtype=bool)
+        microbatches = np.array([each.microbatch for each in order], dtype=np.int64)
+        of_each = activation_bytes[microbatches, stage]
+        kept = np.cumsum(np.where(is_forward, of_each, -of_each))
+        held = kept + np.where(is_forward, 0.0, of_each) + workspace[microbatches, stage]
+        peaks[stage] = held.max(initial=0.0)
     return peaks
 
 

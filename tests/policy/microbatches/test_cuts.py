@@ -23,7 +23,7 @@ def segments_of(lengths, most_bytes=math.inf):
     def prices(begins, ends):
         sizes = ends - begins
         longest = np.array([lengths[begin:end].max() for begin, end in zip(begins, ends, strict=True)])
-        return 3.0 + sizes * (1e-2 * longest + 2e-5 * longest**2), (sizes * longest).astype(np.float64)
+        return 3.0 + sizes * (1e-2 * longest + 2e-5 * longest**2), (sizes * longest).astype(np.float64)[None]
 
     return Segments.of(len(lengths), prices, most_bytes)
 
@@ -87,7 +87,7 @@ def test_many_samples_are_cut_within_the_gap():
 
 def test_what_cannot_be_cut_is_named():
     with pytest.raises(ValueError, match="no samples"):
-        Segments.of(0, lambda begins, ends: (begins, ends))
+        Segments.of(0, lambda begins, ends: (begins, ends[None]))
     with pytest.raises(ValueError, match="interval_s=0"):
         sampled_cuts(segments_of([1]), 1.0, 0.0)
 

@@ -21,7 +21,7 @@ from zeroresize.runtime.instructions import Kind
 from zeroresize.runtime.simulate import simulate
 
 
-def costs_of(num_stages=2, *, pairs=False, bytes_of_token=1.0, seconds=1.0, slowness=()):
+def costs_of(num_stages=2, *, pairs=False, bytes_of_token=1.0, seconds=1.0):
     features = 6 if pairs else 3
     factors = np.zeros((4, features))
     factors[0, :3] = np.array([1e-3, 1e-5, 2e-8]) * seconds if not pairs else [1e-3, 1e-5, 1e-5]
@@ -31,7 +31,7 @@ def costs_of(num_stages=2, *, pairs=False, bytes_of_token=1.0, seconds=1.0, slow
     factors[2, 1 : 3 if pairs else 2] = bytes_of_token
     kinds = ("block",) * (2 * num_stages)
     boundaries = Partition.uniform(len(kinds), num_stages).boundaries
-    return StageCosts(kinds, {"block": ClosedForm((0, 1) if pairs else (0,), factors)}, boundaries, slowness)
+    return StageCosts(kinds, {"block": ClosedForm((0, 1) if pairs else (0,), factors)}, boundaries)
 
 
 def lengths_of(seed, number=60, pairs=False):
@@ -91,17 +91,17 @@ def test_what_fits_without_computing_again_is_not_computed_again():
 
 def test_replicas_and_stages_that_are_slow_count():
     lengths = lengths_of(1, 120)
-    options = PlanningOptions(2, replica_slowness=(1.0, 2.0))
+    options = PlanningOptions(2, slowness=((1.0, 1.0), (2.0, 2.0)))
     plan = plan_iteration(0, lengths, {"none": costs_of(2)}, options)
     tokens = [sum(each.num_tokens for each in replica.microbatches) for replica in plan.replicas]
     assert tokens[1] < 0.7 * tokens[0]
     assert plan.replicas[1].expected_s == pytest.approx(plan.replicas[0].expected_s, rel=0.1)
     even = plan_iteration(0, lengths, {"none": costs_of(2)}, PlanningOptions(2))
     assert plan.expected_s < 2.0 * max(replica.expected_s for replica in even.replicas)
-    slow_stage = plan_iteration(0, lengths, {"none": costs_of(2, slowness=(1.0, 3.0))}, PlanningOptions())
+    slow_stage = plan_iteration(0, lengths, {"none": costs_of(2)}, PlanningOptions(slowness=((1.0, 3.0),)))
     assert slow_stage.expected_s > 2.0 * plan_iteration(0, lengths, {"none": costs_of(2)}, PlanningOptions()).expected_s
     assert fill_of(costs_of(4), lengths) == pytest.approx(3.0)
-    assert fill_of(costs_of(4, slowness=(1.0, 1.0, 3.0, 1.0)), lengths) == pytest.approx(1.0)
+    assert fill_of(costs_of(4), lengths, np.array([1.0, 1.0, 3.0, 1.0])) == pytest.approx(1.0)
 
 
 def test_fewer_samples_than_replicas_leave_some_with_nothing():
@@ -179,8 +179,8 @@ def test_samples_that_cannot_be_planned_are_named(lengths, options, error, messa
         ({"method": "magic"}, "method"),
         ({"order": "random"}, "order"),
         ({"schedule": "gpipe"}, "schedule"),
-        ({"num_replicas": 2, "replica_slowness": (1.0,)}, "for each of 2 replicas"),
-        ({"replica_slowness": (0.0,)}, "replica_slowness"),
+        ({"num_replicas": 2, "slowness": ((1.0,),)}, "for each of 2 replicas"),
+        ({"slowness": ((0.0,),)}, "slowness"),
         ({"num_clusters": 7}, "num_clusters"),
     ],
 )
@@ -202,3 +202,12 @@ def test_fingerprints_tell_batches_apart_and_broken_plans_are_no_plans():
         plan_iteration(0, lengths, {}, PlanningOptions())
     with pytest.raises(ValueError, match="empty"):
         MicroBatch.of([], lengths)
+
+
+def test_one_slow_stage_of_one_replica_counts_there_only():
+    lengths = lengths_of(1, 120)
+    plan = plan_iteration(0, lengths, {"none": costs_of(2)}, PlanningOptions(2, slowness=((1.0, 1.0), (1.0, 2.0))))
+    tokens = [sum(each.num_tokens for each in replica.microbatches) for replica in plan.replicas]
+    assert tokens[1] < 0.7 * tokens[0]
+    with pytest.raises(ValueError, match="one number is needed for each of 2 stages"):
+        plan_iteration(0, lengths, {"none": costs_of(2)}, PlanningOptions(slowness=((1.0,),)))

@@ -3,7 +3,8 @@
 An iteration of a pipeline takes about ``fill`` times the longest micro-batch, in which the pipeline fills and drains,
 and all micro-batches one after another: Eq. 1, where fill is c − 1 for c equal stages. Replicas share the second part.
 
-``N`` samples in their order, ``K`` the most samples of a micro-batch, ``C`` limits of the longest micro-batch.
+``N`` samples in their order, ``K`` the most samples of a micro-batch, ``C`` limits of the longest micro-batch, ``U``
+numbers of micro-batches that are under way at once.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _SIZES_TOGETHER = 32
 #: Rounds of bisecting limits at most; each shrinks the range of each interval by :data:`_TOGETHER`.
 _ROUNDS = 12
 
-#: Seconds [X], and bytes [X] of the stage that keeps most, of micro-batches of the samples from entry x of the first
-#: argument up to entry x of the second.
+#: Seconds [X], and bytes [U, X] of the stage that needs most while several like it are under way, of micro-batches of
+#: the samples from entry x of the first argument up to entry x of the second; the first of U needs least.
 SegmentPrices = Callable[[Indices, Indices], tuple[Floats, Floats]]
 
 
@@ -38,11 +39,11 @@ class Segments:
     Attributes:
         seconds_KN: [K, N + 1]; entry (k, n) is of the k + 1 samples up to the n-th one, infinite where they do not fit
             or there are not as many.
-        bytes_KN: of the same, what they keep.
+        bytes_UKN: of the same, what is needed while several like it are under way.
     """
 
     seconds_KN: Floats
-    bytes_KN: Floats
+    bytes_UKN: Floats
 
     @classmethod
     def of(cls, num_samples: int, prices: SegmentPrices, most_bytes: float = math.inf) -> Segments:
@@ -59,24 +60,30 @@ class Segments:
             sizes = np.arange(first, min(first + _SIZES_TOGETHER, num_samples + 1))
             begins = ends[None, :] - sizes[:, None]
             exists = begins >= 0
-            seconds, kept = (np.full(begins.shape, np.inf) for _ in range(2))
-            seconds[exists], kept[exists] = prices(begins[exists], np.broadcast_to(ends, begins.shape)[exists])
-            rows.append((seconds, kept))
-            if not (kept[-1] <= most_bytes).any():
+            seconds_X, bytes_UX = prices(begins[exists], np.broadcast_to(ends, begins.shape)[exists])
+            seconds, needed = np.full(begins.shape, np.inf), np.full((len(bytes_UX), *begins.shape), np.inf)
+            seconds[exists], needed[:, exists] = seconds_X, bytes_UX
+            rows.append((seconds, needed))
+            if not (needed[0, -1] <= most_bytes).any():
                 break
-        seconds_KN, bytes_KN = (np.concatenate(part) for part in zip(*rows, strict=True))
-        return cls(seconds_KN, bytes_KN).within(most_bytes)
+        seconds_KN = np.concatenate([seconds for seconds, _ in rows])
+        return cls(seconds_KN, np.concatenate([needed for _, needed in rows], axis=1)).within(most_bytes)
 
-    def within(self, most_bytes: float) -> Segments:
-        """Return those that keep at most so many bytes."""
-        seconds_KN = np.where(self.bytes_KN <= most_bytes, self.seconds_KN, np.inf)
+    def within(self, most_bytes: float, place: int = 0) -> Segments:
+        """Return those that need at most so many bytes with as many under way as that place of U says.
+
+        A sample by itself stays where it fits with the least under way: nothing smaller could be made of it.
+        """
+        fits = self.bytes_UKN[place] <= most_bytes
+        fits[0] = self.bytes_UKN[0, 0] <= most_bytes
+        seconds_KN = np.where(fits, self.seconds_KN, np.inf)
         sizes_that_fit = np.flatnonzero(np.isfinite(seconds_KN).any(axis=1))
         num_sizes = int(sizes_that_fit[-1]) + 1 if len(sizes_that_fit) else 1
-        return Segments(seconds_KN[:num_sizes], self.bytes_KN[:num_sizes])
+        return Segments(seconds_KN[:num_sizes], self.bytes_UKN[:, :num_sizes])
 
     def no_longer_than(self, seconds: float) -> Segments:
         """Return those that take at most so many seconds."""
-        return Segments(np.where(self.seconds_KN <= seconds, self.seconds_KN, np.inf), self.bytes_KN)
+        return Segments(np.where(self.seconds_KN <= seconds, self.seconds_KN, np.inf), self.bytes_UKN)
 
     @property
     def has_partition(self) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from zeroresize.policy.microbatches.baselines import of_equal_tokens, of_fixed_size, packed
 from zeroresize.policy.microbatches.iteration_plan import IterationPlan, ReplicaPlan
-from zeroresize.policy.microbatches.micro_batch import Floats, Indices, MicroBatch, MicroBatchCosts, shapes_of
+from zeroresize.policy.microbatches.micro_batch import Floats, Indices, MicroBatch, MicroBatchCosts, Prices, shapes_of
 from zeroresize.policy.microbatches.partition import Cuts, Segments, shortest_cuts
 from zeroresize.policy.microbatches.planning_options import DoesNotFitError, PlanningOptions
 from zeroresize.policy.microbatches.replica_plans import replica_plans
@@ -23,6 +23,8 @@ from zeroresize.runtime.check import check
 
 #: Of fewer micro-batches for each replica, finer partitions are tried, whose longest takes these parts of the time.
 _FEW_EACH, _FINER = 8, (0.75, 0.5, 0.25, 0.0)
+#: Micro-batches under way at once for which partitions are made, in parts of the stages.
+_UNDER_WAY = (0.25, 0.5, 0.75, 1.0)
 
 
 def plan_iteration(
@@ -98,10 +100,13 @@ def microbatches_of(lengths_NA: Indices, costs: MicroBatchCosts, options: Planni
         return of_equal_tokens(lengths_NA, order, options.size)
     sorted_NA = lengths_NA[order]
 
+    under_way = _under_way(costs.num_stages, options)
+    slowness_S = options.slowness_DS(costs.num_stages).mean(axis=0)
+
     def prices_of(begins: Indices, ends: Indices) -> tuple[Floats, Floats]:
         prices = costs.prices(ends - begins, _longest(sorted_NA, begins, ends))
-        num_bytes = prices.activation_bytes + prices.workspace_bytes
-        return (prices.forward_s + prices.backward_s).max(axis=1), num_bytes.max(axis=1)
+        needed = [_needed_bytes(prices, number) for number in under_way]
+        return ((prices.forward_s + prices.backward_s) * slowness_S).max(axis=1), np.stack(needed)
 
     segments = Segments.of(len(order), prices_of, options.memory_limit)
     if not segments.has_partition:
@@ -111,11 +116,10 @@ def microbatches_of(lengths_NA: Indices, costs: MicroBatchCosts, options: Planni
             f"{options.memory_limit:.0f} bytes of activations on a stage, or than what was measured"
         )
     best: tuple[float, list[MicroBatch]] | None = None
-    for limit in _limits(costs, options):
-        of_limit = segments.within(limit)
-        if not of_limit.has_partition:
-            continue
-        for cuts in _cuts(of_limit, fill_of(costs, lengths_NA), options.num_replicas):
+    fill = fill_of(costs, lengths_NA, slowness_S)
+    for place in range(len(under_way)):
+        of_limit = segments.within(options.memory_limit, place)
+        for cuts in _cuts(of_limit, fill, options.num_replicas):
             bounds = itertools.pairwise((0, *cuts.ends))
             microbatches = [MicroBatch.of(order[begin:end], lengths_NA) for begin, end in bounds]
             replicas = replica_plans(microbatches, costs, options)
@@ -129,15 +133,18 @@ def microbatches_of(lengths_NA: Indices, costs: MicroBatchCosts, options: Planni
     return best[1]
 
 
-def fill_of(costs: MicroBatchCosts, lengths_NA: Indices) -> float:
+def fill_of(costs: MicroBatchCosts, lengths_NA: Indices, slowness_S: Floats | float = 1.0) -> float:
     """Return what a pipeline's filling and draining takes, in times of the longest micro-batch on its slowest stage.
 
     With equal stages it is S − 1 (Eq. 1). Where stages differ, a micro-batch passes the others in less time than the
     slowest, so it is the sum of all stages' seconds over the slowest one's, less 1.
+
+    Args:
+        slowness_S: χ of each stage.
     """
     longest = lengths_NA[[int(lengths_NA.sum(axis=1).argmax())]]
     prices = costs.prices(np.ones(1, dtype=np.int64), longest)
-    seconds = (prices.forward_s + prices.backward_s)[0]
+    seconds = (prices.forward_s + prices.backward_s)[0] * slowness_S
     slowest = float(seconds.max())
     return float(seconds.sum()) / slowest - 1.0 if slowest > 0.0 else 0.0
 
@@ -156,18 +163,22 @@ def _cuts(segments: Segments, fill: float, num_replicas: int) -> Iterator[Cuts]:
             yield shortest_cuts(finer, fill, num_replicas)
 
 
-def _limits(costs: MicroBatchCosts, options: PlanningOptions) -> Iterator[float]:
-    """Bytes that one micro-batch may keep on a stage: as many fit as are under way.
+def _under_way(num_stages: int, options: PlanningOptions) -> tuple[int, ...]:
+    """Numbers of micro-batches under way at once for which partitions are made that fit, rising.
 
-    Under 1F1B as many as stages; the adaptive schedule needs one at least, and is tried with fewer under way, too.
+    The more there are, the less each may keep, and the less stages wait. Which is best, the schedule's length tells.
     """
     if math.isinf(options.memory_limit):
-        yield math.inf
-        return
-    num_stages = costs.num_stages
-    shares = [num_stages] if options.schedule == "1f1b" else sorted({num_stages, (num_stages + 1) // 2, 1})
-    for share in shares:
-        yield options.memory_limit / share
+        return (1,)
+    return tuple(sorted({math.ceil(num_stages * share) for share in _UNDER_WAY} | {1}))
+
+
+def _needed_bytes(prices: Prices, under_way: int) -> Floats:
+    """[K] of the stage that needs most while so many like each are under way: a later stage has its share of them."""
+    num_stages = prices.activation_bytes.shape[1]
+    kept_S = np.minimum(under_way, num_stages - np.arange(num_stages))
+    needed: Floats = (kept_S * prices.activation_bytes + prices.workspace_bytes).max(axis=1)
+    return needed
 
 
 def _longest(lengths_NA: Indices, begins: Indices, ends: Indices) -> Indices:

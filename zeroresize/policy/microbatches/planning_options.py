@@ -1,14 +1,18 @@
 """How iterations are planned.
 
-``A`` lengths of a sample, ``D`` replicas.
+``A`` lengths of a sample, ``D`` replicas, ``S`` stages.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import numpy as np
+
+from zeroresize.policy.microbatches.micro_batch import Floats
 from zeroresize.policy.microbatches.sample_order import SampleOrder
 from zeroresize.policy.microbatches.schedule_choice import ScheduleName
 from zeroresize.utils.value_checks import at_least, number, one_of
@@ -31,7 +35,7 @@ class PlanningOptions:
         order: of the samples, before they are cut.
         schedule: of the stages.
         num_clusters: of micro-batches, whose order is chosen; 1 leaves the order as it is.
-        replica_slowness: [D] χ: how many times its normal time a replica takes; empty where none is slow.
+        slowness: [D][S] χ: how many times its normal time each stage of each replica takes; empty where none is slow.
 
     Raises:
         ValueError: naming what is not allowed.
@@ -45,7 +49,7 @@ class PlanningOptions:
     order: SampleOrder = "sorted"
     schedule: ScheduleName = "adaptive"
     num_clusters: int = 3
-    replica_slowness: tuple[float, ...] = ()
+    slowness: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         at_least("num_replicas", self.num_replicas, 1)
@@ -58,18 +62,24 @@ class PlanningOptions:
             number("memory_limit", self.memory_limit, above=0.0)
         if self.method == "packing" and not self.row_lengths:
             raise ValueError('method="packing" needs row_lengths: the tokens of a row, such as (4096,)')
-        if self.replica_slowness and len(self.replica_slowness) != self.num_replicas:
+        if self.slowness and len(self.slowness) != self.num_replicas:
             raise ValueError(
-                f"replica_slowness={list(self.replica_slowness)}: one number is needed for each of "
-                f"{self.num_replicas} replicas"
+                f"slowness={list(self.slowness)}: one row is needed for each of {self.num_replicas} replicas"
             )
-        for factor in self.replica_slowness:
-            number("replica_slowness", factor, above=0.0)
+        for factor in itertools.chain.from_iterable(self.slowness):
+            number("slowness", factor, above=0.0)
 
-    @property
-    def slowness_D(self) -> tuple[float, ...]:
-        """Return [D] χ of each replica."""
-        return self.replica_slowness or (1.0,) * self.num_replicas
+    def slowness_DS(self, num_stages: int) -> Floats:
+        """Return [D, S] χ of each stage of each replica.
+
+        Raises:
+            ValueError: where it was given for another number of stages.
+        """
+        if not self.slowness:
+            return np.ones((self.num_replicas, num_stages))
+        if any(len(row) != num_stages for row in self.slowness):
+            raise ValueError(f"slowness={list(self.slowness)}: one number is needed for each of {num_stages} stages")
+        return np.array(self.slowness)
 
 
 class DoesNotFitError(ValueError):

@@ -21,32 +21,34 @@ def replica_plans(
     """Return [D] plans of these micro-batches; None where those of a replica do not fit."""
     sizes, lengths_MA = shapes_of(microbatches)
     forward_s, backward_s, activation_bytes, workspace_bytes = costs.prices(sizes, lengths_MA)
+    slowness_DS = options.slowness_DS(costs.num_stages)
     seconds_M = (forward_s + backward_s).max(axis=1)
-    fill = float(costs.num_stages - 1)
+    paces_D = [float(((forward_s + backward_s) * slowness_S).max(axis=1).sum()) for slowness_S in slowness_DS]
+    shares = shared(seconds_M, [pace / float(seconds_M.sum()) for pace in paces_D], float(costs.num_stages - 1))
     plans = []
-    for members, slowness in zip(shared(seconds_M, options.slowness_D, fill), options.slowness_D, strict=True):
+    for members, slowness_S in zip(shares, slowness_DS, strict=True):
         if not members:
             nothing: tuple[tuple[()], ...] = ((),) * costs.num_stages
             plans.append(ReplicaPlan((), nothing, 0.0, (0.0,) * costs.num_stages))
             continue
-        workspace_S = workspace_bytes[members].max(axis=0)
         chosen = shortest_schedule(
-            forward_s[members],
-            backward_s[members],
+            forward_s[members] * slowness_S,
+            backward_s[members] * slowness_S,
             activation_bytes[members],
-            (options.memory_limit - workspace_S).tolist(),
+            [options.memory_limit] * costs.num_stages,
+            workspace_bytes[members],
             schedule=options.schedule,
             num_clusters=options.num_clusters,
         )
         if chosen is None:
             return None
-        stages = planned_instructions(chosen.orders, forward_s[members], backward_s[members])
+        stages = planned_instructions(chosen.orders, forward_s[members] * slowness_S, backward_s[members] * slowness_S)
         plans.append(
             ReplicaPlan(
                 tuple(microbatches[member] for member in members),
                 tuple(map(tuple, stages)),
-                slowness * chosen.step_s,
-                tuple((chosen.peak_bytes + workspace_S).tolist()),
+                chosen.step_s,
+                tuple(chosen.peak_bytes.tolist()),
             )
         )
     return plans

@@ -28,7 +28,7 @@ class ChosenSchedule:
     Attributes:
         orders: [S] of forwards and backwards.
         step_s: expected seconds, without messages.
-        peak_bytes: [S] of activations.
+        peak_bytes: [S] of activations and workspace.
     """
 
     orders: Sequence[Sequence[Operation]]
@@ -41,6 +41,8 @@ def shortest_schedule(
     backward_s: Floats,
     activation_bytes: Floats,
     limits: Sequence[float],
+    workspace_bytes: Floats | None = None,
+    *,
     schedule: ScheduleName = "adaptive",
     num_clusters: int = 3,
 ) -> ChosenSchedule | None:
@@ -52,21 +54,23 @@ def shortest_schedule(
 
     Args:
         forward_s, backward_s, activation_bytes: [M, S].
-        limits: [S] bytes of activations at most.
+        limits: [S] bytes of activations and workspace at most.
+        workspace_bytes: [M, S] needed beside what is kept while a micro-batch runs; None for none.
         num_clusters: 1 for the order of the micro-batches as it is.
     """
     num_microbatches, num_stages = forward_s.shape
-    if (activation_bytes > np.asarray(limits)).any():
+    workspace = np.zeros_like(activation_bytes) if workspace_bytes is None else workspace_bytes
+    if (activation_bytes + workspace > np.asarray(limits)).any():
         return None
     best: ChosenSchedule | None = None
     for order in _orders_of_clusters((forward_s + backward_s).max(axis=1), num_clusters):
-        of_order = [values[order] for values in (forward_s, backward_s, activation_bytes)]
+        of_order = [values[order] for values in (forward_s, backward_s, activation_bytes, workspace)]
         options = [orders_of("1f1b", num_stages, num_microbatches)]
         if schedule == "adaptive" and num_stages > 1:
-            options.append(adaptive_orders(of_order[2], limits))
-            options.append(adaptive_orders(of_order[2], limits, num_stages))
+            options.append(adaptive_orders(of_order[2], limits, None, of_order[3]))
+            options.append(adaptive_orders(of_order[2], limits, num_stages, of_order[3]))
         for option in options:
-            peaks = peak_bytes(option, of_order[2])
+            peaks = peak_bytes(option, of_order[2], of_order[3])
             if (peaks > np.asarray(limits) * (1.0 + 1e-9)).any():
                 continue
             step_s = timeline(option, of_order[0], of_order[1]).step_s

@@ -15,7 +15,6 @@ import numpy as np
 
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.microbatches.micro_batch import Floats, Indices, Prices
-from zeroresize.utils.value_checks import number
 
 
 class LayerCosts(Protocol):
@@ -33,28 +32,20 @@ class StageCosts:
         kinds: [L] of each layer; layers of one kind cost the same.
         costs: of each kind.
         boundaries: [S + 1] stage s has the layers from entry s up to entry s + 1.
-        slowness: [S] χ, how many times its normal time a stage takes; empty where none is slow.
 
     Raises:
-        ValueError: for a kind without costs, boundaries of other layers, or slowness that is not above 0.
+        ValueError: for a kind without costs, or boundaries of other layers.
     """
 
     kinds: tuple[str, ...]
     costs: Mapping[str, LayerCosts]
     boundaries: tuple[int, ...]
-    slowness: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         missing = sorted(set(self.kinds) - set(self.costs))
         if missing:
             raise ValueError(f"layers of the kinds {missing} have no costs: there are those of {sorted(self.costs)}")
         Partition.of(self.boundaries, len(self.kinds), self.num_stages)
-        if self.slowness and len(self.slowness) != self.num_stages:
-            raise ValueError(
-                f"slowness={list(self.slowness)}: one number is needed for each of {self.num_stages} stages"
-            )
-        for factor in self.slowness:
-            number("slowness", factor, above=0.0)
 
     @property
     def num_stages(self) -> int:
@@ -77,11 +68,10 @@ class StageCosts:
             for kind, count in runs:
                 total[:, :, stage] += count * of_kind[kind][:3]
                 peak_KS[:, stage] = np.maximum(peak_KS[:, stage], total[2, :, stage] + of_kind[kind][3])
-        factors = np.array(self.slowness or (1.0,) * self.num_stages)
         forward_s, backward_s, kept = total
         with np.errstate(invalid="ignore"):
             workspace = np.where(np.isfinite(kept), np.maximum(peak_KS - kept, 0.0), np.inf)
-        return Prices(forward_s * factors, backward_s * factors, kept, workspace)
+        return Prices(forward_s, backward_s, kept, workspace)
 
     @cached_property
     def _runs(self) -> list[list[tuple[str, int]]]:
