@@ -25,7 +25,8 @@ from scripts.bench.modelled_pipelines import batches_of, costs_of, paper_model, 
 from zeroresize.policy.microbatches.iteration_plan import IterationPlan
 from zeroresize.policy.microbatches.micro_batch import Floats, Indices, MicroBatchCosts, padding_efficiency
 from zeroresize.policy.microbatches.partition import Segments, shortest_cuts
-from zeroresize.policy.microbatches.planning import fill_of, plan_iteration
+from zeroresize.policy.microbatches.planned_micro_batches import fill_of
+from zeroresize.policy.microbatches.planning import plan_iteration
 from zeroresize.policy.microbatches.planning_options import DoesNotFitError, PlanningOptions
 from zeroresize.policy.microbatches.sample_order import ordered
 

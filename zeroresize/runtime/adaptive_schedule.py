@@ -55,7 +55,7 @@ def adaptive_orders(
     backwards: list[deque[int]] = [deque() for _ in range(num_stages)]
     forwards[0].extend(range(num_microbatches))
     kept = [0.0] * num_stages
-    kept_microbatches: list[list[int]] = [[] for _ in range(num_stages)]  # each of which still has to run its backward
+    kept_besides: list[list[float]] = [[] for _ in range(num_stages)]  # of those that still have to run their backward
     under_way, num_left = 0, 2 * num_stages * num_microbatches
     most_under_way = math.inf if num_ahead is None else num_ahead
     while num_left:
@@ -65,7 +65,7 @@ def adaptive_orders(
             if backwards[stage]:
                 microbatch = backwards[stage].popleft()
                 kept[stage] -= needed[microbatch][stage]
-                kept_microbatches[stage].remove(microbatch)
+                kept_besides[stage].remove(besides[microbatch][stage])
                 orders[stage].append(Operation(False, microbatch))
                 num_left -= 1
                 if stage:
@@ -75,11 +75,11 @@ def adaptive_orders(
             if not forwards[stage] or (not stage and under_way >= most_under_way):
                 continue
             microbatch = forwards[stage][0]
-            largest = max(besides[each][stage] for each in (microbatch, *kept_microbatches[stage]))
+            largest = max(besides[microbatch][stage], max(kept_besides[stage], default=0.0))
             if kept[stage] + needed[microbatch][stage] + largest > most[stage] * (1.0 + 1e-12):
                 continue
             forwards[stage].popleft()
-            kept_microbatches[stage].append(microbatch)
+            kept_besides[stage].append(besides[microbatch][stage])
             kept[stage] += needed[microbatch][stage]
             orders[stage].append(Operation(True, microbatch))
             num_left -= 1

@@ -45,37 +45,58 @@ def timeline(orders: Sequence[Order], forward_s: Floats, backward_s: Floats) -> 
     Raises:
         ValueError: for orders by which stages wait for each other, naming what each of them waits for.
     """
+    operations, ends_s = _ends_of(orders, forward_s, backward_s)
+    by_end = sorted(range(len(operations)), key=ends_s.__getitem__)  # stable: what is needed comes first
+    return Timeline(tuple(operations[place] for place in by_end), tuple(ends_s[place] for place in by_end))
+
+
+def step_seconds(orders: Sequence[Order], forward_s: Floats, backward_s: Floats) -> float:
+    """Return the seconds from the first forward to the last backward; as :func:`timeline`, in less time."""
+    return max(_ends_of(orders, forward_s, backward_s)[1], default=0.0)
+
+
+def _ends_of(
+    orders: Sequence[Order], forward_s: Floats, backward_s: Floats
+) -> tuple[list[tuple[int, Operation]], list[float]]:
+    """All operations with their stages, each behind those that it needs, and when they end."""
     num_stages = len(orders)
+    last = num_stages - 1
+    num_microbatches = len(forward_s)
     seconds = {True: np.asarray(forward_s).tolist(), False: np.asarray(backward_s).tolist()}
     free_s, done = [0.0] * num_stages, [0] * num_stages
-    end_of: dict[tuple[int, bool, int], float] = {}
+    end_of: dict[bool, list[list[float | None]]] = {
+        which: [[None] * num_microbatches for _ in range(num_stages)] for which in (True, False)
+    }
     operations: list[tuple[int, Operation]] = []
+    ends_s: list[float] = []
     ready = list(range(num_stages))
     while ready:
         stage = ready.pop()
-        order = orders[stage]
-        while done[stage] < len(order):
-            operation = order[done[stage]]
+        order, begin_s, number = orders[stage], free_s[stage], done[stage]
+        while number < len(order):
+            operation = order[number]
             is_forward, microbatch = operation
-            begin_s = free_s[stage]
-            needed = _needed_by(stage, operation, num_stages)
-            if needed is not None:
-                if needed not in end_of:
+            if not is_forward or stage:
+                if is_forward:
+                    needed_s = end_of[True][stage - 1][microbatch]
+                else:
+                    needed_s = end_of[stage == last][min(stage + 1, last)][microbatch]
+                if needed_s is None:
                     break
-                begin_s = max(begin_s, end_of[needed])
-            free_s[stage] = end_s = begin_s + seconds[is_forward][microbatch][stage]
-            end_of[stage, is_forward, microbatch] = end_s
+                begin_s = max(begin_s, needed_s)
+            begin_s += seconds[is_forward][microbatch][stage]
+            end_of[is_forward][stage][microbatch] = begin_s
             operations.append((stage, operation))
-            done[stage] += 1
+            ends_s.append(begin_s)
+            number += 1
             receiver = stage + 1 if is_forward else stage - 1
             if 0 <= receiver < num_stages:
                 ready.append(receiver)
+        free_s[stage], done[stage] = begin_s, number
     if any(number < len(order) for number, order in zip(done, orders, strict=True)):
         waiting = {stage: order[done[stage]] for stage, order in enumerate(orders) if done[stage] < len(order)}
         raise ValueError(f"stages wait for each other in these orders: {waiting}")
-    ends_s = [end_of[stage, is_forward, microbatch] for stage, (is_forward, microbatch) in operations]
-    by_end = sorted(range(len(operations)), key=ends_s.__getitem__)  # stable: what is needed comes first
-    return Timeline(tuple(operations[place] for place in by_end), tuple(ends_s[place] for place in by_end))
+    return operations, ends_s
 
 
 def peak_bytes(orders: Sequence[Order], activation_bytes: Floats, workspace_bytes: Floats | None = None) -> Floats:
@@ -96,11 +117,3 @@ def peak_bytes(orders: Sequence[Order], activation_bytes: Floats, workspace_byte
         held = kept + np.where(is_forward, 0.0, of_each) + workspace[microbatches, stage]
         peaks[stage] = held.max(initial=0.0)
     return peaks
-
-
-def _needed_by(stage: int, operation: Operation, num_stages: int) -> tuple[int, bool, int] | None:
-    """The operation, with its stage, whose result it needs; None for the first stage's forwards."""
-    is_forward, microbatch = operation
-    if is_forward:
-        return (stage - 1, True, microbatch) if stage else None
-    return (stage + 1, False, microbatch) if stage + 1 < num_stages else (stage, True, microbatch)

@@ -12,7 +12,8 @@ from zeroresize.policy.microbatches.baselines import of_equal_tokens, of_fixed_s
 from zeroresize.policy.microbatches.closed_form import ClosedForm
 from zeroresize.policy.microbatches.iteration_plan import IterationPlan
 from zeroresize.policy.microbatches.micro_batch import MicroBatch, padding_efficiency, shapes_of
-from zeroresize.policy.microbatches.planning import batch_fingerprint, fill_of, plan_iteration
+from zeroresize.policy.microbatches.planned_micro_batches import fill_of
+from zeroresize.policy.microbatches.planning import batch_fingerprint, plan_iteration
 from zeroresize.policy.microbatches.planning_options import DoesNotFitError, PlanningOptions
 from zeroresize.policy.microbatches.sample_order import ordered
 from zeroresize.policy.microbatches.stage_costs import StageCosts
@@ -211,3 +212,26 @@ def test_one_slow_stage_of_one_replica_counts_there_only():
     assert tokens[1] < 0.7 * tokens[0]
     with pytest.raises(ValueError, match="one number is needed for each of 2 stages"):
         plan_iteration(0, lengths, {"none": costs_of(2)}, PlanningOptions(slowness=((1.0,),)))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("num_stages", "num_replicas", "limit"), [(2, 2, 1.5), (4, 1, 1.2), (4, 1, 3.0), (8, 1, 4.0)])
+def test_however_little_memory_there_is_equal_tokens_are_hardly_better(num_stages, num_replicas, limit, seed):
+    """Of the longest sample's bytes there is a little more, in which few others fit beside it."""
+    lengths = lengths_of(seed, 200)
+    costs = {
+        "none": costs_of(num_stages),
+        "layers": costs_of(num_stages, bytes_of_token=0.3, seconds=1.25),
+    }
+    memory_limit = limit * float(
+        costs["layers"].prices(np.ones(1, int), lengths.max(axis=0)[None]).activation_bytes.max()
+    )
+    dynamic = plan_iteration(0, lengths, costs, PlanningOptions(num_replicas, memory_limit))
+    assert max(max(replica.expected_bytes) for replica in dynamic.replicas) <= memory_limit * (1.0 + 1e-9)
+    for size in (64, 256, 1024, 2048, 4096, 8192):
+        try:
+            options = PlanningOptions(num_replicas, memory_limit, "tokens", size)
+            other = plan_iteration(0, lengths, costs, options)
+        except DoesNotFitError:
+            continue
+        assert dynamic.expected_s <= other.expected_s * 1.03

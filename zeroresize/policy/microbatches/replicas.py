@@ -112,23 +112,48 @@ def _improved(
     for _ in range(2 * len(seconds)):
         times = [_replica_s(part, seconds, factor, fill) for part, factor in zip(now, slowness, strict=True)]
         slowest = max(range(len(now)), key=times.__getitem__)
-        best: tuple[float, int, list[int], list[int]] = times[slowest] * (1.0 - _LEAST_GAIN), -1, [], []
+        longest = [_two_longest(part, seconds) for part in now]
+        totals = [sum(seconds[number] for number in part) for part in now]
+
+        def after(
+            replica: int,
+            given: int | None,
+            taken: int | None,
+            totals: list[float] = totals,
+            longest: list[tuple[float, float]] = longest,
+        ) -> float:
+            total_s = totals[replica]
+            most_s, _ = longest[replica]
+            if given is not None:
+                total_s -= seconds[given]
+                most_s = longest[replica][seconds[given] >= most_s]  # the second one where the longest is given
+            if taken is not None:
+                total_s += seconds[taken]
+                most_s = max(most_s, seconds[taken])
+            return slowness[replica] * float(total_s + fill * most_s)
+
+        best: tuple[float, int, int, int | None] = times[slowest] * (1.0 - _LEAST_GAIN), -1, -1, None
         for other in range(len(now)):
             if other == slowest:
                 continue
             for given, taken in itertools.product(now[slowest], [None, *now[other]]):
                 if taken is not None and seconds[taken] >= seconds[given]:
                     continue
-                left = [number for number in now[slowest] if number != given] + ([] if taken is None else [taken])
-                grown = [number for number in now[other] if number != taken] + [given]
-                larger = max(
-                    _replica_s(left, seconds, slowness[slowest], fill),
-                    _replica_s(grown, seconds, slowness[other], fill),
-                )
+                larger = max(after(slowest, given, taken), after(other, taken, given))
                 if larger < best[0]:
-                    best = larger, other, left, grown
-        _, other, left, grown = best
+                    best = larger, other, given, taken
+        _, other, given, taken = best
         if other < 0:
             break
-        now[slowest], now[other] = left, grown
+        now[slowest].remove(given)
+        now[other].append(given)
+        if taken is not None:
+            now[other].remove(taken)
+            now[slowest].append(taken)
     return now
+
+
+def _two_longest(part: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    longest = sorted((seconds[number] for number in part), reverse=True)[:2]
+    most_s, second_s = [*longest, 0.0, 0.0][:2]
+    return most_s, second_s

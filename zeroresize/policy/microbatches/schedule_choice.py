@@ -15,7 +15,7 @@ import numpy as np
 from zeroresize.policy.microbatches.micro_batch import Floats, Indices
 from zeroresize.runtime.adaptive_schedule import adaptive_orders
 from zeroresize.runtime.schedules import Operation, orders_of
-from zeroresize.runtime.timeline import peak_bytes, timeline
+from zeroresize.runtime.timeline import peak_bytes, step_seconds
 
 #: "1f1b"; "adaptive": memory-aware cyclic scheduling, or 1F1B where that is shorter and fits.
 ScheduleName = Literal["1f1b", "adaptive"]
@@ -73,7 +73,7 @@ def shortest_schedule(
             peaks = peak_bytes(option, of_order[2], of_order[3])
             if (peaks > np.asarray(limits) * (1.0 + 1e-9)).any():
                 continue
-            step_s = timeline(option, of_order[0], of_order[1]).step_s
+            step_s = step_seconds(option, of_order[0], of_order[1])
             if best is None or step_s < best.step_s * (1.0 - 1e-9):
                 named = [[Operation(is_forward, int(order[number])) for is_forward, number in each] for each in option]
                 best = ChosenSchedule(named, step_s, peaks)
