@@ -47,12 +47,12 @@ def samples_of(kind, lengths_NA, seed=0):
     return [(row(source), row(target)) for source, target in lengths_NA]
 
 
-def table_of(kind, recomputations=("none", "layers")):
+def table_of(kind, recomputations=("none", "layers"), num_layers=None, scale=1.0):
     """Costs that grow with the tokens of a micro-batch and the squares of its lengths."""
-    num_layers, num_axes = len(layers_of(kind)), len(SIZES[kind]) - 1
+    num_layers, num_axes = num_layers or len(layers_of(kind)), len(SIZES[kind]) - 1
     sizes, points = (1, 4, 16), ((1, 8, 64),) * num_axes
     rows, lengths = grid_points(sizes, points)
-    seconds = 1e-3 + 1e-5 * rows * lengths.sum(axis=1) + 1e-7 * rows * (lengths**2).sum(axis=1)
+    seconds = scale * (1e-3 + 1e-5 * rows * lengths.sum(axis=1) + 1e-7 * rows * (lengths**2).sum(axis=1))
     shape = (len(sizes), *map(len, points))
     grids = {}
     for recomputation in recomputations:
@@ -63,8 +63,8 @@ def table_of(kind, recomputations=("none", "layers")):
     return CostTable(("layer",) * num_layers, SIZES[kind], grids, "nowhere")
 
 
-def planner_of(kind, strategy, number=9, **options):
-    table = table_of(kind)
+def planner_of(kind, strategy, number=9, *, recomputations=("none", "layers"), scale=1.0, **options):
+    table = table_of(kind, recomputations, scale=scale)
     boundaries = strategy.partition(len(table.kinds)).boundaries
     return IterationPlanner(
         Lengths(kind, number), table, boundaries, PlanningOptions(num_replicas=strategy.dp, **options)

@@ -169,7 +169,7 @@ def test_training_under_five_strategies_is_that_of_the_undivided_model_to_the_co
         return losses
 
     for losses in run_ranks(train, 4):
-        torch.testing.assert_close(torch.tensor(losses), torch.tensor(steps), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(steps), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("gradient_dtype", [None, BF16])

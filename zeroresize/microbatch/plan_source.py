@@ -26,6 +26,9 @@ class PlanSource:
         model: the fingerprint that plans for this model, its costs and its options have.
         timeout_s: seconds to wait for a plan at most; None for half of the group's time limit.
 
+    Attributes:
+        model: that fingerprint; set it where others are planned for from the next iteration on.
+
     Raises:
         ValueError: for a group that this rank is not in, or seconds that are none.
     """
@@ -42,7 +45,7 @@ class PlanSource:
         process_group = require_group(process_group)
         if timeout_s is not None:
             number("timeout_s", timeout_s, above=0.0)
-        self._store, self._model = store, model
+        self._store, self.model = store, model
         self._is_first = group_rank(process_group) == 0
         self._timeout_s = timeout_s or _SHARE_OF_LIMIT * time_limit(process_group).total_seconds()
         self._meet = meet_over(process_group, device)
@@ -79,10 +82,10 @@ class PlanSource:
         plan = IterationPlan.from_json(text)
         if plan.iteration != iteration:
             raise ValueError(f"the plan of iteration {iteration} is wanted, and this is one of {plan.iteration}")
-        if plan.model != self._model:
+        if plan.model != self.model:
             raise ValueError(
                 f"the plan of iteration {iteration} was made for another model, with other costs, or with other "
-                f"options: its fingerprint is {plan.model}, that of this rank {self._model}; planners and executors "
+                f"options: its fingerprint is {plan.model}, that of this rank {self.model}; planners and executors "
                 "need the same"
             )
         if plan.batch != batch:

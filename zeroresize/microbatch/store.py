@@ -139,6 +139,16 @@ class InstructionStore(ABC):
         over = [iteration for iteration in self._iterations(purpose) if iteration < before_iteration]
         self._delete([f"{_PLANS}{iteration}" for iteration in over], purpose)
 
+    def renew(self, iteration: int) -> None:
+        """Drop all plans, and what planners have said: others plan from this iteration on. Planners are closed before.
+
+        Raises:
+            StoreError: if the store cannot be reached.
+        """
+        purpose = f"drop the plans from iteration {iteration} on"
+        self._delete(self._names(purpose), purpose)
+        self._set(_PROGRESS, str(iteration).encode(), purpose)
+
     def progress(self) -> int | None:
         """Return the iteration that executors have come to; None while they have not said."""
         return self._progress("say how far executors are")

@@ -18,14 +18,13 @@ import torch
 from torch import nn
 
 from zeroresize.comm.collectives import all_reduce, message_device
-from zeroresize.microbatch.plan_source import PlanSource
-from zeroresize.plan.strategy import Position
+from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.microbatches.baselines import of_equal_tokens
 from zeroresize.policy.microbatches.iteration_plan import IterationPlan
 from zeroresize.policy.microbatches.micro_batch import Indices, MicroBatch
 from zeroresize.policy.microbatches.planning import batch_fingerprint
 from zeroresize.policy.microbatches.sample_order import ordered
-from zeroresize.resharding.agreement import meet_over, meet_prepared
+from zeroresize.resharding.agreement import NotEnoughMemoryError, meet_over, meet_prepared
 from zeroresize.runtime.activations import Batch, BatchOf, find_activations
 from zeroresize.runtime.random_numbers import seed_of
 from zeroresize.runtime.stage import Loss, Stage
@@ -41,6 +40,12 @@ class MovableBatch(Batch, Protocol):
     """A micro-batch that goes to the device of the layers."""
 
     def to(self, device: torch.device, /) -> Batch: ...
+
+
+class Plans(Protocol):
+    """Where plans come from, such as a :class:`~zeroresize.microbatch.plan_source.PlanSource`."""
+
+    def plan(self, iteration: int, batch: str, /) -> IterationPlan: ...
 
 
 #: Makes a micro-batch from all samples of a mini-batch, and which of them it has.
@@ -114,7 +119,7 @@ class MicroBatchTrainer:
         self,
         model: SwitchableModel,
         optimizer: torch.optim.Optimizer,
-        plans: PlanSource,
+        plans: Plans,
         *,
         batch_from: BatchFrom,
         hollow: BatchOf,
@@ -147,10 +152,34 @@ class MicroBatchTrainer:
                 checkpoint, and the process has to exit, so that the others notice.
         """
         begin = time.perf_counter()
+        plan = self.fetch(lengths_NA)
+        return self.carry_out(plan, samples, lengths_NA, begin=begin)
+
+    def fetch(self, lengths_NA: Indices) -> IterationPlan:
+        """Return the plan of the next iteration, for :meth:`carry_out`; collective.
+
+        Raises:
+            Exception: as :meth:`step` does before anything has run.
+        """
         self._require_ready()
         plan = self.plans.plan(self.num_steps, batch_fingerprint(lengths_NA))
         self._require_divided_alike(plan)
-        wait_s = time.perf_counter() - begin
+        return plan
+
+    def carry_out(
+        self, plan: IterationPlan, samples: Sequence[Any], lengths_NA: Indices, *, begin: float | None = None
+    ) -> IterationReport:
+        """Make one optimizer step by the plan that :meth:`fetch` has returned; collective.
+
+        Args:
+            begin: when the iteration began, by ``time.perf_counter``; None for now.
+
+        Raises:
+            Exception: as :meth:`step`.
+        """
+        planned = time.perf_counter()
+        begin = planned if begin is None else begin
+        wait_s = planned - begin
         num_tokens = int(np.asarray(lengths_NA)[:, -1].sum())
         with self._failing():
             work_begin = time.perf_counter()
@@ -181,6 +210,29 @@ class MicroBatchTrainer:
             norm,
             is_skipped,
         )
+
+    def change_strategy(self, strategy: Strategy) -> int:
+        """Spread the model otherwise from the next iteration on, with all that the optimizer keeps; collective.
+
+        What is planned has to be planned for that, too. The strategy before is forgotten.
+
+        Returns:
+            The bytes that this rank has received.
+
+        Raises:
+            Exception: as :meth:`~zeroresize.strategy.model.SwitchableModel.add` and ``move_optimizer``; the strategy
+                stays as it is where memory does not suffice.
+        """
+        before = self.model.optimizer_strategy
+        if strategy not in self.model.strategies:
+            self.model.add(strategy)
+        try:
+            report = self.model.move_optimizer(strategy, self.optimizer)
+        except NotEnoughMemoryError:  # on every rank
+            self.model.forget(strategy)
+            raise
+        self.model.forget(before)
+        return report.received_bytes
 
     def evaluate(self, samples: Sequence[Any], lengths_NA: Indices, max_tokens: int) -> float:
         """Return the mean loss over the tokens of samples that count, without gradients; collective.

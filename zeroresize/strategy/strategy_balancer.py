@@ -12,27 +12,20 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
-from weakref import finalize
 
-import torch
 from torch import Tensor
 
-from zeroresize.comm.cpu_group import CpuGroup
-from zeroresize.comm.exchange import Exchange
-from zeroresize.comm.whereabouts import Call
-from zeroresize.measure.clocks import Clock, clock_for
-from zeroresize.measure.device_speed import product_seconds
+from zeroresize.measure.clocks import Clock
 from zeroresize.measure.links import measure_move_cost
-from zeroresize.measure.step_timer import StepTimer
 from zeroresize.optim.independence import why_not_elementwise
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.moves.least_saving import MIN_SAVING
 from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.stragglers.costs import StragglerCosts
 from zeroresize.policy.strategy.stragglers.decision import TOLERANCE, StragglerDecision, StrategyProposal
-from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds
 from zeroresize.resharding.agreement import NotEnoughMemoryError, meet_over, meet_prepared
 from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.speed_meter import SpeedMeter
 from zeroresize.strategy.step_report import StepReport
 from zeroresize.strategy.straggler_record import StragglerRecord
 from zeroresize.strategy.trainer import StrategyTrainer
@@ -41,11 +34,6 @@ from zeroresize.utils.state_checks import anything, count, keyed
 
 logger = logging.getLogger(__name__)
 
-#: A rank without a part looks how fast it is once in so many steps, and one with a part once in so many, so that it is
-#: known what that says of training.
-PROBE_EVERY, _PROBE_WITH_PART_EVERY = 4, 16
-#: By products of weights of this size that take so many seconds, of which the fastest of so many counts.
-_PROBE_SIZE, _PROBE_S, _PROBE_REPETITIONS = 256, 0.002, 3
 #: Seconds in which a strategy gets process groups and modules, where the model has made no groups that tell.
 SETUP_S = 0.2
 #: Steps are expected to be like so many of the newest ones; what they take is worked out anew every so many steps.
@@ -80,9 +68,6 @@ class StrategyBalancer:
         on_change: is given a :class:`~zeroresize.strategy.straggler_record.StragglerRecord` after each
             decision that was carried out or could not be, on every rank.
 
-    Attributes:
-        steps: how many are over.
-
     Raises:
         ValueError: for values that are not allowed, and where the optimizer's strategy is the strategy of no range; on
             all ranks, if they differ in the values; for an optimizer that sees whole matrices, as Muon does, since
@@ -109,7 +94,6 @@ class StrategyBalancer:
                 f"{', '.join(map(str, strategies))}"
             )
         self._require_any_optimizer_strategy(trainer)
-        self.steps = 0
         self._trainer, self._model, self._optimizer_strategy = (
             trainer,
             model,
@@ -121,22 +105,17 @@ class StrategyBalancer:
         self._decision = StragglerDecision(
             strategies, self._costs.division, self._costs, tolerance=tolerance, min_saving=min_saving
         )
-        self._speeds = RankSpeeds(cost.num_ranks)
         self._sample: deque[list[int]] = deque(maxlen=_SAMPLE)
-        self._work_s: deque[float] = deque()  # of steps whose seconds are not read yet
-        self._steps_without = 0  # a part, in a row
         self._on_change = on_change
         self._kept = tuple(model.strategies)
         agreement = {f"cost.{one.name}": digest(repr(getattr(cost, one.name))).hex() for one in fields(cost)} | {
             "the ranges": " | ".join(f"{one}, max_tokens {one.max_tokens}" for one in trainer.ranges),
             "limit_bytes, tolerance or min_saving": f"{limit_bytes} {tolerance} {min_saving}",
         }
-        self._exchange = Exchange(CpuGroup(model.process_group, agreement))
+        self._meter = SpeedMeter(model, agreement, probe=probe, clock=clock)
         links = measure_move_cost(model.process_group, model.device)
         self._decision.cost = replace(links, setup_s=self._slowest_setup_s(model))
-        self._timer = StepTimer(clock or clock_for(model.device))
-        self.close: Callable[[], object] = finalize(self, _close, self._exchange, self._timer)
-        self._probe = probe or _Products(model.device)
+        self.close = self._meter.close
 
     @staticmethod
     def _slowest_setup_s(model: SwitchableModel) -> float:
@@ -157,6 +136,11 @@ class StrategyBalancer:
         meet_prepared(meet_over(model.process_group, model.device), prepared)
 
     @property
+    def steps(self) -> int:
+        """Return how many are over."""
+        return self._meter.num_steps
+
+    @property
     def in_force(self) -> tuple[Strategy, ...]:
         """Return [G] the strategies of the ranges."""
         return self._decision.in_force
@@ -170,37 +154,25 @@ class StrategyBalancer:
         """
         lengths = [len(one) - 1 for one in sequences]
         has_part = any(one.position_of(self._model.rank) is not None for one in self.in_force)
-        every, steps = (_PROBE_WITH_PART_EVERY, self.steps) if has_part else (PROBE_EVERY, self._steps_without)
-        probe_s = self._probe() if steps % every == PROBE_EVERY - 1 else 0.0
-        self._steps_without = 0 if has_part else self._steps_without + 1
-        self._timer.begin_step()
+        self._meter.begin(has_part=has_part)
         report = self._trainer.step(sequences)
-        times = self._timer.end_step()
-        self._work_s.append(self._costs.rank_s(self.in_force, lengths, self._model.rank))
+        work_s = self._costs.rank_s(self.in_force, lengths, self._model.rank)
         self._sample.append(lengths)
         if self.steps % _NEW_SAMPLE < _SAMPLE:
             self._costs.expect(list(self._sample))
             self._decision.look_again()
-        self.steps += 1
-        self._exchange.where.call, self._exchange.where.num_steps = Call.STEP, self.steps
-        table = self._exchange.collect()
-        # On a device the seconds of a step are read one or more steps later.
-        busy = [(one.busy_s, self._work_s.popleft()) for one in times]
-        busy_s, work_s = busy[-1] if busy else (0.0, 0.0)
-        self._exchange.post([busy_s, work_s, probe_s])
-        if table is not None:
-            self._speeds.learn(*(tuple(column) for column in zip(*table, strict=True)))
+        if self._meter.end(work_s):
             self._decide()
         return report
 
     def what_if(self) -> tuple[StrategyProposal, ...]:
         """Return what each candidate would bring now, the first being to stay; empty before speeds are known."""
-        speeds = self._speeds.speeds()
+        speeds = self._meter.speeds
         return () if speeds is None else self._decision.what_if(speeds)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned and is owed; plain values, the same on every rank."""
-        return {"steps": self.steps, "speeds": self._speeds.state_dict(), "decision": self._decision.state_dict()}
+        return {"steps": self.steps, "speeds": self._meter.state_dict(), "decision": self._decision.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`, between two steps, on every rank alike.
@@ -212,14 +184,12 @@ class StrategyBalancer:
             ValueError: naming what does not fit; nothing is taken over then.
         """
         keyed({"steps": count, "speeds": anything, "decision": anything})(state, "state")
-        speeds = RankSpeeds(len(self._exchange.ranks))
-        speeds.load_state_dict(state["speeds"])
+        self._meter.require(state["speeds"])
         self._decision.load_state_dict(state["decision"], in_force=self.in_force)
-        self._speeds, self.steps = speeds, state["steps"]
-        self._exchange.collect()  # of steps before
+        self._meter.load_state_dict(state["speeds"], state["steps"])
 
     def _decide(self) -> None:
-        speeds = self._speeds.speeds()
+        speeds = self._meter.speeds
         proposal = None if speeds is None else self._decision.update(speeds)
         if proposal is None or speeds is None:
             return
@@ -253,7 +223,7 @@ class StrategyBalancer:
             self._decision.refuse()
             self._forget_others()
             return proposal.switch_s, 0, False
-        table = self._exchange.meet(time.perf_counter() - begin, float(received))
+        table = self._meter.exchange.meet(time.perf_counter() - begin, float(received))
         seconds = max(own for own, _ in table)
         self._decision.made(proposal, seconds)
         self._forget_others()
@@ -264,18 +234,3 @@ class StrategyBalancer:
         for strategy in self._model.strategies:
             if strategy not in (*self._kept, *self.in_force, self._model.optimizer_strategy):
                 self._model.forget(strategy)
-
-
-class _Products:
-    """Seconds of the three products of a layer of a fixed size on a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._weight = torch.ones(_PROBE_SIZE, _PROBE_SIZE, device=device)
-
-    def __call__(self) -> float:
-        return product_seconds(self._weight, least_s=_PROBE_S, repetitions=_PROBE_REPETITIONS)
-
-
-def _close(exchange: Exchange, timer: StepTimer) -> None:
-    timer.close()
-    exchange.close()

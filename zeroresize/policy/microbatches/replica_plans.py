@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from zeroresize.policy.microbatches.iteration_plan import ReplicaPlan
 from zeroresize.policy.microbatches.micro_batch import MicroBatch, MicroBatchCosts, shapes_of
 from zeroresize.policy.microbatches.planning_options import PlanningOptions
-from zeroresize.policy.microbatches.replicas import shared
+from zeroresize.policy.microbatches.replicas import shared_by_stages
 from zeroresize.policy.microbatches.schedule_choice import shortest_schedule
 from zeroresize.runtime.communication import planned_instructions
 
@@ -22,11 +22,8 @@ def replica_plans(
     sizes, lengths_MA = shapes_of(microbatches)
     forward_s, backward_s, activation_bytes, workspace_bytes = costs.prices(sizes, lengths_MA)
     slowness_DS = options.slowness_DS(costs.num_stages)
-    seconds_M = (forward_s + backward_s).max(axis=1)
-    paces_D = [float(((forward_s + backward_s) * slowness_S).max(axis=1).sum()) for slowness_S in slowness_DS]
-    shares = shared(seconds_M, [pace / float(seconds_M.sum()) for pace in paces_D], float(costs.num_stages - 1))
     plans = []
-    for members, slowness_S in zip(shares, slowness_DS, strict=True):
+    for members, slowness_S in zip(shared_by_stages(forward_s + backward_s, slowness_DS), slowness_DS, strict=True):
         if not members:
             nothing: tuple[tuple[()], ...] = ((),) * costs.num_stages
             plans.append(ReplicaPlan((), nothing, 0.0, (0.0,) * costs.num_stages))

@@ -49,6 +49,20 @@ def shared(seconds_M: Sequence[float] | Floats, slowness_D: Sequence[float], fil
     return [sorted(part) for part in best]
 
 
+def shared_by_stages(stage_s: Floats, slowness_DS: Floats) -> list[list[int]]:
+    """Return [D] the numbers of the micro-batches of each replica, as :func:`shared` does.
+
+    A micro-batch takes what it does on its replica's slowest stage.
+
+    Args:
+        stage_s: [M, S] of each micro-batch on each stage that is not slow.
+        slowness_DS: [D, S] χ of each stage of each replica.
+    """
+    seconds_M = stage_s.max(axis=1)
+    paces_D = [float((stage_s * slowness_S).max(axis=1).sum() / seconds_M.sum()) for slowness_S in slowness_DS]
+    return shared(seconds_M, paces_D, float(stage_s.shape[1] - 1))
+
+
 def karmarkar_karp(values: Sequence[float], num_parts: int) -> list[list[int]]:
     """Return the numbers of the values in each part, whose sums are close, by the largest differencing method.
 

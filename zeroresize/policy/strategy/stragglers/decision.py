@@ -155,12 +155,16 @@ class StragglerDecision:
 
     def made(self, proposal: StrategyProposal, seconds: float | None = None) -> None:
         """Put the proposal's candidate in force from now on; the switch took so many seconds, if that is known."""
-        after = proposal.candidate.strategies
+        before, self.in_force = self.in_force, proposal.candidate.strategies
         if seconds is not None:
-            self.cost = self.cost.learned(self._costs.switch_bytes(self.in_force, after), seconds, self._num_new(after))
-        self.in_force = after
+            self.learn(before, self.in_force, seconds)
         self._rental.settle(proposal.candidate.key)
         self._rental.succeed()
+
+    def learn(self, before: Sequence[Strategy], after: Sequence[Strategy], seconds: float) -> None:
+        """Take how long a switch took that was made."""
+        num_new = self._num_new(before, after)
+        self.cost = self.cost.learned(self._costs.switch_bytes(before, after), seconds, num_new)
 
     def refuse(self) -> None:
         """Note that the switch could not be made: nothing is tried for a while."""
@@ -230,11 +234,11 @@ class StragglerDecision:
     def _switch_s(self, after: tuple[Strategy, ...]) -> float:
         if after == self.in_force:
             return 0.0
-        return self.cost.seconds(self._costs.switch_bytes(self.in_force, after), self._num_new(after))
+        return self.cost.seconds(self._costs.switch_bytes(self.in_force, after), self._num_new(self.in_force, after))
 
-    def _num_new(self, after: Sequence[Strategy]) -> int:
-        """Strategies that the model does not have: it has the original ones and those in force."""
-        return len({*after} - {*self.original, *self.in_force})
+    def _num_new(self, before: Sequence[Strategy], after: Sequence[Strategy]) -> int:
+        """Strategies that the model does not have: it has the original ones and those in force before."""
+        return len({*after} - {*self.original, *before})
 
     def _add_up(self, proposals: Sequence[StrategyProposal], speeds: Sequence[float], num_steps: int) -> None:
         now_s = proposals[0].step_s

@@ -1,0 +1,194 @@
+"""Ranks become slow and fast again in planned micro-batches: samples and layers follow, results stay."""
+
+import json
+
+import pytest
+import torch
+from helpers.micro_batches import MAKE, SIZES, Undivided, layers_of, planner_of, samples_of, table_of
+
+from lm_examples.microbatches.blocks import summed_loss
+from zeroresize.measure.clocks import HostClock
+from zeroresize.microbatch.balancer import MicroBatchBalancer
+from zeroresize.microbatch.run_planners import RunPlanners
+from zeroresize.microbatch.shared_store import share_store
+from zeroresize.microbatch.trainer import MicroBatchTrainer
+from zeroresize.plan.strategy import Strategy
+from zeroresize.resharding.agreement import NotEnoughMemoryError
+from zeroresize.strategy.model import SwitchableModel
+
+CPU = torch.device("cpu")
+NUM_SAMPLES = 24
+#: Seconds of the table's costs are so many of the clock's, so that what changes take does not matter.
+SCALE = 1e4
+
+
+class Pace:
+    """A rank's clock: it moves only when its layers compute, χ times as far as the table of costs says."""
+
+    def __init__(self, table):
+        self.chi, self.taken_s = 1.0, 0.0
+        self._costs = table.costs(range(len(table.kinds) + 1))
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def hold_up(self, layers):
+        for layer in layers:
+            layer.register_forward_hook(self._take)
+
+    def probe(self):
+        return 0.002 * self.chi
+
+    def _take(self, layer, arguments, output):
+        batch = arguments[1]
+        if torch.is_grad_enabled() and not output.is_meta:
+            size, length = batch.sizes.values()
+            prices = self._costs["none"].prices(torch.tensor([size]).numpy(), torch.tensor([[length]]).numpy())
+            self.taken_s += self.chi * float(prices.forward_s[0, 0] + prices.backward_s[0, 0])
+
+
+class Clock(HostClock):
+    def __init__(self, pace):
+        self._pace = pace
+
+    def mark(self):
+        return self._pace.taken_s
+
+
+class Job:
+    """A training, its balancer and its planners on one rank."""
+
+    def __init__(self, strategy, group, records, last=None, **options):
+        planner = planner_of("gpt", strategy, NUM_SAMPLES, recomputations=("none",), scale=SCALE)
+        self.shared = share_store(group)
+        self.planners = RunPlanners(planner, self.shared, group, CPU, last=last, ahead=3)
+        self.pace = Pace(table_of("gpt", ("none",), scale=SCALE))
+        layers = layers_of("gpt")
+        self.pace.hold_up(layers)
+        model = SwitchableModel(layers, strategies=[strategy], process_group=group)
+        optimizer = torch.optim.AdamW([{"params": list(model.parameters())}], lr=1e-2, eps=1e-4)
+        self.trainer = MicroBatchTrainer(
+            model,
+            optimizer,
+            self.planners,
+            batch_from=MAKE["gpt"][1].of,
+            hollow=MAKE["gpt"][1].hollow,
+            sizes=SIZES["gpt"],
+            loss=summed_loss,
+            grad_clip=0.5,
+        )
+        self.balancer = MicroBatchBalancer(
+            self.trainer,
+            self.planners,
+            probe=self.pace.probe,
+            clock=Clock(self.pace),
+            on_change=records.append,
+            **options,
+        )
+        self.whole, self.lengths_of = Undivided("gpt"), planner.lengths_of
+
+    def step(self):
+        iteration = self.trainer.num_steps
+        lengths = self.lengths_of(iteration)
+        samples = samples_of("gpt", lengths, iteration)
+        report = self.balancer.step(samples, lengths)
+        loss, norm = self.whole.step(samples, lengths)
+        assert report.loss == pytest.approx(loss, rel=1e-9)
+        assert report.grad_norm == pytest.approx(norm, rel=1e-9)
+        return report
+
+    def close(self):
+        self.balancer.close()
+        self.planners.close()
+        self.shared.close()
+
+
+def test_a_slow_replica_gets_fewer_samples_and_all_of_them_back(run_ranks):
+    def train(rank, group):
+        records = []
+        job = Job(Strategy(dp=2), group, records)
+
+        def run_until_change(chi, most=30):
+            job.pace.chi = chi if rank == 1 else 1.0
+            number = len(records)
+            for _ in range(most):
+                job.step()
+                if len(records) > number:
+                    return job.step()  # which is planned by the new speeds
+            raise AssertionError(f"nothing changed: {records}")
+
+        for _ in range(6):
+            even = job.step()
+        assert not records
+        slow = run_until_change(3.0)
+        job.balancer.load_state_dict(json.loads(json.dumps(job.balancer.state_dict())))
+        back = run_until_change(1.0)
+        for _ in range(3):
+            job.step()
+        job.close()
+        kinds = [(each.what, each.is_made) for each in records]
+        return kinds, even.num_microbatches, slow.expected_s, back.expected_s, even.expected_s, records[0].to_dict()
+
+    first, other = run_ranks(train, 2)
+    assert first[:-1] == other[:-1]
+    kinds, _, slow_s, back_s, even_s, record = first
+    assert kinds[0] == ("replan", True) and kinds[-1] == ("replan", True)
+    assert slow_s < 2.2 * even_s  # as planned before 3; ideally 2 / (1 + 1 / 3)
+    assert back_s < 1.3 * even_s
+    assert record["kind"] == "micro-batches" and record["speeds"][1] == pytest.approx(1 / 3, rel=0.1)
+
+
+def test_a_slow_stage_gives_layers_away_and_gets_them_back(run_ranks):
+    strategy = Strategy(pp=2)
+
+    def train(rank, group):
+        records = []
+        job = Job(strategy, group, records)
+        for _ in range(6):
+            job.step()
+        assert not records
+        job.pace.chi = 2.5 if rank == 0 else 1.0
+        for _ in range(30):
+            job.step()
+        slow = job.balancer.strategy
+        job.pace.chi = 1.0
+        for _ in range(60):
+            job.step()
+        final = job.balancer.strategy
+        job.close()
+        return [each.what for each in records], slow, final
+
+    first, other = run_ranks(train, 2)
+    assert first == other
+    kinds, slow, final = first
+    assert slow != strategy and kinds[-1] in ("original", "replan") and final == strategy
+
+
+def test_memory_that_does_not_suffice_leaves_all_as_it_was(run_ranks):
+    def train(rank, group):
+        records = []
+        job = Job(Strategy(pp=2), group, records)
+        for _ in range(6):
+            job.step()
+
+        def refuse(strategy):
+            raise NotEnoughMemoryError("not enough")
+
+        job.trainer.change_strategy = refuse
+        job.pace.chi = 2.5 if rank == 0 else 1.0
+        for _ in range(12):
+            job.step()
+        job.close()
+        return [(each.what, each.is_made) for each in records], job.balancer.strategy
+
+    for records, strategy in run_ranks(train, 2):
+        assert records and not any(is_made for what, is_made in records if what != "replan")
+        assert strategy == Strategy(pp=2)
+
+
+def test_ranks_that_want_different_things_are_told(run_ranks):
+    def train(rank, group):
+        with pytest.raises((ValueError, RuntimeError), match="tolerance"):
+            Job(Strategy(pp=2), group, [], min_saving=0.02 + 0.01 * rank)
+
+    run_ranks(train, 2)

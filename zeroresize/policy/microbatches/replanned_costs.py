@@ -1,0 +1,231 @@
+"""What iterations take under other divisions of the ranks, some of them slow, with samples shared out anew.
+
+Layers that move between stages and samples that move between replicas are so judged by one number, the seconds of an
+iteration, by the cost model that plans are made with and the newest plans. A new plan may cut micro-batches anew, too,
+so it is no longer than what is told here.
+
+``R`` ranks, ``D`` replicas, ``S`` stages, ``L`` layers, ``M`` micro-batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from zeroresize.plan.layout import Layout, TensorSpec, unit_bounds
+from zeroresize.plan.strategy import Position, Strategy
+from zeroresize.policy.microbatches.iteration_plan import IterationPlan
+from zeroresize.policy.microbatches.micro_batch import Floats, MicroBatch, MicroBatchCosts, Prices, shapes_of
+from zeroresize.policy.microbatches.planning_options import PlanningOptions
+from zeroresize.policy.microbatches.replica_plans import replica_plans
+from zeroresize.policy.microbatches.replicas import shared_by_stages
+from zeroresize.policy.moves.move_cost import most_bytes
+from zeroresize.policy.strategy.costs.cost_model import pipeline_seconds
+from zeroresize.policy.strategy.stragglers.changed_strategies import ModelDivision
+from zeroresize.policy.strategy.switches.switch_plan import plan_weights
+
+#: Iterations are expected to be like so many of the newest ones.
+SAMPLE = 4
+#: Of the heaviest layer's work, at least.
+_LEAST_WORK = 1e-6
+
+#: What the stages with these boundaries take, by what is computed again.
+CostsOfStages = Callable[[Sequence[int]], Mapping[str, MicroBatchCosts]]
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """Describe what is trained in planned micro-batches.
+
+    Attributes:
+        original: how it is spread while no rank is slow; costs are known for its tensor-parallel degree only.
+        num_layers: L.
+        tensors: of the undivided model.
+        nodes: [R] on which node each rank is.
+        lengths: [A] tokens of a usual sample, by which layers' work is told.
+        optimizer_ratio: bytes of optimizer state for a byte of weights.
+    """
+
+    original: Strategy
+    num_layers: int
+    tensors: Sequence[TensorSpec]
+    nodes: Sequence[int]
+    lengths: tuple[int, ...]
+    optimizer_ratio: float = 2.0
+
+
+class ReplannedCosts:
+    """Tell what a training's iterations and switches take.
+
+    It is a :class:`~zeroresize.policy.strategy.stragglers.decision.StrategyCosts` of one range, all lengths.
+
+    Args:
+        model: what is trained.
+        costs_of: of stages with given boundaries.
+        options: of planning while no rank is slow.
+
+    Attributes:
+        optimizer_strategy: the number of the only range.
+    """
+
+    def __init__(self, model: PlannedModel, costs_of: CostsOfStages, options: PlanningOptions) -> None:
+        self.optimizer_strategy = 0
+        self._model, self._options = model, options
+        self._costs_of = lru_cache(maxsize=64)(lambda boundaries: costs_of(boundaries))
+        self._plans: deque[IterationPlan] = deque(maxlen=SAMPLE)
+        self._layout_of = lru_cache(maxsize=64)(self._layout)
+        self._prices_of = lru_cache(maxsize=256)(self._prices)
+
+    def expect(self, plan: IterationPlan) -> None:
+        """Expect iterations like this one, which is the newest."""
+        self._plans.append(plan)
+        self._prices_of.cache_clear()
+
+    def forget(self) -> None:
+        """Expect nothing of the iterations so far, which were planned otherwise."""
+        self._plans.clear()
+        self._prices_of.cache_clear()
+
+    @property
+    def division(self) -> ModelDivision:
+        """Return how the model can be divided; a layer's work is what a usual sample takes."""
+        costs, *_ = self._costs_of(tuple(range(self._model.num_layers + 1))).values()
+        work_L = _stage_s(costs.prices(np.ones(1, dtype=np.int64), np.array([self._model.lengths])))[0]
+        least_s = _LEAST_WORK * float(work_L.max()) or 1.0
+        unit_counts = sorted({tensor.num_units for tensor in self._model.tensors if tensor.division is not None})
+        return ModelDivision(
+            tuple(np.maximum(work_L, least_s).tolist()),
+            tuple(unit_counts),
+            tuple(self._model.nodes),
+            (self._model.original.tp,),
+        )
+
+    def range_s(self, number: int, strategy: Strategy, speeds: Sequence[float]) -> float:
+        """Return the mean seconds of the expected iterations, infinite for another tensor-parallel degree."""
+        if strategy.tp != self._model.original.tp:
+            return math.inf
+        slowness_DS = self.slowness_of(strategy, speeds)
+        return self._mean_s(
+            strategy, lambda _, stage_s: _slowest_s(shared_by_stages(stage_s, slowness_DS), stage_s, slowness_DS)
+        )
+
+    def as_planned_s(self, strategy: Strategy, speeds: Sequence[float]) -> float:
+        """Return the same of the plans as they are, made for this strategy's division, when ranks had other speeds."""
+        slowness_DS = self.slowness_of(strategy, speeds)
+
+        def seconds(plan: IterationPlan, stage_s: Floats) -> float:
+            ends = np.cumsum([0, *(len(replica.microbatches) for replica in plan.replicas)]).tolist()
+            return _slowest_s(list(itertools.starmap(range, itertools.pairwise(ends))), stage_s, slowness_DS)
+
+        return self._mean_s(strategy, seconds)
+
+    def fits(self, number: int, strategy: Strategy, optimizer_strategy: Strategy) -> bool:
+        """Return whether the newest micro-batches fit beside the weights that a strategy brings."""
+        limit = self._memory_limit(strategy)
+        if limit == math.inf or limit <= 0.0:
+            return limit > 0.0
+        options = replace(self.options_of(strategy), num_clusters=1)
+        return all(
+            replica_plans(_all_of(plan), self._costs_of(self._boundaries(strategy))[plan.recomputation], options)
+            is not None
+            for plan in self._plans
+        )
+
+    def switches_fit(self, strategies: Sequence[Strategy]) -> bool:
+        """Return that they do: there is one range, so nothing switches within an iteration."""
+        return True
+
+    def step_s(self, strategies: Sequence[Strategy], speeds: Sequence[float]) -> float:
+        """Return the mean seconds of the expected iterations."""
+        return self.range_s(0, strategies[0], speeds)
+
+    def switch_bytes(self, before: Sequence[Strategy], after: Sequence[Strategy]) -> float:
+        """Return the bytes of weights and optimizer state that the busiest rank sends or receives."""
+        layouts = self._layout_of(before[0]), self._layout_of(after[0])
+        plan = plan_weights(*layouts, self._model.tensors, self._model.nodes)
+        sent, received = plan.sent_within + plan.sent_between, plan.received_within + plan.received_between
+        return most_bytes(sent.tolist(), received.tolist()) * (1.0 + self._model.optimizer_ratio)
+
+    def slowness_of(self, strategy: Strategy, speeds: Sequence[float]) -> Floats:
+        """Return [D, S] χ of each stage of each replica: of its slowest shard, by what of the work that has."""
+        counts = [
+            np.diff(unit_bounds(tensor.num_units, strategy.shares or (1.0,) * strategy.tp)) / tensor.num_units
+            for tensor in self._model.tensors
+            if tensor.division is not None
+        ]
+        parts = strategy.tp * np.mean(counts, axis=0) if counts else np.ones(strategy.tp)
+        slowness_DS = np.empty((strategy.dp, strategy.pp))
+        for replica in range(strategy.dp):
+            for stage in range(strategy.pp):
+                ranks = [strategy.rank_at(Position(replica, stage, shard)) for shard in range(strategy.tp)]
+                slowness_DS[replica, stage] = max(
+                    part / speeds[rank] for part, rank in zip(parts.tolist(), ranks, strict=True)
+                )
+        return slowness_DS
+
+    def options_of(self, strategy: Strategy, speeds: Sequence[float] | None = None) -> PlanningOptions:
+        """Return how iterations are planned under a strategy: what more weights take of a rank, activations cannot."""
+        slowness = () if speeds is None else tuple(map(tuple, self.slowness_of(strategy, speeds).tolist()))
+        limit = self._memory_limit(strategy)
+        return replace(self._options, num_replicas=strategy.dp, memory_limit=limit, slowness=slowness)
+
+    def work_s(self, plan: IterationPlan, strategy: Strategy, rank: int) -> float:
+        """Return the seconds that a rank should compute in an iteration if it is as fast as the costs say."""
+        position = strategy.position_of(rank)
+        if position is None or not plan.replicas[position.replica].microbatches:
+            return 0.0
+        costs = self._costs_of(self._boundaries(strategy))[plan.recomputation]
+        stage_s = _stage_s(costs.prices(*shapes_of(plan.replicas[position.replica].microbatches)))
+        alone = [1.0 if other == rank else math.inf for other in range(len(self._model.nodes))]
+        return float(stage_s[:, position.stage].sum()) * float(
+            self.slowness_of(strategy, alone)[position.replica, position.stage]
+        )
+
+    def _mean_s(self, strategy: Strategy, seconds: Callable[[IterationPlan, Floats], float]) -> float:
+        boundaries = self._boundaries(strategy)
+        all_s = [
+            seconds(plan, _stage_s(self._prices_of(number, boundaries))) for number, plan in enumerate(self._plans)
+        ]
+        return math.fsum(all_s) / max(len(all_s), 1)
+
+    def _prices(self, number: int, boundaries: tuple[int, ...]) -> Prices:
+        plan = self._plans[number]
+        return self._costs_of(boundaries)[plan.recomputation].prices(*shapes_of(_all_of(plan)))
+
+    def _boundaries(self, strategy: Strategy) -> tuple[int, ...]:
+        return strategy.partition(self._model.num_layers).boundaries
+
+    def _layout(self, strategy: Strategy) -> Layout:
+        return strategy.layout(self._model.tensors, len(self._model.nodes), self._model.num_layers)
+
+    def _memory_limit(self, strategy: Strategy) -> float:
+        more = self._held_bytes(strategy) - self._held_bytes(self._model.original)
+        return self._options.memory_limit - max(more, 0.0)
+
+    def _held_bytes(self, strategy: Strategy) -> float:
+        """Of the rank with most: weights, gradients and the optimizer's state."""
+        return float(self._layout_of(strategy).rank_bytes(self._model.tensors).max()) * (
+            2.0 + self._model.optimizer_ratio
+        )
+
+
+def _all_of(plan: IterationPlan) -> list[MicroBatch]:
+    return [microbatch for replica in plan.replicas for microbatch in replica.microbatches]
+
+
+def _stage_s(prices: Prices) -> Floats:
+    """[M, S] forward and backward."""
+    return prices.forward_s + prices.backward_s
+
+
+def _slowest_s(shares: Sequence[Sequence[int]], stage_s: Floats, slowness_DS: Floats) -> float:
+    return max(
+        pipeline_seconds(stage_s[list(members)] * slowness_S)
+        for members, slowness_S in zip(shares, slowness_DS, strict=True)
+    )
