@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from helpers.sample_lengths import Lengths
 from lm_examples.microbatches.blocks import ModelConfig, summed_loss
 from lm_examples.microbatches.gpt import gpt_layers
 from lm_examples.microbatches.t5 import t5_layers
@@ -23,17 +24,6 @@ def layers_of(kind, dtype=torch.float64):
     torch.manual_seed(0)
     config = ModelConfig(kind=kind, num_blocks=2, hidden_size=16, num_heads=2, vocabulary=19)
     return nn.ModuleList(MAKE[kind][0](config)).to(dtype)
-
-
-class Lengths:
-    """Of an iteration's samples."""
-
-    def __init__(self, kind, number=9, seed=0):
-        self.kind, self.number, self.seed = kind, number, seed
-
-    def __call__(self, iteration):
-        random = np.random.default_rng([self.seed, iteration])
-        return random.integers(2, 24, (self.number, 1 if self.kind == "gpt" else 2))
 
 
 def samples_of(kind, lengths_NA, seed=0):

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 #: Seconds for which training waits for new planners, and in which a strategy gets process groups and modules, before
 #: any of that was seen.
-REPLAN_S, SETUP_S = 2.0, 0.2
+REPLAN_S, SETUP_S = 0.5, 0.2
 
 
 @dataclass(frozen=True)

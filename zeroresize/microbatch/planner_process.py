@@ -29,18 +29,32 @@ MOST_DEATHS = 3
 #: What it tells the training process, with a value: it works; an iteration was planned, with the seconds; a warning;
 #: and why planning cannot go on, whoever tries again.
 READY, PLANNED, WARNING, BROKEN = "ready", "planned", "warning", "broken"
+#: It is told to stop planning, and says that nothing is planned any more; it may then be given another task.
+STOP, STOPPED = "stop", "stopped"
 
 
 def main(handle: int) -> None:
     """Plan as the training process says until it closes the connection, or ends.
 
     Args:
-        handle: of the connection to it, by which a :class:`PlanningTask` and the pickled function come.
+        handle: of the connection to it, by which a :class:`PlanningTask` and the pickled function come, :data:`STOP`,
+            or None for the end.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the training process ends and closes the connection
     maker, control = os.getppid(), Connection(handle)
+    with suppress(EOFError, OSError):  # nobody is there any more
+        while (message := control.recv()) is not None:
+            if message == STOP:
+                control.send((STOPPED, None))
+                continue
+            task, pickled = message
+            if not _carry_out(task, pickled, control, maker):
+                return
+
+
+def _carry_out(task: PlanningTask, pickled: bytes, control: Connection, maker: int) -> bool:
+    """Plan until something else is told; False where nothing else can be planned either."""
     try:
-        task, pickled = control.recv()
         store = open_store(task.address)
         try:
             plan = pickle.loads(pickled)
@@ -51,14 +65,14 @@ def main(handle: int) -> None:
             )
             store.report(_report(task, error=text))
             control.send((BROKEN, text))
-            return
+            return False
         control.send((READY, None))
         _PlanningProcess(task, plan, store, control, maker).run()
     except StoreError as error:
         with suppress(OSError):
             control.send((WARNING, f"the planners of host {task.host} stop: {error}"))
-    except (EOFError, OSError):  # nobody is there any more
-        return
+        return False
+    return os.getppid() == maker
 
 
 class _PlanningProcess:

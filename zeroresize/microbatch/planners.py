@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from types import TracebackType
 
@@ -93,15 +94,8 @@ class Planners:
         num_hosts: int = 1,
     ) -> None:
         ahead = max(4, 2 * num_workers * num_hosts) if ahead is None else ahead
-        task = PlanningTask(store.address, first, last, num_workers, ahead, host, num_hosts)
-        try:
-            pickled = pickle.dumps(plan)
-        except Exception as error:
-            raise ValueError(
-                f"the function that plans cannot be given to other processes ({error}): it has to be one of a module, "
-                "or an object that can be pickled"
-            ) from error
-        self._keeper = _Keeper(task, pickled, store)
+        self._task = PlanningTask(store.address, first, last, num_workers, ahead, host, num_hosts)
+        self._keeper = _Keeper(self._task, _pickled(plan), store)
         thread = threading.Thread(target=self._keeper.run, daemon=True, name="zeroresize, planners")
         thread.start()
         self._close = weakref.finalize(self, _close, self._keeper, thread)
@@ -115,6 +109,18 @@ class Planners:
         """Return the process whose children plan; None while there is none."""
         process = self._keeper.process
         return None if process is None else process.pid
+
+    def stop(self) -> None:
+        """Plan nothing any more, until :meth:`go_on`: behind it no plan comes to the store."""
+        self._keeper.stop()
+
+    def go_on(self, plan: Plan, first: int) -> None:
+        """Plan again once it was stopped, otherwise, from an iteration on; what is in the store is not planned again.
+
+        Raises:
+            ValueError: for an iteration behind the last, or a ``plan`` that cannot be pickled.
+        """
+        self._keeper.go_on(replace(self._task, first=first), _pickled(plan))
 
     def close(self) -> None:
         """End the processes, whatever they do; whoever waits for a plan of theirs gets an error."""
@@ -134,6 +140,7 @@ class _Keeper:
 
     def __init__(self, task: PlanningTask, pickled: bytes, store: InstructionStore) -> None:
         self._task, self._pickled, self._store = task, pickled, store
+        self._is_stopping, self._has_stopped = False, threading.Event()
         self._seconds: deque[tuple[int, float]] = deque(maxlen=_NUM_KEPT)
         self.process: subprocess.Popen[bytes] | None = None
         self._control: Connection | None = None
@@ -146,6 +153,7 @@ class _Keeper:
         while self._start():
             began = time.monotonic()
             is_ready = self._listen()
+            self._has_stopped.set()
             assert self.process is not None
             code = self.process.wait()
             if self._is_closing.is_set() or self._is_broken:
@@ -169,12 +177,25 @@ class _Keeper:
         with self._lock:
             return dict(self._seconds)
 
+    def stop(self) -> None:
+        with self._lock:
+            self._is_stopping = True
+            self._has_stopped.clear()
+            self._send(planner_process.STOP)
+            process = self.process
+        if not self._has_stopped.wait(_END_S) and process is not None:
+            process.kill()  # with its children; another one waits for what comes
+            process.wait()
+
+    def go_on(self, task: PlanningTask, pickled: bytes) -> None:
+        with self._lock:
+            self._task, self._pickled, self._is_stopping = task, pickled, False
+            self._send((task, pickled))
+
     def end(self) -> None:
         with self._lock:
             self._is_closing.set()
-            if self._control is not None:
-                with suppress(OSError):
-                    self._control.send(None)
+            self._send(None)
             process = self.process
         if process is None:
             return
@@ -189,9 +210,14 @@ class _Keeper:
             if self._is_closing.is_set():
                 return False
             self._control, self.process = start_process()
-        with suppress(OSError):  # one that has ended at once is seen when it is heard
-            self._control.send((self._task, self._pickled))
+            if not self._is_stopping:
+                self._send((self._task, self._pickled))
         return True
+
+    def _send(self, message: object) -> None:
+        if self._control is not None:
+            with suppress(OSError):  # one that has ended is seen when it is heard
+                self._control.send(message)
 
     def _listen(self) -> bool:
         """Hear the process until it ends, and return whether it has begun to work."""
@@ -205,6 +231,8 @@ class _Keeper:
                 elif kind == planner_process.PLANNED:
                     with self._lock:
                         self._seconds.append(value)
+                elif kind == planner_process.STOPPED:
+                    self._has_stopped.set()
                 elif kind == planner_process.WARNING:
                     logger.warning("%s", value)
                 elif kind == planner_process.BROKEN:
@@ -233,6 +261,16 @@ def start_process() -> tuple[Connection, subprocess.Popen[bytes]]:
             pass_fds=[there.fileno()],
         )
     return here, process
+
+
+def _pickled(plan: Plan) -> bytes:
+    try:
+        return pickle.dumps(plan)
+    except Exception as error:
+        raise ValueError(
+            f"the function that plans cannot be given to other processes ({error}): it has to be one of a module, or "
+            "an object that can be pickled"
+        ) from error
 
 
 def _close(keeper: _Keeper, thread: threading.Thread) -> None:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.distributed import ProcessGroup
 
@@ -54,7 +56,6 @@ class RunPlanners:
         self._store, self._last, self._num_workers, self._ahead = store, last, num_workers, ahead
         self._meet = meet_over(process_group, device)
         self._source = PlanSource(store.store, process_group, device, model=planner.fingerprint, timeout_s=timeout_s)
-        self._seconds: dict[int, float] = {}  # of planners that were closed
         self._planners = self._started(first)
 
     def plan(self, iteration: int, batch: str) -> IterationPlan:
@@ -76,37 +77,40 @@ class RunPlanners:
             RuntimeError: if planners cannot be started on a host, the store cannot be reached, or a rank does not come;
                 on all ranks that live.
         """
-        what = "planners that plan otherwise"
-        self._close_planners()
-        meet_prepared(self._meet, (0.0, 0.0), what)  # nobody leaves plans any more
-        prepared: tuple[float, float] | Exception = 0.0, 0.0
-        try:
-            if self._store.is_first_of_host and self._store.host == 0:
-                self._store.store.renew(first)
-        except Exception as error:  # the others must hear of any
-            prepared = error
-        meet_prepared(self._meet, prepared, what)
+        self._together(self._stop)
+        self._together(lambda: self._renew(first))  # nobody leaves plans any more
         self.planner, self._source.model = planner, planner.fingerprint
-        prepared = 0.0, 0.0
-        try:
-            self._planners = self._started(first)
-        except Exception as error:
-            prepared = error
-        meet_prepared(self._meet, prepared, what)
+        self._together(lambda: self._go_on(first))
 
     def seconds(self) -> dict[int, float]:
-        """Return how long each iteration took to plan that this host has planned, as far as is known."""
-        return self._seconds | ({} if self._planners is None else self._planners.seconds())
+        """Return how long each iteration took to plan, of the last ones that this host has planned."""
+        return {} if self._planners is None else self._planners.seconds()
 
     def close(self) -> None:
         """End the planners of this host."""
-        self._close_planners()
-
-    def _close_planners(self) -> None:
         if self._planners is not None:
-            self._seconds |= self._planners.seconds()
             self._planners.close()
-            self._planners = None
+
+    def _together(self, action: Callable[[], None]) -> None:
+        """All ranks hear of what fails on one."""
+        prepared: tuple[float, float] | Exception = 0.0, 0.0
+        try:
+            action()
+        except Exception as error:
+            prepared = error
+        meet_prepared(self._meet, prepared, "planners that plan otherwise")
+
+    def _stop(self) -> None:
+        if self._planners is not None:
+            self._planners.stop()
+
+    def _renew(self, first: int) -> None:
+        if self._store.is_first_of_host and self._store.host == 0:
+            self._store.store.renew(first)
+
+    def _go_on(self, first: int) -> None:
+        if self._planners is not None and not self.is_over(first):
+            self._planners.go_on(self.planner, first)
 
     def _started(self, first: int) -> Planners | None:
         if not self._store.is_first_of_host or self.is_over(first):
