@@ -209,33 +209,48 @@ class CaseConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StragglerConfig:
-    """A stage that is slow.
+class SlowSteps:
+    """When something is slow, and how slow.
 
     Attributes:
-        stage: counted as at the beginning of the run: its rank is slow, whatever stage that is later; None for none.
-        chi: straggling skewness χ: its blocks take so many times as long.
+        chi: straggling skewness χ: blocks take so many times as long.
         from_step, to_step: the first step in which it is slow, and the first one in which it no longer is; steps are
             counted from 1, and None is never.
     """
 
-    stage: int | None = None
     chi: float = 2.0
     from_step: int = 1
     to_step: int | None = None
 
     def __post_init__(self) -> None:
-        if self.stage is not None:
-            at_least("straggler.stage", self.stage, 0)
         number("straggler.chi", self.chi, least=1.0)
         at_least("straggler.from_step", self.from_step, 1)
         if self.to_step is not None:
             at_least("straggler.to_step", self.to_step, self.from_step + 1)
 
+    def chi_in(self, step: int) -> float:
+        """χ in a step."""
+        return self.chi if self.from_step <= step and (self.to_step is None or step < self.to_step) else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StragglerConfig(SlowSteps):
+    """A stage that is slow.
+
+    Attributes:
+        stage: counted as at the beginning of the run: its rank is slow, whatever stage that is later; None for none.
+    """
+
+    stage: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stage is not None:
+            at_least("straggler.stage", self.stage, 0)
+
     def chi_of(self, step: int, stage: int) -> float:
         """χ of a stage in a step."""
-        is_slow_now = self.from_step <= step and (self.to_step is None or step < self.to_step)
-        return self.chi if stage == self.stage and is_slow_now else 1.0
+        return self.chi_in(step) if stage == self.stage else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

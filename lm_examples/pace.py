@@ -35,6 +35,9 @@ class Pace:
         self._forward_s, self._seconds_of = forward_s, seconds_of
         self._begun_s = self._told_s = 0.0
 
+    def __deepcopy__(self, memo: object) -> Pace:
+        return self  # of the rank, whatever copies of blocks there are
+
     @property
     def sleeps_for_work(self) -> bool:
         """Whether sleeps stand for all work, so that the rest of a step is idle."""
@@ -69,7 +72,8 @@ class Pace:
         self._begun_s = time.perf_counter()
 
     def _after_forward(self, block: Any, inputs: Any, outputs: Any) -> Any:
-        if not block.training:
+        first, *others = outputs if isinstance(outputs, tuple) else (outputs,)
+        if not block.training or first.is_meta:
             return outputs
         seconds = (self.chi - 1.0) * (time.perf_counter() - self._begun_s)
         if self._forward_s:
@@ -80,7 +84,6 @@ class Pace:
             return outputs
         self.sleep(seconds)
         num_parts = 2 if any(one.requires_grad for one in block.parameters()) else 1
-        first, *others = outputs if isinstance(outputs, tuple) else (outputs,)
         held_up = _SleepInBackward.apply(first, self, num_parts * seconds)
         return (held_up, *others) if isinstance(outputs, tuple) else held_up
 

@@ -61,7 +61,9 @@ def train_step(run: Run) -> None:
     """One mini-batch, by its plan, and one step of the optimizer."""
     lengths = run.samples.lengths(run.step)
     tokens = int(lengths.sum())
-    report = run.trainer.step(run.samples.training(run.step), lengths)
+    run.pace.chi = run.config.straggler.chi_of(run.step + 1, run.model.rank)
+    trainer = run.balancer or run.trainer
+    report = trainer.step(run.samples.training(run.step), lengths)
     run.step += 1
     run.unwritten.add(report, tokens)
     if run.has_settled or run.step == run.config.training.steps:  # the first step of a process is not timed
@@ -95,7 +97,7 @@ def report(run: Run, *, is_validated: bool) -> None:
 
 def summary_of(run: Run) -> dict[str, Any]:
     """What a run has come to; seconds are means over this process's steps, without the first one if there are more."""
-    planned_s = list((run.planners.seconds() if run.planners is not None else {}).values())
+    planned_s = list(run.planners.seconds().values())
     return {
         **run.settled.means(),
         "planning_s": statistics.fmean(planned_s) if planned_s else float("nan"),
@@ -120,8 +122,9 @@ def _prepare(config: RunConfig, resume: bool) -> Run:
 
 def _leave(run: Run) -> None:
     run.held.close()
-    if run.planners is not None:
-        run.planners.close()
+    if run.balancer is not None:
+        run.balancer.close()
+    run.planners.close()
     run.store.close()
     leave_together()
 

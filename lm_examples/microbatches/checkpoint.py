@@ -16,10 +16,15 @@ class SavedState(SavedSteps):
     Attributes:
         unwritten: the steps since the last line of ``metrics.jsonl``, as
             :meth:`~lm_examples.microbatches.step_sums.StepSums.to_dict` has them.
+        balancer: what it has learned; None where there was none.
     """
 
     unwritten: dict[str, Any] = field(default_factory=lambda: StepSums().to_dict())
 
+    balancer: dict[str, Any] | None = None
+
     def __post_init__(self) -> None:
         super().__post_init__()
         StepSums.from_dict(self.unwritten)
+        if self.balancer is not None and not isinstance(self.balancer, dict):
+            raise ValueError("balancer is no mapping")

@@ -8,10 +8,12 @@ from lm_examples.config import OutputConfig
 from lm_examples.config_file import STEP_FLAGS
 from lm_examples.microbatches.blocks import ModelConfig
 from lm_examples.microbatches.config import (
+    BalanceConfig,
     MicroBatchesConfig,
     ParallelConfig,
     RunConfig,
     SleepConfig,
+    StragglerConfig,
     TasksConfig,
     TrainingConfig,
 )
@@ -27,7 +29,9 @@ READER = ConfigReader(
         "training": TrainingConfig,
         "microbatches": MicroBatchesConfig,
         "parallel": ParallelConfig,
+        "balance": BalanceConfig,
         "sleep": SleepConfig,
+        "straggler": StragglerConfig,
         "output": OutputConfig,
     },
     folder=Path(__file__).parent / "configs",

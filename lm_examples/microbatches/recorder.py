@@ -12,6 +12,7 @@ from rich.table import Table
 from lm_examples.microbatches.config import RunConfig
 from lm_examples.microbatches.config_file import READER
 from vit_examples.harness.run_record import RunRecord
+from zeroresize.microbatch.balancer import ReplanRecord
 
 
 class Recorder(RunRecord):
@@ -23,7 +24,7 @@ class Recorder(RunRecord):
             READER.to_dict(config),
             f"{config.model.kind}, {parallel.dp} × {parallel.tp} × {parallel.pp} ranks, {config.microbatches.method}",
             folder=Path(config.output.folder),
-            files={"metrics": ("step", from_step)},
+            files={"metrics": ("step", from_step), "changes": ("step", from_step)},
             num_steps=config.training.steps,
             num_done=from_step,
             is_shown=config.output.progress,
@@ -35,6 +36,12 @@ class Recorder(RunRecord):
         self.write("metrics", {"step": step, **numbers})
         text = f"loss {numbers['loss']:.4f}, {1e3 * numbers['step_s']:.0f} ms/step"
         self.tell(step, text, f", {numbers['micro_batches']:.0f} micro-batches")
+
+    def change(self, record: ReplanRecord) -> None:
+        """What became of samples and layers, as ranks were slow."""
+        self.write("changes", record.to_dict())
+        milliseconds = f"{1e3 * record.step_s:.0f} -> {1e3 * record.expected_step_s:.0f} ms expected"
+        self.tell(record.step, record.what, f", {milliseconds}, in {record.change_s:.2f} s")
 
 
 def summary_table(title: str, summary: Mapping[str, Any]) -> Table:

@@ -27,13 +27,13 @@ from vit_examples.harness.all_ranks import on_all_ranks, on_first_rank
 from vit_examples.harness.begin_run import begin_run
 from vit_examples.harness.checkpoint_files import load_checkpoint
 from vit_examples.harness.run_folder import as_json
+from zeroresize.microbatch.balancer import MicroBatchBalancer
 from zeroresize.microbatch.cost_table import CostTable
 from zeroresize.microbatch.iteration_planner import IterationPlanner
 from zeroresize.microbatch.measured_table import measure_model
 from zeroresize.microbatch.padded import PaddedBatch, PairBatch
-from zeroresize.microbatch.plan_source import PlanSource
-from zeroresize.microbatch.planners import Planners
 from zeroresize.microbatch.profile import kinds_of
+from zeroresize.microbatch.run_planners import RunPlanners
 from zeroresize.microbatch.shared_store import SharedStore, share_store
 from zeroresize.microbatch.trainer import MicroBatchTrainer
 from zeroresize.policy.microbatches.micro_batch import MicroBatch
@@ -48,7 +48,9 @@ class Run:
         samples: of all mini-batches.
         step: how many are done.
         recorder: on the first rank, None on the others.
-        planners: on the first rank of each host.
+        pace: of this rank.
+        planners: of all hosts.
+        balancer: None where slow ranks get as much to do as others.
         unwritten: the steps since the last line of ``metrics.jsonl``.
         settled: the steps of this process without the first one, ``has_settled`` once that is over.
         loss, validation_loss: the newest ones.
@@ -60,8 +62,10 @@ class Run:
     model: SwitchableModel
     optimizer: torch.optim.Optimizer
     trainer: MicroBatchTrainer
+    pace: Pace
     store: SharedStore
-    planners: Planners | None
+    planners: RunPlanners
+    balancer: MicroBatchBalancer | None = None
     step: int = 0
     recorder: Recorder | None = None
     unwritten: StepSums = field(default_factory=StepSums)
@@ -78,7 +82,8 @@ class Run:
 
     def saved_state(self) -> SavedState:
         """Return what of this run is no tensor of its model."""
-        return SavedState(layout_of(self.config), self.step, self.unwritten.to_dict())
+        state = None if self.balancer is None else self.balancer.state_dict()
+        return SavedState(layout_of(self.config), self.step, self.unwritten.to_dict(), state)
 
 
 def load_samples(config: RunConfig) -> TaskSamples:
@@ -111,15 +116,14 @@ def prepare(config: RunConfig, samples: TaskSamples, process_group: ProcessGroup
         digests={"the text to train on": samples.digest},
     )
     with begun.held as held:
-        step, unwritten = 0, StepSums()
-        model, optimizer = _model_of(config, process_group)
+        pace = Pace(seconds_of=_sleeps_of(config) if config.sleep.is_on else None)
+        model, optimizer = _model_of(config, pace, process_group)
+        state: SavedState | None = None
         if begun.saved is not None:
             checkpoint, state = begun.saved
             load_checkpoint(checkpoint, model, optimizer, process_group=process_group)
-            step, unwritten = state.step, StepSums.from_dict(state.unwritten)
         table = _costs_of(config, model, process_group)
-        run = _start(config, samples, model, optimizer, table, step)
-        run.unwritten = unwritten
+        run = _start(config, samples, model, optimizer, pace, table, state)
         run.recorder = on_first_rank(ValueError, lambda: Recorder(config, from_step=run.step), process_group)
         run.held = held.pop_all()
     return run
@@ -130,14 +134,15 @@ def layout_of(config: RunConfig) -> dict[str, Any]:
     return as_json({"model": READER.to_dict(config)["model"], "dtype": config.training.dtype})
 
 
-def _model_of(config: RunConfig, process_group: ProcessGroup) -> tuple[SwitchableModel, torch.optim.Optimizer]:
+def _model_of(
+    config: RunConfig, pace: Pace, process_group: ProcessGroup
+) -> tuple[SwitchableModel, torch.optim.Optimizer]:
     training = config.training
     torch.manual_seed(training.seed)
-    model = SwitchableModel(config.layers(), strategies=[config.parallel.strategy], process_group=process_group)
-    if config.sleep.is_on:
-        pace = Pace(seconds_of=_sleeps_of(config))
-        blocks = [layer for layer in model.stage_layers.values() if hasattr(layer, "segments")]
-        pace.hold_up(blocks)
+    layers = config.layers()
+    if pace.sleeps_for_work or config.straggler.rank is not None:
+        pace.hold_up(layer for layer in layers if hasattr(layer, "segments"))
+    model = SwitchableModel(layers, strategies=[config.parallel.strategy], process_group=process_group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=training.lr, weight_decay=training.weight_decay)
     return model, optimizer
 
@@ -186,31 +191,31 @@ def _start(
     samples: TaskSamples,
     model: SwitchableModel,
     optimizer: torch.optim.Optimizer,
+    pace: Pace,
     table: CostTable,
-    step: int,
+    state: SavedState | None,
 ) -> Run:
     boundaries = config.parallel.strategy.partition(config.num_layers).boundaries
     grids = {way: table.grids[way] for way in config.microbatches.recompute}
     table = CostTable(table.kinds, table.names, grids, table.device)
     planner = IterationPlanner(config.lengths, table, boundaries, config.options)
     store = share_store(model.process_group, config.microbatches.store)
-    planners = None
-    if store.is_first_of_host:
-        planners = Planners(
-            planner,
-            store.store,
-            first=step,
-            last=config.training.steps - 1 if step < config.training.steps else None,
-            num_workers=config.microbatches.workers,
-            ahead=config.microbatches.ahead,
-            host=store.host,
-            num_hosts=store.num_hosts,
-        )
+    step = 0 if state is None else state.step
+    planners = RunPlanners(
+        planner,
+        store,
+        model.process_group,
+        model.device,
+        first=step,
+        last=config.training.steps - 1,
+        num_workers=config.microbatches.workers,
+        ahead=config.microbatches.ahead,
+    )
     kind = _batch_kind(config)
     trainer = MicroBatchTrainer(
         model,
         optimizer,
-        PlanSource(store.store, model.process_group, model.device, model=planner.fingerprint),
+        planners,
         batch_from=_as_batch(config),
         hollow=kind.hollow,
         sizes=config.sizes,
@@ -219,7 +224,19 @@ def _start(
         seed=config.training.seed,
     )
     trainer.num_steps = step
-    return Run(config, samples, model, optimizer, trainer, store, planners, step)
+    run = Run(config, samples, model, optimizer, trainer, pace, store, planners, step=step)
+    if config.balance.is_on:
+        run.balancer = MicroBatchBalancer(
+            trainer,
+            planners,
+            min_saving=config.balance.min_saving,
+            on_change=lambda record: run.recorder.change(record) if run.recorder is not None else None,
+        )
+    if state is not None:
+        run.unwritten = StepSums.from_dict(state.unwritten)
+        if state.balancer is not None and run.balancer is not None:
+            run.balancer.load_state_dict(state.balancer)
+    return run
 
 
 def _batch_kind(config: RunConfig) -> Any:

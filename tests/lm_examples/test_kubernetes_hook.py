@@ -80,14 +80,14 @@ def test_a_pod_that_is_not_there_is_told(httpserver):
 
 def test_a_server_that_does_not_answer_is_not_waited_for(httpserver):
     def answers_late(request):
-        time.sleep(1.0)
+        time.sleep(5.0)
         return Response("{}")
 
     httpserver.expect_request(f"{POD}/resize").respond_with_handler(answers_late)
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"trainer-3 .* cannot be changed, as the API server at http://.* answer"):
         hook_of(httpserver, timeout_s=0.2)(RELEASE)
-    assert time.monotonic() - begin < 0.9
+    assert time.monotonic() - begin < 4.5
 
 
 def test_a_dead_server_is_a_warning(httpserver, caplog):

@@ -46,8 +46,9 @@ def trained(config, rank, group, monkeypatch, *, resume=False):
     run = prepare(config, samples_of(config), group, resume=resume)
     with run.held:
         summary = train(run)
-    if run.planners is not None:
-        run.planners.close()
+    if run.balancer is not None:
+        run.balancer.close()
+    run.planners.close()
     run.store.close()
     return summary
 
@@ -96,6 +97,30 @@ def test_a_run_resumed_in_its_midst_equals_undivided_training(run_ranks, tmp_pat
     assert json.loads((tmp_path / "costs.json").read_text())["device"] == "CPU"
 
 
+def test_a_rank_that_is_slow_gets_fewer_samples(run_ranks, tmp_path, monkeypatch):
+    """Blocks sleep, so that what two ranks take does not depend on what else the machine does."""
+    config = config_of(
+        tmp_path,
+        training={"steps": 24},
+        parallel={"dp": 2, "pp": 1},
+        sleep={"token_s": 1e-4},
+        straggler={"rank": 1, "chi": 4.0, "from_step": 6},
+        output={"save_every": 24},
+    )
+    run_ranks(lambda rank, group: trained(config, rank, group, monkeypatch), 2)
+    changes = read_json_lines(tmp_path / "changes.jsonl")
+    assert changes and changes[0]["what"] == "replan" and changes[0]["step"] >= 6
+    assert changes[0]["expected_step_s"] < 0.6 * changes[0]["step_s"]  # ideally 0.4
+    losses, _ = undivided(config)
+    lines = read_json_lines(tmp_path / "metrics.jsonl")
+    assert {line["step"]: line["loss"] for line in lines} == pytest.approx(losses, rel=1e-9)
+    slow_s, after_s = (
+        sum(line["step_s"] for line in lines if begin <= line["step"] < end) / (end - begin)
+        for begin, end in ((6, changes[0]["step"] + 1), (20, 25))
+    )
+    assert after_s < 0.75 * slow_s
+
+
 def test_costs_that_were_kept_are_used_and_those_of_another_model_refused(run_ranks, tmp_path, monkeypatch):
     first = config_of(tmp_path / "first", training={"steps": 1})
     run_ranks(lambda rank, group: trained(first, rank, group, monkeypatch), 2)
@@ -137,6 +162,10 @@ def test_costs_that_were_kept_are_used_and_those_of_another_model_refused(run_ra
         ({"data": {"scale": 0.0}}, "data.scale"),
         ({"model": {"vocabulary": 7}}, "model.vocabulary=7"),
         ({"sleep": {"token_s": -1.0}}, "sleep.token_s"),
+        ({"balance": {"mode": "maybe"}}, "balance.mode"),
+        ({"balance": {"min_saving": 1.0}}, "balance.min_saving"),
+        ({"straggler": {"rank": -1}}, "straggler.rank"),
+        ({"straggler": {"chi": 0.5}}, "straggler.chi"),
     ],
 )
 def test_configurations_that_are_not_allowed_are_named(tmp_path, sections, message):
