@@ -178,7 +178,7 @@ class LayerProbe:
     ) -> None:
         self._layer, self._batch_of, self._device = layer, batch_of, device
         self._handed, self._loss = around[0], None if around[1] is not None else loss
-        self._recomputes = recomputation == "layers"
+        self._recomputes, self._is_warm = recomputation == "layers", False
         for module in layer.modules():
             if hasattr(module, "recompute"):
                 module.recompute = recomputation == "attention"  # type: ignore[assignment]
@@ -187,7 +187,10 @@ class LayerProbe:
         """Return seconds forward and backward, bytes kept and bytes of workspace; infinite where memory ends."""
         try:
             batch = self._batch_of(sizes)
-            kept, workspace = self._bytes(sizes, batch)  # warms up, too
+            if not self._is_warm:  # libraries keep what they take at first
+                self._bytes(sizes, batch)
+                self._is_warm = True
+            kept, workspace = self._bytes(sizes, batch)
             times = [self._seconds(sizes, batch)]
             if sum(times[0]) <= _LONG_S:
                 times += [self._seconds(sizes, batch) for _ in range(_REPETITIONS - 1)]
