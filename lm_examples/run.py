@@ -29,7 +29,10 @@ from vit_examples.harness.run_folder import as_json
 from vit_examples.harness.step_clock import StepClock
 from zeroresize.pipeline import Pipeline, PipelineBalancer, ProfileRecord, RebalancingRecord
 
-SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "torch": {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe},
+    "runtime": {"1f1b": "1f1b", "gpipe": "gpipe"},
+}
 
 
 @dataclass
@@ -134,7 +137,7 @@ def _build(config: RunConfig, text: Text, process_group: ProcessGroup, saved: Sa
         num_microbatches=config.training.micro_batches,
         process_group=process_group,
         boundaries=_boundaries(config, layers, dist.get_world_size(process_group), saved),
-        schedule=SCHEDULES[config.pipeline.schedule],
+        schedule=SCHEDULES[config.pipeline.executor][config.pipeline.schedule],
     )
     training, balance = config.training, config.balance
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=training.lr, weight_decay=training.weight_decay)

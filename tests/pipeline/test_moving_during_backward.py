@@ -74,7 +74,7 @@ def test_everything_is_as_after_a_move_between_two_steps(run_ranks, name):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("num_stages", [2, 4])
-@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B, "1f1b"])
 def test_training_goes_on_as_if_undivided(run_ranks, schedule, num_stages):
     def check(rank, group):
         training = Training(group, schedule=schedule)
@@ -148,7 +148,7 @@ class Waiting(nn.Module):
         return _Waiting.apply(self.linear(x), self.wait)
 
 
-@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B, "1f1b"])
 def test_a_layer_is_sent_while_earlier_layers_of_its_stage_still_compute(run_ranks, monkeypatch, schedule):
     def check(rank, group):
         is_sent, times = threading.Event(), []

@@ -50,7 +50,7 @@ def check_against_undivided(run_ranks, num_ranks, name, schedule):
         torch.testing.assert_close(tensors[name], tensor, rtol=1e-10, atol=1e-10, msg=name)
 
 
-@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B, "gpipe", "1f1b"])
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_two_stages_train_as_the_undivided_model(run_ranks, name, schedule):
     check_against_undivided(run_ranks, 2, name, schedule)
@@ -60,6 +60,7 @@ def test_two_stages_train_as_the_undivided_model(run_ranks, name, schedule):
     ("num_ranks", "name", "schedule"),
     [
         (3, "AdamW, foreach, amsgrad", Schedule1F1B),
+        (3, "AdamW", "1f1b"),
         pytest.param(1, "SGD", ScheduleGPipe, marks=pytest.mark.slow),
         pytest.param(2, "AdamW, fused", Schedule1F1B, marks=pytest.mark.slow),
         pytest.param(3, "Adafactor", ScheduleGPipe, marks=pytest.mark.slow),

@@ -1,9 +1,9 @@
-"""Each rank runs one stage of a pipeline whose layers may move, by torch's own stages and schedules."""
+"""Each rank runs one stage of a pipeline whose layers may move, by torch's schedules or by this package's runtime."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from zeroresize.comm.side_groups import destroy_side_group
 from zeroresize.layers.whole_parameters import require_whole_parameters
 from zeroresize.pipeline.boundary_shapes import Boundary, find_boundaries, message_bytes
 from zeroresize.pipeline.first_boundaries import divided_by_parameters
+from zeroresize.pipeline.layer_shapes import LayerShapes
+from zeroresize.pipeline.runtime_schedule import RuntimeSchedule
 from zeroresize.pipeline.stage_layers import (
     Initialize,
     StageLayers,
@@ -28,7 +30,9 @@ from zeroresize.pipeline.stage_layers import (
 )
 from zeroresize.plan.partition import Partition
 from zeroresize.resharding.agreement import meet_over, meet_prepared, require_same
+from zeroresize.runtime.schedules import Schedule
 from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.value_checks import at_least, one_of
 
 #: Of a micro-batch's outputs and targets, averaged over its samples.
 Loss = Callable[[Any, Any], Tensor]
@@ -52,7 +56,10 @@ class Pipeline:
         process_group: one rank for each stage, or a one-dimensional ``DeviceMesh`` of them.
         boundaries: stage ``s`` gets the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``; None to
             divide their parameters as evenly as possible.
-        schedule: of torch.distributed.pipelining, for one stage on each rank: Schedule1F1B or ScheduleGPipe.
+        schedule: of torch.distributed.pipelining, for one stage on each rank: Schedule1F1B or ScheduleGPipe. Or "1f1b"
+            or "gpipe" by this package's own runtime: then batches may differ in shape from step to step, need not
+            divide into equal micro-batches, and may be fewer micro-batches than stages; layers have to run on the meta
+            device.
         device: for the stage's tensors; None for the CPU.
         initialize: ``initialize(number, layer)`` fills the tensors of a layer of this stage that was built on the meta
             device.
@@ -82,7 +89,7 @@ class Pipeline:
         num_microbatches: int,
         process_group: ProcessGroup,
         boundaries: Sequence[int] | None = None,
-        schedule: type[PipelineScheduleSingle] = Schedule1F1B,
+        schedule: type[PipelineScheduleSingle] | Schedule = Schedule1F1B,
         device: torch.device | str | None = None,
         initialize: Initialize | None = None,
     ) -> None:
@@ -96,6 +103,8 @@ class Pipeline:
         self.num_steps = 0
         self._boundary_shapes: list[Boundary] | None = None
         self._schedules: tuple[PipelineScheduleSingle, PipelineScheduleSingle] | None = None
+        self._layer_shapes: LayerShapes | None = None  # where the runtime's schedules run
+        self._runtime: RuntimeSchedule | None = None
         self._joined: Meet | None = None
         self._side_group: CpuGroup | None = None
         alike: tuple[float, float] | Exception
@@ -110,7 +119,11 @@ class Pipeline:
             require_whole_parameters(layers)
             require_ties_within_stages(layers, self.boundaries)
             require_initialize(layers, self._present(), initialize)
-            if not issubclass(schedule, PipelineScheduleSingle):
+            at_least("num_microbatches", num_microbatches, 1)
+            if isinstance(schedule, str):
+                one_of("schedule", schedule, get_args(Schedule))
+                self._layer_shapes = LayerShapes(layers)
+            elif not issubclass(schedule, PipelineScheduleSingle):
                 raise ValueError(
                     f"schedule={schedule.__name__} is for several stages on a rank; here each rank has one: use "
                     "Schedule1F1B or ScheduleGPipe"
@@ -120,7 +133,8 @@ class Pipeline:
                     f"num_microbatches={num_microbatches} is too small: Schedule1F1B needs at least one for each of "
                     f"the {self.num_stages} stages"
                 )
-            self.description = fingerprint(str([num_microbatches, schedule.__name__, _description(layers)]))
+            name = schedule if isinstance(schedule, str) else schedule.__name__
+            self.description = fingerprint(str([num_microbatches, name, _description(layers)]))
             alike = (fingerprint(str([self.boundaries, self.description])), 0.0)
         except Exception as error:  # the others must hear of any
             alike = error
@@ -144,6 +158,13 @@ class Pipeline:
                 "where pipeline.is_released, call torch.distributed.destroy_process_group() and end the process"
             )
         return self._group
+
+    @property
+    def schedule_name(self) -> Literal["1f1b", "gpipe"]:
+        """Return in which order stages run micro-batches, whoever runs them."""
+        if isinstance(self.schedule, str):
+            return self.schedule
+        return "1f1b" if issubclass(self.schedule, Schedule1F1B) else "gpipe"
 
     @property
     def is_released(self) -> bool:
@@ -213,7 +234,8 @@ class Pipeline:
         are given is not used. The first call finds the shapes between layers, by one more forward.
 
         Args:
-            inputs: [B, …] each; of one shape in all steps.
+            inputs: [B, …] each; of one shape in all steps under torch's schedules. Under the runtime's of any, and
+                micro-batches differ by at most one sample; of fewer samples than micro-batches each is one.
             target: [B, …].
 
         Returns:
@@ -223,6 +245,10 @@ class Pipeline:
             ValueError: on the first stage, for inputs of another shape than before or that cannot be split; the other
                 stages wait for their process group's time limit then, unless it is the first step.
         """
+        if isinstance(self.schedule, str):
+            microbatches = _split(self._stage_inputs(inputs), self.num_microbatches)
+            targets = _split([] if target is None else [target], self.num_microbatches)
+            return self.step_microbatches(microbatches, [each for (each,) in targets])
         self.num_steps += 1
         schedule, _ = self._ready(inputs)
         losses: list[Tensor] = []
@@ -231,12 +257,40 @@ class Pipeline:
         )
         return torch.stack(losses).sum().detach() if losses else None
 
+    def step_microbatches(
+        self, microbatches: Sequence[Sequence[Tensor]], targets: Sequence[Tensor | None] = ()
+    ) -> Tensor | None:
+        """Run forward and backward of micro-batches that differ in shape, as :meth:`step`; collective.
+
+        Each counts in the loss by its samples, as its first dimension says. The runtime's schedules only.
+
+        Args:
+            microbatches: [M] the inputs of each, on the first stage; as many as there are, whatever
+                ``num_microbatches`` is.
+            targets: [M], on the last stage.
+
+        Returns:
+            The loss, averaged over samples, on the last stage.
+
+        Raises:
+            ValueError: under a schedule of torch; on the first stage without micro-batches, and on the last one for
+                another number of targets; for layers that do not run on the meta device.
+            RuntimeError: on the other stages then, or if a stage does not come.
+        """
+        runtime = self._ready_runtime()
+        self.num_steps += 1
+        given = targets if self.stage == self.num_stages - 1 else []
+        loss, self._boundary_shapes = runtime.step(microbatches if self.stage == 0 else [], given)
+        return loss
+
     def evaluate(self, *inputs: Tensor) -> Any:
         """Run the forward of one batch without gradients; return the outputs on the last stage, None on the others.
 
         Every rank calls it, as :meth:`step`, with inputs of the same shape. The caller decides on
         ``pipeline.layers.eval()``.
         """
+        if isinstance(self.schedule, str):
+            return self._evaluated(inputs)
         _, schedule = self._ready(inputs)
         with torch.no_grad():
             return schedule.step(*self._stage_inputs(inputs))
@@ -247,6 +301,8 @@ class Pipeline:
         To be called on every rank before batches of another shape, and after layers were frozen or thawed.
         """
         self._boundary_shapes = self._schedules = None
+        if self._layer_shapes is not None:
+            self._layer_shapes.refresh()
 
     def follow(self, boundaries: Sequence[int]) -> None:
         """Run other layers from now on, which must be there; :func:`~zeroresize.pipeline.move_layers` calls it.
@@ -255,7 +311,7 @@ class Pipeline:
         """
         self.boundaries = tuple(boundaries)
         self.module.present = self._present()
-        self._schedules = None
+        self._schedules = self._runtime = None
 
     def follow_to(self, boundaries: Sequence[int], process_group: ProcessGroup | None) -> None:
         """Run other layers, as :meth:`follow`, over the stages of another group.
@@ -333,9 +389,28 @@ class Pipeline:
                 output_args=tuple(one.example("meta") for one in last),
                 group=group,
             )
+            assert not isinstance(self.schedule, str)
             training = self.schedule(stage, self.num_microbatches, loss_fn=self.loss, scale_grads=False)
             self._schedules = training, self.schedule(stage, self.num_microbatches)
         return self._schedules
+
+    def _ready_runtime(self) -> RuntimeSchedule:
+        if not isinstance(self.schedule, str) or self._layer_shapes is None:
+            raise ValueError(
+                f"schedule={self.schedule} takes equal micro-batches of one batch, by step(): give the pipeline "
+                f'schedule="{self.schedule_name}" for others'
+            )
+        if self._runtime is None:
+            self._runtime = RuntimeSchedule(
+                self.schedule, self.module, self._layer_shapes, self.process_group, self.device, self.loss
+            )
+        return self._runtime
+
+    def _evaluated(self, inputs: Sequence[Tensor]) -> Any:
+        microbatches = _split(self._stage_inputs(inputs), self.num_microbatches)
+        outputs, self._boundary_shapes = self._ready_runtime().evaluate(microbatches)
+        joined = [torch.cat(of_each) for of_each in zip(*outputs, strict=True)]
+        return None if not joined else joined[0] if len(joined) == 1 else tuple(joined)
 
     def _require_known_shapes(self, inputs: Sequence[Tensor]) -> None:
         assert self._boundary_shapes is not None
@@ -360,14 +435,26 @@ class Pipeline:
 
 
 class _ScaledLoss(nn.Module):
-    """The loss, divided by the micro-batches: torch would divide all of .grad, what earlier steps added too."""
+    """The loss by a micro-batch's share of the step: torch would divide all of .grad, what earlier steps added too.
+
+    Attributes:
+        weight: that share; may be set.
+    """
 
     def __init__(self, loss: Loss, num_microbatches: int) -> None:
         super().__init__()
-        self._loss, self._num_microbatches = loss, num_microbatches
+        self._loss, self.weight = loss, 1.0 / max(num_microbatches, 1)  # what is below 1 is refused
 
     def forward(self, outputs: Any, target: Any) -> Tensor:
-        return self._loss(outputs, target) / self._num_microbatches
+        return self._loss(outputs, target) * self.weight
+
+
+def _split(tensors: Sequence[Tensor], num_microbatches: int) -> list[tuple[Tensor, ...]]:
+    """[M] parts along the first dimension that differ by one at most; none is empty."""
+    if not tensors:
+        return []
+    number = max(min(num_microbatches, *(len(tensor) for tensor in tensors)), 1)
+    return list(zip(*(tensor.tensor_split(number) for tensor in tensors), strict=True))
 
 
 def _description(layers: Sequence[nn.Module]) -> list[Any]:

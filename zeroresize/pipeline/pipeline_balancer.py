@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import Schedule1F1B
 
 from zeroresize.comm.collectives import all_reduce, as_process_group
 from zeroresize.layers.whole_parameters import require_whole_parameters
@@ -189,7 +188,7 @@ class PipelineBalancer:
             rule = RebalancingRule(
                 by,
                 method,
-                "1f1b" if issubclass(pipeline.schedule, Schedule1F1B) else "gpipe",
+                pipeline.schedule_name,
                 pipeline.num_microbatches,
                 1 if self._cadence.measures_all else max(self._cadence.least, 2),
                 min_saving,

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import Schedule1F1B
 
 from zeroresize.comm.collectives import group_ranks
 from zeroresize.comm.meeting import Meet
@@ -114,7 +113,7 @@ def repack(
             rule = RebalancingRule(
                 "time",
                 "partition",
-                "1f1b" if issubclass(pipeline.schedule, Schedule1F1B) else "gpipe",
+                pipeline.schedule_name,
                 pipeline.num_microbatches,
                 num_steps=1,
                 memory_limits=None if memory_limits is None else tuple(map(float, memory_limits)),

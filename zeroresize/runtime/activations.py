@@ -42,10 +42,12 @@ class Activation:
 
     Attributes:
         dims: of its shape: numbers, and names of the sizes of a micro-batch.
+        requires_grad: whether a gradient comes back.
     """
 
     dims: tuple[int | str, ...]
     dtype: torch.dtype
+    requires_grad: bool = True
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape that it has for a micro-batch of these sizes."""

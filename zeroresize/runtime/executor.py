@@ -116,9 +116,6 @@ class _Run:
 
     def _forward(self, microbatch: int) -> None:
         xs = self._xs.get(microbatch) if self._has_backwards else self._xs.pop(microbatch, None)
-        if xs is not None and self._has_backwards:
-            for x in xs:
-                x.requires_grad_()
         ys = self._computation.forward(microbatch, xs)
         self._ys[microbatch] = ys
 
@@ -126,7 +123,8 @@ class _Run:
         xs, ys = self._xs.pop(microbatch, None), self._ys.pop(microbatch)
         self._computation.backward(ys, self._dys.pop(microbatch, None))
         if xs is not None:
-            self._dxs[microbatch] = tuple(x.grad if x.grad is not None else torch.zeros_like(x) for x in xs)
+            needed = (x for x in xs if x.requires_grad)
+            self._dxs[microbatch] = tuple(x.grad if x.grad is not None else torch.zeros_like(x) for x in needed)
 
 
 def _has_backwards(instructions: Sequence[Instruction]) -> bool:

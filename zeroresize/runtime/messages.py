@@ -49,7 +49,7 @@ class StageMessages:
         self._start(instruction, empty, sends=False)
 
     def wait(self, instruction: Instruction) -> tuple[Tensor, ...]:
-        """Wait for what was started, and return it, on the stage's device.
+        """Wait for what was started, and return it, on the stage's device; activations as their gradients need them.
 
         Raises:
             RuntimeError: if the other stage does not come, naming it.
@@ -58,7 +58,11 @@ class StageMessages:
         with _named(instruction, self._peer(instruction)):
             for work in works:
                 work.wait()
-        return tuple(tensor.to(self._device) for tensor in tensors)
+        received = tuple(tensor.to(self._device) for tensor in tensors)
+        if instruction.kind is Kind.WAIT_RECV_ACT and torch.is_grad_enabled():
+            for tensor, activation in zip(received, self._activations(instruction), strict=True):
+                tensor.requires_grad_(activation.requires_grad)
+        return received
 
     def _start(self, instruction: Instruction, tensors: list[Tensor], *, sends: bool) -> None:
         peer = self._peer(instruction)
@@ -76,14 +80,17 @@ class StageMessages:
         activations = self._handed_on[instruction.kind.peer]
         if activations is None:
             raise ValueError(f"stage {self._stage} is told {instruction}, and has no stage on that side")
-        return activations
+        if instruction.kind in _OF_ACTIVATIONS:
+            return activations
+        return tuple(activation for activation in activations if activation.requires_grad)
 
     def _require_known(self, instruction: Instruction, tensors: tuple[Tensor, ...], sizes: Mapping[str, int]) -> None:
         wanted = self._activations(instruction)
-        returned = [Activation(tuple(tensor.shape), tensor.dtype) for tensor in as_tuple(tensors)]
-        if returned != [Activation(activation.shape(sizes), activation.dtype) for activation in wanted]:
+        returned = [(tuple(tensor.shape), tensor.dtype) for tensor in as_tuple(tensors)]
+        if returned != [(activation.shape(sizes), activation.dtype) for activation in wanted]:
+            kinds = (Activation(*kind) for kind in returned)
             raise ValueError(
-                f"stage {self._stage} hands on {', '.join(map(str, returned))} of micro-batch "
+                f"stage {self._stage} hands on {', '.join(map(str, kinds))} of micro-batch "
                 f"{instruction.microbatch}, where the layers on the meta device told "
                 f"{', '.join(map(str, wanted))} with {dict(sizes)}: what layers return must not depend on the device "
                 "or on other sizes"

@@ -1,0 +1,210 @@
+"""Steps of a pipeline by this package's own runtime, for micro-batches that differ in shape and may be few.
+
+torch's schedules need equal micro-batches, and 1F1B as many as stages. Here the first stage tells the others the shapes
+of a step's micro-batches; each finds the shapes of its messages by running the layers on the meta device once for each
+shape that is new.
+
+``S`` stages, ``M`` micro-batches.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from zeroresize.comm.collectives import broadcast, group_rank, group_size, message_device
+from zeroresize.pipeline.boundary_shapes import Boundary, TensorShape, boundary_of, broadcast_text
+from zeroresize.pipeline.layer_shapes import LayerShapes
+from zeroresize.pipeline.stage_layers import StageLayers
+from zeroresize.runtime.activations import Activation, HandedOn
+from zeroresize.runtime.communication import instructions_of
+from zeroresize.runtime.executor import Executor
+from zeroresize.runtime.messages import StageMessages
+from zeroresize.runtime.schedules import Schedule
+from zeroresize.runtime.stage import forward_instructions
+from zeroresize.utils.fingerprint import fingerprint
+
+_FAILED = -1.0
+#: Of so many different steps the shapes are kept.
+_MOST_KEPT = 4096
+
+
+class WeighedLoss(Protocol):
+    """The loss of a micro-batch, as a part of the step's.
+
+    Attributes:
+        weight: of the micro-batch; may be set.
+    """
+
+    weight: float
+
+    def __call__(self, outputs: Any, target: Any) -> Tensor: ...
+
+
+class RuntimeSchedule:
+    """Runs the steps of a pipeline; all stages call alike.
+
+    Args:
+        schedule: "1f1b" or "gpipe".
+        stage: this rank's layers.
+        shapes: of what all layers hand on.
+        process_group: the pipeline's, first stage first.
+        device: of the layers.
+        loss: of a micro-batch.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stage: StageLayers,
+        shapes: LayerShapes,
+        process_group: ProcessGroup,
+        device: torch.device,
+        loss: WeighedLoss,
+    ) -> None:
+        self._schedule, self._layers, self._shapes, self._loss = schedule, stage, shapes, loss
+        self._group, self._device = process_group, device
+        self._stage, self._num_stages = group_rank(process_group), group_size(process_group)
+        self._told: dict[float, list[Boundary]] = {}
+
+    def step(
+        self, microbatches: Sequence[Sequence[Tensor]], targets: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, list[Boundary]]:
+        """Run forward and backward of micro-batches; collective.
+
+        Args:
+            microbatches: [M], on the first stage.
+            targets: [M], on the last stage.
+
+        Returns:
+            The loss on the last stage, and [L + 1] boundaries of the first micro-batch.
+
+        Raises:
+            ValueError: on the first stage for no micro-batches, and on the last one for another number of targets; for
+                layers that do not run on the meta device.
+            RuntimeError: on the others then, or if a stage does not come.
+        """
+        inputs = self._tell(microbatches)
+        if self._stage == self._num_stages - 1 and len(targets) != len(inputs):
+            raise ValueError(f"there are {len(targets)} targets for {len(inputs)} micro-batches: give one for each")
+        rows = [boundary[0].shape[0] for boundary in inputs]
+        instructions = instructions_of(self._schedule, self._num_stages, len(inputs))[self._stage]
+        weights = [number / sum(rows) for number in rows]
+        computation = _Computation(self, microbatches, targets, weights)
+        boundaries = self._run(instructions, computation, inputs)
+        return (torch.stack(computation.losses).sum().detach() if computation.losses else None), boundaries
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Sequence[Tensor]]) -> tuple[list[tuple[Tensor, ...]], list[Boundary]]:
+        """Return [M] outputs on the last stage, nothing on the others, and boundaries; errors as of :meth:`step`."""
+        inputs = self._tell(microbatches)
+        computation = _Computation(self, microbatches, None, [])
+        boundaries = self._run(forward_instructions(self._stage, self._num_stages, len(inputs)), computation, inputs)
+        return computation.outputs, boundaries
+
+    def _run(self, instructions: Any, computation: _Computation, inputs: Sequence[Boundary]) -> list[Boundary]:
+        all_boundaries = [self._shapes.boundaries(boundary) for boundary in inputs]
+        present = self._layers.present
+        is_first, is_last = self._stage == 0, self._stage == self._num_stages - 1
+        edges = [each for each in (None if is_first else present.start, None if is_last else present.stop)]
+        handed: list[HandedOn | None] = [None, None]
+        sizes: list[dict[str, int]] = [{} for _ in inputs]
+        for place, edge in enumerate(edges):
+            if edge is not None:
+                of_edge = [boundaries[edge] for boundaries in all_boundaries]
+                handed[place] = _handed_on(place, of_edge[0])
+                for of_microbatch, boundary in zip(sizes, of_edge, strict=True):
+                    of_microbatch |= _sizes(place, boundary)
+        messages = None if self._num_stages == 1 else StageMessages(self._group, handed[0], handed[1], self._device)
+        Executor(messages).run(instructions, computation, sizes)
+        return all_boundaries[0]
+
+    def _tell(self, microbatches: Sequence[Sequence[Tensor]]) -> list[Boundary]:
+        """[M] shapes of the micro-batches' inputs, which the first stage knows; the same are told by one number."""
+        where = message_device(self._group, self._device)
+        number, text, failure = torch.zeros((), dtype=torch.float64, device=where), "", None
+        if self._stage == 0:
+            try:
+                if not microbatches:
+                    raise ValueError("a step of no micro-batches: at least one is needed")
+                text = json.dumps([[asdict(each) for each in boundary_of(xs)] for xs in microbatches])
+                number.fill_(fingerprint(text))
+            except Exception as error:  # the others must hear of any
+                failure = error
+                number.fill_(_FAILED)
+        broadcast(number, 0, self._group)
+        key = float(number)
+        if failure is not None:
+            raise failure
+        if key == _FAILED:
+            raise RuntimeError("the first stage cannot begin a step: its error tells why")
+        if key not in self._told:
+            if len(self._told) >= _MOST_KEPT:  # on all stages at once
+                self._told.clear()
+            described = json.loads(broadcast_text(text, 0, where, self._group))
+            self._told[key] = [
+                tuple(TensorShape(tuple(one["shape"]), one["dtype"], one["requires_grad"]) for one in boundary)
+                for boundary in described
+            ]
+        return self._told[key]
+
+
+@dataclass
+class _Computation:
+    """Of one step.
+
+    Attributes:
+        losses, outputs: of the micro-batches, on the last stage; losses where it trains, outputs otherwise.
+    """
+
+    schedule: RuntimeSchedule
+    microbatches: Sequence[Sequence[Tensor]]
+    targets: Sequence[Tensor | None] | None
+    weights: Sequence[float]
+
+    def __post_init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.outputs: list[tuple[Tensor, ...]] = []
+
+    def forward(self, microbatch: int, xs: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+        schedule = self.schedule
+        ys = schedule._layers(*(self.microbatches[microbatch] if xs is None else xs))
+        if schedule._stage < schedule._num_stages - 1:
+            return ys if isinstance(ys, tuple) else (ys,)
+        if self.targets is None:
+            self.outputs.append(ys if isinstance(ys, tuple) else (ys,))
+            return ()
+        schedule._loss.weight = self.weights[microbatch]
+        loss = schedule._loss(ys, self.targets[microbatch])
+        self.losses.append(loss)
+        return (loss,)
+
+    def backward(self, ys: tuple[Tensor, ...], dys: tuple[Tensor, ...] | None) -> None:
+        needed = [y for y in ys if y.requires_grad]
+        if needed:
+            torch.autograd.backward(needed, None if dys is None else list(dys))
+
+
+def _handed_on(place: int, boundary: Boundary) -> HandedOn:
+    return tuple(
+        Activation(
+            tuple(f"{place}.{number}.{dim}" for dim in range(len(tensor.shape))),
+            getattr(torch, tensor.dtype),
+            tensor.requires_grad,
+        )
+        for number, tensor in enumerate(boundary)
+    )
+
+
+def _sizes(place: int, boundary: Boundary) -> dict[str, int]:
+    return {
+        f"{place}.{number}.{dim}": size
+        for number, tensor in enumerate(boundary)
+        for dim, size in enumerate(tensor.shape)
+    }
