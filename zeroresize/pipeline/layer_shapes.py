@@ -36,7 +36,7 @@ class LayerShapes:
         if inputs not in self._known:
             if len(self._known) >= _MOST_KEPT:
                 self._known.clear()
-            self._known[inputs] = self._found(inputs)
+            self._known[inputs] = self._boundaries(inputs)
         return self._known[inputs]
 
     def refresh(self) -> None:
@@ -46,7 +46,7 @@ class LayerShapes:
             for parameter, other in zip(layer.parameters(), hollow.parameters(), strict=True):
                 other.requires_grad_(parameter.requires_grad)
 
-    def _found(self, inputs: Boundary) -> list[Boundary]:
+    def _boundaries(self, inputs: Boundary) -> list[Boundary]:
         boundaries = [inputs]
         with torch.enable_grad():
             xs = tuple(each.example("meta") for each in inputs)

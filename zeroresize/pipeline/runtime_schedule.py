@@ -71,7 +71,7 @@ class RuntimeSchedule:
         self._schedule, self._layers, self._shapes, self._loss = schedule, stage, shapes, loss
         self._group, self._device = process_group, device
         self._stage, self._num_stages = group_rank(process_group), group_size(process_group)
-        self._told: dict[float, list[Boundary]] = {}
+        self._known: dict[float, list[Boundary]] = {}
 
     def step(
         self, microbatches: Sequence[Sequence[Tensor]], targets: Sequence[Tensor | None]
@@ -144,15 +144,15 @@ class RuntimeSchedule:
             raise failure
         if key == _FAILED:
             raise RuntimeError("the first stage cannot begin a step: its error tells why")
-        if key not in self._told:
-            if len(self._told) >= _MOST_KEPT:  # on all stages at once
-                self._told.clear()
+        if key not in self._known:
+            if len(self._known) >= _MOST_KEPT:  # on all stages at once
+                self._known.clear()
             described = json.loads(broadcast_text(text, 0, where, self._group))
-            self._told[key] = [
+            self._known[key] = [
                 tuple(TensorShape(tuple(one["shape"]), one["dtype"], one["requires_grad"]) for one in boundary)
                 for boundary in described
             ]
-        return self._told[key]
+        return self._known[key]
 
 
 @dataclass
