@@ -37,7 +37,7 @@ from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.microbatches.iteration_plan import IterationPlan
 from zeroresize.policy.microbatches.micro_batch import Indices, MicroBatchCosts
 from zeroresize.policy.microbatches.planning import plan_iteration
-from zeroresize.policy.microbatches.planning_options import PlanningOptions
+from zeroresize.policy.microbatches.planning_options import DoesNotFitError, PlanningOptions
 from zeroresize.strategy.model import SwitchableModel
 
 WIDTH, VOCABULARY, NUM_BLOCKS = 4, 16, 8
@@ -142,7 +142,10 @@ def best_of(way: str, lengths: Sequence[Indices], costs: Any, options: PlanningO
     tried = []
     for size in WAYS[way]:
         of_size = replace(options, method=way, size=size, schedule="1f1b", num_clusters=1)
-        plans = [plan_iteration(number, each, costs, of_size) for number, each in enumerate(lengths)]
+        try:
+            plans = [plan_iteration(number, each, costs, of_size) for number, each in enumerate(lengths)]
+        except DoesNotFitError:  # larger than what was measured
+            continue
         tried.append((sum(plan.expected_s for plan in plans), plans))
     return min(tried, key=lambda each: each[0])[1]
 
@@ -164,7 +167,7 @@ def cell(kind: str, longest: int, tokens: int, num_batches: int) -> dict[str, An
     lengths_of = TaskLengths(kind == "gpt", tokens, longest, longest // 4)
     lengths = [lengths_of(number) for number in range(num_batches + 1)]
     batch_kind: Any = PaddedBatch if kind == "gpt" else PairBatch
-    shapes = ProfiledShapes(_NAMES[kind], 16, limits, shortest=32, most_tokens=2048.0)
+    shapes = ProfiledShapes(_NAMES[kind], 16, limits, shortest=32, most_tokens=8192.0)
     layers = layers_of(kind)
     measuring = SwitchableModel(layers, strategies=[Strategy(pp=num_stages)], process_group=group)
     table = measure_model(measuring, batch_kind.hollow, shapes, loss=summed_loss, recomputations=("none",))

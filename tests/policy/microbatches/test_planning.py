@@ -156,7 +156,7 @@ def test_baselines_are_what_they_are_called():
             np.full((8, 1), 100),
             {"memory_limit": 500.0, "method": "fixed", "size": 8},
             DoesNotFitError,
-            r"method='fixed' do not fit into memory_limit=500 bytes: the largest, 8 rows of \[100\] tokens",
+            r"method='fixed' do not fit into memory_limit=500 bytes, .* the largest, 8 rows of \[100\] tokens",
         ),
         (
             np.array([[30]]),
@@ -235,3 +235,21 @@ def test_however_little_memory_there_is_equal_tokens_are_hardly_better(num_stage
         except DoesNotFitError:
             continue
         assert dynamic.expected_s <= other.expected_s * 1.03
+
+
+def test_micro_batches_that_were_never_measured_are_refused_and_not_planned():
+    class Measured:
+        """Costs of micro-batches of up to 100 tokens."""
+
+        num_stages = 2
+
+        def prices(self, sizes_K, lengths_KA):
+            prices = costs_of(2).prices(sizes_K, lengths_KA)
+            is_larger = (sizes_K * lengths_KA[:, 0] > 100)[:, None]
+            return type(prices)(*(np.where(is_larger, np.inf, values) for values in prices))
+
+    lengths = np.full((12, 1), 40)
+    plan = plan_iteration(0, lengths, {"none": Measured()}, PlanningOptions())
+    assert [each.size for each in plan.replicas[0].microbatches] == [2] * 6
+    with pytest.raises(DoesNotFitError, match="do not fit into memory_limit=inf bytes, or were never measured"):
+        plan_iteration(0, lengths, {"none": Measured()}, PlanningOptions(method="fixed", size=3))

@@ -139,9 +139,9 @@ def _why_not(microbatches: Sequence[MicroBatch], costs: MicroBatchCosts, options
     kept = costs.prices(sizes, lengths_MA).activation_bytes.max(axis=1)
     largest = int(kept.argmax())
     return (
-        f"micro-batches by method={options.method!r} do not fit into memory_limit={options.memory_limit:.0f} bytes: "
-        f"the largest, {sizes[largest]} rows of {lengths_MA[largest].tolist()} tokens, keeps {kept[largest]:.0f} on a "
-        f"stage, and several are under way under schedule={options.schedule!r}"
+        f"micro-batches by method={options.method!r} do not fit into memory_limit={options.memory_limit:.0f} bytes, or "
+        f"were never measured: the largest, {sizes[largest]} rows of {lengths_MA[largest].tolist()} tokens, keeps "
+        f"{kept[largest]:.0f} on a stage, and several are under way under schedule={options.schedule!r}"
     )
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from zeroresize.policy.microbatches.iteration_plan import ReplicaPlan
 from zeroresize.policy.microbatches.micro_batch import MicroBatch, MicroBatchCosts, shapes_of
 from zeroresize.policy.microbatches.planning_options import PlanningOptions
@@ -18,9 +20,11 @@ from zeroresize.runtime.communication import planned_instructions
 def replica_plans(
     microbatches: Sequence[MicroBatch], costs: MicroBatchCosts, options: PlanningOptions
 ) -> list[ReplicaPlan] | None:
-    """Return [D] plans of these micro-batches; None where those of a replica do not fit."""
+    """Return [D] plans of these micro-batches; None where those of a replica do not fit, or were never measured."""
     sizes, lengths_MA = shapes_of(microbatches)
     forward_s, backward_s, activation_bytes, workspace_bytes = costs.prices(sizes, lengths_MA)
+    if not (np.isfinite(forward_s) & np.isfinite(backward_s) & np.isfinite(activation_bytes)).all():
+        return None
     slowness_DS = options.slowness_DS(costs.num_stages)
     plans = []
     for members, slowness_S in zip(shared_by_stages(forward_s + backward_s, slowness_DS), slowness_DS, strict=True):
