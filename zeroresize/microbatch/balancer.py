@@ -23,15 +23,15 @@ from zeroresize.policy.microbatches.straggler_decision import MicroBatchDecision
 from zeroresize.policy.moves.least_saving import MIN_SAVING
 from zeroresize.policy.strategy.stragglers.decision import TOLERANCE
 from zeroresize.resharding.agreement import NotEnoughMemoryError, meet_over, meet_prepared
+from zeroresize.strategy.setup_cost import slowest_setup_s
 from zeroresize.strategy.speed_meter import SpeedMeter
 from zeroresize.utils.fingerprint import digest
 from zeroresize.utils.state_checks import anything, count, keyed
 
 logger = logging.getLogger(__name__)
 
-#: Seconds for which training waits for new planners, and in which a strategy gets process groups and modules, before
-#: any of that was seen.
-REPLAN_S, SETUP_S = 0.5, 0.2
+#: Seconds for which training waits for other plans, before that was seen.
+REPLAN_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class MicroBatchBalancer:
             planner.table.costs,
             planner.options,
             replan_s=REPLAN_S,
-            cost=replace(links, setup_s=SETUP_S),
+            cost=replace(links, setup_s=slowest_setup_s(model)),
             tolerance=tolerance,
             min_saving=min_saving,
         )

@@ -24,7 +24,7 @@ from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.stragglers.costs import StragglerCosts
 from zeroresize.policy.strategy.stragglers.decision import TOLERANCE, StragglerDecision, StrategyProposal
 from zeroresize.resharding.agreement import NotEnoughMemoryError, meet_over, meet_prepared
-from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.setup_cost import slowest_setup_s
 from zeroresize.strategy.speed_meter import SpeedMeter
 from zeroresize.strategy.step_report import StepReport
 from zeroresize.strategy.straggler_record import StragglerRecord
@@ -34,8 +34,6 @@ from zeroresize.utils.state_checks import anything, count, keyed
 
 logger = logging.getLogger(__name__)
 
-#: Seconds in which a strategy gets process groups and modules, where the model has made no groups that tell.
-SETUP_S = 0.2
 #: Steps are expected to be like so many of the newest ones; what they take is worked out anew every so many steps.
 _SAMPLE, _NEW_SAMPLE = 4, 16
 
@@ -114,14 +112,8 @@ class StrategyBalancer:
         }
         self._meter = SpeedMeter(model, agreement, probe=probe, clock=clock)
         links = measure_move_cost(model.process_group, model.device)
-        self._decision.cost = replace(links, setup_s=self._slowest_setup_s(model))
+        self._decision.cost = replace(links, setup_s=slowest_setup_s(model))
         self.close = self._meter.close
-
-    @staticmethod
-    def _slowest_setup_s(model: SwitchableModel) -> float:
-        """Agree on how long a strategy's setup takes: as on the slowest rank, so that all decide alike; collective."""
-        table = meet_over(model.process_group, model.device)(model.setup_s or 0.0, 0.0)
-        return max(seconds for seconds, _ in table) or SETUP_S
 
     @staticmethod
     def _require_any_optimizer_strategy(trainer: StrategyTrainer) -> None:
