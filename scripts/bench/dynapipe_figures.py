@@ -151,13 +151,17 @@ def throughputs(num_batches: int, devices: Sequence[int], by_length: bool) -> tu
 
 def parameters(num_batches: int) -> tuple[Table, list[dict[str, Any]]]:
     """Fixed sizes and equal tokens over the dynamic way, by their parameter, on four stages of eight devices."""
-    table = Table("model", "longest", "way", "parameter: throughput over dynamic")
+    table = Table("model", "(dp, tp, pp)", "longest", "way", "parameter: throughput over dynamic")
     rows = []
     for kind in ("gpt", "t5"):
         model = paper_model(kind, 8)
         for longest in (512, 4096):
-            division = next(each for each in divisions(model, 8) if each.pp == 4)
             batches = batches_of(model, 65536, longest, num_batches)
+            division = next(
+                each
+                for each in divisions(model, 8)
+                if each.pp == 4 and planned(model, each, batches[0], longest, dynamic_options(each), (1,)) is not None
+            )
             dynamic = [planned(model, division, each, longest, dynamic_options(division), (1,)) for each in batches]
             total = sum(plan.expected_s for plan in dynamic if plan is not None)
             for way, sizes in (("fixed", powers(64)), ("tokens", powers(32768, 512))):
@@ -171,7 +175,7 @@ def parameters(num_batches: int) -> tuple[Table, list[dict[str, Any]]]:
                 cells = (
                     f"{size}: {'memory' if math.isnan(share) else f'{share:.2f}'}" for size, share in shares.items()
                 )
-                table.add_row(kind, str(longest), way, ", ".join(cells))
+                table.add_row(kind, str(division), str(longest), way, ", ".join(cells))
     return table, rows
 
 

@@ -36,7 +36,7 @@ class RunPlanners:
         planner: the one in force.
 
     Raises:
-        ValueError: as ``Planners`` and ``PlanSource``.
+        ValueError: as ``Planners`` and ``PlanSource``; the other ranks may raise a RuntimeError then.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class RunPlanners:
         self._store, self._last, self._num_workers, self._ahead = store, last, num_workers, ahead
         self._meet = meet_over(process_group, device)
         self._source = PlanSource(store.store, process_group, device, model=planner.fingerprint, timeout_s=timeout_s)
-        self._planners = self._started(first)
+        self._planners: Planners | None = None
+        self._together(lambda: self._start(first))
 
     def plan(self, iteration: int, batch: str) -> IterationPlan:
         """Return the plan of an iteration, as :meth:`PlanSource.plan <zeroresize.microbatch.plan_source.PlanSource>`.
@@ -98,7 +99,7 @@ class RunPlanners:
             action()
         except Exception as error:
             prepared = error
-        meet_prepared(self._meet, prepared, "planners that plan otherwise")
+        meet_prepared(self._meet, prepared, "the planners of a run")
 
     def _stop(self) -> None:
         if self._planners is not None:
@@ -112,10 +113,10 @@ class RunPlanners:
         if self._planners is not None and not self.is_over(first):
             self._planners.go_on(self.planner, first)
 
-    def _started(self, first: int) -> Planners | None:
+    def _start(self, first: int) -> None:
         if not self._store.is_first_of_host or self.is_over(first):
-            return None
-        return Planners(
+            return
+        self._planners = Planners(
             self.planner,
             self._store.store,
             first=first,
