@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +197,7 @@ def _start(
 ) -> Run:
     boundaries = config.parallel.strategy.partition(config.num_layers).boundaries
     grids = {way: table.grids[way] for way in config.microbatches.recompute}
-    table = CostTable(table.kinds, table.names, grids, table.device)
+    table = replace(table, grids=grids)
     planner = IterationPlanner(config.lengths, table, boundaries, config.options)
     store = share_store(model.process_group, config.microbatches.store)
     step = 0 if state is None else state.step

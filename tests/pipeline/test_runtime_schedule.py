@@ -151,8 +151,14 @@ def test_what_cannot_be_run_is_refused_on_all_ranks(run_ranks):
 
     def refuse(rank, group):
         model = pipeline(group)
-        with pytest.raises(ValueError if rank == 0 else RuntimeError, match=r"no micro-batches|first stage"):
+        with pytest.raises(ValueError if rank == 0 else RuntimeError, match=r"no micro-batches|ranks \[0\]"):
             model.step_microbatches([], [])
+        tokens, target = sample(0, 4, 3)
+        with pytest.raises(ValueError, match="there are 1 targets for 2 micro-batches"):
+            model.step_microbatches([(tokens,), (tokens,)], [target])
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="autocast"):
+            model.step(tokens, target=target)
+        assert model.step(tokens, target=target) is not None or rank == 0
         layers = [Data(), nn.Identity()]
         odd = Pipeline(layers, loss_of, num_microbatches=2, process_group=group, schedule="1f1b")
         with pytest.raises(ValueError, match=r"layers\.0 \(Data\) does not run on the meta device"):

@@ -118,10 +118,15 @@ class MicroBatchBalancer:
     ) -> None:
         model, planner = trainer.model, planners.planner
         self._trainer, self._planners, self._model, self._on_change = trainer, planners, model, on_change
-        self._require_any_strategy()
-        lengths = np.asarray(planner.lengths_of(trainer.num_steps)).mean(axis=0).round().astype(int).tolist()
+        self._kept = tuple(model.strategies)
         planned = PlannedModel(
-            model.optimizer_strategy, model.num_layers, model.tensors, model.nodes, tuple(lengths), optimizer_ratio
+            model.optimizer_strategy,
+            model.num_layers,
+            model.tensors,
+            model.nodes,
+            self._usual_lengths(),
+            planner.table.longest,
+            optimizer_ratio,
         )
         agreement = {
             "the planner": planner.fingerprint,
@@ -163,11 +168,11 @@ class MicroBatchBalancer:
         begin = time.perf_counter()
         plan = self._trainer.fetch(lengths_NA)
         self._note_change(time.perf_counter() - begin)
-        strategy = self.strategy
-        self._meter.begin(has_part=strategy.position_of(self._model.rank) is not None)
+        work_s = self._decision.costs.work_s(plan, self.strategy, self._model.rank)
+        self._meter.begin(has_part=work_s > 0.0)
         report = self._trainer.carry_out(plan, samples, lengths_NA, begin=begin)
         self._decision.expect(plan)
-        if self._meter.end(self._decision.costs.work_s(plan, strategy, self._model.rank)):
+        if self._meter.end(work_s):
             self._decide()
         return report
 
@@ -186,16 +191,21 @@ class MicroBatchBalancer:
         self._decision.load_state_dict(state["decision"])
         self._meter.load_state_dict(state["speeds"], state["steps"])
 
-    def _require_any_strategy(self) -> None:
-        """Collective."""
-        model = self._model
+    def _usual_lengths(self) -> tuple[int, ...]:
+        """[A] the mean of the next iteration's samples, once all ranks may change their strategies; collective."""
+        model, lengths = self._model, np.zeros(0)
         prepared: tuple[float, float] | Exception = 0.0, 0.0
-        reason = why_not_elementwise(self._trainer.optimizer, model.parameters())
-        if reason is not None:
-            prepared = ValueError(
-                f"where ranks are slow, layers move with what the optimizer keeps of them, but {reason}"
-            )
+        try:
+            reason = why_not_elementwise(self._trainer.optimizer, model.parameters())
+            if reason is not None:
+                raise ValueError(
+                    f"where ranks are slow, layers move with what the optimizer keeps of them, but {reason}"
+                )
+            lengths = np.asarray(self._planners.planner.lengths_of(self._trainer.num_steps)).mean(axis=0)
+        except Exception as error:  # the others must hear of any
+            prepared = error
         meet_prepared(meet_over(model.process_group, model.device), prepared)
+        return tuple(lengths.round().astype(int).tolist())
 
     def _note_change(self, wait_s: float) -> None:
         """What a change takes is known once the first plan of the new planners is there."""
@@ -220,6 +230,7 @@ class MicroBatchBalancer:
         except NotEnoughMemoryError:  # on every rank, and nothing has moved
             self._decision.refuse()
             is_made = False
+        self._forget_others(replanning.strategy if is_made else before)
         seconds, moved_bytes = replanning.switch_s, 0
         if is_made:
             planner = replace(
@@ -245,6 +256,12 @@ class MicroBatchBalancer:
             is_made,
         )
         self._tell(record, replanning)
+
+    def _forget_others(self, in_force: Strategy) -> None:
+        """Those that came for slow ranks; what the caller gave the model stays, as it will be wanted again."""
+        for strategy in self._model.strategies:
+            if strategy not in (*self._kept, in_force):
+                self._model.forget(strategy)
 
     def _tell(self, record: ReplanRecord, replanning: Replanning) -> None:
         if self._model.rank == 0:

@@ -10,11 +10,11 @@ from typing import Any
 
 from zeroresize.policy.microbatches.grid_costs import LayerGrid
 from zeroresize.policy.microbatches.micro_batch import MicroBatchCosts
-from zeroresize.policy.microbatches.stage_costs import StageCosts
+from zeroresize.policy.microbatches.stage_costs import HandedBytes, StageCosts
 from zeroresize.utils.fingerprint import digest
 from zeroresize.utils.value_checks import known_keys
 
-_KEYS = ("kinds", "names", "grids", "device")
+_KEYS = ("kinds", "names", "grids", "device", "handed")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class CostTable:
         names: of a micro-batch's sizes, the number of rows first.
         grids: by what is computed again in backwards, of each kind.
         device: on which they were measured.
+        handed: [L − 1] of which sizes the bytes are that layers hand on, see
+            :class:`~zeroresize.policy.microbatches.stage_costs.StageCosts`; empty where nobody knows.
 
     Raises:
         ValueError: for a kind that was not measured.
@@ -35,6 +37,7 @@ class CostTable:
     names: tuple[str, ...]
     grids: Mapping[str, Mapping[str, LayerGrid]]
     device: str
+    handed: tuple[HandedBytes, ...] = ()
 
     def __post_init__(self) -> None:
         for recomputation, by_kind in self.grids.items():
@@ -54,9 +57,19 @@ class CostTable:
             ValueError: as :class:`~zeroresize.policy.microbatches.stage_costs.StageCosts`.
         """
         return {
-            recomputation: StageCosts(self.kinds, by_kind, tuple(boundaries))
+            recomputation: StageCosts(self.kinds, by_kind, tuple(boundaries), self.names, self.handed)
             for recomputation, by_kind in self.grids.items()
         }
+
+    @property
+    def longest(self) -> tuple[int, ...]:
+        """Return [A] the longest samples that were measured."""
+        longest = [0] * (len(self.names) - 1)
+        for by_kind in self.grids.values():
+            for grid in by_kind.values():
+                for axis, lengths in zip(grid.axes, grid.lengths, strict=True):
+                    longest[axis] = max(longest[axis], lengths[-1])
+        return tuple(longest)
 
     def require_model(self, kinds: Sequence[str], names: Sequence[str]) -> None:
         """Check that the table is of a model with layers of these kinds, whose micro-batches have these sizes.
@@ -83,7 +96,13 @@ class CostTable:
             recomputation: {kind: grid.as_dict() for kind, grid in by_kind.items()}
             for recomputation, by_kind in self.grids.items()
         }
-        return {"kinds": list(self.kinds), "names": list(self.names), "grids": grids, "device": self.device}
+        return {
+            "kinds": list(self.kinds),
+            "names": list(self.names),
+            "grids": grids,
+            "device": self.device,
+            "handed": [[list(dims) for dims in handed] for handed in self.handed],
+        }
 
     @classmethod
     def of(cls, value: Any) -> CostTable:
@@ -98,7 +117,8 @@ class CostTable:
                 recomputation: {kind: LayerGrid.of(grid) for kind, grid in by_kind.items()}
                 for recomputation, by_kind in entries["grids"].items()
             }
-            return cls(tuple(entries["kinds"]), tuple(entries["names"]), grids, str(entries["device"]))
+            handed = tuple(tuple(map(tuple, of_layer)) for of_layer in entries["handed"])
+            return cls(tuple(entries["kinds"]), tuple(entries["names"]), grids, str(entries["device"]), handed)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"these are no costs: {error!r}; wanted are {list(_KEYS)}") from error
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from zeroresize.comm.rendezvous import Rendezvous
 from zeroresize.microbatch.cost_table import CostTable
-from zeroresize.microbatch.profile import ProfiledShapes, device_name, kinds_of, measure_layers
+from zeroresize.microbatch.profile import ProfiledShapes, device_name, handed_by, kinds_of, measure_layers
 from zeroresize.policy.microbatches.grid_costs import LayerGrid
+from zeroresize.resharding.agreement import meet_over
 from zeroresize.runtime.activations import BatchOf
 from zeroresize.runtime.stage import Loss
 from zeroresize.strategy.model import SwitchableModel
@@ -37,8 +38,16 @@ def measure_model(
     """
     whole = model.whole_layers
     layers = {} if model.position is None else model.stage_layers
-    measured = measure_layers(
-        layers, whole, batch_of, shapes, loss=loss, recomputations=recomputations, device=model.device
+    meet = meet_over(model.groups_of(model.current).tp, model.device)
+    measured, activations = measure_layers(
+        layers,
+        whole,
+        batch_of,
+        shapes,
+        loss=loss,
+        recomputations=recomputations,
+        device=model.device,
+        slowest=lambda seconds: max(each for each, _ in meet(seconds, 0.0)),
     )
     model.drop_gradients()
     plain = {way: {kind: grid.as_dict() for kind, grid in by_kind.items()} for way, by_kind in measured.items()}
@@ -50,7 +59,7 @@ def measure_model(
                 grid = LayerGrid.of(value)
                 known = grids[way].get(kind)
                 grids[way][kind] = grid if known is None else _slower(known, grid)
-    return CostTable(kinds_of(whole), shapes.names, grids, device_name(model.device))
+    return CostTable(kinds_of(whole), shapes.names, grids, device_name(model.device), handed_by(activations))
 
 
 def _slower(first: LayerGrid, other: LayerGrid) -> LayerGrid:

@@ -124,9 +124,16 @@ class _PlanningProcess:
             if planned.text is None:
                 self._store.fail(iteration, planned.error, planned.reason)
             else:
-                self._store.put(iteration, planned.text)
+                self._leave(iteration, planned.text)
             self._tell(PLANNED, (iteration, planned.seconds))
             self._deaths.pop(iteration, None)
+
+    def _leave(self, iteration: int, text: str) -> None:
+        """Leave a plan, or say why the store does not take it; where it takes neither it is away."""
+        try:
+            self._store.put(iteration, text)
+        except StoreError as error:
+            self._store.fail(iteration, type(error).__name__, str(error))
 
     def _replace(self, planner: Planner) -> None:
         """Let another planner plan what this one, which has died, was planning."""

@@ -141,6 +141,8 @@ class _Keeper:
     def __init__(self, task: PlanningTask, pickled: bytes, store: InstructionStore) -> None:
         self._task, self._pickled, self._store = task, pickled, store
         self._is_stopping, self._has_stopped = False, threading.Event()
+        self._wake = threading.Event()  # from the pause before another start
+        self.reason: str | None = None  # why nothing can be planned any more
         self._seconds: deque[tuple[int, float]] = deque(maxlen=_NUM_KEPT)
         self.process: subprocess.Popen[bytes] | None = None
         self._control: Connection | None = None
@@ -150,7 +152,17 @@ class _Keeper:
 
     def run(self) -> None:
         pause_s, num_false_starts = _LEAST_PAUSE_S, 0
-        while self._start():
+        while True:
+            try:
+                if not self._start():
+                    return
+            except OSError as error:  # no memory, no processes, no files
+                num_false_starts += 1
+                if num_false_starts >= _MOST_FALSE_STARTS:
+                    self._give_up(f"their process cannot be started: {error}")
+                    return
+                self._pause(pause_s)
+                continue
             began = time.monotonic()
             is_ready = self._listen()
             self._has_stopped.set()
@@ -170,8 +182,13 @@ class _Keeper:
                 code,
                 pause_s,
             )
-            self._is_closing.wait(pause_s)
+            self._pause(pause_s)
             pause_s = min(2.0 * pause_s, _MOST_PAUSE_S)
+
+    def _pause(self, seconds: float) -> None:
+        if not self._is_closing.is_set():
+            self._wake.wait(seconds)
+            self._wake.clear()
 
     def seconds(self) -> dict[int, float]:
         with self._lock:
@@ -189,12 +206,16 @@ class _Keeper:
 
     def go_on(self, task: PlanningTask, pickled: bytes) -> None:
         with self._lock:
+            if self.reason is not None:
+                raise StoreError(f"the planners of host {task.host} cannot plan: {self.reason}")
             self._task, self._pickled, self._is_stopping = task, pickled, False
+            self._wake.set()
             self._send((task, pickled))
 
     def end(self) -> None:
         with self._lock:
             self._is_closing.set()
+            self._wake.set()
             self._send(None)
             process = self.process
         if process is None:
@@ -236,13 +257,14 @@ class _Keeper:
                 elif kind == planner_process.WARNING:
                     logger.warning("%s", value)
                 elif kind == planner_process.BROKEN:
-                    self._is_broken = True
+                    self._is_broken, self.reason = True, value
                     logger.error("the planners of host %d cannot plan: %s", self._task.host, value)
         self._control.close()
         return is_ready
 
     def _give_up(self, why: str) -> None:
         logger.error("the planners of host %d cannot plan: %s", self._task.host, why)
+        self.reason = why
         task = self._task
         report = PlannersReport(task.host, task.num_hosts, task.first, task.last, task.num_workers, error=why)
         with suppress(StoreError):  # whoever waits there hears of that

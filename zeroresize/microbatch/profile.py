@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from zeroresize.measure.memory_meter import memory_meter
 from zeroresize.microbatch.cost_table import CostTable
 from zeroresize.policy.microbatches.grid_costs import LayerGrid, grid_points, powers_of_two
+from zeroresize.policy.microbatches.stage_costs import HandedBytes
 from zeroresize.runtime.activations import Batch, BatchOf, HandedOn, as_argument, as_tuple, find_activations
 from zeroresize.runtime.stage import RECOMPUTATIONS, Loss
 from zeroresize.utils.fingerprint import digest
@@ -90,8 +91,17 @@ def measure_costs(
     """
     device = device or next(parameter.device for layer in layers for parameter in layer.parameters())
     here = dict(enumerate(layers))
-    grids = measure_layers(here, layers, batch_of, shapes, loss=loss, recomputations=recomputations, device=device)
-    return CostTable(kinds_of(layers), shapes.names, grids, device_name(device))
+    grids, activations = measure_layers(
+        here, layers, batch_of, shapes, loss=loss, recomputations=recomputations, device=device
+    )
+    return CostTable(kinds_of(layers), shapes.names, grids, device_name(device), handed_by(activations))
+
+
+def handed_by(activations: Sequence[HandedOn]) -> tuple[HandedBytes, ...]:
+    """Return [L − 1] of which sizes the bytes are that layers hand on."""
+    return tuple(
+        tuple((activation.dtype.itemsize, *activation.dims) for activation in handed) for handed in activations
+    )
 
 
 def measure_layers(
@@ -103,25 +113,30 @@ def measure_layers(
     loss: Loss,
     recomputations: Sequence[str],
     device: torch.device,
-) -> dict[str, dict[str, LayerGrid]]:
-    """Return the grids of some layers' kinds, by what is computed again; see :func:`measure_costs`.
+    slowest: Callable[[float], float] = float,
+) -> tuple[dict[str, dict[str, LayerGrid]], list[HandedOn]]:
+    """Return the grids of some layers' kinds, by what is computed again, and what layers hand on.
+
+    See :func:`measure_costs`.
 
     Args:
         layers: to measure, by their numbers in the model. Ranks that divide them measure together.
         whole_layers: [L] the undivided model's, on any device: kinds and shapes are theirs.
+        slowest: returns the most of the seconds that the ranks give that divide the layers, so that all repeat alike.
     """
     for recomputation in recomputations:
         one_of("recomputation", recomputation, RECOMPUTATIONS)
-    handed = [None, *find_activations(whole_layers, batch_of, shapes.names), None]
+    activations = find_activations(whole_layers, batch_of, shapes.names)
+    handed = [None, *activations, None]
     kinds = kinds_of(whole_layers)
     grids: dict[str, dict[str, LayerGrid]] = {recomputation: {} for recomputation in recomputations}
     for recomputation in recomputations:
         for number, layer in layers.items():
             if kinds[number] not in grids[recomputation]:
                 around = handed[number], handed[number + 1]
-                probe = LayerProbe(layer, around, batch_of, loss, recomputation, device)
+                probe = LayerProbe(layer, around, batch_of, loss, recomputation, device, slowest)
                 grids[recomputation][kinds[number]] = _grid_of(probe, _axes(around, shapes), shapes)
-    return grids
+    return grids, activations
 
 
 def kinds_of(whole_layers: Sequence[nn.Module]) -> tuple[str, ...]:
@@ -175,7 +190,9 @@ class LayerProbe:
         loss: Loss,
         recomputation: str,
         device: torch.device,
+        slowest: Callable[[float], float] = float,
     ) -> None:
+        self._slowest = slowest
         self._layer, self._batch_of, self._device = layer, batch_of, device
         self._handed, self._loss = around[0], None if around[1] is not None else loss
         self._recomputes, self._is_warm = recomputation == "layers", False
@@ -192,7 +209,7 @@ class LayerProbe:
                 self._is_warm = True
             kept, workspace = self._bytes(sizes, batch)
             times = [self._seconds(sizes, batch)]
-            if sum(times[0]) <= _LONG_S:
+            if self._slowest(sum(times[0])) <= _LONG_S:
                 times += [self._seconds(sizes, batch) for _ in range(_REPETITIONS - 1)]
         except (torch.cuda.OutOfMemoryError, MemoryError):
             self._drop()

@@ -24,7 +24,7 @@ from zeroresize.policy.microbatches.iteration_plan import IterationPlan
 from zeroresize.policy.microbatches.micro_batch import Indices, MicroBatch
 from zeroresize.policy.microbatches.planning import batch_fingerprint
 from zeroresize.policy.microbatches.sample_order import ordered
-from zeroresize.resharding.agreement import NotEnoughMemoryError, meet_over, meet_prepared
+from zeroresize.resharding.agreement import meet_over, meet_prepared
 from zeroresize.runtime.activations import Batch, BatchOf, find_activations
 from zeroresize.runtime.random_numbers import seed_of
 from zeroresize.runtime.stage import Loss, Stage
@@ -214,7 +214,7 @@ class MicroBatchTrainer:
     def change_strategy(self, strategy: Strategy) -> int:
         """Spread the model otherwise from the next iteration on, with all that the optimizer keeps; collective.
 
-        What is planned has to be planned for that, too. The strategy before is forgotten.
+        What is planned has to be planned for that, too. The model keeps the strategy before, until ``model.forget``.
 
         Returns:
             The bytes that this rank has received.
@@ -223,16 +223,9 @@ class MicroBatchTrainer:
             Exception: as :meth:`~zeroresize.strategy.model.SwitchableModel.add` and ``move_optimizer``; the strategy
                 stays as it is where memory does not suffice.
         """
-        before = self.model.optimizer_strategy
         if strategy not in self.model.strategies:
             self.model.add(strategy)
-        try:
-            report = self.model.move_optimizer(strategy, self.optimizer)
-        except NotEnoughMemoryError:  # on every rank
-            self.model.forget(strategy)
-            raise
-        self.model.forget(before)
-        return report.received_bytes
+        return self.model.move_optimizer(strategy, self.optimizer).received_bytes
 
     def evaluate(self, samples: Sequence[Any], lengths_NA: Indices, max_tokens: int) -> float:
         """Return the mean loss over the tokens of samples that count, without gradients; collective.

@@ -19,7 +19,7 @@ from zeroresize.layers.whole_parameters import require_whole_parameters
 from zeroresize.pipeline.boundary_shapes import Boundary, find_boundaries, message_bytes
 from zeroresize.pipeline.first_boundaries import divided_by_parameters
 from zeroresize.pipeline.layer_shapes import LayerShapes
-from zeroresize.pipeline.runtime_schedule import RuntimeSchedule
+from zeroresize.pipeline.runtime_schedule import Make, RuntimeSchedule
 from zeroresize.pipeline.stage_layers import (
     Initialize,
     StageLayers,
@@ -246,9 +246,12 @@ class Pipeline:
                 stages wait for their process group's time limit then, unless it is the first step.
         """
         if isinstance(self.schedule, str):
-            microbatches = _split(self._stage_inputs(inputs), self.num_microbatches)
-            targets = _split([] if target is None else [target], self.num_microbatches)
-            return self.step_microbatches(microbatches, [each for (each,) in targets])
+            return self._run_microbatches(
+                lambda: (
+                    _split(self._stage_inputs(inputs), self.num_microbatches),
+                    [each for (each,) in _split([] if target is None else [target], self.num_microbatches)],
+                )
+            )
         self.num_steps += 1
         schedule, _ = self._ready(inputs)
         losses: list[Tensor] = []
@@ -273,15 +276,11 @@ class Pipeline:
             The loss, averaged over samples, on the last stage.
 
         Raises:
-            ValueError: under a schedule of torch; on the first stage without micro-batches, and on the last one for
-                another number of targets; for layers that do not run on the meta device.
-            RuntimeError: on the other stages then, or if a stage does not come.
+            ValueError: under a schedule of torch; without micro-batches, for another number of targets, for layers
+                that do not run on the meta device, and under autocast.
+            RuntimeError: where another stage has such an error, or does not come.
         """
-        runtime = self._ready_runtime()
-        self.num_steps += 1
-        given = targets if self.stage == self.num_stages - 1 else []
-        loss, self._boundary_shapes = runtime.step(microbatches if self.stage == 0 else [], given)
-        return loss
+        return self._run_microbatches(lambda: (microbatches if self.stage == 0 else [], targets))
 
     def evaluate(self, *inputs: Tensor) -> Any:
         """Run the forward of one batch without gradients; return the outputs on the last stage, None on the others.
@@ -406,9 +405,16 @@ class Pipeline:
             )
         return self._runtime
 
+    def _run_microbatches(self, make: Make) -> Tensor | None:
+        runtime = self._ready_runtime()
+        self.num_steps += 1
+        loss, self._boundary_shapes = runtime.step(make)
+        return loss
+
     def _evaluated(self, inputs: Sequence[Tensor]) -> Any:
-        microbatches = _split(self._stage_inputs(inputs), self.num_microbatches)
-        outputs, self._boundary_shapes = self._ready_runtime().evaluate(microbatches)
+        outputs, self._boundary_shapes = self._ready_runtime().evaluate(
+            lambda: (_split(self._stage_inputs(inputs), self.num_microbatches), [])
+        )
         joined = [torch.cat(of_each) for of_each in zip(*outputs, strict=True)]
         return None if not joined else joined[0] if len(joined) == 1 else tuple(joined)
 

@@ -10,7 +10,7 @@ shape that is new.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -18,19 +18,22 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import broadcast, group_rank, group_size, message_device
+from zeroresize.comm.collectives import group_rank, group_size, message_device
 from zeroresize.pipeline.boundary_shapes import Boundary, TensorShape, boundary_of, broadcast_text
 from zeroresize.pipeline.layer_shapes import LayerShapes
 from zeroresize.pipeline.stage_layers import StageLayers
+from zeroresize.resharding.agreement import meet_over, meet_prepared
 from zeroresize.runtime.activations import Activation, HandedOn
 from zeroresize.runtime.communication import instructions_of
 from zeroresize.runtime.executor import Executor
 from zeroresize.runtime.messages import StageMessages
 from zeroresize.runtime.schedules import Schedule
 from zeroresize.runtime.stage import forward_instructions
+from zeroresize.utils.autocast_dtype import autocast_dtype
 from zeroresize.utils.fingerprint import fingerprint
 
-_FAILED = -1.0
+#: Returns micro-batches and their targets.
+Make = Callable[[], tuple[Sequence[Sequence[Tensor]], Sequence[Tensor | None]]]
 #: Of so many different steps the shapes are kept.
 _MOST_KEPT = 4096
 
@@ -71,28 +74,25 @@ class RuntimeSchedule:
         self._schedule, self._layers, self._shapes, self._loss = schedule, stage, shapes, loss
         self._group, self._device = process_group, device
         self._stage, self._num_stages = group_rank(process_group), group_size(process_group)
+        self._meet = meet_over(process_group, device)
         self._known: dict[float, list[Boundary]] = {}
 
-    def step(
-        self, microbatches: Sequence[Sequence[Tensor]], targets: Sequence[Tensor | None]
-    ) -> tuple[Tensor | None, list[Boundary]]:
+    def step(self, make: Make) -> tuple[Tensor | None, list[Boundary]]:
         """Run forward and backward of micro-batches; collective.
 
         Args:
-            microbatches: [M], on the first stage.
-            targets: [M], on the last stage.
+            make: returns [M] micro-batches, on the first stage, and [M] targets, on the last one.
 
         Returns:
             The loss on the last stage, and [L + 1] boundaries of the first micro-batch.
 
         Raises:
-            ValueError: on the first stage for no micro-batches, and on the last one for another number of targets; for
-                layers that do not run on the meta device.
-            RuntimeError: on the others then, or if a stage does not come.
+            ValueError: for no micro-batches, another number of targets, layers that do not run on the meta device, and
+                autocast.
+            Exception: what ``make`` raises; the others raise a RuntimeError then.
+            RuntimeError: if a stage does not come.
         """
-        inputs = self._tell(microbatches)
-        if self._stage == self._num_stages - 1 and len(targets) != len(inputs):
-            raise ValueError(f"there are {len(targets)} targets for {len(inputs)} micro-batches: give one for each")
+        microbatches, targets, inputs = self._tell(make, trains=True)
         rows = [boundary[0].shape[0] for boundary in inputs]
         instructions = instructions_of(self._schedule, self._num_stages, len(inputs))[self._stage]
         weights = [number / sum(rows) for number in rows]
@@ -101,9 +101,9 @@ class RuntimeSchedule:
         return (torch.stack(computation.losses).sum().detach() if computation.losses else None), boundaries
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Sequence[Tensor]]) -> tuple[list[tuple[Tensor, ...]], list[Boundary]]:
+    def evaluate(self, make: Make) -> tuple[list[tuple[Tensor, ...]], list[Boundary]]:
         """Return [M] outputs on the last stage, nothing on the others, and boundaries; errors as of :meth:`step`."""
-        inputs = self._tell(microbatches)
+        microbatches, _, inputs = self._tell(make, trains=False)
         computation = _Computation(self, microbatches, None, [])
         boundaries = self._run(forward_instructions(self._stage, self._num_stages, len(inputs)), computation, inputs)
         return computation.outputs, boundaries
@@ -125,34 +125,40 @@ class RuntimeSchedule:
         Executor(messages).run(instructions, computation, sizes)
         return all_boundaries[0]
 
-    def _tell(self, microbatches: Sequence[Sequence[Tensor]]) -> list[Boundary]:
-        """[M] shapes of the micro-batches' inputs, which the first stage knows; the same are told by one number."""
-        where = message_device(self._group, self._device)
-        number, text, failure = torch.zeros((), dtype=torch.float64, device=where), "", None
-        if self._stage == 0:
-            try:
+    def _tell(
+        self, make: Make, *, trains: bool
+    ) -> tuple[Sequence[Sequence[Tensor]], Sequence[Tensor | None], list[Boundary]]:
+        """Micro-batches and targets, where they are, and [M] shapes of inputs; known ones are told by one number."""
+        microbatches: Sequence[Sequence[Tensor]] = []
+        targets: Sequence[Tensor | None] = []
+        text = ""
+        prepared: tuple[float, float] | Exception = 0.0, 0.0
+        try:
+            if autocast_dtype(self._device.type):
+                raise ValueError("the runtime's schedules do not run under torch.autocast: torch's own do")
+            microbatches, targets = make()
+            if self._stage == 0:
                 if not microbatches:
                     raise ValueError("a step of no micro-batches: at least one is needed")
                 text = json.dumps([[asdict(each) for each in boundary_of(xs)] for xs in microbatches])
-                number.fill_(fingerprint(text))
-            except Exception as error:  # the others must hear of any
-                failure = error
-                number.fill_(_FAILED)
-        broadcast(number, 0, self._group)
-        key = float(number)
-        if failure is not None:
-            raise failure
-        if key == _FAILED:
-            raise RuntimeError("the first stage cannot begin a step: its error tells why")
+            prepared = (fingerprint(text) if text else 0.0), float(len(targets))
+        except Exception as error:  # the others must hear of any
+            prepared = error
+        table = meet_prepared(self._meet, prepared, "a step")
+        key, num_targets = table[0][0], int(table[-1][1])
         if key not in self._known:
             if len(self._known) >= _MOST_KEPT:  # on all stages at once
                 self._known.clear()
+            where = message_device(self._group, self._device)
             described = json.loads(broadcast_text(text, 0, where, self._group))
             self._known[key] = [
                 tuple(TensorShape(tuple(one["shape"]), one["dtype"], one["requires_grad"]) for one in boundary)
                 for boundary in described
             ]
-        return self._known[key]
+        inputs = self._known[key]
+        if trains and num_targets != len(inputs):
+            raise ValueError(f"there are {num_targets} targets for {len(inputs)} micro-batches: give one for each")
+        return microbatches, targets, inputs
 
 
 @dataclass

@@ -253,3 +253,13 @@ def test_micro_batches_that_were_never_measured_are_refused_and_not_planned():
     assert [each.size for each in plan.replicas[0].microbatches] == [2] * 6
     with pytest.raises(DoesNotFitError, match="do not fit into memory_limit=inf bytes, or were never measured"):
         plan_iteration(0, lengths, {"none": Measured()}, PlanningOptions(method="fixed", size=3))
+
+
+def test_a_stage_keeps_what_it_hands_on_as_the_next_layer_is_elsewhere():
+    plain = costs_of(4)
+    handed = ((2, "size", "length", 16), (1, "size", "length"))
+    costs = StageCosts(plain.kinds, plain.costs, plain.boundaries, ("size", "length"), (handed,) * 7)
+    sizes, lengths = np.array([3, 1]), np.array([[10], [100]])
+    more = costs.prices(sizes, lengths).activation_bytes - plain.prices(sizes, lengths).activation_bytes
+    assert more.tolist() == [[30.0 * 33] * 3 + [0.0], [100.0 * 33] * 3 + [0.0]]
+    assert (costs.prices(sizes, lengths).workspace_bytes == plain.prices(sizes, lengths).workspace_bytes).all()

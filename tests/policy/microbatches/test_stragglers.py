@@ -26,7 +26,7 @@ class Work:
         table = table_of("gpt", num_layers=NUM_LAYERS)
         strategy = Strategy(*degrees)
         tensors = [TensorSpec(f"layers.{number}.weight", number, (LAYER_BYTES,), 1) for number in range(NUM_LAYERS)]
-        self.model = PlannedModel(strategy, NUM_LAYERS, tensors, [0] * strategy.num_ranks, (12,))
+        self.model = PlannedModel(strategy, NUM_LAYERS, tensors, [0] * strategy.num_ranks, (12,), (23,))
         self.options = PlanningOptions(strategy.dp, memory_limit)
         self.costs_of = table.costs
         self.decision = MicroBatchDecision(

@@ -49,6 +49,7 @@ class PlannedModel:
         tensors: of the undivided model.
         nodes: [R] on which node each rank is.
         lengths: [A] tokens of a usual sample, by which layers' work is told.
+        longest: [A] tokens of the longest sample that may come.
         optimizer_ratio: bytes of optimizer state for a byte of weights.
     """
 
@@ -57,6 +58,7 @@ class PlannedModel:
     tensors: Sequence[TensorSpec]
     nodes: Sequence[int]
     lengths: tuple[int, ...]
+    longest: tuple[int, ...]
     optimizer_ratio: float = 2.0
 
 
@@ -126,10 +128,15 @@ class ReplannedCosts:
         return self._mean_s(strategy, seconds)
 
     def fits(self, number: int, strategy: Strategy, optimizer_strategy: Strategy) -> bool:
-        """Return whether the newest micro-batches fit beside the weights that a strategy brings."""
+        """Return whether micro-batches fit beside the weights that a strategy brings.
+
+        These are the newest ones, and the longest sample by itself, if the original strategy has room for it.
+        """
         limit = self._memory_limit(strategy)
         if limit == math.inf or limit <= 0.0:
             return limit > 0.0
+        if self._fits_longest(self._model.original) and not self._fits_longest(strategy):
+            return False
         options = replace(self.options_of(strategy), num_clusters=1)
         return all(
             replica_plans(_all_of(plan), self._costs_of(self._boundaries(strategy))[plan.recomputation], options)
@@ -186,6 +193,14 @@ class ReplannedCosts:
         return float(stage_s[:, position.stage].sum()) * float(
             self.slowness_of(strategy, alone)[position.replica, position.stage]
         )
+
+    def _fits_longest(self, strategy: Strategy) -> bool:
+        limit, longest = self._memory_limit(strategy), np.array([self._model.longest])
+        for costs in self._costs_of(self._boundaries(strategy)).values():
+            prices = costs.prices(np.ones(1, dtype=np.int64), longest)
+            if float((prices.activation_bytes + prices.workspace_bytes).max()) <= limit:
+                return True
+        return False
 
     def _mean_s(self, strategy: Strategy, seconds: Callable[[IterationPlan, Floats], float]) -> float:
         boundaries = self._boundaries(strategy)

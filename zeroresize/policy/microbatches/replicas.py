@@ -59,6 +59,8 @@ def shared_by_stages(stage_s: Floats, slowness_DS: Floats) -> list[list[int]]:
         slowness_DS: [D, S] χ of each stage of each replica.
     """
     seconds_M = stage_s.max(axis=1)
+    if not seconds_M.any():
+        return shared(seconds_M, [1.0] * len(slowness_DS))
     paces_D = [float((stage_s * slowness_S).max(axis=1).sum() / seconds_M.sum()) for slowness_S in slowness_DS]
     return shared(seconds_M, paces_D, float(stage_s.shape[1] - 1))
 

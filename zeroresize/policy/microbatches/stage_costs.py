@@ -16,6 +16,9 @@ import numpy as np
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.microbatches.micro_batch import Floats, Indices, Prices
 
+#: Of a tensor that a layer hands on: bytes of an element, then its dimensions: numbers, and names of sizes.
+HandedBytes = tuple[tuple[int | str, ...], ...]
+
 
 class LayerCosts(Protocol):
     """What one kind of layer takes."""
@@ -32,6 +35,9 @@ class StageCosts:
         kinds: [L] of each layer; layers of one kind cost the same.
         costs: of each kind.
         boundaries: [S + 1] stage s has the layers from entry s up to entry s + 1.
+        names: of a micro-batch's sizes, the number of rows first.
+        handed: [L − 1] of which sizes the bytes are that layers hand on; empty where nobody knows. A stage but the last
+            keeps what it hands on, as the next layer, which counts it, is elsewhere.
 
     Raises:
         ValueError: for a kind without costs, or boundaries of other layers.
@@ -40,6 +46,8 @@ class StageCosts:
     kinds: tuple[str, ...]
     costs: Mapping[str, LayerCosts]
     boundaries: tuple[int, ...]
+    names: tuple[str, ...] = ()
+    handed: tuple[HandedBytes, ...] = ()
 
     def __post_init__(self) -> None:
         missing = sorted(set(self.kinds) - set(self.costs))
@@ -71,6 +79,10 @@ class StageCosts:
         forward_s, backward_s, kept = total
         with np.errstate(invalid="ignore"):
             workspace = np.where(np.isfinite(kept), np.maximum(peak_KS - kept, 0.0), np.inf)
+        if self.handed:
+            sizes_of = dict(zip(self.names, (sizes_K, *lengths_KA.T), strict=True))
+            for stage, end in enumerate(self.boundaries[1:-1]):
+                kept[:, stage] += _num_bytes(self.handed[end - 1], sizes_of)
         return Prices(forward_s, backward_s, kept, workspace)
 
     @cached_property
@@ -80,3 +92,14 @@ class StageCosts:
         return [
             [(kind, len(list(run))) for kind, run in itertools.groupby(self.kinds[begin:end])] for begin, end in stages
         ]
+
+
+def _num_bytes(handed: HandedBytes, sizes_of: Mapping[str, Indices]) -> Floats:
+    """[K] bytes of all tensors of each micro-batch."""
+    total = np.zeros(len(next(iter(sizes_of.values()))))
+    for dims in handed:
+        of_tensor = np.ones(len(total))
+        for dim in dims:
+            of_tensor = of_tensor * (sizes_of[dim] if isinstance(dim, str) else dim)
+        total += of_tensor
+    return total

@@ -117,7 +117,7 @@ class MicroBatchDecision:
             strategy, step_s, switch_s = proposal.candidate.strategies[0], proposal.step_s, proposal.switch_s
             options = self.costs.options_of(strategy, speeds)
             return Replanning(proposal.candidate.kind, strategy, options, step_s, now_s - step_s, switch_s, proposal)
-        step_s = self.costs.range_s(0, self.strategy, speeds)
+        step_s = self._decision.what_if(speeds)[0].step_s
         saving_s = now_s - step_s
         self._rental.next_update()
         self._rental.charge({REPLAN: beyond_noise(saving_s, now_s, self._min_saving)}, 1)
