@@ -3,7 +3,7 @@
 #   make setup PIP_ARGS="--extra-index-url <index>"   another package index, such as one with CPU builds of torch
 #   make test PYTEST_ARGS="-k convert"                some tests only
 #   make test-all PYTEST_ARGS="-k convert"            some tests only, slow ones among them
-#   make test SLOW=1                                  the slow ones, too, in one session as CI runs them
+#   make test SLOW=1                                  the slow ones, too, in one session
 #   make test WORKERS=8                               on a machine of sixteen cores; a test takes up to four of them
 #   make test WORKERS=0                               one test after another, such as for a debugger
 
