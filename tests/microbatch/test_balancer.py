@@ -165,6 +165,7 @@ def test_a_slow_stage_gives_layers_away_and_gets_them_back(run_ranks):
     assert kinds[0] in ("rearrange", "leave out") and slow != strategy and final == strategy
 
 
+@pytest.mark.slow
 def test_memory_that_does_not_suffice_leaves_all_as_it_was(run_ranks):
     def train(rank, group):
         records = []
