@@ -65,6 +65,14 @@ def test_a_rank_that_cannot_prepare_raises_its_own_error_after_the_others_have_h
             meet_prepared(nobody_comes, error)
 
 
+def test_a_rank_whose_memory_ran_out_raises_what_the_others_do():
+    """Whoever goes on after a lack of memory must not do so alone."""
+    with pytest.raises(CannotMoveError, match="out of memory"):
+        meet_prepared(meeting([[-1.0, 0.0]]), MemoryError())
+    with pytest.raises(NotEnoughMemoryError):
+        meet_prepared(meeting([[-2.0, 0.0], [1.0, 1.0]]), MemoryError())
+
+
 def test_the_others_are_named_and_why_is_told_only_if_it_is_the_same_for_all():
     with pytest.raises(NotEnoughMemoryError, match=r"ranks \[1\] of the group failed before"):
         meet_prepared(meeting([[-2.0, 0.0], [1.0, 1.0]]), (1.0, 1.0))

@@ -130,17 +130,19 @@ def meet_prepared(
 
     Raises:
         ValueError: what is given, if it is one.
-        NotEnoughMemoryError: where memory ran out, and on the other ranks, if that was all that failed.
+        NotEnoughMemoryError: on every rank, if all that failed is that memory ran out on some.
         CannotMoveError: for any other that is given, and on the other ranks, naming those that gave one.
         RuntimeError: if a rank does not come.
     """
     if isinstance(numbers, Exception):
         ran_out = is_out_of_memory(numbers)
+        table: Sequence[Sequence[float]] = ()
         with suppress(RuntimeError):  # this rank's error says more
-            meet(_RAN_OUT if ran_out else _FAILED)
+            table = meet(_RAN_OUT if ran_out else _FAILED)
         if isinstance(numbers, ValueError):
             raise numbers
-        if ran_out:
+        # All ranks raise the same kind: some may go on after one of them.
+        if ran_out and not any(number == _FAILED for number, *_ in table):
             raise NotEnoughMemoryError(f"{_NOTHING_CHANGED}, preparing {what}: {reason(numbers)}") from numbers
         raise CannotMoveError(f"{_NOTHING_CHANGED}: {reason(numbers)}") from numbers
     table = meet_unchanged(meet, *numbers)
