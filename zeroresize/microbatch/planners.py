@@ -144,6 +144,8 @@ class _Keeper:
         self._wake = threading.Event()  # from the pause before another start
         self.reason: str | None = None  # why nothing can be planned any more
         self._seconds: deque[tuple[int, float]] = deque(maxlen=_NUM_KEPT)
+        # Not the other lock: the process is heard while a plan larger than a pipe is sent to it under that.
+        self._seconds_lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
         self._control: Connection | None = None
         self._is_broken = False
@@ -191,7 +193,7 @@ class _Keeper:
             self._wake.clear()
 
     def seconds(self) -> dict[int, float]:
-        with self._lock:
+        with self._seconds_lock:
             return dict(self._seconds)
 
     def stop(self) -> None:
@@ -250,7 +252,7 @@ class _Keeper:
                 if kind == planner_process.READY:
                     is_ready = True
                 elif kind == planner_process.PLANNED:
-                    with self._lock:
+                    with self._seconds_lock:
                         self._seconds.append(value)
                 elif kind == planner_process.STOPPED:
                     self._has_stopped.set()
