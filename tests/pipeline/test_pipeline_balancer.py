@@ -275,6 +275,24 @@ def test_what_was_decided_for_other_work_is_not_carried_out(run_ranks):
     assert run_ranks(check, 2) == [((0, 4, 8), [])] * 2
 
 
+def test_layers_follow_a_told_change_within_four_steps(run_ranks, monkeypatch):
+    """Two steps measure it, in the next one the second figures travel, and layers move in the fourth."""
+
+    def check(rank, group):
+        monkeypatch.setattr(pipeline_balancer, "measure_move_cost", lambda *_: MoveCost(0.0, 1e-6))
+        measured, enter = [], LayerProfiler.__enter__
+        training = Training(group, 8, profile_every=30)
+        training.train(4)
+        monkeypatch.setattr(LayerProfiler, "__enter__", lambda own: measured.append(training.step) or enter(own))
+        training.pace.of_rank = 3.0 if rank == 1 else 1.0
+        training.balancer.profile_next()
+        return training.train(3), training.train(1), training.train(2), measured
+
+    before, after, later, measured = require_alike(run_ranks(check, 2))
+    assert before == (0, 4, 8) and after == later == (0, 6, 8)
+    assert measured == [4, 5, 9]  # and once behind the move
+
+
 def test_nothing_moves_and_nothing_is_measured_but_in_due_steps(run_ranks, monkeypatch):
     def check(rank, group):
         measured = []

@@ -91,6 +91,11 @@ class Measuring:
         with self.seconds.handling():
             return self._exchange.exchange(measured, num_blocks)
 
+    @property
+    def is_under_way(self) -> bool:
+        """Return whether figures of a block are on their way to the other stages; the same on every rank."""
+        return self._exchange is not None and self._exchange.is_busy
+
     def learn_cost(
         self, gathered: GatheredProfile, replicas: PipelineReplicas | None, *, log_step: int | None = None
     ) -> None:

@@ -265,12 +265,12 @@ class PipelineBalancer:
         return self._measuring.new_profiler()
 
     def profile_next(self) -> None:
-        """Measure layers in the next block, as their work has changed; to be called on every rank alike.
+        """Measure layers in the next two blocks, as their work has changed; to be called on every rank alike.
 
         What is then measured is put down to the layers, not to their devices. Moves and releases that were decided, or
         had yet to be confirmed, are not made: they were for the work that is no more.
         """
-        self._cadence.next_due = self.steps
+        self._cadence.work_changed(self.steps)
         self._wanted = None
         self._measuring.forget_work()
         self._rebalancing.expect_other_work(self.steps)
@@ -340,10 +340,15 @@ class PipelineBalancer:
                 self._on_profile(self._record_of(profile))
             proposal = self._rebalancing.update(profile, self.steps, messages)
         if self._rebalancing.looks_again:
-            self._cadence.look_again(self.steps - 1)
+            self._look_again()
             if self._units is not None:
                 self._units.watch()
         return proposal
+
+    def _look_again(self) -> None:
+        """Measure the next block to confirm the last profile, unless another profile is on its way already."""
+        if not self._measuring.is_under_way:
+            self._cadence.look_again(self.steps - 1)
 
     def _record_of(self, profile: PipelineProfile) -> ProfileRecord:
         rule, cadence = self._rebalancing.rule, self._cadence
@@ -418,7 +423,7 @@ class PipelineBalancer:
                 profile, self._rebalancing, self._pipeline, self._optimizer, step=self.steps, max_bytes=self._max_bytes
             )
         if self._repacking.decision.looks_again:
-            self._cadence.look_again(self.steps - 1)
+            self._look_again()
         if released is None:
             return False
         self._cadence.moved(self.steps - 1)

@@ -167,7 +167,7 @@ def simulate_pipeline(
         if moving is None and known is not None and known.boundaries == now.boundaries:
             rebalancing.interval = cadence.blocks_to_next(step + 1)
             wanted = rebalancing.update(known, step + 1)
-            if rebalancing.looks_again:
+            if rebalancing.looks_again and measured is None:
                 cadence.look_again(step)
             if not move_during_backward:
                 moving, wanted = wanted, None
@@ -181,7 +181,7 @@ def simulate_pipeline(
         if step in changes:
             measured = wanted = None  # of work that is no more
             rebalancing.expect_other_work(step + 1)
-            cadence.look_again(step)
+            cadence.work_changed(step + 1)
     trace = trace_of(loads, cluster, in_force, num_microbatches, schedule, move_s=move_s, num_moves=num_moves)
     profile_s = cluster.profiled_share * float(np.array(trace.step_s)[is_profiled].sum())
     return replace(trace, profile_s=profile_s)

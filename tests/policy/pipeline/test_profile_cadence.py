@@ -96,6 +96,24 @@ def test_what_must_be_looked_at_is_measured_at_once_and_paid_for_later():
     assert cadence.next_due == 220
 
 
+def test_changed_work_is_measured_twice_and_paid_for_later():
+    cadence = ProfileCadence("auto", 0.01)
+    for _ in range(5):
+        cadence.learn(0.2)  # of 40 blocks
+    cadence.measured(100)
+    cadence.work_changed(110)
+    assert not cadence.is_due(109) and cadence.is_due(110)
+    cadence.measured(110)
+    cadence.learn(0.2)
+    assert cadence.is_due(111)
+    cadence.measured(111)
+    assert cadence.next_due == 220  # three profiles from 100 on, in three intervals
+    cadence.work_changed(112)
+    cadence.begin_anew(cadence.costs)
+    cadence.measured(0)
+    assert cadence.next_due == 40
+
+
 @given(st.lists(st.integers(0, 400), max_size=60), st.floats(0.01, 1.0))
 def test_however_often_one_looks_again_regular_profiles_are_put_off_by_four_intervals_at_most(extra, cost):
     cadence = ProfileCadence("auto", 0.01)

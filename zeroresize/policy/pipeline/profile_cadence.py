@@ -87,6 +87,7 @@ class ProfileCadence:
     #: The blocks by which the profiles before the last one, and with it, have been made up for.
     _paid_before: int = field(default=0, init=False, repr=False)
     _paid: int = field(default=0, init=False, repr=False)
+    _is_changed: bool = field(default=False, init=False, repr=False)
 
     @property
     def cost(self) -> float:
@@ -130,6 +131,9 @@ class ProfileCadence:
         """Schedule the next profile behind this block, which was measured."""
         self._last, self._paid_before = block, self._paid
         self._schedule()
+        if self._is_changed:
+            self._is_changed = False
+            self.look_again(block)
 
     def learn(self, cost: float | None) -> None:
         """Learn how many steps the last profile has taken, None for unknown, and schedule the next one by it."""
@@ -148,6 +152,15 @@ class ProfileCadence:
         """Let the next block be due, with what was known of profiles' costs."""
         self.costs = tuple(costs)
         self.next_due = self._last = self._regular_due = self._paid_before = self._paid = 0
+        self._is_changed = False
+
+    def work_changed(self, block: int) -> None:
+        """Schedule profiles in this block and the one behind it, as layers have other work from this block on.
+
+        What the first one wants is confirmed by the second one, which is measured before the first one's figures are
+        known: so layers are in place a step earlier.
+        """
+        self.next_due, self._is_changed = block, True
 
     def look_again(self, block: int) -> None:
         """Schedule the next profile in the block after this one, as it must confirm what this one's profile wants."""
