@@ -284,12 +284,12 @@ def test_layers_follow_a_told_change_within_four_steps(run_ranks, monkeypatch):
         training = Training(group, 8, profile_every=30)
         training.train(4)
         monkeypatch.setattr(LayerProfiler, "__enter__", lambda own: measured.append(training.step) or enter(own))
-        training.pace.of_rank = 3.0 if rank == 1 else 1.0
+        training.pace.of_layers = dict.fromkeys(range(4, 8), 3.0)
         training.balancer.profile_next()
         return training.train(3), training.train(1), training.train(2), measured
 
     before, after, later, measured = require_alike(run_ranks(check, 2))
-    assert before == (0, 4, 8) and after == later == (0, 6, 8)
+    assert before == (0, 4, 8) and after == later == (0, 5, 8)
     assert measured == [4, 5, 9]  # and once behind the move
 
 
