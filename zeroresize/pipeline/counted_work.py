@@ -138,7 +138,7 @@ class WorkCounter:
     def forget(self) -> None:
         """Forget all counts, as layers have other work from now on."""
         self._counts.clear()
-        self._seconds_per_count.clear()
+        self._seconds_per_count = {}  # not cleared: a block that is still to be read has the old one
 
     def _checked_count(self, number: int) -> float:
         assert self._count is not None

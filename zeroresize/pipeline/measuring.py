@@ -141,4 +141,5 @@ class Measuring:
         if self._exchange is not None:
             self._exchange.forget()
         self._counter.forget()
-        self.seconds.forget()
+        if self._cadence.costs:  # else what profiles cost would never be known where work changes every few steps
+            self.seconds.forget()

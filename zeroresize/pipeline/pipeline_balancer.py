@@ -29,6 +29,8 @@ from zeroresize.pipeline.stage_links import StageLinks
 from zeroresize.pipeline.units_before_layers import StageUnits, UnitsFirst
 from zeroresize.policy.moves.least_saving import MIN_SAVING
 from zeroresize.policy.moves.move_cost import MoveCost, most_bytes
+from zeroresize.policy.pipeline.message_delays import PipelineMessages
+from zeroresize.policy.pipeline.pipeline_load import NothingFitsError
 from zeroresize.policy.pipeline.profile_cadence import (
     MAX_MEASURING,
     ProfileCadence,
@@ -105,7 +107,8 @@ class PipelineBalancer:
             become shorter.
         method: "partition" for the best division of all layers, "diffusion" for exchanges between neighbours.
         memory_limits: [S] bytes that layers of each stage may hold: weights, gradients, optimizer state and
-            activations, these as if the stage kept as many micro-batches as the first one.
+            activations, these as if the stage kept as many micro-batches as the first one. Where no division fits,
+            layers stay where they are, with a warning.
         min_saving: share of a step that a change must save at least.
         measure_links: whether every profile measures the links between stages, too, so that divisions count with what
             messages take there, as where stages are on several nodes and bandwidth changes. Stages then wait for
@@ -160,6 +163,7 @@ class PipelineBalancer:
         self.steps = 0
         self._moves_during_backward = move_during_backward and units is None
         self._wanted: RebalancingProposal | None = None
+        self._has_warned = False  # that nothing fits
         self._steps_of_block = 1
         self._pipeline, self._optimizer = pipeline, optimizer
         self._max_bytes, self._on_change, self._on_profile = max_bytes, on_change, on_profile
@@ -172,6 +176,8 @@ class PipelineBalancer:
         try:
             require_cadence(profile_every, max_measuring)
             counter = WorkCounter(pipeline, count_work)
+            if not (memory_limits is None or isinstance(memory_limits, Sequence)):
+                raise ValueError(f"memory_limits={memory_limits!r} is not allowed: bytes of each stage are needed")
             limits = None if memory_limits is None else tuple(map(float, memory_limits))
             if limits is not None and len(limits) != pipeline.num_stages:
                 raise ValueError(f"memory_limits are {len(limits)}, not one of each of {pipeline.num_stages} stages")
@@ -222,7 +228,6 @@ class PipelineBalancer:
         Layers are where they were until its end, and may be elsewhere behind it.
 
         Raises:
-            ValueError: at the end, on every rank, if no boundaries fit into the memory limits.
             RuntimeError, ValueError: at the beginning or the end, as :func:`~zeroresize.pipeline.move_layers`; at the
                 end if the profile of a rank does not come, or if ``count_work`` failed on one.
         """
@@ -271,7 +276,8 @@ class PipelineBalancer:
         had yet to be confirmed, are not made: they were for the work that is no more.
         """
         self._cadence.work_changed(self.steps)
-        self._wanted = None
+        if not self._rebalancing.comes_home:
+            self._wanted = None
         self._measuring.forget_work()
         self._rebalancing.expect_other_work(self.steps)
         if self._repacking is not None:
@@ -338,12 +344,21 @@ class PipelineBalancer:
                 profile = self._replicas.gather_slowest(profile)
             if self._on_profile is not None:
                 self._on_profile(self._record_of(profile))
-            proposal = self._rebalancing.update(profile, self.steps, messages)
+            proposal = self._wanted_by(profile, messages)
         if self._rebalancing.looks_again:
             self._look_again()
             if self._units is not None:
                 self._units.watch()
         return proposal
+
+    def _wanted_by(self, profile: PipelineProfile, messages: PipelineMessages | None) -> RebalancingProposal | None:
+        try:
+            return self._rebalancing.update(profile, self.steps, messages)
+        except NothingFitsError as error:  # on every rank; training does not need layers to move
+            if self._tells and not self._has_warned:
+                logger.warning("step %d: layers stay where they are: %s", self.steps, error)
+            self._has_warned = True
+            return None
 
     def _look_again(self) -> None:
         """Measure the next block to confirm the last profile, unless another profile is on its way already."""

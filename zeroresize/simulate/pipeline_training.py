@@ -179,7 +179,9 @@ def simulate_pipeline(
             num_moves += 1
             cadence.moved(step)
         if step in changes:
-            measured = wanted = None  # of work that is no more
+            measured = None  # of work that is no more
+            if not rebalancing.comes_home:
+                wanted = None
             rebalancing.expect_other_work(step + 1)
             cadence.work_changed(step + 1)
     trace = trace_of(loads, cluster, in_force, num_microbatches, schedule, move_s=move_s, num_moves=num_moves)

@@ -57,7 +57,7 @@ class SkiRental:
         """Count an update: a pause becomes shorter."""
         self.pause = max(self.pause - 1, 0)
 
-    def charge(self, saved_s: Mapping[str, float], num_steps: int) -> None:
+    def charge(self, saved_s: Mapping[str, float], num_steps: float) -> None:
         """Add what staying costs in some steps; what is owed falls to 0 at the least, where moving would have lost.
 
         Args:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zeroresize.plan.partition import Partition
-from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
+from zeroresize.policy.pipeline.pipeline_load import NothingFitsError, PipelineLoad
 
 
 def balanced_partition(load: PipelineLoad) -> Partition:
@@ -31,12 +31,12 @@ def balanced_partition(load: PipelineLoad) -> Partition:
     takes S log L operations with equal devices.
 
     Raises:
-        ValueError: if no partition fits into the memory limits.
+        NothingFitsError: if no partition fits into the memory limits.
     """
     filler = StageFiller(load)
     best, _ = filler.partition_within(math.inf)
     if best is None:
-        raise ValueError(_what_is_missing(load))
+        raise NothingFitsError(_what_is_missing(load))
     low = max(load.even_time, float((load.costs.max() / load.speeds + load.waits).min()))
     high = load.slowest(best)
     while low < high:
@@ -57,7 +57,7 @@ def dynamic_programming_partition(load: PipelineLoad) -> Partition:
     It takes O(S L²) time and O(L²) memory.
 
     Raises:
-        ValueError: if no partition fits into the memory limits.
+        NothingFitsError: if no partition fits into the memory limits.
     """
     ends = np.arange(load.num_layers + 1)
     is_empty = ends[None, :] <= ends[:, None]  # [begin, end]
@@ -69,7 +69,7 @@ def dynamic_programming_partition(load: PipelineLoad) -> Partition:
         begins.append(times.argmin(axis=0))
         slowest = times.min(axis=0)
     if not np.isfinite(slowest[-1]):
-        raise ValueError(_what_is_missing(load))
+        raise NothingFitsError(_what_is_missing(load))
     boundaries = [load.num_layers]
     for begin in reversed(begins):
         boundaries.append(int(begin[boundaries[-1]]))

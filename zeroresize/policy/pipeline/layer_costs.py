@@ -34,6 +34,9 @@ _LEAST_TELLING = 3
 _MUCH_LONGER = math.log(1.5)
 #: Layers that take less than this share of their stage's mean layer say nothing of its device.
 _LEAST_SHARE = 0.1
+#: Decimals of speeds. Logarithms and exponentials differ in their last bits from processor to processor, and where
+#: layers are all alike the last bit would decide which of several equally good divisions a rank finds.
+_DECIMALS = 9
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class LayerCosts:
     @classmethod
     def measured(cls, profile: PipelineProfile, speeds: Sequence[float] | Floats) -> LayerCosts:
         """Return costs that explain the measured seconds by these speeds [S] of devices."""
-        relative_S = np.asarray(speeds) / np.mean(speeds)
+        relative_S = np.round(np.asarray(speeds) / np.mean(speeds), _DECIMALS)
         forward_s, backward_s = profile.layer_s.T * relative_S[profile.stages]
         return cls(
             tuple(forward_s.tolist()),

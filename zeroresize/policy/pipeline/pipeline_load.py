@@ -20,6 +20,10 @@ Indices = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 
+class NothingFitsError(ValueError):
+    """Tells that no division of layers fits into the stages' memory limits."""
+
+
 @dataclass(frozen=True, eq=False)
 class PipelineLoad:
     """Hold what layers cost and what stages can take; :meth:`of` checks them.
@@ -100,7 +104,7 @@ class PipelineLoad:
     @cached_property
     def even_time(self) -> float:
         """Return how long every stage would take if layers could be cut anywhere; no slowest stage takes less."""
-        return float((self.cost_sums[-1] + self.speeds @ self.waits) / self.speeds.sum())
+        return float((self.cost_sums[-1] + (self.speeds * self.waits).sum()) / self.speeds.sum())
 
     def on_stages(self, stages: Sequence[int]) -> PipelineLoad:
         """Return the load of the same layers on some of the stages only, which wait for messages as before."""

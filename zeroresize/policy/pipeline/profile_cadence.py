@@ -158,9 +158,14 @@ class ProfileCadence:
         """Schedule profiles in this block and the one behind it, as layers have other work from this block on.
 
         What the first one wants is confirmed by the second one, which is measured before the first one's figures are
-        known: so layers are in place a step earlier.
+        known: so layers are in place a step earlier. Where work changes so often that two profiles, or even one, would
+        take more than their share of the steps since the last one, there is one, or it comes later.
         """
-        self.next_due, self._is_changed = block, True
+        blocks_each = 0
+        if self.costs and self.max_measuring > 0.0:
+            blocks_each = math.ceil(min(self.cost / self.max_measuring, MOST_BLOCKS))
+        self._is_changed = block - self._last >= 2 * blocks_each
+        self.next_due = max(block, self._last + blocks_each)
 
     def look_again(self, block: int) -> None:
         """Schedule the next profile in the block after this one, as it must confirm what this one's profile wants."""

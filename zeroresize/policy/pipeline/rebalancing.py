@@ -2,11 +2,14 @@
 
 Pure: every rank is given the same profiles, so all decide alike. A ski rental of one candidate
 (:class:`~zeroresize.policy.moves.ski_rental.SkiRental`): layers move when staying has cost, and is about to cost until
-the next profile, what the move there and back takes.
+the next profile, what the move there and back takes. And an account is kept
+(:class:`~zeroresize.policy.moves.account.Account`): where steps have become longer by balancing than they would have
+been with the layers where they were at first, moves included, the next move is dearer.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, replace
@@ -16,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zeroresize.plan.partition import Partition
+from zeroresize.policy.moves.account import Account
 from zeroresize.policy.moves.least_saving import is_saving
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.ski_rental import RENTAL_CHECK, SkiRental
@@ -26,7 +30,7 @@ from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal, RebalancingRule
 from zeroresize.policy.pipeline.running_profile import RunningProfile
-from zeroresize.utils.state_checks import anything, count, each, keyed, not_negative, row
+from zeroresize.utils.state_checks import any_number, anything, count, each, keyed, not_negative, row
 
 #: The candidate that is owed for: whatever boundaries are wanted.
 _WANTED = "wanted"
@@ -40,7 +44,16 @@ _ANCHORED = 16
 _TOLD = 9
 #: Of profiles of every step every so many lead to a decision, while nothing is owed: it takes milliseconds.
 _DECIDED = 4
-_CHECK = keyed({"costs": anything, "cost_of_move": each(not_negative, 3), "rental": RENTAL_CHECK})
+#: Of a move three numbers, and of the account three.
+_COST_OF_MOVE = row(*[not_negative] * 3, any_number, not_negative, not_negative, least=3)
+_CHECK = keyed({"costs": anything, "cost_of_move": _COST_OF_MOVE, "rental": RENTAL_CHECK})
+
+
+class _Pace(NamedTuple):
+    """Seconds of a step, and by how many it is longer than with the layers where they were at first."""
+
+    lost_s: float
+    step_s: float
 
 
 class _Promise(NamedTuple):
@@ -64,8 +77,11 @@ class Rebalancing:
         costs: of layers; None before the first profile.
         cost_of_move: as far as is known.
         rental: what the present boundaries have cost since others were wanted, and doubt of what moves save.
+        account: what balancing has lost against the first boundaries.
+        home: these, [S + 1]; None before the first profile.
         looks_again: whether the next profile is to come at once, as this one wants a move.
         has_learned: whether ``costs`` are of the last profile; not while another one is waited for.
+        comes_home: whether the last proposal is to undo what has lost, whatever work layers have.
     """
 
     def __init__(self, rule: RebalancingRule, cost_of_move: MoveCost) -> None:
@@ -74,6 +90,11 @@ class Rebalancing:
         self.costs: LayerCosts | None = None
         self.cost_of_move = cost_of_move
         self.rental = SkiRental()
+        self.account = Account()
+        self.home: tuple[int, ...] | None = None
+        self._pace = _Pace(0.0, 0.0)  # since the account was last taken
+        self._accounted: int | None = None  # steps
+        self._away_s = 0.0  # lost since layers have moved last
         self._profile: PipelineProfile | None = None
         self._running: RunningProfile | None = None
         self._anchor: LayerCosts | None = None
@@ -84,7 +105,7 @@ class Rebalancing:
         self._trial: RebalancingProposal | None = None  # what one more profile must confirm
         self._is_other_work = False
         self._told_steps: deque[int] = deque(maxlen=_TOLD)  # the last ones
-        self.has_learned = False
+        self.has_learned = self.comes_home = False
         self._promised: _Promise | None = None
 
     @property
@@ -103,6 +124,8 @@ class Rebalancing:
                 expected to say so again after as many steps as between the last such calls, on average: for so long
                 layers stay good where they are.
         """
+        if step is not None:
+            self._take_account(step)
         self._is_other_work = True
         self._means = self._running = self._anchor = self._trial = self._promised = None
         self._steps_s.clear()
@@ -125,17 +148,18 @@ class Rebalancing:
         Raises:
             ValueError: if no boundaries fit into the memory limits.
         """
-        self.has_learned = False
+        self.has_learned = self.comes_home = False
         if messages is not None:
             self.rule = replace(self.rule, messages=messages)
         if self.rule.num_steps == 1:
-            return self._update_running(profile)
+            return self._update_running(profile, step)
         trial, self._trial = self._trial, None
         if trial is not None and trial.before != profile.boundaries:
             trial = None  # somebody else has moved layers since
         if self._means is None:
             self._means = LayerMeans(len(profile.layers))
         speeds = np.ones(len(profile.boundaries) - 1) if self.costs is None else self.costs.speeds
+        self._keep_account(profile, LayerCosts.measured(profile, speeds), step)
         surprised = self._means.surprised(profile)
         means = self._means.after(profile, speeds)
         costs = self._costs_after(self.costs, means)
@@ -160,7 +184,7 @@ class Rebalancing:
         before, after = Partition(profile.boundaries), Partition(tuple(boundaries))
         return self.rule.simulated(measured, before).step_s - self.rule.simulated(measured, after).step_s
 
-    def _update_running(self, profile: PipelineProfile) -> RebalancingProposal | None:
+    def _update_running(self, profile: PipelineProfile, step: int | None) -> RebalancingProposal | None:
         if self._running is None:
             self._running = RunningProfile(len(profile.layers))
         running = self._running.after(profile)
@@ -172,8 +196,9 @@ class Rebalancing:
             return None
         self._num_undecided = 0
         costs = self._costs_by_now(running)
+        self._keep_account(running, costs, step)
         proposal = self._proposal(costs, running)
-        return self._decide(running, costs, proposal, proposal.saving_s)
+        return self._decide(running, costs, proposal, proposal.saving_s, step)
 
     def _costs_by_now(self, running: PipelineProfile) -> LayerCosts:
         """Running figures change little at a time, so they are compared with what was known some time ago."""
@@ -205,11 +230,23 @@ class Rebalancing:
             self._judge(self._step_s_as_promised(profile, costs, proposal))
         elif self._steps_s and (is_wanted or len(self._steps_s) >= _JUDGED):
             self._judge(fmean(self._steps_s))
-        self.rental.charge({_WANTED: saving_s} if is_wanted else {}, self.interval)
-        is_due = is_wanted and (self.rental.is_due(_WANTED, proposal.price_s) or self._pays(proposal, saving_s, step))
+        num_steps = self._steps_until_told(step)
+        self.rental.charge({_WANTED: saving_s} if is_wanted else {}, min(self.interval, num_steps))
+        mistrust_s = 0.0 if proposal.after == self.home else self.account.mistrust_s(proposal.price_s)
+        # Bought for what is known to come a move pays one way.
+        one_way_s = self.rental.doubt * proposal.price_s / 2.0 + mistrust_s
+        pays = not self.rental.pause and num_steps < math.inf and saving_s * num_steps >= one_way_s
+        is_due = is_wanted and (self.rental.is_due(_WANTED, proposal.price_s + mistrust_s) or pays)
         if not (is_due or (proposal.is_needed and proposal.transfers)):
-            return None
+            homecoming = self._homecoming(profile, costs)
+            if homecoming is None:
+                return None
+            proposal, saving_s, self.comes_home = homecoming, homecoming.saving_s, True
         self.rental.settle()
+        self._away_s = 0.0
+        if step is not None:
+            self._take_account(step + 1)  # then layers are in place
+        self._pace = _Pace(self._pace.lost_s - proposal.saving_s, proposal.expected_step_s)
         self._steps_s.clear()
         promise = _Promise(proposal.step_s, proposal.step_s - saving_s, self.rule.messages)
         self._promised = None if proposal.is_needed else promise
@@ -222,13 +259,46 @@ class Rebalancing:
         rule = replace(self.rule, messages=self._promised.messages)
         return rule.simulated(costs, Partition(profile.boundaries)).step_s
 
-    def _pays(self, proposal: RebalancingProposal, saving_s: float, step: int | None) -> bool:
-        """Whether a move saves what it takes, one way, before the caller is expected to change the work again."""
-        if step is None or len(self._told_steps) < 2 or self.rental.pause:
-            return False
+    def _steps_until_told(self, step: int | None) -> float:
+        """Steps for which a move would be good until the caller is expected to change the work again.
+
+        Infinite where nobody knows. A change that is overdue is expected after as long again.
+        """
+        if step is None or len(self._told_steps) < 2:
+            return math.inf
         first, last = self._told_steps[0], self._told_steps[-1]
-        num_steps = last + (last - first) / (len(self._told_steps) - 1) - step
-        return saving_s * num_steps >= self.rental.doubt * proposal.price_s / 2.0
+        usual = (last - first) / (len(self._told_steps) - 1)
+        return max(last + usual - step - 1.0, 0.0) if step < last + usual else float(step - last)
+
+    def _homecoming(self, profile: PipelineProfile, costs: LayerCosts) -> RebalancingProposal | None:
+        """Where more is lost than may be, and layers have lost the way home where they are: that way."""
+        if self.home is None or self.home == profile.boundaries or not self.account.debt_s or self.rental.pause:
+            return None
+        home = Partition(self.home)
+        if self._pace.lost_s <= 0.0 or not self.rule.load(costs, profile).fits(home):
+            return None
+        proposal = self.rule.propose(costs, profile, self.cost_of_move, wanted=home)
+        return proposal if proposal.transfers and self._away_s >= proposal.price_s / 2.0 else None
+
+    def _keep_account(self, profile: PipelineProfile, costs: LayerCosts, step: int | None) -> None:
+        """Of the steps up to this one, by what layers took in it: in the mean that is what they took, whatever changed.
+
+        What is known of them from several profiles would be that of work which may be over.
+        """
+        if self.home is None:
+            self.home = profile.boundaries
+        now_s = home_s = self.rule.simulated(costs, Partition(profile.boundaries)).step_s
+        if self.home != profile.boundaries:
+            home_s = self.rule.simulated(costs, Partition(self.home)).step_s
+        self._pace = _Pace(now_s - home_s, now_s)
+        self._take_account((self._accounted or 0) + self.interval if step is None else step)
+
+    def _take_account(self, step: int) -> None:
+        num_steps = 0 if self._accounted is None else max(step - self._accounted, 0)
+        self._accounted = step
+        lost_s = self._pace.lost_s * num_steps
+        self.account.take(lost_s, self._pace.step_s * num_steps, num_steps)
+        self._away_s = max(self._away_s + lost_s, 0.0)
 
     def propose(self, boundaries: tuple[int, ...]) -> RebalancingProposal | None:
         """Return what would change from these boundaries on, by the last profile; None before there was one.
@@ -243,6 +313,7 @@ class Rebalancing:
     def learn(self, num_bytes: float, seconds: float) -> None:
         """Learn from a move that has been made; bytes are those of the rank that sent or received most."""
         self.cost_of_move = self.cost_of_move.learned(num_bytes, seconds)
+        self.account.take(seconds, seconds, 0)
 
     def refuse(self) -> None:
         """Note that the last move could not be made."""
@@ -260,14 +331,17 @@ class Rebalancing:
         if self.rule.memory_limits is not None:
             self.rule = replace(self.rule, memory_limits=tuple(self.rule.memory_limits[stage] for stage in stages))
         self.rental.settle()
+        self.home, self.account, self._away_s, self._accounted = None, Account(), 0.0, None
         self._profile = self._trial = self._promised = self._means = self._running = self._anchor = None
         self._steps_s.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned, plain values."""
+        # As few entries as before there was an account, so that checkpoints of then can be loaded.
+        others = self.home or (), (int(self._is_other_work), *self._told_steps)
         return {
-            "costs": () if self.costs is None else astuple(self.costs),
-            "cost_of_move": astuple(self.cost_of_move),
+            "costs": () if self.costs is None else (*astuple(self.costs), *others),
+            "cost_of_move": (*astuple(self.cost_of_move), *astuple(self.account)),
             "rental": self.rental.state_dict(),
         }
 
@@ -278,23 +352,29 @@ class Rebalancing:
             ValueError: naming what does not fit, such as another number of layers; nothing is taken over then.
         """
         seconds = each(not_negative, num_layers)
-        of_layers = row(seconds, seconds, each(not_negative), each(count), least=0)
+        of_layers = row(seconds, seconds, each(not_negative), each(count), each(count), each(count), least=0)
         _CHECK(state, "state")
         of_layers(state["costs"], "state.costs")
-        costs = None
+        costs, home, is_other_work = None, None, False
+        account, told_steps = Account(*state["cost_of_move"][3:]), []
         if state["costs"] and len(state["costs"][2]) == num_stages:
-            forward_s, backward_s, speeds, boundaries = map(tuple, state["costs"])
+            forward_s, backward_s, speeds, boundaries, *others = map(tuple, state["costs"])
+            if others:
+                first, (is_other_work, *told_steps) = others
+                home = Partition.of(first, num_layers, num_stages).boundaries if first else None
             PipelineLoad.of(forward_s, num_stages, speeds=speeds)
             costs = LayerCosts(
                 forward_s, backward_s, speeds, Partition.of(boundaries, num_layers, num_stages).boundaries
             )
-        self.costs, self.cost_of_move = costs, MoveCost(*state["cost_of_move"])
+        self.costs, self.cost_of_move = costs, MoveCost(*state["cost_of_move"][:3])
+        self.home, self.account = home, account if home else Account()
         self.rental.load_state_dict(state["rental"])
         self._profile = self._trial = self._promised = self._anchor = None
         self._means = self._running = None
-        self._told_steps.clear()
+        self._told_steps = deque(told_steps, maxlen=_TOLD)
         self._steps_s.clear()
-        self._is_other_work = self.has_learned = False
+        self._pace, self._accounted, self._away_s = _Pace(0.0, 0.0), None, 0.0
+        self._is_other_work, self.has_learned = bool(is_other_work), False
 
     def _judge(self, step_s: float) -> None:
         """Compare what the last move was to save with what it has."""

@@ -104,19 +104,27 @@ class RebalancingRule:
         at_least("profile_every", self.num_steps, 1)
         number("min_saving", self.min_saving, least=0.0, below=1.0)
 
-    def propose(self, costs: LayerCosts, profile: PipelineProfile, cost_of_move: MoveCost) -> RebalancingProposal:
+    def propose(
+        self,
+        costs: LayerCosts,
+        profile: PipelineProfile,
+        cost_of_move: MoveCost,
+        *,
+        wanted: Partition | None = None,
+    ) -> RebalancingProposal:
         """Return what the wanted boundaries would change.
 
         Args:
             costs: after ``profile``.
             profile: the newest one.
+            wanted: boundaries that fit into the memory limits; None for those that divide best.
 
         Raises:
             ValueError: if no boundaries fit into the memory limits.
         """
         now = Partition(profile.boundaries)
         is_needed = not self.load(costs, profile).fits(now)
-        wanted = self.wanted(costs, profile, cost_of_move)
+        wanted = wanted or self.wanted(costs, profile, cost_of_move)
         before, after = (self.simulated(costs, one) for one in (now, wanted))
         if not is_needed and not is_saving(before.step_s - after.step_s, before.step_s, self.min_saving):
             wanted, after = now, before

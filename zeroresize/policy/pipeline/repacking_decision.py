@@ -23,6 +23,9 @@ from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
 from zeroresize.utils.state_checks import keyed, not_negative
 
 _CHECK = keyed({"first_step_s": not_negative, "rental": RENTAL_CHECK})
+#: The shortest of so many steps is how long they were at first: one of them may have been interrupted, or the first to
+#: use memory and code, and who is released does not come back.
+_FIRST = 3
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,9 @@ class RepackingDecision:
 
     Attributes:
         least_stages: that always stay.
-        max_slowdown: how many times as long as in the first profile of all a step may take, as simulated.
+        max_slowdown: how many times as long as at first a step may take, as simulated: as the shortest of the first
+            three that are measured, or of those before the first change of work that is announced. Nobody is released
+            before.
         looks_again: whether the next profile is to come at once, as the last one wanted fewer stages.
         rental: tells how long the pause is after a re-packing that could not be made.
     """
@@ -107,11 +112,13 @@ class RepackingDecision:
     max_slowdown: float = math.inf
     looks_again: bool = field(default=False, init=False)
     rental: SkiRental = field(default_factory=SkiRental, init=False)
-    _first_step_s: float | None = field(default=None, init=False)
+    _first_steps_s: list[float] = field(default_factory=list, init=False)
+    _knows_first: bool = field(default=False, init=False)
 
     def expect_other_work(self) -> None:
         """Let two profiles want fewer stages from now on, whatever the last one wanted, as the work has changed."""
         self.looks_again = False
+        self._knows_first = bool(self._first_steps_s)
 
     def update(self, profile: PipelineProfile, rebalancing: Rebalancing, keep: int | None) -> RepackingProposal | None:
         """Take a profile; return a re-packing if this one and the last one want fewer stages, else None.
@@ -131,12 +138,13 @@ class RepackingDecision:
         without_messages = replace(rebalancing.rule, messages=None)
         rule = RepackingRule(without_messages, costs, profile, keep)
         now = without_messages.simulated(costs, before)
-        if self._first_step_s is None:
-            self._first_step_s = now.step_s
-        if self.rental.pause:
+        if not self._knows_first:
+            self._first_steps_s.append(now.step_s)
+            self._knows_first = len(self._first_steps_s) == _FIRST
+        if self.rental.pause or not (self._knows_first or self.max_slowdown == math.inf):
             self.looks_again = False
             return None
-        repacking = rule.on_fewest(self.least_stages, self.max_slowdown * self._first_step_s)
+        repacking = rule.on_fewest(self.least_stages, self.max_slowdown * min(self._first_steps_s))
         is_wanted = len(repacking.stages) < before.num_stages
         self.looks_again, is_confirmed = is_wanted and not self.looks_again, is_wanted and self.looks_again
         if not is_confirmed:
@@ -154,9 +162,9 @@ class RepackingDecision:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned, as plain values."""
-        if self._first_step_s is None:
+        if not self._knows_first:
             return {}
-        return {"first_step_s": self._first_step_s, "rental": self.rental.state_dict()}
+        return {"first_step_s": min(self._first_steps_s), "rental": self.rental.state_dict()}
 
     @staticmethod
     def check_state(state: Any) -> None:
@@ -175,7 +183,8 @@ class RepackingDecision:
             ValueError: as :meth:`check_state`; nothing is taken over then.
         """
         self.check_state(state)
-        self._first_step_s = state.get("first_step_s")
+        self._knows_first = "first_step_s" in state
+        self._first_steps_s = [state["first_step_s"]] if self._knows_first else []
         self.rental = SkiRental()
         if "rental" in state:
             self.rental.load_state_dict(state["rental"])

@@ -53,7 +53,7 @@ class RunningLinks:
             self._means = np.tile(now, (len(_MEMORIES), 1, 1))
         elif now.shape != self._means.shape[1:]:
             raise ValueError(f"{len(now)} links are not those of before, which were {self._means.shape[1]}")
-        wrong_s = np.abs((self._means - now) @ np.array([self._num_bytes, 1.0])).sum(axis=1)
+        wrong_s = np.abs(((self._means - now) * np.array([self._num_bytes, 1.0])).sum(axis=2)).sum(axis=1)
         self._errors = (1.0 - FORGETTING) * self._errors + wrong_s
         self._num_measured += 1
         weights = np.maximum(1.0 / _MEMORIES, 1.0 / self._num_measured)

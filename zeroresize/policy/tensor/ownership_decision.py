@@ -6,7 +6,7 @@ of one way, as the way out has paid for both, or when home was surely better for
 straggler that changes place before its slowness has cost as much is never worth a move.
 
 Small gains are not chased: after each move away the next one must have been missed for longer, the more the less it
-saves. And :class:`~zeroresize.policy.tensor.account.Account` is kept: where balancing has lost more than it may, the
+saves. And :class:`~zeroresize.policy.moves.account.Account` is kept: where balancing has lost more than it may, the
 next slowness must first have cost many times what is beyond that.
 
 The price of moves is not all: a rank that recovers, or becomes slow after it was given units, is noticed some steps
@@ -22,9 +22,9 @@ from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares
+from zeroresize.policy.moves.account import Account
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.ski_rental import FIRST_PAUSE, RENTAL_CHECK, SkiRental
-from zeroresize.policy.tensor.account import Account
 from zeroresize.policy.tensor.rules.ownership import merged
 from zeroresize.utils.state_checks import Check, any_number, count, each, flag, keyed, not_negative, row
 

@@ -1,8 +1,9 @@
 """What balancing has lost against off, by its own estimate, so that it can stop before a job is worse for it.
 
-Units keep it, as lending and pruning lose, too, and a division that came too late loses in each step until that is
-noticed. Layers and strategies do without: in simulated trainings an account changed next to none of their decisions,
-and where strategies lost most it did not see the loss, so it would promise what it does not keep.
+Units (:mod:`zeroresize.policy.tensor.ownership_decision`) keep it, as lending and pruning lose, too, and a division
+that came too late loses in each step until that is noticed. Layers (:mod:`zeroresize.policy.pipeline.rebalancing`) do,
+as work that changes again and again leaves them where they are wrong. Strategies do without: where these lost most in
+simulated trainings an account did not see the loss, so it would promise what it does not keep.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _MISTRUST = 10.0
 
 @dataclass
 class Account:
-    """Keep account of the seconds that balancing has lost against even shares, less those that it has gained.
+    """Keep account of the seconds that balancing has lost against off, less those that it has gained.
+
+    Off is where units or layers were at first.
 
     Attributes:
         lost_s: losses less gains.
@@ -37,7 +40,7 @@ class Account:
         An interval has lost at most as much as so many steps usually take: a freak is no rule.
 
         Args:
-            lost_s: by how much longer it was than with even shares and nothing lent or pruned; negative where shorter.
+            lost_s: by how much longer it was than off, with nothing lent or pruned; negative where shorter.
             elapsed_s: how long it was.
             num_steps: how many steps it had.
         """

@@ -1,6 +1,6 @@
 """What balancing has lost against off."""
 
-from zeroresize.policy.tensor.account import Account
+from zeroresize.policy.moves.account import Account
 
 
 def test_gains_of_long_ago_are_no_licence_to_lose():
