@@ -135,14 +135,27 @@ def test_ranks_are_released_as_work_becomes_less_so_that_steps_take_no_longer(ru
 def test_a_single_profile_releases_nobody(run_ranks):
     def check(rank, group):
         training = Training(group, {"max_slowdown": 1.05})
-        training.train(3)  # the second one is profiled, and known behind the third
-        first = training.balancer._repacking.decision._first_step_s
+        training.train(9)  # three are profiled, and known
+        first = training.balancer.state_dict()["repack"]["first_step_s"]
         training.pace.of_layers = dict.fromkeys(range(NUM_LAYERS), 0.05)
         training.train(3)
-        assert training.balancer._repacking.decision.looks_again
         training.pace.of_layers = {}
+        training.train(4)
+        assert training.balancer.state_dict()["repack"]["first_step_s"] == first
+        return training.pipeline.num_stages
+
+    assert run_ranks(check, 2) == [2, 2]
+
+
+def test_a_first_step_that_was_interrupted_releases_nobody(run_ranks):
+    """Nobody is released before three profiles, and then by the shortest."""
+
+    def check(rank, group):
+        training = Training(group, {"max_slowdown": 1.0})
+        training.pace.of_rank = 3.0
         training.train(2)
-        assert training.balancer._repacking.decision._first_step_s == first
+        training.pace.of_rank = 1.0
+        training.train(16)
         return training.pipeline.num_stages
 
     assert run_ranks(check, 2) == [2, 2]
@@ -172,7 +185,7 @@ def test_a_release_that_was_refused_is_not_tried_again_at_once(run_ranks, monkey
 def test_nobody_is_released_by_profiles_of_work_that_is_no_more(run_ranks):
     def check(rank, group):
         results = []
-        for profile_every, num_steps in ((3, (3, 3, 2)), (1, (5, 4, 4))):
+        for profile_every, num_steps in ((3, (3, 2, 2)), (1, (5, 4, 4))):
             training = Training(group, {"max_slowdown": 1.05}, profile_every=profile_every)
             training.train(num_steps[0])
             training.pace.of_layers = dict.fromkeys(range(NUM_LAYERS), 0.05)
@@ -196,7 +209,7 @@ def test_ranks_in_different_numbers_of_groups_release_others_all_the_same(run_ra
         training = Training(group, {"max_slowdown": 10.0, "least_stages": 2})
         if rank == 1:
             dist.new_group([1], use_local_synchronization=True)
-        training.train(8)
+        training.train(12)
         return training.pipeline.is_released, training.pipeline.num_stages
 
     assert run_ranks(check, 3) == [(False, 2), (False, 2), (True, 2)]

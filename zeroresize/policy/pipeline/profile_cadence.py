@@ -87,7 +87,10 @@ class ProfileCadence:
     #: The blocks by which the profiles before the last one, and with it, have been made up for.
     _paid_before: int = field(default=0, init=False, repr=False)
     _paid: int = field(default=0, init=False, repr=False)
+    #: Whether work has changed since the last profile, and whether it is then measured twice; and when it last was.
     _is_changed: bool = field(default=False, init=False, repr=False)
+    _is_twice: bool = field(default=False, init=False, repr=False)
+    _last_changed: int | None = field(default=None, init=False, repr=False)
 
     @property
     def cost(self) -> float:
@@ -132,8 +135,9 @@ class ProfileCadence:
         self._last, self._paid_before = block, self._paid
         self._schedule()
         if self._is_changed:
-            self._is_changed = False
-            self.look_again(block)
+            self._is_changed, self._last_changed = False, block
+            if self._is_twice:
+                self.look_again(block)
 
     def learn(self, cost: float | None) -> None:
         """Learn how many steps the last profile has taken, None for unknown, and schedule the next one by it."""
@@ -152,20 +156,20 @@ class ProfileCadence:
         """Let the next block be due, with what was known of profiles' costs."""
         self.costs = tuple(costs)
         self.next_due = self._last = self._regular_due = self._paid_before = self._paid = 0
-        self._is_changed = False
+        self._is_changed, self._last_changed = False, None
 
     def work_changed(self, block: int) -> None:
         """Schedule profiles in this block and the one behind it, as layers have other work from this block on.
 
         What the first one wants is confirmed by the second one, which is measured before the first one's figures are
         known: so layers are in place a step earlier. Where work changes so often that two profiles, or even one, would
-        take more than their share of the steps since the last one, there is one, or it comes later.
+        take more than their share of the steps since the last change that was measured, there is one, or it comes
+        later.
         """
-        blocks_each = 0
-        if self.costs and self.max_measuring > 0.0:
-            blocks_each = math.ceil(min(self.cost / self.max_measuring, MOST_BLOCKS))
-        self._is_changed = block - self._last >= 2 * blocks_each
-        self.next_due = max(block, self._last + blocks_each)
+        blocks_each = math.ceil(min(self.cost / self.max_measuring, MOST_BLOCKS)) if self.costs else 0
+        since = math.inf if self._last_changed is None else block - self._last_changed
+        self._is_changed, self._is_twice = True, since >= 2 * blocks_each
+        self.next_due = block if self._last_changed is None else max(block, self._last_changed + blocks_each)
 
     def look_again(self, block: int) -> None:
         """Schedule the next profile in the block after this one, as it must confirm what this one's profile wants."""

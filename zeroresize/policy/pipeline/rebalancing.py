@@ -44,9 +44,8 @@ _ANCHORED = 16
 _TOLD = 9
 #: Of profiles of every step every so many lead to a decision, while nothing is owed: it takes milliseconds.
 _DECIDED = 4
-#: Of a move three numbers, and of the account three.
-_COST_OF_MOVE = row(*[not_negative] * 3, any_number, not_negative, not_negative, least=3)
-_CHECK = keyed({"costs": anything, "cost_of_move": _COST_OF_MOVE, "rental": RENTAL_CHECK})
+_CHECK = keyed({"costs": anything, "cost_of_move": each(not_negative, 3), "rental": RENTAL_CHECK})
+_ACCOUNT = row(any_number, not_negative, not_negative)
 
 
 class _Pace(NamedTuple):
@@ -337,11 +336,11 @@ class Rebalancing:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned, plain values."""
-        # As few entries as before there was an account, so that checkpoints of then can be loaded.
-        others = self.home or (), (int(self._is_other_work), *self._told_steps)
+        # In the entry that there was before there was an account, so that checkpoints of then can be loaded.
+        others = self.home or (), (int(self._is_other_work), *self._told_steps), astuple(self.account)
         return {
             "costs": () if self.costs is None else (*astuple(self.costs), *others),
-            "cost_of_move": (*astuple(self.cost_of_move), *astuple(self.account)),
+            "cost_of_move": astuple(self.cost_of_move),
             "rental": self.rental.state_dict(),
         }
 
@@ -352,22 +351,24 @@ class Rebalancing:
             ValueError: naming what does not fit, such as another number of layers; nothing is taken over then.
         """
         seconds = each(not_negative, num_layers)
-        of_layers = row(seconds, seconds, each(not_negative), each(count), each(count), each(count), least=0)
+        numbers = each(count)
+        of_layers = row(seconds, seconds, each(not_negative), numbers, numbers, numbers, _ACCOUNT, least=0)
         _CHECK(state, "state")
         of_layers(state["costs"], "state.costs")
         costs, home, is_other_work = None, None, False
-        account, told_steps = Account(*state["cost_of_move"][3:]), []
+        account, told_steps = Account(), []
         if state["costs"] and len(state["costs"][2]) == num_stages:
             forward_s, backward_s, speeds, boundaries, *others = map(tuple, state["costs"])
             if others:
-                first, (is_other_work, *told_steps) = others
+                first, (is_other_work, *told_steps), of_account = others
                 home = Partition.of(first, num_layers, num_stages).boundaries if first else None
+                account = Account(*of_account)
             PipelineLoad.of(forward_s, num_stages, speeds=speeds)
             costs = LayerCosts(
                 forward_s, backward_s, speeds, Partition.of(boundaries, num_layers, num_stages).boundaries
             )
-        self.costs, self.cost_of_move = costs, MoveCost(*state["cost_of_move"][:3])
-        self.home, self.account = home, account if home else Account()
+        self.costs, self.cost_of_move = costs, MoveCost(*state["cost_of_move"])
+        self.home, self.account = home, account
         self.rental.load_state_dict(state["rental"])
         self._profile = self._trial = self._promised = self._anchor = None
         self._means = self._running = None
