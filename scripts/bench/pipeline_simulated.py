@@ -3,7 +3,8 @@
 Models are numbers (``zeroresize.simulate.changing_layers``): which share of a dense layer's work each layer does in
 each step, as DynMo's paper says, with spreads that its docstrings tell. A dense layer takes 0.5 ms forward and 1 ms
 backward of a micro-batch, of which there are four for each stage, and holds 200 MB, as of hidden size 1,024 with Adam's
-state; moves have 10 GB/s and 50 ms besides, which is known from the start; a profiled step takes 5 % longer; all
+state; moves have 10 GB/s and 50 ms besides, which is known from the start; a profiled step takes 5 % longer, a decision
+0.6 ms for each stage and 1.2 ms more where the best boundaries are looked for (about what they take on one core); all
 seconds vary by 2 %. Layers begin evenly divided, which is also the division by parameters.
 
 *Share* is that of what could be gained: (static - balanced) / (static - oracle). The oracle has the best division in
@@ -47,6 +48,8 @@ from zeroresize.simulate.pipeline_training import (
 FORWARD_S, BACKWARD_S, LAYER_BYTES = 0.5e-3, 1e-3, 200e6
 LINKS = MoveCost(seconds_per_byte=1e-10, fixed_s=0.05)
 PROFILED_SHARE, NOISE = 0.05, 0.02
+#: Of each stage.
+DECISION_S, SEARCH_S = 0.6e-3, 1.2e-3
 MICRO_BATCHES_PER_STAGE = 4
 #: How many times as long the stage in the middle takes from an eighth of the steps to half of them.
 STRAGGLERS = {"χ = 2": 2.0, "χ = 4": 4.0}
@@ -126,7 +129,15 @@ class Job:
 
     def cluster(self, every: int = 1) -> PipelineCluster:
         """Return its devices in one of ``every`` steps."""
-        return PipelineCluster(self.num_stages, self.speeds[::every], LINKS, profiled_share=PROFILED_SHARE, noise=NOISE)
+        return PipelineCluster(
+            self.num_stages,
+            self.speeds[::every],
+            LINKS,
+            profiled_share=PROFILED_SHARE,
+            decision_s=DECISION_S * self.num_stages,
+            search_s=SEARCH_S * self.num_stages,
+            noise=NOISE,
+        )
 
 
 def job_of(case: str, num_steps: int, num_layers: int, num_stages: int, seed: int = 0) -> Job:

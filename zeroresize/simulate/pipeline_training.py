@@ -66,6 +66,8 @@ class PipelineCluster:
         links: what moves take by the links between stages, as measured at the start of a training.
         move: what a move really takes; None for what the links promise.
         profiled_share: by how much a step becomes longer where it is measured.
+        decision_s: seconds that a decision takes behind a profile.
+        search_s: seconds besides, each time that it has to look for the best boundaries.
         noise: relative standard deviation of a layer's measured and real seconds from step to step.
         seed: of the noise.
     """
@@ -75,6 +77,8 @@ class PipelineCluster:
     links: MoveCost = TYPICAL_LINKS
     move: MoveCost | None = None
     profiled_share: float = 0.0
+    decision_s: float = 0.0
+    search_s: float = 0.0
     noise: float = 0.0
     seed: int = 0
 
@@ -87,7 +91,7 @@ class PipelineTrace:
         step_s: [N] seconds of each step, without profiles and moves.
         bubble_ratios: [N].
         boundaries: [N] in force in each step.
-        profile_s, move_s: seconds that profiles and moves took, in all steps together.
+        profile_s, move_s: seconds that profiles, with decisions, and moves took, in all steps together.
         num_moves: how often layers moved.
     """
 
@@ -144,7 +148,7 @@ def simulate_pipeline(
     forward_s, backward_s = _varied(loads, cluster)
     rebalancing = None if rule is None else Rebalancing(rule, cluster.links)
     cadence = ProfileCadence(1 if rule is None else rule.num_steps, max_measuring)
-    last_profile = 0
+    last_profile, decided_s, unpaid_s = 0, 0.0, 0.0
     measured: PipelineProfile | None = None
     wanted: RebalancingProposal | None = None
     in_force, is_profiled, move_s, num_moves = [], np.zeros(num_steps, dtype=np.bool_), 0.0, 0
@@ -163,10 +167,16 @@ def simulate_pipeline(
             last_profile = step
             measured = profile_of(per_batch * of_step[0], per_batch * of_step[1], loads.layer_bytes, now)
             cadence.measured(step)
-            cadence.learn(cluster.profiled_share)
+            assert rule is not None
+            cadence.learn(cluster.profiled_share + unpaid_s / rule.measured_step_s(measured))
+            unpaid_s = 0.0
         if moving is None and known is not None and known.boundaries == now.boundaries:
             rebalancing.interval = cadence.blocks_to_next(step + 1)
+            num_searches = rebalancing.num_searches
             wanted = rebalancing.update(known, step + 1)
+            seconds = cluster.decision_s + cluster.search_s * (rebalancing.num_searches - num_searches)
+            decided_s += seconds
+            unpaid_s += seconds
             if rebalancing.looks_again and measured is None:
                 cadence.look_again(step)
             if not move_during_backward:
@@ -185,7 +195,7 @@ def simulate_pipeline(
             rebalancing.expect_other_work(step + 1)
             cadence.work_changed(step + 1)
     trace = trace_of(loads, cluster, in_force, num_microbatches, schedule, move_s=move_s, num_moves=num_moves)
-    profile_s = cluster.profiled_share * float(np.array(trace.step_s)[is_profiled].sum())
+    profile_s = decided_s + cluster.profiled_share * float(np.array(trace.step_s)[is_profiled].sum())
     return replace(trace, profile_s=profile_s)
 
 

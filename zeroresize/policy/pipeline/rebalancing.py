@@ -26,7 +26,7 @@ from zeroresize.policy.moves.ski_rental import RENTAL_CHECK, SkiRental
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.layer_means import LayerMeans
 from zeroresize.policy.pipeline.message_delays import PipelineMessages
-from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
+from zeroresize.policy.pipeline.pipeline_load import Floats, PipelineLoad
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal, RebalancingRule
 from zeroresize.policy.pipeline.running_profile import RunningProfile
@@ -34,6 +34,8 @@ from zeroresize.utils.state_checks import any_number, anything, count, each, key
 
 #: The candidate that is owed for: whatever boundaries are wanted.
 _WANTED = "wanted"
+#: Layers that have changed by no more than this share since nothing was wanted want nothing now.
+_SETTLED = 0.01
 #: A move that saves less than this share of what it was to save disappoints: the next one is dearer.
 _LEAST_KEPT = 0.5
 #: With profiles of every step a move is judged by the mean of so many, or of those until the next move is wanted.
@@ -53,6 +55,14 @@ class _Pace(NamedTuple):
 
     lost_s: float
     step_s: float
+
+
+class _Settled(NamedTuple):
+    """What layers [L, 2] took where they stayed, nothing being wanted."""
+
+    boundaries: tuple[int, ...]
+    layer_s: Floats
+    rule: RebalancingRule
 
 
 class _Promise(NamedTuple):
@@ -80,6 +90,7 @@ class Rebalancing:
         home: these, [S + 1]; None before the first profile.
         looks_again: whether the next profile is to come at once, as this one wants a move.
         has_learned: whether ``costs`` are of the last profile; not while another one is waited for.
+        num_searches: how often the best boundaries were looked for, which is most of what decisions take.
         comes_home: whether the last proposal is to undo what has lost, whatever work layers have.
     """
 
@@ -94,6 +105,8 @@ class Rebalancing:
         self._pace = _Pace(0.0, 0.0)  # since the account was last taken
         self._accounted: int | None = None  # steps
         self._away_s = 0.0  # lost since layers have moved last
+        self.num_searches = 0
+        self._settled: _Settled | None = None
         self._profile: PipelineProfile | None = None
         self._running: RunningProfile | None = None
         self._anchor: LayerCosts | None = None
@@ -126,7 +139,7 @@ class Rebalancing:
         if step is not None:
             self._take_account(step)
         self._is_other_work = True
-        self._means = self._running = self._anchor = self._trial = self._promised = None
+        self._means = self._running = self._anchor = self._trial = self._promised = self._settled = None
         self._steps_s.clear()
         if step is not None:
             self._told_steps.append(step)
@@ -163,17 +176,35 @@ class Rebalancing:
         means = self._means.after(profile, speeds)
         costs = self._costs_after(self.costs, means)
         if trial is None:
-            for known in (surprised, means):
+            if self._is_settled(surprised) and self._is_settled(means):
+                now = Partition(means.boundaries)
+                proposal = self.rule.propose(costs, means, self.cost_of_move, wanted=now)
+                return self._decide(means, costs, proposal, 0.0, step)
+            # The first profile of layers is all surprise, and their mean.
+            are_alike = np.array_equal(surprised.layer_s, means.layer_s)
+            for known in (means,) if are_alike else (surprised, means):
                 proposal = self._proposal(self._costs_after(self.costs, known), known)
                 if proposal.transfers:
-                    self._trial = proposal
+                    self._trial, self._settled = proposal, None
                     return None
+            self._settled = _Settled(means.boundaries, means.layer_s, self.rule)
             return self._decide(means, costs, proposal, 0.0, step)
+        self._settled = None
         proposal = self._proposal(costs, means)
         return self._decide(means, costs, proposal, self._saving_by(profile, costs, trial.after), step)
 
+    def _is_settled(self, profile: PipelineProfile) -> bool:
+        """Whether nothing was wanted for layers as these are, so that nothing need be looked for."""
+        settled = self._settled
+        if settled is None or self.rule.memory_limits is not None:
+            return False
+        if (settled.boundaries, settled.rule) != (profile.boundaries, self.rule):
+            return False
+        return bool((np.abs(profile.layer_s - settled.layer_s) <= _SETTLED * settled.layer_s).all())
+
     def _proposal(self, costs: LayerCosts, profile: PipelineProfile) -> RebalancingProposal:
         """Of moves that pay until the next profile, or later: the rental waits for as many."""
+        self.num_searches += 1
         rule = replace(self.rule, num_steps=max(self.rule.num_steps, self.interval))
         return rule.propose(costs, profile, self.cost_of_move)
 
@@ -331,7 +362,7 @@ class Rebalancing:
             self.rule = replace(self.rule, memory_limits=tuple(self.rule.memory_limits[stage] for stage in stages))
         self.rental.settle()
         self.home, self.account, self._away_s, self._accounted = None, Account(), 0.0, None
-        self._profile = self._trial = self._promised = self._means = self._running = self._anchor = None
+        self._profile = self._trial = self._promised = self._means = self._running = self._anchor = self._settled = None
         self._steps_s.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -371,7 +402,7 @@ class Rebalancing:
         self.home, self.account = home, account
         self.rental.load_state_dict(state["rental"])
         self._profile = self._trial = self._promised = self._anchor = None
-        self._means = self._running = None
+        self._means = self._running = self._settled = None
         self._told_steps = deque(told_steps, maxlen=_TOLD)
         self._steps_s.clear()
         self._pace, self._accounted, self._away_s = _Pace(0.0, 0.0), None, 0.0

@@ -125,7 +125,8 @@ class RebalancingRule:
         now = Partition(profile.boundaries)
         is_needed = not self.load(costs, profile).fits(now)
         wanted = wanted or self.wanted(costs, profile, cost_of_move)
-        before, after = (self.simulated(costs, one) for one in (now, wanted))
+        before = self.simulated(costs, now)
+        after = before if wanted == now else self.simulated(costs, wanted)
         if not is_needed and not is_saving(before.step_s - after.step_s, before.step_s, self.min_saving):
             wanted, after = now, before
         num_bytes = bytes_of_transfers(now.transfers_to(wanted), _moving_bytes(profile), now.num_stages)
