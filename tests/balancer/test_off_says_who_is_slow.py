@@ -13,6 +13,7 @@ def wait_for_numbers(run):
         time.sleep(0.001)
 
 
+@pytest.mark.slow
 def test_beginning_and_end_are_told_once_by_one_rank_and_nothing_is_balanced(run_ranks):
     def train(rank, group):
         with caught_log_lines() as lines:

@@ -48,6 +48,7 @@ def test_converted_layers_are_the_hosts_bit_for_bit(run_ranks, bias, sequence):
     run_ranks(check, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("foreach", [False, True], ids=["for loop", "foreach"])
@@ -112,6 +113,7 @@ def test_no_way_of_saving_or_gathering_uneven_parts_goes_through(run_ranks, tmp_
     run_ranks(check, 2)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_saved_away_loads_in_plain_torch_and_in_the_host(run_ranks, tmp_path):
     def save(rank, group):
         mesh = mesh_of()
@@ -186,6 +188,7 @@ def of_plain_parameters(model, group):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
@@ -221,6 +224,7 @@ def test_every_configuration_computes_what_it_does_with_plain_parameters(run_ran
     run_ranks(check, 2)
 
 
+@pytest.mark.slow
 def test_what_a_rank_holds_is_counted_as_with_plain_parameters(run_ranks):
     def check(rank, group):
         mesh, counts = mesh_of(), []

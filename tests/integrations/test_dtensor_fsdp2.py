@@ -29,6 +29,7 @@ def model_of(grid, order):
     return sharded(model, grid) if order == "after" else model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_what_does_not_move_is_that_of_the_host_and_moves_are_refused_at_once(run_ranks, tmp_path, order):
     def check(rank, group):

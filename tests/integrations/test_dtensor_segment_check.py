@@ -20,6 +20,7 @@ def converted(segments, **layout):
     return zr.convert(model, segments=segments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [{}, {"sequence": True}, {"head": {"output_layouts": Shard(-1), "use_local_output": False}}],

@@ -149,6 +149,7 @@ def test_columns_of_a_plans_layers_are_lent_and_dropped(run_ranks, tmp_path, mod
     run_ranks(check, 2)
 
 
+@pytest.mark.slow
 def test_training_is_resumed_from_a_checkpoint_of_units_that_were_away(run_ranks, tmp_path):
     saved_decoder("llama", tmp_path / "whole")
 

@@ -125,6 +125,7 @@ def test_graphs_keep_the_order_of_products(run_ranks):
     assert run_ranks(check, 2, timeout_s=110) == [[3, 3]] * 2
 
 
+@pytest.mark.slow
 def test_what_is_not_asked_for_is_not_computed(run_ranks):
     """Frozen weights, an x without gradient, an evaluation, no bias, recomputed forwards."""
 
@@ -155,6 +156,7 @@ def test_what_is_not_asked_for_is_not_computed(run_ranks):
     run_ranks(check, 2, timeout_s=110)
 
 
+@pytest.mark.slow
 def test_a_backward_follows_the_plan_of_its_forward(run_ranks):
     def check(rank, group):
         torch._dynamo.reset()
@@ -242,6 +244,7 @@ def test_loans_that_begin_and_end_compile_nothing_and_results_are_those_of_the_l
     assert first == second and len(set(first)) == 7
 
 
+@pytest.mark.slow
 def test_beside_loans_graphs_are_used_often_recomputed_and_mixed_with_layers_as_they_are(run_ranks):
     """The first block in a graph, once more at the end; the second one as it is, whose weight a graph's layer sends."""
 
@@ -275,6 +278,7 @@ def test_beside_loans_graphs_are_used_often_recomputed_and_mixed_with_layers_as_
     run_ranks(check, 2, timeout_s=110)
 
 
+@pytest.mark.slow
 def test_a_graph_tells_weights_that_changed_while_they_were_lent_and_forwards_that_were_copied(run_ranks):
     def check(rank, group):
         torch._dynamo.reset()

@@ -82,6 +82,7 @@ def undivided(config):
         return losses, loss_of(samples.held_out(0), samples.lengths.held_out(0)).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "t5"])
 def test_a_run_resumed_in_its_midst_equals_undivided_training(run_ranks, tmp_path, monkeypatch, kind):
     """Its batches are the same, and it goes on spread otherwise."""
@@ -121,6 +122,7 @@ def test_a_rank_that_is_slow_gets_fewer_samples(run_ranks, tmp_path, monkeypatch
     assert after_s < 0.85 * slow_s
 
 
+@pytest.mark.slow
 def test_costs_that_were_kept_are_used_and_those_of_another_model_refused(run_ranks, tmp_path, monkeypatch):
     first = config_of(tmp_path / "first", training={"steps": 1})
     run_ranks(lambda rank, group: trained(first, rank, group, monkeypatch), 2)

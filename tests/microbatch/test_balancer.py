@@ -114,6 +114,7 @@ def run_until_change(job, records, chi, most=30):
     raise AssertionError(f"nothing changed: {records}")
 
 
+@pytest.mark.slow
 def test_a_slow_replica_gets_fewer_samples_and_all_of_them_back(run_ranks):
     def train(rank, group):
         records = []

@@ -144,6 +144,7 @@ def test_kept_bytes_are_those_that_a_hand_counts():
         assert 4 * 32 * tokens <= values[3] <= 4 * (3 * 32 + 3 * 8) * tokens + 3 * 4 * 256 + 4 * (8 + 64) * tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "t5"])
 @pytest.mark.parametrize("recompute", ["none", "layers"])
 def test_peak_memory_of_a_step_is_predicted(kind, recompute):

@@ -31,6 +31,7 @@ def random_text(num_bytes):
     return random.Random(0).randbytes(num_bytes // 2).hex()
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
 @given(plans=st.dictionaries(st.integers(0, 10**9), st.text(), min_size=1, max_size=5))
 def test_plans_come_back_as_they_were_wherever_the_store_is_opened(keeper, plans):

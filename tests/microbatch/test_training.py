@@ -91,6 +91,7 @@ def test_replicas_without_samples_take_part(run_ranks):
             assert value == pytest.approx(expected, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_plans_of_planner_processes_train_alike_and_are_forgotten(run_ranks):
     strategy = Strategy(pp=2)
 

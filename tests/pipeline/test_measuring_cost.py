@@ -51,6 +51,7 @@ def training(group, clock, **options):
     return balancer, records, train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("profile_s", "profile_every", "interval"),
     [(0.198, "auto", 40), (0.01, "auto", 10), (0.01, 25, 25), (0.198, 25, 40)],

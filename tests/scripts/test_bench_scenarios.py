@@ -20,6 +20,7 @@ def bench(monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_table_files_and_comparison_say_the_same(bench, tmp_path):
     chosen = ("--only", "few products", "--modes", "mig", "zero-pri")
     table = bench(*chosen, "--csv", tmp_path / "before.csv", "--json", tmp_path / "before.json")
@@ -35,6 +36,7 @@ def test_table_files_and_comparison_say_the_same(bench, tmp_path):
     assert bench(*chosen, "--before", tmp_path / "before.csv") == table
 
 
+@pytest.mark.slow
 def test_what_changed_stands_beside_what_it_was(bench, tmp_path):
     chosen = ("--only", "few products", "--modes", "zero-pri")
     bench(*chosen, "--csv", tmp_path / "before.csv")

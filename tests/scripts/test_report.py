@@ -215,6 +215,7 @@ def test_of_many_moves_and_of_many_ranks_the_table_stays_short():
     assert rows[0][1].startswith("rank 92: −92 neurons; ") and rows[0][1].endswith("; less of 92 other ranks")
 
 
+@pytest.mark.slow
 def test_few_loans_are_told_in_words_and_many_are_drawn(lending, tmp_path, monkeypatch):
     run = RunFolder.read(lending)
     few = {path.name for path in write_report(run, tmp_path / "few").parent.glob("loans*.png")}

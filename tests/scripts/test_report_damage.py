@@ -153,6 +153,7 @@ def test_a_file_that_is_called_otherwise_is_no_ranks(folder: Path) -> None:
     assert list(run.records) == [0, 1] and not run.left_out
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_drawn_is_left_out_and_the_others_are_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,6 +41,7 @@ def test_a_straggler_that_recovers_right_after_it_began_to_prune_is_let_go_at_on
     assert max(straggler[9:]) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("reads_late", [False, True])
 @pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
@@ -62,6 +63,7 @@ def test_a_forced_ratio_costs_what_the_cost_says():
     assert result.pruned_share == pytest.approx(0.25)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.floats(2.0, 8.0), st.sampled_from([2, 4, 8]), st.sampled_from(["mean", "min"]))
 def test_a_straggler_reaches_its_target_by_the_third_update(chi, num_ranks, target):

@@ -48,6 +48,7 @@ def bound_s(num_ranks, chi):
     return REST_S + GEMM_S * num_ranks / (num_ranks - 1 + 1 / chi)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
 def test_a_straggler_costs_what_nobody_can_spare_and_no_more(chi, num_ranks):
@@ -98,6 +99,7 @@ def test_units_go_where_they_are_computed_fast_and_come_home(chi, num_ranks, noi
     assert len(run.moves) <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", "semi"])
 @pytest.mark.parametrize("chi", [1.3, 4.0])
 def test_nothing_is_lent_once_units_lie_where_they_should(chi, mode):
@@ -121,6 +123,7 @@ def test_semi_takes_hardly_longer_than_a_homogeneous_group_and_drops_less_than_z
     assert dropped < ratio - 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chi", [2.0, 4.0])
 def test_of_eight_ranks_semi_drops_nothing_once_units_have_moved(chi):
     run = simulate(BalanceConfig(mode="semi"), cluster(last_is_slow(8, chi)), 400)
@@ -128,6 +131,7 @@ def test_of_eight_ranks_semi_drops_nothing_once_units_have_moved(chi):
     assert statistics.fmean(run.step_s[200:]) <= 1.04 * bound_s(8, chi)
 
 
+@pytest.mark.slow
 def test_semi_moves_what_it_prunes_until_then():
     """What is pruned counts as if it were computed."""
     slow = cluster(last_is_slow(4, 4.0), migration=DEAR, move=MoveCost(20.0, 20.0))

@@ -48,6 +48,7 @@ WRONG_CALIBRATIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("update_every", "calibration"), WRONG_CALIBRATIONS)
 def test_a_straggler_is_released_soon_at_every_cadence_however_wrong_the_calibration_was(update_every, calibration):

@@ -59,6 +59,7 @@ def test_what_is_switched_are_copies_of_the_masters_and_masters_do_not_change(ru
     run_ranks(check, 4)
 
 
+@pytest.mark.slow
 def test_switches_send_half_the_bytes_and_no_weights_back_to_the_optimizer(run_ranks):
     def measure(rank, group):
         sent = []
@@ -213,6 +214,7 @@ def test_weights_are_cast_once_a_step_and_only_where_the_optimizers_strategy_tra
     run_ranks(count, 4)
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_the_masters_and_a_plain_model_reads_them(run_ranks, tmp_path):
     def check(rank, group):
         trainer = trainer_of(group, ranges_of(FIVE), FIVE[3], torch.float32, BF16)

@@ -28,6 +28,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_mnist5k_is_shuffled_padded_and_split() -> None:
     train, test = load_splits(DataConfig(train_size=3000), ModelConfig())
     assert train.images.shape == (3000, 3, 32, 32)

@@ -214,6 +214,7 @@ def test_one_slow_stage_of_one_replica_counts_there_only():
         plan_iteration(0, lengths, {"none": costs_of(2)}, PlanningOptions(slowness=((1.0,),)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(("num_stages", "num_replicas", "limit"), [(2, 2, 1.5), (4, 1, 1.2), (4, 1, 3.0), (8, 1, 4.0)])
 def test_however_little_memory_there_is_equal_tokens_are_hardly_better(num_stages, num_replicas, limit, seed):

@@ -52,6 +52,7 @@ class Work:
         return made
 
 
+@pytest.mark.slow
 def test_a_slow_replica_gets_fewer_samples_and_gives_them_back():
     work = Work(2, 1, 1)
     assert not work.run((1.0, 1.0), 20)
@@ -70,6 +71,7 @@ def test_a_slow_replica_gets_fewer_samples_and_gives_them_back():
     assert back.kind == "replan" and work.plan().expected_s == pytest.approx(even_s, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_slow_stage_gets_fewer_layers_and_gets_them_back():
     work = Work(1, 1, 2)
     assert not work.run((1.0, 1.0), 20)
@@ -85,6 +87,7 @@ def test_a_slow_stage_gets_fewer_layers_and_gets_them_back():
     assert work.plan().expected_s == pytest.approx(even_s, rel=0.02)
 
 
+@pytest.mark.slow
 def test_layers_move_for_what_new_plans_leave_only():
     """One slow rank of two replicas of two stages: fewer samples are worth more than fewer layers in both."""
     work = Work(2, 1, 2, move_s=1.0)
@@ -95,6 +98,7 @@ def test_layers_move_for_what_new_plans_leave_only():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("degrees", "speeds"), [((2, 1, 1), (0.5, 1.0)), ((1, 1, 2), (0.3, 1.0))])
 def test_what_passes_sooner_than_a_change_pays_changes_nothing(degrees, speeds):
     work = Work(*degrees, move_s=10.0, replan_s=10.0)
@@ -103,6 +107,7 @@ def test_what_passes_sooner_than_a_change_pays_changes_nothing(degrees, speeds):
         assert not work.run((1.0, 1.0), 3)
 
 
+@pytest.mark.slow
 def test_what_takes_too_much_memory_is_not_offered():
     """With seven layers instead of four the longest sample does not fit, whatever is computed again."""
     lengths = LENGTHS(0)

@@ -93,6 +93,7 @@ def step_seconds(pairs, optimizer_strategy, sample, work, switch_s):
     return total / len(sample)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     seed=st.integers(0, 10**6),

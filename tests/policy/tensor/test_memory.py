@@ -176,6 +176,7 @@ def test_a_refused_move_for_memory_is_not_tried_at_every_update():
     assert wanted <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", "semi"])
 @pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
 def test_a_slow_rank_of_little_memory_is_given_no_more_than_that(mode, chi):

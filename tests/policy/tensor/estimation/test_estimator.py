@@ -66,6 +66,7 @@ def test_a_wrong_calibration_is_corrected_by_calibration_steps_or_by_a_change_of
     assert estimator.times.busy_s == pytest.approx(REST_S + GEMM_S, rel=0.05)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.floats(0.0, 0.9), st.floats(0.3, 8.0), st.integers(0, 1000))
 def test_what_is_told_without_bias_is_believed_and_as_sure_as_it_is(ratio, chi, seed):
@@ -190,6 +191,7 @@ any_shares = st.builds(Shares, st.sampled_from([0.0, 0.1, 0.6, 0.9]), st.sampled
 any_steps = st.builds(StepTimes, any_float, any_float, any_float, any_shares, st.booleans())
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.lists(any_steps, min_size=1, max_size=4), min_size=1, max_size=8))
 @example([[StepTimes(1e9, 1e9, 0.0)], [StepTimes(1e-9, 1e-9, 0.0)]] * 4)
