@@ -275,11 +275,11 @@ class PipelineBalancer:
         What is then measured is put down to the layers, not to their devices. Moves and releases that were decided, or
         had yet to be confirmed, are not made: they were for the work that is no more.
         """
-        self._cadence.work_changed(self.steps)
         if not self._rebalancing.comes_home:
             self._wanted = None
         self._measuring.forget_work()
         self._rebalancing.expect_other_work(self.steps)
+        self._cadence.work_changed(self.steps, is_followed=self._rebalancing.has_followed)
         if self._repacking is not None:
             self._repacking.decision.expect_other_work()
 

@@ -90,6 +90,7 @@ class Rebalancing:
         home: these, [S + 1]; None before the first profile.
         looks_again: whether the next profile is to come at once, as this one wants a move.
         has_learned: whether ``costs`` are of the last profile; not while another one is waited for.
+        has_followed: whether layers have moved between the last two changes of work that were told.
         num_searches: how often the best boundaries were looked for, which is most of what decisions take.
         comes_home: whether the last proposal is to undo what has lost, whatever work layers have.
     """
@@ -105,6 +106,7 @@ class Rebalancing:
         self._pace = _Pace(0.0, 0.0)  # since the account was last taken
         self._accounted: int | None = None  # steps
         self._away_s = 0.0  # lost since layers have moved last
+        self.has_followed = self._has_moved = False
         self.num_searches = 0
         self._settled: _Settled | None = None
         self._profile: PipelineProfile | None = None
@@ -138,6 +140,7 @@ class Rebalancing:
         """
         if step is not None:
             self._take_account(step)
+        self.has_followed, self._has_moved = self._has_moved, False
         self._is_other_work = True
         self._means = self._running = self._anchor = self._trial = self._promised = self._settled = None
         self._steps_s.clear()
@@ -344,6 +347,7 @@ class Rebalancing:
         """Learn from a move that has been made; bytes are those of the rank that sent or received most."""
         self.cost_of_move = self.cost_of_move.learned(num_bytes, seconds)
         self.account.take(seconds, seconds, 0)
+        self._has_moved = True
 
     def refuse(self) -> None:
         """Note that the last move could not be made."""
