@@ -279,7 +279,7 @@ class PipelineBalancer:
             self._wanted = None
         self._measuring.forget_work()
         self._rebalancing.expect_other_work(self.steps)
-        self._cadence.work_changed(self.steps, is_followed=self._rebalancing.has_followed)
+        self._cadence.work_changed(self.steps, at_once=self._rebalancing.follows)
         if self._repacking is not None:
             self._repacking.decision.expect_other_work()
 

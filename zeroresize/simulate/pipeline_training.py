@@ -193,7 +193,7 @@ def simulate_pipeline(
             if not rebalancing.comes_home:
                 wanted = None
             rebalancing.expect_other_work(step + 1)
-            cadence.work_changed(step + 1, is_followed=rebalancing.has_followed)
+            cadence.work_changed(step + 1, at_once=rebalancing.follows)
     trace = trace_of(loads, cluster, in_force, num_microbatches, schedule, move_s=move_s, num_moves=num_moves)
     profile_s = decided_s + cluster.profiled_share * float(np.array(trace.step_s)[is_profiled].sum())
     return replace(trace, profile_s=profile_s)

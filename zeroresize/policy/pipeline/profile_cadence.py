@@ -158,19 +158,19 @@ class ProfileCadence:
         self.next_due = self._last = self._regular_due = self._paid_before = self._paid = 0
         self._is_changed, self._last_changed = False, None
 
-    def work_changed(self, block: int, *, is_followed: bool) -> None:
+    def work_changed(self, block: int, *, at_once: bool) -> None:
         """Schedule profiles in this block and the one behind it, as layers have other work from this block on.
 
         What the first one wants is confirmed by the second one, which is measured before the first one's figures are
         known: so layers are in place a step earlier.
 
         Args:
-            is_followed: whether layers have moved for the change before. If not, and work changes so often that two
-                profiles, or even one, would take more than their share of the steps since the last change that was
-                measured, there is one, or it comes later.
+            at_once: whatever that costs. If not, and work changes so often that two profiles, or even one, would take
+                more than their share of the steps since the last change that was measured, there is one, or it comes
+                later.
         """
         self._is_changed, self._is_twice, self.next_due = True, True, block
-        if is_followed or self._last_changed is None or not self.costs:
+        if at_once or self._last_changed is None or not self.costs:
             return
         blocks_each = math.ceil(min(self.cost / self.max_measuring, MOST_BLOCKS))
         self._is_twice = block - self._last_changed >= 2 * blocks_each

@@ -36,6 +36,8 @@ from zeroresize.utils.state_checks import any_number, anything, count, each, key
 _WANTED = "wanted"
 #: Layers that have changed by no more than this share since nothing was wanted want nothing now.
 _SETTLED = 0.01
+#: So many told changes in a row for which nothing moved are measured at once; further ones as measuring allows.
+_UNFOLLOWED = 4
 #: A move that saves less than this share of what it was to save disappoints: the next one is dearer.
 _LEAST_KEPT = 0.5
 #: With profiles of every step a move is judged by the mean of so many, or of those until the next move is wanted.
@@ -90,7 +92,6 @@ class Rebalancing:
         home: these, [S + 1]; None before the first profile.
         looks_again: whether the next profile is to come at once, as this one wants a move.
         has_learned: whether ``costs`` are of the last profile; not while another one is waited for.
-        has_followed: whether layers have moved between the last two changes of work that were told.
         num_searches: how often the best boundaries were looked for, which is most of what decisions take.
         comes_home: whether the last proposal is to undo what has lost, whatever work layers have.
     """
@@ -106,7 +107,8 @@ class Rebalancing:
         self._pace = _Pace(0.0, 0.0)  # since the account was last taken
         self._accounted: int | None = None  # steps
         self._away_s = 0.0  # lost since layers have moved last
-        self.has_followed = self._has_moved = False
+        self._num_unfollowed = 0  # told changes since the last move
+        self._is_reversed = self._is_first_of_work = False
         self.num_searches = 0
         self._settled: _Settled | None = None
         self._profile: PipelineProfile | None = None
@@ -121,6 +123,11 @@ class Rebalancing:
         self._told_steps: deque[int] = deque(maxlen=_TOLD)  # the last ones
         self.has_learned = self.comes_home = False
         self._promised: _Promise | None = None
+
+    @property
+    def follows(self) -> bool:
+        """Return whether changes of work that are told are worth being measured at once."""
+        return not self._is_reversed and self._num_unfollowed <= _UNFOLLOWED
 
     @property
     def looks_again(self) -> bool:
@@ -140,8 +147,8 @@ class Rebalancing:
         """
         if step is not None:
             self._take_account(step)
-        self.has_followed, self._has_moved = self._has_moved, False
-        self._is_other_work = True
+        self._is_other_work, self._is_first_of_work = True, True
+        self._num_unfollowed += 1
         self._means = self._running = self._anchor = self._trial = self._promised = self._settled = None
         self._steps_s.clear()
         if step is not None:
@@ -264,8 +271,9 @@ class Rebalancing:
         elif self._steps_s and (is_wanted or len(self._steps_s) >= _JUDGED):
             self._judge(fmean(self._steps_s))
         num_steps = self._steps_until_told(step)
-        self.rental.charge({_WANTED: saving_s} if is_wanted else {}, min(self.interval, num_steps))
-        mistrust_s = 0.0 if proposal.after == self.home else self.account.mistrust_s(proposal.price_s)
+        good_for = min(self.interval, num_steps) if self._is_reversed else self.interval
+        self.rental.charge({_WANTED: saving_s} if is_wanted else {}, good_for)
+        mistrust_s = 0.0 if proposal.after == self.home else self.account.mistrust_s(proposal.price_s / 2.0)
         # Bought for what is known to come a move pays one way.
         one_way_s = self.rental.doubt * proposal.price_s / 2.0 + mistrust_s
         pays = not self.rental.pause and num_steps < math.inf and saving_s * num_steps >= one_way_s
@@ -324,6 +332,9 @@ class Rebalancing:
         if self.home != profile.boundaries:
             home_s = self.rule.simulated(costs, Partition(self.home)).step_s
         self._pace = _Pace(now_s - home_s, now_s)
+        if self._is_first_of_work and self.home != profile.boundaries:
+            self._is_reversed = home_s < now_s
+        self._is_first_of_work = False
         self._take_account((self._accounted or 0) + self.interval if step is None else step)
 
     def _take_account(self, step: int) -> None:
@@ -347,7 +358,7 @@ class Rebalancing:
         """Learn from a move that has been made; bytes are those of the rank that sent or received most."""
         self.cost_of_move = self.cost_of_move.learned(num_bytes, seconds)
         self.account.take(seconds, seconds, 0)
-        self._has_moved = True
+        self._num_unfollowed = 0
 
     def refuse(self) -> None:
         """Note that the last move could not be made."""
