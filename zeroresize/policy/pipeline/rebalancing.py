@@ -200,7 +200,7 @@ class Rebalancing:
             self._settled = _Settled(means.boundaries, means.layer_s, self.rule)
             return self._decide(means, costs, proposal, 0.0, step)
         self._settled = None
-        proposal = self._proposal(costs, means)
+        proposal = self.rule.propose(costs, means, self.cost_of_move, wanted=Partition(trial.after))
         return self._decide(means, costs, proposal, self._saving_by(profile, costs, trial.after), step)
 
     def _is_settled(self, profile: PipelineProfile) -> bool:
