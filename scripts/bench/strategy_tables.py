@@ -66,41 +66,83 @@ def ranges_of(combination: Sequence[tuple[int, tuple[int, int, int]]]) -> list[L
     return [LengthRange(up_to, Strategy(*degrees)) for up_to, degrees in combination]
 
 
+class Memory:
+    """Tells what fits into the GPUs' memory, of the static strategy, C1 to C3 and the searched ranges alike."""
+
+    def __init__(self, cost: CostModel, limit: float) -> None:
+        self.limit, self._cost = limit, cost
+        self._overlapped: dict[Strategy, OverlappedSwitches] = {}
+
+    def overlapped(self, optimizer_strategy: Strategy) -> OverlappedSwitches:
+        """Switches beside training, of gradients that are held in 32 bits and travel between nodes in 16."""
+        if optimizer_strategy not in self._overlapped:
+            self._overlapped[optimizer_strategy] = OverlappedSwitches(
+                self._cost, optimizer_strategy, gradient_ratio=2.0, gradient_itemsize=2, limit_bytes=self.limit
+            )
+        return self._overlapped[optimizer_strategy]
+
+    def fits(self, strategy: Strategy, optimizer_strategy: Strategy, tokens: int) -> bool:
+        return self.overlapped(optimizer_strategy).fits(strategy, tokens)
+
+    def fits_all(self, ranges: Sequence[LengthRange], optimizer_strategy: Strategy) -> bool:
+        return all(self.fits(own.strategy, optimizer_strategy, own.max_tokens or own.up_to) for own in ranges)
+
+    def require(self, ranges: Sequence[LengthRange], optimizer_strategies: Sequence[Strategy]) -> list[Strategy]:
+        """The strategies of the optimizer with which all of these ranges fit.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        fitting = [strategy for strategy in optimizer_strategies if self.fits_all(ranges, strategy)]
+        if not fitting:
+            raise ValueError(
+                f"{[str(own) for own in ranges]} need more than {self.limit:g} bytes a rank with the optimizer in any "
+                f"of {[str(strategy) for strategy in optimizer_strategies]}"
+            )
+        return fitting
+
+
 def in_best_optimizer_strategy(
-    ranges: Sequence[LengthRange], sample: Sequence[Sequence[int]], cost: CostModel, pack: Pack, limit: float
+    ranges: Sequence[LengthRange],
+    sample: Sequence[Sequence[int]],
+    cost: CostModel,
+    pack: Pack,
+    memory: Memory,
+    optimizer_strategies: Sequence[Strategy] = (),
 ) -> StepForecast:
-    """A step with these ranges in that of their strategies for the optimizer with which it takes least.
+    """A step with these ranges in that strategy of the optimizer, of those that fit, with which it takes least.
+
+    Args:
+        optimizer_strategies: to choose from; empty for the ranges' own.
 
     Raises:
         ValueError: if they fit in none.
     """
-    forecasts = []
-    for optimizer_strategy in dict.fromkeys(own.strategy for own in ranges):
-        overlap = overlapped(cost, optimizer_strategy, limit)
-        if all(overlap.fits(own.strategy, own.up_to) for own in ranges):
-            forecasts.append(forecast_step(ranges, optimizer_strategy, sample, cost, pack, overlap=overlap))
-    if not forecasts:
-        raise ValueError(
-            f"{[str(own) for own in ranges]} need more than {limit:g} bytes a rank for every strategy of the optimizer"
-        )
-    return min(forecasts, key=lambda one: one.step_s)
+    given = list(optimizer_strategies) or list(dict.fromkeys(own.strategy for own in ranges))
+    forecasts = [
+        forecast_step(ranges, optimizer_strategy, sample, cost, pack, overlap=memory.overlapped(optimizer_strategy))
+        for optimizer_strategy in memory.require(ranges, given)
+    ]
+    return min(forecasts, key=lambda forecast: forecast.step_s)
 
 
-def overlapped(cost: CostModel, optimizer_strategy: Strategy, limit: float) -> OverlappedSwitches:
-    """Switches beside training, of gradients that are held in 32 bits and travel between nodes in 16."""
-    return OverlappedSwitches(cost, optimizer_strategy, gradient_ratio=2.0, gradient_itemsize=2, limit_bytes=limit)
-
-
-def searched(sample: Sequence[Sequence[int]], cost: CostModel, pack: Pack, limit: float) -> SearchResult:
+def searched(sample: Sequence[Sequence[int]], cost: CostModel, pack: Pack, memory: Memory) -> SearchResult:
     """The search over all strategies of which one can hold the model at all."""
     every = candidate_strategies(cost.num_ranks, cost.layers.num_layers, [64, 17920], ranks_per_node=8)
     candidates = [
         strategy
         for strategy in every
-        if any(cost.fits(strategy, optimizer_strategy, EDGES[0], limit) for optimizer_strategy in every)
+        if any(memory.fits(strategy, optimizer_strategy, EDGES[0]) for optimizer_strategy in every)
     ]
     return search_strategies(
-        sample, candidates, cost, memory_limit=limit, thresholds=EDGES, pack=pack, max_ranges=len(EDGES)
+        sample,
+        candidates,
+        cost,
+        memory_limit=memory.limit,
+        thresholds=EDGES,
+        pack=pack,
+        max_ranges=len(EDGES),
+        fits=memory.fits,
     )
 
 
@@ -116,15 +158,15 @@ def mini_batches(data: str, num_batches: int, cost: CostModel, pack: Pack) -> li
 
 
 def simulated(
-    data: str, cost: CostModel, pack: Pack, limit: float, num_batches: int
+    data: str, cost: CostModel, pack: Pack, memory: Memory, num_batches: int
 ) -> tuple[dict[str, StepForecast], dict[str, Any]]:
     """Forecasts of the static strategy, C1 to C3 and what the search finds; what there is to say of the lengths."""
     sample = mini_batches(data, num_batches, cost, pack)
-    forecasts = {"Static": in_best_optimizer_strategy(ranges_of(STATIC), sample, cost, pack, limit)}
+    forecasts = {"Static": in_best_optimizer_strategy(ranges_of(STATIC), sample, cost, pack, memory)}
     for name, combination in COMBINATIONS.items():
-        forecasts[name] = in_best_optimizer_strategy(ranges_of(combination), sample, cost, pack, limit)
+        forecasts[name] = in_best_optimizer_strategy(ranges_of(combination), sample, cost, pack, memory)
     began = time.perf_counter()
-    result = searched(sample, cost, pack, limit)
+    result = searched(sample, cost, pack, memory)
     drawn = np.concatenate(sample)
     tokens = np.bincount(np.searchsorted(EDGES, drawn), weights=drawn)
     lengths_in_numbers = {
@@ -134,10 +176,11 @@ def simulated(
         "search_s": time.perf_counter() - began,
         "num_visited": result.num_visited,
     }
-    best = result.best  # found without overlap
-    overlap = overlapped(cost, best.optimizer_strategy, limit)
-    searched_best = forecast_step(best.ranges, best.optimizer_strategy, sample, cost, pack, overlap=overlap)
-    return forecasts | {"best static": result.static, "searched": searched_best}, lengths_in_numbers
+    for name, forecast in (("best static", result.static), ("searched", result.best)):  # found without overlap
+        forecasts[name] = in_best_optimizer_strategy(
+            forecast.ranges, sample, cost, pack, memory, [forecast.optimizer_strategy]
+        )
+    return forecasts, lengths_in_numbers
 
 
 def row_of(up_to: int, forecast: StepForecast) -> int | None:
@@ -184,11 +227,12 @@ def fit(efficiency: float, limit: float, num_batches: int) -> None:
         between = quarters / 4
         cluster = GpuCluster(efficiency=efficiency, between_bytes_per_s=between * 1e9)
         cost, errors = llama_cost_model(LLAMA_32B, cluster, (1, 2, 4, 8, 16, 32)), []
+        memory = Memory(cost, limit)
         for data, of_combinations in PAPER.items():
             sample = mini_batches(data, num_batches, cost, packed_by_work)
             for name, (_, _, total) in of_combinations.items():
                 ranges = ranges_of(COMBINATIONS[name])
-                forecast = in_best_optimizer_strategy(ranges, sample, cost, packed_by_work, limit)
+                forecast = in_best_optimizer_strategy(ranges, sample, cost, packed_by_work, memory)
                 errors.append(forecast.step_s / total - 1.0)
         root = float(np.sqrt(np.mean(np.square(errors))))
         table.add_row(f"{between:g}", *(f"{error:+.1%}" for error in errors), f"{root:.1%}")
@@ -210,10 +254,10 @@ def main() -> None:
     for between in options.between:
         cluster = GpuCluster(efficiency=options.efficiency, between_bytes_per_s=between * 1e9)
         cost = llama_cost_model(LLAMA_32B, cluster, (1, 2, 4, 8, 16, 32))
+        memory = Memory(cost, options.memory * 1e9)
         for pack in options.packs:
             for data in PAPER:
-                limit = options.memory * 1e9
-                by_name, lengths_in_numbers = simulated(data, cost, PACKS[pack], limit, options.batches)
+                by_name, lengths_in_numbers = simulated(data, cost, PACKS[pack], memory, options.batches)
                 title = f"{data}, {pack}, {between:g} GB/s between nodes; seconds, in brackets the slides' figures"
                 console.print(table_of(title, data, by_name, lengths_in_numbers["token_shares"]))
                 console.print({key: value for key, value in lengths_in_numbers.items()})

@@ -25,8 +25,10 @@ from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.model import SwitchableModel
 
 
-def trainer_of(kind, strategy, group, plans, dtype=torch.float64, **options):
-    model = SwitchableModel(layers_of(kind, dtype), strategies=[strategy], process_group=group)
+def trainer_of(kind, strategy, group, plans, dtype=torch.float64, compute_dtype=None, **options):
+    model = SwitchableModel(
+        layers_of(kind, dtype), strategies=[strategy], process_group=group, compute_dtype=compute_dtype
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     return MicroBatchTrainer(
         model,
@@ -142,6 +144,38 @@ def test_what_is_evaluated_is_the_mean_over_tokens(run_ranks):
 
     for value, expected in run_ranks(check, 4):
         assert value == pytest.approx(expected, rel=1e-10)
+
+
+def test_in_mixed_precision_evaluations_and_steps_follow_parameters_that_were_changed_in_place(run_ranks):
+    strategy = Strategy(pp=2)
+
+    def check(rank, group):
+        planner = planner_of("gpt", strategy)
+        trainer = trainer_of("gpt", strategy, group, LocalPlans(planner), compute_dtype=torch.float32)
+        lengths = planner.lengths_of(0)
+        samples = samples_of("gpt", lengths, 0)
+        first = [one.detach().clone() for one in trainer.model.parameters()]
+        others = [torch.randn_like(one) for one in first]
+
+        def change(values):
+            for parameter, value in zip(trainer.model.parameters(), values, strict=True):
+                parameter.data.copy_(value)  # as no version counter tells
+
+        held = trainer.model.held_bytes
+        loss = trainer.evaluate(samples, lengths, 60)
+        assert trainer.model.held_bytes == held
+        change(others)
+        other_loss = trainer.evaluate(samples, lengths, 60)
+        assert abs(other_loss - loss) > 0.1
+        change(first)
+        assert trainer.model.stage_layers  # casts them
+        change(others)
+        assert trainer.evaluate(samples, lengths, 60) == pytest.approx(other_loss, rel=1e-6)
+        assert trainer.model.stage_layers
+        change(first)
+        assert trainer.step(samples, lengths).loss == pytest.approx(loss, rel=1e-5)
+
+    run_ranks(check, 2)
 
 
 def test_a_rank_that_dies_in_a_step_is_named(tmp_path):

@@ -3,13 +3,17 @@
 import numpy as np
 import pytest
 
+from scripts.bench import strategy_tables
 from scripts.bench.strategy_tables import (
     COMBINATIONS,
+    EDGES,
     PAPER,
     STATIC,
+    Memory,
     in_best_optimizer_strategy,
     mini_batches,
     ranges_of,
+    searched,
 )
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.costs.forecast import packed_by_work
@@ -55,8 +59,9 @@ def test_rows_are_padded_and_sequences_are_not():
 
 def test_every_combination_of_the_slides_fits_and_the_search_is_no_worse(cost):
     sample = [DISTRIBUTIONS["github"].mini_batch(2**21, 32 * K, np.random.default_rng(0))]
+    memory = Memory(cost, LIMIT)
     slides = {
-        name: in_best_optimizer_strategy(ranges_of(combination), sample, cost, padded_rows, LIMIT)
+        name: in_best_optimizer_strategy(ranges_of(combination), sample, cost, padded_rows, memory)
         for name, combination in {"static": STATIC, **COMBINATIONS}.items()
     }
     candidates = [Strategy(8, 4, 1), *(Strategy(*own) for own in ((4, 2, 4), (4, 4, 2), (2, 8, 2), (1, 16, 2)))]
@@ -75,12 +80,36 @@ def test_every_combination_of_the_slides_fits_and_the_search_is_no_worse(cost):
     )
 
 
+def test_what_is_searched_fits_the_memory_to_which_the_slides_combinations_are_held(monkeypatch):
+    """Gradients are held in 32 bits; by those of 16, (8, 4, 1) would train more than it has room for."""
+    degrees = ((8, 4, 1), (4, 2, 4), (4, 8, 1), (2, 16, 1), (1, 8, 4))
+    candidates = [Strategy(*own) for own in degrees]
+    monkeypatch.setattr(strategy_tables, "candidate_strategies", lambda *_, **__: candidates)
+    slow = llama_cost_model(LLAMA_32B, GpuCluster(between_bytes_per_s=5.25e9), (1, 2, 4, 8, 16, 32))
+    sample, memory = mini_batches("GitHub", 1, slow, packed_by_work), Memory(slow, LIMIT)
+    in_32_bits = searched(sample, slow, packed_by_work, memory)
+    in_16_bits = search_strategies(
+        sample, candidates, slow, memory_limit=LIMIT, thresholds=EDGES, pack=packed_by_work, max_ranges=5
+    )
+
+    def forecast(result):
+        return in_best_optimizer_strategy(
+            result.ranges, sample, slow, packed_by_work, memory, [result.optimizer_strategy]
+        )
+
+    assert forecast(in_32_bits).ranges == in_32_bits.ranges
+    with pytest.raises(ValueError, match="need more than"):
+        forecast(in_16_bits)
+
+
 @pytest.mark.parametrize("data", list(PAPER))
 def test_at_the_fitted_bandwidth_the_totals_are_within_a_tenth_of_the_slides(data):
     """One number is fitted to six; what is not hidden of C3's switches is 4.9 s in the slides."""
     slow = llama_cost_model(LLAMA_32B, GpuCluster(between_bytes_per_s=5.25e9), (1, 2, 4, 8, 16))
     sample = mini_batches(data, 8, slow, packed_by_work)
     for name, (_, others_s, total_s) in PAPER[data].items():
-        forecast = in_best_optimizer_strategy(ranges_of(COMBINATIONS[name]), sample, slow, packed_by_work, LIMIT)
+        forecast = in_best_optimizer_strategy(
+            ranges_of(COMBINATIONS[name]), sample, slow, packed_by_work, Memory(slow, LIMIT)
+        )
         assert forecast.step_s == pytest.approx(total_s, rel=0.1), name
         assert forecast.switch_s + forecast.reduction_s < 1.1 * others_s

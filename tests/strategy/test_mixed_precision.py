@@ -1,12 +1,13 @@
 """Master weights stay with the optimizer; copies in 16 bits are what is switched; gradients are added up exactly."""
 
 import itertools
+import math
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers.strategies import FOUR, assert_holds, layers_of, own_part, whole_tensors
-from test_strategy_training import FIVE, MAX_NORM, MAX_TOKENS, batch, optimizer_of, ranges_of, undivided
+from test_strategy_training import CONFIG, FIVE, MAX_NORM, MAX_TOKENS, batch, optimizer_of, ranges_of, undivided
 from test_strategy_training import layers_of as llama_layers_of
 
 import zeroresize as zr
@@ -212,6 +213,95 @@ def test_weights_are_cast_once_a_step_and_only_where_the_optimizers_strategy_tra
         assert report.new_bytes + masters <= model.held_bytes <= report.new_bytes + masters + slack
 
     run_ranks(count, 4)
+
+
+SHORT = [torch.ones(3, dtype=torch.int64)] * 4  # of the first range alone
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("sequences", [SHORT, batch(0)], ids=["only the optimizer's strategy", "all strategies"])
+def test_evaluations_and_steps_follow_masters_that_were_changed_in_place_before(run_ranks, overlap, sequences):
+    def check(rank, group):
+        trainer = trainer_of(group, ranges_of(FIVE), FIVE[0], torch.float32, BF16, overlap=overlap)
+        model = trainer.model
+        first = [one.detach().clone() for one in model.parameters()]
+
+        def change(masters):
+            for parameter, master in zip(model.parameters(), masters, strict=True):
+                parameter.data.copy_(master)  # as no version counter tells
+
+        loss = trainer.evaluate(sequences)
+        zeros = [torch.zeros_like(one) for one in first]
+        change(zeros)
+        assert trainer.evaluate(sequences) == pytest.approx(math.log(CONFIG.vocabulary))
+        change(first)
+        assert trainer.step(sequences).loss == pytest.approx(loss, rel=1e-6) != math.log(CONFIG.vocabulary)
+        change(zeros)
+        assert trainer.step(sequences).loss == pytest.approx(math.log(CONFIG.vocabulary))
+        change(first)
+        assert trainer.evaluate(sequences) == pytest.approx(loss, rel=1e-6)
+
+    run_ranks(check, 4)
+
+
+def test_a_step_casts_masters_anew_whatever_was_computed_before(run_ranks):
+    """Layers of the optimizer's strategy that somebody has looked at, and weights sent ahead, are of other masters."""
+
+    def check(rank, group):
+        trainer = trainer_of(group, ranges_of(FIVE), FIVE[1], torch.float32, BF16, overlap=True)
+        model, loss = trainer.model, math.log(CONFIG.vocabulary)
+        for run in (trainer.evaluate, lambda sequences: trainer.step(sequences).loss):
+            for sequences, strategy in ((SHORT, FIVE[0]), ([torch.ones(6, dtype=torch.int64)] * 4, FIVE[1])):
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.normal_()
+                assert model.stage_layers and (strategy == FIVE[1] or model.prefetch(strategy))
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.zero_()
+                assert run(sequences) == pytest.approx(loss), (run, strategy)
+
+    run_ranks(check, 4)
+
+
+def test_no_copies_are_left_between_steps(run_ranks):
+    def check(rank, group):
+        trainer = trainer_of(group, ranges_of(FIVE), FIVE[0], torch.float32, BF16)
+        model = trainer.model
+
+        def assert_none(what):
+            assert model.held_bytes == held, what
+
+        held = model.held_bytes
+        trainer.evaluate(SHORT)
+        assert_none("evaluate")
+        for what, end in (
+            ("abandon", model.abandon),
+            ("move_optimizer", lambda: model.move_optimizer(FIVE[0], trainer.optimizer)),
+            ("an evaluation by hand", lambda: model.switch_to(FIVE[0], gradients=False)),
+            ("drop_copies", model.drop_copies),
+            ("collect", lambda: (model.collect(), model.drop_gradients())),
+        ):
+            assert model.stage_layers and model.held_bytes > held
+            end()
+            assert_none(what)
+
+    run_ranks(check, 4)
+
+
+def test_a_strategy_that_divides_as_the_optimizers_does_computes_with_casts_of_its_masters(run_ranks):
+    def check(rank, group):
+        alike = Strategy(1, 2, shares=(1.0, 1.0000001))
+        layers = layers_of(dtype=torch.float32)
+        copies = {name: one.detach().to(BF16) for name, one in whole_tensors(layers).items()}
+        model = SwitchableModel(layers, strategies=[Strategy(1, 2), alike], process_group=group, compute_dtype=BF16)
+        model.switch_to(alike, gradients=False)
+        assert_holds(model, copies)
+        assert model.prefetch(Strategy(1, 2))
+        model.switch_to(Strategy(1, 2))
+        assert_holds(model, copies)
+
+    run_ranks(check, 2)
 
 
 @pytest.mark.slow

@@ -15,8 +15,10 @@ from zeroresize.measure.clocks import HostClock
 from zeroresize.plan.length_range import LengthRange, with_limits
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.stragglers.costs import StragglerCosts
+from zeroresize.policy.strategy.stragglers.decision import StragglerDecision
 from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
+from zeroresize.strategy import speed_meter
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.placement import strategy_groups
@@ -153,6 +155,40 @@ def test_a_setup_is_expected_to_take_what_those_of_the_model_took_on_the_slowest
     # Four seconds a group on the slowest rank: pairs for tp, pairs for dp and single ranks are made for RANGES[0] and
     # none for RANGES[1].
     assert run_ranks(make, 4) == [(12.0, (12.0 + 4.0) / 2)] * 4
+
+
+@pytest.mark.parametrize("slowest_s", [0.0, 0.05])
+def test_samples_are_spaced_by_what_working_out_takes_on_the_slowest_rank_alike_on_all(
+    run_ranks, monkeypatch, slowest_s
+):
+    """Steps take some milliseconds, so 50 ms in each are far beyond 1 %; no rank is slow in training."""
+
+    def count(rank, group):
+        samples, proposals, step, expect = [], [], 0, StragglerCosts.expect
+        update, propose, now_s = StragglerDecision.update, StragglerDecision.what_if, 0.0
+
+        def slow_update(self, speeds):
+            nonlocal now_s
+            now_s += slowest_s * (rank == 2)
+            return update(self, speeds)
+
+        monkeypatch.setattr(speed_meter, "time", SimpleNamespace(perf_counter=lambda: now_s))
+        monkeypatch.setattr(StragglerDecision, "update", slow_update)
+        monkeypatch.setattr(StragglerCosts, "expect", lambda self, own: (samples.append(step), expect(self, own))[1])
+        monkeypatch.setattr(
+            StragglerDecision, "what_if", lambda self, own: (proposals.append(step), propose(self, own))[1]
+        )
+        _, balancer, _ = training(group)
+        for step in range(40):
+            balancer.step(batch(step))
+        balancer.close()
+        return samples, proposals
+
+    by_rank = run_ranks(count, 4)
+    assert all(own == by_rank[0] for own in by_rank)
+    samples, proposals = by_rank[0]
+    assert samples == ([0, 1, 2, 3] if slowest_s else [0, 1, 2, 3, 19, 35])
+    assert not proposals, "nothing is worked out while no rank is slow"
 
 
 def test_where_no_groups_had_to_be_made_a_setup_takes_the_default(run_ranks):

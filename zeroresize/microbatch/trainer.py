@@ -181,6 +181,7 @@ class MicroBatchTrainer:
         begin = planned if begin is None else begin
         wait_s = planned - begin
         num_tokens = int(np.asarray(lengths_NA)[:, -1].sum())
+        self.model.drop_copies()  # the parameters may have been changed in place since
         with self._failing():
             work_begin = time.perf_counter()
             loss = self._train(plan, samples, num_tokens)
@@ -239,6 +240,7 @@ class MicroBatchTrainer:
         microbatches = of_equal_tokens(lengths_NA, ordered(lengths_NA), max_tokens)
         total = int(np.asarray(lengths_NA)[:, -1].sum())
         position = self.model.position
+        self.model.drop_copies()  # the parameters may have been changed in place since
         loss = torch.zeros((), dtype=torch.float64)
         if position is not None:
             batches = self._batches(microbatches[position.replica :: self.model.current.dp], samples)
@@ -246,6 +248,7 @@ class MicroBatchTrainer:
             with _evaluating(self.model.stage_layers.values()):
                 loss = stage.evaluate(batches, lambda output, batch: self._loss(output, batch) / total)
             loss = loss if position.shard == 0 else torch.zeros_like(loss)
+        self.model.drop_copies()
         return self._summed(loss)
 
     def _train(self, plan: IterationPlan, samples: Sequence[Any], num_tokens: int) -> torch.Tensor:

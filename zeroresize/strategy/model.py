@@ -176,10 +176,10 @@ class SwitchableModel:
         """Return the layers of this rank's stage in the strategy in force, by their numbers in ascending order.
 
         In mixed precision those of the optimizer's strategy are cast from the master weights here, where they were not
-        since :meth:`collect`.
+        since :meth:`drop_copies`.
         """
         placement = self._placements[self.current]
-        if self.current == self.optimizer_strategy:
+        if placement is self._optimizer_placement:
             placement.cast()
         return placement.stage_layers
 
@@ -220,7 +220,8 @@ class SwitchableModel:
         has is not complete, so the step is to be repeated.
 
         Args:
-            gradients: False where nothing was computed but evaluations: no gradients travel.
+            gradients: False where nothing was computed but evaluations: no gradients travel, and to the optimizer's
+                strategy it is :meth:`drop_copies` besides.
             in_background: whether gradients travel beside what is trained next, until the next switch waits for them,
                 and reports and raises what became of them. Where memory does not suffice they travel now.
 
@@ -238,7 +239,20 @@ class SwitchableModel:
             in_background=in_background,
         )
         self.current = strategy
+        if not gradients and self._placements[strategy] is self._optimizer_placement:
+            self._let_go_of_casts()
         return report
+
+    def drop_copies(self) -> None:
+        """Leave no copies of the weights on this rank: what computes next, computes with what the parameters hold then.
+
+        These are the casts of mixed precision, and what :meth:`prefetch` has sent. Whoever changes parameters in place,
+        as a checkpoint does that is loaded, and computes by himself calls it first, on every rank, between two steps:
+        :meth:`collect`, :meth:`abandon`, :meth:`move_optimizer` and trainers do so by themselves.
+        """
+        self._switcher.discard_coming()
+        if self._placements[self.current] is self._optimizer_placement:
+            self._let_go_of_casts()
 
     def prefetch(self, strategy: Strategy) -> bool:
         """Let the weights travel to a strategy from now on, beside what is trained until :meth:`switch_to` it.
@@ -254,9 +268,10 @@ class SwitchableModel:
             RuntimeError: if ranks differ in the strategy, or one does not come. That one dies later is told by
                 ``switch_to``.
         """
-        if self._optimizer_placement.is_mixed and strategy == self.optimizer_strategy:
+        is_cast_there = self._optimizer_placement.is_mixed and strategy in self._placements
+        if is_cast_there and self._placements[strategy] is self._optimizer_placement:
             return True  # nothing travels: weights are cast there
-        if self.current == self.optimizer_strategy:
+        if self._placements[self.current] is self._optimizer_placement:
             self._optimizer_placement.cast()
         return self._switcher.prefetch(self._placements[self.current], strategy, self._optimizer_placement)
 
@@ -270,8 +285,7 @@ class SwitchableModel:
         """
         begin = time.perf_counter()
         report = self.switch_to(self.optimizer_strategy)
-        if self._optimizer_placement.is_mixed:  # the optimizer's step makes copies stale
-            self._optimizer_placement.let_go()
+        self._let_go_of_casts()  # the optimizer's step makes them stale
         sum_gradients(self._optimizer_placement, self._layers.tensors)
         return replace(report, seconds=time.perf_counter() - begin)
 
@@ -339,6 +353,7 @@ class SwitchableModel:
 
         move = run_transaction(make, self._participants)
         self.optimizer_strategy = self.current = strategy
+        self.drop_copies()
         return SwitchReport(peak_bytes=held + move.needed_bytes, **move.figures(begin))
 
     def add(self, strategy: Strategy) -> None:
@@ -375,3 +390,7 @@ class SwitchableModel:
     @property
     def _optimizer_placement(self) -> Placement:
         return self._placements[self.optimizer_strategy]
+
+    def _let_go_of_casts(self) -> None:
+        if self._optimizer_placement.is_mixed:
+            self._optimizer_placement.let_go()

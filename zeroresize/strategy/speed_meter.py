@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import finalize
 
@@ -39,6 +41,8 @@ class SpeedMeter:
     Attributes:
         num_steps: how many are over.
         exchange: between the ranks; others may meet over it between steps.
+        worked: of the last step known of all ranks, the most seconds that one has worked out what to do, since the step
+            before, and the most that the step took on one; the same on all ranks.
 
     Raises:
         ValueError: on all ranks, if they differ in the agreement.
@@ -53,7 +57,8 @@ class SpeedMeter:
         probe: Callable[[], float] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self.num_steps = 0
+        self.num_steps, self.worked = 0, (0.0, 0.0)
+        self._working_s = 0.0
         self.exchange = Exchange(CpuGroup(model.process_group, agreement))
         self._speeds = RankSpeeds(len(self.exchange.ranks))
         self._work_s: deque[float] = deque()  # of steps whose seconds are not read yet
@@ -74,11 +79,21 @@ class SpeedMeter:
         self._steps_without = 0 if has_part else self._steps_without + 1
         self._timer.begin_step()
 
-    def end(self, work_s: float) -> bool:
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Count the seconds within as spent on working out what to do about slow ranks."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._working_s += time.perf_counter() - begin
+
+    def end(self, work_s: float, step_s: float) -> bool:
         """End the step, and return whether the speeds have been learned anew, alike on all ranks; collective.
 
         Args:
             work_s: what this rank should have taken; 0 without a part.
+            step_s: what the step took, all in all.
 
         Raises:
             RuntimeError: if a rank does not come.
@@ -91,10 +106,13 @@ class SpeedMeter:
         # On a device the seconds of a step are read one or more steps later.
         busy = [(each.busy_s, self._work_s.popleft()) for each in times]
         busy_s, expected_s = busy[-1] if busy else (0.0, 0.0)
-        self.exchange.post([busy_s, expected_s, self._probe_s])
+        self.exchange.post([busy_s, expected_s, self._probe_s, self._working_s, step_s])
+        self._working_s = 0.0
         if table is None:
             return False
-        self._speeds.learn(*(tuple(column) for column in zip(*table, strict=True)))
+        busy_R, expected_R, probe_R, working_R, step_R = zip(*table, strict=True)
+        self._speeds.learn(busy_R, expected_R, probe_R)
+        self.worked = max(working_R), max(step_R)
         return True
 
     def state_dict(self) -> dict[str, Any]:

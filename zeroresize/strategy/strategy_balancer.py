@@ -23,6 +23,7 @@ from zeroresize.policy.moves.least_saving import MIN_SAVING
 from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.stragglers.costs import StragglerCosts
 from zeroresize.policy.strategy.stragglers.decision import TOLERANCE, StragglerDecision, StrategyProposal
+from zeroresize.policy.strategy.stragglers.sample_cadence import SampleCadence
 from zeroresize.resharding.agreement import NotEnoughMemoryError, meet_over, meet_prepared
 from zeroresize.strategy.setup_cost import slowest_setup_s
 from zeroresize.strategy.speed_meter import SpeedMeter
@@ -34,8 +35,8 @@ from zeroresize.utils.state_checks import anything, count, keyed
 
 logger = logging.getLogger(__name__)
 
-#: Steps are expected to be like so many of the newest ones; what they take is worked out anew every so many steps.
-_SAMPLE, _NEW_SAMPLE = 4, 16
+#: Steps are expected to be like so many of the newest ones.
+_SAMPLE = 4
 
 
 class StrategyBalancer:
@@ -47,7 +48,9 @@ class StrategyBalancer:
 
     Each rank's busy seconds, without waits, are compared with what its part of the step should have taken. The numbers
     travel while the next step runs; after it all ranks decide alike
-    (:mod:`zeroresize.policy.strategy.stragglers.decision`).
+    (:mod:`zeroresize.policy.strategy.stragglers.decision`). What working that out takes is measured, and what steps
+    take is worked out anew so seldom that it is at most 1 % of training; nothing is while no rank is slow.
+
     A rank that was left out takes part in :meth:`step`, has nothing to train, and looks how fast it is by a few
     products, so that it comes back when it is fast again. Strategies that come for slow ranks are given to the model,
     and forgotten when no range has them. Results stay those of training under one strategy.
@@ -104,6 +107,7 @@ class StrategyBalancer:
             strategies, self._costs.division, self._costs, tolerance=tolerance, min_saving=min_saving
         )
         self._sample: deque[list[int]] = deque(maxlen=_SAMPLE)
+        self._cadence = SampleCadence(_SAMPLE)
         self._on_change = on_change
         self._kept = tuple(model.strategies)
         agreement = {f"cost.{one.name}": digest(repr(getattr(cost, one.name))).hex() for one in fields(cost)} | {
@@ -150,10 +154,12 @@ class StrategyBalancer:
         report = self._trainer.step(sequences)
         work_s = self._costs.rank_s(self.in_force, lengths, self._model.rank)
         self._sample.append(lengths)
-        if self.steps % _NEW_SAMPLE < _SAMPLE:
-            self._costs.expect(list(self._sample))
-            self._decision.look_again()
-        if self._meter.end(work_s):
+        if self._cadence.is_due():
+            with self._meter.working():
+                self._costs.expect(list(self._sample))
+                self._decision.look_again()
+        if self._meter.end(work_s, report.seconds):
+            self._cadence.learn(*self._meter.worked)
             self._decide()
         return report
 
@@ -182,7 +188,8 @@ class StrategyBalancer:
 
     def _decide(self) -> None:
         speeds = self._meter.speeds
-        proposal = None if speeds is None else self._decision.update(speeds)
+        with self._meter.working():
+            proposal = None if speeds is None else self._decision.update(speeds)
         if proposal is None or speeds is None:
             return
         before = self.in_force

@@ -178,6 +178,7 @@ class StrategyTrainer:
         """
         begin = time.perf_counter()
         visits = self._agreed_visits(sequences, trains=True)
+        self.model.drop_copies()  # the parameters may have been changed in place since
         with self._failing():
             loss, by_range, switches = self._run(visits, sequences, trains=True)
             self._loss_check.warn_of_average(loss)
@@ -203,6 +204,7 @@ class StrategyTrainer:
             Exception: as :meth:`step`, but for the optimizer, which is not asked.
         """
         visits = self._agreed_visits(sequences, trains=False)
+        self.model.drop_copies()  # the parameters may have been changed in place since
         with self._failing():
             loss, _, _ = self._run(visits, sequences, trains=False)
             self.model.switch_to(self.model.optimizer_strategy, gradients=False)

@@ -87,6 +87,35 @@ def test_a_slow_stage_gets_fewer_layers_and_gets_them_back():
     assert work.plan().expected_s == pytest.approx(even_s, rel=0.02)
 
 
+@pytest.mark.parametrize("degrees", [(2, 1, 1), (1, 1, 2)])
+def test_nothing_is_worked_out_while_all_ranks_are_equally_fast_and_planned_so(monkeypatch, degrees):
+    calls, mean_s = [], ReplannedCosts._mean_s
+    monkeypatch.setattr(ReplannedCosts, "_mean_s", lambda self, *given: (calls.append(1), mean_s(self, *given))[1])
+    work = Work(*degrees)
+    assert not work.run((0.8, 0.8), 20) and not calls
+    assert work.run((1.0, 0.4), 40) and calls
+    assert work.run((1.0, 1.0), 40)  # all are fast, but it is not as it was
+    calls.clear()
+    assert not work.run((1.0, 1.0), 20) and not calls
+
+
+def test_samples_are_of_the_newest_iterations_and_spaced_by_what_they_cost():
+    def samples(working_s, num_iterations):
+        work, known, step = Work(2, 1, 1), [], 0
+        for step in range(num_iterations):
+            before = [plan.iteration for plan in work.decision.costs._plans]
+            work.decision.expect(work.plan(step))
+            now = [plan.iteration for plan in work.decision.costs._plans]
+            if now != before:
+                known.append(now)
+            work.decision.take_cost(working_s if now != before else 0.0, 1.0)
+        return known
+
+    first = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+    assert samples(0.0, 40) == [*first, [16, 17, 18, 19], [32, 33, 34, 35]]
+    assert samples(0.0745, 40) == [*first, [27, 28, 29, 30]]  # 4 × 0.0745 s are paid by 30 steps
+
+
 @pytest.mark.slow
 def test_layers_move_for_what_new_plans_leave_only():
     """One slow rank of two replicas of two stages: fewer samples are worth more than fewer layers in both."""

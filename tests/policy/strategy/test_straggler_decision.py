@@ -141,6 +141,36 @@ def test_every_candidate_fits_the_model_and_every_shard_has_a_unit(speeds, degre
                 assert min(np.diff(unit_bounds(units, strategy.shares or (1.0,) * strategy.tp))) >= 1
 
 
+def test_nothing_is_worked_out_while_no_rank_is_slow_the_original_is_in_force_and_nothing_is_owed():
+    class Counted(FormulaCosts):
+        calls = 0
+
+        def range_s(self, *arguments):
+            self.calls += 1
+            return super().range_s(*arguments)
+
+    costs = Counted([1.0])
+    decider = decision(switch_s=0.5, costs=costs)
+    for _ in range(3):
+        assert decider.update(EVEN) is None and decider.update((1.0, 0.95, 1.0, 1.02)) is None
+        decider.look_again()
+    assert costs.calls == 0
+    assert decider.update(one_slow(1.5)) is None and costs.calls > 0  # it is owed something now
+    calls = costs.calls
+    assert decider.update(EVEN) is None and costs.calls > calls
+    while decider.in_force == ORIGINAL:
+        proposal = decider.update(one_slow(4.0))
+        if proposal is not None:
+            decider.made(proposal)
+    for _ in range(50):  # all are fast, but it is not as it was
+        proposal = decider.update(EVEN)
+        if proposal is not None:
+            decider.made(proposal)
+    assert decider.in_force == ORIGINAL
+    calls = costs.calls
+    assert decider.update(EVEN) is None and costs.calls == calls
+
+
 def test_speeds_that_are_none_are_refused():
     with pytest.raises(ValueError, match="above zero"):
         offered([Strategy(2, 2, 1)], (1.0, 0.0, 1.0, 1.0))

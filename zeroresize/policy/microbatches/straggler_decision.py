@@ -9,6 +9,7 @@ Pure: the same speeds give the same decisions on every rank.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,10 +22,9 @@ from zeroresize.policy.moves.least_saving import MIN_SAVING, beyond_noise, is_sa
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.ski_rental import RENTAL_CHECK, SkiRental
 from zeroresize.policy.strategy.stragglers.decision import TOLERANCE, StragglerDecision, StrategyProposal
+from zeroresize.policy.strategy.stragglers.sample_cadence import SampleCadence
 from zeroresize.utils.state_checks import anything, keyed
 
-#: What iterations take is worked out anew with the newest of every so many.
-_NEW_SAMPLE = 16
 #: The candidate that moves nothing.
 REPLAN = "replan"
 
@@ -83,7 +83,9 @@ class MicroBatchDecision:
         self.costs = ReplannedCosts(model, costs_of, options)
         self._replan, self._min_saving = MoveCost(0.0, replan_s), min_saving
         self._rental = SkiRental()
-        self._num_expected = 0
+        self._newest: deque[IterationPlan] = deque(maxlen=SAMPLE)
+        self._cadence = SampleCadence(SAMPLE)
+        self._is_planned_evenly = True
         self._switched = model.original, model.original  # the strategies before and after the last change
         self._decision = StragglerDecision(
             (model.original,),
@@ -101,17 +103,32 @@ class MicroBatchDecision:
 
     def expect(self, plan: IterationPlan) -> None:
         """Expect iterations like this one, the newest, which was planned for the strategy in force."""
-        if self._num_expected % _NEW_SAMPLE < SAMPLE:
-            self.costs.expect(plan)
+        self._newest.append(plan)
+        if self._cadence.is_due():
+            self.costs.forget()
+            for newest in self._newest:
+                self.costs.expect(newest)
             self._decision.look_again()
-        self._num_expected += 1
+
+    def take_cost(self, working_s: float, step_s: float) -> None:
+        """Take how many seconds the slowest rank has worked in this class since the step before, and those of the step.
+
+        What iterations take is worked out anew as often as that may cost; see
+        :class:`~zeroresize.policy.strategy.stragglers.sample_cadence.SampleCadence`.
+        """
+        self._cadence.learn(working_s, step_s)
 
     def update(self, speeds: Sequence[float]) -> Replanning | None:
         """Take an iteration made at these speeds and return what is to be put in force now; None where all stays.
 
-        Whoever is given one calls :meth:`made`, or :meth:`refuse`.
+        Whoever is given one calls :meth:`made`, or :meth:`refuse`. Nothing is worked out where there is nothing to do:
+        all ranks are equally fast, plans are made for that, the original strategy is in force, and nothing is owed.
         """
         proposal = self._decision.update(speeds)
+        is_settled = self._decision.is_settled and self._is_planned_evenly and not self._rental.owed_s
+        if is_settled and len(set(speeds)) == 1:
+            self._rental.next_update()
+            return None
         now_s = self.costs.as_planned_s(self.strategy, speeds)
         if proposal is not None:
             strategy, step_s, switch_s = proposal.candidate.strategies[0], proposal.step_s, proposal.switch_s
@@ -134,7 +151,10 @@ class MicroBatchDecision:
             self._switched = self.strategy, replanning.strategy
             self._decision.made(replanning.proposal)
         self.costs.forget()
-        self._num_expected = 0
+        self._newest.clear()
+        self._cadence.begin_anew()
+        slowness = {factor for row in replanning.options.slowness for factor in row}
+        self._is_planned_evenly = len(slowness) <= 1
 
     def learn(self, replanning: Replanning, seconds: float) -> None:
         """Take how long the last change took, until the next iteration began."""

@@ -29,7 +29,7 @@ from zeroresize.strategy.switching.switch import Switch, SwitchReport
 
 
 class Switcher:
-    """Switches this rank between the placements of a model; all methods but :meth:`discard` are collective.
+    """Switches this rank between the placements of a model; all methods but those that discard are collective.
 
     What travels beside training does so over a process group of its own, made when it is first needed.
 
@@ -58,7 +58,7 @@ class Switcher:
         Returns:
             Whether they do: they do not where memory for a second set of weights does not suffice on some rank.
         """
-        self._discard_coming()
+        self.discard_coming()
         switch = self._prepare_beside(lambda: self._placements[strategy], before, optimizer_placement, gradients=False)
         if switch is None:
             return False
@@ -93,9 +93,15 @@ class Switcher:
             done = self._switch_beside(find_after, before, optimizer_placement, gradients, in_background)
         return SwitchReport.of(done, begin, held)
 
+    def discard_coming(self) -> None:
+        """Give up weights that :meth:`prefetch` has sent, once they do not travel any more."""
+        if self._coming is not None:
+            self._coming[2].wait()
+            self._coming = None
+
     def discard(self) -> None:
         """Give up what is under way, once nothing of it travels any more."""
-        self._discard_coming()
+        self.discard_coming()
         if self._returning is not None:
             self._returning.wait()
             self._returning = None
@@ -136,7 +142,7 @@ class Switcher:
         )
         done = self._end_return()
         if self._coming is not None and self._coming[:2] != (before, after):
-            self._discard_coming()
+            self.discard_coming()
         returning = None
         gradients = gradients and before not in (optimizer_placement, after)
         # The optimizer's strategy adds to its gradients itself while it trains.
@@ -206,11 +212,6 @@ class Switcher:
         receive_transaction(returning, self._participants)
         returning.commit()
         return [returning]
-
-    def _discard_coming(self) -> None:
-        if self._coming is not None:
-            self._coming[2].wait()
-            self._coming = None
 
     def _make_side_group(self) -> ProcessGroup:
         if self._side_group is None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,9 @@ from zeroresize.policy.strategy.costs.forecast import (
     packed_by_work,
 )
 from zeroresize.utils.value_checks import at_least, number
+
+#: ``fits(strategy, optimizer_strategy, tokens)``: whether memory suffices to train micro-batches of so many tokens.
+Fits = Callable[[Strategy, Strategy, int], bool]
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ def search_strategies(
     pack: Pack = packed_by_work,
     max_ranges: int = 4,
     max_tokens: int | None = None,
+    fits: Fits | None = None,
 ) -> SearchResult:
     """Search for the ranges, their strategies and the optimizer's strategy with which a step takes least.
 
@@ -91,6 +95,11 @@ def search_strategies(
         pack: how sequences are packed into micro-batches and these dealt to replicas, as in training.
         max_ranges: at most so many.
         max_tokens: of a micro-batch; None: as many as the longest sequence of its range may have.
+        fits: ``fits(strategy, optimizer_strategy, tokens)`` tells whether memory suffices to train micro-batches of so
+            many tokens, such as :meth:`OverlappedSwitches.fits
+            <zeroresize.policy.strategy.costs.overlap.OverlappedSwitches.fits>` of the optimizer's strategy; None for
+            :meth:`CostModel.fits <zeroresize.policy.strategy.costs.cost_model.CostModel.fits>` in ``memory_limit``.
+            Switches keep ``memory_limit`` either way.
 
     Raises:
         ValueError: if thresholds do not rise, no candidate is given or one is given twice, the sample has a sequence
@@ -106,10 +115,13 @@ def search_strategies(
     limits = [max_tokens or up_to for up_to in thresholds]
     table = _WorkTable.of(sample, candidates, cost, thresholds, limits, pack)
     static, optimizer_strategies = _BestRanges(), list[_OptimizerStrategy]()
+
+    def fits_limit(strategy: Strategy, optimizer_strategy: Strategy, tokens: int) -> bool:
+        return cost.fits(strategy, optimizer_strategy, tokens, memory_limit)
+
+    fits = fits or fits_limit
     for place, optimizer_strategy in enumerate(candidates):
-        is_allowed = [
-            [cost.fits(one, optimizer_strategy, limit, memory_limit) for one in candidates] for limit in limits
-        ]
+        is_allowed = [[fits(one, optimizer_strategy, limit) for one in candidates] for limit in limits]
         optimizer_strategies.append(
             _OptimizerStrategy(optimizer_strategy, np.where(np.array(is_allowed)[None], table.work_s, np.inf), cost)
         )

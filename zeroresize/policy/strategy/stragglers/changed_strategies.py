@@ -134,7 +134,7 @@ def candidates(
         raise ValueError(f"speeds={list(speeds)} are not allowed: wanted are finite numbers above zero")
     offered = [Candidate("stay", _left_out(in_force, speeds), tuple(in_force))]
     offered.append(Candidate("original", (), tuple(original)))
-    slow = _slow_ranks(original, speeds)
+    slow = slow_ranks(original, speeds)
     if slow:
         shares = [{with_shares(one, one.ranks, speeds, model), one} for one in original]
         rearranged = [arrangements(one.degrees, one.ranks, speeds, model) | {one} for one in original]
@@ -273,8 +273,8 @@ def _with_a_unit_each(shares: Sequence[float], num_units: int) -> tuple[float, .
         raised[is_least] = raised[~is_least].sum() / (num_units - is_least.sum())
 
 
-def _slow_ranks(strategies: Sequence[Strategy], speeds: Sequence[float]) -> list[int]:
-    """Of those that have a part, slowest first."""
+def slow_ranks(strategies: Sequence[Strategy], speeds: Sequence[float]) -> list[int]:
+    """Return the ranks with a part in the strategies that are slower than :data:`SLOW_BELOW` allows, slowest first."""
     ranks = sorted(set(itertools.chain.from_iterable(one.ranks for one in strategies)))
     fastest = max(speeds[rank] for rank in ranks)
     return sorted((rank for rank in ranks if speeds[rank] < SLOW_BELOW * fastest), key=lambda rank: speeds[rank])

@@ -25,6 +25,7 @@ from zeroresize.policy.strategy.stragglers.changed_strategies import (
     ModelDivision,
     RangeCosts,
     candidates,
+    slow_ranks,
 )
 from zeroresize.utils.state_checks import anything, each, keyed, not_negative, values
 from zeroresize.utils.value_checks import number
@@ -132,9 +133,12 @@ class StragglerDecision:
     def update(self, speeds: Sequence[float], num_steps: int = 1) -> StrategyProposal | None:
         """Take steps made at these speeds and return what is to be put in force now, None where everything stays.
 
-        Whoever is given one calls :meth:`made`, or :meth:`refuse`.
+        Whoever is given one calls :meth:`made`, or :meth:`refuse`. Nothing is worked out where there is nothing to do:
+        no rank is slow, the original strategies are in force, and nothing is owed.
         """
         self._rental.next_update()
+        if self.is_settled and not slow_ranks(self.original, speeds):
+            return None
         self._add_up(self.what_if(speeds), speeds, num_steps)
         proposals = self.what_if(speeds)
         best_s = min(one.step_s for one in proposals)
@@ -218,6 +222,11 @@ class StragglerDecision:
         self.in_force, self._strategies_of = strategies_in_force, owed_for
         self._rental, self.cost = rental, MoveCost(*state["cost"])
         self._last = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether the original strategies are in force, and nothing is owed for others."""
+        return self.in_force == self.original and not self._rental.owed_s
 
     @property
     def _is_modest(self) -> bool:
