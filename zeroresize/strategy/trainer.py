@@ -29,6 +29,7 @@ from zeroresize.strategy.loss_check import LossCheck
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.optimizer_checks import require_divisible
 from zeroresize.strategy.packed import Packed
+from zeroresize.strategy.packed_halves import halves_of_packed
 from zeroresize.strategy.step_checks import digest_of, require_ready_to_train, require_sequences
 from zeroresize.strategy.step_report import RangeReport, StepReport
 from zeroresize.strategy.switch_tour import TYPICAL_LINKS, SwitchTour
@@ -310,7 +311,7 @@ class StrategyTrainer:
             if loss.dim():
                 raise ValueError(f"loss returns {list(loss.shape)}: one number is needed, summed over the tokens")
             if trains:
-                self._loss_check.look(output, packed, loss)
+                self._loss_check.look(loss, packed.num_tokens, lambda: halves_of_packed(output, packed))
             return loss / total
 
         with nullcontext() if trains else _evaluating(layers.values()):
