@@ -1,0 +1,54 @@
+"""Changes of the layers' work that not all ranks announce alike are named as such."""
+
+import math
+
+import pytest
+import torch
+from helpers.pipelines import batch, pipeline_of
+
+from zeroresize.comm.whereabouts import Call, Whereabouts, require_same_whereabouts
+from zeroresize.pipeline import PipelineBalancer
+
+
+def training(group):
+    """The balancer of a small pipeline, and what trains it for some steps."""
+    pipeline = pipeline_of(group)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.01)
+    balancer = PipelineBalancer(pipeline, optimizer, profile_every=4, max_measuring=math.inf)
+
+    def train(num_steps):
+        for _ in range(num_steps):
+            inputs, target = batch(balancer.steps)
+            optimizer.zero_grad()
+            with balancer.step():
+                pipeline.step(inputs, target=target)
+            optimizer.step()
+
+    return balancer, train
+
+
+@pytest.mark.parametrize(
+    ("caller", "counts"), [(0, "rank 0: 1 time; rank 1: 0 times"), (1, "rank 0: 0 times; rank 1: 1 time")]
+)
+def test_a_change_that_a_single_rank_announces_is_named(run_ranks, caller, counts):
+    def check(rank, group):
+        balancer, train = training(group)
+        train(1)
+        if rank == caller:
+            balancer.profile_next()
+        with pytest.raises(RuntimeError) as caught:
+            train(12)
+        return str(caught.value)
+
+    wanted = f"profile_next() or load_state_dict() was called on some ranks only, or unequally often: {counts};"
+    assert all(wanted in text for text in run_ranks(check, 2))
+
+
+def test_changes_are_compared_before_steps():
+    before, after = (Whereabouts(Call.STEP, 3 + number, num_work_changes=number) for number in (0, 1))
+    assert Whereabouts.of_numbers(after.as_numbers()) == after and len(after.as_numbers()) == Whereabouts.NUM_NUMBERS
+    require_same_whereabouts([after, after])
+    with pytest.raises(RuntimeError, match="profile_next"):
+        require_same_whereabouts([before, after])
+    with pytest.raises(RuntimeError, match=r"step\(\) equally often.*, and announce changes between"):
+        require_same_whereabouts([after, Whereabouts(Call.STEP, 5, num_work_changes=1)])
