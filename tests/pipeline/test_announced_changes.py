@@ -1,20 +1,22 @@
 """Changes of the layers' work that not all ranks announce alike are named as such."""
 
 import math
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.pipelines import batch, pipeline_of
 
 from zeroresize.comm.whereabouts import Call, Whereabouts, require_same_whereabouts
 from zeroresize.pipeline import PipelineBalancer
 
 
-def training(group):
+def training(group, profile_every=4):
     """The balancer of a small pipeline, and what trains it for some steps."""
     pipeline = pipeline_of(group)
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.01)
-    balancer = PipelineBalancer(pipeline, optimizer, profile_every=4, max_measuring=math.inf)
+    balancer = PipelineBalancer(pipeline, optimizer, profile_every=profile_every, max_measuring=math.inf)
 
     def train(num_steps):
         for _ in range(num_steps):
@@ -42,6 +44,22 @@ def test_a_change_that_a_single_rank_announces_is_named(run_ranks, caller, count
 
     wanted = f"profile_next() or load_state_dict() was called on some ranks only, or unequally often: {counts};"
     assert all(wanted in text for text in run_ranks(check, 2))
+
+
+def test_a_rank_that_waits_in_vain_for_figures_says_what_it_has_announced(run_ranks):
+    """Nothing is due on the other rank, which waits for this one's messages in the next step."""
+
+    def check(rank, group):
+        balancer, train = training(dist.new_group([0, 1], timeout=timedelta(seconds=4)), profile_every=40)
+        train(6)
+        if rank == 0:
+            balancer.profile_next()
+        with pytest.raises(RuntimeError) as caught:
+            train(12)
+        return str(caught.value)
+
+    text = run_ranks(check, 2)[0]
+    assert "made other calls (profile_next() or load_state_dict() was called once here: it must be on every" in text
 
 
 def test_changes_are_compared_before_steps():
