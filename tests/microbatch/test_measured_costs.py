@@ -3,11 +3,13 @@
 import json
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from helpers.micro_batches import MAKE, SIZES, layers_of, table_of
+from helpers.micro_batches import MAKE, SIZES, layers_of, planner_of, table_of
+from helpers.processes import caught_log_lines
 from torch import nn
 
 from lm_examples.microbatches.blocks import summed_loss
@@ -16,7 +18,7 @@ from zeroresize.microbatch.closed_form_fit import fitted_closed_form, relative_e
 from zeroresize.microbatch.cost_table import CostTable
 from zeroresize.microbatch.measured_table import measure_model
 from zeroresize.microbatch.padded import PaddedBatch
-from zeroresize.microbatch.profile import ProfiledShapes, kinds_of, measure_costs
+from zeroresize.microbatch.profile import ProfiledShapes, kinds_of, measure_costs, num_points
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.microbatches.grid_costs import LayerGrid, grid_points, powers_of_two
 from zeroresize.policy.microbatches.micro_batch import MicroBatch, shapes_of
@@ -56,6 +58,17 @@ def test_what_memory_did_not_hold_is_infinite_between_and_beyond():
     assert LayerGrid.of(json.loads(json.dumps(grid.as_dict()))).as_dict() == grid.as_dict()
     with pytest.raises(ValueError, match="33 tokens are longer than what was measured: at most 32"):
         grid.values(np.array([1]), np.array([[33]]))
+
+
+def test_a_sample_longer_than_what_was_measured_is_named_with_what_to_do():
+    planner = planner_of("t5", Strategy(pp=2))
+    lengths = np.array([(3, 5), (64, 2), (7, 65), (90, 90)])
+    with pytest.raises(ValueError) as caught:
+        replace(planner, lengths_of=lambda iteration: lengths)(4)
+    assert str(caught.value) == (
+        "iteration 4: sample 2 of [7, 65] tokens is longer than what was measured, at most 64: measure costs up to the "
+        "longest sample (longest= of ProfiledShapes), or cut or drop such samples"
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,15 +181,26 @@ def test_peak_memory_of_a_step_is_predicted(kind, recompute):
     assert live.most == pytest.approx(expected, rel=0.08)
 
 
+def test_no_more_points_are_counted_than_are_measured():
+    assert num_points(ProfiledShapes(("size", "length"), 4, (64,), shortest=16)) == 3 * 3
+    few = ProfiledShapes(("size", "source", "target"), 4, (64, 32), shortest=32, most_tokens=64)
+    assert num_points(few) == 4 + 1  # all pairs of 32 and 64 by one row, the shortest pair by two
+
+
 def test_stages_bring_their_numbers_together(run_ranks):
     def check(rank, group):
         model = SwitchableModel(layers_of("gpt"), strategies=[Strategy(tp=2, pp=2)], process_group=group)
         shapes = ProfiledShapes(SIZES["gpt"], 2, (8,), shortest=4)
-        table = measure_model(model, PaddedBatch.hollow, shapes, loss=summed_loss)
+        with caught_log_lines() as lines:
+            table = measure_model(model, PaddedBatch.hollow, shapes, loss=summed_loss)
         assert table.kinds == kinds_of(layers_of("gpt")) and not any(one.grad is not None for one in model.parameters())
-        return table.fingerprint
+        return table.fingerprint, [line for line in lines if "costs" in line]
 
-    assert len(set(run_ranks(check, 4))) == 1
+    fingerprints, lines = zip(*run_ranks(check, 4), strict=True)
+    assert len(set(fingerprints)) == 1 and not any(lines[1:])
+    before, after = lines[0]
+    assert before.startswith("measuring costs: 3 kinds of layers for up to 4 shapes of micro-batches and 2 ways")
+    assert after.startswith("measured costs in ")
 
 
 def test_tables_are_kept_and_those_of_other_models_refused(tmp_path):

@@ -111,9 +111,10 @@ def test_whoever_waits_tells_planners_what_is_wanted(keeper):
     assert seen == [41]
 
 
+@pytest.mark.parametrize("prefix", ["", "iteration 2: "])
 @pytest.mark.parametrize(("kind", "error"), [("ValueError", ValueError), ("KeyError", PlanningError)])
-def test_an_error_comes_in_place_of_a_plan(keeper, kind, error):
-    thread = later(lambda: keeper.another().fail(2, kind, "sample 17 has 9 tokens: at most 8 fit"))
+def test_an_error_comes_in_place_of_a_plan_and_names_the_iteration_once(keeper, kind, error, prefix):
+    thread = later(lambda: keeper.another().fail(2, kind, f"{prefix}sample 17 has 9 tokens: at most 8 fit"))
     with pytest.raises(error, match=r"^iteration 2 cannot be planned: sample 17 has 9 tokens: at most 8 fit$"):
         keeper.store.get(2, 10.0)
     thread.join()

@@ -11,6 +11,7 @@ from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.loss_check import averages
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
+from zeroresize.strategy.packed_halves import halves_of_packed
 from zeroresize.strategy.trainer import StrategyTrainer
 
 SUM, MEAN = "sum", "mean"
@@ -33,7 +34,11 @@ def is_told_to_average(loss, lengths, gain, vocabulary=50):
     packed = Packed.of([torch.randint(vocabulary, (length + 1,)) for length in lengths])
     output = torch.randn(packed.num_tokens, vocabulary) * 0.1
     output[torch.arange(packed.num_tokens), packed.targets] += gain
-    return averages(loss, output, packed, loss(output, packed))
+    return averages_over(loss, output, packed, loss(output, packed))
+
+
+def averages_over(loss, output, packed, value):
+    return averages(loss, value, packed.num_tokens, lambda: halves_of_packed(output, packed))
 
 
 @pytest.mark.parametrize("lengths", [(4,), (7, 1, 30), (300, 200)])
@@ -54,10 +59,10 @@ def test_what_cannot_be_told_is_no_average():
     def of_whole_only(output, packed):
         raise IndexError("wants 8 tokens")
 
-    assert averages(of_whole_only, torch.zeros(8, 5), packed, tiny) is None
-    assert averages(loss_of(MEAN), torch.zeros(2, 8, 5), packed, tiny) is None
-    assert averages(loss_of(MEAN), torch.zeros(8, 5), packed, torch.tensor(float("nan"))) is False
-    assert averages(loss_of(MEAN), torch.zeros(8, 5), packed, torch.tensor(-1.0)) is False
+    assert averages_over(of_whole_only, torch.zeros(8, 5), packed, tiny) is None
+    assert averages_over(loss_of(MEAN), torch.zeros(2, 8, 5), packed, tiny) is None
+    assert averages_over(loss_of(MEAN), torch.zeros(8, 5), packed, torch.tensor(float("nan"))) is False
+    assert averages_over(loss_of(MEAN), torch.zeros(8, 5), packed, torch.tensor(-1.0)) is False
 
 
 def test_random_numbers_stay_as_they_are():
@@ -66,7 +71,7 @@ def test_random_numbers_stay_as_they_are():
 
     packed = Packed.of([torch.randint(5, (9,))])
     torch.manual_seed(3)
-    assert averages(with_noise, torch.zeros(8, 5), packed, torch.tensor(0.1))
+    assert averages_over(with_noise, torch.zeros(8, 5), packed, torch.tensor(0.1))
     after = torch.rand(1)
     torch.manual_seed(3)
     assert torch.equal(after, torch.rand(1))

@@ -65,7 +65,12 @@ def test_what_cannot_be_trained_is_refused_on_every_rank_and_the_next_step_works
         other = rows(3)
         other[0][1] += rank
         for sequences in (rows(3 + rank), other):
-            refuses(lambda sequences=sequences: trainer.step(sequences), RuntimeError, r"differ in .*\[\[0\], \[1\]\]")
+            message = r"differ in the sequences: every rank .*\[\[0\], \[1\]\]"
+            refuses(lambda sequences=sequences: trainer.step(sequences), RuntimeError, message)
+        trainer.num_steps += rank
+        message = r"differ in step\(\) or evaluate\(\), .* num_steps, .*\[\[0\], \[1\]\]"
+        refuses(lambda: trainer.step(rows(3)), RuntimeError, message)
+        trainer.num_steps = 0
         stranger = torch.optim.SGD([*list(model.parameters())[1:], torch.nn.Parameter(torch.zeros(1))])
         message = r"lacks 1 of them, layers\.0\.tokens\.weight, and has 1 others"
         refuses(lambda: trainer_of(model, stranger).step(rows(3)), ValueError, message)
@@ -77,7 +82,7 @@ def test_what_cannot_be_trained_is_refused_on_every_rank_and_the_next_step_works
         report = trainer.step(rows(3, 8))
         assert trainer.evaluate(rows(3, 8)) < report.loss and report.grad_norm > 0.0 and not report.is_skipped
         trainer._work = (lambda lengths: float(sum(lengths)), lambda lengths: -float(sum(lengths)))[rank]
-        refuses(lambda: trainer.step(rows(3, 4, 4)), RuntimeError, r"differ in .*work.*\[\[0\], \[1\]\]")
+        refuses(lambda: trainer.step(rows(3, 4, 4)), RuntimeError, r"differ in the ranges, .*work.*\[\[0\], \[1\]\]")
         refuses(lambda: trainer.use([LengthRange(8, Strategy(1, 1, 2))]), ValueError, "the model's strategies are")
         trainer.use(RANGES[1:])
         assert trainer.ranges == (LengthRange(8, Strategy(1, 2), 8),)

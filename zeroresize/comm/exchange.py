@@ -101,6 +101,13 @@ class Exchange:
         here = self._group.start_sending([*self.where.as_numbers(), *numbers], _MET)
         return self._received(here, str(self.where))
 
+    def _announced(self) -> str:
+        number = self.where.num_work_changes
+        if not number:
+            return ""
+        times = "once" if number == 1 else f"{number} times"
+        return f" (profile_next() or load_state_dict() was called {times} here: it must be on every rank)"
+
     def _received(self, under_way: PendingNumbers, started_at: str) -> list[list[float]]:
         """Every rank's numbers, without the whereabouts, which must be the same on all ranks.
 
@@ -122,8 +129,8 @@ class Exchange:
             else:
                 why = (
                     f" within {limit_s:g} s: exchanging the balancer's numbers with {who} failed: one of them may have "
-                    "died, failed before, made other calls, or be busy, as with a checkpoint, for longer than the time "
-                    f"limit of their process group, {limit_s:g} s (timeout=... where it is made)"
+                    f"died, failed before, made other calls{self._announced()}, or be busy, as with a checkpoint, for "
+                    f"longer than the time limit of their process group, {limit_s:g} s (timeout=... where it is made)"
                 )
             raise RuntimeError(
                 f"ranks {missing} of {whose} did not come to {started_at}{why}"

@@ -34,6 +34,7 @@ class Whereabouts:
         epoch: how many epochs have ended.
         num_forwards: how many training forwards its balanced layers have made.
         num_optimizer_steps: how many steps its optimizer has made, without those that a loss scaler skipped.
+        num_work_changes: how often the program has announced that layers have other work from now on.
         batch: what is compared while ``call`` is ``Call.FORWARD``.
     """
 
@@ -42,21 +43,22 @@ class Whereabouts:
     epoch: int = 0
     num_forwards: int = 0
     num_optimizer_steps: int = 0
+    num_work_changes: int = 0
     batch: str = ""
 
     #: Of :meth:`as_numbers`.
-    NUM_NUMBERS = 5
+    NUM_NUMBERS = 6
 
     def as_numbers(self) -> list[float]:
         """Return the whereabouts as ``NUM_NUMBERS`` numbers, without ``batch``, to be sent to other ranks."""
-        counts = self.num_steps, self.epoch, self.num_forwards, self.num_optimizer_steps
+        counts = self.num_steps, self.epoch, self.num_forwards, self.num_optimizer_steps, self.num_work_changes
         return [float(_CALLS.index(self.call)), *map(float, counts)]
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[float]) -> Whereabouts:
         """Return the whereabouts that :meth:`as_numbers` has told."""
-        call, num_steps, epoch, num_forwards, num_optimizer_steps = map(int, numbers)
-        return cls(_CALLS[call], num_steps, epoch, num_forwards, num_optimizer_steps)
+        call, num_steps, epoch, num_forwards, num_optimizer_steps, num_work_changes = map(int, numbers)
+        return cls(_CALLS[call], num_steps, epoch, num_forwards, num_optimizer_steps, num_work_changes)
 
     def __str__(self) -> str:
         if self.call is Call.STEP:
@@ -83,6 +85,14 @@ def require_same_whereabouts(ranks: Sequence[Whereabouts], *, counts_forwards: b
         raise RuntimeError(f"the ranks of the group made different calls: {_by_rank(map(str, ranks))}")
     if ranks[0].call in _UNCOUNTED:
         return
+    if differ("num_work_changes"):
+        by_rank = _by_rank(
+            f"{where.num_work_changes} {'time' if where.num_work_changes == 1 else 'times'}" for where in ranks
+        )
+        raise RuntimeError(
+            "balancer.profile_next() or load_state_dict() was called on some ranks only, or unequally often: "
+            f"{by_rank}; call it on every rank alike, between the same two steps"
+        )
     if differ("num_steps", *(["num_forwards"] if counts_forwards else [])):
         # Ranks that meet at an update have equal counts of steps, so their counts of forwards tell.
         is_enough = differ("num_steps")
@@ -91,9 +101,10 @@ def require_same_whereabouts(ranks: Sequence[Whereabouts], *, counts_forwards: b
             + ("" if is_enough else f" in {where.num_forwards} training forwards of its layers")
             for where in ranks
         )
+        announced = ", and announce changes between the same two steps" if ranks[0].num_work_changes else ""
         raise RuntimeError(
             f"the ranks of the group did not call balancer.step() equally often: {by_rank}; call it once after "
-            "every optimizer step, and load_state_dict with what was saved together, on every rank"
+            f"every optimizer step, and load_state_dict with what was saved together, on every rank{announced}"
         )
     if differ("num_optimizer_steps"):
         by_rank = _by_rank(f"{where.num_optimizer_steps} steps" for where in ranks)

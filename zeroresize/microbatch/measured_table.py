@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
+import time
 from collections.abc import Sequence
 
 import numpy as np
 
+from zeroresize.comm.collectives import group_rank
 from zeroresize.comm.rendezvous import Rendezvous
 from zeroresize.microbatch.cost_table import CostTable
-from zeroresize.microbatch.profile import ProfiledShapes, device_name, handed_by, kinds_of, measure_layers
+from zeroresize.microbatch.profile import ProfiledShapes, device_name, handed_by, kinds_of, measure_layers, num_points
 from zeroresize.policy.microbatches.grid_costs import LayerGrid
 from zeroresize.resharding.agreement import meet_over
 from zeroresize.runtime.activations import BatchOf
 from zeroresize.runtime.stage import Loss
 from zeroresize.strategy.model import SwitchableModel
+
+logger = logging.getLogger(__name__)
 
 
 def measure_model(
@@ -28,7 +33,7 @@ def measure_model(
     """Measure the layers under the strategy in force, and bring the stages' numbers together; collective.
 
     Ranks that divide a layer measure it together. Of a kind that several ranks have the slowest counts at each point,
-    so that all ranks get the same table.
+    so that all ranks get the same table. That may take minutes: rank 0 logs how much is measured, and how long it took.
 
     Args:
         batch_of: as of :func:`~zeroresize.microbatch.profile.measure_costs`.
@@ -36,7 +41,16 @@ def measure_model(
     Raises:
         Exception: as :func:`~zeroresize.microbatch.profile.measure_costs`.
     """
-    whole = model.whole_layers
+    begin, whole = time.perf_counter(), model.whole_layers
+    is_first = group_rank(model.process_group) == 0
+    if is_first:
+        logger.info(
+            "measuring costs: %d kinds of layers for up to %d shapes of micro-batches and %d ways of recomputation; "
+            "keep them with table.save(path)",
+            len(set(kinds_of(whole))),
+            num_points(shapes),
+            len(recomputations),
+        )
     layers = {} if model.position is None else model.stage_layers
     meet = meet_over(model.groups_of(model.current).tp, model.device)
     measured, activations = measure_layers(
@@ -59,6 +73,8 @@ def measure_model(
                 grid = LayerGrid.of(value)
                 known = grids[way].get(kind)
                 grids[way][kind] = grid if known is None else _slower(known, grid)
+    if is_first:
+        logger.info("measured costs in %.0f s", time.perf_counter() - begin)
     return CostTable(kinds_of(whole), shapes.names, grids, device_name(model.device), handed_by(activations))
 
 

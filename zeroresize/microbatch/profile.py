@@ -164,9 +164,25 @@ def _axes(around: tuple[HandedOn | None, HandedOn | None], shapes: ProfiledShape
     return axes or tuple(range(len(shapes.longest)))
 
 
-def _grid_of(probe: LayerProbe, axes: tuple[int, ...], shapes: ProfiledShapes) -> LayerGrid:
+def num_points(shapes: ProfiledShapes) -> int:
+    """Return for how many shapes of micro-batches a layer that sees all lengths is measured."""
+    rows, seen = grid_points(*_grid_axes(range(len(shapes.longest)), shapes))
+    return sum(_is_measured(size, lengths, shapes) for size, lengths in zip(rows.tolist(), seen.tolist(), strict=True))
+
+
+def _grid_axes(axes: Sequence[int], shapes: ProfiledShapes) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     sizes = powers_of_two(shapes.most_rows)
-    lengths = tuple(powers_of_two(shapes.longest[axis], min(shapes.shortest, shapes.longest[axis])) for axis in axes)
+    return sizes, tuple(
+        powers_of_two(shapes.longest[axis], min(shapes.shortest, shapes.longest[axis])) for axis in axes
+    )
+
+
+def _is_measured(rows: int, lengths: Sequence[int], shapes: ProfiledShapes) -> bool:
+    return rows * sum(lengths) <= 2 * shapes.most_tokens  # values between need points beyond
+
+
+def _grid_of(probe: LayerProbe, axes: tuple[int, ...], shapes: ProfiledShapes) -> LayerGrid:
+    sizes, lengths = _grid_axes(axes, shapes)
     values = np.full((4, *(len(points) for points in (sizes, *lengths))), np.inf)
     flat = values.reshape(4, -1)
     for place, (rows, seen) in enumerate(zip(*grid_points(sizes, lengths), strict=True)):
@@ -174,7 +190,7 @@ def _grid_of(probe: LayerProbe, axes: tuple[int, ...], shapes: ProfiledShapes) -
         of_batch = [min(shapes.shortest, longest) for longest in shapes.longest]
         for axis, length in zip(axes, seen.tolist(), strict=True):
             of_batch[axis] = length
-        if int(rows) * sum(seen.tolist()) <= 2 * shapes.most_tokens:  # values between need points beyond
+        if _is_measured(int(rows), seen.tolist(), shapes):
             flat[:, place] = probe.measure(dict(zip(shapes.names, [int(rows), *of_batch], strict=True)))
     return LayerGrid(axes, sizes, lengths, *values)
 

@@ -281,4 +281,5 @@ def _plan_of(iteration: int, value: bytes) -> str:
         return zlib.decompress(content).decode()
     failure: Mapping[str, str] = json.loads(content)
     error = ValueError if failure["kind"] == ValueError.__name__ else PlanningError
-    raise error(f"iteration {iteration} cannot be planned: {failure['text']}")
+    text = failure["text"].removeprefix(f"iteration {iteration}: ")  # it is named already
+    raise error(f"iteration {iteration} cannot be planned: {text}")

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from zeroresize.comm.collectives import all_reduce, message_device
+from zeroresize.microbatch.row_halves import halves_of_rows, num_counted
 from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.microbatches.baselines import of_equal_tokens
 from zeroresize.policy.microbatches.iteration_plan import IterationPlan
@@ -29,6 +30,7 @@ from zeroresize.runtime.activations import Batch, BatchOf, find_activations
 from zeroresize.runtime.random_numbers import seed_of
 from zeroresize.runtime.stage import Loss, Stage
 from zeroresize.strategy.gradient_clipping import clip_grad_norm_, grad_norm
+from zeroresize.strategy.loss_check import LossCheck
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.step_checks import require_ready_to_train
 from zeroresize.utils.value_checks import number
@@ -103,7 +105,8 @@ class MicroBatchTrainer:
         batch_from: makes a micro-batch; every layer is called ``layer(x, batch)``.
         hollow: makes a micro-batch of given sizes, by which shapes of activations are found.
         sizes: the names of these sizes.
-        loss: of the last layer's output and a micro-batch, summed over the tokens that count.
+        loss: of the last layer's output and a micro-batch, summed over the tokens that count, not averaged; a
+            warning after the first step tells of one that averages.
         grad_clip: largest norm of the gradients; 0 for no clipping.
         seed: of what layers draw at random: a function of it, the iteration, the replica, the stage and the
             micro-batch.
@@ -131,6 +134,7 @@ class MicroBatchTrainer:
         number("grad_clip", grad_clip, least=0.0)
         self.model, self.optimizer, self.plans, self.num_steps = model, optimizer, plans, 0
         self._batch_from, self._loss, self._grad_clip, self._seed = batch_from, loss, grad_clip, seed
+        self._loss_check = LossCheck(loss, model.process_group, model.device)
         self._meet = meet_over(model.process_group, model.device)
         self._activations = find_activations(model.whole_layers, hollow, sizes)
 
@@ -184,10 +188,11 @@ class MicroBatchTrainer:
         self.model.drop_copies()  # the parameters may have been changed in place since
         with self._failing():
             work_begin = time.perf_counter()
-            loss = self._train(plan, samples, num_tokens)
+            loss = self._train(plan, samples, lengths_NA, num_tokens)
             self._synchronize()
             work_s = time.perf_counter() - work_begin
             mean = self._summed(loss)
+            self._loss_check.warn_of_average(mean)
             self.model.collect()
             norm = float(clip_grad_norm_(self.model, self._grad_clip) if self._grad_clip else grad_norm(self.model))
             is_skipped = not (math.isfinite(mean) and math.isfinite(norm))  # sums over all ranks: they decide alike
@@ -251,18 +256,31 @@ class MicroBatchTrainer:
         self.model.drop_copies()
         return self._summed(loss)
 
-    def _train(self, plan: IterationPlan, samples: Sequence[Any], num_tokens: int) -> torch.Tensor:
+    def _train(self, plan: IterationPlan, samples: Sequence[Any], lengths_NA: Indices, num_tokens: int) -> torch.Tensor:
         """This rank's part; of the losses of its replica's micro-batches each counts on one rank."""
         position = self.model.position
         if position is None:
             return torch.zeros((), dtype=torch.float64)
         replica = plan.replicas[position.replica]
         batches = self._batches(replica.microbatches, samples)
+        described = {id(batch): each for batch, each in zip(batches, replica.microbatches, strict=True)}
         stage = self._stage(position, plan.recomputation)
-        loss = stage.train(
-            replica.stages[position.stage], batches, lambda output, batch: self._loss(output, batch) / num_tokens
-        )
+
+        def share_of_mean(output: Any, batch: Batch) -> torch.Tensor:
+            loss = self._loss(output, batch)
+            self._look_at(loss, output, described[id(batch)], samples, lengths_NA)
+            return loss / num_tokens
+
+        loss = stage.train(replica.stages[position.stage], batches, share_of_mean)
         return loss if position.shard == 0 else torch.zeros_like(loss)
+
+    def _look_at(
+        self, loss: torch.Tensor, output: Any, microbatch: MicroBatch, samples: Sequence[Any], lengths_NA: Indices
+    ) -> None:
+        def halves() -> list[tuple[torch.Tensor, Any]]:
+            return halves_of_rows(output, microbatch, lengths_NA, lambda half: self._batches([half], samples)[0])
+
+        self._loss_check.look(loss, num_counted(microbatch, lengths_NA), halves)
 
     def _batches(self, microbatches: Sequence[MicroBatch], samples: Sequence[Any]) -> list[Batch]:
         return [self._batch_from(samples, each).to(self.model.device) for each in microbatches]

@@ -242,9 +242,11 @@ class Pipeline:
             The loss, averaged over micro-batches, on the last stage.
 
         Raises:
-            ValueError: on the first stage, for inputs of another shape than before or that cannot be split; the other
-                stages wait for their process group's time limit then, unless it is the first step.
+            ValueError: where gradients are off, as under ``torch.no_grad()``: :meth:`evaluate` runs the forward alone.
+                On the first stage, for inputs of another shape than before or that cannot be split; the other stages
+                wait for their process group's time limit then, unless it is the first step.
         """
+        _require_gradients("step")
         if isinstance(self.schedule, str):
             return self._run_microbatches(
                 lambda: (
@@ -276,10 +278,11 @@ class Pipeline:
             The loss, averaged over samples, on the last stage.
 
         Raises:
-            ValueError: under a schedule of torch; without micro-batches, for another number of targets, for layers
-                that do not run on the meta device, and under autocast.
+            ValueError: where gradients are off; under a schedule of torch; without micro-batches, for another number
+                of targets, for layers that do not run on the meta device, and under autocast.
             RuntimeError: where another stage has such an error, or does not come.
         """
+        _require_gradients("step_microbatches")
         return self._run_microbatches(lambda: (microbatches if self.stage == 0 else [], targets))
 
     def evaluate(self, *inputs: Tensor) -> Any:
@@ -425,7 +428,8 @@ class Pipeline:
         if shapes != expected:
             raise ValueError(
                 f"inputs have the shapes {shapes}, but {expected} are expected: batches must be of one shape and split "
-                f"into {self.num_microbatches} equal micro-batches; for others call refresh() on every rank before"
+                f'into {self.num_microbatches} equal micro-batches. Pipeline(schedule="{self.schedule_name}") takes '
+                "batches of any shape; else call pipeline.refresh() on every rank before each change of shape"
             )
 
     def _stage_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -453,6 +457,14 @@ class _ScaledLoss(nn.Module):
 
     def forward(self, outputs: Any, target: Any) -> Tensor:
         return self._loss(outputs, target) * self.weight
+
+
+def _require_gradients(method: str) -> None:
+    if not torch.is_grad_enabled():
+        raise ValueError(
+            f"pipeline.{method}() trains, but gradients are off here, as under torch.no_grad(): to validate, call "
+            "pipeline.evaluate(*inputs) on every rank"
+        )
 
 
 def _split(tensors: Sequence[Tensor], num_microbatches: int) -> list[tuple[Tensor, ...]]:

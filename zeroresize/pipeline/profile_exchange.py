@@ -83,6 +83,7 @@ class ProfileExchange:
 
     def forget(self) -> None:
         """Drop what is under way, as it is of work that is no more; every rank calls it alike."""
+        self._exchange.where.num_work_changes += 1
         self._forgotten = self._sent, self._unread
 
     def exchange(self, measured: MeasuredBlock | None, num_blocks: int) -> GatheredProfile | None:
@@ -95,7 +96,8 @@ class ProfileExchange:
             num_blocks: how many blocks are over.
 
         Raises:
-            RuntimeError: if a rank does not come within the time limit of the pipeline's group, naming it.
+            RuntimeError: if a rank does not come within the time limit of the pipeline's group, naming it; on every
+                rank, if they have called :meth:`forget` unequally often.
         """
         self._exchange.where.call, self._exchange.where.num_steps = Call.STEP, num_blocks
         rows = self._exchange.collect()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import all_reduce, group_rank, message_device
-from zeroresize.strategy.packed import Packed
+from zeroresize.runtime.stage import Loss
 
 logger = logging.getLogger(__name__)
 
@@ -22,27 +22,35 @@ _FAR_BELOW = 0.5
 _HALVES_OF_AVERAGE = 1.5
 _FEWEST_TOKENS = 4
 
+#: Returns the two halves of a micro-batch: the last layer's output [tokens or rows, …, V] of each, and the half itself;
+#: nothing where it has none, or where the output is of a shape that tells nothing.
+Halves = Callable[[], Sequence[tuple[Tensor, Any]]]
+
 
 class LossCheck:
     """A check that warns once, after the first step that trains, of a loss that averages.
 
     Args:
-        loss: of a micro-batch, given the last layer's output [T, …] and the micro-batch.
+        loss: of a micro-batch, given the last layer's output and the micro-batch.
         process_group: of the job's ranks, of which only some compute the loss.
         device: of the model.
     """
 
-    def __init__(
-        self, loss: Callable[[Tensor, Packed], Tensor], process_group: ProcessGroup, device: torch.device
-    ) -> None:
+    def __init__(self, loss: Loss, process_group: ProcessGroup, device: torch.device) -> None:
         self._loss, self._process_group, self._device = loss, process_group, device
         self._averages: bool | None = None  # once a micro-batch has told
         self._is_done = False
 
-    def look(self, output: Tensor, packed: Packed, value: Tensor) -> None:
-        """Look at ``value``, the loss of a micro-batch in the first step, until one has told."""
+    def look(self, value: Tensor, num_tokens: int, halves: Halves) -> None:
+        """Look at the loss of a micro-batch in the first step, until one has told.
+
+        Args:
+            value: the loss of the whole micro-batch, a scalar.
+            num_tokens: of the micro-batch that count in the loss.
+            halves: called at most once, before this returns.
+        """
         if self._averages is None and not self._is_done:
-            self._averages = averages(self._loss, output, packed, value)
+            self._averages = averages(self._loss, value, num_tokens, halves)
 
     def warn_of_average(self, mean: float) -> None:
         """Warn on rank 0 if the loss averages on some rank; collective in the first call, nothing later.
@@ -65,38 +73,29 @@ class LossCheck:
             )
 
 
-def averages(loss: Callable[[Tensor, Packed], Tensor], output: Tensor, packed: Packed, value: Tensor) -> bool | None:
+def averages(loss: Loss, value: Tensor, num_tokens: int, halves: Halves) -> bool | None:
     """Return whether ``value``, ``loss`` of a micro-batch, is an average over its tokens.
 
     A trained model's loss may be small, too: so where it is far below ln V, the two halves of the micro-batch are
     looked at by themselves, without gradients.
 
     Args:
-        output: of the last layer, [T, V] with V classes; other shapes tell nothing, nor do very few tokens.
+        num_tokens: of the micro-batch that count in the loss; very few tell nothing.
+        halves: of the micro-batch.
 
     Returns:
         None where it cannot be told.
     """
-    num_tokens, per_token = packed.num_tokens, float(value.detach()) / packed.num_tokens
-    if num_tokens < _FEWEST_TOKENS or output.dim() != 2 or len(output) != num_tokens or output.shape[1] < 2:
+    if num_tokens < _FEWEST_TOKENS:
         return None
-    if not 0.0 < per_token < _FAR_BELOW * math.log(output.shape[1]):
-        return False
-    devices = [output.device] if output.is_cuda else []
     try:
+        parts, total = list(halves()), float(value.detach())
+        if not parts or parts[0][0].shape[-1] < 2:
+            return None
+        if not 0.0 < total / num_tokens < _FAR_BELOW * math.log(parts[0][0].shape[-1]):
+            return False
+        devices = [value.device] if value.is_cuda else []
         with torch.no_grad(), torch.random.fork_rng(devices):
-            halves = [float(loss(part, own)) for part, own in _halves(output.detach(), packed)]
+            return sum(float(loss(output.detach(), half)) for output, half in parts) > _HALVES_OF_AVERAGE * total
     except Exception:  # a loss that wants whole micro-batches tells nothing
         return None
-    return sum(halves) > _HALVES_OF_AVERAGE * float(value.detach())
-
-
-def _halves(output: Tensor, packed: Packed) -> list[tuple[Tensor, Packed]]:
-    """The tokens up to the middle and those behind it, with the outputs of each."""
-    middle, end = packed.num_tokens // 2, packed.num_tokens
-    halves = []
-    for begin, stop in ((0, middle), (middle, end)):
-        bounds = sorted({begin, stop, *(start for start in packed.starts if begin < start < stop)})
-        lengths = tuple(after - before for before, after in itertools.pairwise(bounds))
-        halves.append((output[begin:stop], Packed(packed.tokens[begin:stop], packed.targets[begin:stop], lengths)))
-    return halves

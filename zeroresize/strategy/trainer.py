@@ -29,6 +29,7 @@ from zeroresize.strategy.loss_check import LossCheck
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.optimizer_checks import require_divisible
 from zeroresize.strategy.packed import Packed
+from zeroresize.strategy.packed_halves import halves_of_packed
 from zeroresize.strategy.step_checks import digest_of, require_ready_to_train, require_sequences
 from zeroresize.strategy.step_report import RangeReport, StepReport
 from zeroresize.strategy.switch_tour import TYPICAL_LINKS, SwitchTour
@@ -38,6 +39,13 @@ from zeroresize.utils.fingerprint import fingerprint
 from zeroresize.utils.value_checks import is_bool, number
 
 logger = logging.getLogger(__name__)
+
+#: What ranks compare before a step, in this order: the ranges' visits follow from the sequences.
+_AGREED = (
+    "the sequences: every rank must be given the whole mini-batch, in one order",
+    "the ranges, their strategies, max_tokens, work or links",
+    "step() or evaluate(), grad_clip, overlap, seed, num_steps, the optimizer's strategy or torch.autocast",
+)
 
 
 class StrategyTrainer:
@@ -227,17 +235,15 @@ class StrategyTrainer:
             )
         try:
             visits = self._visits(sequences, trains)
-            agreement = [str(visits), str(self.model.optimizer_strategy), trains, self._grad_clip, digest_of(sequences)]
-            agreement += [self._overlap, self._seed, self.num_steps, str(autocast_dtype(self.model.device.type))]
-            prepared: tuple[float, float] | Exception = fingerprint(json.dumps(agreement)), 0.0
+            options = [str(self.model.optimizer_strategy), trains, self._grad_clip, self._overlap, self._seed]
+            options += [self.num_steps, str(autocast_dtype(self.model.device.type))]
+            parts = digest_of(sequences), str([list(map(str, self.ranges)), str(visits)]), json.dumps(options)
+            prepared: tuple[float, ...] | Exception = tuple(map(fingerprint, parts))
         except Exception as error:  # the others must hear of any
             prepared = error
         table = meet_prepared(self._meet, prepared)
-        require_same(
-            [one for one, *_ in table],
-            "the sequences, the ranges, max_tokens, work, grad_clip, overlap, seed, num_steps or torch.autocast",
-            self._meet,
-        )
+        for column, what in enumerate(_AGREED):
+            require_same([row[column] for row in table], what, self._meet)
         return visits
 
     def _visits(self, sequences: Sequence[Tensor], trains: bool) -> list[Visit]:
@@ -312,7 +318,7 @@ class StrategyTrainer:
             if loss.dim():
                 raise ValueError(f"loss returns {list(loss.shape)}: one number is needed, summed over the tokens")
             if trains:
-                self._loss_check.look(output, packed, loss)
+                self._loss_check.look(loss, packed.num_tokens, lambda: halves_of_packed(output, packed))
             return loss / total
 
         with nullcontext() if trains else _evaluating(layers.values()):

@@ -15,6 +15,22 @@ import numpy as np
 
 from zeroresize.policy.microbatches.micro_batch import Floats, Indices
 
+
+class LongerThanMeasuredError(ValueError):
+    """Tells of lengths beyond the grid.
+
+    Attributes:
+        row: which of the micro-batches that were asked for is the first.
+        most: the longest length that was measured.
+    """
+
+    def __init__(self, num_tokens: int, row: int, most: int) -> None:
+        super().__init__(
+            f"{num_tokens} tokens are longer than what was measured: at most {most}; measure up to the longest sample"
+        )
+        self.row, self.most = row, most
+
+
 _VALUES = ("forward_s", "backward_s", "activation_bytes", "workspace_bytes")
 
 
@@ -63,17 +79,14 @@ class LayerGrid:
         """Return [4, K]: seconds forward and backward, bytes of activations and of workspace, of one layer.
 
         Raises:
-            ValueError: for lengths that are longer than the longest of the grid, naming both.
+            LongerThanMeasuredError: for lengths that are longer than the longest of the grid, naming both.
         """
         seen_KA = lengths_KA[:, list(self.axes)]
         limits = np.array([points[-1] for points in self.lengths])
         too_long = np.argwhere(seen_KA > limits)
         if len(too_long):
             row, column = too_long[0].tolist()
-            raise ValueError(
-                f"{seen_KA[row, column]} tokens are longer than what was measured: at most {limits[column]}; measure "
-                "up to the longest sample"
-            )
+            raise LongerThanMeasuredError(int(seen_KA[row, column]), row, int(limits[column]))
         columns = [sizes_K, *seen_KA.T]
         places, shares = [], []
         for numbers, points in zip(columns, self._points, strict=True):

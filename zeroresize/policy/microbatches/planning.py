@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from zeroresize.policy.microbatches.baselines import of_equal_tokens, of_fixed_size, packed
+from zeroresize.policy.microbatches.grid_costs import LongerThanMeasuredError
 from zeroresize.policy.microbatches.iteration_plan import IterationPlan, ReplicaPlan
 from zeroresize.policy.microbatches.micro_batch import Indices, MicroBatch, MicroBatchCosts, shapes_of
 from zeroresize.policy.microbatches.planned_micro_batches import planned_micro_batches
@@ -53,6 +54,7 @@ def plan_iteration(
     _require_samples(iteration, lengths)
     if not costs:
         raise ValueError("costs of no way of recomputation are given: at least one is needed")
+    _require_measured(iteration, lengths, costs)
     choices: list[_Choice] = []
     failure: DoesNotFitError | None = None
     for recomputation, of_way in costs.items():
@@ -143,6 +145,19 @@ def _why_not(microbatches: Sequence[MicroBatch], costs: MicroBatchCosts, options
         f"were never measured: the largest, {sizes[largest]} rows of {lengths_MA[largest].tolist()} tokens, keeps "
         f"{kept[largest]:.0f} on a stage, and several are under way under schedule={options.schedule!r}"
     )
+
+
+def _require_measured(iteration: int, lengths_NA: Indices, costs: Mapping[str, MicroBatchCosts]) -> None:
+    alone = np.ones(len(lengths_NA), dtype=np.int64)
+    for of_way in costs.values():
+        try:
+            of_way.prices(alone, lengths_NA)
+        except LongerThanMeasuredError as error:
+            raise ValueError(
+                f"iteration {iteration}: sample {error.row} of {lengths_NA[error.row].tolist()} tokens is longer than "
+                f"what was measured, at most {error.most}: measure costs up to the longest sample (longest= of "
+                "ProfiledShapes), or cut or drop such samples"
+            ) from error
 
 
 def _require_samples(iteration: int, lengths_NA: Indices) -> None:
