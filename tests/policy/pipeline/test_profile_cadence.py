@@ -101,17 +101,32 @@ def test_changed_work_is_measured_twice_and_paid_for_later():
     for _ in range(5):
         cadence.learn(0.2)  # of 40 blocks
     cadence.measured(100)
-    cadence.work_changed(110)
+    cadence.work_changed(110, at_once=True)
     assert not cadence.is_due(109) and cadence.is_due(110)
     cadence.measured(110)
     cadence.learn(0.2)
     assert cadence.is_due(111)
     cadence.measured(111)
     assert cadence.next_due == 220  # three profiles from 100 on, in three intervals
-    cadence.work_changed(112)
+    cadence.work_changed(112, at_once=True)
     cadence.begin_anew(cadence.costs)
     cadence.measured(0)
     assert cadence.next_due == 40
+
+
+@pytest.mark.parametrize("every", [1, 4, 15, 30, 100])
+def test_changes_that_are_told_all_the_time_for_nothing_are_measured_as_often_as_they_may_be(every):
+    cadence, due = ProfileCadence("auto", 0.01), []
+    for _ in range(5):
+        cadence.learn(0.2)  # 1 % of 20 blocks
+    for block in range(1000):
+        if block % every == 0:
+            cadence.work_changed(block, at_once=False)
+        if cadence.is_due(block):
+            cadence.measured(block)
+            due.append(block)
+    assert 0.2 * len(due) <= 0.01 * 1000 + 3 * 0.2
+    assert len(due) >= 1000 // max(every, 50)
 
 
 @given(st.lists(st.integers(0, 400), max_size=60), st.floats(0.01, 1.0))

@@ -281,6 +281,56 @@ def test_a_move_is_not_bought_shortly_before_work_changes_again():
     assert moves(495) == [False, False]
 
 
+def told_to_and_fro(rebalancing, world, every, num_changes, begin=0):
+    """Halves of the work alternate, each told; layers are where they are wanted one step after that is known."""
+    moves = []
+    for number in range(num_changes):
+        half = len(world.work) // 2
+        world.work = [1.0 + number % 2] * half + [2.0 - number % 2] * half
+        step = begin + number * every
+        rebalancing.expect_other_work(step)
+        for at in range(2, every):
+            if at in (2, 3) or rebalancing.looks_again:
+                proposal = rebalancing.update(world.profile(), step + at)
+                if proposal is not None:
+                    world.boundaries = proposal.after
+                    rebalancing.learn(proposal.num_bytes, rebalancing.cost_of_move.seconds(proposal.num_bytes))
+                    moves.append((number, proposal.after))
+    return moves
+
+
+def test_layers_go_home_from_work_that_changes_to_and_fro_and_stay_there():
+    world, rebalancing = (
+        World([1.0] * 16, [1.0] * 4, (0, 4, 8, 12, 16)),
+        rebalancing_of(MoveCost(0.0, 1.0), num_steps=2),
+    )
+    moves = told_to_and_fro(rebalancing, world, every=6, num_changes=60)
+    assert moves and world.boundaries == rebalancing.home == (0, 4, 8, 12, 16)
+    assert len(moves) <= 12  # of 60
+    assert rebalancing.account.lost_s <= 0.03 * rebalancing.account.elapsed_s
+
+
+def test_a_change_that_was_told_and_what_moves_have_lost_outlive_a_resume():
+    world, rebalancing = (
+        World([1.0] * 16, [1.0] * 4, (0, 4, 8, 12, 16)),
+        rebalancing_of(MoveCost(0.0, 1.0), num_steps=2),
+    )
+    told_to_and_fro(rebalancing, world, every=6, num_changes=5)
+    rebalancing.expect_other_work(30)
+    resumed = rebalancing_of(MoveCost(0.0, 1.0), num_steps=2)
+    resumed.load_state_dict(json.loads(json.dumps(rebalancing.state_dict())), 16, 4)
+    assert resumed.account == rebalancing.account and resumed.home == rebalancing.home
+    world.work = [1.0] * 4 + [0.2] * 4 + [1.0] * 8  # all layers of the second stage: its device seems to be faster
+    for step in (32, 33):
+        resumed.update(world.profile(), step)
+    assert resumed.costs.speeds == pytest.approx([1.0] * 4)
+    assert resumed.costs.seconds[4:8].tolist() == pytest.approx([0.2] * 4)
+    old = rebalancing.state_dict()
+    old["costs"] = old["costs"][:4]  # before there was an account
+    resumed.load_state_dict(json.loads(json.dumps(old)), 16, 4)
+    assert resumed.account.lost_s == 0.0 and resumed.costs == rebalancing.costs
+
+
 def test_diffusion_weighs_moves_over_the_interval_in_force():
     """The exchange saves much less within two steps than it takes, and much more within 1,000."""
 
