@@ -200,7 +200,11 @@ class Rebalancing:
             self._settled = _Settled(means.boundaries, means.layer_s, self.rule)
             return self._decide(means, costs, proposal, 0.0, step)
         self._settled = None
-        proposal = self.rule.propose(costs, means, self.cost_of_move, wanted=Partition(trial.after))
+        # What was told is followed at once; else what both profiles say is looked for.
+        if self._is_other_work:
+            proposal = self.rule.propose(costs, means, self.cost_of_move, wanted=Partition(trial.after))
+        else:
+            proposal = self._proposal(costs, means)
         return self._decide(means, costs, proposal, self._saving_by(profile, costs, trial.after), step)
 
     def _is_settled(self, profile: PipelineProfile) -> bool:
