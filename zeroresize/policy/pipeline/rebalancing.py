@@ -181,10 +181,11 @@ class Rebalancing:
         if self._means is None:
             self._means = LayerMeans(len(profile.layers))
         speeds = np.ones(len(profile.boundaries) - 1) if self.costs is None else self.costs.speeds
-        self._keep_account(profile, LayerCosts.measured(profile, speeds), step)
         surprised = self._means.surprised(profile)
         means = self._means.after(profile, speeds)
         costs = self._costs_after(self.costs, means)
+        # By what is known of devices now: layers that have moved may just have told.
+        self._keep_account(profile, LayerCosts.measured(profile, costs.speeds), step)
         if trial is None:
             if self._is_settled(surprised) and self._is_settled(means):
                 now = Partition(means.boundaries)
