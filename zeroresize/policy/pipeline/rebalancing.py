@@ -36,6 +36,8 @@ from zeroresize.utils.state_checks import any_number, anything, count, each, key
 _WANTED = "wanted"
 #: Layers that have changed by no more than this share since nothing was wanted want nothing now.
 _SETTLED = 0.01
+#: After so many moves in a row that have lost, the account counts.
+_LOSSES = 2
 #: So many told changes in a row for which nothing moved are measured at once; further ones as measuring allows.
 _UNFOLLOWED = 4
 #: A move that saves less than this share of what it was to save disappoints: the next one is dearer.
@@ -106,7 +108,8 @@ class Rebalancing:
         self.home: tuple[int, ...] | None = None
         self._pace = _Pace(0.0, 0.0)  # since the account was last taken
         self._accounted: int | None = None  # steps
-        self._away_s = 0.0  # lost since layers have moved last
+        self._away_s = self._net_s = 0.0  # lost since layers have moved last: never below 0, and with what that took
+        self._num_losses = 0
         self._num_unfollowed = 0  # told changes since the last move
         self._is_reversed = self._is_first_of_work = False
         self.num_searches = 0
@@ -278,18 +281,21 @@ class Rebalancing:
         num_steps = self._steps_until_told(step)
         good_for = min(self.interval, num_steps) if self._is_reversed else self.interval
         self.rental.charge({_WANTED: saving_s} if is_wanted else {}, good_for)
-        mistrust_s = 0.0 if proposal.after == self.home else self.account.mistrust_s(proposal.price_s / 2.0)
+        losses = self._losses_in_a_row(profile.boundaries)
+        # A first loss may be that of a wrong guess, such as of a device for the work: it must be possible to mend it.
+        is_trusted = losses < _LOSSES or proposal.after == self.home
+        mistrust_s = 0.0 if is_trusted else self.account.mistrust_s(proposal.price_s / 2.0)
         # Bought for what is known to come a move pays one way.
         one_way_s = self.rental.doubt * proposal.price_s / 2.0 + mistrust_s
         pays = not self.rental.pause and num_steps < math.inf and saving_s * num_steps >= one_way_s
         is_due = is_wanted and (self.rental.is_due(_WANTED, proposal.price_s + mistrust_s) or pays)
         if not (is_due or (proposal.is_needed and proposal.transfers)):
-            homecoming = self._homecoming(profile, costs)
+            homecoming = self._homecoming(profile, costs, may_be_mended=is_wanted and is_trusted)
             if homecoming is None:
                 return None
             proposal, saving_s, self.comes_home = homecoming, homecoming.saving_s, True
         self.rental.settle()
-        self._away_s = 0.0
+        self._num_losses, self._net_s, self._away_s = losses, 0.0, 0.0
         if step is not None:
             self._take_account(step + 1)  # then layers are in place
         self._pace = _Pace(self._pace.lost_s - proposal.saving_s, proposal.expected_step_s)
@@ -316,15 +322,21 @@ class Rebalancing:
         usual = (last - first) / (len(self._told_steps) - 1)
         return max(last + usual - step - 1.0, 0.0) if step < last + usual else float(step - last)
 
-    def _homecoming(self, profile: PipelineProfile, costs: LayerCosts) -> RebalancingProposal | None:
-        """Where more is lost than may be, and layers have lost the way home where they are: that way."""
+    def _homecoming(
+        self, profile: PipelineProfile, costs: LayerCosts, *, may_be_mended: bool
+    ) -> RebalancingProposal | None:
+        """Where more is lost than may be, and layers have lost the way home where they are: that way.
+
+        Where another move may mend it, it must be the way there and back.
+        """
         if self.home is None or self.home == profile.boundaries or not self.account.debt_s or self.rental.pause:
             return None
         home = Partition(self.home)
         if self._pace.lost_s <= 0.0 or not self.rule.load(costs, profile).fits(home):
             return None
         proposal = self.rule.propose(costs, profile, self.cost_of_move, wanted=home)
-        return proposal if proposal.transfers and self._away_s >= proposal.price_s / 2.0 else None
+        least_s = proposal.price_s * (1.0 if may_be_mended else 0.5)
+        return proposal if proposal.transfers and self._away_s >= least_s else None
 
     def _keep_account(self, profile: PipelineProfile, costs: LayerCosts, step: int | None) -> None:
         """Of the steps up to this one, by what layers took in it: in the mean that is what they took, whatever changed.
@@ -347,7 +359,14 @@ class Rebalancing:
         self._accounted = step
         lost_s = self._pace.lost_s * num_steps
         self.account.take(lost_s, self._pace.step_s * num_steps, num_steps)
+        self._net_s += lost_s
         self._away_s = max(self._away_s + lost_s, 0.0)
+
+    def _losses_in_a_row(self, boundaries: tuple[int, ...]) -> int:
+        """How many moves in a row have lost, the last one by now; to go home is none of them."""
+        if self.home is None or boundaries == self.home:
+            return self._num_losses
+        return self._num_losses + 1 if self._net_s > 0.0 else 0
 
     def propose(self, boundaries: tuple[int, ...]) -> RebalancingProposal | None:
         """Return what would change from these boundaries on, by the last profile; None before there was one.
@@ -363,6 +382,7 @@ class Rebalancing:
         """Learn from a move that has been made; bytes are those of the rank that sent or received most."""
         self.cost_of_move = self.cost_of_move.learned(num_bytes, seconds)
         self.account.take(seconds, seconds, 0)
+        self._net_s += seconds
         self._num_unfollowed = 0
 
     def refuse(self) -> None:
@@ -381,7 +401,8 @@ class Rebalancing:
         if self.rule.memory_limits is not None:
             self.rule = replace(self.rule, memory_limits=tuple(self.rule.memory_limits[stage] for stage in stages))
         self.rental.settle()
-        self.home, self.account, self._away_s, self._accounted = None, Account(), 0.0, None
+        self.home, self.account, self._accounted = None, Account(), None
+        self._away_s, self._net_s, self._num_losses = 0.0, 0.0, 0
         self._profile = self._trial = self._promised = self._means = self._running = self._anchor = self._settled = None
         self._steps_s.clear()
 
@@ -425,7 +446,8 @@ class Rebalancing:
         self._means = self._running = self._settled = None
         self._told_steps = deque(told_steps, maxlen=_TOLD)
         self._steps_s.clear()
-        self._pace, self._accounted, self._away_s = _Pace(0.0, 0.0), None, 0.0
+        self._pace, self._accounted = _Pace(0.0, 0.0), None
+        self._away_s, self._net_s, self._num_losses = 0.0, 0.0, 0
         self._is_other_work, self.has_learned = bool(is_other_work), False
 
     def _judge(self, step_s: float) -> None:
