@@ -19,7 +19,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -73,10 +73,12 @@ class Job:
     Attributes:
         changing: the work of its layers, [N, L].
         speeds: [N, S].
+        counts_decisions: whether decisions take time.
     """
 
     changing: ChangingLayers
     speeds: np.ndarray[Any, np.dtype[np.float64]]
+    counts_decisions: bool = True
 
     @property
     def num_stages(self) -> int:
@@ -134,8 +136,8 @@ class Job:
             self.speeds[::every],
             LINKS,
             profiled_share=PROFILED_SHARE,
-            decision_s=DECISION_S * self.num_stages,
-            search_s=SEARCH_S * self.num_stages,
+            decision_s=DECISION_S * self.num_stages * self.counts_decisions,
+            search_s=SEARCH_S * self.num_stages * self.counts_decisions,
             noise=NOISE,
         )
 
@@ -151,14 +153,16 @@ def job_of(case: str, num_steps: int, num_layers: int, num_stages: int, seed: in
     return Job(changing_layers.CASES[case](num_steps, num_layers, **options), speeds)
 
 
-def row_of(case: str, size: tuple[int, int], num_steps: int, every: int | None, seed: int) -> dict[str, Any]:
+def row_of(
+    case: str, size: tuple[int, int], num_steps: int, every: int | None, seed: int, *, counts_decisions: bool = True
+) -> dict[str, Any]:
     """Return what a training of this size (layers, stages) takes.
 
     Args:
         every: steps from one profile to the next; None for as many as ``PipelineBalancer`` chooses by itself.
     """
     num_layers, num_stages = size
-    job = job_of(case, num_steps, num_layers, num_stages, seed)
+    job = replace(job_of(case, num_steps, num_layers, num_stages, seed), counts_decisions=counts_decisions)
     micro = job.micro_batches
     static = job.static()
     asked = 1 if job.changing.changes or case in STRAGGLERS else max(num_steps // _ASKED, 1)
@@ -213,6 +217,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--profile-every", type=int, default=None, help="by default as PipelineBalancer chooses")
     parser.add_argument("--seeds", type=int, default=3, help="models whose layers differ by chance")
+    parser.add_argument("--free-decisions", action="store_true", help="decisions take no time")
     parser.add_argument("--only", nargs="+", choices=cases, default=cases)
     parser.add_argument("--sizes", nargs="+", default=[f"{layers}x{stages}" for layers, stages in SIZES])
     options = parser.parse_args()
@@ -222,7 +227,15 @@ def main() -> None:
             num_layers, num_stages = map(int, size.split("x"))
             seeds = range(options.seeds if case in SEEDED else 1)
             of_size = [
-                row_of(case, (num_layers, num_stages), options.steps, options.profile_every, seed) for seed in seeds
+                row_of(
+                    case,
+                    (num_layers, num_stages),
+                    options.steps,
+                    options.profile_every,
+                    seed,
+                    counts_decisions=not options.free_decisions,
+                )
+                for seed in seeds
             ]
             rows += of_size
             print(_cells(of_size), flush=True)
