@@ -96,7 +96,9 @@ class PipelineBalancer:
         profile_every: least number of blocks from one profile to the next, or "auto" for as many as ``max_measuring``
             wants, 10 to 1,000.
         max_measuring: share of the steps' time that measuring may cost, unless it takes over 1,000 times as much;
-            ``math.inf`` for any. Until the cost is known, after two profiles, ten blocks lie between two at least.
+            ``math.inf`` for any. Until the cost is known, after two profiles, ten blocks lie between two at least. What
+            :meth:`profile_next` asks for is measured at once, unless four such changes in a row have moved nothing, or
+            one has left layers where they are worse than at first.
         count_work: for work that changes in every step, as with routing: ``count_work(layer)`` returns how much a layer
             did in the block that is over, in any unit that its seconds are proportional to, and begins anew; it is
             called for each layer of this rank behind every block, and must not wait for a device. "tokens" counts the
