@@ -305,9 +305,9 @@ def test_layers_go_home_from_work_that_changes_to_and_fro_and_stay_there():
         rebalancing_of(MoveCost(0.0, 1.0), num_steps=2),
     )
     moves = told_to_and_fro(rebalancing, world, every=6, num_changes=60)
-    assert moves and world.boundaries == rebalancing.home == (0, 4, 8, 12, 16)
+    assert moves and world.boundaries == rebalancing.account.home == (0, 4, 8, 12, 16)
     assert len(moves) <= 12  # of 60
-    assert rebalancing.account.lost_s <= 0.03 * rebalancing.account.elapsed_s
+    assert rebalancing.account.account.lost_s <= 0.03 * rebalancing.account.account.elapsed_s
 
 
 def test_a_change_that_was_told_and_what_moves_have_lost_outlive_a_resume():
@@ -319,7 +319,8 @@ def test_a_change_that_was_told_and_what_moves_have_lost_outlive_a_resume():
     rebalancing.expect_other_work(30)
     resumed = rebalancing_of(MoveCost(0.0, 1.0), num_steps=2)
     resumed.load_state_dict(json.loads(json.dumps(rebalancing.state_dict())), 16, 4)
-    assert resumed.account == rebalancing.account and resumed.home == rebalancing.home
+    assert resumed.account.account == rebalancing.account.account
+    assert resumed.account.home == rebalancing.account.home
     world.work = [1.0] * 4 + [0.2] * 4 + [1.0] * 8  # all layers of the second stage: its device seems to be faster
     for step in (32, 33):
         resumed.update(world.profile(), step)
@@ -328,7 +329,9 @@ def test_a_change_that_was_told_and_what_moves_have_lost_outlive_a_resume():
     old = rebalancing.state_dict()
     old["costs"] = old["costs"][:4]  # before there was an account
     resumed.load_state_dict(json.loads(json.dumps(old)), 16, 4)
-    assert resumed.account.lost_s == 0.0 and resumed.costs == rebalancing.costs
+    assert resumed.account.account.elapsed_s == 0.0 and resumed.costs == rebalancing.costs
+    with pytest.raises(ValueError, match="4 lists are needed, or 7"):
+        resumed.load_state_dict({**old, "costs": [*old["costs"], [0, 4, 8, 12, 16]]}, 16, 4)
 
 
 def test_diffusion_weighs_moves_over_the_interval_in_force():

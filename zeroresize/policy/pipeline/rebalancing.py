@@ -3,8 +3,8 @@
 Pure: every rank is given the same profiles, so all decide alike. A ski rental of one candidate
 (:class:`~zeroresize.policy.moves.ski_rental.SkiRental`): layers move when staying has cost, and is about to cost until
 the next profile, what the move there and back takes. And an account is kept
-(:class:`~zeroresize.policy.moves.account.Account`): where steps have become longer by balancing than they would have
-been with the layers where they were at first, moves included, the next move is dearer.
+(:class:`~zeroresize.policy.pipeline.layer_account.LayerAccount`): where steps have become longer by balancing than they
+would have been with the layers where they were at first, moves included, the next move is dearer.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from zeroresize.policy.moves.account import Account
 from zeroresize.policy.moves.least_saving import is_saving
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.ski_rental import RENTAL_CHECK, SkiRental
+from zeroresize.policy.pipeline.layer_account import LayerAccount
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.layer_means import LayerMeans
 from zeroresize.policy.pipeline.message_delays import PipelineMessages
@@ -36,8 +37,6 @@ from zeroresize.utils.state_checks import any_number, anything, count, each, key
 _WANTED = "wanted"
 #: Layers that have changed by no more than this share since nothing was wanted want nothing now.
 _SETTLED = 0.01
-#: After so many moves in a row that have lost, the account counts.
-_LOSSES = 2
 #: So many told changes in a row for which nothing moved are measured at once; further ones as measuring allows.
 _UNFOLLOWED = 4
 #: A move that saves less than this share of what it was to save disappoints: the next one is dearer.
@@ -52,13 +51,6 @@ _TOLD = 9
 _DECIDED = 4
 _CHECK = keyed({"costs": anything, "cost_of_move": each(not_negative, 3), "rental": RENTAL_CHECK})
 _ACCOUNT = row(any_number, not_negative, not_negative)
-
-
-class _Pace(NamedTuple):
-    """Seconds of a step, and by how many it is longer than with the layers where they were at first."""
-
-    lost_s: float
-    step_s: float
 
 
 class _Settled(NamedTuple):
@@ -90,8 +82,7 @@ class Rebalancing:
         costs: of layers; None before the first profile.
         cost_of_move: as far as is known.
         rental: what the present boundaries have cost since others were wanted, and doubt of what moves save.
-        account: what balancing has lost against the first boundaries.
-        home: these, [S + 1]; None before the first profile.
+        account: what moves have lost against the first boundaries.
         looks_again: whether the next profile is to come at once, as this one wants a move.
         has_learned: whether ``costs`` are of the last profile; not while another one is waited for.
         num_searches: how often the best boundaries were looked for, which is most of what decisions take.
@@ -104,14 +95,8 @@ class Rebalancing:
         self.costs: LayerCosts | None = None
         self.cost_of_move = cost_of_move
         self.rental = SkiRental()
-        self.account = Account()
-        self.home: tuple[int, ...] | None = None
-        self._pace = _Pace(0.0, 0.0)  # since the account was last taken
-        self._accounted: int | None = None  # steps
-        self._away_s = self._net_s = 0.0  # lost since layers have moved last: never below 0, and with what that took
-        self._num_losses = 0
+        self.account = LayerAccount()
         self._num_unfollowed = 0  # told changes since the last move
-        self._is_reversed = self._is_first_of_work = False
         self.num_searches = 0
         self._settled: _Settled | None = None
         self._profile: PipelineProfile | None = None
@@ -130,7 +115,7 @@ class Rebalancing:
     @property
     def follows(self) -> bool:
         """Return whether changes of work that are told are worth being measured at once."""
-        return not self._is_reversed and self._num_unfollowed <= _UNFOLLOWED
+        return not self.account.is_reversed and self._num_unfollowed <= _UNFOLLOWED
 
     @property
     def looks_again(self) -> bool:
@@ -148,9 +133,8 @@ class Rebalancing:
                 expected to say so again after as many steps as between the last such calls, on average: for so long
                 layers stay good where they are.
         """
-        if step is not None:
-            self._take_account(step)
-        self._is_other_work, self._is_first_of_work = True, True
+        self.account.expect_other_work(step)
+        self._is_other_work = True
         self._num_unfollowed += 1
         self._means = self._running = self._anchor = self._trial = self._promised = self._settled = None
         self._steps_s.clear()
@@ -279,26 +263,21 @@ class Rebalancing:
         elif self._steps_s and (is_wanted or len(self._steps_s) >= _JUDGED):
             self._judge(fmean(self._steps_s))
         num_steps = self._steps_until_told(step)
-        good_for = min(self.interval, num_steps) if self._is_reversed else self.interval
+        good_for = min(self.interval, num_steps) if self.account.is_reversed else self.interval
         self.rental.charge({_WANTED: saving_s} if is_wanted else {}, good_for)
-        losses = self._losses_in_a_row(profile.boundaries)
-        # A first loss may be that of a wrong guess, such as of a device for the work: it must be possible to mend it.
-        is_trusted = losses < _LOSSES or proposal.after == self.home
-        mistrust_s = 0.0 if is_trusted else self.account.mistrust_s(proposal.price_s / 2.0)
+        mistrust_s = self.account.mistrust_s(proposal.before, proposal.after, proposal.price_s / 2.0)
         # Bought for what is known to come a move pays one way.
         one_way_s = self.rental.doubt * proposal.price_s / 2.0 + mistrust_s
         pays = not self.rental.pause and num_steps < math.inf and saving_s * num_steps >= one_way_s
         is_due = is_wanted and (self.rental.is_due(_WANTED, proposal.price_s + mistrust_s) or pays)
         if not (is_due or (proposal.is_needed and proposal.transfers)):
-            homecoming = self._homecoming(profile, costs, may_be_mended=is_wanted and is_trusted)
+            may_be_mended = is_wanted and self.account.trusts(proposal.before, proposal.after)
+            homecoming = self._homecoming(profile, costs, may_be_mended=may_be_mended)
             if homecoming is None:
                 return None
             proposal, saving_s, self.comes_home = homecoming, homecoming.saving_s, True
         self.rental.settle()
-        self._num_losses, self._net_s, self._away_s = losses, 0.0, 0.0
-        if step is not None:
-            self._take_account(step + 1)  # then layers are in place
-        self._pace = _Pace(self._pace.lost_s - proposal.saving_s, proposal.expected_step_s)
+        self.account.move(proposal.before, proposal.saving_s, proposal.expected_step_s, step)
         self._steps_s.clear()
         promise = _Promise(proposal.step_s, proposal.step_s - saving_s, self.rule.messages)
         self._promised = None if proposal.is_needed else promise
@@ -329,44 +308,23 @@ class Rebalancing:
 
         Where another move may mend it, it must be the way there and back.
         """
-        if self.home is None or self.home == profile.boundaries or not self.account.debt_s or self.rental.pause:
+        if self.account.home in (None, profile.boundaries) or not self.account.calls_home(0.0) or self.rental.pause:
             return None
-        home = Partition(self.home)
-        if self._pace.lost_s <= 0.0 or not self.rule.load(costs, profile).fits(home):
+        home = Partition(self.account.home)
+        if not self.rule.load(costs, profile).fits(home):
             return None
         proposal = self.rule.propose(costs, profile, self.cost_of_move, wanted=home)
         least_s = proposal.price_s * (1.0 if may_be_mended else 0.5)
-        return proposal if proposal.transfers and self._away_s >= least_s else None
+        return proposal if proposal.transfers and self.account.calls_home(least_s) else None
 
     def _keep_account(self, profile: PipelineProfile, costs: LayerCosts, step: int | None) -> None:
-        """Of the steps up to this one, by what layers took in it: in the mean that is what they took, whatever changed.
-
-        What is known of them from several profiles would be that of work which may be over.
-        """
-        if self.home is None:
-            self.home = profile.boundaries
+        account = self.account
+        if account.home is None:
+            account.home = profile.boundaries
         now_s = home_s = self.rule.simulated(costs, Partition(profile.boundaries)).step_s
-        if self.home != profile.boundaries:
-            home_s = self.rule.simulated(costs, Partition(self.home)).step_s
-        self._pace = _Pace(now_s - home_s, now_s)
-        if self._is_first_of_work and self.home != profile.boundaries:
-            self._is_reversed = home_s < now_s
-        self._is_first_of_work = False
-        self._take_account((self._accounted or 0) + self.interval if step is None else step)
-
-    def _take_account(self, step: int) -> None:
-        num_steps = 0 if self._accounted is None else max(step - self._accounted, 0)
-        self._accounted = step
-        lost_s = self._pace.lost_s * num_steps
-        self.account.take(lost_s, self._pace.step_s * num_steps, num_steps)
-        self._net_s += lost_s
-        self._away_s = max(self._away_s + lost_s, 0.0)
-
-    def _losses_in_a_row(self, boundaries: tuple[int, ...]) -> int:
-        """How many moves in a row have lost, the last one by now; to go home is none of them."""
-        if self.home is None or boundaries == self.home:
-            return self._num_losses
-        return self._num_losses + 1 if self._net_s > 0.0 else 0
+        if account.home != profile.boundaries:
+            home_s = self.rule.simulated(costs, Partition(account.home)).step_s
+        account.keep(profile.boundaries, now_s, home_s, account.num_steps + self.interval if step is None else step)
 
     def propose(self, boundaries: tuple[int, ...]) -> RebalancingProposal | None:
         """Return what would change from these boundaries on, by the last profile; None before there was one.
@@ -381,8 +339,7 @@ class Rebalancing:
     def learn(self, num_bytes: float, seconds: float) -> None:
         """Learn from a move that has been made; bytes are those of the rank that sent or received most."""
         self.cost_of_move = self.cost_of_move.learned(num_bytes, seconds)
-        self.account.take(seconds, seconds, 0)
-        self._net_s += seconds
+        self.account.pay(seconds)
         self._num_unfollowed = 0
 
     def refuse(self) -> None:
@@ -401,15 +358,15 @@ class Rebalancing:
         if self.rule.memory_limits is not None:
             self.rule = replace(self.rule, memory_limits=tuple(self.rule.memory_limits[stage] for stage in stages))
         self.rental.settle()
-        self.home, self.account, self._accounted = None, Account(), None
-        self._away_s, self._net_s, self._num_losses = 0.0, 0.0, 0
+        self.account = LayerAccount()
         self._profile = self._trial = self._promised = self._means = self._running = self._anchor = self._settled = None
         self._steps_s.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned, plain values."""
         # In the entry that there was before there was an account, so that checkpoints of then can be loaded.
-        others = self.home or (), (int(self._is_other_work), *self._told_steps), astuple(self.account)
+        account = self.account
+        others = account.home or (), (int(self._is_other_work), *self._told_steps), astuple(account.account)
         return {
             "costs": () if self.costs is None else (*astuple(self.costs), *others),
             "cost_of_move": astuple(self.cost_of_move),
@@ -422,32 +379,30 @@ class Rebalancing:
         Raises:
             ValueError: naming what does not fit, such as another number of layers; nothing is taken over then.
         """
-        seconds = each(not_negative, num_layers)
-        numbers = each(count)
+        seconds, numbers = each(not_negative, num_layers), each(count)
         of_layers = row(seconds, seconds, each(not_negative), numbers, numbers, numbers, _ACCOUNT, least=0)
         _CHECK(state, "state")
         of_layers(state["costs"], "state.costs")
-        costs, home, is_other_work = None, None, False
-        account, told_steps = Account(), []
+        num_rows = len(state["costs"])
+        if num_rows not in (0, 4, 7) or (num_rows == 7 and not state["costs"][5]):
+            raise ValueError("state.costs: 4 lists are needed, or 7 with those of an account, or none")
+        costs, account, is_other_work, told_steps = None, LayerAccount(), False, []
         if state["costs"] and len(state["costs"][2]) == num_stages:
             forward_s, backward_s, speeds, boundaries, *others = map(tuple, state["costs"])
-            if others:
-                first, (is_other_work, *told_steps), of_account = others
-                home = Partition.of(first, num_layers, num_stages).boundaries if first else None
-                account = Account(*of_account)
             PipelineLoad.of(forward_s, num_stages, speeds=speeds)
             costs = LayerCosts(
                 forward_s, backward_s, speeds, Partition.of(boundaries, num_layers, num_stages).boundaries
             )
-        self.costs, self.cost_of_move = costs, MoveCost(*state["cost_of_move"])
-        self.home, self.account = home, account
+            if others:
+                home, (is_other_work, *told_steps), of_account = others
+                first = Partition.of(home, num_layers, num_stages).boundaries if home else None
+                account = LayerAccount(first, Account(*of_account))
+        self.costs, self.cost_of_move, self.account = costs, MoveCost(*state["cost_of_move"]), account
         self.rental.load_state_dict(state["rental"])
         self._profile = self._trial = self._promised = self._anchor = None
         self._means = self._running = self._settled = None
-        self._told_steps = deque(told_steps, maxlen=_TOLD)
+        self._told_steps, self._num_unfollowed = deque(told_steps, maxlen=_TOLD), 0
         self._steps_s.clear()
-        self._pace, self._accounted = _Pace(0.0, 0.0), None
-        self._away_s, self._net_s, self._num_losses = 0.0, 0.0, 0
         self._is_other_work, self.has_learned = bool(is_other_work), False
 
     def _judge(self, step_s: float) -> None:
