@@ -268,7 +268,8 @@ class MicroBatchTrainer:
 
         def share_of_mean(output: Any, batch: Batch) -> torch.Tensor:
             loss = self._loss(output, batch)
-            self._look_at(loss, output, described[id(batch)], samples, lengths_NA)
+            if self._loss_check.looks:
+                self._look_at(loss, output, described[id(batch)], samples, lengths_NA)
             return loss / num_tokens
 
         loss = stage.train(replica.stages[position.stage], batches, share_of_mean)

@@ -41,6 +41,11 @@ class LossCheck:
         self._averages: bool | None = None  # once a micro-batch has told
         self._is_done = False
 
+    @property
+    def looks(self) -> bool:
+        """Return whether the loss of a micro-batch can still tell anything: in the first step, until one has."""
+        return self._averages is None and not self._is_done
+
     def look(self, value: Tensor, num_tokens: int, halves: Halves) -> None:
         """Look at the loss of a micro-batch in the first step, until one has told.
 
@@ -49,7 +54,7 @@ class LossCheck:
             num_tokens: of the micro-batch that count in the loss.
             halves: called at most once, before this returns.
         """
-        if self._averages is None and not self._is_done:
+        if self.looks:
             self._averages = averages(self._loss, value, num_tokens, halves)
 
     def warn_of_average(self, mean: float) -> None:

@@ -172,7 +172,8 @@ class Rebalancing:
         means = self._means.after(profile, speeds)
         costs = self._costs_after(self.costs, means)
         # By what is known of devices now: layers that have moved may just have told.
-        self._keep_account(profile, LayerCosts.measured(profile, costs.speeds), step)
+        measured = LayerCosts.measured(profile, costs.speeds)
+        step_s = self._keep_account(profile, measured, step)
         if trial is None:
             if self._is_settled(surprised) and self._is_settled(means):
                 now = Partition(means.boundaries)
@@ -193,7 +194,9 @@ class Rebalancing:
             proposal = self.rule.propose(costs, means, self.cost_of_move, wanted=Partition(trial.after))
         else:
             proposal = self._proposal(costs, means)
-        return self._decide(means, costs, proposal, self._saving_by(profile, costs, trial.after), step)
+        # By what this profile alone says of layers.
+        confirmed_s = step_s - self.rule.simulated(measured, Partition(trial.after)).step_s
+        return self._decide(means, costs, proposal, confirmed_s, step)
 
     def _is_settled(self, profile: PipelineProfile) -> bool:
         """Whether nothing was wanted for layers as these are, so that nothing need be looked for."""
@@ -209,12 +212,6 @@ class Rebalancing:
         self.num_searches += 1
         rule = replace(self.rule, num_steps=max(self.rule.num_steps, self.interval))
         return rule.propose(costs, profile, self.cost_of_move)
-
-    def _saving_by(self, profile: PipelineProfile, costs: LayerCosts, boundaries: Sequence[int]) -> float:
-        """Seconds of a step that other boundaries save by what this profile alone says of layers."""
-        measured = LayerCosts.measured(profile, costs.speeds)
-        before, after = Partition(profile.boundaries), Partition(tuple(boundaries))
-        return self.rule.simulated(measured, before).step_s - self.rule.simulated(measured, after).step_s
 
     def _update_running(self, profile: PipelineProfile, step: int | None) -> RebalancingProposal | None:
         if self._running is None:
@@ -317,7 +314,8 @@ class Rebalancing:
         least_s = proposal.price_s * (1.0 if may_be_mended else 0.5)
         return proposal if proposal.transfers and self.account.calls_home(least_s) else None
 
-    def _keep_account(self, profile: PipelineProfile, costs: LayerCosts, step: int | None) -> None:
+    def _keep_account(self, profile: PipelineProfile, costs: LayerCosts, step: int | None) -> float:
+        """Return the seconds of a step as it is."""
         account = self.account
         if account.home is None:
             account.home = profile.boundaries
@@ -325,6 +323,7 @@ class Rebalancing:
         if account.home != profile.boundaries:
             home_s = self.rule.simulated(costs, Partition(account.home)).step_s
         account.keep(profile.boundaries, now_s, home_s, account.num_steps + self.interval if step is None else step)
+        return now_s
 
     def propose(self, boundaries: tuple[int, ...]) -> RebalancingProposal | None:
         """Return what would change from these boundaries on, by the last profile; None before there was one.
