@@ -7,20 +7,24 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import group_rank, same_ranks
+from zeroresize.checks.replicated import (
+    distance_of_sums,
+    key_of_parameter,
+    replicated_parameters,
+    sums_of_parameters,
+)
+from zeroresize.comm.collectives import group_rank
 from zeroresize.comm.exchange import Exchange
 from zeroresize.control.setup_checks import HINT, MOST_NAMED, Layers, check_data_parallelism
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.shards import is_marked_as_shard
 from zeroresize.utils.alike import minority, named_ranks
-from zeroresize.utils.fingerprint import fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +36,6 @@ _TOLERANCE = 1e-3
 _ROUNDINGS = 8.0
 #: Copies are compared whenever the number of steps has doubled, and after so many at the latest.
 _MOST_STEPS = 1000
-#: Elements that are summed at once.
-_PIECE = 2**22
 #: Of one rank's parameter the sums of its even and of its odd elements, and its norm; None where it has none such.
 _Sums = Sequence[float] | None
 
@@ -125,13 +127,13 @@ class StartCheck:
 
     def _gathered(self) -> tuple[dict[str, Tensor], dict[str, list[_Sums]]]:
         """Return the parameters that should be alike, and every rank's sums of those that rank 0 has; collective."""
-        replicated = dict(_replicated(self._model, self._group))
-        numbers_of_rank = [number for row in _table(replicated) for number in row]
+        replicated = dict(replicated_parameters(self._model, self._group))
+        numbers_of_rank = [number for row in sums_of_parameters(replicated) for number in row]
         tables = [
             {numbers[at]: numbers[at + 1 : at + 4] for at in range(0, len(numbers), 4)}
             for numbers in self._exchange.gather(numbers_of_rank)
         ]
-        keys = {name: _key(name, parameter) for name, parameter in replicated.items()}
+        keys = {name: key_of_parameter(name, parameter) for name, parameter in replicated.items()}
         return replicated, {
             name: [table.get(key) for table in tables] for name, key in keys.items() if key in tables[0]
         }
@@ -140,7 +142,7 @@ class StartCheck:
 def _distances(sums: Mapping[str, Sequence[_Sums]]) -> dict[str, list[float]]:
     """Return by how much each rank's parameters differ from rank 0's, by name."""
     return {
-        name: [_distance(of_rank, of_ranks[0]) for of_rank in of_ranks]
+        name: [distance_of_sums(of_rank, of_ranks[0]) for of_rank in of_ranks]
         for name, of_ranks in sums.items()
         if of_ranks[0] is not None
     }
@@ -156,7 +158,7 @@ def _description(sums: Sequence[_Sums], most: float) -> str:
     for rank, of_rank in enumerate(sums):
         if of_rank is None:
             continue
-        known = next((ranks for of_first, ranks in groups if _distance(of_rank, of_first) <= most), None)
+        known = next((ranks for of_first, ranks in groups if distance_of_sums(of_rank, of_first) <= most), None)
         if known is None:
             groups.append((of_rank, [rank]))
         else:
@@ -189,73 +191,3 @@ def _calling(method: weakref.WeakMethod[Any]) -> Any:
 
 def _watch_no_start(layer: BalancedLinear) -> None:
     layer.watch_start = None
-
-
-def _replicated(model: nn.Module, process_group: ProcessGroup) -> Iterator[tuple[str, Tensor]]:
-    """Parameters that are surely meant to be the same on all ranks of the group, by name; torch sums none of 8 bits."""
-    shards: set[int] = set()
-    comparable: dict[str, Tensor] = {}
-    makers: set[int] = set()  # parametrizations of shards, such as weight_norm, hold shards
-    for prefix, module in model.named_modules():
-        parameters = dict(module.named_parameters(prefix, recurse=False))
-        parametrizations = getattr(module, "parametrizations", None)
-        if isinstance(parametrizations, nn.Module) and _holds_group(module):
-            makers |= {id(one) for one in parametrizations.modules()}
-        whole: dict[str, Tensor] = parameters
-        if isinstance(module, BalancedLinear):
-            is_whole = not module.is_column_parallel and same_ranks(module.process_group, process_group)
-            whole = {name: one for name, one in parameters.items() if is_whole and name.rpartition(".")[2] == "bias"}
-        elif _holds_group(module) or id(module) in makers:
-            whole = {}
-        whole = {name: one for name, one in whole.items() if not _is_its_own(one)}
-        shards |= {id(one) for name, one in parameters.items() if name not in whole}
-        comparable |= whole
-    for name, parameter in comparable.items():
-        is_number = parameter.is_floating_point() and parameter.itemsize > 1 and not parameter.is_meta
-        if id(parameter) not in shards and is_number:
-            yield name, parameter
-
-
-def _holds_group(module: nn.Module) -> bool:
-    return any(isinstance(value, ProcessGroup) for value in vars(module).values())
-
-
-def _is_its_own(parameter: Tensor) -> bool:
-    """Tell whether a framework says that each rank has its own."""
-    return is_marked_as_shard(parameter) or hasattr(parameter, "device_mesh")
-
-
-def _table(parameters: Mapping[str, Tensor]) -> list[list[float]]:
-    """Return each parameter's key, sums of its even and of its odd elements, and norm; one copy a device."""
-    if not parameters:
-        return []
-    with torch.no_grad():
-        sums = [_sums(parameter) for parameter in parameters.values()]
-    numbers = torch.stack([one.to(sums[0].device) for one in sums]).tolist()
-    return [[_key(name, one), *row] for (name, one), row in zip(parameters.items(), numbers, strict=True)]
-
-
-def _sums(parameter: Tensor) -> Tensor:
-    """[3] in float64."""
-    total = torch.zeros(3, dtype=torch.float64, device=parameter.device)
-    for piece in parameter.detach().reshape(-1).split(_PIECE):
-        squares = torch.linalg.vector_norm(piece, dtype=torch.float64).square()
-        total += torch.stack([piece[::2].sum(dtype=torch.float64), piece[1::2].sum(dtype=torch.float64), squares])
-    total[2].sqrt_()
-    return total
-
-
-def _key(name: str, parameter: Tensor) -> float:
-    """Return a fingerprint of what a parameter is."""
-    return fingerprint(f"{name} {tuple(parameter.shape)}")
-
-
-def _distance(sums: Sequence[float] | None, reference: Sequence[float]) -> float:
-    """Return how far apart two ranks' numbers of a parameter are, of its norm; what one does not know is not apart."""
-    if sums is None or list(sums) == list(reference):
-        return 0.0
-    if any(map(math.isnan, (*sums, *reference))):
-        are_alike = all(math.isnan(one) == math.isnan(other) for one, other in zip(sums, reference, strict=True))
-        return 0.0 if are_alike else math.inf
-    most = max(abs(one - other) for one, other in zip(sums, reference, strict=True))
-    return most / max(sums[-1], reference[-1])

@@ -1,0 +1,1 @@
+"""Whether parallel training computes what the undivided model computes."""
