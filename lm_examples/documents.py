@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lm_examples.config import DataConfig
 from lm_examples.data import SEPARATOR, folder_of, read_files
-from zeroresize.simulate.length_distributions import DISTRIBUTIONS, LengthDistribution
+from lm_examples.length_distributions import DISTRIBUTIONS, LengthDistribution
 from zeroresize.utils.value_checks import at_least, one_of
 
 #: The token behind the last one of a document.

@@ -1,6 +1,6 @@
 """Samples of many tasks, of very different lengths: runs of a text, and what is to be said of them.
 
-Lengths are like those of FLANv2 (:mod:`zeroresize.simulate.task_lengths`). A decoder-only model learns to continue a
+Lengths are like those of FLANv2 (:mod:`lm_examples.task_lengths`). A decoder-only model learns to continue a
 run of the text. An encoder-decoder model is given a run of it as source, and learns to say its beginning, its beginning
 reversed, or what follows it; the first token of the source says which.
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroresize.simulate.task_lengths import mini_batch_of_pairs
+from lm_examples.task_lengths import mini_batch_of_pairs
 from zeroresize.utils.value_checks import at_least, number
 
 #: Says of a source what its target is: its beginning, that reversed, or what follows.

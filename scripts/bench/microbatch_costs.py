@@ -25,6 +25,7 @@ from torch import nn
 from lm_examples.microbatches.blocks import ModelConfig, summed_loss
 from lm_examples.microbatches.gpt import gpt_layers
 from lm_examples.microbatches.t5 import t5_layers
+from lm_examples.task_lengths import mini_batch_of_pairs
 from scripts.bench.common import machine, save
 from zeroresize.measure.memory_meter import memory_meter
 from zeroresize.microbatch.closed_form_fit import fitted_closed_form, relative_errors
@@ -37,7 +38,6 @@ from zeroresize.policy.microbatches.planning_options import PlanningOptions
 from zeroresize.policy.microbatches.stage_costs import LayerCosts
 from zeroresize.runtime.activations import find_activations
 from zeroresize.runtime.stage import Stage
-from zeroresize.simulate.task_lengths import mini_batch_of_pairs
 
 #: Of the paper's Table 1, with fewer layers: those of one kind cost the same.
 ON_GPU = {

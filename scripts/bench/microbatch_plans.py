@@ -1,6 +1,6 @@
 """Planned micro-batches beside the optimum and other ways to make them: python -m scripts.bench.microbatch_plans
 
-FLAN-like mini-batches of 65,536 tokens (``zeroresize.simulate.task_lengths``), the paper's models for 8 GPUs on
+FLAN-like mini-batches of 65,536 tokens (``lm_examples.task_lengths``), the paper's models for 8 GPUs on
 modelled A100s without replicas or a limit of memory, 4 and 8 stages, simulated without messages. *Over the optimum*:
 Eq. 1 of the plan's partition over that of the exact dynamic program. Packing, fixed sizes and equal tokens have 1F1B
 and, each by itself for every mini-batch, the best of their parameters, powers of two; times are over those of the

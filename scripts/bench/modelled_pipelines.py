@@ -13,11 +13,11 @@ from functools import lru_cache
 
 import numpy as np
 
+from lm_examples.task_lengths import mini_batch_of_pairs
+from scripts.simulated.transformer_costs import A100, RECOMPUTATIONS, LayerKind, TransformerShape, transformer_grid
 from zeroresize.policy.microbatches.grid_costs import LayerGrid, powers_of_two
 from zeroresize.policy.microbatches.micro_batch import Indices, MicroBatchCosts
 from zeroresize.policy.microbatches.stage_costs import StageCosts
-from zeroresize.simulate.task_lengths import mini_batch_of_pairs
-from zeroresize.simulate.transformer_costs import A100, RECOMPUTATIONS, LayerKind, TransformerShape, transformer_grid
 
 #: Bytes of a parameter: weights and gradients in 16 bits; masters and Adam's state, shared by the replicas (ZeRO-1).
 _HELD_BYTES, _SHARED_BYTES = 4.0, 12.0

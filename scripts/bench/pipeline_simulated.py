@@ -1,6 +1,6 @@
 """Changing work on 8 to 24 stages, simulated by the decisions of training: python -m scripts.bench.pipeline_simulated
 
-Models are numbers (``zeroresize.simulate.changing_layers``): which share of a dense layer's work each layer does in
+Models are numbers (``scripts.simulated.changing_layers``): which share of a dense layer's work each layer does in
 each step, as DynMo's paper says, with spreads that its docstrings tell. A dense layer takes 0.5 ms forward and 1 ms
 backward of a micro-batch, of which there are four for each stage, and holds 200 MB, as of hidden size 1,024 with Adam's
 state; moves have 10 GB/s and 50 ms besides, which is known from the start; a profiled step takes 5 % longer, a decision
@@ -28,15 +28,15 @@ from rich.table import Table
 
 from scripts.bench.changing_work import PAPER
 from scripts.bench.common import save
+from scripts.simulated import changing_layers
+from scripts.simulated.changing_layers import ChangingLayers
+from scripts.simulated.foreseen_moves import simulate_foreseen
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profile_cadence import LEAST_BLOCKS, MAX_MEASURING
 from zeroresize.policy.pipeline.rebalancing_proposal import Method, RebalancingRule
 from zeroresize.policy.pipeline.shortest_step import shortest_partition
-from zeroresize.simulate import changing_layers
-from zeroresize.simulate.changing_layers import ChangingLayers
-from zeroresize.simulate.foreseen_moves import simulate_foreseen
 from zeroresize.simulate.pipeline_training import (
     LayerLoads,
     PipelineCluster,

@@ -1,6 +1,6 @@
 """DynPipe's supplement beside ours, simulated: python -m scripts.bench.pipeline_supplement
 
-A GPT is pruned to 90 % as its Eq. (2) says, on 2 to 8 devices (``zeroresize.simulate.changing_layers``; what layers
+A GPT is pruned to 90 % as its Eq. (2) says, on 2 to 8 devices (``scripts.simulated.changing_layers``; what layers
 take is told in ``scripts.bench.pipeline_simulated``). Three tables: throughput by the number of layers and devices
 (Table 2); what profiles and moves of a whole training take, in steps of the dense model (Table 1); and re-packing onto
 as few of eight devices as hold the layers and make no step longer than the first one (Fig. 4), with four micro-batches

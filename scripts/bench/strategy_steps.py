@@ -1,7 +1,7 @@
 """Steps on long-tailed lengths: torchrun --standalone --nproc-per-node 4 -m scripts.bench.strategy_steps
 
 A LLaMA-like model on four ranks, and mini-batches whose lengths are distributed as in CommonCrawl or on GitHub
-(``zeroresize.simulate.length_distributions``), scaled so that the longest is as long as allowed. A rank's memory is
+(``lm_examples.length_distributions``), scaled so that the longest is as long as allowed. A rank's memory is
 taken to hold the activations of ``--tokens`` tokens of an undivided model, so of tp times as many of a divided one: the
 longest sequences need tp = 4, and the only static strategy is (1, 4, 1). Combinations train the same mini-batches in
 turns; ratios are paired by mini-batch. "If memory sufficed" is what (4, 1, 1) would do. This is the real counterpart of
@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from lm_examples.length_distributions import DISTRIBUTIONS
 from lm_examples.llama import LlamaConfig, llama_layers, token_loss
 from scripts.bench.common import bootstrap_interval, machine, save
 from zeroresize.plan.length_range import LengthRange
 from zeroresize.plan.strategy import Strategy
-from zeroresize.simulate.length_distributions import DISTRIBUTIONS
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.step_report import StepReport
 from zeroresize.strategy.trainer import StrategyTrainer

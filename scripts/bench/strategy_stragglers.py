@@ -13,17 +13,17 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from lm_examples.length_distributions import DISTRIBUTIONS
 from scripts.bench.strategy_tables import COMBINATIONS, K
+from scripts.simulated.llama_tensors import LLAMA_32B
+from scripts.simulated.strategies import GpuCluster, llama_cost_model
+from scripts.simulated.strategy_stragglers import simulate_stragglers
 from zeroresize.plan.length_range import LengthRange
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.strategy.stragglers.changed_strategies import Kind
 from zeroresize.policy.strategy.stragglers.costs import StragglerCosts
 from zeroresize.policy.strategy.stragglers.decision import StragglerDecision
-from zeroresize.simulate.length_distributions import DISTRIBUTIONS
-from zeroresize.simulate.llama_tensors import LLAMA_32B
-from zeroresize.simulate.strategies import GpuCluster, llama_cost_model
-from zeroresize.simulate.strategy_stragglers import simulate_stragglers
 
 MODES: dict[str, tuple[Kind, ...]] = {
     "nothing": (),

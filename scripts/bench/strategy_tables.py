@@ -20,7 +20,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from lm_examples.length_distributions import DISTRIBUTIONS
 from scripts.bench.common import save
+from scripts.simulated.llama_tensors import LLAMA_32B
+from scripts.simulated.strategies import (
+    GpuCluster,
+    llama_cost_model,
+    padded_rows,
+)
 from zeroresize.plan.length_range import LengthRange
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.costs.candidate_strategies import candidate_strategies
@@ -28,13 +35,6 @@ from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.costs.forecast import Pack, StepForecast, forecast_step, packed_by_work
 from zeroresize.policy.strategy.costs.overlap import OverlappedSwitches
 from zeroresize.policy.strategy.costs.search import SearchResult, search_strategies
-from zeroresize.simulate.length_distributions import DISTRIBUTIONS
-from zeroresize.simulate.llama_tensors import LLAMA_32B
-from zeroresize.simulate.strategies import (
-    GpuCluster,
-    llama_cost_model,
-    padded_rows,
-)
 
 K = 1024
 #: Where the rows of the table end.

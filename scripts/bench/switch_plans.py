@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.bench.common import save
+from scripts.simulated.llama_tensors import LLAMA_32B, LlamaShape, llama_tensors
 from zeroresize.plan.layout import TensorSpec
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.switches.slices import common_slices
 from zeroresize.policy.strategy.switches.switch_plan import lower_bound, plan_gradients, plan_weights
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
-from zeroresize.simulate.llama_tensors import LLAMA_32B, LlamaShape, llama_tensors
 
 #: HotSPa, Table 3.
 STRATEGIES = ((1, 16, 2), (2, 8, 2), (4, 4, 2), (4, 2, 4), (8, 4, 1))

@@ -3,10 +3,7 @@
 import numpy as np
 import pytest
 
-from zeroresize.plan.partition import Partition
-from zeroresize.policy.pipeline.centralized import balanced_partition
-from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
-from zeroresize.simulate.changing_layers import (
+from scripts.simulated.changing_layers import (
     CASES,
     SPARSITIES,
     dense,
@@ -17,6 +14,9 @@ from zeroresize.simulate.changing_layers import (
     pruned,
     sparse_attention,
 )
+from zeroresize.plan.partition import Partition
+from zeroresize.policy.pipeline.centralized import balanced_partition
+from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 
 STEPS, LAYERS = 2000, 48
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from helpers.pipelines import all_partitions
 
+from scripts.simulated.foreseen_moves import simulate_foreseen
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
-from zeroresize.simulate.foreseen_moves import simulate_foreseen
 from zeroresize.simulate.pipeline_training import LayerLoads, PipelineCluster, simulate_oracle, simulate_pipeline
 
 LAYERS, STAGES, MICRO, SPAN = 6, 3, 6, 4

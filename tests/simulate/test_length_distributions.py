@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from zeroresize.simulate.length_distributions import BOUNDS, DISTRIBUTIONS, LengthDistribution
+from lm_examples.length_distributions import BOUNDS, DISTRIBUTIONS, LengthDistribution
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)

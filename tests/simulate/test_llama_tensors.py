@@ -2,8 +2,8 @@
 
 import pytest
 
+from scripts.simulated.llama_tensors import LLAMA_7B, LLAMA_32B, LLAMA_70B, llama_tensors
 from zeroresize.plan.strategy import Strategy
-from zeroresize.simulate.llama_tensors import LLAMA_7B, LLAMA_32B, LLAMA_70B, llama_tensors
 
 
 @pytest.mark.parametrize(("shape", "num_parameters"), [(LLAMA_7B, 6_738_415_616), (LLAMA_70B, 68_976_648_192)])

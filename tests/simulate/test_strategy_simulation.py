@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from lm_examples.length_distributions import DISTRIBUTIONS
 from scripts.bench import strategy_tables
 from scripts.bench.strategy_tables import (
     COMBINATIONS,
@@ -15,17 +16,16 @@ from scripts.bench.strategy_tables import (
     ranges_of,
     searched,
 )
-from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.costs.forecast import packed_by_work
-from zeroresize.policy.strategy.costs.search import search_strategies
-from zeroresize.simulate.length_distributions import DISTRIBUTIONS
-from zeroresize.simulate.llama_tensors import LLAMA_32B
-from zeroresize.simulate.strategies import (
+from scripts.simulated.llama_tensors import LLAMA_32B
+from scripts.simulated.strategies import (
     GpuCluster,
     llama_cost_model,
     llama_layer_costs,
     padded_rows,
 )
+from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.strategy.costs.forecast import packed_by_work
+from zeroresize.policy.strategy.costs.search import search_strategies
 
 K = 1024
 CLUSTER = GpuCluster()

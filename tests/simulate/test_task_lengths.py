@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from zeroresize.simulate.task_lengths import FLAN_LIKE, draw_pairs, mini_batch_of_pairs
+from lm_examples.task_lengths import FLAN_LIKE, draw_pairs, mini_batch_of_pairs
 
 
 def test_cutting_later_leaves_as_many_more_tokens_as_in_the_paper():

@@ -8,6 +8,7 @@ from helpers.strategies import FormulaCosts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scripts.simulated.strategy_stragglers import simulate_stragglers
 from zeroresize.plan.layout import unit_bounds
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.moves.move_cost import MoveCost
@@ -19,7 +20,6 @@ from zeroresize.policy.strategy.stragglers.changed_strategies import (
     smaller_degrees,
 )
 from zeroresize.policy.strategy.stragglers.decision import StragglerDecision
-from zeroresize.simulate.strategy_stragglers import simulate_stragglers
 
 MODEL = ModelDivision((1.0,) * 8, (8, 32))
 EVEN = (1.0,) * 4

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scripts.simulated.llama_tensors import LlamaShape, llama_tensors
 from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
 from zeroresize.policy.strategy.packing import pack
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
-from zeroresize.simulate.llama_tensors import LlamaShape, llama_tensors
 
 _BF16 = 2
 
