@@ -205,6 +205,7 @@ class _Search:
                 raise StaysEven(f"layer {name} is in another segment already, that of {self._owner[name].name}")
             self._require_movable(name)
         owned = self._owned(segment, columns, row)
+        owned.may_draw = not is_proven
         if not is_proven:
             self._require_sound(segment, owned, columns, row)
         if is_proven and any(one.rows != 1 for one in owned.tensors):

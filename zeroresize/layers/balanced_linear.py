@@ -21,6 +21,7 @@ from zeroresize.layers.compiled_products import (
 from zeroresize.layers.functional import LastGradients, ProductContext, column_parallel_products, row_parallel_products
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment
+from zeroresize.layers.segment_draws import follow_draws
 from zeroresize.layers.shards import tell_shards_of
 from zeroresize.layers.shared_products import SharedProducts
 from zeroresize.layers.weight_checks import is_sharded
@@ -221,6 +222,8 @@ class BalancedLinear:
 
     def _forward_begins(self, x: Tensor, is_training: bool) -> SharedProducts | None:
         """Tell who watches before anything is sent, and return the loans of this forward."""
+        if self.segment is not None and self.segment.may_draw:
+            follow_draws(self.segment, is_column_parallel=self.is_column_parallel, device=x.device)
         loans = self.loans if is_training else None
         sends = loans is not None or not self.is_column_parallel
         if self.watch_forward is not None and sends:
