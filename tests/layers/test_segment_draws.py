@@ -80,6 +80,9 @@ def dtensors(block, group):
 def colossalai(block, group):
     from colossalai.shardformer.layer import Linear1D_Col, Linear1D_Row
 
+    from zeroresize.integrations.colossalai import prepare_accelerator
+
+    prepare_accelerator()
     block.up = Linear1D_Col.from_native_module(block.up, group)
     block.down = Linear1D_Row.from_native_module(block.down, group)
 
