@@ -139,8 +139,17 @@ def test_a_registered_module_with_sinks_stays_even(run_ranks, monkeypatch):
     monkeypatch.setattr(segment_registry, "_adapters", dict(segment_registry._adapters))
 
     def check(rank, group):
-        register_segments(Attention, lambda one: zr.Segment([one.qkv], one.out, HEAD, num_blocks=3, kind="heads",
-                                                            on_change=lambda heads: setattr(one, "num_heads", 1)))
+        register_segments(
+            Attention,
+            lambda one: zr.Segment(
+                [one.qkv],
+                one.out,
+                HEAD,
+                num_blocks=3,
+                kind="heads",
+                on_change=lambda heads: setattr(one, "num_heads", 1),
+            ),
+        )
         model = attention_with(OF_HEADS["sinks"], group)
         zr.convert(model, process_group=group)
         assert "attention.kept, of shape [4]" in balanced_layers(model)["attention.out"].stays_even

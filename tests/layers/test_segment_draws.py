@@ -179,9 +179,13 @@ class Parallel(nn.Module):
 def test_segments_that_overlap_draw_alike_behind_each(run_ranks):
     def check(rank, group):
         model = Parallel(group)
-        zr.convert(model, process_group=group, segments=[
-            zr.Segment([f"blocks.{n}.up"], f"blocks.{n}.down", unit_size=HEAD, head_size=HEAD) for n in range(2)
-        ])
+        zr.convert(
+            model,
+            process_group=group,
+            segments=[
+                zr.Segment([f"blocks.{n}.up"], f"blocks.{n}.down", unit_size=HEAD, head_size=HEAD) for n in range(2)
+            ],
+        )
         balancer = moved(model, group)
         torch.manual_seed(1)
         x = torch.randn(3, 5, WIDTH, dtype=torch.float64)
@@ -197,5 +201,27 @@ def test_a_compiled_segment_draws_alike_behind_it(run_ranks):
         balancer, x = moved(model, group), torch.ones(3, 5, WIDTH, dtype=torch.float64, requires_grad=True)
         assert_alike([compiled(model)[0](x)], group)
         balancer.close()
+
+    run_ranks(check, 2)
+
+
+def test_check_segments_says_dropout_where_ranks_would_drop_what_all_hold(run_ranks):
+    def in_order(*functions):
+        def between(h):
+            for function in functions:
+                h = function(h)
+            return h
+
+        return between
+
+    def check(rank, group):
+        x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1))
+        attention, path, noise = (BETWEEN[name] for name in ("SDPA", "drop path by rand", "noise"))
+        keyed = nn.Sequential(nn.Dropout(0.2), nn.Dropout(0.4))
+        for between in (BETWEEN["alpha_dropout"], in_order(path, attention, noise), keyed):
+            for saved in ((0, 0), (1, 2)):
+                zr.check_segments(blocks_of(group, plain, between, saved), x)
+        with pytest.raises(ValueError, match=r"0\.down \(heads\): .*dropout: .*aten::rand_like of shape \[2, 1, 1\]"):
+            zr.check_segments(blocks_of(group, plain, in_order(attention, path)), x)
 
     run_ranks(check, 2)

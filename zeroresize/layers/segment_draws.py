@@ -59,7 +59,7 @@ def follow_draws(segment: OwnedSegment, *, is_column_parallel: bool, device: tor
     segments = stream.segments | {id(segment)} if is_column_parallel else stream.segments - {id(segment)}
     if segments == stream.segments:
         return
-    has_drawn = stream.has_drawn or 0 in segment.owned.counts  # a rank without units draws nothing
+    has_drawn = stream.has_drawn or (0 in segment.owned.counts and not _are_forced)  # who has no units draws nothing
     has_drawn = has_drawn or not all(
         torch.equal(one.get_state(), state) for one, state in zip(generators, stream.beginning, strict=True)
     )
