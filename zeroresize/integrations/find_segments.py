@@ -17,10 +17,11 @@ from typing import Any
 from torch import nn
 
 import zeroresize.integrations.transformers_segments  # noqa: F401 - it registers what it knows
+from zeroresize.comm.collectives import group_rank
 from zeroresize.integrations.adapter_layers import why_adapted
 from zeroresize.integrations.changed_modules import why_changed
 from zeroresize.integrations.graph_reading import FromOutside, NotProven
-from zeroresize.integrations.named_segments import require_follower, require_whole_heads
+from zeroresize.integrations.named_segments import require_followed_tensors, require_follower, require_whole_heads
 from zeroresize.integrations.segment_registry import StaysEven, is_registered, registered_segments
 from zeroresize.integrations.still_sound import StillSound, TracedAgain
 from zeroresize.integrations.traced_segments import TracedModule
@@ -205,6 +206,7 @@ class _Search:
                 raise StaysEven(f"layer {name} is in another segment already, that of {self._owner[name].name}")
             self._require_movable(name)
         owned = self._owned(segment, columns, row)
+        owned.may_draw = not is_proven
         if not is_proven:
             self._require_sound(segment, owned, columns, row)
         if is_proven and any(one.rows != 1 for one in owned.tensors):
@@ -221,6 +223,8 @@ class _Search:
         num_units = owned.owned.counts[0]
         num_features = [num_units * rows[name] for name in (*columns, row)]
         require_follower(segment, num_units, num_features, (*columns, row), self._modules)
+        units = owned.owned.units_of(group_rank(self._layers[row].process_group)).tolist()
+        require_followed_tensors(segment, units, num_features, (*columns, row), self._modules)
 
     def _owned(self, segment: Segment, columns: Sequence[str], row: str) -> OwnedSegment:
         unit_size, num_blocks = segment.unit_size, segment.num_blocks

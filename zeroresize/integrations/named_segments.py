@@ -1,4 +1,4 @@
-"""What can be checked of a segment that is somebody's word: whole heads, and counts that must follow the units.
+"""What can be checked of a segment that is somebody's word: whole heads, and counts and tensors that follow the units.
 
 ``U`` units of a rank at even shares.
 """
@@ -9,11 +9,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from zeroresize.integrations.hidden_state import restored
 from zeroresize.integrations.segment_registry import StaysEven
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import Segment
+from zeroresize.utils.torch_private import buffers_of, parameters_of
+
+#: Of a model, by name.
+Modules = Mapping[str, Any]
 
 #: Attributes by which modules keep how many features one head has.
 _SIZES = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_head")
@@ -22,7 +28,7 @@ _COUNTS = re.compile(r"heads?$|^n_?head|^n(um)?_kv")
 _NO_COUNTS = re.compile(r"(dim|size|groups|layers?)$")
 
 
-def require_whole_heads(segment: Segment, rows: Mapping[str, int], row: str, modules: Mapping[str, nn.Module]) -> None:
+def require_whole_heads(segment: Segment, rows: Mapping[str, int], row: str, modules: Modules) -> None:
     """Check that no unit is a part of a head.
 
     Args:
@@ -59,7 +65,7 @@ def require_whole_heads(segment: Segment, rows: Mapping[str, int], row: str, mod
 
 
 def require_follower(
-    segment: Segment, num_units: int, num_features: Sequence[int], layers: Sequence[str], modules: Mapping[str, Any]
+    segment: Segment, num_units: int, num_features: Sequence[int], layers: Sequence[str], modules: Modules
 ) -> None:
     """Check that there is an ``on_change`` where the modules between the layers keep counts of what this rank holds.
 
@@ -85,7 +91,57 @@ def require_follower(
                 )
 
 
-def _size_of_head(layers: Sequence[str], modules: Mapping[str, nn.Module]) -> tuple[int | None, str]:
+def require_followed_tensors(
+    segment: Segment, units: Sequence[int], num_features: Sequence[int], layers: Sequence[str], modules: Modules
+) -> None:
+    """Check that no tensor beside the layers is of single units (sinks, slopes, scales) and would not follow them.
+
+    One is taken for such that has a dimension of as many units, heads or features as this rank has.
+
+    Args:
+        units: of this rank, at even shares.
+        num_features: of the layers on this rank, at even shares.
+
+    Raises:
+        StaysEven: if one is, naming it.
+    """
+    head_size = segment.head_size or _size_of_head(layers, modules)[0] or segment.unit_size
+    of_units = {len(units), len(units) * segment.unit_size // head_size, *num_features}
+    of_all = {modules[name].even_shape[modules[name].is_column_parallel] for name in layers}
+    parts = _parts(layers, modules)
+    holder, _ = next(iter(parts.values()))
+    for name, (module, holds_layers) in parts.items():
+        # In a module of its own it is as likely of the features that all heads have, as a norm or a rotary embedding.
+        others = of_all | {1} | (set() if holds_layers else {head_size, head_size // 2})
+        for attribute, tensor in (vars(module) | parameters_of(module) | buffers_of(module)).items():
+            shape = list(local_of(tensor).shape) if isinstance(tensor, Tensor) else []
+            sizes = [size for size in of_units - others if shape.count(size) == 1]
+            if sizes and not _follows(segment, units, module, attribute, holder):
+                remedy = "on_change must set it for the units that it is called with"
+                if tensor.requires_grad:
+                    remedy = "parameters beside the layers do not move along: leave the segment out, and it stays even"
+                raise StaysEven(
+                    f"{name}.{attribute}, of shape {shape}, seems to be of the {sizes[0]} units, heads or features "
+                    f"that a rank has, and does not follow them: {remedy}"
+                )
+
+
+def _follows(segment: Segment, units: Sequence[int], owner: Any, attribute: str, holder: nn.Module) -> bool:
+    """Try whether ``on_change`` gives a tensor another shape for more units; one that fails tells when units move."""
+    shape = getattr(owner, attribute).shape
+    if getattr(owner, attribute).requires_grad or segment.on_change is None:
+        return False
+    with restored(holder):
+        try:
+            segment.on_change(sorted({*units, *range(len(units) + 1)}))
+            follows = bool(getattr(owner, attribute).shape != shape)
+            segment.on_change(list(units))
+        except Exception:
+            return True
+    return follows
+
+
+def _size_of_head(layers: Sequence[str], modules: Modules) -> tuple[int | None, str]:
     for module in _between(layers, modules):
         for name in _SIZES:
             size = getattr(module, name, None)
@@ -94,16 +150,26 @@ def _size_of_head(layers: Sequence[str], modules: Mapping[str, nn.Module]) -> tu
     return None, ""
 
 
-def _between(layers: Sequence[str], modules: Mapping[str, nn.Module]) -> Iterator[nn.Module]:
-    """The modules that hold the layers, from the nearest that holds all of them, and their children without layers."""
+def _between(layers: Sequence[str], modules: Modules) -> Iterator[nn.Module]:
+    """The modules that hold the layers, and what else is in them, but for torch's."""
+    parts = (module for module, _ in _parts(layers, modules).values())
+    yield from (module for module in parts if not type(module).__module__.startswith("torch."))
+
+
+def _parts(layers: Sequence[str], modules: Modules) -> dict[str, tuple[nn.Module, bool]]:
+    """The modules that hold the layers, from the nearest that holds all of them, and their children without layers.
+
+    Each by its name, with whether it holds layers.
+    """
     paths = [name.split(".")[:-1] for name in layers]
     common = 0
     while all(len(path) > common for path in paths) and len({path[common] for path in paths}) == 1:
         common += 1
     names = {".".join(path[:length]): None for path in paths for length in range(common, len(path) + 1)}
-    seen: dict[nn.Module, None] = {modules[name]: None for name in names}
-    for module in list(seen):
-        for child in module.children():
+    parts = {name: (modules[name], True) for name in names}
+    for name in names:
+        for child_name, child in modules[name].named_children():
             if not any(isinstance(one, BalancedLinear) for one in child.modules()):
-                seen |= dict.fromkeys(child.modules())
-    yield from (module for module in seen if not type(module).__module__.startswith("torch."))
+                prefix = f"{name}.{child_name}" if name else child_name
+                parts |= {inner: (one, False) for inner, one in child.named_modules(prefix=prefix)}
+    return parts

@@ -21,6 +21,7 @@ from zeroresize.layers.compiled_products import (
 from zeroresize.layers.functional import LastGradients, ProductContext, column_parallel_products, row_parallel_products
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment
+from zeroresize.layers.segment_draws import follow_draws
 from zeroresize.layers.shards import tell_shards_of
 from zeroresize.layers.shared_products import SharedProducts
 from zeroresize.layers.weight_checks import is_sharded
@@ -32,6 +33,11 @@ _OF_A_BALANCER = frozenset(
     {"plan", "loans", "probes", "last", "needs_eager_autograd", "segment", "forwards"}
     | {"watch_start", "watch_forward", "watch_input"}
 )
+
+
+def is_being_captured(x: Tensor) -> bool:
+    """Return whether what computes with ``x`` now is captured in a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class BalancedLinear:
@@ -63,6 +69,7 @@ class BalancedLinear:
         is_column_parallel: whether x is replicated and dx summed over the group, instead of x split and y summed.
         process_group: the tensor-parallel group.
         weight: the host's parameter; what this rank multiplies by is :attr:`local_weight`.
+        is_captured: whether a forward was captured in a CUDA graph, which reads the weight where it lay then.
         is_copy_of_uneven: whether it is a copy of a layer whose units were away, on this rank or another.
         has_dtensors: whether its parameters are DTensors over its group, of which :attr:`local_weight` is a local part.
         weight_is_transposed: whether ``weight`` is [K, N] and :attr:`local_weight` a view of it.
@@ -85,6 +92,7 @@ class BalancedLinear:
     needs_eager_autograd: bool
     watch_input: Callable[[Tensor], None] | None
     is_compiled: bool
+    is_captured: bool
     forwards: CompiledForwards
     name_in_model: str
     is_converted: bool
@@ -110,7 +118,7 @@ class BalancedLinear:
         self.plan = self.loans = self.last = self.segment = None
         self.watch_start = self.watch_forward = self.watch_input = None
         self.probes, self.forwards = Probes(), CompiledForwards(self)
-        self.needs_eager_autograd = False
+        self.needs_eager_autograd = self.is_captured = False
         self.forget_forwards()
         tell_shards_of(self)
 
@@ -221,6 +229,10 @@ class BalancedLinear:
 
     def _forward_begins(self, x: Tensor, is_training: bool) -> SharedProducts | None:
         """Tell who watches before anything is sent, and return the loans of this forward."""
+        if is_being_captured(x):
+            self.is_captured = True
+        elif self.segment is not None and self.segment.may_draw:
+            follow_draws(self.segment, is_column_parallel=self.is_column_parallel, device=x.device)
         loans = self.loans if is_training else None
         sends = loans is not None or not self.is_column_parallel
         if self.watch_forward is not None and sends:

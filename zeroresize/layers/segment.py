@@ -115,6 +115,7 @@ class OwnedSegment:
         dropout_calls: how often each keyed dropout between the layers was called in training, by its number in
             ``dropouts``, until a balancer was closed.
         modules: its layers, in the order of ``layers``.
+        may_draw: whether random numbers may be drawn between the layers that are not keyed by the unit.
     """
 
     name: str
@@ -133,6 +134,7 @@ class OwnedSegment:
     has_given_shares: bool = False
     stays_even: str | None = None
     dropout_calls: dict[int, int] = field(default_factory=dict, repr=False)
+    may_draw: bool = False
 
     def __post_init__(self) -> None:
         self.shares = self.shares or (1.0,) * self.owned.num_ranks

@@ -80,7 +80,7 @@ class OwnershipMap:
         """Return how many units each rank owns."""
         return tuple(np.bincount(self.owners, minlength=self.num_ranks).tolist())
 
-    @property
+    @cached_property
     def is_even(self) -> bool:
         """Whether every rank owns what hosts give it."""
         return self == OwnershipMap.even(len(self.owners), self.num_ranks)

@@ -321,6 +321,11 @@ def name_of_operator(operator: Operator) -> str:
     return operator._schema.name
 
 
+def arguments_of_operator(operator: Operator) -> list[str]:
+    """Return the names of an operator's arguments, in their order: ``OpOverload._schema.arguments``."""
+    return [one.name for one in operator._schema.arguments]
+
+
 def spin_on_device(cycles: int) -> None:
     """Keep the current stream of the current CUDA device busy for so many clock cycles: ``torch.cuda._sleep``."""
     torch.cuda._sleep(cycles)

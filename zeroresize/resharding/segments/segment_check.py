@@ -28,11 +28,13 @@ from zeroresize.integrations.keyed_dropout import KeyedDropout, drops
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_in_graph, local_of
 from zeroresize.layers.segment import OwnedSegment
+from zeroresize.layers.segment_draws import streams_of_all
 from zeroresize.layers.segments import owned_segments
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.resharding.agreement import gather_texts, meet_over
 from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.resharding.segments.in_float64 import in_float64, require_replaceable, to_float64
+from zeroresize.resharding.segments.muted_draws import MutedDraws, require_drawn_alike
 from zeroresize.resharding.units.moving_units import move_units
 
 _T = TypeVar("_T")
@@ -195,6 +197,7 @@ class _Check:
         self._meet: Meet = meet_over(self._group, self._device)
         self._devices = sorted({one.device.index for one in model.parameters() if one.is_cuda})
         self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._draws_at_home: MutedDraws | None = None
         self._seeds = torch.get_rng_state(), [torch.cuda.get_rng_state(one) for one in self._devices]
 
     def run(self) -> list[SegmentCheck]:
@@ -209,7 +212,7 @@ class _Check:
         for row in rows:
             row.watch_forward = self._still_well
         try:
-            with torch.random.fork_rng(devices=self._devices):
+            with torch.random.fork_rng(devices=self._devices), streams_of_all():
                 expected = self._compute_expected()
                 return [self._check_segment(segment, expected) for segment in self._segments]
         finally:
@@ -265,7 +268,15 @@ class _Check:
             move_units([segment], {segment.name: target}, process_group=self._group, optimizer=None, meet=self._meet)
 
     def _compute(self) -> _Results:
-        """Outputs and gradients of the model as it is divided now.
+        """Outputs and gradients of the model as it is divided now, without random numbers of single units."""
+        with MutedDraws() as draws:
+            results = self._forward_and_backward()
+        self._draws_at_home = self._draws_at_home or draws
+        require_drawn_alike(draws, self._draws_at_home)
+        return results
+
+    def _forward_and_backward(self) -> _Results:
+        """As above; alike on all ranks.
 
         Where a rank fails between a column- and a row-parallel layer, the others are told before they wait for it.
         """

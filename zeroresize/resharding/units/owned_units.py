@@ -97,7 +97,10 @@ class OwnedUnits:
         self.moves: list[Move] = []
         self._has_dtensors = any(layer.has_dtensors for layer in layers.values())
         self._is_guarded = not self._has_dtensors
-        self.checks: list[Callable[[], str | None]] = [ReplacedParts(model, layers, optimizer).why_not_same]
+        self.checks: list[Callable[[], str | None]] = [
+            ReplacedParts(model, layers, optimizer).why_not_same,
+            self._why_captured,
+        ]
         self._owned_by: tuple[tuple[float, ...], float] = self.home, 1.0
         self.why_not_divisible = self._why_not_divisible()
         self.why_not_movable = self._why_not_movable(replicas)
@@ -249,6 +252,21 @@ class OwnedUnits:
         why = self.why_not_now()
         if any(row[0] for row in meet_unchanged(self.meet, float(why is not None), 0.0)):
             raise CannotMoveError(f"nothing has changed: {self.gather_reasons(why)}")
+
+    def _why_captured(self) -> str | None:
+        names = (
+            name
+            for segment in self.segments
+            for name, layer in zip(segment.layers, segment.modules, strict=True)
+            if layer.is_captured
+        )
+        if (name := next(names, None)) is None:
+            return None
+        return (
+            f"a forward of {name} was captured in a CUDA graph, which would go on to read its weight where it lay before "
+            "a move. Capture once units have moved for the last time, with a Balancer of moves=False or mode='off' from "
+            "then on, or leave such layers out by module_filter_fn"
+        )
 
     def _require_units(self) -> None:
         """Raises ValueError for a parameter, or optimizer state, that is not divided by units as segments say."""

@@ -1,0 +1,227 @@
+"""Random numbers between the layers of a named segment: what is replicated behind them is dropped alike on all ranks."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from helpers.compiled import compiled
+from helpers.dtensor_models import mesh_of
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import zeroresize as zr
+
+WIDTH, HEADS, HEAD = 8, 4, 2
+
+
+def attend(h, p=0.4):
+    heads = h.unflatten(-1, (-1, HEAD)).transpose(-2, -3)
+    return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=p).transpose(-2, -3).flatten(-2)
+
+
+def drop_path(h, draw):
+    return h * draw(h.new_empty(h.shape[0], 1, 1)).div(0.6)
+
+
+BETWEEN = {
+    "nothing": torch.tanh,
+    "F.dropout": partial(F.dropout, p=0.4),
+    "nn.Dropout": nn.Dropout(0.4),
+    "alpha_dropout": partial(F.alpha_dropout, p=0.4, training=True),
+    "feature dropout": lambda h: F.dropout1d(h.transpose(1, 2), 0.4).transpose(1, 2),
+    "SDPA": attend,
+    "drop path by rand": lambda h: drop_path(h, lambda one: torch.rand_like(one).lt(0.6)),
+    "drop path by bernoulli": lambda h: drop_path(h, lambda one: one.bernoulli_(0.6)),
+    "noise": lambda h: h + torch.randn_like(h),
+}
+#: What of a block is checkpointed: from which of its parts on, and up to which.
+CHECKPOINTED = {"all": (0, 4), "between": (1, 2), "with the row": (1, 4), "with the column": (0, 2)}
+
+
+class Block(nn.Module):
+    """x + dropout(down(between(up(x)))); whole until ``up`` and ``down`` are split."""
+
+    def __init__(self, between, saved=(0, 0)):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(WIDTH, HEADS * HEAD).double(), nn.Linear(HEADS * HEAD, WIDTH).double()
+        self.between, self.saved = between, saved
+
+    def forward(self, x):
+        parts = [lambda h: self.up(h), self.between, lambda h: self.down(h), lambda h: F.dropout(h, 0.5)]
+        first, last = self.saved
+
+        def inner(h):
+            for part in parts[first:last]:
+                h = part(h)
+            return h
+
+        h = x
+        for part in parts[:first]:
+            h = part(h)
+        h = checkpoint(inner, h, use_reentrant=False) if last else h
+        for part in parts[last:]:
+            h = part(h)
+        return x + h
+
+
+def plain(block, group):
+    block.up = zr.ColumnParallelLinear.from_linear(block.up, process_group=group)
+    block.down = zr.RowParallelLinear.from_linear(block.down, process_group=group)
+
+
+def dtensors(block, group):
+    parallelize_module(block, mesh_of(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def colossalai(block, group):
+    from colossalai.shardformer.layer import Linear1D_Col, Linear1D_Row
+
+    from zeroresize.integrations.colossalai import prepare_accelerator
+
+    prepare_accelerator()
+    block.up = Linear1D_Col.from_native_module(block.up, group)
+    block.down = Linear1D_Row.from_native_module(block.down, group)
+
+
+def blocks_of(group, split, between, saved=(0, 0)):
+    model = nn.Sequential(*(Block(between, saved) for _ in range(2)))
+    for block in model:
+        split(block, group)
+    return zr.convert(model, process_group=group, segments=[named(number) for number in range(2)]).train()
+
+
+def named(number):
+    return zr.Segment([f"{number}.up"], f"{number}.down", unit_size=HEAD, kind="heads", head_size=HEAD)
+
+
+def moved(model, group, shares=(3, 1)):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    balancer = zr.Balancer(model, optimizer, process_group=group, config=zr.BalanceConfig(mode="exact"))
+    balancer.move(shares)
+    return balancer
+
+
+def results(model):
+    """What two forwards return, one behind the other, and the gradients of what is replicated."""
+    torch.manual_seed(1)
+    x = torch.randn(3, 5, WIDTH, dtype=torch.float64, requires_grad=True)
+    model.zero_grad()
+    y = torch.stack([model(x), model(x)])
+    y.square().sum().backward()
+    biases = [block.down.bias.grad for block in model]
+    return y.detach(), x.grad, *(one.to_local() if hasattr(one, "to_local") else one for one in biases)
+
+
+def assert_alike(tensors, group):
+    for tensor in tensors:
+        first = tensor.clone()
+        dist.broadcast(first, 0, group=group)
+        assert torch.equal(tensor, first)
+
+
+def check_alike(group, split):
+    for name, between in BETWEEN.items():
+        model = blocks_of(group, split, between)
+        balancer = moved(model, group)
+        first, other = y = results(model)[0]
+        assert_alike(results(model), group)
+        assert not torch.equal(first, other), name
+        with balancer.at_home():
+            assert_alike(results(model), group)
+            assert torch.allclose(results(model)[0], y, atol=1e-12) == (name == "nothing"), name
+        balancer.close()
+
+
+@pytest.mark.parametrize("split", [plain, dtensors])
+def test_what_is_replicated_behind_a_named_segment_is_dropped_alike(run_ranks, split):
+    run_ranks(lambda rank, group: check_alike(group, split), 2)
+
+
+def test_what_is_replicated_behind_a_named_segment_of_colossalai_is_dropped_alike(run_ranks, colossalai_module):
+    run_ranks(lambda rank, group: check_alike(group, colossalai), 2)
+
+
+def test_a_checkpointed_part_draws_again_what_it_drew(run_ranks):
+    def check(rank, group):
+        expected = None
+        for saved in ((0, 0), *CHECKPOINTED.values()):
+            model = blocks_of(group, plain, BETWEEN["F.dropout"], saved)
+            balancer = moved(model, group)
+            found = results(model)
+            assert_alike(found, group)
+            expected = expected or found
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), saved
+            balancer.close()
+
+    run_ranks(check, 2)
+
+
+class Parallel(nn.Module):
+    """Attention and a feed-forward of one x, whose first layers are called before either's last."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(None), Block(None)])
+        for block in self.blocks:
+            plain(block, group)
+
+    def forward(self, x):
+        first, second = self.blocks
+        heads, neurons = first.up(x), second.up(x)
+        y = F.dropout(first.down(attend(heads)), 0.5)
+        return x + y + F.dropout(second.down(F.dropout(neurons, 0.4)), 0.5)
+
+
+def test_segments_that_overlap_draw_alike_behind_each(run_ranks):
+    def check(rank, group):
+        model = Parallel(group)
+        zr.convert(
+            model,
+            process_group=group,
+            segments=[
+                zr.Segment([f"blocks.{n}.up"], f"blocks.{n}.down", unit_size=HEAD, head_size=HEAD) for n in range(2)
+            ],
+        )
+        balancer = moved(model, group)
+        torch.manual_seed(1)
+        x = torch.randn(3, 5, WIDTH, dtype=torch.float64)
+        assert_alike([model(x), model(x)], group)
+        balancer.close()
+
+    run_ranks(check, 2)
+
+
+def test_a_compiled_segment_draws_alike_behind_it(run_ranks):
+    def check(rank, group):
+        model = blocks_of(group, plain, BETWEEN["F.dropout"])
+        balancer, x = moved(model, group), torch.ones(3, 5, WIDTH, dtype=torch.float64, requires_grad=True)
+        assert_alike([compiled(model)[0](x)], group)
+        balancer.close()
+
+    run_ranks(check, 2)
+
+
+def test_check_segments_says_dropout_where_ranks_would_drop_what_all_hold(run_ranks):
+    def in_order(*functions):
+        def between(h):
+            for function in functions:
+                h = function(h)
+            return h
+
+        return between
+
+    def check(rank, group):
+        x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1))
+        attention, path, noise = (BETWEEN[name] for name in ("SDPA", "drop path by rand", "noise"))
+        keyed = nn.Sequential(nn.Dropout(0.2), nn.Dropout(0.4))
+        for between in (BETWEEN["alpha_dropout"], in_order(path, attention, noise), keyed):
+            for saved in ((0, 0), (1, 2)):
+                zr.check_segments(blocks_of(group, plain, between, saved), x)
+        with pytest.raises(ValueError, match=r"0\.down \(heads\): .*dropout: .*aten::rand_like of shape \[2, 1, 1\]"):
+            zr.check_segments(blocks_of(group, plain, in_order(attention, path)), x)
+
+    run_ranks(check, 2)
