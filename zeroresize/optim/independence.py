@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroresize.optim.likeness import Case, KeepsTensorsError, NoTrialError, cases_of
-from zeroresize.optim.trial import why_halves_differ, why_parameters_differ
+from zeroresize.optim.trial import NoTrialError, why_elements_differ, why_parameters_differ
 from zeroresize.utils.torch_private import step_hooks
 
 _OptimizerT = TypeVar("_OptimizerT", bound=type)
@@ -30,6 +29,8 @@ logger = logging.getLogger(__name__)
 _TORCHS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 #: Adam's and SGD's kernels, which need not be compiled for a trial then.
 _COLOSSALAIS = ("cpu_adam.CPUAdam", "fused_adam.FusedAdam", "fused_sgd.FusedSGD", "hybrid_adam.HybridAdam")
+#: Packages whose step size is a norm over all parameters, and begins so small that a short trial need not show it.
+_BY_NORMS = ("dadaptation", "prodigyopt")
 #: Packages whose wrappers of optimizers scale and clip, and have the optimizer in this attribute.
 _WRAPPERS = {"colossalai": "optim", "accelerate": "optimizer"}
 #: Where other wrappers have it.
@@ -86,7 +87,7 @@ def why_not_elementwise(optimizer: Any, tensors: Iterable[Tensor]) -> str | None
     tensor must be, bit for bit, those on its two halves by themselves, whatever they are beside. Of what hangs on an
     instance, a ``step`` in place of its class's or hooks around steps, nothing is known.
     """
-    kind = _Kind("element by element", "is not element-wise", "mark_elementwise", why_halves_differ)
+    kind = _Kind("element by element", "is not element-wise", "mark_elementwise", why_elements_differ)
     return _why_not(optimizer, tensors, kind)
 
 
@@ -100,10 +101,6 @@ def why_not_by_parameter(optimizer: Any, tensors: Iterable[Tensor]) -> str | Non
     return _why_not(optimizer, tensors, kind)
 
 
-class _Try(Protocol):
-    def __call__(self, optimizer: Optimizer, case: Case, *, by_default: bool = False) -> str | None: ...
-
-
 @dataclass(frozen=True)
 class _Kind:
     """Of independence: its name, what one without it does, how a user says so, its trial, and what was said besides."""
@@ -111,7 +108,7 @@ class _Kind:
     name: str
     lacking: str
     call: str
-    trial: _Try
+    trial: Callable[[Optimizer, Iterable[Tensor]], str | None]
     words: Set[type] = frozenset()
 
     def is_said(self, optimizer: Any) -> bool:
@@ -135,46 +132,23 @@ def _why_not(optimizer: Any, tensors: Iterable[Tensor], kind: _Kind) -> str | No
         return _unknown(inner, kind, reason)
     if _is_known(type(inner)) or (is_said and (type(inner), kind.call) in _doubted):
         return None
-    for case in cases_of(inner, tensors):
-        try:
-            reason = kind.trial(inner, case)
-        except KeepsTensorsError as error:
-            reason = str(error)
-        except NoTrialError as error:
-            if is_said:
-                return None
-            return _untried(inner, case, kind, error)
-        if reason is not None and is_said:
-            _doubted.add((type(inner), kind.call))
-            logger.warning("by zeroresize.%s %s counts, but it %s: %s", kind.call, _name(inner), kind.lacking, reason)
-            return None
-        if reason is not None:
-            return f"the optimizer {_name(inner)} {kind.lacking}: {reason}"
-    return None
-
-
-def _untried(optimizer: Optimizer, case: Case, kind: _Kind, error: NoTrialError) -> str:
-    """Where only settings are unknown, what a trial with the defaults shows: nobody is to give a word against it."""
-    if not error.has_defaults:
-        return _unknown(optimizer, kind, str(error))
+    is_named = any(one.__module__.partition(".")[0] in _BY_NORMS for one in type(inner).__mro__)
     try:
-        reason = kind.trial(optimizer, case, by_default=True)
-    except KeepsTensorsError as other:
-        reason = str(other)
-    except NoTrialError as other:
-        reason = f"it cannot be tried either: {other}"
-    if reason is None:
-        return _unknown(optimizer, kind, f"{error}; with the defaults a trial finds nothing against it")
-    return f"{_not_known(optimizer, kind)}: {error}; with the defaults {reason}"
+        reason = "its step size is a norm over all parameters" if is_named else kind.trial(inner, tensors)
+    except NoTrialError as error:
+        return None if is_said else _unknown(inner, kind, str(error))
+    if reason is not None and is_said:
+        _doubted.add((type(inner), kind.call))
+        logger.warning("by zeroresize.%s %s counts, but it %s: %s", kind.call, _name(inner), kind.lacking, reason)
+        return None
+    return None if reason is None else f"the optimizer {_name(inner)} {kind.lacking}: {reason}"
 
 
 def _unknown(optimizer: Any, kind: _Kind, reason: str) -> str:
-    call = f"zeroresize.{kind.call}({type(optimizer).__name__})"
-    return f"{_not_known(optimizer, kind)}: {reason}. If it does, say so by {call}"
-
-
-def _not_known(optimizer: Any, kind: _Kind) -> str:
-    return f"the optimizer {_name(optimizer)} is not known to treat tensors {kind.name}"
+    return (
+        f"the optimizer {_name(optimizer)} is not known to treat tensors {kind.name}: {reason}. If it does, say so by "
+        f"zeroresize.{kind.call}({type(optimizer).__name__})"
+    )
 
 
 def _name(optimizer: Any) -> str:
