@@ -125,6 +125,22 @@ def not_stepped(optimizer: Any, parameters: Mapping[str, Tensor]) -> list[str]:
     return [] if is_wrapped and len(unknown) == len(learning) else unknown
 
 
+def require_stepping(optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
+    """Check that an optimizer steps all parameters that are to move, or be saved, with what it keeps for them.
+
+    Raises:
+        ValueError: naming those that want gradients, and that it does not step.
+    """
+    missing = [] if optimizer is None else not_stepped(optimizer, parameters)
+    if missing:
+        raise ValueError(
+            f"the optimizer does not step {len(missing)} of the model's parameters that want gradients "
+            f"({', '.join(missing[:3])}{', …' if missing[3:] else ''}), and what another one keeps for them would be "
+            "lost: make it from all parameters that the model has now, those of other stages of a pipeline included, "
+            "or freeze these (requires_grad_(False))"
+        )
+
+
 def states_like(optimizer: torch.optim.Optimizer, tensor: Tensor) -> Iterable[Tensor]:
     """Return the optimizer's state tensors of ``tensor`` that have its shape, such as its moments."""
     state = optimizer.state.get(tensor, {})
