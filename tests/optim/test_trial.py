@@ -53,7 +53,7 @@ class ByDtype(ByNorm):
 
 class ByMarkAndSize(ByNorm):
     def sees(self, parameter, name):
-        return getattr(parameter, "use_muon", False) and min(parameter.shape) >= 200
+        return getattr(parameter, "use_muon", False) and min(parameter.shape) >= 128
 
 
 class ByMarkAndLater(ByNorm):
@@ -235,7 +235,7 @@ class WholeState(Lion):
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        (Factored, "its state row of a tensor (32, 48) was a tensor (32,)"),
+        (Factored, "its state row of a tensor (64, 96) was a tensor (64,)"),
         (CountedNorm, "were others in some elements where the gradients of other elements were 1000 times as large"),
         (Cautious, "were others"),
         (WholeState, "it kept state that is no parameter's"),

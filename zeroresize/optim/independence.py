@@ -8,7 +8,6 @@ parameters at once.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from types import MethodType
@@ -22,8 +21,6 @@ from zeroresize.optim.trial import NoTrialError, why_elements_differ, why_parame
 from zeroresize.utils.torch_private import step_hooks
 
 _OptimizerT = TypeVar("_OptimizerT", bound=type)
-
-logger = logging.getLogger(__name__)
 
 #: Of torch's, those whose step is made of element-wise operations and numbers that are alike for all elements.
 _TORCHS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -42,8 +39,6 @@ _known: set[type] = {getattr(torch.optim, name) for name in _TORCHS}
 #: By the user's word.
 _elementwise: set[type] = set()
 _by_parameter: set[type] = set()
-#: Of these, and by which call, a warning has told that the trial says otherwise.
-_doubted: set[tuple[type, str]] = set()
 
 
 def mark_elementwise(optimizer_class: _OptimizerT) -> _OptimizerT:
@@ -53,8 +48,8 @@ def mark_elementwise(optimizer_class: _OptimizerT) -> _OptimizerT:
 
     An element's update must depend on its own gradients and state, and on settings, alone: not on a norm, a mean or a
     product of a matrix, and not on other parameters. It is your word, also for what hangs on its instances, as step
-    hooks; torch's such classes are known, and others are tried. Where a trial says otherwise, your word counts, and a
-    warning tells so once. Also for a wrapper of optimizers. Subclasses are to be marked themselves.
+    hooks; torch's such classes are known, and others are tried. Also for a wrapper of optimizers. Subclasses are to be
+    marked themselves.
 
     Returns:
         ``optimizer_class`` itself, so that it is a decorator, too.
@@ -83,8 +78,8 @@ def _marked(optimizer_class: _OptimizerT, words: set[type], call: str) -> _Optim
 def why_not_elementwise(optimizer: Any, tensors: Iterable[Tensor]) -> str | None:
     """Tell why ``tensors`` that ``optimizer`` steps may not be divided; None where that changes nothing.
 
-    Known are torch's classes and what :func:`mark_elementwise` was given. Any other one is tried: some steps on a
-    tensor must be, bit for bit, those on its two halves by themselves, whatever they are beside. Of what hangs on an
+    Known are torch's classes and what :func:`mark_elementwise` was given. Any other one is tried: its steps must be,
+    bit for bit, those on parts by themselves, and the same whatever gradients other elements have. Of what hangs on an
     instance, a ``step`` in place of its class's or hooks around steps, nothing is known.
     """
     kind = _Kind("element by element", "is not element-wise", "mark_elementwise", why_elements_differ)
@@ -127,20 +122,17 @@ def _why_not(optimizer: Any, tensors: Iterable[Tensor], kind: _Kind) -> str | No
         if within is None:
             return None
         inner = within
-    is_said = kind.is_said(inner)
-    if not is_said and (reason := _why_not_as_its_class(inner)) is not None:
-        return _unknown(inner, kind, reason)
-    if _is_known(type(inner)) or (is_said and (type(inner), kind.call) in _doubted):
+    if kind.is_said(inner):
         return None
-    is_named = any(one.__module__.partition(".")[0] in _BY_NORMS for one in type(inner).__mro__)
+    if (reason := _why_not_as_its_class(inner)) is not None:
+        return _unknown(inner, kind, reason)
+    if _is_known(type(inner)):
+        return None
+    is_named = any(each.__module__.partition(".")[0] in _BY_NORMS for each in type(inner).__mro__)
     try:
         reason = "its step size is a norm over all parameters" if is_named else kind.trial(inner, tensors)
     except NoTrialError as error:
-        return None if is_said else _unknown(inner, kind, str(error))
-    if reason is not None and is_said:
-        _doubted.add((type(inner), kind.call))
-        logger.warning("by zeroresize.%s %s counts, but it %s: %s", kind.call, _name(inner), kind.lacking, reason)
-        return None
+        return _unknown(inner, kind, str(error))
     return None if reason is None else f"the optimizer {_name(inner)} {kind.lacking}: {reason}"
 
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,22 +30,11 @@ class NoTrialError(Exception):
     """Raised where a trial is not possible, or would prove nothing; its text says why."""
 
 
-@dataclass(frozen=True)
-class _Size:
-    rows: int
-    columns: int
-    num_steps: int
-    firsts: tuple[int, ...]  # of each dimension, sizes of a first part
-    is_half: bool = False
-
-
-#: Many steps, since some optimizers begin to look at matrices after some, and a part without rows, as a rank may have
-#: no units; and a large matrix, since others treat small ones, or those that do not fit their blocks, by element. All
-#: parts fill vector registers, as some kernels round what is left over in another way.
-_SIZES = (_Size(32, 48, 24, (16, 0)), _Size(256, 384, 2, (64,)))
-_SIZES_OF_SEVERAL = (_Size(32, 48, 24, ()), _Size(136, 256, 1, ()))
-#: In their own half precision, whose rounding hides what others do; less than threads share.
-_HALF = _Size(160, 160, 3, (64,), is_half=True)
+#: Rows, columns, steps, and sizes of a first part of each dimension. Many steps, since some optimizers begin to look at
+#: matrices after some, and a part without rows, as a rank may have no units; and a large matrix, as others treat small
+#: ones, or those that do not fit their blocks, by element. All parts fill vector registers, also in half precision, and
+#: one thread's share, as torch rounds what is left over in another way.
+_SIZES = ((64, 96, 24, (32, 0)), (128, 192, 2, (64,)))
 
 
 @dataclass(frozen=True)
@@ -75,22 +64,22 @@ def why_elements_differ(optimizer: Optimizer, tensors: Iterable[Tensor]) -> str 
         NoTrialError: if that cannot be tried.
     """
     likes = _likes_of(optimizer, tensors, num_alike=1)
-    for size in _sizes(likes, _SIZES) if likes else ():
-        drawn = _drawn(likes, size)
+    for rows, columns, num_steps, firsts in _SIZES if likes else ():
+        drawn = _drawn(likes, rows, columns, num_steps)
         whole, scaled = _stepped(optimizer, likes, drawn), _stepped(optimizer, likes, list(map(_scaled, drawn)))
         for like, one, other in zip(likes, whole, scaled, strict=True):
-            shape, kept = tuple(one.value.shape), ~_every_other(one.value)
+            shape, others = tuple(one.value.shape), ~_every_other(one.value)
             if not like.is_wanted:
                 continue
-            for name, shape_kept in one.shapes.items():
-                if shape_kept != shape:
-                    return f"in a trial its state {name} of a tensor {shape} was a tensor {shape_kept}"
-            if one.numbers != other.numbers or not _same(one.value[kept], other.value[kept]):
+            for name, kept in one.state.items():
+                if isinstance(kept, Tensor) and kept.numel() != 1 and kept.shape != shape:
+                    return f"in a trial its state {name} of a tensor {shape} was a tensor {tuple(kept.shape)}"
+            if _numbers_in(one.state) != _numbers_in(other.state) or not _same(one.value[others], other.value[others]):
                 return (
                     f"in a trial its steps on a tensor {shape} were others in some elements where the gradients of "
                     f"other elements were {_FACTOR:g} times as large"
                 )
-        for dim, first in itertools.product((0, 1), size.firsts):
+        for dim, first in itertools.product((0, 1), firsts):
             for part in (slice(0, first), slice(first, None)):
                 is_cut = [like.is_wanted and dim < one.value.dim() for like, one in zip(likes, whole, strict=True)]
                 reason = _why_others(optimizer, likes, drawn, whole, is_cut, (slice(None),) * dim + (part,))
@@ -102,13 +91,15 @@ def why_elements_differ(optimizer: Optimizer, tensors: Iterable[Tensor]) -> str 
 def why_parameters_differ(optimizer: Optimizer, tensors: Iterable[Tensor]) -> str | None:
     """Tell how the step of a tensor depends on other ones, as :func:`why_elements_differ`."""
     likes = _likes_of(optimizer, tensors, num_alike=2)
-    for size in _sizes(likes, _SIZES_OF_SEVERAL) if likes else ():
-        drawn = list(map(_scaled, _drawn(likes, size)))  # large, since some see others in clipping alone
+    for rows, columns, num_steps, _ in _SIZES if likes else ():
+        drawn = list(
+            map(_scaled, _drawn(likes, rows, columns, num_steps))
+        )  # large, since some see others in clipping alone
         together = _stepped(optimizer, likes, drawn)
         for bit, value in itertools.product(range((len(likes) - 1).bit_length()), (0, 1)):
             # Any two are apart in one of these.
             is_cut = [at >> bit & 1 == value for at in range(len(likes))]
-            reason = _why_others(optimizer, likes, drawn, together, is_cut, (slice(0, size.rows // 2),), is_whole=True)
+            reason = _why_others(optimizer, likes, drawn, together, is_cut, (slice(0, rows // 2),), is_whole=True)
             if reason is not None:
                 return reason
     return None
@@ -142,7 +133,7 @@ def state_after_step(optimizer: Optimizer, tensor: Tensor) -> list[Tensor]:
         NoTrialError: if a copy of it cannot step.
     """
     likes = [like for like in _likes_of(optimizer, [tensor], num_alike=1) if like.is_wanted]
-    (stepped,) = _stepped(optimizer, likes, _drawn(likes, _Size(64, 64, 1, (), is_half=True)))
+    (stepped,) = _stepped(optimizer, likes, _drawn(likes, 64, 64, 1))
     kept = [one for one in stepped.state.values() if isinstance(one, Tensor)]
     return [one for one in kept if one.shape == stepped.value.shape]
 
@@ -163,32 +154,16 @@ def _likes_of(optimizer: Optimizer, tensors: Iterable[Tensor], num_alike: int) -
     return chosen if any(like.is_wanted for like in chosen) else []
 
 
-def _sizes(likes: Sequence[_Like], sizes: Sequence[_Size]) -> list[_Size]:
-    is_half = any(like.is_wanted and like.tensor.dtype not in (torch.float32, torch.float64) for like in likes)
-    return [*sizes, *([_HALF] if is_half else [])]
-
-
 def _same(tensor: Tensor, other: Tensor) -> bool:
     """Bit for bit; half precision may overflow."""
     return bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
 
 
-@dataclass(frozen=True)
-class _Stepped:
+class _Stepped(NamedTuple):
     """A parameter after some steps, and its state."""
 
     value: Tensor
     state: Mapping[str, Any]
-
-    @property
-    def numbers(self) -> dict[str, float]:
-        return _numbers_in(self.state)
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of tensors in its state that are no numbers."""
-        tensors = {name: one for name, one in self.state.items() if isinstance(one, Tensor) and one.numel() != 1}
-        return {name: tuple(one.shape) for name, one in tensors.items()}
 
 
 def _stepped(optimizer: Optimizer, likes: Sequence[_Like], drawn: Sequence[Tensor]) -> list[_Stepped]:
@@ -224,18 +199,16 @@ def _stepped(optimizer: Optimizer, likes: Sequence[_Like], drawn: Sequence[Tenso
     return [_Stepped(one.detach(), made.state.get(one, {})) for one in parameters]
 
 
-def _drawn(likes: Sequence[_Like], size: _Size) -> list[Tensor]:
+def _drawn(likes: Sequence[_Like], rows: int, columns: int, num_steps: int) -> list[Tensor]:
     """Values of parameters, and their gradients in each step: of different sizes, so that no norm is like another."""
     all_drawn = []
     for at, like in enumerate(likes):
-        shape = (size.rows, size.columns) if like.tensor.dim() > 1 else (size.rows * size.columns,)
-        wanted = like.tensor.dtype
+        shape = (rows, columns) if like.tensor.dim() > 1 else (rows * columns,)
         generator = torch.Generator().manual_seed(_SEED + at)
         scales = torch.logspace(-2, 1, shape[0]).view(-1, *[1] * (len(shape) - 1))
-        drawn = torch.randn(size.num_steps + 1, *shape, generator=generator) * scales
+        drawn = torch.randn(num_steps + 1, *shape, generator=generator) * scales
         drawn[0] *= _VALUES  # small, so that rounding hides no small step
-        dtype = wanted if size.is_half or wanted is torch.float64 else torch.float32
-        all_drawn.append(drawn.to(like.tensor.device, dtype))
+        all_drawn.append(drawn.to(like.tensor.device, like.tensor.dtype))
     return all_drawn
 
 
