@@ -77,8 +77,8 @@ def test_plain_tensors_and_dtensors_train_as_the_undivided_model(run_ranks):
                 zr.clip_grad_norm_ if clips else None,
             )
             assert steps == expected[0] and [is_made for _, is_made in steps] == [one is None for one in SPOILED]
-            for one, other in zip(weights, expected[1], strict=True):
-                assert torch.allclose(one, other, rtol=0.0, atol=1e-12)
+            for weight, other in zip(weights, expected[1], strict=True):
+                assert torch.allclose(weight, other, rtol=0.0, atol=1e-12)
 
     run_ranks(check, 2, timeout_s=60)
 
@@ -106,8 +106,8 @@ def test_all_stages_of_a_pipeline_skip_together_though_only_the_last_one_scales(
             if step != 1:
                 pipelines.train_step(plain, plain_optimizer, step, max_norm=0.05)
                 plain_optimizer.zero_grad()
-        for one, other in zip(pipeline.parameters(), plain.parameters(), strict=True):
-            assert torch.allclose(one, other, rtol=0.0, atol=1e-12)
+        for weight, other in zip(pipeline.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(weight, other, rtol=0.0, atol=1e-12)
         return made, scaler.get_scale()
 
     for made, scale in run_ranks(check, 2, timeout_s=60):

@@ -102,8 +102,8 @@ def test_strategies_and_micro_batches_take_the_optimizer_of_their_model_only(run
         model, other = models
         for call in (
             lambda one: StrategyTrainer(model, one, [LengthRange(8, whole)], loss=lambda y, packed: y.sum()),
-            lambda one: MicroBatchTrainer(
-                model, one, None, batch_from=None, hollow=lambda size: None, sizes=("size",), loss=None
+            lambda optimizer: MicroBatchTrainer(
+                model, optimizer, None, batch_from=None, hollow=lambda size: None, sizes=("size",), loss=None
             ),
             lambda one: model.move_optimizer(stages, one),
         ):

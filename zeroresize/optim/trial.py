@@ -53,8 +53,8 @@ class _Like:
         marks = {
             name: value if isinstance(value, bool | str) else type(value) for name, value in vars(self.tensor).items()
         }
-        told = re.sub(r"\d+", "#", f"{self.name} {sorted(marks.items(), key=str)} {self.flags}")
-        return self.group, self.tensor.dim() > 1, self.tensor.dtype, self.tensor.device, self.is_wanted, told
+        text = re.sub(r"\d+", "#", f"{self.name} {sorted(marks.items(), key=str)} {self.flags}")
+        return self.group, self.tensor.dim() > 1, self.tensor.dtype, self.tensor.device, self.is_wanted, text
 
 
 def why_elements_differ(optimizer: Optimizer, tensors: Iterable[Tensor]) -> str | None:
@@ -67,14 +67,15 @@ def why_elements_differ(optimizer: Optimizer, tensors: Iterable[Tensor]) -> str 
     for rows, columns, num_steps, firsts in _SIZES if likes else ():
         drawn = _drawn(likes, rows, columns, num_steps)
         whole, scaled = _stepped(optimizer, likes, drawn), _stepped(optimizer, likes, list(map(_scaled, drawn)))
-        for like, one, other in zip(likes, whole, scaled, strict=True):
-            shape, others = tuple(one.value.shape), ~_every_other(one.value)
+        for like, after, other in zip(likes, whole, scaled, strict=True):
+            shape, others = tuple(after.value.shape), ~_every_other(after.value)
             if not like.is_wanted:
                 continue
-            for name, kept in one.state.items():
+            for name, kept in after.state.items():
                 if isinstance(kept, Tensor) and kept.numel() != 1 and kept.shape != shape:
                     return f"in a trial its state {name} of a tensor {shape} was a tensor {tuple(kept.shape)}"
-            if _numbers_in(one.state) != _numbers_in(other.state) or not _same(one.value[others], other.value[others]):
+            is_same = _same(after.value[others], other.value[others])
+            if not is_same or _numbers_in(after.state) != _numbers_in(other.state):
                 return (
                     f"in a trial its steps on a tensor {shape} were others in some elements where the gradients of "
                     f"other elements were {_FACTOR:g} times as large"
@@ -117,8 +118,8 @@ def _why_others(
 ) -> str | None:
     """Tell how steps are others where some tensors are cut: on their part, unless ``is_whole``, or on the others."""
     given = [one[(slice(None), *part)] if cut else one for one, cut in zip(drawn, is_cut, strict=True)]
-    for one, other, cut in zip(expected, _stepped(optimizer, likes, given), is_cut, strict=True):
-        value, shape = one.value, tuple(one.value.shape)
+    for after, other, cut in zip(expected, _stepped(optimizer, likes, given), is_cut, strict=True):
+        value, shape = after.value, tuple(after.value.shape)
         if cut and not is_whole and not _same(value[part], other.value):
             return f"in a trial its steps on a tensor {shape} were others than on its part {tuple(other.value.shape)}"
         if not cut and not _same(value, other.value):
@@ -215,8 +216,8 @@ def _drawn(likes: Sequence[_Like], rows: int, columns: int, num_steps: int) -> l
 def _scaled(drawn: Tensor) -> Tensor:
     """With other values, and larger gradients of another sign, in every other element."""
     scaled, others = drawn.clone(), _every_other(drawn[0])
-    for step, one in enumerate(scaled):
-        one[others] *= (_FACTOR if step % 2 else -_FACTOR) if step else -3.0
+    for step, values in enumerate(scaled):
+        values[others] *= (_FACTOR if step % 2 else -_FACTOR) if step else -3.0
     return scaled
 
 
@@ -259,10 +260,8 @@ def _numbers_of(optimizer: Optimizer) -> dict[str, float]:
 
 def _held(optimizer: Optimizer) -> dict[str, Any]:
     """Attributes besides those that every optimizer has, and those of learning rate schedulers."""
-    of_torch = ("state", "param_groups", "defaults", "step")
-    return {
-        name: one for name, one in vars(optimizer).items() if name not in of_torch and not is_private_of_optimizer(name)
-    }
+    names = vars(optimizer).keys() - {"state", "param_groups", "defaults", "step"}
+    return {name: vars(optimizer)[name] for name in sorted(names) if not is_private_of_optimizer(name)}
 
 
 def _copied(optimizer: Optimizer, likes: Sequence[_Like], parameters: Sequence[nn.Parameter]) -> Optimizer:
@@ -314,20 +313,20 @@ def _copy(value: Any, replaced: Mapping[int, Any], where: str, shared: Sequence[
     file, known = io.BytesIO(), list[Any]()
     pickler = pickle.Pickler(file)
 
-    def persistent_id(one: Any) -> int | None:
-        if type(one) is int and one in replaced:  # by their id() some know parameters
-            one = id(replaced[one])
-        elif id(one) in replaced:
-            one = replaced[id(one)]
-        elif isinstance(one, Tensor):
-            if one.numel() > 1 or isinstance(one, nn.Parameter):
+    def persistent_id(part: Any) -> int | None:
+        if type(part) is int and part in replaced:  # by their id() some know parameters
+            part = id(replaced[part])
+        elif id(part) in replaced:
+            part = replaced[id(part)]
+        elif isinstance(part, Tensor):
+            if part.numel() > 1 or isinstance(part, nn.Parameter):
                 raise NoTrialError(
                     f"it kept tensors in {where}, and only what is in its state, by parameter, moves along"
                 )
-            one = one.detach().clone()
-        elif not isinstance(one, _PLAIN) and type(one).__module__.partition(".")[0] not in shared:
+            part = part.detach().clone()
+        elif not isinstance(part, _PLAIN) and type(part).__module__.partition(".")[0] not in shared:
             return None
-        known.append(one)
+        known.append(part)
         return len(known) - 1
 
     pickler.persistent_id = persistent_id  # type: ignore[method-assign]
