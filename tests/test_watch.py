@@ -195,6 +195,32 @@ def test_beginning_change_and_end_are_a_line_each_on_one_rank(run_ranks, num_ran
     assert after.cost_s == pytest.approx(50 * 0.3 + 50 * 0.9, rel=0.2)
 
 
+def test_times_for_as_much_work_are_compared_where_the_user_counts_it(run_ranks):
+    def run(rank, group):
+        virtual = Virtual(group)
+        virtual.watch.close()
+        virtual.host_s = virtual.loader_s = 0.0  # all of a step grows with its rows
+        reports = []
+        for counts in (True, False):
+            virtual.watch = zr.watch(virtual.model, process_group=group, update_every=5)
+            with caught_log_lines() as lines:
+                for number in range(60):
+                    virtual.chi = 2.0 if rank == 1 and number >= 20 else 1.0
+                    virtual.forward_and_backward()
+                    virtual.optimizer.step()
+                    virtual.watch.step(work=1000 * virtual.chi if counts else None)
+            reports.append((virtual.watch.report().slow, [line for line in lines if "slower than" in line]))
+            with pytest.raises(ValueError, match=r"work=-1 is not allowed"):
+                virtual.watch.step(work=-1)
+            virtual.watch.close()
+        return reports
+
+    for rank, ((counted, no_lines), (plain, lines)) in enumerate(run_ranks(run, 2, timeout_s=60)):
+        assert counted == () and no_lines == []
+        assert [slow.rank for slow in plain] == [1]
+        assert len(lines) == (rank == 0) and all("or it has more work" in line for line in lines)
+
+
 @pytest.mark.parametrize("unusual", ["evaluation", "accumulation", "skipped steps", "checkpoint of rank 0"])
 def test_what_is_unusual_in_training_is_no_slowness(run_ranks, unusual):
     def run(rank, group):

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import zeroresize as zr
 from vit_examples.config import RunConfig
@@ -40,8 +39,8 @@ class TorchHost(Host):
         self.model = shard_vit(model, self.tp_group).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=training.lr, weight_decay=training.weight_decay)
         self._dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[training.precision]
-        # Sharded: a rank whose gradients overflow makes all ranks skip the step.
-        self._scaler = ShardedGradScaler(process_group=self.tp_group) if self._dtype is torch.float16 else None
+        # A rank whose gradients overflow makes all ranks skip the step.
+        self._scaler = zr.GradScaler(process_group=self.tp_group) if self._dtype is torch.float16 else None
         self._grad_clip = training.grad_clip
 
     def forward(self, images: Tensor) -> Tensor:

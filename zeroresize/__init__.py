@@ -9,6 +9,7 @@ from zeroresize.convert import convert
 from zeroresize.injection import StragglerInjector, round_robin, static
 from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
 from zeroresize.layers.segment import Segment
+from zeroresize.optim.grad_scaler import GradScaler
 from zeroresize.optim.gradient_clipping import clip_grad_norm_
 from zeroresize.optim.independence import mark_by_parameter, mark_elementwise
 from zeroresize.resharding.checkpoints.sharded_state import sharded_state_dict
@@ -29,6 +30,7 @@ __all__ = [
     "CheckpointReader",
     "ColumnParallelLinear",
     "ColwiseParallel",
+    "GradScaler",
     "JsonLinesTelemetry",
     "PaperConfig",
     "RowParallelLinear",

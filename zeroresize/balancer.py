@@ -115,7 +115,9 @@ class Balancer:
         self._count_step()
         if parts.slowness is not None:
             read = parts.monitor.last_read
-            parts.slowness.end_step([WatchedStep.of_times(step, step.gemm_s + step.gather_fill_s) for step in read])
+            # Ranks of a tensor-parallel group have the same batch.
+            steps = [WatchedStep.of_times(step, step.gemm_s + step.gather_fill_s, work=1.0) for step in read]
+            parts.slowness.end_step(steps)
         self._calibrate()
         if is_update:
             parts.monitor.learn()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -19,6 +20,7 @@ from zeroresize.control.slowness_watch import SlownessWatch
 from zeroresize.measure.model_steps import ModelSteps
 from zeroresize.optim.optimizers import hook_steps, torch_optimizer
 from zeroresize.policy.slowness.group_slowness import TOLERANCE, GroupSlowness, WatchReport
+from zeroresize.utils import value_checks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,8 +47,8 @@ def watch(
         model: the module that the training loop calls, wrappers included, on its device.
         optimizer: the optimizer whose steps are the steps of training; None where :meth:`Watch.step` is called after
             each.
-        process_group: the ranks that are compared, which should do equal work, or a one-dimensional ``DeviceMesh`` of
-            them; None for all ranks of the job.
+        process_group: the ranks that are compared, which should do equal work, or count it (:meth:`Watch.step`), or a
+            one-dimensional ``DeviceMesh`` of them; None for all ranks of the job.
         update_every: steps between two exchanges of numbers. Slowness is told once it has lasted for two of them.
         tolerance: by which share of the others' time a rank's own work must take longer, at least.
 
@@ -103,17 +105,28 @@ class Watch:
         finalizer.atexit = False
         self._detach = finalizer
 
-    def step(self) -> None:
+    def step(self, work: float | None = None) -> None:
         """Tell that a step of training is over, on every rank; only where no optimizer was given.
 
+        Args:
+            work: how much this rank had to do in it: samples, tokens, or what else takes equally long, counted alike on
+                all ranks. Then times for as much work are compared, so that a rank with longer rows is not slow; with 0
+                the step does not count. None where all ranks have as much.
+
         Raises:
+            ValueError: for work that is no number from 0 on.
             RuntimeError: where an optimizer was given, whose steps are counted, or after :meth:`close`.
         """
         if self._is_closed:
             raise RuntimeError(_CLOSED)
         if self._has_optimizer:
-            raise RuntimeError("step() is for watches without an optimizer: this one hears the steps of its optimizer")
-        self._end_step()
+            raise RuntimeError(
+                "step() is for watches without an optimizer: this one hears the steps of its optimizer. To count work, "
+                "leave the optimizer out"
+            )
+        if work is not None:
+            value_checks.number("work", work, least=0.0)
+        self._end_step(math.nan if work is None else float(work))
 
     def report(self) -> WatchReport:
         """Return who is slow now, since when, by how much and why, and what that has cost; the same on every rank.
@@ -162,9 +175,9 @@ class Watch:
         if not self._is_closed:
             self._end_step()
 
-    def _end_step(self) -> None:
+    def _end_step(self, work: float = math.nan) -> None:
         if self._steps is not None and self._slowness is not None:
-            self._slowness.end_step(self._steps.end_step())
+            self._slowness.end_step(self._steps.end_step(work))
 
 
 def _detach(steps: ModelSteps, slowness: SlownessWatch, exchange: Exchange) -> None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from helpers.virtual_training import FEATURES, Run
 from torch import nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+import zeroresize as zr
 
 #: What spoils which step: the loss of all ranks, or a gradient of one of them.
 SPOILED = {4: "nan", 6: "inf", 8: "overflow"}
@@ -76,7 +77,7 @@ def test_steps_that_overflow_are_skipped_alike(run_ranks, mode, move):
         torch.set_default_dtype(torch.float64)
         run = Run(group, mode=mode, update_every=2)
         run.time.chi = 3.0 if rank == 1 else 1.0
-        scaler = ShardedGradScaler("cpu", process_group=group, **SCALE)
+        scaler = zr.GradScaler("cpu", process_group=group, **SCALE)
         return scaled_steps(run, scaler, rank, move), run.model.down.bias.detach(), undivided()
 
     (first, bias, expected), (second, other_bias, _) = run_ranks(check, 2)
@@ -97,4 +98,4 @@ def test_a_scaler_that_skips_on_one_rank_only_is_noticed_by_all(run_ranks, mode)
         return str(caught.value)
 
     for said in run_ranks(check, 2):
-        assert "rank 0: " in said and "ShardedGradScaler(process_group=...)" in said
+        assert "rank 0: " in said and "use zeroresize.GradScaler" in said

@@ -31,11 +31,11 @@ def test_what_another_optimizer_steps_stays_where_it_is(run_ranks, checks):
         zr.convert(model, process_group=group)
         with caught_log_lines(logging.INFO) as lines:
             balancer = zr.Balancer(model, by, process_group=group, config=config)
-        assert any("not stepped by the optimizer that the Balancer was given" in line for line in lines)
+        assert any("the optimizer does not step" in line for line in lines)
         for _ in range(2):
             step(model, by, other)
             balancer.step()
-        with pytest.raises(ValueError, match=r"up\.bias .*not stepped by the optimizer"):
+        with pytest.raises(ValueError, match=r"not step .*up\.bias"):
             balancer.move((3, 1))
         step(model, by, other)
 

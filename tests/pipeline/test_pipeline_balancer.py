@@ -473,7 +473,7 @@ def test_optimizers_with_which_layers_cannot_move_are_refused_when_the_balancer_
         present = [one for number in pipeline.present for one in pipeline.layers[number].parameters()]
         wrapper = types.SimpleNamespace(optim=torch.optim.SGD(everything), param_groups=[])
         for optimizer, reason in (
-            (torch.optim.SGD(present), "does not step .* of the pipeline's parameters, which want gradients"),
+            (torch.optim.SGD(present), "does not step .* of the model's parameters that want gradients"),
             (torch.optim.LBFGS(everything), "LBFGS is not known to treat tensors parameter by parameter"),
             (wrapper, r"SimpleNamespace is no torch\.optim\.Optimizer: layers cannot move with wrappers"),
         ):

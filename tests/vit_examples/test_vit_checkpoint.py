@@ -136,12 +136,12 @@ def test_training_goes_on_to_the_bit(run_ranks, tmp_path: Path, host: str, preci
 
 
 def test_a_loss_scale_goes_on_where_it_was(run_ranks, tmp_path: Path, torch_host: str) -> None:
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+    from zeroresize import GradScaler
 
     def train(rank: int, group: Any) -> list[dict[str, float]]:
         first, other = Training(micro_config(torch_host)), Training(micro_config(torch_host))
-        first.host._scaler = ShardedGradScaler("cpu", init_scale=2.0**7, growth_interval=2, process_group=group)
-        other.host._scaler = ShardedGradScaler("cpu", process_group=group)
+        first.host._scaler = GradScaler("cpu", init_scale=2.0**7, growth_interval=2, process_group=group)
+        other.host._scaler = GradScaler("cpu", process_group=group)
         first.steps(0, 1, 2)
         assert first.save(tmp_path)
         other.load(tmp_path / "epoch-0001")

@@ -111,8 +111,7 @@ def require_same_whereabouts(ranks: Sequence[Whereabouts], *, counts_forwards: b
         raise RuntimeError(
             f"the ranks of the group did not make equally many optimizer steps: {by_rank}. A loss scaler skips "
             "a step where gradients overflow, and each rank sees those of its own shards only, so scale and weights "
-            "have come apart: use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...) with "
-            "the tensor-parallel group, and begin again from a checkpoint"
+            "have come apart: use zeroresize.GradScaler in its place, and begin again from a checkpoint"
         )
     if differ("epoch"):
         by_rank = _by_rank(f"{where.epoch} epochs had ended at {where}" for where in ranks)

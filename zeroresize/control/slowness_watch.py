@@ -122,5 +122,6 @@ class SlownessWatch:
             rows = self._pending.popleft().take()
             events = self._group.update([StepWindow.of_numbers(numbers) for numbers in rows])
             if events and self._rank == 0:
-                for line in lines_of(events, self._group.report().share_saved):
+                share_saved = self._group.report().share_saved
+                for line in lines_of(events, share_saved, compares_work=self._group.compares_work):
                     logger.warning("step %d: %s", self._num_steps, line)

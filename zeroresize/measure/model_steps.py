@@ -6,6 +6,7 @@ backward, and the optimizer's steps; the modules that multiply matrices only in 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,6 +55,7 @@ class ModelSteps:
         self._products_of_timed = _PRODUCTS_OF_FORWARD * _size_of(multiplying) / max(_size_of(self._products), 1)
         self._timing: list[RemovableHandle] = []  # hooks of a step in which products are timed
         self._are_timed: deque[bool] = deque()  # of the steps that were not read yet
+        self._works: deque[float] = deque()
         self._num_steps = 0
         self._has_seen_work = False
         reference = weakref.ref(self)
@@ -69,12 +71,13 @@ class ModelSteps:
         self._close.atexit = False
         self._begin_step()
 
-    def end_step(self) -> list[WatchedStep]:
-        """End a step and begin the next one; return the steps that can be read without waiting.
+    def end_step(self, work: float = math.nan) -> list[WatchedStep]:
+        """End a step, of so much work, and begin the next one; return the steps that can be read without waiting.
 
         A step without any work of the model, such as that of another model's optimizer, is told as well.
         """
         self._stop_timing_products()
+        self._works.append(work)
         read = [self._described(step) for step in self._timer.end_step()]
         self._num_steps += 1
         self._begin_step()
@@ -93,7 +96,8 @@ class ModelSteps:
 
     def _described(self, step: StepTimes) -> WatchedStep:
         is_timed = self._are_timed.popleft()
-        return WatchedStep.of_times(step, self._products_of_timed * step.gemm_s if is_timed else 0.0)
+        products_s = self._products_of_timed * step.gemm_s if is_timed else 0.0
+        return WatchedStep.of_times(step, products_s, self._works.popleft())
 
     def _time_products(self) -> None:
         begin = _calling(weakref.ref(self), ModelSteps._product_begins)

@@ -32,7 +32,7 @@ from zeroresize.runtime.stage import Loss, Stage
 from zeroresize.strategy.gradient_clipping import clip_grad_norm_, grad_norm
 from zeroresize.strategy.loss_check import LossCheck
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.step_checks import require_ready_to_train
+from zeroresize.strategy.step_checks import require_fitting_optimizer, require_ready_to_train
 from zeroresize.utils.value_checks import number
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,9 @@ class MicroBatchTrainer:
         num_steps: how many are done, which is the number of the next iteration; set it where training is resumed.
 
     Raises:
-        ValueError: for layers that do not run on the meta device.
+        ValueError: for layers that do not run on the meta device, and an optimizer that does not step all parameters
+            that want gradients, or sees whole matrices where its strategy divides them; the other ranks may raise a
+            RuntimeError then.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class MicroBatchTrainer:
         self._batch_from, self._loss, self._grad_clip, self._seed = batch_from, loss, grad_clip, seed
         self._loss_check = LossCheck(loss, model.process_group, model.device)
         self._meet = meet_over(model.process_group, model.device)
+        require_fitting_optimizer(model, optimizer, self._meet)
         self._activations = find_activations(model.whole_layers, hollow, sizes)
 
     def step(self, samples: Sequence[Any], lengths_NA: Indices) -> IterationReport:

@@ -8,28 +8,26 @@ parameters at once.
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroresize.optim.likeness import Case, KeepsTensorsError, NoTrialError, cases_of
-from zeroresize.optim.trial import why_halves_differ, why_parameters_differ
+from zeroresize.optim.trial import NoTrialError, why_elements_differ, why_parameters_differ
 from zeroresize.utils.torch_private import step_hooks
 
 _OptimizerT = TypeVar("_OptimizerT", bound=type)
-
-logger = logging.getLogger(__name__)
 
 #: Of torch's, those whose step is made of element-wise operations and numbers that are alike for all elements.
 _TORCHS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 #: Adam's and SGD's kernels, which need not be compiled for a trial then.
 _COLOSSALAIS = ("cpu_adam.CPUAdam", "fused_adam.FusedAdam", "fused_sgd.FusedSGD", "hybrid_adam.HybridAdam")
+#: Packages whose step size is a norm over all parameters, and begins so small that a short trial need not show it.
+_BY_NORMS = ("dadaptation", "prodigyopt")
 #: Packages whose wrappers of optimizers scale and clip, and have the optimizer in this attribute.
 _WRAPPERS = {"colossalai": "optim", "accelerate": "optimizer"}
 #: Where other wrappers have it.
@@ -41,8 +39,6 @@ _known: set[type] = {getattr(torch.optim, name) for name in _TORCHS}
 #: By the user's word.
 _elementwise: set[type] = set()
 _by_parameter: set[type] = set()
-#: Of these, and by which call, a warning has told that the trial says otherwise.
-_doubted: set[tuple[type, str]] = set()
 
 
 def mark_elementwise(optimizer_class: _OptimizerT) -> _OptimizerT:
@@ -52,8 +48,8 @@ def mark_elementwise(optimizer_class: _OptimizerT) -> _OptimizerT:
 
     An element's update must depend on its own gradients and state, and on settings, alone: not on a norm, a mean or a
     product of a matrix, and not on other parameters. It is your word, also for what hangs on its instances, as step
-    hooks; torch's such classes are known, and others are tried. Where a trial says otherwise, your word counts, and a
-    warning tells so once. Also for a wrapper of optimizers. Subclasses are to be marked themselves.
+    hooks; torch's such classes are known, and others are tried. Also for a wrapper of optimizers. Subclasses are to be
+    marked themselves.
 
     Returns:
         ``optimizer_class`` itself, so that it is a decorator, too.
@@ -82,11 +78,11 @@ def _marked(optimizer_class: _OptimizerT, words: set[type], call: str) -> _Optim
 def why_not_elementwise(optimizer: Any, tensors: Iterable[Tensor]) -> str | None:
     """Tell why ``tensors`` that ``optimizer`` steps may not be divided; None where that changes nothing.
 
-    Known are torch's classes and what :func:`mark_elementwise` was given. Any other one is tried: some steps on a
-    tensor must be, bit for bit, those on its two halves by themselves, whatever they are beside. Of what hangs on an
+    Known are torch's classes and what :func:`mark_elementwise` was given. Any other one is tried: its steps must be,
+    bit for bit, those on parts by themselves, and the same whatever gradients other elements have. Of what hangs on an
     instance, a ``step`` in place of its class's or hooks around steps, nothing is known.
     """
-    kind = _Kind("element by element", "is not element-wise", "mark_elementwise", why_halves_differ)
+    kind = _Kind("element by element", "is not element-wise", "mark_elementwise", why_elements_differ)
     return _why_not(optimizer, tensors, kind)
 
 
@@ -100,10 +96,6 @@ def why_not_by_parameter(optimizer: Any, tensors: Iterable[Tensor]) -> str | Non
     return _why_not(optimizer, tensors, kind)
 
 
-class _Try(Protocol):
-    def __call__(self, optimizer: Optimizer, case: Case, *, by_default: bool = False) -> str | None: ...
-
-
 @dataclass(frozen=True)
 class _Kind:
     """Of independence: its name, what one without it does, how a user says so, its trial, and what was said besides."""
@@ -111,7 +103,7 @@ class _Kind:
     name: str
     lacking: str
     call: str
-    trial: _Try
+    trial: Callable[[Optimizer, Iterable[Tensor]], str | None]
     words: Set[type] = frozenset()
 
     def is_said(self, optimizer: Any) -> bool:
@@ -130,51 +122,25 @@ def _why_not(optimizer: Any, tensors: Iterable[Tensor], kind: _Kind) -> str | No
         if within is None:
             return None
         inner = within
-    is_said = kind.is_said(inner)
-    if not is_said and (reason := _why_not_as_its_class(inner)) is not None:
-        return _unknown(inner, kind, reason)
-    if _is_known(type(inner)) or (is_said and (type(inner), kind.call) in _doubted):
+    if kind.is_said(inner):
         return None
-    for case in cases_of(inner, tensors):
-        try:
-            reason = kind.trial(inner, case)
-        except KeepsTensorsError as error:
-            reason = str(error)
-        except NoTrialError as error:
-            if is_said:
-                return None
-            return _untried(inner, case, kind, error)
-        if reason is not None and is_said:
-            _doubted.add((type(inner), kind.call))
-            logger.warning("by zeroresize.%s %s counts, but it %s: %s", kind.call, _name(inner), kind.lacking, reason)
-            return None
-        if reason is not None:
-            return f"the optimizer {_name(inner)} {kind.lacking}: {reason}"
-    return None
-
-
-def _untried(optimizer: Optimizer, case: Case, kind: _Kind, error: NoTrialError) -> str:
-    """Where only settings are unknown, what a trial with the defaults shows: nobody is to give a word against it."""
-    if not error.has_defaults:
-        return _unknown(optimizer, kind, str(error))
+    if (reason := _why_not_as_its_class(inner)) is not None:
+        return _unknown(inner, kind, reason)
+    if _is_known(type(inner)):
+        return None
+    is_named = any(each.__module__.partition(".")[0] in _BY_NORMS for each in type(inner).__mro__)
     try:
-        reason = kind.trial(optimizer, case, by_default=True)
-    except KeepsTensorsError as other:
-        reason = str(other)
-    except NoTrialError as other:
-        reason = f"it cannot be tried either: {other}"
-    if reason is None:
-        return _unknown(optimizer, kind, f"{error}; with the defaults a trial finds nothing against it")
-    return f"{_not_known(optimizer, kind)}: {error}; with the defaults {reason}"
+        reason = "its step size is a norm over all parameters" if is_named else kind.trial(inner, tensors)
+    except NoTrialError as error:
+        return _unknown(inner, kind, str(error))
+    return None if reason is None else f"the optimizer {_name(inner)} {kind.lacking}: {reason}"
 
 
 def _unknown(optimizer: Any, kind: _Kind, reason: str) -> str:
-    call = f"zeroresize.{kind.call}({type(optimizer).__name__})"
-    return f"{_not_known(optimizer, kind)}: {reason}. If it does, say so by {call}"
-
-
-def _not_known(optimizer: Any, kind: _Kind) -> str:
-    return f"the optimizer {_name(optimizer)} is not known to treat tensors {kind.name}"
+    return (
+        f"the optimizer {_name(optimizer)} is not known to treat tensors {kind.name}: {reason}. If it does, say so by "
+        f"zeroresize.{kind.call}({type(optimizer).__name__})"
+    )
 
 
 def _name(optimizer: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -123,6 +123,29 @@ def not_stepped(optimizer: Any, parameters: Mapping[str, Tensor]) -> list[str]:
     unknown = [name for name in learning if not stepped & {id(parameters[name]), id(masters.get(id(parameters[name])))}]
     is_wrapped = not isinstance(optimizer, torch.optim.Optimizer)
     return [] if is_wrapped and len(unknown) == len(learning) else unknown
+
+
+def require_stepping(optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
+    """Check that an optimizer steps all parameters that are to move, or be saved, with what it keeps for them.
+
+    Raises:
+        ValueError: naming those that want gradients, and that it does not step.
+    """
+    why = None if optimizer is None else why_others_step(not_stepped(optimizer, parameters))
+    if why is not None:
+        raise ValueError(why)
+
+
+def why_others_step(missing: Sequence[str]) -> str | None:
+    """Tell why parameters may not move with an optimizer that does not step some that want gradients."""
+    if not missing:
+        return None
+    return (
+        f"the optimizer does not step {len(missing)} of the model's parameters that want gradients "
+        f"({', '.join(missing[:3])}{', …' if missing[3:] else ''}), and what another one keeps for them would be lost: "
+        "make it from all parameters that the model has now, those of other stages of a pipeline included, or freeze "
+        "these (requires_grad_(False))"
+    )
 
 
 def states_like(optimizer: torch.optim.Optimizer, tensor: Tensor) -> Iterable[Tensor]:

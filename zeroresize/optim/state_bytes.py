@@ -5,18 +5,15 @@ from __future__ import annotations
 import logging
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from zeroresize.optim.likeness import cases_of, made_like, mark_alike
 from zeroresize.optim.optimizers import states_like
-from zeroresize.optim.trial import undisturbed
+from zeroresize.optim.trial import NoTrialError, state_after_step
 
 logger = logging.getLogger(__name__)
 
 #: Where no trial is possible: the two moments of Adam, in float32.
 _OF_ADAM = 8.0
-#: Sizes of a trial's parameter of one dimension, or two.
-_SIZES = (64, 64)
 
 
 class StateBytes:
@@ -44,22 +41,14 @@ class StateBytes:
         return self._tried[key]
 
     def _of_trial(self, tensor: Tensor) -> float:
-        optimizer = self._optimizer
         try:
-            (case,) = cases_of(optimizer, [tensor])
-            shape = _SIZES[: max(min(tensor.dim(), 2), 1)]
-            parameter = nn.Parameter(torch.zeros(shape, dtype=tensor.dtype, device=tensor.device))
-            with undisturbed(parameter):
-                mark_alike([parameter], case.likes)
-                trial = made_like(optimizer, case.settings, [parameter], case.likes, by_default=True)
-                parameter.grad = torch.ones_like(parameter)
-                trial.step()
-        except Exception as error:
+            state = state_after_step(self._optimizer, tensor)
+        except NoTrialError as error:
             logger.info(
                 "memory_limits: %s keeps two numbers of float32 for each parameter, as Adam does, until its first step "
                 "tells: %s",
-                type(optimizer).__name__,
-                str(error) or type(error).__name__,
+                type(self._optimizer).__name__,
+                error,
             )
             return _OF_ADAM
-        return float(sum(one.element_size() for one in states_like(trial, parameter)))
+        return float(sum(one.element_size() for one in state))

@@ -36,16 +36,9 @@ def require_stepping_all(pipeline: Pipeline, optimizer: torch.optim.Optimizer | 
     Raises:
         ValueError: for an optimizer with which layers cannot move.
     """
-    if require_movable_state(optimizer) is None:
+    if require_movable_state(optimizer, dict(pipeline.named_parameters())) is None:
         return []
     groups = groups_of(optimizer)
-    missing = [name for name, one in pipeline.named_parameters() if one.requires_grad and id(one) not in groups]
-    if missing:
-        raise ValueError(
-            f"the optimizer does not step {len(missing)} of the pipeline's parameters, which want gradients "
-            f"({', '.join(missing[:3])}{', …' if missing[3:] else ''}): give every rank's all of "
-            "pipeline.parameters(), those of other stages included, since layers move with its state"
-        )
     reason = why_not_by_parameter(optimizer, pipeline.parameters())
     if reason is not None:
         raise ValueError(f"layers cannot move to other stages: {reason}")

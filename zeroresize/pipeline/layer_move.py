@@ -69,7 +69,7 @@ class LayerMove(Transaction):
         self.boundaries = after.boundaries
         require_whole_parameters(self._layers)
         require_ties_within_stages(self._layers, self.boundaries)
-        self._optimizer = require_movable_state(optimizer)
+        self._optimizer = require_movable_state(optimizer, dict(pipeline.named_parameters()))
         self._groups = groups_of(self._optimizer)
         self.moving: dict[Pair, list[int]] = {}
         for transfer in Partition(pipeline.boundaries).transfers_to(after, self.stages):

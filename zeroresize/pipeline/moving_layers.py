@@ -42,8 +42,8 @@ def move_layers(
 
     Raises:
         ValueError: for boundaries that do not fit, layers inside wrappers of data parallelism, a parameter of layers on
-            different stages, an optimizer that is a wrapper or ZeRO, or state that cannot move; the other ranks raise a
-            RuntimeError.
+            different stages, an optimizer that is a wrapper or ZeRO, or does not step all parameters that want
+            gradients, or state that cannot move; the other ranks raise a RuntimeError.
         NotEnoughMemoryError: on every rank, if the new tensors and messages do not fit on some.
         RuntimeError: on every rank that lives, if ranks differ in boundaries or the optimizer's settings, or one dies
             or fails; it names them. After any of these everything is as it was. Only what ``set_extra_state`` of a

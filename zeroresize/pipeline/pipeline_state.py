@@ -66,7 +66,7 @@ def _(pipeline: Pipeline, optimizer: Any) -> dict[str, Any]:
     installed when all ranks have read.
     """
     pipeline.meet()  # raises on a rank that was released
-    state = _PipelineState(pipeline, require_movable_state(optimizer))
+    state = _PipelineState(pipeline, require_movable_state(optimizer, dict(pipeline.named_parameters())))
     return {name: _Section(state, name) for name in _SECTIONS if name != "optimizer" or optimizer is not None}
 
 

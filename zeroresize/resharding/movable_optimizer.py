@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroresize.optim.optimizers import torch_optimizer
+from zeroresize.optim.optimizers import require_stepping, torch_optimizer
 
 
-def require_movable_state(optimizer: object | None) -> torch.optim.Optimizer | None:
-    """Return ``optimizer`` itself, if its state can follow whole parameters to other ranks.
+def require_movable_state(optimizer: object | None, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer | None:
+    """Return ``optimizer`` itself, if what it keeps for ``parameters`` can follow them to other ranks.
 
     Raises:
-        ValueError: for a wrapper, which may keep master copies or shards elsewhere, and for ZeRO.
+        ValueError: for a wrapper, which may keep master copies or shards elsewhere, for ZeRO, and for an optimizer that
+            does not step all parameters that want gradients.
     """
     if optimizer is None:
         return None
@@ -27,6 +29,7 @@ def require_movable_state(optimizer: object | None) -> torch.optim.Optimizer | N
     # By its name: importing it takes a while and warns.
     if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
         raise ValueError("layers cannot move with ZeroRedundancyOptimizer: other ranks hold shards of their state")
+    require_stepping(optimizer, parameters)
     return optimizer
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from zeroresize.optim.independence import why_not_by_parameter, why_not_elementwise
+from zeroresize.optim.optimizers import require_stepping
 from zeroresize.plan.layout import TensorSpec
 from zeroresize.plan.strategy import Strategy
 
@@ -24,9 +25,11 @@ def require_divisible(
         tensors: of the undivided model.
 
     Raises:
-        ValueError: if the optimizer's strategy divides tensors and the optimizer does not treat them element by
-            element, or it has tensors on several ranks and the optimizer does not treat them one by one.
+        ValueError: if the optimizer does not step all parameters that want gradients; if its strategy divides tensors
+            and it does not treat them element by element, or it has tensors on several ranks and the optimizer does not
+            treat them one by one.
     """
+    require_stepping(optimizer, parameters)
     if optimizer is None:
         return
     divided = {one.name for one in tensors if one.division is not None}

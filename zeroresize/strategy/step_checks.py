@@ -8,7 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zeroresize.comm.meeting import Meet
+from zeroresize.resharding.agreement import meet_prepared
 from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.optimizer_checks import require_divisible
 from zeroresize.utils.fingerprint import digest
 
 
@@ -53,6 +56,21 @@ def require_ready_to_train(model: SwitchableModel, optimizer: torch.optim.Optimi
             f"{left} have gradients, to which the step's would be added: call optimizer.zero_grad() or "
             "model.abandon() before"
         )
+
+
+def require_fitting_optimizer(model: SwitchableModel, optimizer: torch.optim.Optimizer, meet: Meet) -> None:
+    """Check that the optimizer may step what its strategy leaves to the ranks; collective.
+
+    Raises:
+        ValueError: as :func:`~zeroresize.strategy.optimizer_checks.require_divisible`; the other ranks may raise a
+            RuntimeError, as one that the strategy leaves out has nothing to step.
+    """
+    prepared: tuple[float, float] | Exception = 0.0, 0.0
+    try:
+        require_divisible(optimizer, model.optimizer_strategy, dict(model.named_parameters()), model.tensors)
+    except ValueError as error:  # the others must hear of it
+        prepared = error
+    meet_prepared(meet, prepared)
 
 
 def digest_of(sequences: Sequence[Tensor]) -> str:

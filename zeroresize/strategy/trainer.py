@@ -27,10 +27,14 @@ from zeroresize.runtime.stage import Loss, Stage
 from zeroresize.strategy.gradient_clipping import clip_grad_norm_, grad_norm
 from zeroresize.strategy.loss_check import LossCheck
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.optimizer_checks import require_divisible
 from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.packed_halves import halves_of_packed
-from zeroresize.strategy.step_checks import digest_of, require_ready_to_train, require_sequences
+from zeroresize.strategy.step_checks import (
+    digest_of,
+    require_fitting_optimizer,
+    require_ready_to_train,
+    require_sequences,
+)
 from zeroresize.strategy.step_report import RangeReport, StepReport
 from zeroresize.strategy.switch_tour import TYPICAL_LINKS, SwitchTour
 from zeroresize.strategy.switching.switch import SwitchReport
@@ -90,8 +94,9 @@ class StrategyTrainer:
 
     Raises:
         ValueError: for ranges that do not rise or whose strategies the model does not have, ``max_tokens`` below the
-            longest sequence of a range, and layers that do not run on the meta device. For an optimizer that sees
-            whole matrices where its strategy divides them, as Muon does; the other ranks may raise a RuntimeError then.
+            longest sequence of a range, and layers that do not run on the meta device. For an optimizer that does not
+            step all parameters that want gradients, or sees whole matrices where its strategy divides them, as Muon
+            does; the other ranks may raise a RuntimeError then.
     """
 
     def __init__(
@@ -110,7 +115,7 @@ class StrategyTrainer:
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self._meet = meet_over(model.process_group, model.device)
-        self._require_divisible()
+        require_fitting_optimizer(model, optimizer, self._meet)
         number("grad_clip", grad_clip, least=0.0)
         is_bool("overlap", overlap)
         self._loss, self._max_tokens, self._grad_clip, self._work = loss, max_tokens, grad_clip, work
@@ -257,16 +262,6 @@ class StrategyTrainer:
         lengths = [len(one) - 1 for one in sequences]
         visits = {one.strategy: one for one in plan_visits(lengths, self.ranges, self._work)}
         return [visits[strategy] for strategy in self._tour.order(list(visits))]
-
-    def _require_divisible(self) -> None:
-        """Collective, since a rank the optimizer's strategy leaves out has nothing to step."""
-        model = self.model
-        prepared: tuple[float, float] | Exception = 0.0, 0.0
-        try:
-            require_divisible(self.optimizer, model.optimizer_strategy, dict(model.named_parameters()), model.tensors)
-        except ValueError as error:  # the others must hear of it
-            prepared = error
-        meet_prepared(self._meet, prepared)
 
     def _run(
         self, visits: Sequence[Visit], sequences: Sequence[Tensor], *, trains: bool

@@ -472,6 +472,38 @@ def drop_step_hooks(optimizer: Optimizer) -> None:
         setattr(optimizer, f"_optimizer_step_{kind}_hooks", OrderedDict())
 
 
+class GradScalerBase(torch.amp.GradScaler):
+    """A loss scaler that has its scale from the start, as ranks that compute no loss need it, and unscales otherwise.
+
+    By ``_lazy_init_scale_growth_tracker`` and ``_unscale_grads_``, without which a scaler of torch's would do as ever.
+    """
+
+    def __init__(self, device: str, **options: Any) -> None:
+        super().__init__(device, **options)
+        if self.is_enabled():
+            self._lazy_init_scale_growth_tracker(torch.device(device))
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        return {inv_scale.device: self.unscale_gradients(optimizer, inv_scale, allow_fp16=allow_fp16)}
+
+    def unscale_gradients(self, optimizer: Optimizer, inv_scale: Tensor, *, allow_fp16: bool) -> Tensor:
+        """Multiply gradients by ``inv_scale``; return 1.0 there if some are not finite, else 0.0."""
+        raise NotImplementedError
+
+
+def check_and_unscale(gradients: Sequence[Tensor], inv_scale: Tensor) -> Tensor:
+    """Multiply gradients of one device by ``inv_scale``: ``_amp_foreach_non_finite_check_and_unscale_``.
+
+    Returns:
+        1.0 on their device if one of them is not finite, else 0.0.
+    """
+    is_infinite = torch.zeros((), dtype=torch.float32, device=gradients[0].device)
+    torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), is_infinite, inv_scale.to(is_infinite.device))
+    return is_infinite
+
+
 def is_initialized(optimizer: Optimizer) -> bool:
     """Return whether ``Optimizer.__init__`` has run, which sets ``_optimizer_step_pre_hooks``; wrappers skip it."""
     return "_optimizer_step_pre_hooks" in vars(optimizer)

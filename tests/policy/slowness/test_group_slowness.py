@@ -118,20 +118,20 @@ def test_lines_say_who_since_when_why_and_what_it_costs():
     group = GroupSlowness(2)
     run(group, 20, WELL, num_ranks=2)
     ((_, begins),) = run(group, 4, {1: {"products_s": 0.11}}, num_ranks=2, begins=20)
-    assert lines_of([begins], 0.2) == [
+    assert lines_of([begins], 0.2, compares_work=True) == [
         "rank 1 is 1.50 times slower than the others, slow since step 200 (3 s): its matrix products take longer; that "
         "has cost 1 s so far; work divided by speed would make steps 20 % shorter at most"
     ]
     (_, changes), *_ = run(group, 6, {1: {"products_s": 0.26}}, num_ranks=2, begins=24)
-    (line,) = lines_of([changes], 0.3)
+    (line,) = lines_of([changes], 0.3, compares_work=True)
     assert line.startswith("rank 1 is 3.00 times slower than the others now, 1.50 times before, slow since step 200")
     faster = dataclasses.replace(changes, slow=dataclasses.replace(changes.slow, times=0.85), times_before=3.0)
-    assert lines_of([faster], 0.3) == [
+    assert lines_of([faster], 0.3, compares_work=True) == [
         "rank 1 is hardly slower than the others any more (0.85 times their time, 3.00 times before), and counts as "
         "slow until that has lasted"
     ]
     (_, ends), *_ = run(group, 6, WELL, num_ranks=2, begins=30)
-    (line,) = lines_of([ends], 0.0)
+    (line,) = lines_of([ends], 0.0, compares_work=True)
     assert line.startswith("rank 1 is as fast as the others again: it was 3.00 times slower, from step 200 on for ")
 
 
@@ -141,7 +141,7 @@ def test_of_many_ranks_there_is_a_single_line():
     slow = {rank: {"loader_s": 0.05 + 0.01 * rank} for rank in range(5)}
     events = [event for _, event in run(group, 4, slow, num_ranks=16, begins=20)]
     assert len(events) == 5
-    (line,) = lines_of(events, 0.2)
+    (line,) = lines_of(events, 0.2, compares_work=True)
     assert line == (
         "5 ranks are slower than the others, rank 4 most, 1.80 times: it comes late to the model, as from a slow data "
         "loader"
@@ -156,3 +156,38 @@ def test_the_slowness_of_a_rank_is_no_noise_of_the_others(num_ranks):
     run(group, 20, WELL, num_ranks=num_ranks, begins=50)
     ((step, event),) = run(group, 4, {0: {"rest_s": 0.037}}, num_ranks=num_ranks, begins=70)
     assert (event.kind, event.slow.rank, step) == ("begins", 0, 720)
+
+
+def windows_of(end_step, works, chi, counts):
+    """Of ranks that take 1 ms for a unit of work, rank 1 ``chi`` times as long, in steps of uneven work."""
+    windows = []
+    for rank, work in enumerate(works):
+        unit_s = 0.001 * (chi if rank == 1 else 1.0)
+        steps = []
+        for step in range(EVERY):
+            here = work * (1.0 + 0.2 * (step % 3))
+            times = (unit_s * here, 0.05, 0.1 * unit_s * here)
+            steps.append(WatchedStep(*times, work=here if counts else math.nan))
+        sent = window_of([*steps, WatchedStep(9.0, 0.0, work=0.0 if counts else math.nan)], end_step)
+        windows.append(StepWindow.of_numbers(sent.as_numbers()))
+    return windows
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_rank_with_longer_rows_is_slow_only_where_work_is_not_counted(counts):
+    group, events = GroupSlowness(3), []
+    for number in range(1, 31):
+        rows = [100, 200, 100] if number > 10 else [100, 100, 100]
+        events += group.update(windows_of(EVERY * number, rows, 1.0, counts))
+    assert group.compares_work == counts
+    if counts:
+        assert events == [] and group.report().scores == pytest.approx((1.0,) * 3)
+        for number in range(31, 51):  # twice the work, and 1.5 times as long for it
+            events += group.update(windows_of(EVERY * number, [100, 200, 100], 1.5, counts))
+        (begins,) = events
+        assert begins.slow.rank == 1 and begins.slow.times == pytest.approx(1.5)
+        assert "more work" not in lines_of(events, 0.2, compares_work=True)[0]
+    else:
+        (begins,) = events
+        (line,) = lines_of(events, 0.2, compares_work=False)
+        assert begins.slow.rank == 1 and "what it computes takes longer, or it has more work; that has cost" in line

@@ -13,7 +13,7 @@ from typing import Any
 
 from zeroresize.policy.slowness.causes import Cause, main_cause, share_saved, shares_of_causes, usual_window
 from zeroresize.policy.slowness.rank_level import Change, RankLevel
-from zeroresize.policy.slowness.windows import StepWindow
+from zeroresize.policy.slowness.windows import StepWindow, at_work
 from zeroresize.utils.usual import usual_of_others
 
 #: A rank is slow from this share of a step on, unless the caller says otherwise.
@@ -34,7 +34,7 @@ class SlowRank:
 
     Attributes:
         rank: within the group.
-        times: how many times as long as the others' its own work takes.
+        times: how many times as long as the others it takes, for as much work where that was counted.
         since_step: after so many steps it began.
         num_steps, seconds: for so long it has lasted.
         cause: what most of the delay comes from: ``"products"`` (matrix products), ``"rest"`` (what else is computed),
@@ -74,7 +74,8 @@ class WatchReport:
         slow: who is slow now, by rank.
         scores: [R] the fastest rank's usual busy time as a share of each rank's own: 1 is as fast as the fastest. Empty
             before the first round.
-        busy_s: [R] usual seconds of a step without waits for other ranks.
+        busy_s: [R] usual seconds of a step without waits for other ranks; where work was counted, for as much as ranks
+            have on average.
         step_s: usual seconds of a step.
         cost_s: seconds that slow ranks have cost the group so far: over all steps in which one was slow, what the
             slowest took longer than is usual among the others.
@@ -142,7 +143,11 @@ class GroupSlowness:
 
     Args:
         num_ranks: R.
-        tolerance: by which share a rank's own work must take longer than that of the others before it is told.
+        tolerance: by which share a rank must take longer than the others before it is told.
+
+    Attributes:
+        compares_work: whether all ranks counted their work, so that times are those for as much as a rank has on
+            average. Else a rank with more work looks slow.
     """
 
     def __init__(self, num_ranks: int, tolerance: float = TOLERANCE) -> None:
@@ -150,6 +155,7 @@ class GroupSlowness:
         self._slow: dict[int, _Slowness] = {}
         self._rounds: deque[_Round] = deque(maxlen=_MOST_KEPT)
         self._num_rounds, self._last_step, self._cost_s = 0, 0, 0.0
+        self.compares_work = False
 
     def update(self, windows: Sequence[StepWindow]) -> list[SlownessEvent]:
         """Take a round; return what it changes.
@@ -159,6 +165,10 @@ class GroupSlowness:
         """
         if not all(window.is_sound for window in windows):
             return []
+        work = math.fsum(window.work for window in windows) / len(windows)
+        self.compares_work = not math.isnan(work)
+        if self.compares_work:
+            windows = [at_work(window, work) for window in windows]
         first_step, self._last_step = self._last_step, max(window.end_step for window in windows)
         self._num_rounds += 1
         if self._num_rounds <= _WARM_UP:

@@ -22,24 +22,25 @@ _TEXTS: dict[Cause, str] = {
 }
 
 
-def lines_of(events: Sequence[SlownessEvent], share_saved: float) -> list[str]:
+def lines_of(events: Sequence[SlownessEvent], share_saved: float, *, compares_work: bool) -> list[str]:
     """Return a line for each event, or one for many of a kind.
 
     Args:
         events: of one update.
         share_saved: share of a step that a division of work by speed would save at most.
+        compares_work: whether times are for as much work; else a rank may just have more.
     """
     lines = []
     for kind in ("begins", "changes", "ends"):
         alike = [event for event in events if event.kind == kind]
         if len(alike) > _MOST_NAMED:
-            lines.append(_of_many(alike))
+            lines.append(_of_many(alike, compares_work))
         else:
-            lines += [_of_event(event, share_saved) for event in alike]
+            lines += [_of_event(event, share_saved, compares_work) for event in alike]
     return lines
 
 
-def _of_event(event: SlownessEvent, share_saved: float) -> str:
+def _of_event(event: SlownessEvent, share_saved: float, compares_work: bool) -> str:
     slow = event.slow
     if event.kind == "ends":
         return (
@@ -59,25 +60,26 @@ def _of_event(event: SlownessEvent, share_saved: float) -> str:
     if slow.cause != "loader":
         brings = f"; work divided by speed would make steps {100.0 * share_saved:.0f} % shorter at most"
     return (
-        f"rank {slow.rank} is {now}, slow since step {slow.since_step} ({seconds_text(slow.seconds)}): {_why(slow)}; "
-        f"that has cost {seconds_text(slow.cost_s)} so far{brings}"
+        f"rank {slow.rank} is {now}, slow since step {slow.since_step} ({seconds_text(slow.seconds)}): "
+        f"{_why(slow, compares_work)}; that has cost {seconds_text(slow.cost_s)} so far{brings}"
     )
 
 
-def _of_many(events: Sequence[SlownessEvent]) -> str:
+def _of_many(events: Sequence[SlownessEvent], compares_work: bool) -> str:
     most = max(events, key=lambda event: max(event.slow.times, event.times_before))
     if events[0].kind == "ends":
         return f"{len(events)} ranks are as fast as the others again, rank {most.slow.rank} among them"
     changed = " have become faster or slower, and" if events[0].kind == "changes" else ""
     return (
         f"{len(events)} ranks{changed} are slower than the others, rank {most.slow.rank} most, "
-        f"{_times(most.slow.times)}: {_why(most.slow)}"
+        f"{_times(most.slow.times)}: {_why(most.slow, compares_work)}"
     )
 
 
-def _why(slow: SlowRank) -> str:
+def _why(slow: SlowRank, compares_work: bool) -> str:
     share = slow.causes.get(slow.cause, 1.0)
-    return _TEXTS[slow.cause] + (f" ({100.0 * share:.0f} % of the delay)" if share < _CLEAR else "")
+    more_work = "" if compares_work or slow.cause == "loader" else ", or it has more work"
+    return _TEXTS[slow.cause] + (f" ({100.0 * share:.0f} % of the delay)" if share < _CLEAR else "") + more_work
 
 
 def _times(times: float) -> str:

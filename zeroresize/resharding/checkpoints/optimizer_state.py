@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zeroresize.layers.local_parts import local_of
-from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
+from zeroresize.optim.optimizers import require_stepping, stepped_tensors, torch_optimizer
 from zeroresize.resharding.checkpoints.divided_tensor import DividedTensor, TensorDivision
 from zeroresize.resharding.parameter_state import StateKind, kind_of_state
 from zeroresize.utils.torch_private import drop_step_hooks
@@ -34,7 +34,8 @@ class OptimizerState:
         divisions: of those of which this rank holds a part, by ``id``.
 
     Raises:
-        ValueError: for an optimizer that steps other tensors than these, or keeps them or their state in another shape.
+        ValueError: for an optimizer that steps other tensors than these, or not all that want gradients, or keeps them
+            or their state in another shape.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class OptimizerState:
     ) -> None:
         self._optimizer, self._parameters, self._divisions = optimizer, dict(parameters), divisions
         self._inner = torch_optimizer(optimizer)
+        require_stepping(optimizer, parameters)
         stepped = {id(one) for one in self._stepped().values()}
         others = [one for group in self._inner.param_groups for one in group["params"] if id(one) not in stepped]
         if others:

@@ -22,8 +22,8 @@ def divide_units(units: OwnedUnits, shares: Sequence[float]) -> None:
         ValueError: if the optimizer does not let units be divided; on every rank.
         RuntimeError: as :meth:`~zeroresize.resharding.units.owned_units.OwnedUnits.move`.
     """
-    if units.why_not_divisible is not None:
-        raise ValueError(f"shares={list(shares)}: units cannot be divided so: {units.why_not_divisible}")
+    if units.why_not_movable is not None:
+        raise ValueError(f"shares={list(shares)}: units cannot be divided so: {units.why_not_movable}")
     units.move(shares)
     units.forget_moves()
     for segment in units.segments:

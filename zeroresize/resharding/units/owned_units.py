@@ -20,7 +20,7 @@ from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments, segment_works
 from zeroresize.layers.weight_checks import is_sharded_in
 from zeroresize.optim.independence import why_not_elementwise
-from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
+from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer, why_others_step
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
 from zeroresize.policy.moves.move_cost import most_bytes
 from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError, gather_texts, meet_unchanged
@@ -332,12 +332,9 @@ class OwnedUnits:
         stepped = self._stepped()
         if stepped is None:
             return None
-        left = [name for name, one in self._parameters.items() if one.requires_grad and name not in stepped]
-        if not left:
-            return None
-        return (
-            f"{left[0]} and {len(left) - 1} more parameters of the units are" if len(left) > 1 else f"{left[0]} is"
-        ) + " not stepped by the optimizer that the Balancer was given, and another one's state would not move along"
+        return why_others_step(
+            [name for name, one in self._parameters.items() if one.requires_grad and name not in stepped]
+        )
 
     def _why_not_movable(self, replicas: DataParallelReplicas) -> str | None:
         if not self.segments:

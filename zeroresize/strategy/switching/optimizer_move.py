@@ -45,7 +45,8 @@ class RankOptimizer:
         self, optimizer_placement: Placement, tensors: Sequence[WholeTensor], optimizer: object | None
     ) -> None:
         self._optimizer_placement, self._tensors = optimizer_placement, tensors
-        self.optimizer = require_movable_state(optimizer)
+        named = {tensors[number].spec.name: one for number, one in optimizer_placement.masters.items()}
+        self.optimizer = require_movable_state(optimizer, named)
         self._groups = [] if self.optimizer is None else self.optimizer.param_groups
         self.settings = settings_of(self.optimizer)
         known = {id(one): number for number, one in optimizer_placement.masters.items()}
