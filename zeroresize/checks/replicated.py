@@ -77,12 +77,16 @@ def key_of_parameter(name: str, parameter: Tensor) -> float:
     return fingerprint(f"{name} {tuple(parameter.shape)}")
 
 
-def distance_of_sums(sums: Sequence[float] | None, reference: Sequence[float]) -> float:
-    """Return how far apart two ranks' numbers of a parameter are, of its norm; what one does not know is not apart."""
+def distance_of_sums(sums: Sequence[float] | None, reference: Sequence[float], least: float = 0.0) -> float:
+    """Return how far apart two ranks' numbers of a parameter are, of its norm; what one does not know is not apart.
+
+    Args:
+        least: in place of a smaller norm.
+    """
     if sums is None or list(sums) == list(reference):
         return 0.0
     if any(map(math.isnan, (*sums, *reference))):
         are_alike = all(math.isnan(one) == math.isnan(other) for one, other in zip(sums, reference, strict=True))
         return 0.0 if are_alike else math.inf
     most = max(abs(one - other) for one, other in zip(sums, reference, strict=True))
-    return most / max(sums[-1], reference[-1])
+    return most / max(sums[-1], reference[-1], least)
