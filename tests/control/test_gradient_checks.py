@@ -125,9 +125,9 @@ def test_gradients_that_are_parts_of_a_sum_are_named_before_weights_change(run_r
         return texts
 
     for attention, gated in run_ranks(train, 2, timeout_s=30):
-        assert "a part of a sum, as what it works with is divided over the ranks. Sum it" in attention
+        assert "a part of a sum, as its layer works on what is divided over the ranks. Sum it" in attention
         for text, names in ((attention, ["k.weight", "v.weight", "norm.weight"]), (gated, ["router.weight"])):
-            assert any(f"part.{name} (beside the divided part.q)" in text for name in names)
+            assert any(f"part.{name}" in text for name in names)
             assert "head" not in text and "part.o" not in text
 
 
@@ -236,3 +236,82 @@ def test_gradients_are_compared_behind_colossalais_reductions(run_ranks, precisi
 
     for texts in run_ranks(train, 2, timeout_s=60):
         assert len(texts) == 1 and "the gradients of 1 of " in texts[0] and "layernorm_after.weight" in texts[0]
+
+
+class Divided(nn.Module):
+    """Only divided layers learn. Its inputs are floats, or ids of which each rank may have its part of the sequence."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.group, self.pair = group, Pair(group)
+        self.pair.down.bias.requires_grad_(False)
+
+    def forward(self, x, ids=None, labels=None):
+        if ids is not None and ids.shape[1] != x.shape[1]:
+            parts = [torch.empty_like(ids) for _ in range(2)]
+            dist.all_gather(parts, ids, group=self.group)
+            x = x + torch.cat(parts, dim=1)[..., None]
+        return self.pair(x)
+
+
+def test_other_batches_are_named_in_the_first_forward_on_all_ranks(run_ranks):
+    """Floats but for rounding, whole numbers exactly; parts of sequences and other replicas' batches are none."""
+
+    def train(rank, group):
+        alone = [dist.new_group([each]) for each in range(2)][rank]
+        x = torch.randn(2, 6, FEATURES, generator=torch.Generator().manual_seed(0))
+        ids = torch.arange(12).view(2, 6)
+        cases = {  # what rank 1 is given, and what is told; "" for nothing
+            "floats": ((torch.randn(2, 6, FEATURES),), {}, "differ in the input of pair.up; every"),
+            "rounding": ((x * (1.0 + 1e-6),), {}, ""),
+            "order": ((x, ids.flip(0)), {}, r"differ in input 1; every"),
+            "labels": ((x, ids), {"labels": {"next": [ids + (ids == 3)]}}, "differ in input labels next 0"),
+            "parts": ((x, ids[:, 3:]), {}, ""),
+        }
+        for name, (inputs, named, text) in cases.items():
+            model = Divided(group)
+            _, balancer = balanced(model, group)
+            if rank == 0:
+                inputs = (x, *([ids[:, :3] if name == "parts" else ids] if len(inputs) > 1 else []))
+                named = {"labels": {"next": [ids]}} if named else {}
+            if text:
+                with pytest.raises(ValueError, match=text):
+                    model(*inputs, **named)
+            else:
+                model(*inputs, **named)
+            balancer.close()
+            assert not model._forward_pre_hooks and model.pair.up.watch_start is None
+        model = Divided(alone)  # of another replica
+        _, balancer = balanced(model, alone)
+        model(x + rank)
+
+    run_ranks(train, 2, timeout_s=30)
+
+
+def test_batches_that_differ_later_are_an_error_in_the_first_steps_and_then_warned_of(run_ranks):
+    def train(rank, group):
+        seen = []
+        for differs_at in (0, 11):
+            model = Divided(group)
+            optimizer, balancer = balanced(model, group, update_every=5)
+            with caught_log_lines() as lines:
+                for step in range(12 if differs_at == 0 else 45):
+                    for micro_batch in range(2):
+                        x = torch.randn(2, 6, FEATURES, generator=torch.Generator().manual_seed(step))
+                        differs = step >= differs_at and (step or micro_batch)
+                        model(x + 0.1 * rank * differs).square().mean().backward()
+                    try:
+                        optimizer.step()
+                    except ValueError as error:
+                        seen.append((step, str(error)[:51]))
+                        break
+                    optimizer.zero_grad()
+                    balancer.step()
+            seen += [line for line in lines if "different batches" in line]
+            balancer.close()
+        return seen
+
+    first, second = run_ranks(train, 2, timeout_s=60)
+    told = "the ranks of the group were given different batches"
+    assert first[0] == second[0] == (0, told)
+    assert len(first) == 2 and first[1].startswith(f"step 20: {told}") and len(second) == 1

@@ -10,8 +10,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import takewhile
-from operator import eq
 from typing import Any
 
 import torch
@@ -187,14 +185,13 @@ class StartCheck:
             max(_GRADIENT_TOLERANCE, self._batches.rounding),
         )
         if differing:
-            named = {name: f"(beside the divided {self._nearest(name)})" for name in differing}
             self._judge(
                 f"the gradients of {len(differing)} of {len(sums)} parameters that all ranks of the group hold alike "
-                f"differ between the ranks in the first optimizer step: {_named(named)}. Each is "
-                "a part of a sum, as what it works with is divided over the ranks"
-                f"{'' if is_certain else _OTHER_CAUSES}. Sum it over the group once a step, behind the last backward "
-                "and before clipping, and the gradient of a whole input of its layer in every backward; or divide the "
-                "layer as those beside it",
+                f"differ between the ranks in the first optimizer step: {', '.join(differing[:MOST_NAMED])}"
+                f"{', …' * (len(differing) > MOST_NAMED)}. Each is a part of a sum, as its layer works on what is "
+                f"divided over the ranks{'' if is_certain else _OTHER_CAUSES}. Sum it over the group once a step, "
+                "behind the last backward and before clipping, and the gradient of its layer's whole input in every "
+                "backward; or divide the layer as those beside it",
                 is_certain,
             )
 
@@ -209,11 +206,6 @@ class StartCheck:
         if kind not in self._warned and group_rank(self._group) == 0:
             logger.warning("%s", text)
         self._warned.add(kind)
-
-    def _nearest(self, name: str) -> str:
-        """The balanced layer whose name has most in common with a parameter's."""
-        parts = name.split(".")
-        return max(self._layers, key=lambda layer: sum(takewhile(bool, map(eq, layer.split("."), parts))))
 
     def _replicated(self) -> dict[str, Tensor]:
         return dict(replicated_parameters(self._model, self._group))

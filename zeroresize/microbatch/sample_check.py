@@ -1,4 +1,4 @@
-"""Whether ranks are given the samples that an iteration was planned for: others would be padded, dropped or mixed up."""
+"""Whether ranks are given the samples that an iteration was planned for: others would be padded, dropped or mixed."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class SampleCheck:
         planned = np.asarray(lengths_NA)
         if len(samples) != len(planned):
             return [0.0, -1.0, float(len(samples)), 0.0]
-        for sample in wanted if self._lengths_of is not None else ():
-            for axis, length in enumerate(self._lengths_of(samples[sample])):
+        for sample in wanted:
+            for axis, length in enumerate(self._lengths_of(samples[sample]) if self._lengths_of else ()):
                 if length != planned[sample, axis]:
                     return [0.0, 1.0 + sample * planned.shape[1] + axis, float(length), 0.0]
         is_due = self._num_checked < _FIRST or self._num_checked % _EVERY == 0
