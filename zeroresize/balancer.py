@@ -109,7 +109,7 @@ class Balancer:
         if parts.num_ranks == 1:
             return
         if parts.start_check is not None:
-            parts.start_check.step_is_called()
+            parts.start_check.step_is_called(self._num_steps + 1)
         parts.monitor.end_step()  # measure
         began = time.perf_counter()
         self._num_steps += 1

@@ -16,6 +16,8 @@ from zeroresize.utils.fingerprint import fingerprint
 
 #: So many forwards are looked at from the start on; later ones only before the ranks compare.
 _FIRST_FORWARDS = 10
+#: About so many tokens of a layer's input are looked at, evenly spread.
+_MOST_TOKENS = 256
 #: Of its norm: what the ranks' inputs of a layer may differ by in sum, at least, and in machine epsilons.
 _TOLERANCE, _ROUNDINGS = 1e-3, 8.0
 #: Sums of whole numbers are taken modulo this, so that many of them add up exactly in float64.
@@ -56,7 +58,8 @@ class SeenBatches:
                 self._seen.clear()
             if self._is_column_parallel and x.is_floating_point():
                 self.rounding = _ROUNDINGS * torch.finfo(x.dtype).eps
-                self._add(self._input, x, sums_of(x), max(_TOLERANCE, self.rounding))
+                some = x.reshape(-1, x.shape[-1])[:: max(1, x.shape[:-1].numel() // _MOST_TOKENS)]
+                self._add(self._input, x, sums_of(some), max(_TOLERANCE, self.rounding))
         self._num_forwards += 1
 
     def take(self) -> list[float]:

@@ -72,7 +72,7 @@ class StartCheck:
         self._model, self._layers, self._group, self._exchange = model, layers, process_group, exchange
         self._optimizer = optimizer
         self._at_start: dict[str, list[float]] | None = None
-        self._last_step = self._next_step = self._num_tries_left = 0
+        self._next_step = self._num_tries_left = 0
         self._has_begun = self._has_stepped = False
         self._warned: set[str] = set()
         columns = [name for name, layer in layers.items() if layer.is_column_parallel]
@@ -119,11 +119,15 @@ class StartCheck:
             )
         self._judge(*other_batches)
 
-    def step_is_called(self) -> None:
-        """Note that ``balancer.step()`` is called: ranks whose optimizer skipped a first step meet the others here."""
+    def step_is_called(self, num_steps: int) -> None:
+        """Note the call of ``balancer.step()`` that ends so many steps.
+
+        Ranks whose optimizer skipped a first step meet the others here.
+        """
         if not self._has_stepped:
             self._compare_gradients(steps=False)
         self._has_stepped = False
+        self._batches.is_due = 0 < self._next_step <= num_steps + 1
 
     def after_update(self, num_steps: int) -> None:
         """Warn, once and on rank 0, of copies that have drifted apart since the start; collective, if it is due.
@@ -131,11 +135,9 @@ class StartCheck:
         Args:
             num_steps: of the optimizer so far, the same on all ranks.
         """
-        interval, self._last_step = num_steps - self._last_step, num_steps
         if self._at_start is not None and num_steps >= self._next_step:
             self._next_step = min(2 * num_steps, num_steps + _MOST_STEPS)
             self._compare_again(self._at_start, num_steps)
-        self._batches.is_due = num_steps + interval >= self._next_step
 
     def _compare_again(self, at_start: Mapping[str, list[float]], num_steps: int) -> None:
         replicated = self._replicated()
