@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"hidden": 256, "depth": 4, "batch": 8, "length": 128, "vocabulary": 4000}.items():
+    for name, default in {"hidden": 256, "depth": 4, "batch": 16, "length": 256, "vocabulary": 4000}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--models", type=int, default=3)
     parser.add_argument("--steps", type=int, default=160)
