@@ -108,6 +108,8 @@ class Balancer:
         parts = self._parts
         if parts.num_ranks == 1:
             return
+        if parts.start_check is not None:
+            parts.start_check.step_is_called(self._num_steps + 1)
         parts.monitor.end_step()  # measure
         began = time.perf_counter()
         self._num_steps += 1

@@ -222,6 +222,7 @@ def _start(
         loss=summed_loss,
         grad_clip=config.training.grad_clip,
         seed=config.training.seed,
+        lengths_of=lambda sample: [len(part) for part in sample] if config.model.kind == "t5" else [len(sample[0]) - 1],
     )
     trainer.num_steps = step
     run = Run(config, samples, model, optimizer, trainer, pace, store, planners, step=step)

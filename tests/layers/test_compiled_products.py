@@ -54,7 +54,7 @@ def test_changed_plans_compile_nothing_and_results_are_those_of_the_layers(run_r
             layer.probes.add_outermost(probe)
             layer.watch_input = lambda x, seen=seen: seen.append(x.sum().item())
             layer.watch_forward = lambda *what, seen=seen: seen.append(what)
-            layer.watch_start = lambda seen=seen: seen.append("start")
+            layer.watch_start = lambda _, seen=seen: seen.append("start")
             plans = [(1, "zero"), (2, "average"), (0, "zero"), (3, "zero")]
             losses = train(call, model, 5, x, lambda step, model=model, plans=plans: prune(model, *plans[step % 4]))
             counts = probe.begun, probe.ended, probe.gemms, layer.num_tokens, layer.num_forwards

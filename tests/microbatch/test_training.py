@@ -126,7 +126,7 @@ def test_a_plan_of_other_replicas_or_stages_is_refused_before_anything_runs(run_
         trainer.plans = LocalPlans(planner_of("gpt", Strategy(pp=2)))
         assert trainer.step(samples_of("gpt", lengths), lengths).num_tokens == lengths.sum()
         parameter = next(iter(trainer.model.parameters()))
-        parameter.grad = torch.zeros_like(parameter) if rank else None
+        parameter.grad, lengths = torch.zeros_like(parameter) if rank else None, Lengths("gpt")(1)
         with pytest.raises(ValueError if rank else RuntimeError, match="have gradients" if rank else r"ranks \[1\]"):
             trainer.step(samples_of("gpt", lengths), lengths)
 

@@ -14,8 +14,8 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.shards import is_marked_as_shard
 from zeroresize.utils.fingerprint import fingerprint
 
-#: Elements that are summed at once.
-_PIECE = 2**22
+#: Elements that are summed at once, and side by side.
+_PIECE, _ROW = 2**22, 64
 
 
 def replicated_parameters(model: nn.Module, process_group: ProcessGroup) -> Iterator[tuple[str, Tensor]]:
@@ -66,8 +66,12 @@ def sums_of(parameter: Tensor) -> Tensor:
     """[3] in float64."""
     total = torch.zeros(3, dtype=torch.float64, device=parameter.device)
     for piece in parameter.detach().reshape(-1).split(_PIECE):
-        squares = torch.linalg.vector_norm(piece, dtype=torch.float64).square()
-        total += torch.stack([piece[::2].sum(dtype=torch.float64), piece[1::2].sum(dtype=torch.float64), squares])
+        values = piece.double()
+        whole, rest = values.split([len(values) // _ROW * _ROW, len(values) % _ROW])
+        columns = whole.view(-1, _ROW).sum(dim=0)  # several times as fast as every other element
+        total += torch.stack(
+            [columns[::2].sum() + rest[::2].sum(), columns[1::2].sum() + rest[1::2].sum(), values.dot(values)]
+        )
     total[2].sqrt_()
     return total
 
@@ -77,12 +81,16 @@ def key_of_parameter(name: str, parameter: Tensor) -> float:
     return fingerprint(f"{name} {tuple(parameter.shape)}")
 
 
-def distance_of_sums(sums: Sequence[float] | None, reference: Sequence[float]) -> float:
-    """Return how far apart two ranks' numbers of a parameter are, of its norm; what one does not know is not apart."""
+def distance_of_sums(sums: Sequence[float] | None, reference: Sequence[float], least: float = 0.0) -> float:
+    """Return how far apart two ranks' numbers of a parameter are, of its norm; what one does not know is not apart.
+
+    Args:
+        least: in place of a smaller norm.
+    """
     if sums is None or list(sums) == list(reference):
         return 0.0
     if any(map(math.isnan, (*sums, *reference))):
         are_alike = all(math.isnan(one) == math.isnan(other) for one, other in zip(sums, reference, strict=True))
         return 0.0 if are_alike else math.inf
     most = max(abs(one - other) for one, other in zip(sums, reference, strict=True))
-    return most / max(sums[-1], reference[-1])
+    return most / max(sums[-1], reference[-1], least)

@@ -210,7 +210,7 @@ def _agreement(setup: Setup) -> dict[str, str | list[str]]:
 def _start_check(setup: Setup, exchange: Exchange | None) -> StartCheck | None:
     if exchange is None or not setup.config.start_checks:
         return None
-    return StartCheck(setup.model, setup.layers, setup.process_group, exchange)
+    return StartCheck(setup.model, setup.layers, setup.optimizer, setup.process_group, exchange)
 
 
 def _freezer(setup: Setup) -> ColumnFreezer | None:

@@ -1,5 +1,5 @@
-"""Ranks that hold different copies of a weight train different models, and nothing fails: so copies are compared, at
-the start and now and then.
+"""Ranks that hold different copies of a weight, add up only parts of its gradient, or are given other batches train
+something else, and nothing fails: so all that is compared, at the start and now and then.
 """
 
 from __future__ import annotations
@@ -7,13 +7,16 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from zeroresize.checks.gradients import differing_gradients
 from zeroresize.checks.replicated import (
     distance_of_sums,
     key_of_parameter,
@@ -22,8 +25,9 @@ from zeroresize.checks.replicated import (
 )
 from zeroresize.comm.collectives import group_rank
 from zeroresize.comm.exchange import Exchange
+from zeroresize.control.seen_batches import SeenBatches
 from zeroresize.control.setup_checks import HINT, MOST_NAMED, Layers, check_data_parallelism
-from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.optim.optimizers import hook_steps, stepped_gradients
 from zeroresize.utils.alike import minority, named_ranks
 
 logger = logging.getLogger(__name__)
@@ -36,13 +40,19 @@ _TOLERANCE = 1e-3
 _ROUNDINGS = 8.0
 #: Copies are compared whenever the number of steps has doubled, and after so many at the latest.
 _MOST_STEPS = 1000
+#: In so many steps gradients are looked for: the first may be skipped, or make them within itself.
+_MOST_TRIES = 10
+#: Of its norm: what a gradient may differ by in sum. Devices differ in more than last bits where some multiply in TF32.
+_GRADIENT_TOLERANCE = 1e-2
+_OTHER_CAUSES = ", unless the targets, or what is random outside of the layers, differ between the ranks"
 #: Of one rank's parameter the sums of its even and of its odd elements, and its norm; None where it has none such.
 _Sums = Sequence[float] | None
 
 
 class StartCheck:
     """Compares what the ranks of a group should hold alike: in the first training forward, until which a model may be
-    loaded, and at updates, with which copies of a parameter may have drifted apart.
+    loaded; gradients before the first optimizer step changes weights; and at updates, with which copies of a parameter
+    may have drifted apart. What enters the model, and the layers, travels along.
 
     Compared are the parameters that are no shards, by a few sums of each. Left out is what may be a shard: parameters
     of modules that hold a process group, those that a framework has marked (``dist_layout``,
@@ -51,33 +61,49 @@ class StartCheck:
     Args:
         model: what is trained.
         layers: its balanced layers by name.
+        optimizer: what steps it.
         process_group: their tensor-parallel group.
         exchange: with its ranks.
     """
 
-    def __init__(self, model: nn.Module, layers: Layers, process_group: ProcessGroup, exchange: Exchange) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Layers, optimizer: Any, process_group: ProcessGroup, exchange: Exchange
+    ) -> None:
         self._model, self._layers, self._group, self._exchange = model, layers, process_group, exchange
+        self._optimizer = optimizer
         self._at_start: dict[str, list[float]] | None = None
-        self._next_step, self._has_warned = 0, False
-        first = next(iter(layers.values()))
-        first.watch_start = _calling(weakref.WeakMethod(self._training_begins))
-        self.close = weakref.finalize(self, _watch_no_start, first)
+        self._next_step = self._num_tries_left = 0
+        self._has_begun = self._has_stepped = False
+        self._warned: set[str] = set()
+        columns = [name for name, layer in layers.items() if layer.is_column_parallel]
+        name = next(iter([*columns, *layers]))
+        first = layers[name]
+        self._batches = SeenBatches(model, name, first, len(exchange.ranks))
+        first.watch_start = _calling(weakref.WeakMethod(self._forward_begins))
+        self._undo: list[Callable[[], object]] = [self._batches.unhook, partial(setattr, first, "watch_start", None)]
+        self.close = weakref.finalize(self, _call_all, self._undo)
         self.close.atexit = False
 
-    def _training_begins(self) -> None:
-        if not self.close.alive:
+    def _forward_begins(self, x: Tensor) -> None:
+        self._batches.layer_begins(x)
+        if self._has_begun:
             return
-        self.close()
+        self._has_begun = True
+        with suppress(ValueError):  # a wrapper that hides its optimizer
+            # Only now, so that the hooks of others that reduce gradients are called before it.
+            self._undo.append(hook_steps(self._optimizer, self._before_step))
+            self._num_tries_left = _MOST_TRIES
         check_data_parallelism(self._model, self._layers, self._group)
         self.compare()
 
     def compare(self) -> None:
-        """Compare the ranks' parameters now; collective.
+        """Compare the ranks' parameters now, and what they are given; collective.
 
         Raises:
             ValueError: on every rank, naming the first parameters that differ and the ranks on which they do.
         """
-        replicated, sums = self._gathered()
+        replicated = self._replicated()
+        sums, other_batches = self._gathered(replicated, replicated)
         self._at_start = _distances(sums)
         differing = {
             name: _description(sums[name], _TOLERANCE)
@@ -91,6 +117,17 @@ class StartCheck:
                 "ranks alike before the model is built, or load the same checkpoint on all. A shard of a layer of "
                 f"your own is left out where its parameter has tensor_model_parallel=True; {HINT}"
             )
+        self._judge(*other_batches)
+
+    def step_is_called(self, num_steps: int) -> None:
+        """Note the call of ``balancer.step()`` that ends so many steps.
+
+        Ranks whose optimizer skipped a first step meet the others here.
+        """
+        if not self._has_stepped:
+            self._compare_gradients(steps=False)
+        self._has_stepped = False
+        self._batches.is_due = 0 < self._next_step <= num_steps + 1
 
     def after_update(self, num_steps: int) -> None:
         """Warn, once and on rank 0, of copies that have drifted apart since the start; collective, if it is due.
@@ -98,45 +135,96 @@ class StartCheck:
         Args:
             num_steps: of the optimizer so far, the same on all ranks.
         """
-        if self._at_start is None or num_steps < self._next_step:
-            return
-        self._next_step = min(2 * num_steps, num_steps + _MOST_STEPS)
-        replicated, sums = self._gathered()
+        if self._at_start is not None and num_steps >= self._next_step:
+            self._next_step = min(2 * num_steps, num_steps + _MOST_STEPS)
+            self._compare_again(self._at_start, num_steps)
+
+    def _compare_again(self, at_start: Mapping[str, list[float]], num_steps: int) -> None:
+        replicated = self._replicated()
+        sums, other_batches = self._gathered(replicated, replicated)
         drifted = {}
         for name, of_ranks in _distances(sums).items():
-            before = self._at_start.get(name, [0.0] * len(of_ranks))
+            before = at_start.get(name, [0.0] * len(of_ranks))
             rounding = _ROUNDINGS * torch.finfo(replicated[name].dtype).eps * math.sqrt(num_steps)
             more = [now - then for now, then in zip(of_ranks, before, strict=True)]
             most = min(rounding, _TOLERANCE)
             if _above(more, most):
                 drifted[name] = _description(sums[name], most)
-        if drifted and not self._has_warned and group_rank(self._group) == 0:
-            self._has_warned = True
-            logger.warning(
-                "step %d: %d of %d parameters that all ranks of the group hold alike have drifted apart, so the ranks "
-                "train different models: %s. Give every rank of the group the same batches (samplers divide them over "
-                "data-parallel ranks only), clip gradients by zeroresize.clip_grad_norm_ (torch's takes a rank's own "
-                "shards), step on all ranks or on none where a gradient scaler skips steps, and draw alike what is "
-                "random outside of the parallel layers; %s",
-                num_steps,
-                len(drifted),
-                len(replicated),
-                _named(drifted),
-                HINT,
+        if other_batches[0]:
+            self._warn("batches", f"step {num_steps}: {other_batches[0]}; {HINT}")
+        elif drifted:
+            self._warn(
+                "drift",
+                f"step {num_steps}: {len(drifted)} of {len(replicated)} parameters that all ranks of the group hold "
+                f"alike have drifted apart, so the ranks train different models: {_named(drifted)}. Give every rank "
+                "of the group the same batches (samplers divide them over data-parallel ranks only), clip gradients "
+                "by zeroresize.clip_grad_norm_ (torch's takes a rank's own shards), step on all ranks or on none "
+                "where a gradient scaler skips steps, and draw alike what is random outside of the parallel layers; "
+                f"{HINT}",
             )
 
-    def _gathered(self) -> tuple[dict[str, Tensor], dict[str, list[_Sums]]]:
-        """Return the parameters that should be alike, and every rank's sums of those that rank 0 has; collective."""
-        replicated = dict(replicated_parameters(self._model, self._group))
-        numbers_of_rank = [number for row in sums_of_parameters(replicated) for number in row]
+    def _before_step(self) -> None:
+        self._has_stepped = True
+        self._compare_gradients(steps=True)
+
+    def _compare_gradients(self, *, steps: bool) -> None:
+        """Raise a ValueError on all ranks if gradients of what is replicated differ; collective."""
+        if not self._num_tries_left:
+            return
+        self._num_tries_left -= 1
+        replicated = self._replicated()
+        gathered, other_batches = self._gathered(
+            replicated, stepped_gradients(self._optimizer, replicated) if steps else {}
+        )
+        self._judge(*other_batches)
+        sums = {name: of_ranks for name, of_ranks in gathered.items() if any(of_ranks)}
+        numbers = [number for of_ranks in sums.values() for each in of_ranks for number in each or ()]
+        if not all(map(any, zip(*sums.values(), strict=True))) or not sums or not all(map(math.isfinite, numbers)):
+            return  # some rank skips this step, or is about to
+        self._num_tries_left = 0
+        differing, is_certain = differing_gradients(
+            {name: [each or (0.0, 0.0, 0.0) for each in of_ranks] for name, of_ranks in sums.items()},
+            max(_GRADIENT_TOLERANCE, self._batches.rounding),
+        )
+        if differing:
+            self._judge(
+                f"the gradients of {len(differing)} of {len(sums)} parameters that all ranks of the group hold alike "
+                f"differ between the ranks in the first optimizer step: {', '.join(differing[:MOST_NAMED])}"
+                f"{', …' * (len(differing) > MOST_NAMED)}. Each is a part of a sum, as its layer works on what is "
+                f"divided over the ranks{'' if is_certain else _OTHER_CAUSES}. Sum it over the group once a step, "
+                "behind the last backward and before clipping, and the gradient of its layer's whole input in every "
+                "backward; or divide the layer as those beside it",
+                is_certain,
+            )
+
+    def _judge(self, difference: str, is_certain: bool) -> None:
+        """Raise an error; or warn, where dropout that is drawn otherwise on each rank, as in some hosts, may be why."""
+        if difference and not is_certain and any(map(_drops, self._model.modules())):
+            self._warn(difference[:40], f"{difference}; dropout outside of the layers must be drawn alike, too; {HINT}")
+        elif difference:
+            raise ValueError(f"{difference}; {HINT}")
+
+    def _warn(self, kind: str, text: str) -> None:
+        if kind not in self._warned and group_rank(self._group) == 0:
+            logger.warning("%s", text)
+        self._warned.add(kind)
+
+    def _replicated(self) -> dict[str, Tensor]:
+        return dict(replicated_parameters(self._model, self._group))
+
+    def _gathered(
+        self, replicated: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+    ) -> tuple[dict[str, list[_Sums]], tuple[str, bool]]:
+        """Return every rank's sums of a tensor of each parameter, and how their batches differ; collective."""
+        keys = {name: key_of_parameter(name, parameter) for name, parameter in replicated.items()}
+        rows = [[keys[name], *row[1:]] for name, row in zip(tensors, sums_of_parameters(tensors), strict=True)]
+        numbers_of_rank = [number for row in rows for number in row] + self._batches.take()
         tables = [
             {numbers[at]: numbers[at + 1 : at + 4] for at in range(0, len(numbers), 4)}
             for numbers in self._exchange.gather(numbers_of_rank)
         ]
-        keys = {name: key_of_parameter(name, parameter) for name, parameter in replicated.items()}
-        return replicated, {
-            name: [table.get(key) for table in tables] for name, key in keys.items() if key in tables[0]
-        }
+        sums: dict[str, list[_Sums]] = {name: [table.get(key) for table in tables] for name, key in keys.items()}
+        return sums, self._batches.difference(tables)
 
 
 def _distances(sums: Mapping[str, Sequence[_Sums]]) -> dict[str, list[float]]:
@@ -181,13 +269,20 @@ def _named(differing: Mapping[str, str]) -> str:
 
 
 def _calling(method: weakref.WeakMethod[Any]) -> Any:
-    def call() -> None:
+    def call(x: Tensor) -> None:
         alive = method()
         if alive is not None:
-            alive()
+            alive(x)
 
     return call
 
 
-def _watch_no_start(layer: BalancedLinear) -> None:
-    layer.watch_start = None
+def _call_all(functions: Sequence[Callable[[], object]]) -> None:
+    for function in functions:
+        function()
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether it drops something now."""
+    rate = getattr(module, "p", getattr(module, "drop_prob", None))
+    return module.training and "drop" in type(module).__name__.lower() and bool(rate)

@@ -54,7 +54,8 @@ class BalancedLinear:
         num_recomputations: number of them that activation checkpointing made, within a backward.
         compute_dtype: of the last training forward's products.
         watch_forward: called with T and ``training`` before a forward sends anything to other ranks; may be None.
-        watch_start: called before a training forward sends anything to other ranks, until it is None; may be None.
+        watch_start: called with a training forward's local input x [..., K] before it sends anything to other ranks;
+            may be None.
         needs_eager_autograd: whether columns may migrate, now or later.
         watch_input: called with every training forward's local input x [..., K]; may be None.
         is_compiled: whether ``torch.compile`` compiled a training forward; the activations of a graph are not counted.
@@ -88,7 +89,7 @@ class BalancedLinear:
     num_recomputations: int
     compute_dtype: torch.dtype
     watch_forward: Callable[[int, bool], None] | None
-    watch_start: Callable[[], None] | None
+    watch_start: Callable[[Tensor], None] | None
     needs_eager_autograd: bool
     watch_input: Callable[[Tensor], None] | None
     is_compiled: bool
@@ -273,7 +274,7 @@ class BalancedLinear:
         if not self.training:
             return None
         if self.watch_start is not None:
-            self.watch_start()
+            self.watch_start(x)
         self.num_tokens += math.prod(x.shape[:-1])
         self.num_forwards += 1
         if current_backward() != -1:

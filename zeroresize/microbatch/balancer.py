@@ -168,7 +168,7 @@ class MicroBatchBalancer:
                 :meth:`RunPlanners.restart <zeroresize.microbatch.run_planners.RunPlanners.restart>`.
         """
         begin = time.perf_counter()
-        plan = self._trainer.fetch(lengths_NA)
+        plan = self._trainer.fetch(samples, lengths_NA)
         self._note_change(time.perf_counter() - begin)
         work_s = self._decision.costs.work_s(plan, self.strategy, self._model.rank)
         self._meter.begin(has_part=work_s > 0.0)

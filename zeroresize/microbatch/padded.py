@@ -51,6 +51,11 @@ class PaddedBatch:
             _fill(targets[number], [samples[sample][1:] for sample in row], row)
         return cls(tokens, targets)
 
+    @staticmethod
+    def lengths_of(sample: Tensor) -> tuple[int, ...]:
+        """Return what a sample [length + 1] is planned with: its length."""
+        return (len(sample) - 1,)
+
     @classmethod
     def hollow(cls, sizes: Mapping[str, int]) -> PaddedBatch:
         """Make one of so many rows ("size") and tokens ("length"), of random tokens, all of which count."""
@@ -114,6 +119,11 @@ class PairBatch:
             begun = [torch.cat([torch.tensor([begin]), samples[sample][1][:-1]]) for sample in row]
             _fill(tokens[number], begun, row)
         return cls(sources, is_source, tokens, targets)
+
+    @staticmethod
+    def lengths_of(sample: tuple[Tensor, Tensor]) -> tuple[int, ...]:
+        """Return what a sample ([source], [target]) is planned with: both lengths."""
+        return len(sample[0]), len(sample[1])
 
     @classmethod
     def hollow(cls, sizes: Mapping[str, int]) -> PairBatch:

@@ -19,6 +19,7 @@ from torch import nn
 
 from zeroresize.comm.collectives import all_reduce, message_device
 from zeroresize.microbatch.row_halves import halves_of_rows, num_counted
+from zeroresize.microbatch.sample_check import SampleCheck
 from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.microbatches.baselines import of_equal_tokens
 from zeroresize.policy.microbatches.iteration_plan import IterationPlan
@@ -110,6 +111,8 @@ class MicroBatchTrainer:
         grad_clip: largest norm of the gradients; 0 for no clipping.
         seed: of what layers draw at random: a function of it, the iteration, the replica, the stage and the
             micro-batch.
+        lengths_of: tokens [A] of a sample, which are compared with those that it was planned with; None for the
+            function of that name beside ``batch_from``, as ``PaddedBatch`` and ``PairBatch`` have one.
 
     Attributes:
         num_steps: how many are done, which is the number of the next iteration; set it where training is resumed.
@@ -132,6 +135,7 @@ class MicroBatchTrainer:
         loss: Loss,
         grad_clip: float = 0.0,
         seed: int = 0,
+        lengths_of: Callable[[Any], Sequence[int]] | None = None,
     ) -> None:
         number("grad_clip", grad_clip, least=0.0)
         self.model, self.optimizer, self.plans, self.num_steps = model, optimizer, plans, 0
@@ -139,6 +143,8 @@ class MicroBatchTrainer:
         self._loss_check = LossCheck(loss, model.process_group, model.device)
         self._meet = meet_over(model.process_group, model.device)
         require_fitting_optimizer(model, optimizer, self._meet)
+        lengths_of = lengths_of or getattr(getattr(batch_from, "__self__", None), "lengths_of", None)
+        self._sample_check = SampleCheck(self._meet, lengths_of)
         self._activations = find_activations(model.whole_layers, hollow, sizes)
 
     def step(self, samples: Sequence[Any], lengths_NA: Indices) -> IterationReport:
@@ -151,26 +157,34 @@ class MicroBatchTrainer:
             lengths_NA: their tokens, by which they were planned; those of the last length count in the loss.
 
         Raises:
-            ValueError: for a plan of other samples, another model, or other numbers of replicas and stages, an
-                optimizer that does not step the model's parameters, and gradients that are left; the other ranks raise
-                a RuntimeError. Nothing has run then.
-            RuntimeError: if there is no plan, or a rank does not come, and after a step that failed.
+            ValueError: on all ranks for samples that are more or fewer than their lengths, longer or shorter than one
+                that they were planned with, or not the same on all ranks of a replica. For a plan of other samples,
+                another model, or other numbers of replicas and stages, an optimizer that does not step the model's
+                parameters, and gradients that are left; the other ranks raise a RuntimeError. Nothing has run then.
+            RuntimeError: if there is no plan, a micro-batch cannot be made, or a rank does not come, and after a step
+                that failed.
             Exception: what a layer or the loss raises. A step that fails while it runs is to be repeated from a
                 checkpoint, and the process has to exit, so that the others notice.
         """
         begin = time.perf_counter()
-        plan = self.fetch(lengths_NA)
+        plan = self.fetch(samples, lengths_NA)
         return self.carry_out(plan, samples, lengths_NA, begin=begin)
 
-    def fetch(self, lengths_NA: Indices) -> IterationPlan:
-        """Return the plan of the next iteration, for :meth:`carry_out`; collective.
+    def fetch(self, samples: Sequence[Any], lengths_NA: Indices) -> IterationPlan:
+        """Return the plan of the next iteration, for :meth:`carry_out`, and make its micro-batches; collective.
 
         Raises:
             Exception: as :meth:`step` does before anything has run.
         """
-        self._require_ready()
+        if self.model.failure is not None:  # meeting the others, who may be in the midst of that step, would mix it up
+            raise RuntimeError(
+                f"a step failed here while it ran: {self.model.failure}. Exit this process, so that the other ranks "
+                "notice, and go on from a checkpoint; only if all ranks failed alike, call model.abandon() on all"
+            )
         plan = self.plans.plan(self.num_steps, batch_fingerprint(lengths_NA))
         self._require_divided_alike(plan)
+        of_replicas = [replica.microbatches for replica in plan.replicas]
+        self._batches = self._agreed_batches(of_replicas, samples, lengths_NA, trains=True)
         return plan
 
     def carry_out(
@@ -247,11 +261,12 @@ class MicroBatchTrainer:
         """
         microbatches = of_equal_tokens(lengths_NA, ordered(lengths_NA), max_tokens)
         total = int(np.asarray(lengths_NA)[:, -1].sum())
-        position = self.model.position
+        position, num_replicas = self.model.position, self.model.current.dp
+        of_replicas = [microbatches[replica::num_replicas] for replica in range(num_replicas)]
+        batches = self._agreed_batches(of_replicas, samples, lengths_NA, trains=False)
         self.model.drop_copies()  # the parameters may have been changed in place since
         loss = torch.zeros((), dtype=torch.float64)
         if position is not None:
-            batches = self._batches(microbatches[position.replica :: self.model.current.dp], samples)
             stage = self._stage(position, "none")
             with _evaluating(self.model.stage_layers.values()):
                 loss = stage.evaluate(batches, lambda output, batch: self._loss(output, batch) / total)
@@ -264,8 +279,7 @@ class MicroBatchTrainer:
         position = self.model.position
         if position is None:
             return torch.zeros((), dtype=torch.float64)
-        replica = plan.replicas[position.replica]
-        batches = self._batches(replica.microbatches, samples)
+        replica, batches = plan.replicas[position.replica], self._batches
         described = {id(batch): each for batch, each in zip(batches, replica.microbatches, strict=True)}
         stage = self._stage(position, plan.recomputation)
 
@@ -282,12 +296,35 @@ class MicroBatchTrainer:
         self, loss: torch.Tensor, output: Any, microbatch: MicroBatch, samples: Sequence[Any], lengths_NA: Indices
     ) -> None:
         def halves() -> list[tuple[torch.Tensor, Any]]:
-            return halves_of_rows(output, microbatch, lengths_NA, lambda half: self._batches([half], samples)[0])
+            return halves_of_rows(output, microbatch, lengths_NA, lambda half: self._made(samples, half))
 
         self._loss_check.look(loss, num_counted(microbatch, lengths_NA), halves)
 
-    def _batches(self, microbatches: Sequence[MicroBatch], samples: Sequence[Any]) -> list[Batch]:
-        return [self._batch_from(samples, each).to(self.model.device) for each in microbatches]
+    def _made(self, samples: Sequence[Any], microbatch: MicroBatch) -> Batch:
+        return self._batch_from(samples, microbatch).to(self.model.device)
+
+    def _agreed_batches(
+        self, of_replicas: Sequence[Sequence[MicroBatch]], samples: Sequence[Any], lengths_NA: Indices, *, trains: bool
+    ) -> list[Batch]:
+        """Make those of this rank's replica, or let all ranks know that one cannot; collective."""
+        position = self.model.position
+        microbatches = () if position is None else of_replicas[position.replica]
+        wanted = [sample for each in microbatches for sample in each.samples]
+        batches: list[Batch] = []
+        prepared: Sequence[float] | Exception
+        try:
+            if trains:
+                require_ready_to_train(self.model, self.optimizer)
+            prepared = self._sample_check.numbers(samples, wanted, lengths_NA)
+            if not prepared[1]:
+                batches = [self._made(samples, each) for each in microbatches]
+        except Exception as error:  # the others must hear of any
+            prepared = error
+        table = meet_prepared(self._meet, prepared, "micro-batches")
+        positions = [self.model.current.position_of(rank) for rank in range(len(table))]
+        replicas = [None if each is None else each.replica for each in positions]
+        self._sample_check.require(table, replicas, samples, wanted, lengths_NA)
+        return batches
 
     def _stage(self, position: Position, recompute: str) -> Stage:
         model, layers = self.model, self.model.stage_layers
@@ -296,19 +333,6 @@ class MicroBatchTrainer:
         return Stage(
             list(layers.values()), min(layers), self._activations, pipeline, model.device, seed, recompute=recompute
         )
-
-    def _require_ready(self) -> None:
-        if self.model.failure is not None:  # meeting the others, who may be in the midst of that step, would mix it up
-            raise RuntimeError(
-                f"a step failed here while it ran: {self.model.failure}. Exit this process, so that the other ranks "
-                "notice, and go on from a checkpoint; only if all ranks failed alike, call model.abandon() on all"
-            )
-        prepared: tuple[float, float] | Exception = 0.0, 0.0
-        try:
-            require_ready_to_train(self.model, self.optimizer)
-        except ValueError as error:  # the others must hear of it
-            prepared = error
-        meet_prepared(self._meet, prepared)
 
     def _require_divided_alike(self, plan: IterationPlan) -> None:
         """The plan is the same on all ranks, so all raise or none."""

@@ -83,13 +83,14 @@ class SteppedTensors:
         return self._tensors
 
 
-def hook_steps(optimizer: Any, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], object]:
-    """Call two methods of one object before and after every step; ends when the result is called or the object dies."""
+def hook_steps(
+    optimizer: Any, before: Callable[[], None], after: Callable[[], None] | None = None
+) -> Callable[[], object]:
+    """Call methods of one object before and after every step; ends when the result is called or the object dies."""
     inner = torch_optimizer(optimizer)
-    hooks = (
-        inner.register_step_pre_hook(_calling(weakref.WeakMethod(before))),
-        inner.register_step_post_hook(_calling(weakref.WeakMethod(after))),
-    )
+    hooks = [inner.register_step_pre_hook(_calling(weakref.WeakMethod(before)))]
+    if after is not None:
+        hooks.append(inner.register_step_post_hook(_calling(weakref.WeakMethod(after))))
     unhook = weakref.finalize(before.__self__, _remove, hooks)  # type: ignore[attr-defined]
     unhook.atexit = False
     return unhook
@@ -146,6 +147,20 @@ def why_others_step(missing: Sequence[str]) -> str | None:
         "make it from all parameters that the model has now, those of other stages of a pipeline included, or freeze "
         "these (requires_grad_(False))"
     )
+
+
+def stepped_gradients(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients that a step would use now of named parameters, or of their master copies; where it has any.
+
+    A master copy may be a flat shard; of a sparse gradient only its values are returned.
+    """
+    stepped, masters = _ids_of_stepped(torch_optimizer(optimizer)), _masters(optimizer)
+    gradients = {}
+    for name, parameter in parameters.items():
+        tensor = masters.get(id(parameter), parameter)
+        if id(tensor) in stepped and tensor.grad is not None:
+            gradients[name] = tensor.grad.coalesce().values() if tensor.grad.is_sparse else tensor.grad
+    return gradients
 
 
 def states_like(optimizer: torch.optim.Optimizer, tensor: Tensor) -> Iterable[Tensor]:

@@ -1,4 +1,4 @@
-"""MutedDraws: fixed values in place of random numbers that are drawn between the layers of segments, to compare with."""
+"""MutedDraws: fixed values in place of random numbers that are drawn between segments' layers, to compare with."""
 
 from __future__ import annotations
 
@@ -65,6 +65,6 @@ def require_drawn_alike(draws: MutedDraws, at_home: MutedDraws) -> None:
         elif stream in of_units:
             raise ValueError(
                 f"dropout: between its layers {operator} of shape {list(shape)} draws for what is not of single units, "
-                f"behind {of_units[stream]}, which draws more numbers on ranks with more units, so that the ranks would "
+                f"behind {of_units[stream]}, which draws more numbers on ranks with more units, so that ranks would "
                 "drop other elements: let it draw before, or behind the segment"
             )

@@ -263,9 +263,9 @@ class OwnedUnits:
         if (name := next(names, None)) is None:
             return None
         return (
-            f"a forward of {name} was captured in a CUDA graph, which would go on to read its weight where it lay before "
-            "a move. Capture once units have moved for the last time, with a Balancer of moves=False or mode='off' from "
-            "then on, or leave such layers out by module_filter_fn"
+            f"a forward of {name} was captured in a CUDA graph, which would go on to read its weight where it lay "
+            "before a move. Capture once units have moved for the last time, with a Balancer of moves=False or "
+            "mode='off' from then on, or leave such layers out by module_filter_fn"
         )
 
     def _require_units(self) -> None:
