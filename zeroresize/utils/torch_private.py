@@ -364,6 +364,16 @@ def dtensor_like(dtensor: Tensor, local: Tensor) -> Tensor:
     return kind(local, dtensor._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
+def strided_shard(dim: int, num_parts: int) -> Any:
+    """Return the placement of which a rank holds its share of each of equal parts: ``placement_types._StridedShard``.
+
+    Where the name is missing, or it is a ``Shard`` of which torch knows the order in some places only: None.
+    """
+    placements: Any = sys.modules["torch.distributed.tensor"].placement_types
+    kind = getattr(placements, "_StridedShard", None)
+    return None if kind is None or issubclass(kind, placements.Shard) else kind(dim, split_factor=num_parts)
+
+
 def classes_of_checkpoint_index() -> tuple[Any, Any]:
     """Return what an index of torch.distributed.checkpoint names under private names, to read one.
 
