@@ -58,7 +58,7 @@ class Model(nn.Module):
             zr.Segment(
                 [attention.q, attention.k, attention.v], attention.out, on_change=followed_by(attention), **of_heads
             ),
-            zr.Segment([fused.qkv], fused.out, num_blocks=3, on_change=followed_by(fused), **of_heads),
+            zr.Segment([fused.qkv], fused.out, parts=3, on_change=followed_by(fused), **of_heads),
             zr.Segment([self.feed_forward.up], self.feed_forward.down, min_units=0, kind="neurons"),
         ]
         self.group, self.checkpoints = group, False

@@ -11,11 +11,13 @@ import builtins
 import functools
 import inspect
 import itertools
+import math
 import operator
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -154,10 +156,16 @@ class _Tracer(fx.Tracer):
     Args:
         holding: if given, of the user's modules only those are entered that hold this layer.
         running: begins a block in which the forward runs.
+        leaves: modules of Python whose functions are not entered.
     """
 
-    def __init__(self, holding: nn.Module | None, running: Callable[[], AbstractContextManager[None]]) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        holding: nn.Module | None,
+        running: Callable[[], AbstractContextManager[None]],
+        leaves: tuple[ModuleType, ...] = (math,),
+    ) -> None:
+        super().__init__(leaves)
         self._holding = holding
         self._running = running
 
@@ -187,10 +195,8 @@ class _PersistentTracer(_Tracer):
     """Goes on where a forward loops over chunks, or over the dimensions before the last one, of which it takes two."""
 
     def __init__(self, holding: nn.Module | None, running: Callable[[], AbstractContextManager[None]]) -> None:
-        super().__init__(holding, running)
-        if (einops := sys.modules.get("einops")) is not None:
-            self._autowrap_search.append(einops)
-            self._autowrap_function_ids.add(id(einops.rearrange))
+        einops = sys.modules.get("einops")
+        super().__init__(holding, running, (math,) if einops is None else (math, einops))
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         node, num_items = obj.node, 0

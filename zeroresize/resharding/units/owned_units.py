@@ -266,7 +266,7 @@ class OwnedUnits:
         self._is_guarded = True
         for segment in self.segments:
             for contents in contents_of(segment, self._optimizer, self._rank):
-                refused = contents.unit_tensor.owner.refused_at_home
+                refused = getattr(contents.unit_tensor.owner, "refused_at_home", ())
                 guard_dtensors(contents.state.installed, are_away=not segment.owned.is_even, refused=refused)
                 self._is_guarded = self._is_guarded and (contents.state.has_state or contents.state.stepped is None)
 

@@ -167,7 +167,7 @@ class UnitMove(Transaction):
                 contents.state.forget()
             segment.owned = after
             for contents in of_segment:
-                refused = contents.unit_tensor.owner.refused_at_home
+                refused = getattr(contents.unit_tensor.owner, "refused_at_home", ())
                 guard_dtensors(contents.state.installed, are_away=not after.is_even, refused=refused)
             for layer in layers_of(segment):
                 if isinstance(layer, BalancedLinear):  # what was decided and remembered is of other columns
