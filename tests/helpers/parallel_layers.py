@@ -313,7 +313,7 @@ def home(num_ranks):
 
 
 def whole_of(tensor, where, owned, group):
-    """All ranks' units of a tensor, in the order of the units: [units, rows of all parts, ...]."""
+    """The undivided tensor, of the units of all ranks."""
     rank = dist.get_rank(group)
     held = by_unit(tensor, where, owned.counts[rank])
     parts = [None] * dist.get_world_size(group)
@@ -321,7 +321,7 @@ def whole_of(tensor, where, owned, group):
     whole = held.new_empty(len(owned.owners), *held.shape[1:])
     for peer, part in enumerate(parts):
         whole[torch.from_numpy(owned.units_of(peer))] = part
-    return whole
+    return from_units(whole, where)
 
 
 def everything_of(segments, optimizer, group):

@@ -107,6 +107,16 @@ def by_map(self, x, y):
     return attend(q, k, v)
 
 
+def by_loop(self, x, y):
+    q, k, v = (heads(one, *x.shape[:2]) for one in y.split(self.dim, dim=-1))
+    return attend(q, k, v)
+
+
+def by_untraced_loop(self, x, y):
+    q, k, v = (one.transpose(1, 2) for one in y.unflatten(-1, (3, -1, HEAD)).unbind(2))
+    return attend(q, k, v)
+
+
 def by_axis_of_heads(self, x, y):
     y = y.view(x.shape[0], x.shape[1], -1, HEAD).transpose(1, 2)
     q, k, v = y.split([self.num_heads] * 3, dim=1)
@@ -125,6 +135,8 @@ CUTS = (
     by_tensor_split,
     by_einops,
     by_map,
+    by_loop,
+    by_untraced_loop,
     by_axis_of_heads,
 )
 

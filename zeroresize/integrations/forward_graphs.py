@@ -192,21 +192,27 @@ class _Tracer(fx.Tracer):
 
 
 class _PersistentTracer(_Tracer):
-    """Goes on where a forward loops over chunks, or over the dimensions before the last one, of which it takes two."""
+    """Goes on where a forward loops over pieces of a layer's output, or over the two dimensions before the features."""
 
     def __init__(self, holding: nn.Module | None, running: Callable[[], AbstractContextManager[None]]) -> None:
         einops = sys.modules.get("einops")
         super().__init__(holding, running, (math,) if einops is None else (math, einops))
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        node, num_items = obj.node, 0
-        if getattr(node.target, "__name__", node.target) == "chunk":
-            num_items = node.kwargs.get("chunks", (*node.args, 0)[1])
-        elif node.target is operator.getitem and isinstance(node.args[1], slice):
+        node = obj.node
+        how = next(iter((*node.args[1:2], *node.kwargs.values())), None)
+        source: Any = node.args[0] if node.args else None
+        layer: Any = self.root.get_submodule(source.target) if getattr(source, "op", "") == "call_module" else None
+        name, num_items = getattr(node.target, "__name__", node.target), 0
+        if name in ("chunk", "split") and isinstance(how, list | tuple):
+            num_items = len(how)
+        elif name == "chunk" and isinstance(how, int):
+            num_items = how
+        elif name == "split" and isinstance(how, int) and isinstance(layer, BalancedLinear):
+            num_items = -(-layer.even_shape[0] // how)
+        elif node.target is operator.getitem and isinstance(how, slice):
             num_items = 2
-        if not isinstance(num_items, int) or not num_items:
-            return super().iter(obj)
-        return iter([obj[number] for number in range(num_items)])
+        return iter([obj[number] for number in range(num_items)]) if num_items else super().iter(obj)
 
 
 def _under_modes(

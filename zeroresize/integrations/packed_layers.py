@@ -169,6 +169,8 @@ class _Reading:
             origin = self._origins.get(inputs[0]) if whole is None else (node, whole)
             if isinstance(found, tuple | list) and origin is not None:
                 self._origins[node] = origin
+                for piece in () if node.users else found:  # the graph ends in a loop over them
+                    self._is_whole(node, piece, *origin)
             if not isinstance(found, Tensor) or origin is None or self._is_whole(node, found, *origin):
                 self._values[node] = found
 
@@ -199,7 +201,7 @@ class _Reading:
         else:
             key = described_node(cutting)
             self._ends[key] = self._ends.get(key, frozenset()) | {begin, end} - {0, self._size}
-            self._blocks[node] = frozenset(((begin, end),))
+            self._blocks[node] = self._blocks.get(node, frozenset()) | {(begin, end)}
         return False
 
     def _features(self, view: Tensor) -> tuple[int, int, int, int]:
