@@ -237,12 +237,56 @@ def test_what_is_right_already_is_not_refused(run_ranks):
             whole = kind(mix).double()
             x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
             expected = whole(x)
-            for by in ("from_linear", "styles", "torch"):
+            for by in ("from_linear", "styles", "torch") if mix is of_each_head else ("from_linear",):
                 torch.manual_seed(0)
                 model = split(kind(mix).double(), by, group)
                 with caught_log_lines(logging.WARNING) as lines:
                     zr.convert(model, process_group=group)
                 assert not any("cuts" in line for line in lines)
                 torch.testing.assert_close(model(x), expected)
+
+    run_ranks(check, 2)
+
+
+def test_parts_make_them_right_and_other_parts_are_refused(run_ranks):
+    def check(rank, group):
+        for kind, mix, parts in ((Packed, by_chunk, 3), (Packed, by_permute, (WIDTH,) * 3), (Gated, by_gate, 2)):
+            torch.manual_seed(0)
+            whole = kind(mix).double()
+            x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+            expected = whole(x)
+            for by in ("from_linear", "styles"):
+                torch.manual_seed(0)
+                model = split(kind(mix).double(), by, group, parts)
+                torch.testing.assert_close(zr.convert(model, process_group=group)(x), expected)
+        refused = [(by_chunk, 2, "as parts=.*, and chunk"), (by_unbind, (16, 4, 4), "and unbind")]
+        refused += [(mix, 3, "its layout is interleaved") for mix in (of_each_head, of_each_group)]
+        for mix, parts, message in refused:
+            with pytest.raises(ValueError, match=message):
+                zr.convert(split(Packed(mix), "from_linear", group, parts), process_group=group)
+        segment = zr.Segment(["up"], "down", HEAD, parts=3, on_change=len)
+        with pytest.raises(ValueError, match=r"up was split over the ranks as one part, and the segment says parts=3"):
+            zr.convert(split(Packed(by_untraced_loop), "from_linear", group), process_group=group, segments=[segment])
+
+    run_ranks(check, 2)
+
+
+def drawn_on_ranks(group, **options):
+    model = Packed(by_chunk)
+    model.up = zr.ColumnParallelLinear(WIDTH, 3 * WIDTH, process_group=group, **options)
+    model.down = zr.RowParallelLinear(WIDTH, WIDTH, process_group=group)
+    return model
+
+
+def test_where_it_is_not_known_who_has_split_a_layer_a_warning_asks(run_ranks):
+    def check(rank, group):
+        for options, is_told in (({}, True), ({"parts": 3}, False)):
+            with caught_log_lines(logging.WARNING) as lines:
+                zr.convert(drawn_on_ranks(group, **options), process_group=group)
+            assert any("layer up: chunk() cuts its output" in line for line in lines) == is_told
+        segment = zr.Segment(["up"], "down", HEAD, parts=3, on_change=len)
+        with caught_log_lines(logging.WARNING) as lines:
+            zr.convert(drawn_on_ranks(group), process_group=group, segments=[segment])
+        assert not lines
 
     run_ranks(check, 2)
