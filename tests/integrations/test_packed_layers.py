@@ -10,7 +10,6 @@ from einops import rearrange
 from helpers.processes import caught_log_lines
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zeroresize as zr
@@ -230,7 +229,12 @@ def test_layers_that_were_cut_across_their_parts_are_refused_in_every_word(run_r
 
 def test_what_is_right_already_is_not_refused(run_ranks):
     def check(rank, group):
-        right = [(Packed, of_each_head), (Packed, of_each_group), (Gated, of_every_other), (Plain, one_head_after_another)]
+        right = [
+            (Packed, of_each_head),
+            (Packed, of_each_group),
+            (Gated, of_every_other),
+            (Plain, one_head_after_another),
+        ]
         right += [(Plain, heads_side_by_side), (Plain, halves_of_heads), (Plain, last_token)]
         for kind, mix in right:
             torch.manual_seed(0)

@@ -15,7 +15,6 @@ import zeroresize as zr
 from zeroresize.convert import balanced_layers
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segments import owned_segments
-from zeroresize.utils.torch_private import is_dtensor
 
 WIDTH, HEAD, QUERIES, KEYS, INNER = 8, 4, 8, 4, 12
 SIZES = {"qkv": (QUERIES * HEAD, KEYS * HEAD, KEYS * HEAD), "mlp.gate_up": 2}
@@ -62,7 +61,11 @@ def whole_model(bias=True):
 def split(model, by, group):
     if by == "styles":
         styles = {name: zr.ColwiseParallel(parts=parts) for name, parts in SIZES.items()}
-        parallelize_module(model, init_device_mesh("cpu", (2,)), styles | {"out": zr.RowwiseParallel(), "mlp.down": zr.RowwiseParallel()})
+        parallelize_module(
+            model,
+            init_device_mesh("cpu", (2,)),
+            styles | {"out": zr.RowwiseParallel(), "mlp.down": zr.RowwiseParallel()},
+        )
     else:
         of_group = {"process_group": group}
         for holder, column, row in ((model, "qkv", "out"), (model.mlp, "gate_up", "down")):
@@ -76,7 +79,7 @@ def split(model, by, group):
     return zr.convert(model, process_group=group, segments=[segment])
 
 
-def train(model, num_steps, after=lambda step: None):
+def train(model, num_steps, after=lambda *_: None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(num_steps):
@@ -90,54 +93,61 @@ def train(model, num_steps, after=lambda step: None):
     return losses, optimizer
 
 
-def saved(state):
-    with tempfile.TemporaryDirectory() as folder:
-        folder = [folder]
-        dist.broadcast_object_list(folder, 0)
-        dcp.save(state, checkpoint_id=folder[0])
-        loaded = whole_model().state_dict() if "qkv.bias" in state else whole_model(bias=False).state_dict()
-        optimizer = {f"{name}.exp_avg": torch.zeros_like(one) for name, one in loaded.items()}
-        dcp.load({**loaded, "optimizer": optimizer} if "optimizer" in state else loaded, checkpoint_id=folder[0])
-        dist.barrier()
+def saved(state, whole=None):
+    """What an undivided model, and moments of it, load of a file of this state."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder, 0)
+    dcp.save(state, checkpoint_id=folder[0])
+    loaded = (whole or whole_model(bias="qkv.bias" in state)).state_dict()
+    optimizer = {f"{name}.exp_avg": torch.zeros_like(one) for name, one in loaded.items()}
+    dcp.load({**loaded, "optimizer": optimizer} if "optimizer" in state else loaded, checkpoint_id=folder[0])
     return loaded, optimizer
 
 
 def assert_equal(actual, expected):
     assert actual.keys() == expected.keys()
     for name, one in actual.items():
-        torch.testing.assert_close(one, expected[name], rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            one, expected[name], rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def trained_with_moves(by, bias, rank, group):
+    """Compare a split model with the undivided one, while it trains and its units move."""
+    whole = whole_model(bias)
+    expected, of_whole = train(whole, 6)
+    moments = {f"{name}.exp_avg": of_whole.state[one]["exp_avg"] for name, one in whole.named_parameters()}
+    model = split(whole_model(bias), by, group)
+    assert_equal(saved(zr.sharded_state_dict(model))[0], whole_model(bias).state_dict())
+    balancers = []
+
+    def step_and_move(step, optimizer):
+        balancers[:] = balancers or [zr.Balancer(model, optimizer)]
+        balancers[0].step()
+        if step in (1, 3):
+            balancers[0].move((3, 1) if step == 1 else (1, 1))
+            assert local_of(model.qkv.weight).shape[0] == ((48, 16)[rank] if step == 1 else 32)
+            assert local_of(model.mlp.gate_up.weight).shape[0] == ((18, 6)[rank] if step == 1 else 12)
+
+    actual, optimizer = train(model, 6, step_and_move)
+    assert actual == pytest.approx(expected, rel=1e-9)
+    assert [segment.kind for segment in owned_segments(balanced_layers(model))] == ["KV groups", "neurons"]
+    model_state, optimizer_state = saved(zr.sharded_state_dict(model, optimizer))
+    assert_equal(model_state, whole.state_dict())
+    assert_equal(optimizer_state, moments)
+    balancers[0].move((3, 1))
+    assert_equal(saved(zr.sharded_state_dict(model, optimizer))[0], whole.state_dict())
+    balancers[0].move((1, 1))
+    if by == "styles":
+        assert_gathers(model.state_dict(), whole.state_dict())
+        state = {name: optimizer.state[one]["exp_avg"] for name, one in model.named_parameters()}
+        assert_gathers(state, {name.removesuffix(".exp_avg"): one for name, one in moments.items()})
 
 
 def test_training_moves_and_files_are_those_of_the_undivided_model(run_ranks):
     def check(rank, group):
-        for by, bias in (("from_linear", True), ("styles", True), ("styles", False)):
-            whole = whole_model(bias)
-            expected, of_whole = train(whole, 6, lambda *_: None)
-            moments = {f"{name}.exp_avg": of_whole.state[one]["exp_avg"] for name, one in whole.named_parameters()}
-            model = split(whole_model(bias), by, group)
-            assert_equal(saved(zr.sharded_state_dict(model))[0], whole_model(bias).state_dict())
-            balancers = []
-
-            def step_and_move(step, optimizer):
-                balancers[:] = balancers or [zr.Balancer(model, optimizer)]
-                balancers[0].step()
-                if step in (1, 3):
-                    balancers[0].move((3, 1) if step == 1 else (1, 1))
-                    assert local_of(model.qkv.weight).shape[0] == ((48, 16)[rank] if step == 1 else 32)
-                    assert local_of(model.mlp.gate_up.weight).shape[0] == ((18, 6)[rank] if step == 1 else 12)
-                if step in (0, 2, 5):
-                    model_state, optimizer_state = saved(zr.sharded_state_dict(model, optimizer))
-                    if step == 5:
-                        assert_equal(model_state, whole.state_dict())
-                        assert_equal(optimizer_state, moments)
-
-            actual, optimizer = train(model, 6, step_and_move)
-            assert actual == pytest.approx(expected, rel=1e-9)
-            assert [segment.kind for segment in owned_segments(balanced_layers(model))] == ["KV groups", "neurons"]
-            if by == "styles":
-                assert_gathers(model.state_dict(), whole.state_dict())
-                state = {name: optimizer.state[one]["exp_avg"] for name, one in model.named_parameters()}
-                assert_gathers(state, {name.removesuffix(".exp_avg"): one for name, one in moments.items()})
+        for by, bias in (("from_linear", True), ("styles", True), ("from_linear", False)):
+            trained_with_moves(by, bias, rank, group)
 
     run_ranks(check, 2)
 
@@ -149,7 +159,7 @@ def assert_gathers(actual, expected):
             torch.testing.assert_close(one.full_tensor(), expected[name], rtol=0, atol=1e-9)
             continue
         for method in ("full_tensor", "redistribute"):
-            with pytest.raises(RuntimeError, match="packed layer .*sharded_state_dict"):
+            with pytest.raises(RuntimeError, match=r"packed layer .*sharded_state_dict"):
                 getattr(one, method)()
     for name in ("qkv.weight", "mlp.gate_up.weight"):
         with pytest.raises((RuntimeError, dcp.CheckpointException), match="packed layer"):
@@ -159,7 +169,9 @@ def assert_gathers(actual, expected):
 def test_layers_and_row_parallel_layers_of_parts_hold_their_share_of_each(run_ranks):
     def check(rank, group):
         linear = nn.Linear(12, 4)
-        expected = torch.cat([linear.weight[:, rank * 2 : rank * 2 + 2], linear.weight[:, 4 + rank * 4 : 8 + rank * 4]], 1)
+        expected = torch.cat(
+            [linear.weight[:, rank * 2 : rank * 2 + 2], linear.weight[:, 4 + rank * 4 : 8 + rank * 4]], 1
+        )
         row = zr.RowParallelLinear.from_linear(linear, process_group=group, parts=(4, 8))
         assert torch.equal(row.weight, expected)
         torch.manual_seed(3)
@@ -167,20 +179,16 @@ def test_layers_and_row_parallel_layers_of_parts_hold_their_share_of_each(run_ra
         torch.manual_seed(3)
         whole = nn.Linear(4, 12)
         assert torch.equal(drawn.weight, whole.weight.unflatten(0, (3, 2, 2))[:, rank].flatten(0, 1))
-        for by_style in (nn.Linear(12, 4), nn.Linear(12, 4)):
-            by_style.load_state_dict(linear.state_dict())
-            parallelize_module(by_style, init_device_mesh("cpu", (2,)), zr.RowwiseParallel(parts=(4, 8)))
-            assert torch.equal(local_of(by_style.weight), expected)
-            assert_equal_state = zr.sharded_state_dict(nn.ModuleDict({"row": by_style}))
-            with tempfile.TemporaryDirectory() as folder:
-                names = [folder]
-                dist.broadcast_object_list(names, 0)
-                dcp.save(assert_equal_state, checkpoint_id=names[0])
-                loaded = {"row.weight": torch.zeros(4, 12), "row.bias": torch.zeros(4)}
-                dcp.load(loaded, checkpoint_id=names[0])
-                dist.barrier()
-            assert torch.equal(loaded["row.weight"], linear.weight)
-            by_style.reset_parameters()
+        by_style = nn.Linear(12, 4)
+        by_style.load_state_dict(linear.state_dict())
+        parallelize_module(by_style, init_device_mesh("cpu", (2,)), zr.RowwiseParallel(parts=(4, 8)))
+        assert torch.equal(local_of(by_style.weight), expected)
+        loaded = saved(zr.sharded_state_dict(by_style), nn.Linear(12, 4))[0]
+        assert_equal(loaded, linear.state_dict())
+        torch.manual_seed(3)
+        by_style.reset_parameters()
+        torch.manual_seed(3)
+        assert_equal(saved(zr.sharded_state_dict(by_style), nn.Linear(12, 4))[0], nn.Linear(12, 4).state_dict())
         for wrong in (0, 5, (6, 5), (5, 7), "3", True):
             with pytest.raises(ValueError, match="parts="):
                 zr.ColumnParallelLinear.from_linear(nn.Linear(4, 12), process_group=group, parts=wrong)

@@ -30,7 +30,7 @@ class FusedAttention(nn.Module):
         super().__init__()
         wholes = nn.Linear(WIDTH, 3 * HEADS * HEAD_SIZE), nn.Linear(HEADS * HEAD_SIZE, WIDTH)
         qkv, out = (whole.double() for whole in wholes)
-        self.qkv = zr.ColumnParallelLinear.from_linear(qkv, process_group=group)
+        self.qkv = zr.ColumnParallelLinear.from_linear(qkv, process_group=group, parts=3)
         self.out = zr.RowParallelLinear.from_linear(out, process_group=group)
         self.num_heads = HEADS // dist.get_world_size(group)
 

@@ -28,7 +28,7 @@ from zeroresize.integrations.still_sound import StillSound, TracedAgain
 from zeroresize.integrations.traced_segments import TracedModule
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_of
-from zeroresize.layers.parts import checked_parts, rows_of_unit
+from zeroresize.layers.parts import checked_parts
 from zeroresize.layers.segment import OwnedSegment, Segment, UnitTensor
 from zeroresize.plan.ownership import OwnershipMap, neuron_quantum
 from zeroresize.utils.torch_private import buffers_of, children_of, parameters_of
@@ -53,8 +53,9 @@ def find_segments(
         (the segments in the order of the model, for every other layer the reason why it stays even).
 
     Raises:
-        ValueError: for a packed layer that was split across its parts; for a named segment whose layers do not exist, are not converted, are of the wrong kind, do not fit
-            each other's sizes, or are in another one, saying which and what is allowed.
+        ValueError: for a packed layer that was split across its parts; for a named segment whose layers do not exist, are
+            not converted, are of the wrong kind, do not fit each other's sizes, or are in another one, saying which and
+            what is allowed.
     """
     search = _Search(model, layers, num_ranks)
     for segment in named:
@@ -244,13 +245,7 @@ class _Search:
         names = (*columns, row)
         tensors: list[UnitTensor] = []
         for name in columns:
-            parts = self._parts_of(name, segment)
-            rows = rows_of_unit(parts, num_units * self._num_ranks)
-            if rows is None:
-                raise StaysEven(
-                    f"{name} has {' + '.join(map(str, parts))} output features, which do not divide into "
-                    f"{num_units * self._num_ranks} units (as many as {row} reads on all ranks)"
-                )
+            rows = self._rows_of_unit(name, segment, num_units * self._num_ranks)
             tensors += self._unit_tensors(name, rows)
         if len(self._layers[row].parts or ()) > 1:
             raise StaysEven(f"{row} reads several parts, parts={self._layers[row].parts}")
@@ -274,13 +269,12 @@ class _Search:
             has_other_dropout=segment.has_other_dropout,
         )
 
-    def _parts_of(self, name: str, segment: Segment) -> tuple[int, ...]:
-        """The parts of a column-parallel layer, by the segment and by who has split the layer."""
+    def _rows_of_unit(self, name: str, segment: Segment, num_units: int) -> tuple[int, ...]:
+        """Of a column-parallel layer in each of its parts, as the segment, or who has split the layer, says."""
         known, size = self._layers[name].parts, self._layers[name].even_shape[0] * self._num_ranks
-        if segment.parts is None:
-            return known or (size,)
+        given = known or 1 if segment.parts is None else segment.parts
         try:
-            parts = checked_parts(segment.parts, size, self._num_ranks, name)
+            parts = checked_parts(given, size, num_units, name, "units")
         except ValueError as error:
             raise StaysEven(str(error)) from None
         if known not in (None, parts):
@@ -288,7 +282,7 @@ class _Search:
                 f"{name} was split over the ranks as {described(known)}, and the segment says parts={segment.parts!r}: "
                 f"{REMEDY}"
             )
-        return parts
+        return tuple(part // num_units for part in parts)
 
     def _unit_tensors(self, name: str, rows: tuple[int, ...]) -> Iterator[UnitTensor]:
         layer: Any = self._layers[name]

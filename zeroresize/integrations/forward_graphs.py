@@ -11,13 +11,11 @@ import builtins
 import functools
 import inspect
 import itertools
-import math
 import operator
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -156,16 +154,15 @@ class _Tracer(fx.Tracer):
     Args:
         holding: if given, of the user's modules only those are entered that hold this layer.
         running: begins a block in which the forward runs.
-        leaves: modules of Python whose functions are not entered.
     """
 
     def __init__(
         self,
         holding: nn.Module | None,
         running: Callable[[], AbstractContextManager[None]],
-        leaves: tuple[ModuleType, ...] = (math,),
     ) -> None:
-        super().__init__(leaves)
+        leaves: Any = [sys.modules[name] for name in ("math", "einops") if name in sys.modules]
+        super().__init__(autowrap_modules=leaves)
         self._holding = holding
         self._running = running
 
@@ -192,25 +189,13 @@ class _Tracer(fx.Tracer):
 
 
 class _PersistentTracer(_Tracer):
-    """Goes on where a forward loops over pieces of a layer's output, or over the two dimensions before the features."""
+    """Goes on where a forward loops over chunks, or over the two dimensions before the features."""
 
-    def __init__(self, holding: nn.Module | None, running: Callable[[], AbstractContextManager[None]]) -> None:
-        einops = sys.modules.get("einops")
-        super().__init__(holding, running, (math,) if einops is None else (math, einops))
-
-    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        node = obj.node
-        how = next(iter((*node.args[1:2], *node.kwargs.values())), None)
-        source: Any = node.args[0] if node.args else None
-        layer: Any = self.root.get_submodule(source.target) if getattr(source, "op", "") == "call_module" else None
-        name, num_items = getattr(node.target, "__name__", node.target), 0
-        if name in ("chunk", "split") and isinstance(how, list | tuple):
-            num_items = len(how)
-        elif name == "chunk" and isinstance(how, int):
-            num_items = how
-        elif name == "split" and isinstance(how, int) and isinstance(layer, BalancedLinear):
-            num_items = -(-layer.even_shape[0] // how)
-        elif node.target is operator.getitem and isinstance(how, slice):
+    def iter(self, obj: Any) -> Iterator[Any]:
+        node, num_items = obj.node, 0
+        if getattr(node.target, "__name__", node.target) == "chunk":
+            num_items = node.kwargs.get("chunks", (*node.args, 0)[1])
+        elif node.target is operator.getitem and isinstance(node.args[1], slice):
             num_items = 2
         return iter([obj[number] for number in range(num_items)]) if num_items else super().iter(obj)
 

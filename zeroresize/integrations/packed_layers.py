@@ -52,7 +52,7 @@ def require_right_parts(
         with_given_parts: layers of which somebody has said how their weights are packed on a rank.
 
     Raises:
-        ValueError: naming a layer and the operation that cuts its output, where the undivided layer's blocks are others.
+        ValueError: naming a layer and the operation that cuts its output, where these are not the undivided blocks.
     """
     modules = dict(model.named_modules())
     graphs: dict[tuple[int, int], list[fx.Graph]] = {}
@@ -65,8 +65,8 @@ def require_right_parts(
         wrong = next((node for node, ends in cuts.items() if not ends <= bounds), None)
         if wrong is not None and parts is None:
             logger.warning(
-                "layer %s: %s cuts its output into blocks, which is right only if its weight holds this rank's share of "
-                "each of them: say so by parts=, of the layer or of its zeroresize.Segment",
+                "layer %s: %s cuts its output into blocks, which is right only if its weight holds this rank's share "
+                "of each of them: say so by parts=, of the layer or of its zeroresize.Segment",
                 name,
                 wrong,
             )
@@ -77,8 +77,8 @@ def require_right_parts(
             )
         elif inner is not None and not cuts and len(parts or ()) > 1:
             raise ValueError(
-                f"layer {name} was split over the ranks as {described(parts)}, and {inner} takes features of every head, "
-                "or group, of it: its layout is interleaved. Split it without parts=, which cuts it between heads"
+                f"layer {name} was split over the ranks as {described(parts)}, and {inner} takes features of every "
+                "head or group: its layout is interleaved. Split it without parts=, which cuts it between heads"
             )
 
 
@@ -164,7 +164,8 @@ class _Reading:
             self._values[node] = whole
         elif not known and _name(node) in ("shape", "size"):
             shape = torch.Size((*self._batch, self._num_inputs))
-            self._values[node] = shape[node.args[1]] if _name(node) == "size" and len(node.args) > 1 else shape
+            dim: Any = node.args[1] if node.op == "call_method" and len(node.args) > 1 else slice(None)
+            self._values[node] = shape[dim]
         elif known and len(known) == len(inputs) and (found := self._run(node, module)) is not None:
             origin = self._origins.get(inputs[0]) if whole is None else (node, whole)
             if isinstance(found, tuple | list) and origin is not None:

@@ -1,8 +1,8 @@
 """No DTensor is gathered, redistributed or saved as if its placements said all while they do not.
 
-While units are away they say what each rank holds at home, and torch looks at them alone: some ranks would wait for what
+Torch looks at them alone. While units are away they say what each rank holds at home: some ranks would wait for what
 others do not send, or a file would hold what belongs elsewhere. Of a packed layer they tell no order that checkpoints
-know, or, where its parts are of different sizes, none that torch knows. The methods that look at them are errors then.
+know, or, where its parts are of different sizes, none at all. The methods that look at them are errors then.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class _Refusal:
         what = "a checkpoint" if self._name.startswith("__") else f"{self._name}()"
         if not self._are_away:
             raise RuntimeError(
-                f"{what} of a DTensor of a packed layer (parts=): its placements do not say that each part is divided by "
-                "itself. Let torch.distributed.checkpoint save `zeroresize.sharded_state_dict(model, optimizer)`, which "
-                "holds the layout of the undivided model"
+                f"{what} of a DTensor of a packed layer (parts=): its placements do not say how each part is divided. "
+                "Let torch.distributed.checkpoint save `zeroresize.sharded_state_dict(model, optimizer)`, which holds "
+                "the layout of the undivided model"
             )
         raise RuntimeError(
             f"{what} of a DTensor whose units are divided unevenly among the ranks: its placements say what ranks hold "

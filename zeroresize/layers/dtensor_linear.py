@@ -230,7 +230,7 @@ def split_over(
         The methods of these DTensors that are errors, as their placements do not tell how parts are divided.
     """
     dim, ranks = (0 if is_column else 1), group_size(require_group(layouts.mesh))
-    strided = strided_shard(dim, len(parts)) if len(set(parts)) == 1 < len(parts) else None
+    strided = strided_shard(dim, len(parts)) if len(set(parts)) == 1 and len(parts) > 1 else None
     placements = {"weight": strided or Shard(dim), "bias": (strided or Shard(0)) if is_column else Replicate()}
     refused = () if len(parts) == 1 else METHODS if strided is None else OF_CHECKPOINTS
     for name, placement in placements.items():

@@ -46,8 +46,8 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
             by balancing.
         own_features: how many of the output features this rank has, for uneven shares; only on the meta device, as
             which ones they are is the caller's matter. None for an even share.
-        parts: of a packed layer, such as q, k and v in one: how many equal parts its output features are, or the features
-            of each part in the undivided layer. Each part is split by itself, and a rank returns its share of every
+        parts: of a packed layer, such as q, k and v in one: how many equal parts its output features are, or how many
+            features each has in the undivided layer. Each is split by itself, and a rank returns its share of every
             part, one after the other. None for one part, or for weights that the caller has split in another way.
         device, dtype: of the parameters.
 
@@ -117,7 +117,7 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
         Where it is packed, such as q, k and v in one, say so by ``parts``.
 
         Raises:
-            ValueError: for features, or parts, that do not divide by the number of ranks, a missing group, or what is no
+            ValueError: for features or parts that do not divide by the number of ranks, a missing group, or what is no
                 ``nn.Linear`` or split already.
         """
         _require_whole(linear)
@@ -233,7 +233,7 @@ class RowParallelLinear(BalancedLinear, nn.Module):
         """Make the layer of this rank's slice of a full ``linear`` that every rank holds alike.
 
         Raises:
-            ValueError: for features, or parts, that do not divide by the number of ranks, a missing group, or what is no
+            ValueError: for features or parts that do not divide by the number of ranks, a missing group, or what is no
                 ``nn.Linear`` or split already.
         """
         _require_whole(linear)

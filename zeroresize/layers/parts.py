@@ -14,15 +14,16 @@ from torch import Tensor
 Parts = int | Sequence[int]
 
 
-def checked_parts(parts: Parts, size: int, num_ranks: int, whose: str) -> tuple[int, ...]:
+def checked_parts(parts: Parts, size: int, num_shares: int, whose: str, shares: str = "ranks") -> tuple[int, ...]:
     """Return the features of each part of an undivided layer that has ``size`` of them.
 
     Args:
-        num_ranks: how many ranks divide each part.
+        num_shares: into how many equal shares each part is divided.
         whose: what the error calls itself.
+        shares: what the error calls them.
 
     Raises:
-        ValueError: for parts that are not of the layer's size, or that the ranks do not divide.
+        ValueError: for parts that are not of the layer's size, or that do not divide.
     """
     sizes: tuple[int, ...] = ()
     if type(parts) is int:
@@ -34,10 +35,8 @@ def checked_parts(parts: Parts, size: int, num_ranks: int, whose: str) -> tuple[
             f"{whose}: parts={parts!r} is not allowed: wanted is how many equal parts the {size} features are, or the "
             f"features of each part, which sum up to {size}"
         )
-    if indivisible := [one for one in sizes if one % num_ranks]:
-        raise ValueError(
-            f"{whose}: parts={parts!r}: a part of {indivisible[0]} features is not divisible by the {num_ranks} ranks"
-        )
+    if indivisible := [one for one in sizes if one % num_shares]:
+        raise ValueError(f"{whose}: a part of {indivisible[0]} features is not divisible by {num_shares} {shares}")
     return sizes
 
 
@@ -45,15 +44,3 @@ def part_of_rank(tensor: Tensor, dim: int, parts: Sequence[int], num_ranks: int,
     """Return what ``rank`` holds of the undivided ``tensor``, a copy: its share of each part along ``dim``."""
     shares = [part.chunk(num_ranks, dim)[rank] for part in tensor.detach().split(list(parts), dim)]
     return torch.cat(shares, dim)
-
-
-def rows_of_unit(parts: Sequence[int], num_units: int) -> tuple[int, ...] | None:
-    """Return how many rows one of ``num_units`` units has in each part; None if some part does not divide so."""
-    if any(part < num_units or part % num_units for part in parts):
-        return None
-    return tuple(part // num_units for part in parts)
-
-
-def equal_number(parts: Sequence[int]) -> int | None:
-    """Return how many parts there are if all are equal, else None."""
-    return len(parts) if len(set(parts)) == 1 else None

@@ -25,9 +25,9 @@ class Segment:
         row: the row-parallel layer whose y is summed.
         unit_size: how many of the row-parallel layer's input features are one unit, such as a head's size. What lies
             between the layers must treat units independently of each other: that is the user's word.
-        parts: of column-parallel layers whose weights hold several parts one after another, each with rows of every unit
-            (q, k and v in one): how many equal ones, or the features of each part in the undivided layer, such as
-            ``(q_rows, k_rows, v_rows)`` under grouped queries. None for those by which the layer was split, one if none.
+        parts: of column-parallel layers that hold several parts one after another, each with rows of every unit (q, k
+            and v in one): how many equal ones, or how many features each has in the undivided layer, such as
+            ``(q_rows, k_rows, v_rows)`` under grouped queries. None for those by which a layer was split, else one.
         on_change: called with the units that this rank owns, whenever that changes: their numbers among the units of
             all ranks, ascending, in the order in which the layers hold them. What lies between the layers must follow:
             counts (``attention.num_heads = len(units)``), and everything that it keeps for single units

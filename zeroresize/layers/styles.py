@@ -59,7 +59,7 @@ class _LinearStyle(ParallelStyle):
         stays_local = self._use_local_output and not gathers if self._is_column else self._x.is_shard(-1)
         if len(parts) > 1 and not stays_local:
             raise ValueError(
-                f"{style}: parts={self._parts!r} needs plain tensors that stay divided: a DTensor, or a gathered tensor, "
+                f"{style}: parts={self._parts!r} needs plain tensors that stay divided: a DTensor, or what is gathered, "
                 "would have the parts in another order"
             )
         layouts = LinearLayouts(device_mesh, self._x, self._y, self._use_local_output)
@@ -111,15 +111,15 @@ class ColwiseParallel(_LinearStyle):
         output_layouts: of y: divided on the last dimension by default; ``Replicate()`` gathers the whole y on every
             rank, and leaves the layer out of balancing.
         use_local_output: whether y is a plain tensor. A DTensor, with False, keeps the layer's units evenly divided.
-        parts: of a packed layer, such as q, k and v in one: how many equal parts its output features are, or the features
-            of each part, ``(q_rows, k_rows, v_rows)``. Each is split by itself, and the layer returns this rank's share
-            of every part, one after the other. ``full_tensor()`` of equal parts has the layout of the undivided layer;
-            of others it is an error, and so is ``dcp.save`` of a state that is not ``zeroresize.sharded_state_dict``.
+        parts: of a packed layer, such as q, k and v in one: how many equal parts its output features are, or how many
+            features each has, ``(q_rows, k_rows, v_rows)``. Each is split by itself, and y is this rank's share of
+            every part, one after the other. ``full_tensor()`` of equal parts has the layout of the undivided layer; of
+            others it is an error. So is ``dcp.save`` of either but by ``zeroresize.sharded_state_dict``.
 
     Raises:
         ValueError: from ``parallelize_module`` for a module that is no ``nn.Linear``, has a forward of its own or is
-            split already, features or parts that the ranks do not divide, and a mesh of several dimensions; from here for other
-            layouts.
+            split already, features or parts that the ranks do not divide, and a mesh of several dimensions; from here
+            for other layouts.
     """
 
     _is_column = True

@@ -365,13 +365,11 @@ def dtensor_like(dtensor: Tensor, local: Tensor) -> Tensor:
 
 
 def strided_shard(dim: int, num_parts: int) -> Any:
-    """Return the placement of which a rank holds its share of each of equal parts: ``placement_types._StridedShard``.
+    """Return the placement by which a rank holds its share of each of equal parts: ``placement_types._StridedShard``.
 
-    Where the name is missing, or it is a ``Shard`` of which torch knows the order in some places only: None.
+    Checkpoints of DTensors do not know it. Where the name is missing, parts cannot be split: an AttributeError.
     """
-    placements: Any = sys.modules["torch.distributed.tensor"].placement_types
-    kind = getattr(placements, "_StridedShard", None)
-    return None if kind is None or issubclass(kind, placements.Shard) else kind(dim, split_factor=num_parts)
+    return sys.modules["torch.distributed.tensor"].placement_types._StridedShard(dim, split_factor=num_parts)
 
 
 def classes_of_checkpoint_index() -> tuple[Any, Any]:

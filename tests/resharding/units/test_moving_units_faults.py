@@ -64,7 +64,10 @@ class Training:
     ("change", "expected"),
     [
         (lambda segment: UnitTensor(segment.tensors[0].owner, "weight", "w", 1, (1,)), "dimension 1 must be"),
-        (lambda segment: UnitTensor(segment.tensors[0].owner, "weight", "w", 0, (1, 1, 1)), r"units of 1 \+ 1 \+ 1 rows"),
+        (
+            lambda segment: UnitTensor(segment.tensors[0].owner, "weight", "w", 0, (1, 1, 1)),
+            r"units of 1 \+ 1 \+ 1 rows",
+        ),
     ],
 )
 def test_tensors_that_do_not_hold_the_units_are_an_error(run_ranks, change, expected):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
-from zeroresize.layers.parts import checked_parts, equal_number, rows_of_unit
+from zeroresize.layers.parts import checked_parts
 from zeroresize.layers.segment import Segment
 from zeroresize.layers.whole_parameters import require_whole_parameters
 from zeroresize.plan.layout import TensorSpec, UnitDivision
@@ -220,16 +220,16 @@ def _divisions(number: int, layer: nn.Module, segments: Iterable[Segment]) -> di
         for linear in segment.column:
             name = _name_of(layer, linear)
             column = _linear(layer, name, title)
-            parts = checked_parts(segment.parts or 1, column.out_features, 1, f"{title}: {name}")
-            num_parts, rows = equal_number(parts), rows_of_unit(parts, num_units)
-            if num_parts is None:
+            parts = checked_parts(
+                1 if segment.parts is None else segment.parts,
+                column.out_features,
+                num_units,
+                f"{title}: {name}",
+                "units",
+            )
+            if len(set(parts)) > 1:
                 raise ValueError(f"{title}: parts={segment.parts!r} of different sizes: make a layer of each part")
-            if rows is None:
-                raise ValueError(
-                    f"{title}: the {column.out_features} output features of {name} are not {num_parts} parts of "
-                    f"{num_units} units, which {row_name} has"
-                )
-            division = UnitDivision(0, num_units, rows[0], num_parts)
+            division = UnitDivision(0, num_units, parts[0] // num_units, len(parts))
             of_segment |= {f"{name}.{key}": division for key, _ in column.named_parameters()}
         _require_in_one_place(layer, of_segment, title)
         twice = sorted(of_segment.keys() & divisions.keys())
