@@ -59,7 +59,7 @@ class _LinearStyle(ParallelStyle):
         stays_local = self._use_local_output and not gathers if self._is_column else self._x.is_shard(-1)
         if len(parts) > 1 and not stays_local:
             raise ValueError(
-                f"{style}: parts={self._parts!r} needs plain tensors that stay divided: a DTensor, or what is gathered, "
+                f"{style}: parts={self._parts!r} needs plain tensors that stay divided: DTensors, or gathered ones, "
                 "would have the parts in another order"
             )
         layouts = LinearLayouts(device_mesh, self._x, self._y, self._use_local_output)
