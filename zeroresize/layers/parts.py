@@ -36,7 +36,9 @@ def checked_parts(parts: Parts, size: int, num_shares: int, whose: str, shares: 
             f"features of each part, which sum up to {size}"
         )
     if indivisible := [one for one in sizes if one % num_shares]:
-        raise ValueError(f"{whose}: a part of {indivisible[0]} features is not divisible by {num_shares} {shares}")
+        raise ValueError(
+            f"{whose}: parts={parts!r}: a part of {indivisible[0]} features is not divisible by {num_shares} {shares}"
+        )
     return sizes
 
 
