@@ -341,7 +341,10 @@ MISTAKES = {
     "unit_size": (Segment(["1.0"], "1.2", unit_size=4), "1.2 has 6 input features on a rank, .* of unit_size=4"),
     "unit_size 0": (Segment(["1.0"], "1.2", unit_size=0), "unit_size=0: it must be at least 1"),
     "parts": (Segment(["1.0"], "1.2", parts=5), "1.0: parts=5 is not allowed: .* equal parts the 12 features are"),
-    "uneven parts": (Segment(["1.0"], "1.2", parts=(8, 4)), r"1.0: parts=\(8, 4\): a part of 8 features is not divisible by 12 units"),
+    "uneven parts": (
+        Segment(["1.0"], "1.2", parts=(8, 4)),
+        r"1.0: parts=\(8, 4\): a part of 8 features is not divisible by 12 units",
+    ),
     "min_units": (Segment(["1.0"], "1.2", min_units=7), "min_units=7: allowed are 0 to 6"),
 }
 
