@@ -106,9 +106,9 @@ def saved(state, whole=None):
 
 def assert_equal(actual, expected):
     assert actual.keys() == expected.keys()
-    for name, one in actual.items():
+    for name, tensor in actual.items():
         torch.testing.assert_close(
-            one, expected[name], rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+            tensor, expected[name], rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
@@ -154,19 +154,19 @@ def test_training_moves_and_files_are_those_of_the_undivided_model(run_ranks):
 
 def assert_gathers(actual, expected):
     """Whole tensors of equal parts are the undivided model's; of others none are given."""
-    for name, one in actual.items():
+    for name, tensor in actual.items():
         if not name.startswith("qkv"):
-            torch.testing.assert_close(one.full_tensor(), expected[name], rtol=0, atol=1e-9)
+            torch.testing.assert_close(tensor.full_tensor(), expected[name], rtol=0, atol=1e-9)
             continue
         for method in ("full_tensor", "redistribute"):
             with pytest.raises(RuntimeError, match=r"packed layer .*sharded_state_dict"):
-                getattr(one, method)()
+                getattr(tensor, method)()
     for name in ("qkv.weight", "mlp.gate_up.weight"):
         with pytest.raises((RuntimeError, dcp.CheckpointException), match="packed layer"):
             dcp.save({name: actual[name]}, checkpoint_id="nowhere")
 
 
-def test_layers_and_row_parallel_layers_of_parts_hold_their_share_of_each(run_ranks):
+def test_drawn_and_row_parallel_layers_hold_their_share_of_each_part(run_ranks):
     def check(rank, group):
         linear = nn.Linear(12, 4)
         expected = torch.cat(

@@ -166,14 +166,14 @@ class _Reading:
             shape = torch.Size((*self._batch, self._num_inputs))
             dim: Any = node.args[1] if node.op == "call_method" and len(node.args) > 1 else slice(None)
             self._values[node] = shape[dim]
-        elif known and len(known) == len(inputs) and (found := self._run(node, module)) is not None:
+        elif known and len(known) == len(inputs) and (result := self._run(node, module)) is not None:
             origin = self._origins.get(inputs[0]) if whole is None else (node, whole)
-            if isinstance(found, tuple | list) and origin is not None:
+            if isinstance(result, tuple | list) and origin is not None:
                 self._origins[node] = origin
-                for piece in () if node.users else found:  # the graph ends in a loop over them
+                for piece in () if node.users else result:  # the graph ends in a loop over them
                     self._is_whole(node, piece, *origin)
-            if not isinstance(found, Tensor) or origin is None or self._is_whole(node, found, *origin):
-                self._values[node] = found
+            if not isinstance(result, Tensor) or origin is None or self._is_whole(node, result, *origin):
+                self._values[node] = result
 
     def _run(self, node: fx.Node, module: nn.Module | None) -> Any:
         """What ``node`` computes; None if that cannot be known."""
@@ -185,11 +185,11 @@ class _Reading:
             return node.target(*args, **kwargs)  # type: ignore[operator]
         return module(*args, **kwargs) if isinstance(module, nn.Flatten | nn.Unflatten) else None
 
-    def _is_whole(self, node: fx.Node, found: Tensor, cutting: fx.Node, whole: Tensor) -> bool:
-        """Whether ``found`` is a view of ``whole`` that holds all features; else what it holds is noted."""
-        if found.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+    def _is_whole(self, node: fx.Node, result: Tensor, cutting: fx.Node, whole: Tensor) -> bool:
+        """Whether ``result`` is a view of ``whole`` that holds all features; else what it holds is noted."""
+        if result.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
             return False
-        begin, end, step, count = self._features(found)
+        begin, end, step, count = self._features(result)
         if count == self._size:
             return True
         outer = self._features(whole)[2]
