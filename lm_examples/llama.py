@@ -158,7 +158,7 @@ class Block(nn.Module):
         group_size = self.attention.heads_per_group * self.attention.head_size
         return [
             Segment(["attention.qkv"], "attention.out", unit_size=group_size, kind="KV groups"),
-            Segment(["mlp.gate_up"], "mlp.down", num_blocks=2, kind="neurons"),
+            Segment(["mlp.gate_up"], "mlp.down", parts=2, kind="neurons"),
         ]
 
 

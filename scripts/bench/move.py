@@ -33,9 +33,9 @@ def make_segment(name: str, kind: str, width: int, num_units: int, rows: int, nu
     for number in range(num_columns):
         column = ColumnParallelLinear(width, size, process_group=group)
         for attribute in ("weight", "bias"):
-            tensors.append(UnitTensor(column, attribute, f"{name}.{number}.{attribute}", 0, rows))
+            tensors.append(UnitTensor(column, attribute, f"{name}.{number}.{attribute}", 0, (rows,)))
     row = RowParallelLinear(size, width, process_group=group)
-    tensors.append(UnitTensor(row, "weight", f"{name}.row.weight", 1, rows))
+    tensors.append(UnitTensor(row, "weight", f"{name}.row.weight", 1, (rows,)))
     return OwnedSegment(name, kind, (), tuple(tensors), OwnershipMap.even(num_units, dist.get_world_size()))
 
 

@@ -157,12 +157,13 @@ def split(model, group):
     num_ranks = dist.get_world_size(group)
     for name, module in list(model.named_modules()):
         if type(module).__name__ == "Conv1D":
-            module = _as_linear(module, num_ranks, num_blocks=3 if name.endswith("c_attn") else 1)
+            module = _as_linear(module)
         if not isinstance(module, nn.Linear) or not name.endswith((*_COLUMN, *_ROW)):
             continue
         made_by = zr.ColumnParallelLinear if name.endswith(_COLUMN) else zr.RowParallelLinear
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, made_by.from_linear(module, process_group=group))
+        layer = made_by.from_linear(module, process_group=group, parts=3 if leaf == "c_attn" else 1)
+        setattr(model.get_submodule(parent), leaf, layer)
     for module in model.modules():
         for count in ("num_attention_heads", "all_head_size", "num_heads", "split_size", "embed_dim"):
             if isinstance(getattr(module, count, None), int):
@@ -170,12 +171,10 @@ def split(model, group):
     return model
 
 
-def _as_linear(conv, num_ranks, num_blocks):
-    """Its parts of all blocks for each rank, one rank after the other."""
+def _as_linear(conv):
     num_inputs, num_outputs = conv.weight.shape
     linear = nn.Linear(num_inputs, num_outputs, dtype=conv.weight.dtype)
-    order = torch.arange(num_outputs).view(num_blocks, num_ranks, -1).transpose(0, 1).flatten()
     with torch.no_grad():
-        linear.weight.copy_(conv.weight.t()[order])
-        linear.bias.copy_(conv.bias[order])
+        linear.weight.copy_(conv.weight.t())
+        linear.bias.copy_(conv.bias)
     return linear

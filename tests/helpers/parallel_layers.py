@@ -23,7 +23,6 @@ from zeroresize.plan.layer import LayerPlan
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.policy.tensor.columns.order import num_lent
 from zeroresize.policy.tensor.rules.sharing import loans_of
-from zeroresize.resharding.units.unit_rounds import stack
 
 IN, HIDDEN, OUT = 12, 24, 18  # all divide by 2 and by 3 ranks
 
@@ -283,10 +282,10 @@ def segments_of(model, group):
     for name in "qkv":
         layer = getattr(attention, name)
         kinds = [kind for kind, _ in layer.named_parameters()]
-        heads += [UnitTensor(layer, kind, f"0.{name}.{kind}", 0, HEAD_SIZE) for kind in kinds]
-    heads.append(UnitTensor(attention.out, "weight", "0.out.weight", 1, HEAD_SIZE))
-    neurons += [UnitTensor(feed_forward.up, kind, f"1.up.{kind}", 0, 1) for kind in ("weight", "bias")]
-    neurons.append(UnitTensor(feed_forward.down, "weight", "1.down.weight", 1, 1))
+        heads += [UnitTensor(layer, kind, f"0.{name}.{kind}", 0, (HEAD_SIZE,)) for kind in kinds]
+    heads.append(UnitTensor(attention.out, "weight", "0.out.weight", 1, (HEAD_SIZE,)))
+    neurons += [UnitTensor(feed_forward.up, kind, f"1.up.{kind}", 0, (1,)) for kind in ("weight", "bias")]
+    neurons.append(UnitTensor(feed_forward.down, "weight", "1.down.weight", 1, (1,)))
     layers = ("0.q", "0.k", "0.v", "0.out"), ("1.up", "1.down")
     return [
         OwnedSegment("0.out", "heads", layers[0], tuple(heads), OwnershipMap.even(HEADS, ranks), on_change=follow),
@@ -314,15 +313,15 @@ def home(num_ranks):
 
 
 def whole_of(tensor, where, owned, group):
-    """All ranks' units of a tensor, in the order of the units: [pre, blocks, units, inner]."""
+    """The undivided tensor, of the units of all ranks."""
     rank = dist.get_rank(group)
-    held = stack(tensor.detach(), where, owned.counts[rank]).clone()
+    held = by_unit(tensor, where, owned.counts[rank])
     parts = [None] * dist.get_world_size(group)
     dist.all_gather_object(parts, held, group=group)
-    whole = held.new_empty(*held.shape[:2], len(owned.owners), held.shape[3])
+    whole = held.new_empty(len(owned.owners), *held.shape[1:])
     for peer, part in enumerate(parts):
-        whole[:, :, torch.from_numpy(owned.units_of(peer))] = part
-    return whole
+        whole[torch.from_numpy(owned.units_of(peer))] = part
+    return from_units(whole, where)
 
 
 def everything_of(segments, optimizer, group):
@@ -369,20 +368,27 @@ def same(ones, others):
 
 
 def by_unit(tensor, description, num_units):
-    """[blocks, units, rows, ...] of a rank's part."""
-    moved = tensor.detach().movedim(description.dim, 0)
-    return moved.reshape(description.num_blocks, num_units, description.rows, *moved.shape[1:])
+    """[units, rows of all parts, ...] of a rank's share."""
+    parts = tensor.detach().movedim(description.dim, 0).split([num_units * rows for rows in description.rows])
+    by_part = zip(parts, description.rows, strict=True)
+    return torch.cat([part.unflatten(0, (num_units, rows)) for part, rows in by_part], dim=1)
+
+
+def from_units(by_units, description):
+    """A rank's share, of what :func:`by_unit` makes of it."""
+    parts = by_units.split(description.rows, dim=1)
+    return torch.cat([part.flatten(0, 1) for part in parts]).movedim(0, description.dim)
 
 
 def gathered(tensor, description, owned, group):
-    """[blocks, U, rows, ...] with the units of all ranks in ascending order."""
+    """[U, rows of all parts, ...] with the units of all ranks in ascending order."""
     num_units = owned.counts[dist.get_rank(group)]
     own_part = by_unit(torch.zeros_like(description.parameter) if tensor is None else tensor, description, num_units)
     parts = [None] * owned.num_ranks
     dist.all_gather_object(parts, own_part.numpy(), group=group)
-    whole = np.empty((description.num_blocks, len(owned.owners), *parts[0].shape[2:]), parts[0].dtype)
+    whole = np.empty((len(owned.owners), *parts[0].shape[1:]), parts[0].dtype)
     for rank, part in enumerate(parts):
-        whole[:, owned.units_of(rank)] = part
+        whole[owned.units_of(rank)] = part
     return torch.from_numpy(whole)
 
 
@@ -391,7 +397,7 @@ def hold(segment, owned, group):
     mine = torch.from_numpy(owned.units_of(dist.get_rank(group)))
     for description in segment.tensors:
         whole = gathered(description.parameter, description, segment.owned, group)
-        part = whole[:, mine].flatten(0, 2).movedim(0, description.dim)
+        part = from_units(whole[mine], description)
         description.parameter.data = part.clone(memory_format=torch.contiguous_format)
         description.parameter.grad = None
     segment.owned = owned

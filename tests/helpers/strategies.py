@@ -150,7 +150,7 @@ class Block(nn.Module):
         self.register_buffer("scale", torch.full((), 0.5, dtype=dtype), persistent=False)
 
     def segments(self):
-        return [Segment(["qkv"], "out", unit_size=HEAD, num_blocks=3), Segment(["up"], "down")]
+        return [Segment(["qkv"], "out", unit_size=HEAD, parts=3), Segment(["up"], "down")]
 
     def forward(self, x, packed):
         q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
@@ -198,7 +198,7 @@ def own_part(model, strategy, name, whole):
     if spec.division is None:
         return whole
     cuts, division = strategy.units(spec), spec.division
-    rows = whole.movedim(division.dim, 0).unflatten(0, (division.num_blocks, division.num_units, division.rows))
+    rows = whole.movedim(division.dim, 0).unflatten(0, (division.num_parts, division.num_units, division.rows))
     part = rows[:, cuts[position.shard] : cuts[position.shard + 1]].flatten(0, 2)
     return part.movedim(0, division.dim)
 

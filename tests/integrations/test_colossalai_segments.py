@@ -13,12 +13,12 @@ from zeroresize.layers.unit_dropout import UnitDropout
 pytestmark = [pytest.mark.usefixtures("colossalai_module"), pytest.mark.slow]
 
 HEAD = HIDDEN // HEADS
-#: Kind of model → (what a unit of attention is, how many, rows of its layers, blocks of the first).
+#: Kind of model → (what a unit of attention is, how many, its rows in the parts of each layer).
 ATTENTION = {
-    "ViT": ("heads", HEADS, [HEAD] * 4, 1),
-    "Bert": ("heads", HEADS, [HEAD] * 4, 1),
-    "Llama": ("KV groups", KV_HEADS, [2 * HEAD, HEAD, HEAD, 2 * HEAD], 1),
-    "GPT2": ("heads", HEADS, [HEAD] * 2, 3),
+    "ViT": ("heads", HEADS, [(HEAD,)] * 4),
+    "Bert": ("heads", HEADS, [(HEAD,)] * 4),
+    "Llama": ("KV groups", KV_HEADS, [(2 * HEAD,), (HEAD,), (HEAD,), (2 * HEAD,)]),
+    "GPT2": ("heads", HEADS, [(HEAD,) * 3, (HEAD,)]),
 }
 
 
@@ -42,13 +42,13 @@ def test_every_layer_is_in_a_segment_of_heads_or_of_neurons(run_ranks, kind):
         layers = balanced_layers(model)
         assert reasons == {} and sorted(name for one in segments for name in one.layers) == sorted(layers)
         assert len(segments) == 2 * DEPTH
-        name_of_units, num_units, rows, num_blocks = ATTENTION[kind]
+        name_of_units, num_units, rows = ATTENTION[kind]
         for attention, mlp in zip(segments[::2], segments[1::2], strict=True):
             weights = [one for one in attention.tensors if one.attribute == "weight"]
             assert attention.kind == name_of_units and len(attention.owned.owners) == num_units
-            assert [one.rows for one in weights] == rows and weights[0].num_blocks == num_blocks
+            assert [one.rows for one in weights] == rows
             assert mlp.kind == "neurons" and len(mlp.owned.owners) == MLP
-            assert {(one.rows, one.num_blocks) for one in mlp.tensors} == {(1, 1)}
+            assert {one.rows for one in mlp.tensors} == {(1,)}
             for segment in (attention, mlp):
                 *columns, row = [one for one in segment.tensors if one.attribute == "weight"]
                 transposed = kind == "GPT2"

@@ -138,12 +138,12 @@ def test_a_proven_segment_computes_the_same_whoever_owns_its_neurons(run_ranks, 
         assert reasons == {}
         assert [one.name for one in segments] == list(expected)
         for segment in segments:
-            columns, num_blocks = expected[segment.name]
+            columns, num_parts = expected[segment.name]
             assert list(segment.layers) == [*columns, segment.name] and segment.kind == "neurons"
             assert len(segment.owned.owners) == INNER and segment.owned.is_even
             *of_columns, of_row = segment.tensors
-            assert {(one.dim, one.rows, one.num_blocks) for one in of_columns} == {(0, 1, num_blocks)}
-            assert (of_row.name, of_row.dim, of_row.num_blocks) == (f"{segment.name}.weight", 1, 1)
+            assert {(one.dim, one.rows) for one in of_columns} == {(0, (1,) * num_parts)}
+            assert (of_row.name, of_row.dim, of_row.rows) == (f"{segment.name}.weight", 1, (1,))
         x = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         assert_any_owner_computes_the_same(model, segments, lambda model: model(x), group)
 
@@ -339,8 +339,12 @@ MISTAKES = {
     "nothing": (Segment([], "1.2"), "it names no column-parallel layer"),
     "twice": (Segment(["1.0", "1.0"], "1.2"), "layer 1.0 is in it twice"),
     "unit_size": (Segment(["1.0"], "1.2", unit_size=4), "1.2 has 6 input features on a rank, .* of unit_size=4"),
-    "unit_size 0": (Segment(["1.0"], "1.2", unit_size=0), "unit_size=0, num_blocks=1: both must be at least 1"),
-    "num_blocks": (Segment(["1.0"], "1.2", num_blocks=5), "1.0 has 6 output features .* num_blocks=5 × 6 units"),
+    "unit_size 0": (Segment(["1.0"], "1.2", unit_size=0), "unit_size=0: it must be at least 1"),
+    "parts": (Segment(["1.0"], "1.2", parts=5), "1.0: parts=5 is not allowed: .* equal parts the 12 features are"),
+    "uneven parts": (
+        Segment(["1.0"], "1.2", parts=(8, 4)),
+        r"1.0: parts=\(8, 4\): a part of 8 features is not divisible by 12 units",
+    ),
     "min_units": (Segment(["1.0"], "1.2", min_units=7), "min_units=7: allowed are 0 to 6"),
 }
 
@@ -372,7 +376,7 @@ def test_a_named_segment_wins_over_a_found_one(run_ranks):
         model = mlp(Layers(group))
         segments, reasons = found_in(model, group, named=[Segment(["0"], "2", unit_size=3, min_units=1)])
         assert reasons == {} and [(one.kind, one.min_units) for one in segments] == [("units", 1)]
-        assert [one.rows for one in segments[0].tensors] == [3, 3, 3]
+        assert [one.rows for one in segments[0].tensors] == [(3,), (3,), (3,)]
         np.testing.assert_array_equal(segments[0].owned.owners, [0, 0, 1, 1])
 
     run_ranks(check, 2)
@@ -400,7 +404,7 @@ def test_a_user_registers_a_module_of_theirs(run_ranks):
             [module.qkv],
             module.out,
             unit_size=4,
-            num_blocks=3,
+            parts=3,
             on_change=lambda units: setattr(module, "num_heads", len(units)),
         )
 
@@ -430,7 +434,6 @@ def segments_within(segments):
                 tensor.name.removeprefix("0."),
                 tensor.dim,
                 tensor.rows,
-                tensor.num_blocks,
             )
             for tensor in segment.tensors
         )

@@ -1,4 +1,4 @@
-"""Sinks, slopes and scales that are kept for single heads beside a named segment's layers, which nothing moves along."""
+"""Sinks, slopes and scales of single heads beside a named segment's layers, which nothing moves along."""
 
 import pytest
 import torch

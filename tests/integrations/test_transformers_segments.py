@@ -16,9 +16,9 @@ OFF = zr.BalanceConfig(mode="off")
 HEAD = HIDDEN // HEADS
 GROUPS = HEADS // KV_HEADS
 HEADS_OF = {
-    **dict.fromkeys(("ViT", "DeiT", "Bert", "Roberta", "Mistral"), ("heads", HEADS, [HEAD, HEAD, HEAD], HEAD, 1)),
-    **dict.fromkeys(("Llama", "Qwen2"), ("KV groups", KV_HEADS, [GROUPS * HEAD, HEAD, HEAD], GROUPS * HEAD, 1)),
-    "GPT2": ("heads", HEADS, [HEAD], HEAD, 3),
+    **dict.fromkeys(("ViT", "DeiT", "Bert", "Roberta", "Mistral"), ("heads", HEADS, [(HEAD,)] * 3, HEAD)),
+    **dict.fromkeys(("Llama", "Qwen2"), ("KV groups", KV_HEADS, [(GROUPS * HEAD,), (HEAD,), (HEAD,)], GROUPS * HEAD)),
+    "GPT2": ("heads", HEADS, [(HEAD,) * 3], HEAD),
 }
 
 
@@ -30,14 +30,13 @@ def test_every_layer_is_in_a_segment_of_heads_or_of_neurons(run_ranks, kind):
         layers = balanced_layers(model)
         assert reasons == {} and sorted(name for one in segments for name in one.layers) == sorted(layers)
         assert len(segments) == 2 * DEPTH
-        name_of_units, num_units, rows_of_columns, rows_of_row, num_blocks = HEADS_OF[kind]
+        name_of_units, num_units, rows_of_columns, rows_of_row = HEADS_OF[kind]
         for attention, mlp in zip(segments[::2], segments[1::2], strict=True):
             weights = [one for one in attention.tensors if one.attribute == "weight"]
             assert attention.kind == name_of_units and len(attention.owned.owners) == num_units
-            assert [one.rows for one in weights] == [*rows_of_columns, rows_of_row]
-            assert [one.num_blocks for one in weights] == [num_blocks] * len(rows_of_columns) + [1]
+            assert [one.rows for one in weights] == [*rows_of_columns, (rows_of_row,)]
             assert mlp.kind == "neurons" and len(mlp.owned.owners) == MLP
-            assert {(one.rows, one.num_blocks) for one in mlp.tensors} == {(1, 1)}
+            assert {one.rows for one in mlp.tensors} == {(1,)}
             for segment in (attention, mlp):
                 *columns, row = segment.layers
                 assert segment.name == row and not layers[row].is_column_parallel

@@ -1,4 +1,4 @@
-"""Random numbers between the layers of a named segment: what is replicated behind them is dropped alike on all ranks."""
+"""Random numbers between the layers of a named segment: what is replicated behind them is dropped alike."""
 
 from functools import partial
 

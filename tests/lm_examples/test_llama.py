@@ -81,7 +81,7 @@ def test_shards_of_the_units_add_up_to_the_whole_layer(counts):
         assert num_units == {"attention": 2, "mlp": 48}[module]
         begin, outputs = 0, []
         # Of each parameter: the dimension of units, and the blocks that hold all units each.
-        places = [*((name, 0, segment.num_blocks) for name in segment.column), (segment.row, 1, 1)]
+        places = [*((name, 0, segment.parts or 1) for name in segment.column), (segment.row, 1, 1)]
         for count in counts:
             shard = layers_of(num_kv_heads=2)[1]
             units = count * num_units // 2

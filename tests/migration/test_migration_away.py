@@ -30,7 +30,7 @@ class FusedAttention(nn.Module):
         super().__init__()
         wholes = nn.Linear(WIDTH, 3 * HEADS * HEAD_SIZE), nn.Linear(HEADS * HEAD_SIZE, WIDTH)
         qkv, out = (whole.double() for whole in wholes)
-        self.qkv = zr.ColumnParallelLinear.from_linear(qkv, process_group=group)
+        self.qkv = zr.ColumnParallelLinear.from_linear(qkv, process_group=group, parts=3)
         self.out = zr.RowParallelLinear.from_linear(out, process_group=group)
         self.num_heads = HEADS // dist.get_world_size(group)
 
@@ -58,7 +58,7 @@ class Model(nn.Module):
             zr.Segment(
                 [attention.q, attention.k, attention.v], attention.out, on_change=followed_by(attention), **of_heads
             ),
-            zr.Segment([fused.qkv], fused.out, num_blocks=3, on_change=followed_by(fused), **of_heads),
+            zr.Segment([fused.qkv], fused.out, parts=3, on_change=followed_by(fused), **of_heads),
             zr.Segment([self.feed_forward.up], self.feed_forward.down, min_units=0, kind="neurons"),
         ]
         self.group, self.checkpoints = group, False

@@ -42,7 +42,7 @@ def test_shares_of_another_kind_are_an_error(shares):
 
 
 def test_a_tensor_knows_its_units_and_what_so_many_of_them_are():
-    qkv = TensorSpec("qkv", 0, (36, 8), 2, UnitDivision(0, 4, 3, num_blocks=3))
+    qkv = TensorSpec("qkv", 0, (36, 8), 2, UnitDivision(0, 4, 3, num_parts=3))
     assert (qkv.num_units, qkv.num_bytes, qkv.unit_bytes) == (4, 576, 144)
     assert qkv.local_shape(1) == (9, 8) and qkv.local_shape(0) == (0, 8) and qkv.local_shape(4) == qkv.shape
     down = TensorSpec("down", 0, (8, 12), 4, UnitDivision(1, 6, 2))

@@ -142,9 +142,9 @@ def test_a_boosted_vit_of_colossalai_trains_on(run_ranks, precision):
             for number, layer in enumerate(boosted.model.unwrap().vit.encoder.layer):
                 up, down = layer.intermediate.dense, layer.output.dense
                 tensors = (
-                    UnitTensor(up, "weight", f"{number}.up.weight", 0, 1),
-                    UnitTensor(up, "bias", f"{number}.up.bias", 0, 1),
-                    UnitTensor(down, "weight", f"{number}.down.weight", 1, 1),
+                    UnitTensor(up, "weight", f"{number}.up.weight", 0, (1,)),
+                    UnitTensor(up, "bias", f"{number}.up.bias", 0, (1,)),
+                    UnitTensor(down, "weight", f"{number}.down.weight", 1, (1,)),
                 )
                 segments.append(OwnedSegment(str(number), "neurons", (), tensors, OwnershipMap.even(64, 2)))
             runs.append((boosted, segments))

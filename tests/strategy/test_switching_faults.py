@@ -147,7 +147,7 @@ DO_NOT_FIT = [
     (lambda: [Odd(Segment(["up"], "gone"))], HALVES, "Odd has no module 'gone'"),
     (lambda: [Odd(Segment(["named"], "down"))], HALVES, "has no module 'named'"),
     (lambda: [Odd(Segment(["up"], "down", unit_size=3))], HALVES, "are no units of unit_size=3"),
-    (lambda: [Odd(Segment(["up"], "down", num_blocks=3))], HALVES, "are not 3 blocks of 8 units"),
+    (lambda: [Odd(Segment(["up"], "down", parts=3))], HALVES, "parts=3 is not allowed"),
     (lambda: [Odd(Segment(["up"], "down"), Segment(["up"], "down"))], HALVES, "are in another segment, too"),
     (lambda: [Odd(Segment(["up"], "down"), tied=True)], HALVES, "are one parameter, which cannot be divided"),
     (lambda: [Odd(state=True)], HALVES, "layers.0.mean is a buffer that state dictionaries hold"),

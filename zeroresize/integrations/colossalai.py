@@ -41,6 +41,15 @@ class _BalancedLinear1D(BalancedLinear):
     bias: Any
     skip_bias_add: bool
     parallel_input: bool
+    in_features: int
+    out_features: int
+
+    @property
+    def parts(self) -> tuple[int, ...] | None:  # type: ignore[override]
+        if sizes := getattr(self, "split_sizes", None):
+            return tuple(sizes)
+        size = self.out_features if self.is_column_parallel else self.in_features
+        return (size,) if is_distributed_tensor(self.weight) else None
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any, **kwargs: Any) -> nn.Module:

@@ -10,6 +10,7 @@ or the user's word.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,11 +23,13 @@ from zeroresize.integrations.adapter_layers import why_adapted
 from zeroresize.integrations.changed_modules import why_changed
 from zeroresize.integrations.graph_reading import FromOutside, NotProven
 from zeroresize.integrations.named_segments import require_followed_tensors, require_follower, require_whole_heads
+from zeroresize.integrations.packed_layers import REMEDY, described, require_right_parts
 from zeroresize.integrations.segment_registry import StaysEven, is_registered, registered_segments
 from zeroresize.integrations.still_sound import StillSound, TracedAgain
 from zeroresize.integrations.traced_segments import TracedModule
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_of
+from zeroresize.layers.parts import checked_parts
 from zeroresize.layers.segment import OwnedSegment, Segment, UnitTensor
 from zeroresize.plan.ownership import OwnershipMap, neuron_quantum
 from zeroresize.utils.torch_private import buffers_of, children_of, parameters_of
@@ -51,13 +54,15 @@ def find_segments(
         (the segments in the order of the model, for every other layer the reason why it stays even).
 
     Raises:
-        ValueError: for a named segment whose layers do not exist, are not converted, are of the wrong kind, do not fit
-            each other's sizes, or are in another one, saying which and what is allowed.
+        ValueError: for a packed layer that was split across its parts; for a named segment whose layers do not exist,
+            are not converted, are of the wrong kind, do not fit each other's sizes, or are in another one, saying which
+            and what is allowed.
     """
     search = _Search(model, layers, num_ranks)
     for segment in named:
         search.take_named(segment)
     search.take_registered()
+    require_right_parts(model, layers, num_ranks, search.with_given_parts)
     search.take_traced()
     return search.result()
 
@@ -74,6 +79,8 @@ class _Search:
         self._segments: list[OwnedSegment] = []
         self._owner: dict[str, OwnedSegment] = {}
         self._reasons: dict[str, str] = {}
+        #: Layers of whose weights somebody says how they are packed on a rank.
+        self.with_given_parts: set[str] = set()
         #: For a column-parallel layer, the row-parallel one that may have ended its segment.
         self._ends_at: dict[str, str] = {}
 
@@ -154,7 +161,7 @@ class _Search:
         segment = Segment(
             layers[:-1],
             layers[-1],
-            num_blocks=blocks.pop(),
+            parts=blocks.pop(),
             min_units=0,
             kind="neurons",
             dropouts=[(dropout, -1) for dropout in traced.dropouts],
@@ -209,8 +216,10 @@ class _Search:
         owned.may_draw = not is_proven
         if not is_proven:
             self._require_sound(segment, owned, columns, row)
-        if is_proven and any(one.rows != 1 for one in owned.tensors):
+        if is_proven and any(set(one.rows) != {1} for one in owned.tensors):
             raise StaysEven("what lies between changes the number of features")
+        if segment.parts is not None and not is_proven:
+            self.with_given_parts.update(columns)
         self._segments.append(owned)
         self._owner.update(dict.fromkeys(names, owned))
         for name in names:
@@ -219,17 +228,17 @@ class _Search:
     def _require_sound(self, segment: Segment, owned: OwnedSegment, columns: Sequence[str], row: str) -> None:
         """Check of somebody's word what can be seen without running the model."""
         rows = {one.name.removesuffix(".weight"): one.rows for one in owned.tensors if one.attribute == "weight"}
-        require_whole_heads(segment, {name: rows[name] for name in columns}, row, self._modules)
+        require_whole_heads(segment, {name: math.gcd(*rows[name]) for name in columns}, row, self._modules)
         num_units = owned.owned.counts[0]
-        num_features = [num_units * rows[name] for name in (*columns, row)]
+        num_features = [num_units * of_part for name in (*columns, row) for of_part in rows[name]]
         require_follower(segment, num_units, num_features, (*columns, row), self._modules)
         units = owned.owned.units_of(group_rank(self._layers[row].process_group)).tolist()
         require_followed_tensors(segment, units, num_features, (*columns, row), self._modules)
 
     def _owned(self, segment: Segment, columns: Sequence[str], row: str) -> OwnedSegment:
-        unit_size, num_blocks = segment.unit_size, segment.num_blocks
-        if unit_size < 1 or num_blocks < 1:
-            raise StaysEven(f"unit_size={unit_size}, num_blocks={num_blocks}: both must be at least 1")
+        unit_size = segment.unit_size
+        if unit_size < 1:
+            raise StaysEven(f"unit_size={unit_size}: it must be at least 1")
         num_inputs = self._layers[row].even_shape[1]
         num_units, left = divmod(num_inputs, unit_size)
         if left or not num_units:
@@ -240,14 +249,10 @@ class _Search:
         names = (*columns, row)
         tensors: list[UnitTensor] = []
         for name in columns:
-            num_outputs = self._layers[name].even_shape[0]
-            rows, left = divmod(num_outputs, num_blocks * num_units)
-            if left or not rows:
-                raise StaysEven(
-                    f"{name} has {num_outputs} output features on a rank, which do not divide into "
-                    f"num_blocks={num_blocks} × {num_units} units (as many as {row} reads)"
-                )
-            tensors += self._unit_tensors(name, rows, num_blocks)
+            rows = self._rows_of_unit(name, segment, num_units * self._num_ranks)
+            tensors += self._unit_tensors(name, rows)
+        if len(self._layers[row].parts or ()) > 1:
+            raise StaysEven(f"{row} reads several parts, parts={self._layers[row].parts}")
         if not 0 <= segment.min_units <= num_units:
             raise StaysEven(f"min_units={segment.min_units}: allowed are 0 to {num_units}, what a rank has")
         # torch's clipping by the largest element is an error on a rank whose part of a DTensor is empty.
@@ -257,7 +262,7 @@ class _Search:
             name=row,
             kind=segment.kind,
             layers=names,
-            tensors=(*tensors, *self._unit_tensors(row, unit_size, 1)),
+            tensors=(*tensors, *self._unit_tensors(row, (unit_size,))),
             owned=OwnershipMap.even(num_units * self._num_ranks, self._num_ranks),
             quantum=quantum,
             min_units=-(-least // quantum) * quantum,  # so that all counts are multiples
@@ -268,12 +273,27 @@ class _Search:
             has_other_dropout=segment.has_other_dropout,
         )
 
-    def _unit_tensors(self, name: str, rows: int, num_blocks: int) -> Iterator[UnitTensor]:
+    def _rows_of_unit(self, name: str, segment: Segment, num_units: int) -> tuple[int, ...]:
+        """Of a column-parallel layer in each of its parts, as the segment, or who has split the layer, says."""
+        known, size = self._layers[name].parts, self._layers[name].even_shape[0] * self._num_ranks
+        given = known or 1 if segment.parts is None else segment.parts
+        try:
+            parts = checked_parts(given, size, num_units, name, "units")
+        except ValueError as error:
+            raise StaysEven(str(error)) from None
+        if known not in (None, parts):
+            raise StaysEven(
+                f"{name} was split over the ranks as {described(known)}, and the segment says parts={segment.parts!r}: "
+                f"{REMEDY}"
+            )
+        return tuple(part // num_units for part in parts)
+
+    def _unit_tensors(self, name: str, rows: tuple[int, ...]) -> Iterator[UnitTensor]:
         layer: Any = self._layers[name]
         dim = 0 if layer.is_column_parallel != layer.weight_is_transposed else 1
-        yield UnitTensor(layer, "weight", f"{name}.weight", dim, rows, num_blocks)
+        yield UnitTensor(layer, "weight", f"{name}.weight", dim, rows)
         if layer.is_column_parallel and parameters_of(layer).get("bias") is not None:
-            yield UnitTensor(layer, "bias", f"{name}.bias", 0, rows, num_blocks)
+            yield UnitTensor(layer, "bias", f"{name}.bias", 0, rows)
 
     def _require_movable(self, name: str) -> None:
         layer: Any = self._layers[name]

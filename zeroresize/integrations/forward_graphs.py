@@ -11,6 +11,7 @@ import builtins
 import functools
 import inspect
 import itertools
+import operator
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator
@@ -62,6 +63,27 @@ def forward_graphs(module: nn.Module, holding: nn.Module | None, num_times: int)
             for name, value in itertools.product(optional, _SINGLE_VALUES):
                 with suppress(AttributeError, ValueError):  # no value for this argument
                     yield from _under_modes(module, make_tracer, num_times, {**optional, name: value})
+
+
+def graphs_as_far_as_traced(module: nn.Module, holding: nn.Module | None) -> Iterator[fx.Graph]:
+    """Trace the forward of ``module`` as it is called with all arguments and without optional ones, each time once.
+
+    Where it cannot be traced, the graph ends there.
+
+    Args:
+        holding: as of :func:`forward_graphs`.
+    """
+    if "forward" in vars(module):
+        return
+    parameters = inspect.signature(module.forward).parameters.items()
+    optional = {name: one.default for name, one in parameters if one.default is not inspect.Parameter.empty}
+    for arguments in (None, optional) if optional else (None,):
+        tracer = None
+        with suppress(Exception), _proxies_are_tensors(optional), own_hooks_off(module), nothing_kept(module) as watch:
+            tracer = _PersistentTracer(holding, watch.running)
+            tracer.trace(module, concrete_args=arguments)
+        if (graph := getattr(tracer, "graph", None)) is not None:
+            yield graph
 
 
 def place_of(error: BaseException) -> str:
@@ -134,8 +156,13 @@ class _Tracer(fx.Tracer):
         running: begins a block in which the forward runs.
     """
 
-    def __init__(self, holding: nn.Module | None, running: Callable[[], AbstractContextManager[None]]) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        holding: nn.Module | None,
+        running: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        leaves: Any = [sys.modules[name] for name in ("math", "einops") if name in sys.modules]
+        super().__init__(autowrap_modules=leaves)
         self._holding = holding
         self._running = running
 
@@ -159,6 +186,18 @@ class _Tracer(fx.Tracer):
         if self._holding is not None and all(self._holding is not one for one in m.modules()):
             return True
         return super().is_leaf_module(m, module_qualified_name)
+
+
+class _PersistentTracer(_Tracer):
+    """Goes on where a forward loops over chunks, or over the two dimensions before the features."""
+
+    def iter(self, obj: Any) -> Iterator[Any]:
+        node, num_items = obj.node, 0
+        if getattr(node.target, "__name__", node.target) == "chunk":
+            num_items = node.kwargs.get("chunks", (*node.args, 0)[1])
+        elif node.target is operator.getitem and isinstance(node.args[1], slice):
+            num_items = 2
+        return iter([obj[number] for number in range(num_items)]) if num_items else super().iter(obj)
 
 
 def _under_modes(

@@ -58,7 +58,7 @@ def read_segment(graph: fx.Graph, module: nn.Module, row: Any) -> TracedSegment:
         NotProven: with the reason, if it ends none that the graph shows.
     """
     modules: Mapping[str, nn.Module] = dict(module.named_modules(remove_duplicate=False))
-    calls = [node for node in graph.nodes if _module_of(node, modules) is row]
+    calls = [node for node in graph.nodes if module_of(node, modules) is row]
     if not calls:
         raise NotProven(f"the forward of {type(module).__name__} does not call it")
     walks = [_walk_back(call, modules) for call in calls]
@@ -68,13 +68,13 @@ def read_segment(graph: fx.Graph, module: nn.Module, row: Any) -> TracedSegment:
     _require_unread([*first, row], graph, modules)
     on_the_way = {node for _, nodes in walks for node in nodes}
     for node in graph.nodes:
-        called: Any = _module_of(node, modules)
+        called: Any = module_of(node, modules)
         if called in first and node not in on_the_way:
             raise NotProven(f"{node.target} is called for something else, too")
     for node in on_the_way:
         for user in node.users:
             if user not in on_the_way and user not in calls and not _is_metadata(user):
-                raise NotProven(f"what {_described(node)} returns is also used by {_described(user)}")
+                raise NotProven(f"what {described(node)} returns is also used by {described(user)}")
     return TracedSegment(first, *_dropouts(graph, on_the_way, modules))
 
 
@@ -92,7 +92,7 @@ def _dropouts(
 ) -> tuple[tuple[nn.Module, ...], bool]:
     """Return dropout modules that are called on the way only, and whether another dropout lies on it."""
     dropouts: dict[nn.Module, None] = {}
-    calls = {node: module for node in graph.nodes if (module := _module_of(node, modules)) is not None}
+    calls = {node: module for node in graph.nodes if (module := module_of(node, modules)) is not None}
     has_other = False
     for node in graph.nodes:
         if node not in on_the_way:
@@ -116,10 +116,10 @@ def _walk_back(call: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[dict[Ba
         node, num_blocks = todo.pop()
         if node in blocks_of:
             if blocks_of[node] != num_blocks:
-                raise NotProven(f"its input mixes parts of what {_described(node)} returns")
+                raise NotProven(f"its input mixes parts of what {described(node)} returns")
             continue
         blocks_of[node] = num_blocks
-        layer: Any = _module_of(node, modules)
+        layer: Any = module_of(node, modules)
         if isinstance(layer, BalancedLinear):
             if not layer.is_column_parallel:
                 raise NotProven(f"its input follows from what {node.target} returns, which is row-parallel")
@@ -136,13 +136,13 @@ def _inputs_of(node: fx.Node, num_blocks: int, modules: Mapping[str, nn.Module])
         raise FromOutside
     if node.op == "get_attr":
         raise NotProven(f"what lies between is not element-wise: it uses the tensor {node.target}")
-    module = _module_of(node, modules)
+    module = module_of(node, modules)
     if module is not None and is_elementwise_module(module):
         changed = why_changed(module)
         if changed is not None:
             raise NotProven(f"{node.target} {changed}")
         return [(one, num_blocks) for one in node.all_input_nodes]
-    if _is_glu(node, modules):
+    if is_glu(node, modules):
         return [(one, 2 * num_blocks) for one in node.all_input_nodes]
     if node.op == "call_function" and node.target is operator.getitem:
         whole, index = node.args
@@ -153,7 +153,7 @@ def _inputs_of(node: fx.Node, num_blocks: int, modules: Mapping[str, nn.Module])
     is_function = node.op == "call_function" and is_elementwise_function(node.target)
     is_method = node.op == "call_method" and is_elementwise_method(str(node.target))
     if not (is_function or is_method):
-        description = _described(node) if module is None else f"{node.target} ({type(module).__name__})"
+        description = described(node) if module is None else f"{node.target} ({type(module).__name__})"
         raise NotProven(f"what lies between is not proven element-wise: {description}")
     inputs = node.all_input_nodes
     if is_method and node.target in _TO_ANOTHER:
@@ -161,7 +161,7 @@ def _inputs_of(node: fx.Node, num_blocks: int, modules: Mapping[str, nn.Module])
     return [(one, num_blocks) for one in inputs if not _is_metadata(one)]
 
 
-def _module_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.Module | None:
+def module_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.Module | None:
     """Return the module that ``node`` calls, None where it calls none."""
     return modules[str(node.target)] if node.op == "call_module" else None
 
@@ -176,8 +176,8 @@ def _num_chunks(node: fx.Node) -> int:
     return chunks if dim == -1 and isinstance(chunks, int) else 0
 
 
-def _is_glu(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
-    module: Any = _module_of(node, modules)
+def is_glu(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    module: Any = module_of(node, modules)
     if module is not None:
         return type(module) is nn.GLU and module.dim == -1 and why_changed(module) is None
     is_glu = node.op == "call_function" and node.target is F.glu
@@ -188,7 +188,7 @@ def _is_metadata(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is getattr and node.args[1] in _METADATA
 
 
-def _described(node: fx.Node) -> str:
+def described(node: fx.Node) -> str:
     if node.op == "output":
         return "the module's caller"
     if node.op in ("call_module", "get_attr", "placeholder"):

@@ -144,7 +144,7 @@ def _gpt2_attention(module: Any) -> Segment:
         [module.c_attn],
         module.c_proj,
         unit_size=head_size,
-        num_blocks=3,
+        parts=3,
         on_change=set_heads,
         min_units=fewest_heads(module),
         kind="heads",

@@ -73,6 +73,10 @@ class BalancedLinear:
         is_captured: whether a forward was captured in a CUDA graph, which reads the weight where it lay then.
         is_copy_of_uneven: whether it is a copy of a layer whose units were away, on this rank or another.
         has_dtensors: whether its parameters are DTensors over its group, of which :attr:`local_weight` is a local part.
+        parts: how the undivided layer's output features, or of a row-parallel layer its input features, were cut before
+            the split: the features of each part, of which every rank has its share. A single part was split
+            contiguously; None where the weights are somebody else's, who may have split them in any way.
+        refused_at_home: methods of its DTensors that look at placements, which tell too little of this packed layer.
         weight_is_transposed: whether ``weight`` is [K, N] and :attr:`local_weight` a view of it.
     """
 
@@ -80,6 +84,8 @@ class BalancedLinear:
     weight_is_transposed: ClassVar[bool] = False
     has_dtensors: ClassVar[bool] = False
     is_copy_of_uneven: bool = False
+    parts: tuple[int, ...] | None = None
+    refused_at_home: tuple[str, ...] = ()
     plan: LayerPlan | None
     loans: SharedProducts | None
     probes: Probes

@@ -7,7 +7,7 @@ activations, are this package's. ``N`` output and ``K`` input features on this r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from zeroresize.comm.collectives import broadcast, group_rank, group_size, message_device, require_group
 from zeroresize.layers.autocast import is_cast_by_autocast
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.dtensor_guards import METHODS, OF_CHECKPOINTS, guard_dtensors
 from zeroresize.layers.jagged import on_tokens
 from zeroresize.layers.local_parts import local_in_graph, local_of
-from zeroresize.utils.torch_private import is_dtensor, is_tensor_of_tensors
+from zeroresize.layers.parts import part_of_rank
+from zeroresize.utils.torch_private import is_dtensor, is_tensor_of_tensors, strided_shard
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,11 @@ class _DTensorLinear(BalancedLinear, nn.Linear):
         )
         ranks, rank = group_size(self.process_group), group_rank(self.process_group)
         dim = 0 if self.is_column_parallel else 1
+        parts = self.parts or (whole.weight.shape[dim],)
         with torch.no_grad():
-            local_of(self.weight).copy_(whole.weight.chunk(ranks, dim)[rank])
+            local_of(self.weight).copy_(part_of_rank(whole.weight, dim, parts, ranks, rank))
             if self.is_column_parallel and self.bias is not None:
-                local_of(self.bias).copy_(whole.bias.chunk(ranks)[rank])
+                local_of(self.bias).copy_(part_of_rank(whole.bias, 0, parts, ranks, rank))
             elif self.bias is not None:
                 message = whole.bias.detach().to(message_device(self.process_group, whole.bias.device))
                 broadcast(message, 0, self.process_group)
@@ -124,6 +127,13 @@ class _DTensorLinear(BalancedLinear, nn.Linear):
         for name, parameter in self.named_parameters(recurse=False):
             vars(parameter).update({key: mark for key, mark in marks[name].items() if key not in vars(parameter)})
         return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """As ``Module`` does; what a packed layer's DTensors refuse, those in the state refuse, too."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        of_layer = [destination[f"{prefix}{name}"] for name, _ in self.named_parameters(recurse=False)]
+        if self.refused_at_home:
+            guard_dtensors(of_layer, are_away=False, refused=self.refused_at_home)
 
     def _bias_in_graph(self) -> Tensor | None:
         return None if self.bias is None else local_in_graph(self.bias)
@@ -206,19 +216,33 @@ class DTensorRowParallelLinear(_DTensorLinear):
         return local
 
 
-def split_over(linear: nn.Linear, layouts: LinearLayouts, *, is_column: bool, source: int | None) -> None:
+def split_over(
+    linear: nn.Linear, layouts: LinearLayouts, parts: Sequence[int], *, is_column: bool, source: int | None
+) -> tuple[str, ...]:
     """Make the parameters of a whole ``linear`` DTensors, split over a mesh; collective, unless ``source`` is None.
 
     Args:
+        parts: features of each part that is split by itself.
         is_column: whether by output features, else by input features, which leaves the bias whole.
         source: whose tensors are split, a rank of the mesh; None for those that each rank has.
+
+    Returns:
+        The methods of these DTensors that are errors, as their placements do not tell how parts are divided.
     """
-    placements = {"weight": Shard(0 if is_column else 1), "bias": Shard(0) if is_column else Replicate()}
+    dim, ranks = (0 if is_column else 1), group_size(require_group(layouts.mesh))
+    strided = strided_shard(dim, len(parts)) if len(set(parts)) == 1 and len(parts) > 1 else None
+    placements = {"weight": strided or Shard(dim), "bias": (strided or Shard(0)) if is_column else Replicate()}
+    refused = () if len(parts) == 1 else METHODS if strided is None else OF_CHECKPOINTS
     for name, placement in placements.items():
         parameter = getattr(linear, name)
         if parameter is not None:
-            divided = distribute_tensor(parameter.detach(), layouts.mesh, [placement], src_data_rank=source)
+            whole = parameter.detach()
+            if refused == METHODS and not placement.is_replicate():  # in the order in which ranks hold it
+                whole = torch.cat([part_of_rank(whole, dim, parts, ranks, rank) for rank in range(ranks)], dim)
+            divided = distribute_tensor(whole, layouts.mesh, [placement], src_data_rank=source)
             setattr(linear, name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+            guard_dtensors([getattr(linear, name)], are_away=False, refused=refused)
+    return refused
 
 
 def become_dtensor_linear(linear: nn.Linear, layouts: LinearLayouts, *, is_column: bool) -> BalancedLinear:
@@ -229,6 +253,7 @@ def become_dtensor_linear(linear: nn.Linear, layouts: LinearLayouts, *, is_colum
     layer: Any = linear
     layer.__class__ = DTensorColumnParallelLinear if is_column else DTensorRowParallelLinear
     layer.layouts, layer.process_group = layouts, require_group(layouts.mesh)
+    layer.parts = (layer.out_features if is_column else layer.in_features,)
     layer.prepare_balancing()
     balanced: BalancedLinear = layer
     return balanced

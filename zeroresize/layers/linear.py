@@ -28,6 +28,7 @@ from zeroresize.comm.collectives import (
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.jagged import on_tokens
 from zeroresize.layers.module_names import qualified_name
+from zeroresize.layers.parts import Parts, checked_parts, part_of_rank
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,6 +46,9 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
             by balancing.
         own_features: how many of the output features this rank has, for uneven shares; only on the meta device, as
             which ones they are is the caller's matter. None for an even share.
+        parts: of a packed layer, such as q, k and v in one: how many equal parts its output features are, or how many
+            features each has in the undivided layer. Each is split by itself, and a rank returns its share of every
+            part, one after the other. None for one part, or for weights that the caller has split in another way.
         device, dtype: of the parameters.
 
     Shapes: x [..., in] → y [..., out / R], or [..., out] with ``gather_output``.
@@ -64,6 +68,7 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
         bias: bool = True,
         gather_output: bool = False,
         own_features: int | None = None,
+        parts: Parts | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -72,6 +77,10 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.gather_output = gather_output
         num_ranks = group_size(self.process_group)
+        if parts is not None:
+            self.parts = checked_parts(parts, out_features, num_ranks, type(self).__name__)
+            if gather_output and len(self.parts) > 1:
+                raise ValueError(f"{type(self).__name__}: parts={parts!r} cannot be gathered: gather_output=False")
         num_rows = _own_size(self, "out_features", out_features, num_ranks, own_features, device, gather_output)
         self.weight = nn.Parameter(torch.empty(num_rows, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_rows, device=device, dtype=dtype)) if bias else None
@@ -96,12 +105,19 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, *, process_group: ProcessGroup | DeviceMesh, gather_output: bool = False
+        cls,
+        linear: nn.Linear,
+        *,
+        process_group: ProcessGroup | DeviceMesh,
+        gather_output: bool = False,
+        parts: Parts = 1,
     ) -> ColumnParallelLinear:
         """Make the layer of this rank's slice of a full ``linear`` that every rank holds alike.
 
+        Where it is packed, such as q, k and v in one, say so by ``parts``.
+
         Raises:
-            ValueError: for features that do not divide by the number of ranks, a missing group, or what is no
+            ValueError: for features or parts that do not divide by the number of ranks, a missing group, or what is no
                 ``nn.Linear`` or split already.
         """
         _require_whole(linear)
@@ -112,6 +128,7 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
             bias=linear.bias is not None,
             process_group=process_group,
             gather_output=gather_output,
+            parts=parts,
             device="meta",
         )
         layer._take_slice_of(linear)
@@ -119,9 +136,10 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
 
     def _take_slice_of(self, linear: nn.Linear) -> None:
         ranks, rank = group_size(self.process_group), group_rank(self.process_group)
-        self.weight = _slice_of(linear.weight, 0, ranks, rank)
+        parts = self.parts or (self.out_features,)
+        self.weight = _slice_of(linear.weight, 0, parts, ranks, rank)
         if linear.bias is not None:
-            self.bias = _slice_of(linear.bias, 0, ranks, rank)
+            self.bias = _slice_of(linear.bias, 0, parts, ranks, rank)
 
     def forward(self, x: Tensor) -> Tensor:
         return on_tokens(self._forward, x)
@@ -148,6 +166,8 @@ class RowParallelLinear(BalancedLinear, nn.Module):
         input_is_parallel: the input is this rank's slice [..., in / R]; otherwise the whole [..., in] is taken
             and split.
         own_features: how many of the input features this rank has; as of :class:`ColumnParallelLinear`.
+        parts: of a layer that reads the shares of several parts, one after the other: how many equal parts its input
+            features are, or the features of each; as of :class:`ColumnParallelLinear`.
         device, dtype: of the parameters.
 
     Shapes: x [..., in / R] (or [..., in]) → y [..., out], the same on every rank.
@@ -167,6 +187,7 @@ class RowParallelLinear(BalancedLinear, nn.Module):
         bias: bool = True,
         input_is_parallel: bool = True,
         own_features: int | None = None,
+        parts: Parts | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -176,6 +197,10 @@ class RowParallelLinear(BalancedLinear, nn.Module):
         self.input_is_parallel = input_is_parallel
         splits = not input_is_parallel
         num_ranks = group_size(self.process_group)
+        if parts is not None:
+            self.parts = checked_parts(parts, in_features, num_ranks, type(self).__name__)
+            if splits and len(self.parts) > 1:
+                raise ValueError(f"{type(self).__name__}: parts={parts!r} of a whole input: input_is_parallel=True")
         num_columns = _own_size(self, "in_features", in_features, num_ranks, own_features, device, splits)
         self.weight = nn.Parameter(torch.empty(out_features, num_columns, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
@@ -192,18 +217,23 @@ class RowParallelLinear(BalancedLinear, nn.Module):
         device, dtype = self.weight.device, self.weight.dtype
         whole = nn.Linear(self.in_features, self.out_features, bias=False, device=device, dtype=dtype)
         ranks, rank = group_size(self.process_group), group_rank(self.process_group)
-        self.weight = _slice_of(whole.weight, 1, ranks, rank)
+        self.weight = _slice_of(whole.weight, 1, self.parts or (self.in_features,), ranks, rank)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, *, process_group: ProcessGroup | DeviceMesh, input_is_parallel: bool = True
+        cls,
+        linear: nn.Linear,
+        *,
+        process_group: ProcessGroup | DeviceMesh,
+        input_is_parallel: bool = True,
+        parts: Parts = 1,
     ) -> RowParallelLinear:
         """Make the layer of this rank's slice of a full ``linear`` that every rank holds alike.
 
         Raises:
-            ValueError: for features that do not divide by the number of ranks, a missing group, or what is no
+            ValueError: for features or parts that do not divide by the number of ranks, a missing group, or what is no
                 ``nn.Linear`` or split already.
         """
         _require_whole(linear)
@@ -214,10 +244,11 @@ class RowParallelLinear(BalancedLinear, nn.Module):
             bias=linear.bias is not None,
             process_group=process_group,
             input_is_parallel=input_is_parallel,
+            parts=parts,
             device="meta",
         )
         ranks, rank = group_size(layer.process_group), group_rank(layer.process_group)
-        layer.weight = _slice_of(linear.weight, 1, ranks, rank)
+        layer.weight = _slice_of(linear.weight, 1, layer.parts or (linear.in_features,), ranks, rank)
         if linear.bias is not None:
             layer.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=linear.bias.requires_grad)
         return layer.train(linear.training)
@@ -295,6 +326,6 @@ def _own_size(
     return size // num_ranks
 
 
-def _slice_of(parameter: Tensor, dim: int, num_ranks: int, rank: int) -> nn.Parameter:
-    part = parameter.detach().chunk(num_ranks, dim=dim)[rank].clone(memory_format=torch.contiguous_format)
+def _slice_of(parameter: Tensor, dim: int, parts: tuple[int, ...], num_ranks: int, rank: int) -> nn.Parameter:
+    part = part_of_rank(parameter, dim, parts, num_ranks, rank)
     return nn.Parameter(part, requires_grad=parameter.requires_grad)

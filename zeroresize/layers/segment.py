@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zeroresize.layers.parts import Parts
 from zeroresize.plan.ownership import OwnershipMap
 
 #: Takes the numbers of the units that this rank owns.
@@ -24,8 +25,9 @@ class Segment:
         row: the row-parallel layer whose y is summed.
         unit_size: how many of the row-parallel layer's input features are one unit, such as a head's size. What lies
             between the layers must treat units independently of each other: that is the user's word.
-        num_blocks: of a column-parallel layer whose weight holds several parts one after another, each with all units
-            (q, k and v in one): how many.
+        parts: of column-parallel layers that hold several parts one after another, each with rows of every unit (q, k
+            and v in one): how many equal ones, or how many features each has in the undivided layer, such as
+            ``(q_rows, k_rows, v_rows)`` under grouped queries. None for those by which a layer was split, else one.
         on_change: called with the units that this rank owns, whenever that changes: their numbers among the units of
             all ranks, ascending, in the order in which the layers hold them. What lies between the layers must follow:
             counts (``attention.num_heads = len(units)``), and everything that it keeps for single units
@@ -49,7 +51,7 @@ class Segment:
     column: Sequence[str | nn.Module]
     row: str | nn.Module
     unit_size: int = 1
-    num_blocks: int = 1
+    parts: Parts | None = None
     on_change: OnChange | None = None
     min_units: int = 1
     kind: str = "units"
@@ -69,20 +71,20 @@ class Segment:
 class UnitTensor:
     """Names a parameter whose dimension ``dim`` holds this rank's units.
 
-    Along it lie ``num_blocks`` blocks, in each block all of the rank's units in ascending order, and of every unit
-    ``rows`` neighbours: the dimension's size is ``num_blocks × units × rows``.
+    Along it lie the parts, in each part all of the rank's units in ascending order, and of every unit its rows in that
+    part, which are neighbours: the dimension's size is ``units × sum(rows)``.
 
     Attributes:
         owner, attribute: where the parameter is: ``getattr(owner, attribute)``.
         name: of the parameter in the model.
+        rows: of one unit, in each part.
     """
 
-    owner: nn.Module
+    owner: Any
     attribute: str
     name: str
     dim: int
-    rows: int
-    num_blocks: int = 1
+    rows: tuple[int, ...]
 
     @property
     def parameter(self) -> Tensor:
@@ -93,7 +95,7 @@ class UnitTensor:
     def elements_of_unit(self) -> int:
         """Return how many elements belong to one unit."""
         others = [size for dim, size in enumerate(self.parameter.shape) if dim != self.dim]
-        return math.prod(others) * self.num_blocks * self.rows
+        return math.prod(others) * sum(self.rows)
 
 
 @dataclass(eq=False)

@@ -62,13 +62,11 @@ def homes_of_columns(layer: BalancedLinear, units: Sequence[int] | Indices) -> I
         [K], for every column the rank that holds it at even shares × the columns of the layer there + its place there.
     """
     assert layer.segment is not None
-    num_blocks = next(tensor.num_blocks for tensor in layer.segment.tensors if tensor.parameter is layer.weight)
     num_at_home, num_even = layer.even_shape[1], _num_even(layer)
-    rows = num_at_home // (num_blocks * num_even)
+    rows = num_at_home // num_even
     ranks, places = np.divmod(np.asarray(units, dtype=np.int64), num_even)
     begins_U = ranks * num_at_home + places * rows
-    blocks = np.arange(num_blocks) * num_even * rows
-    return (blocks[:, None, None] + begins_U[:, None] + np.arange(rows)).reshape(-1)
+    return (begins_U[:, None] + np.arange(rows)).reshape(-1)
 
 
 def homes_of_layers(

@@ -17,6 +17,7 @@ from zeroresize.comm.collectives import group_size, require_group
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.dtensor_linear import LinearLayouts, become_dtensor_linear, split_over
 from zeroresize.layers.linear import require_divisible
+from zeroresize.layers.parts import Parts, checked_parts
 from zeroresize.layers.whole_linear import why_no_plain_linear
 from zeroresize.utils.torch_private import is_dtensor
 
@@ -33,8 +34,10 @@ class _LinearStyle(ParallelStyle):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
+        parts: Parts = 1,
     ) -> None:
         super().__init__()
+        self._parts = parts
         self._x: Placement = self._checked("input_layouts", input_layouts)
         self._y: Placement = self._checked("output_layouts", output_layouts)
         self._use_local_output = use_local_output
@@ -49,11 +52,21 @@ class _LinearStyle(ParallelStyle):
         if (why := why_no_plain_linear(module)) is not None:
             raise ValueError(f"{style} needs a plain torch.nn.Linear, found {why}")
         process_group = require_group(device_mesh)
-        require_divisible(module, "out_features" if self._is_column else "in_features", process_group, style)
-        layouts = LinearLayouts(device_mesh, self._x, self._y, self._use_local_output)
-        split_over(module, layouts, is_column=self._is_column, source=getattr(self, "src_data_rank", 0))
-        layer = become_dtensor_linear(module, layouts, is_column=self._is_column)
+        features = "out_features" if self._is_column else "in_features"
+        require_divisible(module, features, process_group, style)
+        parts = checked_parts(self._parts, getattr(module, features), group_size(process_group), style)
         gathers = self._is_column and self._y.is_replicate()
+        stays_local = self._use_local_output and not gathers if self._is_column else self._x.is_shard(-1)
+        if len(parts) > 1 and not stays_local:
+            raise ValueError(
+                f"{style}: parts={self._parts!r} needs plain tensors that stay divided: DTensors, or gathered ones, "
+                "would have the parts in another order"
+            )
+        layouts = LinearLayouts(device_mesh, self._x, self._y, self._use_local_output)
+        source = getattr(self, "src_data_rank", 0)
+        refused = split_over(module, layouts, parts, is_column=self._is_column, source=source)
+        layer = become_dtensor_linear(module, layouts, is_column=self._is_column)
+        layer.parts, layer.refused_at_home = parts, refused
         layer.is_converted = not gathers and group_size(process_group) > 1
         return module
 
@@ -98,11 +111,15 @@ class ColwiseParallel(_LinearStyle):
         output_layouts: of y: divided on the last dimension by default; ``Replicate()`` gathers the whole y on every
             rank, and leaves the layer out of balancing.
         use_local_output: whether y is a plain tensor. A DTensor, with False, keeps the layer's units evenly divided.
+        parts: of a packed layer, such as q, k and v in one: how many equal parts its output features are, or how many
+            features each has, ``(q_rows, k_rows, v_rows)``. Each is split by itself, and y is this rank's share of
+            every part, one after the other. ``full_tensor()`` of equal parts has the layout of the undivided layer; of
+            others it is an error. So is ``dcp.save`` of either but by ``zeroresize.sharded_state_dict``.
 
     Raises:
         ValueError: from ``parallelize_module`` for a module that is no ``nn.Linear``, has a forward of its own or is
-            split already, features that the ranks do not divide, and a mesh of several dimensions; from here for other
-            layouts.
+            split already, features or parts that the ranks do not divide, and a mesh of several dimensions; from here
+            for other layouts.
     """
 
     _is_column = True
@@ -119,6 +136,8 @@ class RowwiseParallel(_LinearStyle):
             layer splits a whole x, and its units stay evenly divided.
         output_layouts: of y: replicated by default; ``Shard(1)`` is a sequence of which each rank gets its part.
         use_local_output: whether y is a plain tensor, and no DTensor.
+        parts: of a layer that reads this rank's share of several parts, one after the other; as of
+            :class:`ColwiseParallel`, of its input features.
 
     Raises:
         ValueError: as of :class:`ColwiseParallel`.

@@ -23,19 +23,19 @@ Indices = NDArray[np.int64]
 class UnitDivision:
     """Describe how a tensor is divided.
 
-    Dimension ``dim`` is ``num_blocks`` blocks, each of ``num_units`` units of ``rows``.
+    Dimension ``dim`` is ``num_parts`` equal parts, each of ``num_units`` units of ``rows``.
 
     Attributes:
         dim: the dimension that holds units.
         num_units: U.
-        rows: neighbours that one unit has in a block.
-        num_blocks: parts of the dimension that hold all units each, such as q, k and v in one weight.
+        rows: neighbours that one unit has in a part.
+        num_parts: how many parts of the dimension hold all units each, such as q, k and v in one weight.
     """
 
     dim: int
     num_units: int
     rows: int
-    num_blocks: int = 1
+    num_parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class TensorSpec:
         division = self.division
         if division is None:
             return
-        size = division.num_blocks * division.num_units * division.rows
+        size = division.num_parts * division.num_units * division.rows
         if not 0 <= division.dim < len(self.shape) or self.shape[division.dim] != size:
             raise ValueError(
-                f"{self.name}: {division.num_blocks} blocks of {division.num_units} units of {division.rows} rows "
+                f"{self.name}: {division.num_parts} parts of {division.num_units} units of {division.rows} rows "
                 f"are not dimension {division.dim} of the shape {self.shape}"
             )
 
@@ -92,7 +92,7 @@ class TensorSpec:
         division = self.division
         return (
             *self.shape[: division.dim],
-            division.num_blocks * num_units * division.rows,
+            division.num_parts * num_units * division.rows,
             *self.shape[division.dim + 1 :],
         )
 

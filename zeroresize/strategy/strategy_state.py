@@ -50,7 +50,7 @@ def _division(spec: TensorSpec, units: range) -> TensorDivision | None:
     division = spec.division
     if division is None:
         return None
-    pieces = unit_pieces(np.array(units, dtype=np.int64), division.num_units, division.rows, division.num_blocks)
+    pieces = unit_pieces(np.array(units, dtype=np.int64), division.num_units, (division.rows,) * division.num_parts)
     return TensorDivision(division.dim, spec.shape[division.dim], lambda: pieces)
 
 

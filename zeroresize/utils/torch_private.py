@@ -369,6 +369,14 @@ def dtensor_like(dtensor: Tensor, local: Tensor) -> Tensor:
     return kind(local, dtensor._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
+def strided_shard(dim: int, num_parts: int) -> Any:
+    """Return the placement by which a rank holds its share of each of equal parts: ``placement_types._StridedShard``.
+
+    Checkpoints of DTensors do not know it. Where the name is missing, parts cannot be split: an AttributeError.
+    """
+    return sys.modules["torch.distributed.tensor"].placement_types._StridedShard(dim, split_factor=num_parts)
+
+
 def classes_of_checkpoint_index() -> tuple[Any, Any]:
     """Return what an index of torch.distributed.checkpoint names under private names, to read one.
 

@@ -71,7 +71,7 @@ def follows_counts(attention):
 def converted(group, follow=follows_all, config=CONFIG, **options):
     torch.manual_seed(0)
     model = Block(group)
-    options = {"unit_size": HEAD, "num_blocks": 3, "kind": "heads", "on_change": follow(model.attention)} | options
+    options = {"unit_size": HEAD, "parts": 3, "kind": "heads", "on_change": follow(model.attention)} | options
     named = zr.Segment(["attention.qkv"], "attention.out", **options)
     return zr.convert(model, process_group=group, segments=[named])
 

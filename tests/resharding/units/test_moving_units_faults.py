@@ -63,8 +63,11 @@ class Training:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda segment: UnitTensor(segment.tensors[0].owner, "weight", "w", 1, 1), "dimension 1 must be"),
-        (lambda segment: UnitTensor(segment.tensors[0].owner, "weight", "w", 0, 1, 3), "3 blocks of"),
+        (lambda segment: UnitTensor(segment.tensors[0].owner, "weight", "w", 1, (1,)), "dimension 1 must be"),
+        (
+            lambda segment: UnitTensor(segment.tensors[0].owner, "weight", "w", 0, (1, 1, 1)),
+            r"units of 1 \+ 1 \+ 1 rows",
+        ),
     ],
 )
 def test_tensors_that_do_not_hold_the_units_are_an_error(run_ranks, change, expected):
@@ -117,7 +120,7 @@ def test_ranks_of_one_host_share_its_memory(run_ranks, monkeypatch):
         segment = training.segments[1]
         owner = torch.nn.Module()
         owner.wide = torch.nn.Parameter(torch.zeros(segment.owned.counts[rank], 6000, dtype=torch.float64))
-        segment.tensors = (*segment.tensors, UnitTensor(owner, "wide", "wide", 0, 1))
+        segment.tensors = (*segment.tensors, UnitTensor(owner, "wide", "wide", 0, (1,)))
         training.before = held(training.segments, training.optimizer)
         training.fails({"1.down": segment.owned.with_counts((11, 13))}, NotEnoughMemoryError)
         return needs[0]
@@ -162,7 +165,7 @@ def test_with_one_element_the_step_stays_a_step(run_ranks):
         owner.bias = torch.nn.Parameter(torch.full((1,), float(rank)))
         optimizer = torch.optim.Adam([owner.bias])
         optimizer.state[owner.bias] = {"step": torch.full((1,), 5.0), "exp_avg": torch.full((1,), 10.0 + rank)}
-        tensors = (UnitTensor(owner, "bias", "bias", 0, 1),)
+        tensors = (UnitTensor(owner, "bias", "bias", 0, (1,)),)
         segment = OwnedSegment("s", "units", ("s",), tensors, OwnershipMap.even(2, 2))
         move_units([segment], {"s": OwnershipMap(np.array([0, 0]), 2)}, process_group=group, optimizer=optimizer)
         return {"bias": owner.bias.tolist(), **{key: one.tolist() for key, one in optimizer.state[owner.bias].items()}}

@@ -52,33 +52,34 @@ class TensorDivision:
     padding: int = 0
 
 
-def unit_pieces(units: Indices, num_units: int, rows: int, num_blocks: int) -> list[Piece]:
-    """Return the pieces of a rank that owns some units: runs of neighbours in every block.
+def unit_pieces(units: Indices, num_units: int, rows: Sequence[int]) -> list[Piece]:
+    """Return the pieces of a rank that owns some units: runs of neighbours in every part.
 
     Args:
         units: that this rank owns, ascending.
-        num_units: of all ranks together, in every block.
-        rows: neighbours that one unit has in a block.
+        num_units: of all ranks together, in every part.
+        rows: neighbours that one unit has, in each part.
     """
     runs = np.split(units, np.flatnonzero(np.diff(units) != 1) + 1) if len(units) else []
     pieces: list[Piece] = []
-    local_begin = 0
-    for block in range(num_blocks):
+    begin = local_begin = 0
+    for of_part in rows:
         for run in runs:
-            pieces.append(Piece((block * num_units + int(run[0])) * rows, local_begin, len(run) * rows))
-            local_begin += len(run) * rows
+            pieces.append(Piece(begin + int(run[0]) * of_part, local_begin, len(run) * of_part))
+            local_begin += len(run) * of_part
+        begin += num_units * of_part
     return _joined(pieces)
 
 
-def even_pieces(block_sizes: Sequence[int], num_ranks: int, rank: int) -> list[Piece]:
-    """Return the pieces of a rank that holds the ``rank``-th of ``num_ranks`` equal parts of every block.
+def even_pieces(parts: Sequence[int], num_ranks: int, rank: int) -> list[Piece]:
+    """Return the pieces of a rank that holds the ``rank``-th of ``num_ranks`` equal shares of every part.
 
     Args:
-        block_sizes: of the whole tensor, such as those of q, k and v in one weight.
+        parts: sizes in the whole tensor, such as those of q, k and v in one weight.
     """
     pieces: list[Piece] = []
     begin = local_begin = 0
-    for size in block_sizes:
+    for size in parts:
         length = size // num_ranks
         pieces.append(Piece(begin + rank * length, local_begin, length))
         begin, local_begin = begin + size, local_begin + length

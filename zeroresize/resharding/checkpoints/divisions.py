@@ -79,7 +79,7 @@ def _tells_its_division(tensor: Tensor, layer: BalancedLinear) -> bool:
     if not (isinstance(tensor, DTensor) and layer.has_dtensors):
         return False
     is_of_units = layer.segment is not None and any(one.parameter is tensor for one in layer.segment.tensors)
-    return not is_of_units or layer.is_sharded_further(tensor)
+    return not (is_of_units or layer.refused_at_home) or layer.is_sharded_further(tensor)
 
 
 def _of_balanced(layer: Any, tensors: dict[str, Tensor]) -> tuple[dict[int, TensorDivision], dict[str, Tensor]]:
@@ -99,12 +99,12 @@ def _of_balanced(layer: Any, tensors: dict[str, Tensor]) -> tuple[dict[int, Tens
                 f"on this rank, where its host made one of {tuple(layer.even_shape)}, and it is not known what it "
                 "owns: is it a copy of a layer that was divided unevenly?"
             )
-        blocks = getattr(layer, "split_sizes", None) or [even_size * ranks]
+        parts = layer.parts or (even_size * ranks,)
         divisions = {}
         if "weight" in tensors:
-            divisions[id(tensors["weight"])] = _evenly(dim ^ layer.weight_is_transposed, blocks, ranks, rank)
+            divisions[id(tensors["weight"])] = _evenly(dim ^ layer.weight_is_transposed, parts, ranks, rank)
         if layer.is_column_parallel and "bias" in tensors:
-            divisions[id(tensors["bias"])] = _evenly(0, blocks, ranks, rank)
+            divisions[id(tensors["bias"])] = _evenly(0, parts, ranks, rank)
         doubtful = {name: one for name, one in tensors.items() if id(one) not in divisions}
         is_made = "weight" not in tensors and not layer.has_dtensors  # of other tensors, in every forward
         if is_made and ranks > 1:
@@ -115,17 +115,17 @@ def _of_balanced(layer: Any, tensors: dict[str, Tensor]) -> tuple[dict[int, Tens
 
 
 def _of_units(where: UnitTensor, segment: OwnedSegment, rank: int) -> TensorDivision:
-    num_units, rows, blocks = len(segment.owned.owners), where.rows, where.num_blocks
+    num_units, rows = len(segment.owned.owners), where.rows
     return TensorDivision(
         where.dim,
-        blocks * num_units * rows,
-        lambda: unit_pieces(segment.owned.units_of(rank), num_units, rows, blocks),
+        num_units * sum(rows),
+        lambda: unit_pieces(segment.owned.units_of(rank), num_units, rows),
     )
 
 
-def _evenly(dim: int, block_sizes: Sequence[int], num_ranks: int, rank: int) -> TensorDivision:
-    pieces = even_pieces(block_sizes, num_ranks, rank)
-    return TensorDivision(dim, sum(block_sizes), lambda: pieces)
+def _evenly(dim: int, parts: Sequence[int], num_ranks: int, rank: int) -> TensorDivision:
+    pieces = even_pieces(parts, num_ranks, rank)
+    return TensorDivision(dim, sum(parts), lambda: pieces)
 
 
 def _of_marked(tensor: Any, module: Any) -> TensorDivision | bool | None:

@@ -63,7 +63,7 @@ def _described(segment: OwnedSegment) -> dict[str, Any]:
         "quantum": segment.quantum,
         "min_units": segment.min_units,
         "on_change": segment.on_change is not None,
-        "tensors": [[one.name, one.dim, one.rows, one.num_blocks] for one in segment.tensors],
+        "tensors": [[one.name, one.dim, list(one.rows)] for one in segment.tensors],
     }
 
 

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import group_rank, group_size, message_device
 from zeroresize.comm.meeting import Meet
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.dtensor_guards import guard_dtensors
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments, segment_works
@@ -24,7 +25,6 @@ from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer, why_ot
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
 from zeroresize.policy.moves.move_cost import most_bytes
 from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError, gather_texts, meet_unchanged
-from zeroresize.resharding.checkpoints.dtensor_guards import guard_dtensors
 from zeroresize.resharding.data_parallel import DataParallelReplicas
 from zeroresize.resharding.parameter_state import why_of_fixed_size
 from zeroresize.resharding.replaced_parts import ReplacedParts
@@ -96,6 +96,7 @@ class OwnedUnits:
         self.shares = next((segment.shares for segment in self.segments), self.home)
         self.moves: list[Move] = []
         self._has_dtensors = any(layer.has_dtensors for layer in layers.values())
+        self._has_packed_dtensors = any(layer.refused_at_home for layer in layers.values())
         self._is_guarded = not self._has_dtensors
         self.checks: list[Callable[[], str | None]] = [
             ReplacedParts(model, layers, optimizer).why_not_same,
@@ -274,16 +275,17 @@ class OwnedUnits:
             contents_of(segment, self._optimizer, self._rank)
 
     def guard_new_state(self) -> None:
-        """Let what the optimizer has made since units moved away be gathered no more than what it had; no collective.
+        """Let what the optimizer has made be gathered no more than the parameters that it belongs to; no collective.
 
-        The first step after a move makes state where there was none.
+        The first step, or that after a move, makes state where there was none.
         """
-        if self._is_guarded or self.is_home:
+        if self._is_guarded or (self.is_home and not self._has_packed_dtensors):
             return
         self._is_guarded = True
         for segment in self.segments:
             for contents in contents_of(segment, self._optimizer, self._rank):
-                guard_dtensors(contents.state.installed, are_away=not segment.owned.is_even)
+                refused = getattr(contents.unit_tensor.owner, "refused_at_home", ())
+                guard_dtensors(contents.state.installed, are_away=not segment.owned.is_even, refused=refused)
                 self._is_guarded = self._is_guarded and (contents.state.has_state or contents.state.stepped is None)
 
     def forget_moves(self) -> None:

@@ -41,7 +41,7 @@ class UnitContents:
     ) -> None:
         self.unit_tensor, self.num_units, self.parameter = unit_tensor, num_units, unit_tensor.parameter
         name, dim, parameter = unit_tensor.name, unit_tensor.dim, self.parameter
-        size = unit_tensor.num_blocks * num_units * unit_tensor.rows
+        size = num_units * sum(unit_tensor.rows)
         if is_sharded_in(unit_tensor.owner, parameter):
             raise ValueError(
                 f"{name}: it is a DTensor, of which this rank holds a shard only, as with fully_shard, so its units "
@@ -51,7 +51,7 @@ class UnitContents:
         if dim >= len(shape) or shape[dim] != size:
             raise ValueError(
                 f"{name}: its shape is {tuple(shape)}, but dimension {dim} must be {size}: "
-                f"{unit_tensor.num_blocks} blocks of {num_units} units of {unit_tensor.rows} rows"
+                f"{num_units} units of {' + '.join(map(str, unit_tensor.rows))} rows"
             )
         if not parameter.is_leaf:
             raise ValueError(f"{name}: it is computed from other tensors (is_leaf is False), so its units cannot move")
@@ -75,7 +75,7 @@ def contents_of(segment: OwnedSegment, optimizer: Any, rank: int) -> list[UnitCo
     unit_tensors: dict[int, UnitTensor] = {}
     for tensor in segment.tensors:
         known = unit_tensors.setdefault(id(tensor.parameter), tensor)
-        if (known.dim, known.rows, known.num_blocks) != (tensor.dim, tensor.rows, tensor.num_blocks):
+        if (known.dim, known.rows) != (tensor.dim, tensor.rows):
             raise ValueError(f"{tensor.name} and {known.name} are one parameter, but hold different units")
     parameters = {tensor.name: tensor.parameter for tensor in unit_tensors.values()}
     stepped: Mapping[str, Tensor] = {}

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroresize.comm.collectives import group_rank, group_size, message_device
 from zeroresize.integrations.still_sound import asked_together
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.dtensor_guards import guard_dtensors
 from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.plan.ownership import Indices, OwnershipMap, transfer_plan
-from zeroresize.resharding.checkpoints.dtensor_guards import guard_dtensors
 from zeroresize.resharding.data_parallel import drop_reducers, rebuild_reducers, require_rebuildable
 from zeroresize.resharding.parameter_state import (
     GRADIENTS,
@@ -31,7 +31,7 @@ from zeroresize.resharding.parameter_state import (
 from zeroresize.resharding.transaction import Transaction
 from zeroresize.resharding.transport import Pair, RoundTransport
 from zeroresize.resharding.units.unit_contents import UnitContents, contents_of, layers_of
-from zeroresize.resharding.units.unit_rounds import UnitRound, UnitStack, copy_units, parts_of, stack, unit_rounds
+from zeroresize.resharding.units.unit_rounds import UnitRound, UnitStack, copy_units, parts_of, stacks, unit_rounds
 from zeroresize.utils.fingerprint import fingerprint
 
 #: Of the messages of a rank in a round, unless less is allowed: these stay in a processor's cache.
@@ -130,14 +130,17 @@ class UnitMove(Transaction):
                 zip(of_segment, self._agreed[number], strict=True) if self._takes_part[number] else ()
             ):
                 where, shape = contents.unit_tensor, list(contents.parameter.shape)
-                shape[where.dim] = where.num_blocks * num_new * where.rows
+                shape[where.dim] = num_new * sum(where.rows)
                 self._new[-1].append({})
                 for what, name in sorted(agreed.dtypes.items()):
                     dtype, old = dtype_of(name), contents.state.tensors.get(what)
                     new = torch.empty(shape, dtype=dtype, device=contents.state.device_of(what))
                     self._new[-1][-1][what] = new
-                    old_stack = None if old is None else stack(old, where, num_old)
-                    tensors.append(UnitStack(number, dtype, old_stack, stack(new, where, num_new)))
+                    new_stacks = stacks(new, where, num_new)
+                    old_stacks = [None] * len(new_stacks) if old is None else stacks(old, where, num_old)
+                    tensors += [
+                        UnitStack(number, dtype, *of_part) for of_part in zip(old_stacks, new_stacks, strict=True)
+                    ]
         self._tensors = sorted(tensors, key=lambda one: -one.dtype.itemsize)
 
     def carry_out(self) -> Exception | None:
@@ -164,7 +167,8 @@ class UnitMove(Transaction):
                 contents.state.forget()
             segment.owned = after
             for contents in of_segment:
-                guard_dtensors(contents.state.installed, are_away=not after.is_even)
+                refused = getattr(contents.unit_tensor.owner, "refused_at_home", ())
+                guard_dtensors(contents.state.installed, are_away=not after.is_even, refused=refused)
             for layer in layers_of(segment):
                 if isinstance(layer, BalancedLinear):  # what was decided and remembered is of other columns
                     layer.plan = None
@@ -215,9 +219,6 @@ class UnitMove(Transaction):
                         contents.name,
                         contents.unit_tensor.dim,
                         contents.unit_tensor.rows,
-                        contents.unit_tensor.num_blocks,
-                    ]
-                    + [
                         contents.unit_tensor.elements_of_unit,
                         contents.state.stepped is not None,
                         str(contents.parameter.dtype),

@@ -1,6 +1,6 @@
 """Units are packed into one message for each pair of ranks, in rounds of bounded memory.
 
-A **stack** is a tensor seen as [pre, blocks, units, inner]: ``pre`` the size of the dimensions before the one that
+A **stack** is one part of a tensor, seen as [pre, units, inner]: ``pre`` the size of the dimensions before the one that
 holds units, ``inner`` the rows of one unit times the size of the dimensions after it.
 """
 
@@ -74,11 +74,11 @@ def unit_rounds(plans: Sequence[Mapping[Pair, Indices]], unit_bytes: Sequence[in
     return rounds
 
 
-def stack(tensor: Tensor, where: UnitTensor, num_units: int) -> Tensor:
-    """Return ``tensor`` as [pre, blocks, units, inner]; a view of it if it is contiguous."""
-    shape, dim = tensor.shape, where.dim
-    inner = where.rows * math.prod(shape[dim + 1 :])
-    return tensor.reshape(math.prod(shape[:dim]), where.num_blocks, num_units, inner)
+def stacks(tensor: Tensor, where: UnitTensor, num_units: int) -> list[Tensor]:
+    """Return the stack of every part of ``tensor``; views of it if it is contiguous."""
+    pre, post = math.prod(tensor.shape[: where.dim]), math.prod(tensor.shape[where.dim + 1 :])
+    parts = tensor.reshape(pre, tensor.shape[where.dim], post).split([num_units * rows for rows in where.rows], dim=1)
+    return [part.unflatten(1, (num_units, rows)).flatten(2) for part, rows in zip(parts, where.rows, strict=True)]
 
 
 def copy_units(target: Tensor, at: Indices, source: Tensor, of: Indices) -> None:
@@ -88,16 +88,16 @@ def copy_units(target: Tensor, at: Indices, source: Tensor, of: Indices) -> None
     ends = np.flatnonzero((np.diff(of) != 1) | (np.diff(at) != 1)) + 1
     if len(ends) < _MOST_RUNS:
         for begin, end in zip([0, *ends.tolist()], [*ends.tolist(), len(of)], strict=True):
-            run = source.narrow(2, int(of[begin]), end - begin)
-            target.narrow(2, int(at[begin]), end - begin).copy_(run, non_blocking=True)
+            run = source.narrow(1, int(of[begin]), end - begin)
+            target.narrow(1, int(at[begin]), end - begin).copy_(run, non_blocking=True)
         return
-    gathered = source.index_select(2, torch.from_numpy(of).to(source.device)).to(target.device)
-    target.index_copy_(2, torch.from_numpy(at).to(target.device), gathered)
+    gathered = source.index_select(1, torch.from_numpy(of).to(source.device)).to(target.device)
+    target.index_copy_(1, torch.from_numpy(at).to(target.device), gathered)
 
 
 @dataclass(frozen=True)
 class UnitStack:
-    """Holds one tensor of a moving segment on this rank, before and after the move.
+    """Holds a part of one tensor of a moving segment on this rank, before and after the move.
 
     Attributes:
         dtype: of it, on every rank.
@@ -112,9 +112,9 @@ class UnitStack:
 
     def part(self, message: Tensor, begin: int, num_units: int) -> Tensor:
         """Return a view of a message [bytes]: the stack of ``num_units`` units that begins at byte ``begin``."""
-        pre, blocks, _, inner = self.new.shape
-        size = pre * blocks * num_units * inner * self.dtype.itemsize
-        return message[begin : begin + size].view(self.dtype).view(pre, blocks, num_units, inner)
+        pre, _, inner = self.new.shape
+        size = pre * num_units * inner * self.dtype.itemsize
+        return message[begin : begin + size].view(self.dtype).view(pre, num_units, inner)
 
 
 def parts_of(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
+from zeroresize.layers.parts import checked_parts
 from zeroresize.layers.segment import Segment
 from zeroresize.layers.whole_parameters import require_whole_parameters
 from zeroresize.plan.layout import TensorSpec, UnitDivision
@@ -47,7 +48,7 @@ class WholeTensor:
     requires_grad: bool
 
     def stack(self, tensor: Tensor, num_units: int) -> Tensor:
-        """Return a part of so many units as [pre, blocks, units, inner]; a view of it if it is contiguous.
+        """Return a part of so many units as [pre, parts, units, inner]; a view of it if it is contiguous.
 
         What is not divided has a unit for every element here, so that parts of it can travel.
         """
@@ -58,7 +59,7 @@ class WholeTensor:
             math.prod(tensor.shape[: division.dim]),
             division.rows * math.prod(tensor.shape[division.dim + 1 :]),
         )
-        return tensor.reshape(pre, division.num_blocks, num_units, inner)
+        return tensor.reshape(pre, division.num_parts, num_units, inner)
 
     def part_of(self, whole: Tensor, units: range) -> Tensor:
         """Copy these units of the whole tensor."""
@@ -209,23 +210,26 @@ def _divisions(number: int, layer: nn.Module, segments: Iterable[Segment]) -> di
         row_name = _name_of(layer, segment.row)
         title = f"layer {number}: Segment(column={list(segment.column)}, row={segment.row!r})"
         row = _linear(layer, row_name, title)
-        if segment.unit_size < 1 or segment.num_blocks < 1 or row.in_features % segment.unit_size:
+        if segment.unit_size < 1 or row.in_features % segment.unit_size:
             raise ValueError(
                 f"{title}: the {row.in_features} input features of {row_name} are no units of "
-                f"unit_size={segment.unit_size} (num_blocks={segment.num_blocks}); both must be at least 1"
+                f"unit_size={segment.unit_size}"
             )
         num_units = row.in_features // segment.unit_size
         of_segment = {f"{row_name}.weight": UnitDivision(1, num_units, segment.unit_size)}
         for linear in segment.column:
             name = _name_of(layer, linear)
             column = _linear(layer, name, title)
-            rows, left = divmod(column.out_features, num_units * segment.num_blocks)
-            if left or not rows:
-                raise ValueError(
-                    f"{title}: the {column.out_features} output features of {name} are not {segment.num_blocks} blocks "
-                    f"of {num_units} units, which {row_name} has"
-                )
-            division = UnitDivision(0, num_units, rows, segment.num_blocks)
+            parts = checked_parts(
+                1 if segment.parts is None else segment.parts,
+                column.out_features,
+                num_units,
+                f"{title}: {name}",
+                "units",
+            )
+            if len(set(parts)) > 1:
+                raise ValueError(f"{title}: parts={segment.parts!r} of different sizes: make a layer of each part")
+            division = UnitDivision(0, num_units, parts[0] // num_units, len(parts))
             of_segment |= {f"{name}.{key}": division for key, _ in column.named_parameters()}
         _require_in_one_place(layer, of_segment, title)
         twice = sorted(of_segment.keys() & divisions.keys())

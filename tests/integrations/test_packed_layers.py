@@ -1,0 +1,296 @@
+"""Packed layers that were split across their parts are refused, whatever words cut their outputs, and no others."""
+
+import logging
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from helpers.processes import caught_log_lines
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zeroresize as zr
+
+WIDTH, HEADS, HEAD = 8, 4, 2
+
+
+def heads(x, *before):
+    return x.view(*before, -1, HEAD).transpose(1, 2)
+
+
+def attend(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2).flatten(2)
+
+
+class Packed(nn.Module):
+    """Its forward is ``mix(self, what the packed layer returns)``."""
+
+    num_outputs = 3 * WIDTH
+
+    def __init__(self, mix):
+        super().__init__()
+        self.mix = mix
+        self.up, self.down = nn.Linear(WIDTH, self.num_outputs), nn.Linear(WIDTH, WIDTH)
+        self.set_heads(range(HEADS))
+
+    def set_heads(self, units):
+        self.num_heads = len(units)
+
+    @property
+    def dim(self):
+        return self.num_heads * HEAD
+
+    def forward(self, x):
+        return self.down(self.mix(self, x, self.up(x)))
+
+
+def by_chunk(self, x, y):
+    B, T, _ = x.shape
+    return attend(*(heads(one, B, T) for one in y.chunk(3, dim=-1)))
+
+
+def by_split(self, x, y):
+    B, T, _ = x.size()
+    q, k, v = y.split(self.dim, dim=2)
+    q, k, v = heads(q, B, T), heads(k, B, T), heads(v, B, T)
+    weights = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))  # torch.fx stops here
+    return (weights.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def by_sizes(self, x, y):
+    q, k, v = torch.split(y, [self.dim] * 3, -1)
+    return attend(*(heads(one, *x.shape[:-1]) for one in (q, k, v)))
+
+
+def by_slices(self, x, y):
+    q, k, v = y[..., : self.dim], y[:, :, self.dim : 2 * self.dim], y[..., -self.dim :]
+    shape = (*x.shape[:-1], -1, HEAD)
+    return attend(q.view(shape).transpose(1, 2), k.view(shape).transpose(1, 2), v.view(shape).transpose(1, 2))
+
+
+def by_permute(self, x, y):
+    q, k, v = y.reshape(x.shape[0], x.shape[1], 3, self.num_heads, HEAD).permute(2, 0, 3, 1, 4)
+    return attend(q, k, v)
+
+
+def by_unbind(self, x, y):
+    q, k, v = y.unflatten(-1, (3, -1, HEAD)).unbind(-3)
+    return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+
+
+def by_index(self, x, y):
+    y = y.view(x.shape[0], x.shape[1], 3, -1, HEAD).movedim(2, 0).transpose(2, 3)
+    return attend(y[0], y[1], y[2])
+
+
+def by_narrow(self, x, y):
+    q, k, v = (y.narrow(-1, number * self.dim, self.dim) for number in range(3))
+    return attend(*(heads(one, x.shape[0], x.shape[1]) for one in (q, k, v)))
+
+
+def by_tensor_split(self, x, y):
+    q, k, v = torch.tensor_split(y, 3, dim=-1)
+    return attend(*(heads(one, x.shape[0], x.shape[1]) for one in (q, k, v)))
+
+
+def by_einops(self, x, y):
+    q, k, v = rearrange(y, "b t (three h d) -> three b h t d", three=3, d=HEAD)
+    return attend(q, k, v)
+
+
+def by_map(self, x, y):
+    q, k, v = map(lambda one: rearrange(one, "b t (h d) -> b h t d", d=HEAD), y.chunk(3, dim=-1))
+    return attend(q, k, v)
+
+
+def by_loop(self, x, y):
+    q, k, v = (heads(one, *x.shape[:2]) for one in y.split(self.dim, dim=-1))
+    return attend(q, k, v)
+
+
+def by_untraced_loop(self, x, y):
+    q, k, v = (one.transpose(1, 2) for one in y.unflatten(-1, (3, -1, HEAD)).unbind(2))
+    return attend(q, k, v)
+
+
+def by_axis_of_heads(self, x, y):
+    y = y.view(x.shape[0], x.shape[1], -1, HEAD).transpose(1, 2)
+    q, k, v = y.split([self.num_heads] * 3, dim=1)
+    return attend(q, k, v)
+
+
+CUTS = (
+    by_chunk,
+    by_split,
+    by_sizes,
+    by_slices,
+    by_permute,
+    by_unbind,
+    by_index,
+    by_narrow,
+    by_tensor_split,
+    by_einops,
+    by_map,
+    by_loop,
+    by_untraced_loop,
+    by_axis_of_heads,
+)
+
+
+class Gated(Packed):
+    num_outputs = 2 * WIDTH
+
+
+def by_glu(self, x, y):
+    return F.glu(y, dim=-1)
+
+
+def by_gate(self, x, y):
+    gate, up = y.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def by_gate_of_module(self, x, y):
+    return self.act(y)
+
+
+def of_each_head(self, x, y):
+    """[heads, 3, head size], as GPT-NeoX has it."""
+    q, k, v = y.view(x.shape[0], x.shape[1], self.num_heads, 3 * HEAD).chunk(3, dim=-1)
+    return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+
+
+def of_each_group(self, x, y):
+    y = y.unflatten(-1, (-1, 3, HEAD))
+    q, k, v = y[..., 0, :], y[..., 1, :], y[..., 2, :]
+    return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+
+
+def of_every_other(self, x, y):
+    return F.silu(y[..., ::2]) * y[..., 1::2]
+
+
+class Plain(Packed):
+    num_outputs = WIDTH
+
+
+def one_head_after_another(self, x, y):
+    return torch.cat([F.softmax(one, dim=-1) for one in y.chunk(self.num_heads, dim=-1)], dim=-1)
+
+
+def heads_side_by_side(self, x, y):
+    y = torch.stack(y.split(HEAD, dim=-1))
+    return y.softmax(-1).movedim(0, 2).flatten(2)
+
+
+def halves_of_heads(self, x, y):
+    y = y.view(x.shape[0], x.shape[1], self.num_heads, HEAD)
+    half = torch.cat((-y[..., HEAD // 2 :], y[..., : HEAD // 2]), dim=-1)
+    return (y * 0.5 + half * 0.7).flatten(2)
+
+
+def last_token(self, x, y):
+    return y[:, -1:] * y
+
+
+def split(model, by, group, parts=None):
+    """The ways of hosts and of this package; ``parts`` only where a way has them."""
+    mesh = init_device_mesh("cpu", (2,))
+    options = {} if parts is None else {"parts": parts}
+    if by == "from_linear":
+        model.up = zr.ColumnParallelLinear.from_linear(model.up, process_group=group, **options)
+        model.down = zr.RowParallelLinear.from_linear(model.down, process_group=group)
+    elif by == "styles":
+        parallelize_module(model, mesh, {"up": zr.ColwiseParallel(**options), "down": zr.RowwiseParallel()})
+    else:
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model.set_heads(range(HEADS // 2))
+    return model
+
+
+def test_layers_that_were_cut_across_their_parts_are_refused_in_every_word(run_ranks):
+    def check(rank, group):
+        cases = [(Packed, mix) for mix in CUTS] + [(Gated, by_glu), (Gated, by_gate), (Gated, by_gate_of_module)]
+        for kind, mix in cases:
+            model = kind(mix)
+            model.act = nn.GLU()
+            split(model, "from_linear", group)
+            with pytest.raises(ValueError, match=r"layer up was split .* as one part, and .* parts="):
+                zr.convert(model, process_group=group)
+        for by in ("styles", "torch"):
+            with pytest.raises(ValueError, match="layer up was split over the ranks as one part"):
+                zr.Balancer(split(Packed(by_chunk), by, group), None, zr.BalanceConfig(mode="off"))
+
+    run_ranks(check, 2)
+
+
+def test_what_is_right_already_is_not_refused(run_ranks):
+    def check(rank, group):
+        right = [
+            (Packed, of_each_head),
+            (Packed, of_each_group),
+            (Gated, of_every_other),
+            (Plain, one_head_after_another),
+        ]
+        right += [(Plain, heads_side_by_side), (Plain, halves_of_heads), (Plain, last_token)]
+        for kind, mix in right:
+            torch.manual_seed(0)
+            whole = kind(mix).double()
+            x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+            expected = whole(x)
+            for by in ("from_linear", "styles", "torch") if mix is of_each_head else ("from_linear",):
+                torch.manual_seed(0)
+                model = split(kind(mix).double(), by, group)
+                with caught_log_lines(logging.WARNING) as lines:
+                    zr.convert(model, process_group=group)
+                assert not any("cuts" in line for line in lines)
+                torch.testing.assert_close(model(x), expected)
+
+    run_ranks(check, 2)
+
+
+def test_parts_make_them_right_and_other_parts_are_refused(run_ranks):
+    def check(rank, group):
+        for kind, mix, parts in ((Packed, by_chunk, 3), (Packed, by_permute, (WIDTH,) * 3), (Gated, by_gate, 2)):
+            torch.manual_seed(0)
+            whole = kind(mix).double()
+            x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+            expected = whole(x)
+            for by in ("from_linear", "styles"):
+                torch.manual_seed(0)
+                model = split(kind(mix).double(), by, group, parts)
+                torch.testing.assert_close(zr.convert(model, process_group=group)(x), expected)
+        refused = [(by_chunk, 2, "as parts=.*, and chunk"), (by_unbind, (16, 4, 4), "and unbind")]
+        refused += [(mix, 3, "its layout is interleaved") for mix in (of_each_head, of_each_group)]
+        for mix, parts, message in refused:
+            with pytest.raises(ValueError, match=message):
+                zr.convert(split(Packed(mix), "from_linear", group, parts), process_group=group)
+        segment = zr.Segment(["up"], "down", HEAD, parts=3, on_change=len)
+        with pytest.raises(ValueError, match=r"up was split over the ranks as one part, and the segment says parts=3"):
+            zr.convert(split(Packed(by_untraced_loop), "from_linear", group), process_group=group, segments=[segment])
+
+    run_ranks(check, 2)
+
+
+def drawn_on_ranks(group, **options):
+    model = Packed(by_chunk)
+    model.up = zr.ColumnParallelLinear(WIDTH, 3 * WIDTH, process_group=group, **options)
+    model.down = zr.RowParallelLinear(WIDTH, WIDTH, process_group=group)
+    return model
+
+
+def test_where_it_is_not_known_who_has_split_a_layer_a_warning_asks(run_ranks):
+    def check(rank, group):
+        for options, is_told in (({}, True), ({"parts": 3}, False)):
+            with caught_log_lines(logging.WARNING) as lines:
+                zr.convert(drawn_on_ranks(group, **options), process_group=group)
+            assert any("layer up: chunk() cuts its output" in line for line in lines) == is_told
+        segment = zr.Segment(["up"], "down", HEAD, parts=3, on_change=len)
+        with caught_log_lines(logging.WARNING) as lines:
+            zr.convert(drawn_on_ranks(group), process_group=group, segments=[segment])
+        assert not lines
+
+    run_ranks(check, 2)
