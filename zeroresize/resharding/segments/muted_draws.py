@@ -20,7 +20,7 @@ from zeroresize.utils.torch_private import (
 _WITHOUT_DRAWS = {"dropout_p": 0.0, "train": False, "training": False}
 
 
-class MutedDraws(DispatchMode):  # type: ignore[misc]
+class MutedDraws(DispatchMode):
     """Mutes draws while the block lasts; integers, such as numbers of calls, are drawn.
 
     Attributes:
