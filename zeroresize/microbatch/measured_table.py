@@ -16,7 +16,7 @@ from zeroresize.microbatch.profile import ProfiledShapes, device_name, handed_by
 from zeroresize.policy.microbatches.grid_costs import LayerGrid
 from zeroresize.resharding.agreement import meet_over
 from zeroresize.runtime.activations import BatchOf
-from zeroresize.runtime.stage import Loss
+from zeroresize.runtime.counted_loss import Loss
 from zeroresize.strategy.model import SwitchableModel
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,8 @@ from zeroresize.microbatch.cost_table import CostTable
 from zeroresize.policy.microbatches.grid_costs import LayerGrid, grid_points, powers_of_two
 from zeroresize.policy.microbatches.stage_costs import HandedBytes
 from zeroresize.runtime.activations import Batch, BatchOf, HandedOn, as_argument, as_tuple, find_activations
-from zeroresize.runtime.stage import RECOMPUTATIONS, Loss
+from zeroresize.runtime.counted_loss import Loss
+from zeroresize.runtime.stage import RECOMPUTATIONS
 from zeroresize.utils.fingerprint import digest
 from zeroresize.utils.value_checks import at_least, one_of
 
@@ -242,7 +243,8 @@ class LayerProbe:
 
     def _run(self, x: Any, batch: Batch) -> Any:
         y = checkpoint(self._layer, x, batch, use_reentrant=False) if self._recomputes else self._layer(x, batch)
-        return y if self._loss is None else self._loss(y, batch)
+        value = y if self._loss is None else self._loss(y, batch)
+        return value if self._loss is None or not isinstance(value, tuple) else value[0]  # of (sum, count)
 
     def _seconds(self, sizes: Mapping[str, int], batch: Batch) -> tuple[float, float]:
         """Of runs one behind another, as in training: a device that is waited for each time would seem slower."""

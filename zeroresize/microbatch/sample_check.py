@@ -29,16 +29,16 @@ class SampleCheck:
         self._meet, self._lengths_of, self._num_checked = meet, lengths_of, 0
 
     def numbers(self, samples: Sequence[Any], wanted: Sequence[int], lengths_NA: Indices) -> list[float]:
-        """Return what ranks compare of this rank's samples: three numbers for :meth:`require`, and a zero before."""
+        """Return what ranks compare of this rank's samples: three numbers for :meth:`require`."""
         planned = np.asarray(lengths_NA)
         if len(samples) != len(planned):
-            return [0.0, -1.0, float(len(samples)), 0.0]
+            return [-1.0, float(len(samples)), 0.0]
         for sample in wanted:
             for axis, length in enumerate(self._lengths_of(samples[sample]) if self._lengths_of else ()):
                 if length != planned[sample, axis]:
-                    return [0.0, 1.0 + sample * planned.shape[1] + axis, float(length), 0.0]
+                    return [1.0 + sample * planned.shape[1] + axis, float(length), 0.0]
         is_due = self._num_checked < _FIRST or self._num_checked % _EVERY == 0
-        return [0.0, 0.0, 0.0, fingerprint(b"".join(_tokens(samples[each]) for each in wanted)) if is_due else 0.0]
+        return [0.0, 0.0, fingerprint(b"".join(_tokens(samples[each]) for each in wanted)) if is_due else 0.0]
 
     def require(
         self,
@@ -55,7 +55,7 @@ class SampleCheck:
         """
         self._num_checked += 1
         planned = np.asarray(lengths_NA)
-        for rank, (_, place, number, _) in enumerate(table):
+        for rank, (place, number, _) in enumerate(table):
             if place < 0.0:
                 raise ValueError(
                     f"rank {rank} was given {number:.0f} samples and {len(planned)} lengths: give the lengths of just "
@@ -67,7 +67,7 @@ class SampleCheck:
                     f"sample {sample} has {number:.0f} tokens on rank {rank}, and was planned with "
                     f"{planned[sample, axis]}: planners and executors have to read the same data, cut alike"
                 )
-        if len({(replica, row[3]) for replica, row in zip(replicas, table, strict=True)}) > len(set(replicas)):
+        if len({(replica, row[2]) for replica, row in zip(replicas, table, strict=True)}) > len(set(replicas)):
             contents = self._meet(
                 *(number for each in wanted for number in (each, fingerprint(_tokens(samples[each]))))
             )

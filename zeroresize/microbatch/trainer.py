@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from zeroresize.comm.collectives import all_reduce, message_device
-from zeroresize.microbatch.row_halves import halves_of_rows, num_counted
 from zeroresize.microbatch.sample_check import SampleCheck
 from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.microbatches.baselines import of_equal_tokens
@@ -28,10 +26,11 @@ from zeroresize.policy.microbatches.planning import batch_fingerprint
 from zeroresize.policy.microbatches.sample_order import ordered
 from zeroresize.resharding.agreement import meet_over, meet_prepared
 from zeroresize.runtime.activations import Batch, BatchOf, find_activations
+from zeroresize.runtime.counted_loss import Count, CountedLoss, Loss, multiply_gradients, total_count
 from zeroresize.runtime.random_numbers import seed_of
-from zeroresize.runtime.stage import Loss, Stage
+from zeroresize.runtime.stage import Stage
 from zeroresize.strategy.gradient_clipping import clip_grad_norm_, grad_norm
-from zeroresize.strategy.loss_check import LossCheck
+from zeroresize.strategy.mean_loss import mean_over_ranks, parts_of
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.step_checks import require_fitting_optimizer, require_ready_to_train
 from zeroresize.utils.value_checks import number
@@ -60,8 +59,8 @@ class IterationReport:
     """Tells what an iteration was, the same on every rank but for its seconds.
 
     Attributes:
-        loss: mean over the tokens that count, of the whole mini-batch.
-        num_tokens: that count.
+        loss: mean over all that counts in the whole mini-batch.
+        num_tokens: of the last length of all samples.
         seconds: on this rank, all in all.
         wait_s: of these for the plan.
         work_s: of these in the pipeline, from this rank's first instruction to its last.
@@ -106,13 +105,14 @@ class MicroBatchTrainer:
         batch_from: makes a micro-batch; every layer is called ``layer(x, batch)``.
         hollow: makes a micro-batch of given sizes, by which shapes of activations are found.
         sizes: the names of these sizes.
-        loss: of the last layer's output and a micro-batch, summed over the tokens that count, not averaged; a
-            warning after the first step tells of one that averages.
+        loss: of the last layer's output and a micro-batch, a sum or a mean over the tokens that count; see
+            :class:`~zeroresize.strategy.StrategyTrainer`.
         grad_clip: largest norm of the gradients; 0 for no clipping.
         seed: of what layers draw at random: a function of it, the iteration, the replica, the stage and the
             micro-batch.
         lengths_of: tokens [A] of a sample, which are compared with those that it was planned with; None for the
             function of that name beside ``batch_from``, as ``PaddedBatch`` and ``PairBatch`` have one.
+        count: ``count(batch)`` tells how many tokens of a micro-batch count, for a loss that sums over those.
 
     Attributes:
         num_steps: how many are done, which is the number of the next iteration; set it where training is resumed.
@@ -136,11 +136,12 @@ class MicroBatchTrainer:
         grad_clip: float = 0.0,
         seed: int = 0,
         lengths_of: Callable[[Any], Sequence[int]] | None = None,
+        count: Count | None = None,
     ) -> None:
         number("grad_clip", grad_clip, least=0.0)
         self.model, self.optimizer, self.plans, self.num_steps = model, optimizer, plans, 0
-        self._batch_from, self._loss, self._grad_clip, self._seed = batch_from, loss, grad_clip, seed
-        self._loss_check = LossCheck(loss, model.process_group, model.device)
+        self._batch_from, self._grad_clip, self._seed = batch_from, grad_clip, seed
+        self._loss = CountedLoss(loss, count, averages=False)
         self._meet = meet_over(model.process_group, model.device)
         require_fitting_optimizer(model, optimizer, self._meet)
         lengths_of = lengths_of or getattr(getattr(batch_from, "__self__", None), "lengths_of", None)
@@ -154,13 +155,15 @@ class MicroBatchTrainer:
 
         Args:
             samples: [N] of the mini-batch, the same on every rank; only those of this rank's replica are looked at.
-            lengths_NA: their tokens, by which they were planned; those of the last length count in the loss.
+            lengths_NA: their tokens, by which they were planned; those of the last length count where nothing else is
+                known.
 
         Raises:
             ValueError: on all ranks for samples that are more or fewer than their lengths, longer or shorter than one
-                that they were planned with, or not the same on all ranks of a replica. For a plan of other samples,
-                another model, or other numbers of replicas and stages, an optimizer that does not step the model's
-                parameters, and gradients that are left; the other ranks raise a RuntimeError. Nothing has run then.
+                that they were planned with, or not the same on all ranks of a replica, and where no target counts. For
+                a plan of other samples, another model, or other numbers of replicas and stages, an optimizer that does
+                not step the model's parameters, and gradients that are left; the other ranks raise a RuntimeError.
+                Nothing has run then.
             RuntimeError: if there is no plan, a micro-batch cannot be made, or a rank does not come, and after a step
                 that failed.
             Exception: what a layer or the loss raises. A step that fails while it runs is to be repeated from a
@@ -201,16 +204,22 @@ class MicroBatchTrainer:
         planned = time.perf_counter()
         begin = planned if begin is None else begin
         wait_s = planned - begin
-        num_tokens = int(np.asarray(lengths_NA)[:, -1].sum())
+        position = self.model.position
+        replica = None if position is None else plan.replicas[position.replica]
+        batches = self._batches
         self.model.drop_copies()  # the parameters may have been changed in place since
         with self._failing():
             work_begin = time.perf_counter()
-            loss = self._train(plan, samples, lengths_NA, num_tokens)
+            parts = torch.zeros(3, dtype=torch.float64)
+            if position is not None and replica is not None:
+                stage = self._stage(position, plan.recomputation)
+                loss = stage.train(replica.stages[position.stage], batches, self._part_of_mean)
+                parts = parts_of(self._loss, loss, position)
             self._synchronize()
             work_s = time.perf_counter() - work_begin
-            mean = self._summed(loss)
-            self._loss_check.warn_of_average(mean)
+            mean, factor = mean_over_ranks(self._loss, parts, self.model)
             self.model.collect()
+            multiply_gradients(self.model.parameters(), factor)
             norm = float(clip_grad_norm_(self.model, self._grad_clip) if self._grad_clip else grad_norm(self.model))
             is_skipped = not (math.isfinite(mean) and math.isfinite(norm))  # sums over all ranks: they decide alike
             if not is_skipped:
@@ -222,7 +231,7 @@ class MicroBatchTrainer:
             logger.warning("the optimizer does not step: the loss is %s, the norm of the gradients %s", mean, norm)
         return IterationReport(
             mean,
-            num_tokens,
+            int(np.asarray(lengths_NA)[:, -1].sum()),
             time.perf_counter() - begin,
             wait_s,
             work_s,
@@ -260,53 +269,22 @@ class MicroBatchTrainer:
             Exception: what a layer or the loss raises.
         """
         microbatches = of_equal_tokens(lengths_NA, ordered(lengths_NA), max_tokens)
-        total = int(np.asarray(lengths_NA)[:, -1].sum())
         position, num_replicas = self.model.position, self.model.current.dp
         of_replicas = [microbatches[replica::num_replicas] for replica in range(num_replicas)]
         batches = self._agreed_batches(of_replicas, samples, lengths_NA, trains=False)
         self.model.drop_copies()  # the parameters may have been changed in place since
-        loss = torch.zeros((), dtype=torch.float64)
+        parts = torch.zeros(3, dtype=torch.float64)
         if position is not None:
             stage = self._stage(position, "none")
             with _evaluating(self.model.stage_layers.values()):
-                loss = stage.evaluate(batches, lambda output, batch: self._loss(output, batch) / total)
-            loss = loss if position.shard == 0 else torch.zeros_like(loss)
+                parts = parts_of(self._loss, stage.evaluate(batches, self._part_of_mean), position)
         self.model.drop_copies()
-        return self._summed(loss)
-
-    def _train(self, plan: IterationPlan, samples: Sequence[Any], lengths_NA: Indices, num_tokens: int) -> torch.Tensor:
-        """This rank's part; of the losses of its replica's micro-batches each counts on one rank."""
-        position = self.model.position
-        if position is None:
-            return torch.zeros((), dtype=torch.float64)
-        replica, batches = plan.replicas[position.replica], self._batches
-        described = {id(batch): each for batch, each in zip(batches, replica.microbatches, strict=True)}
-        stage = self._stage(position, plan.recomputation)
-
-        def share_of_mean(output: Any, batch: Batch) -> torch.Tensor:
-            loss = self._loss(output, batch)
-            if self._loss_check.looks:
-                self._look_at(loss, output, described[id(batch)], samples, lengths_NA)
-            return loss / num_tokens
-
-        loss = stage.train(replica.stages[position.stage], batches, share_of_mean)
-        return loss if position.shard == 0 else torch.zeros_like(loss)
-
-    def _look_at(
-        self, loss: torch.Tensor, output: Any, microbatch: MicroBatch, samples: Sequence[Any], lengths_NA: Indices
-    ) -> None:
-        def halves() -> list[tuple[torch.Tensor, Any]]:
-            return halves_of_rows(output, microbatch, lengths_NA, lambda half: self._made(samples, half))
-
-        self._loss_check.look(loss, num_counted(microbatch, lengths_NA), halves)
-
-    def _made(self, samples: Sequence[Any], microbatch: MicroBatch) -> Batch:
-        return self._batch_from(samples, microbatch).to(self.model.device)
+        return mean_over_ranks(self._loss, parts, self.model)[0]
 
     def _agreed_batches(
         self, of_replicas: Sequence[Sequence[MicroBatch]], samples: Sequence[Any], lengths_NA: Indices, *, trains: bool
     ) -> list[Batch]:
-        """Make those of this rank's replica, or let all ranks know that one cannot; collective."""
+        """Make those of this rank's replica and tell all ranks what counts in them, or that one cannot; collective."""
         position = self.model.position
         microbatches = () if position is None else of_replicas[position.replica]
         wanted = [sample for each in microbatches for sample in each.samples]
@@ -315,16 +293,34 @@ class MicroBatchTrainer:
         try:
             if trains:
                 require_ready_to_train(self.model, self.optimizer)
-            prepared = self._sample_check.numbers(samples, wanted, lengths_NA)
-            if not prepared[1]:
-                batches = [self._made(samples, each) for each in microbatches]
+            of_samples = self._sample_check.numbers(samples, wanted, lengths_NA)
+            count = 0.0
+            if not of_samples[0]:
+                batches = [self._batch_from(samples, each).to(self.model.device) for each in microbatches]
+                count = self._count_of(batches, microbatches, lengths_NA)
+            prepared = [count, self._loss.kind, *of_samples]
         except Exception as error:  # the others must hear of any
             prepared = error
         table = meet_prepared(self._meet, prepared, "micro-batches")
         positions = [self.model.current.position_of(rank) for rank in range(len(table))]
         replicas = [None if each is None else each.replica for each in positions]
-        self._sample_check.require(table, replicas, samples, wanted, lengths_NA)
+        self._sample_check.require([row[2:] for row in table], replicas, samples, wanted, lengths_NA)
+        self._loss.begin(total_count([row[:2] for row in table]))
         return batches
+
+    def _count_of(self, batches: Sequence[Batch], microbatches: Sequence[MicroBatch], lengths_NA: Indices) -> float:
+        """Return what counts in this rank's micro-batches, on one rank of those that share them."""
+        position = self.model.position
+        if position is None or position.stage != self.model.current.pp - 1:
+            return 0.0
+        sizes = [float(np.asarray(lengths_NA)[list(each.samples), -1].sum()) for each in microbatches]
+        self._numbers = {id(batch): number for number, batch in enumerate(batches)}
+        counts = self._loss.prepare(batches, sizes)
+        return sum(counts) if position.shard == 0 else 0.0
+
+    def _part_of_mean(self, output: Any, batch: Batch) -> torch.Tensor:
+        self._loss.number = self._numbers[id(batch)]
+        return self._loss(output, batch)
 
     def _stage(self, position: Position, recompute: str) -> Stage:
         model, layers = self.model, self.model.stage_layers
@@ -352,11 +348,6 @@ class MicroBatchTrainer:
         except BaseException as error:
             self.model.failure = f"{type(error).__name__}: {error}"
             raise
-
-    def _summed(self, loss: torch.Tensor) -> float:
-        mean = loss.to(message_device(self.model.process_group, self.model.device))
-        all_reduce(mean, self.model.process_group)
-        return float(mean)
 
     def _synchronize(self) -> None:
         if self.model.device.type == "cuda":

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from zeroresize.comm.collectives import group_rank, group_ranks, group_size, message_device, require_group
+from zeroresize.comm.collectives import (
+    as_process_group,
+    group_rank,
+    group_ranks,
+    group_size,
+    message_device,
+    require_group,
+)
 from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.meeting import Meet
 from zeroresize.comm.side_groups import destroy_side_group
@@ -30,12 +38,17 @@ from zeroresize.pipeline.stage_layers import (
 )
 from zeroresize.plan.partition import Partition
 from zeroresize.resharding.agreement import meet_over, meet_prepared, require_same
+from zeroresize.runtime.counted_loss import (
+    Count,
+    CountedLoss,
+    Loss,
+    multiply_gradients,
+    require_counted,
+    total_count,
+)
 from zeroresize.runtime.schedules import Schedule
 from zeroresize.utils.fingerprint import fingerprint
 from zeroresize.utils.value_checks import at_least, one_of
-
-#: Of a micro-batch's outputs and targets, averaged over its samples.
-Loss = Callable[[Any, Any], Tensor]
 
 
 class Pipeline:
@@ -51,7 +64,10 @@ class Pipeline:
     Args:
         layers: [L] called one after another; each takes what the one before returns: a tensor or a tuple of tensors,
             the batch as their first dimension.
-        loss: of one micro-batch, averaged over its samples; the losses of micro-batches are averaged.
+        loss: of a micro-batch's outputs and targets. A step's loss is the mean over all targets of the batch that
+            count, whether ``loss`` averages or sums over those of a micro-batch. Which do is known of torch's losses,
+            such as ``cross_entropy`` with its ``ignore_index`` and ``weight``, as far as the targets tell; where only
+            the loss knows, it returns (sum, count). Other numbers are taken for the mean over samples.
         num_microbatches: into which a batch is split.
         process_group: one rank for each stage, or a one-dimensional ``DeviceMesh`` of them.
         boundaries: stage ``s`` gets the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``; None to
@@ -63,12 +79,17 @@ class Pipeline:
         device: for the stage's tensors; None for the CPU.
         initialize: ``initialize(number, layer)`` fills the tensors of a layer of this stage that was built on the meta
             device.
+        count: ``count(target)`` tells how many targets of a micro-batch count, where ``loss`` averages over those.
+        replicas: the ranks that are this stage in pipelines beside this one, which train other parts of the batch. The
+            average of their gradients, which is up to you, is then the gradient of the mean over the whole batch, as
+            the average of their losses is that mean.
 
     Attributes:
         layers: all modules, whose names begin with their numbers.
         boundaries: in force now.
         description: a fingerprint of layers, micro-batches and schedule, the same on all ranks.
-        loss: a module that computes it, divided by the number of micro-batches.
+        loss: a module that computes a micro-batch's part of it.
+        replicas: may be set, alike on all ranks; a balancer with ``replicas`` does.
         schedule: as given.
         stage: this rank's number within the group; -1 where it was released.
         tensors: what moves with each layer [L].
@@ -92,6 +113,8 @@ class Pipeline:
         schedule: type[PipelineScheduleSingle] | Schedule = Schedule1F1B,
         device: torch.device | str | None = None,
         initialize: Initialize | None = None,
+        count: Count | None = None,
+        replicas: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         process_group = require_group(process_group)
         self._group: ProcessGroup | None = process_group
@@ -99,7 +122,9 @@ class Pipeline:
         self.stage, self.num_stages = group_rank(process_group), group_size(process_group)
         self.device = torch.device(device or "cpu")
         self.num_microbatches = num_microbatches
-        self.loss, self.schedule = _ScaledLoss(loss, num_microbatches), schedule
+        self.loss, self.schedule = CountedLoss(loss, count, averages=True), schedule
+        self.replicas = as_process_group(replicas)
+        self._meets_before = self._meets_after = True  # until the last stage has told whether it needs to
         self.num_steps = 0
         self._boundary_shapes: list[Boundary] | None = None
         self._schedules: tuple[PipelineScheduleSingle, PipelineScheduleSingle] | None = None
@@ -239,10 +264,11 @@ class Pipeline:
             target: [B, …].
 
         Returns:
-            The loss, averaged over micro-batches, on the last stage.
+            The loss, the mean over all that counts, on the last stage.
 
         Raises:
             ValueError: where gradients are off, as under ``torch.no_grad()``: :meth:`evaluate` runs the forward alone.
+                On the last stage, where no target counts; the others raise a RuntimeError then.
                 On the first stage, for inputs of another shape than before or that cannot be split; the other stages
                 wait for their process group's time limit then, unless it is the first step.
         """
@@ -256,18 +282,20 @@ class Pipeline:
             )
         self.num_steps += 1
         schedule, _ = self._ready(inputs)
+        target = self._stage_target(target)
+        targets = [] if target is None else target.tensor_split(self.num_microbatches)
+        self._count(targets, [len(each) for each in targets])
         losses: list[Tensor] = []
-        schedule.step(
-            *self._stage_inputs(inputs), target=self._stage_target(target), losses=losses, return_outputs=False
-        )
-        return torch.stack(losses).sum().detach() if losses else None
+        with self._gradients_apart():
+            schedule.step(*self._stage_inputs(inputs), target=target, losses=losses, return_outputs=False)
+            return self._scaled(torch.stack(losses).sum().detach() if losses else None)
 
     def step_microbatches(
         self, microbatches: Sequence[Sequence[Tensor]], targets: Sequence[Tensor | None] = ()
     ) -> Tensor | None:
         """Run forward and backward of micro-batches that differ in shape, as :meth:`step`; collective.
 
-        Each counts in the loss by its samples, as its first dimension says. The runtime's schedules only.
+        What counts is known as in :meth:`step`. The runtime's schedules only.
 
         Args:
             microbatches: [M] the inputs of each, on the first stage; as many as there are, whatever
@@ -275,9 +303,10 @@ class Pipeline:
             targets: [M], on the last stage.
 
         Returns:
-            The loss, averaged over samples, on the last stage.
+            The loss, the mean over all that counts, on the last stage.
 
         Raises:
+            ValueError: where no target counts, as :meth:`step`.
             ValueError: where gradients are off; under a schedule of torch; without micro-batches, for another number
                 of targets, for layers that do not run on the meta device, and under autocast.
             RuntimeError: where another stage has such an error, or does not come.
@@ -411,8 +440,69 @@ class Pipeline:
     def _run_microbatches(self, make: Make) -> Tensor | None:
         runtime = self._ready_runtime()
         self.num_steps += 1
-        loss, self._boundary_shapes = runtime.step(make)
-        return loss
+        with self._gradients_apart():
+            loss, self._boundary_shapes = runtime.step(make, self._count)
+            return self._scaled(loss)
+
+    def _count(self, targets: Sequence[Any], sizes: Sequence[float]) -> None:
+        """Learn what the micro-batches count, before the first forward; collective, where that may be nothing."""
+        row: tuple[float, ...] | Exception = (0.0, 0.0, 0.0)
+        try:
+            if self._is_last:
+                if not sizes:
+                    raise ValueError("target=None: the last stage needs the targets")
+                try:
+                    counted: Sequence[float] | Exception = sum(self.loss.prepare(targets, sizes)), self.loss.kind
+                except Exception as error:  # the replicas must hear of any
+                    counted = error
+                rows = meet_prepared(self._meet_replicas, counted, "a step")
+                self.loss.begin(total_count(rows) / len(rows))
+                row = 0.0, self.loss.can_be_empty, not self.loss.is_foreseen
+        except Exception as error:  # the other stages must hear of any
+            row = error
+        if self._meets_before:
+            table = meet_prepared(meet_over(self.process_group, self.device), row, "a step")
+            self._meets_before, self._meets_after = map(bool, table[-1][1:])
+        elif isinstance(row, Exception):
+            raise row
+
+    def _scaled(self, loss: Tensor | None) -> Tensor | None:
+        """Scale the step's gradients, and its loss, where only the loss knew what counts; collective then."""
+        if not self._meets_after:
+            return loss
+        row: tuple[float, ...] | Exception = (0.0, 0.0)
+        try:
+            if self._is_last:
+                rows = self._meet_replicas(self.loss.counted)
+                total = require_counted(sum(count for count, *_ in rows) / len(rows))
+                row = self.loss.total / total if self.loss.num_unforeseen else 1.0, not self.loss.is_plain
+        except Exception as error:  # the other stages must hear of any
+            row = error
+        factor, meets_after = meet_prepared(meet_over(self.process_group, self.device), row, "a step")[-1]
+        self._meets_after = bool(meets_after)
+        self.loss.warn()
+        multiply_gradients(self.parameters(), factor)
+        return None if loss is None else loss * factor
+
+    @contextmanager
+    def _gradients_apart(self) -> Iterator[None]:
+        """Keep what earlier steps have added to gradients out of what may be scaled."""
+        before = [(each, each.grad) for each in self.parameters() if self._meets_after and each.grad is not None]
+        for parameter, _ in before:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in before:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    @property
+    def _meet_replicas(self) -> Meet:
+        return (lambda *numbers: [numbers]) if self.replicas is None else meet_over(self.replicas, self.device)
+
+    @property
+    def _is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
 
     def _evaluated(self, inputs: Sequence[Tensor]) -> Any:
         outputs, self._boundary_shapes = self._ready_runtime().evaluate(
@@ -436,27 +526,12 @@ class Pipeline:
         return inputs if self.stage == 0 else ()
 
     def _stage_target(self, target: Tensor | None) -> Tensor | None:
-        return target if self.stage == self.num_stages - 1 else None
+        return target if self._is_last else None
 
     def _present(self) -> range:
         if self._group is None:
             return range(0)
         return range(self.boundaries[self.stage], self.boundaries[self.stage + 1])
-
-
-class _ScaledLoss(nn.Module):
-    """The loss by a micro-batch's share of the step: torch would divide all of .grad, what earlier steps added too.
-
-    Attributes:
-        weight: that share; may be set.
-    """
-
-    def __init__(self, loss: Loss, num_microbatches: int) -> None:
-        super().__init__()
-        self._loss, self.weight = loss, 1.0 / max(num_microbatches, 1)  # what is below 1 is refused
-
-    def forward(self, outputs: Any, target: Any) -> Tensor:
-        return self._loss(outputs, target) * self.weight
 
 
 def _require_gradients(method: str) -> None:

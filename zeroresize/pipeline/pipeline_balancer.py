@@ -214,6 +214,7 @@ class PipelineBalancer:
         require_same([one for one, *_ in table], _OPTIONS, meet)
         if replicas_group is not None:
             self._replicas = PipelineReplicas(pipeline, replicas_group, options)
+            pipeline.replicas = replicas_group  # what counts in a step is that of all of them
         self._links = StageLinks(pipeline, self._replicas) if measure_links else None
         self._tells = pipeline.stage == 0 and (self._replicas is None or self._replicas.is_first)
         # Where every step may be measured, only what decisions need is.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from zeroresize.pipeline.stage_layers import StageLayers
 from zeroresize.resharding.agreement import meet_over, meet_prepared
 from zeroresize.runtime.activations import Activation, HandedOn
 from zeroresize.runtime.communication import instructions_of
+from zeroresize.runtime.counted_loss import CountedLoss
 from zeroresize.runtime.executor import Executor
 from zeroresize.runtime.messages import StageMessages
 from zeroresize.runtime.schedules import Schedule
@@ -34,20 +35,10 @@ from zeroresize.utils.fingerprint import fingerprint
 
 #: Returns micro-batches and their targets.
 Make = Callable[[], tuple[Sequence[Sequence[Tensor]], Sequence[Tensor | None]]]
+#: Is given targets, on the last stage, and samples of the micro-batches.
+Prepare = Callable[[Sequence[Any], Sequence[float]], None]
 #: Of so many different steps the shapes are kept.
 _MOST_KEPT = 4096
-
-
-class WeighedLoss(Protocol):
-    """The loss of a micro-batch, as a part of the step's.
-
-    Attributes:
-        weight: of the micro-batch; may be set.
-    """
-
-    weight: float
-
-    def __call__(self, outputs: Any, target: Any) -> Tensor: ...
 
 
 class RuntimeSchedule:
@@ -69,7 +60,7 @@ class RuntimeSchedule:
         shapes: LayerShapes,
         process_group: ProcessGroup,
         device: torch.device,
-        loss: WeighedLoss,
+        loss: CountedLoss,
     ) -> None:
         self._schedule, self._layers, self._shapes, self._loss = schedule, stage, shapes, loss
         self._group, self._device = process_group, device
@@ -77,11 +68,12 @@ class RuntimeSchedule:
         self._meet = meet_over(process_group, device)
         self._known: dict[float, list[Boundary]] = {}
 
-    def step(self, make: Make) -> tuple[Tensor | None, list[Boundary]]:
+    def step(self, make: Make, prepare: Prepare) -> tuple[Tensor | None, list[Boundary]]:
         """Run forward and backward of micro-batches; collective.
 
         Args:
             make: returns [M] micro-batches, on the first stage, and [M] targets, on the last one.
+            prepare: is called before the first forward.
 
         Returns:
             The loss on the last stage, and [L + 1] boundaries of the first micro-batch.
@@ -89,14 +81,13 @@ class RuntimeSchedule:
         Raises:
             ValueError: for no micro-batches, another number of targets, layers that do not run on the meta device, and
                 autocast.
-            Exception: what ``make`` raises; the others raise a RuntimeError then.
+            Exception: what ``make`` raises; the others raise a RuntimeError then. And what ``prepare`` raises.
             RuntimeError: if a stage does not come.
         """
         microbatches, targets, inputs = self._tell(make, trains=True)
-        rows = [boundary[0].shape[0] for boundary in inputs]
+        prepare(targets, [boundary[0].shape[0] for boundary in inputs])
         instructions = instructions_of(self._schedule, self._num_stages, len(inputs))[self._stage]
-        weights = [number / sum(rows) for number in rows]
-        computation = _Computation(self, microbatches, targets, weights)
+        computation = _Computation(self, microbatches, targets)
         boundaries = self._run(instructions, computation, inputs)
         return (torch.stack(computation.losses).sum().detach() if computation.losses else None), boundaries
 
@@ -104,7 +95,7 @@ class RuntimeSchedule:
     def evaluate(self, make: Make) -> tuple[list[tuple[Tensor, ...]], list[Boundary]]:
         """Return [M] outputs on the last stage, nothing on the others, and boundaries; errors as of :meth:`step`."""
         microbatches, _, inputs = self._tell(make, trains=False)
-        computation = _Computation(self, microbatches, None, [])
+        computation = _Computation(self, microbatches, None)
         boundaries = self._run(forward_instructions(self._stage, self._num_stages, len(inputs)), computation, inputs)
         return computation.outputs, boundaries
 
@@ -172,7 +163,6 @@ class _Computation:
     schedule: RuntimeSchedule
     microbatches: Sequence[Sequence[Tensor]]
     targets: Sequence[Tensor | None] | None
-    weights: Sequence[float]
 
     def __post_init__(self) -> None:
         self.losses: list[Tensor] = []
@@ -186,7 +176,7 @@ class _Computation:
         if self.targets is None:
             self.outputs.append(ys if isinstance(ys, tuple) else (ys,))
             return ()
-        schedule._loss.weight = self.weights[microbatch]
+        schedule._loss.number = microbatch
         loss = schedule._loss(ys, self.targets[microbatch])
         self.losses.append(loss)
         return (loss,)

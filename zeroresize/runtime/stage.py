@@ -25,8 +25,8 @@ from zeroresize.runtime.random_numbers import drawing_from, seed_of
 from zeroresize.utils.autocast_dtype import autocast_dtype
 from zeroresize.utils.value_checks import one_of
 
-#: Of the last layer's output and its micro-batch; a sum over tokens.
-Loss = Callable[[Any, Any], Tensor]
+#: Of the last layer's output and its micro-batch, its part of the step's loss.
+LossPart = Callable[[Any, Any], Tensor]
 #: What is computed again in backwards instead of being kept: nothing, the attention of layers that have an attribute
 #: ``recompute``, or whole layers.
 RECOMPUTATIONS = ("none", "attention", "layers")
@@ -99,7 +99,7 @@ class Stage:
         return self._number == self._num_stages - 1
 
     @_weights_cast_anew()
-    def train(self, instructions: Sequence[Instruction], batches: Sequence[Batch], loss: Loss) -> Tensor:
+    def train(self, instructions: Sequence[Instruction], batches: Sequence[Batch], loss: LossPart) -> Tensor:
         """Run micro-batches forward and backward as told; gradients are added to those of the parameters.
 
         Args:
@@ -116,16 +116,18 @@ class Stage:
 
     @torch.no_grad()
     @_weights_cast_anew()
-    def evaluate(self, batches: Sequence[Batch], loss: Loss) -> Tensor:
+    def evaluate(self, batches: Sequence[Batch], loss: LossPart) -> Tensor:
         """Return the sum of the losses as :meth:`train` does, without gradients; errors as there."""
         return self._run(forward_instructions(self._number, self._num_stages, len(batches)), batches, loss, keeps=False)
 
-    def _run(self, instructions: Sequence[Instruction], batches: Sequence[Batch], loss: Loss, *, keeps: bool) -> Tensor:
+    def _run(
+        self, instructions: Sequence[Instruction], batches: Sequence[Batch], loss: LossPart, *, keeps: bool
+    ) -> Tensor:
         computation = _Computation(self, batches, loss if self.is_last else None, keeps=keeps)
         self._executor.run(instructions, computation, [batch.sizes for batch in batches])
         return computation.total
 
-    def _forward(self, number: int, xs: tuple[Tensor, ...] | None, batch: Batch, loss: Loss | None) -> Tensors:
+    def _forward(self, number: int, xs: tuple[Tensor, ...] | None, batch: Batch, loss: LossPart | None) -> Tensors:
         """What is handed on, or the loss on the last stage, of this micro-batch."""
         x = batch.inputs if xs is None else as_argument(xs)
         with drawing_from(seed_of(self._seed, number), self._device):
@@ -162,7 +164,7 @@ class _Computation:
         total: float64, the sum of losses.
     """
 
-    def __init__(self, stage: Stage, batches: Sequence[Batch], loss: Loss | None, *, keeps: bool) -> None:
+    def __init__(self, stage: Stage, batches: Sequence[Batch], loss: LossPart | None, *, keeps: bool) -> None:
         self._stage, self._batches, self._loss, self._keeps = stage, batches, loss, keeps
         self.total = torch.zeros((), dtype=torch.float64, device=stage._device)
 

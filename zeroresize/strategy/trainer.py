@@ -13,22 +13,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from zeroresize.comm.collectives import all_reduce, message_device
 from zeroresize.plan.length_range import LengthRange, as_ranges, with_limits
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.packing import MicroBatch, Work, num_tokens
+from zeroresize.policy.strategy.packing import Work, num_tokens
 from zeroresize.policy.strategy.step_plan import Visit, plan_visits
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.resharding.agreement import meet_over, meet_prepared, require_same
 from zeroresize.runtime.activations import find_activations
 from zeroresize.runtime.communication import instructions_of
+from zeroresize.runtime.counted_loss import Count, CountedLoss, Loss, multiply_gradients, total_count
 from zeroresize.runtime.random_numbers import seed_of
-from zeroresize.runtime.stage import Loss, Stage
+from zeroresize.runtime.stage import Stage
 from zeroresize.strategy.gradient_clipping import clip_grad_norm_, grad_norm
-from zeroresize.strategy.loss_check import LossCheck
+from zeroresize.strategy.mean_loss import mean_over_ranks, parts_of
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
-from zeroresize.strategy.packed_halves import halves_of_packed
 from zeroresize.strategy.step_checks import (
     digest_of,
     require_fitting_optimizer,
@@ -77,8 +76,10 @@ class StrategyTrainer:
         optimizer: of the model's parameters; after ``model.move_optimizer`` of those that it has then. On a rank the
             optimizer's strategy leaves out, of none: ``AdamW([{"params": []}])``.
         ranges: rising, each with one of the model's strategies.
-        loss: ``loss(output of the last layer, packed)``, summed over the tokens, not averaged; a warning after the
-            first step tells of one that averages.
+        loss: ``loss(output of the last layer, packed)``, a sum or a mean over the tokens that count. Which do is known
+            of torch's losses, such as ``cross_entropy`` with its ``ignore_index`` and ``weight``, as far as ``packed``
+            tells; where only the loss knows, it returns (sum, count). Other numbers are taken for sums over all
+            tokens, with a warning.
         max_tokens: of a micro-batch of one replica, as its memory allows, where a range does not say; None for as many
             as the longest sequence of its range has.
         grad_clip: largest norm of the gradients; 0 for no clipping.
@@ -88,6 +89,7 @@ class StrategyTrainer:
             strategy before, where memory suffices: a rank then holds two sets of weights while it trains.
         seed: of what layers draw at random, such as dropout's masks: they are a function of it, the step, the
             strategy's place in the step, the replica, the stage and the micro-batch. The generators stay as they are.
+        count: ``count(packed)`` tells how many tokens of a micro-batch count, for a loss that sums over those.
 
     Attributes:
         num_steps: how many are done; set it, alike on all ranks, where training is resumed.
@@ -112,15 +114,16 @@ class StrategyTrainer:
         links: LinkSpeeds = TYPICAL_LINKS,
         overlap: bool = False,
         seed: int = 0,
+        count: Count | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self._meet = meet_over(model.process_group, model.device)
         require_fitting_optimizer(model, optimizer, self._meet)
         number("grad_clip", grad_clip, least=0.0)
         is_bool("overlap", overlap)
-        self._loss, self._max_tokens, self._grad_clip, self._work = loss, max_tokens, grad_clip, work
+        self._loss, self._max_tokens = CountedLoss(loss, count, averages=False), max_tokens
+        self._grad_clip, self._work = grad_clip, work
         self._overlap, self._seed, self.num_steps = overlap, seed, 0
-        self._loss_check = LossCheck(loss, model.process_group, model.device)
         self._tour = SwitchTour(model, links, overlap=overlap)
         self.use(ranges)
         self._activations = find_activations(model.whole_layers, Packed.hollow, ["tokens"])
@@ -181,6 +184,7 @@ class StrategyTrainer:
             sequences: rows [length + 1] of int64, the same on every rank.
 
         Raises:
+            ValueError: on all ranks, where no target counts.
             ValueError: for no sequences, a row of another kind, one that is longer than the last range, an optimizer
                 that does not step the model's parameters, gradients that are left, and a model that is not under
                 the optimizer's strategy; the other ranks raise a RuntimeError. Nothing has run then.
@@ -190,12 +194,12 @@ class StrategyTrainer:
                 time limit. Only where all ranks failed alike may ``model.abandon()`` and another step follow.
         """
         begin = time.perf_counter()
-        visits = self._agreed_visits(sequences, trains=True)
+        visits, packed = self._agreed_visits(sequences, trains=True)
         self.model.drop_copies()  # the parameters may have been changed in place since
         with self._failing():
-            loss, by_range, switches = self._run(visits, sequences, trains=True)
-            self._loss_check.warn_of_average(loss)
+            loss, factor, by_range, switches = self._run(visits, packed, sequences, trains=True)
             switches.append(self.model.collect())
+            multiply_gradients(self.model.parameters(), factor)
             norm = float(clip_grad_norm_(self.model, self._grad_clip) if self._grad_clip else grad_norm(self.model))
             is_skipped = not (math.isfinite(loss) and math.isfinite(norm))  # sums over all ranks: they decide alike
             if not is_skipped:
@@ -216,10 +220,10 @@ class StrategyTrainer:
         Raises:
             Exception: as :meth:`step`, but for the optimizer, which is not asked.
         """
-        visits = self._agreed_visits(sequences, trains=False)
+        visits, packed = self._agreed_visits(sequences, trains=False)
         self.model.drop_copies()  # the parameters may have been changed in place since
         with self._failing():
-            loss, _, _ = self._run(visits, sequences, trains=False)
+            loss, *_ = self._run(visits, packed, sequences, trains=False)
             self.model.switch_to(self.model.optimizer_strategy, gradients=False)
         return loss
 
@@ -232,7 +236,8 @@ class StrategyTrainer:
             self.model.failure = f"{type(error).__name__}: {error}"
             raise
 
-    def _agreed_visits(self, sequences: Sequence[Tensor], *, trains: bool) -> list[Visit]:
+    def _agreed_visits(self, sequences: Sequence[Tensor], *, trains: bool) -> tuple[list[Visit], list[list[Packed]]]:
+        """The visits, and this rank's micro-batches of each."""
         if self.model.failure is not None:  # meeting the others, who may be in the midst of that step, would mix it up
             raise RuntimeError(
                 f"a step failed here while it ran: {self.model.failure}. Exit this process, so that the other ranks "
@@ -243,13 +248,34 @@ class StrategyTrainer:
             options = [str(self.model.optimizer_strategy), trains, self._grad_clip, self._overlap, self._seed]
             options += [self.num_steps, str(autocast_dtype(self.model.device.type))]
             parts = digest_of(sequences), str([list(map(str, self.ranges)), str(visits)]), json.dumps(options)
-            prepared: tuple[float, ...] | Exception = tuple(map(fingerprint, parts))
+            packed = [self._packed(visit, sequences) for visit in visits]
+            count = self._count(visits, packed)
+            prepared: tuple[float, ...] | Exception = *map(fingerprint, parts), count, self._loss.kind
         except Exception as error:  # the others must hear of any
             prepared = error
         table = meet_prepared(self._meet, prepared)
         for column, what in enumerate(_AGREED):
             require_same([row[column] for row in table], what, self._meet)
-        return visits
+        self._loss.begin(total_count([row[len(_AGREED) :] for row in table]))
+        return visits, packed
+
+    def _packed(self, visit: Visit, sequences: Sequence[Tensor]) -> list[Packed]:
+        position = visit.strategy.position_of(self.model.rank)
+        replica = () if position is None else visit.replicas[position.replica]
+        return [Packed.of([sequences[index] for index in members]).to(self.model.device) for members in replica]
+
+    def _count(self, visits: Sequence[Visit], packed: Sequence[Sequence[Packed]]) -> float:
+        """What counts of this rank's micro-batches; those of each replica count on one rank."""
+        positions = [visit.strategy.position_of(self.model.rank) for visit in visits]
+        mine = [
+            (micro_batch, position.shard == 0)
+            for position, visit, micro_batches in zip(positions, visits, packed, strict=True)
+            if position is not None and position.stage == visit.strategy.pp - 1
+            for micro_batch in micro_batches
+        ]
+        counts = self._loss.prepare([each for each, _ in mine], [each.num_tokens for each, _ in mine])
+        self._numbers = {id(each): number for number, (each, _) in enumerate(mine)}
+        return sum(count for count, (_, is_first) in zip(counts, mine, strict=True) if is_first)
 
     def _visits(self, sequences: Sequence[Tensor], trains: bool) -> list[Visit]:
         if self.model.current != self.model.optimizer_strategy:
@@ -264,12 +290,18 @@ class StrategyTrainer:
         return [visits[strategy] for strategy in self._tour.order(list(visits))]
 
     def _run(
-        self, visits: Sequence[Visit], sequences: Sequence[Tensor], *, trains: bool
-    ) -> tuple[float, list[RangeReport], list[SwitchReport]]:
-        """The mean loss, with gradients accumulated where it ``trains``; the last strategy stays in force."""
+        self,
+        visits: Sequence[Visit],
+        packed: Sequence[Sequence[Packed]],
+        sequences: Sequence[Tensor],
+        *,
+        trains: bool,
+    ) -> tuple[float, float, list[RangeReport], list[SwitchReport]]:
+        """The mean loss, with gradients accumulated where it ``trains``, and by what they are still to be multiplied;
+        the last strategy stays in force.
+        """
         lengths = [len(one) - 1 for one in sequences]
-        total = sum(lengths)
-        mean = torch.zeros((), dtype=torch.float64, device=message_device(self.model.process_group, self.model.device))
+        parts = torch.zeros(3, dtype=torch.float64)
         by_range, switches = [], []
         for index, visit in enumerate(visits):
             if self.model.current != visit.strategy:
@@ -283,46 +315,37 @@ class StrategyTrainer:
             begin = time.perf_counter()
             visited = [lengths[index] for index in visit.members]
             seed = seed_of(self._seed, self.num_steps, index)
-            mean += self._run_part(sequences, visit.replicas, total, trains, seed)
+            parts += self._run_part(packed[index], trains, seed)
             self._synchronize()
             seconds, num_micro_batches = time.perf_counter() - begin, tuple(map(len, visit.replicas))
             by_range.append(
                 RangeReport(visit.strategy, visit.up_to, len(visited), sum(visited), num_micro_batches, seconds)
             )
-        all_reduce(mean, self.model.process_group)
-        return float(mean), by_range, switches
+        loss, factor = mean_over_ranks(self._loss, parts, self.model)
+        return loss, factor, by_range, switches
 
-    def _run_part(
-        self, rows: Sequence[Tensor], replicas: Sequence[Sequence[MicroBatch]], total: int, trains: bool, seed: int
-    ) -> Tensor:
-        """This rank's part; of the losses of its replica's micro-batches each counts on one rank."""
+    def _run_part(self, micro_batches: Sequence[Packed], trains: bool, seed: int) -> Tensor:
+        """This rank's part of what :func:`mean_over_ranks` takes."""
         model, position = self.model, self.model.position
-        nothing = torch.zeros((), dtype=torch.float64)
         if position is None:
-            return nothing
+            return torch.zeros(3, dtype=torch.float64)
+        self._loss.begin(self._loss.total)
         layers = model.stage_layers
         pipeline = model.groups_of(model.current).pipeline
         seed = seed_of(seed, position.replica, position.stage)
         stage = Stage(list(layers.values()), min(layers), self._activations, pipeline, model.device, seed)
-        micro_batches = [
-            Packed.of([rows[index] for index in members]).to(model.device) for members in replicas[position.replica]
-        ]
 
-        def share_of_mean(output: Tensor, packed: Packed) -> Tensor:
-            loss = self._loss(output, packed)
-            if loss.dim():
-                raise ValueError(f"loss returns {list(loss.shape)}: one number is needed, summed over the tokens")
-            if trains:
-                self._loss_check.look(loss, packed.num_tokens, lambda: halves_of_packed(output, packed))
-            return loss / total
+        def part_of_mean(output: Tensor, packed: Packed) -> Tensor:
+            self._loss.number = self._numbers[id(packed)]
+            return self._loss(output, packed)
 
         with nullcontext() if trains else _evaluating(layers.values()):
             if trains:
                 instructions = instructions_of("1f1b", model.current.pp, len(micro_batches))[position.stage]
-                mean = stage.train(instructions, micro_batches, share_of_mean)
+                mean = stage.train(instructions, micro_batches, part_of_mean)
             else:
-                mean = stage.evaluate(micro_batches, share_of_mean)
-        return mean.to(nothing.device) if position.shard == 0 else nothing
+                mean = stage.evaluate(micro_batches, part_of_mean)
+        return parts_of(self._loss, mean, position)
 
     def _synchronize(self) -> None:
         if self.model.device.type == "cuda":
