@@ -59,7 +59,9 @@ def test_a_layer_with_k_times_the_work_takes_k_times_the_seconds(run_ranks, monk
         layers = [Working(clock, work) for work in works]
 
         def loss(outputs, target):  # belongs to no layer
-            return nn.functional.mse_loss(_Passing.apply(outputs, clock, 100.0, 100.0), target)
+            if type(outputs) is torch.Tensor:  # not where it is asked what counts
+                outputs = _Passing.apply(outputs, clock, 100.0, 100.0)
+            return nn.functional.mse_loss(outputs, target)
 
         pipeline = pipeline_of(group, (0, 2, 5), layers=layers, loss=loss, schedule=schedule)
         x, profiles = torch.ones(8, 4), []
