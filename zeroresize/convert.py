@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_ranks, group_size, require_group, same_ranks
 from zeroresize.config.checks import checked_share_choice
+from zeroresize.integrations.attention_heads import require_whole_heads
 from zeroresize.integrations.hosts import HostAdapter, host_of, known_kinds, process_group_of
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import Segment
@@ -101,6 +102,7 @@ def convert(
         _convert_again(model, group, segments, wanted, module_filter_fn)
         return model
 
+    require_whole_heads(unwrap(model))
     converted_before = list(balanced_layers(model).values())
     left_alone: dict[str, str] = {}
     filtered: list[str] = []
