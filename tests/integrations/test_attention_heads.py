@@ -3,10 +3,10 @@
 import pytest
 import torch
 import transformers
+from helpers import dtensor_models, transformers_models
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zeroresize as zr
-from helpers import dtensor_models, transformers_models
 
 pytestmark = pytest.mark.transformers
 

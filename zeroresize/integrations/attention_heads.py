@@ -1,4 +1,4 @@
-"""Whether every rank has whole heads of an attention module: its forward, which views them, would fail in other words."""
+"""Whether every rank has whole heads of an attention module: else its forward fails in words about views."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def require_whole_heads(model: nn.Module) -> None:
         ValueError: if they do not, naming the layer, its heads and the ranks.
     """
     for path, module in model.named_modules():
-        size = next((one for one in (getattr(module, key, None) for key in _SIZES) if isinstance(one, int)), 0)
+        size = next((value for value in (getattr(module, key, None) for key in _SIZES) if isinstance(value, int)), 0)
         for name, layer in module.named_children() if size else ():
             if not (_QKV.fullmatch(name) and _hands_on_its_rows(layer)):
                 continue
             (heads, left), ranks = divmod(layer.out_features, size), _num_ranks(layer)
             if not left and heads % ranks:
                 raise ValueError(
-                    f"{path}.{name} has {heads} heads of {size} rows and is split over {ranks} ranks, which cuts through "
-                    "heads: num_attention_heads and num_key_value_heads must be divisible by the number "
+                    f"{path}.{name} has {heads} heads of {size} rows and is split over {ranks} ranks, which cuts "
+                    "through heads: num_attention_heads and num_key_value_heads must be divisible by the number "
                     "of ranks. Split over fewer ranks, or leave this attention's layers out of the plan".lstrip(".")
                 )
 
@@ -41,7 +41,7 @@ def _hands_on_its_rows(layer: Any) -> bool:
     if host is None or host.why_left_alone(layer) == "gather_output=True" or getattr(layer, "gather_output", False):
         return False
     placements = getattr(layer.weight, "placements", ())
-    return bool(getattr(layer, "is_column_parallel", any(one.is_shard(0) for one in placements)))
+    return bool(getattr(layer, "is_column_parallel", any(placement.is_shard(0) for placement in placements)))
 
 
 def _num_ranks(layer: Any) -> int:

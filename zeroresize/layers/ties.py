@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroresize.layers.module_names import qualified_name
 from zeroresize.utils.torch_private import is_dtensor, local_tensor_of, parameters_of
 
 _REMEDY = (
-    "Split both alike (the same style and ranks), or leave both whole; where they are to be independent, give one a copy "
-    "of its own before the split: nn.Parameter(weight.detach().clone())"
+    "Split both alike (the same style and ranks), or leave both whole; where they are to be independent, give one a "
+    "copy of its own before the split: nn.Parameter(weight.detach().clone())"
 )
 
 
@@ -34,8 +33,12 @@ class _Origin:
 
     parts: list[tuple[Any, Any, str, Hashable]] = field(default_factory=list)
 
+    def __reduce__(self) -> Any:
+        return _Origin, ()  # a file of a whole model holds none of the layers it was made of
 
-_origins: Any = WeakTensorKeyDictionary()
+
+#: Under which a parameter knows it: no weak reference to a DTensor, as torch could not swap it in ``Module.to`` then.
+_ORIGIN = "_zeroresize_origin"
 
 
 def require_split_alike(linear: nn.Module, wholes: Mapping[str, Tensor], division: Hashable) -> None:
@@ -66,13 +69,14 @@ def keep_ties(linear: nn.Module, wholes: Mapping[str, Tensor], layer: nn.Module,
     """
     require_split_alike(linear, wholes, division)
     for name, whole in wholes.items():
-        part, origin = _part_of_another(linear, whole), _origins.setdefault(whole, _Origin())
+        part, origin = _part_of_another(linear, whole), getattr(whole, _ORIGIN, None) or _Origin()
+        setattr(whole, _ORIGIN, origin)
         if part is not None:
             setattr(layer, name, getattr(part[0], part[1]))
         elif origin.parts:
             origin.parts.clear()  # the same whole layer again: another model's
         origin.parts.append((weakref.ref(linear), weakref.ref(layer), name, division))
-        _origins[getattr(layer, name)] = origin
+        setattr(getattr(layer, name), _ORIGIN, origin)
 
 
 def require_ties_kept(model: nn.Module) -> None:
@@ -83,7 +87,7 @@ def require_ties_kept(model: nn.Module) -> None:
     """
     seen: dict[_Origin, tuple[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
-        origin = _origins.get(parameter)
+        origin = getattr(parameter, _ORIGIN, None)
         if origin is None:
             continue
         other_name, other = seen.setdefault(origin, (name, parameter))
@@ -99,8 +103,8 @@ def _part_of_another(linear: nn.Module, whole: Tensor) -> tuple[nn.Module, str, 
 
     None where one was made of ``linear`` already: that is the next model made of the same whole layers.
     """
-    origin = _origins.get(whole, _Origin())
-    alive = [(source(), layer(), name, division) for source, layer, name, division in origin.parts]
+    parts = getattr(whole, _ORIGIN, _Origin()).parts
+    alive = [(source(), layer(), name, division) for source, layer, name, division in parts]
     if any(source is linear for source, *_ in alive):
         return None
     return next(((layer, name, division) for _, layer, name, division in alive if layer is not None), None)
@@ -124,9 +128,9 @@ def probably_untied(model: nn.Module) -> tuple[str, str] | None:
     return None
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(first: Any, other: Any) -> bool:
     """Whether two parameters of one shape are equal, and not constant, where this rank has both."""
-    blocks = [_common(one, other), _common(other, one)]
+    blocks = [_common(first, other), _common(other, first)]
     a, b = blocks
     if a is None or b is None or not a.numel():
         return False
@@ -138,7 +142,7 @@ def _equal(one: Any, other: Any) -> bool:
 def _common(tensor: Any, other: Any) -> Tensor | None:
     """This rank's part of ``tensor``, of which ``other``'s division leaves a part on one-dimensional meshes."""
     local = local_tensor_of(tensor) if is_dtensor(tensor) else tensor
-    for divided in (one for one in (tensor, other) if is_dtensor(one)):
+    for divided in filter(is_dtensor, (tensor, other)):
         if divided.device_mesh.ndim != 1:
             return None
     if is_dtensor(other) and not (is_dtensor(tensor) and tensor.placements == other.placements):

@@ -87,8 +87,8 @@ class RuntimeSchedule:
             The loss on the last stage, and [L + 1] boundaries of the first micro-batch.
 
         Raises:
-            ValueError: for no micro-batches, one without samples, another number of targets, layers that do not run on the meta device, and
-                autocast.
+            ValueError: for no micro-batches, one without samples, another number of targets, layers that do not run on
+                the meta device, and autocast.
             Exception: what ``make`` raises; the others raise a RuntimeError then.
             RuntimeError: if a stage does not come.
         """

@@ -78,7 +78,8 @@ def require_ties_within_stages(layers: Sequence[nn.Module], boundaries: Sequence
             other, other_name = first.setdefault(id(parameter), (number, name))
             if stages[other] != stages[number]:
                 raise ValueError(
-                    f"{path_of(other, other_name)} and {path_of(number, name)} are one parameter (tied weights, or one layer refers to the other's), "
+                    f"{path_of(other, other_name)} and {path_of(number, name)} are one parameter (tied "
+                    f"weights, or a reference), "
                     f"but with boundaries {list(boundaries)} they are on stages {stages[other]} and {stages[number]}: "
                     "layers that share parameters must be on one stage"
                 )

@@ -1,6 +1,7 @@
 """A checkpoint of torch.distributed.checkpoint: saved under one division of the units, loaded under any other one."""
 
 import copy
+from datetime import timedelta
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from helpers.parallel_layers import (
 from torch import nn
 
 import zeroresize as zr
+from zeroresize.pipeline import Pipeline
 from zeroresize.resharding.units.moving_units import move_units
 
 pytestmark = [pytest.mark.slow, pytest.mark.versions]
