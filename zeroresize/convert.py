@@ -12,10 +12,12 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_ranks, group_size, require_group, same_ranks
 from zeroresize.config.checks import checked_share_choice
+from zeroresize.integrations.attention_heads import require_whole_heads
 from zeroresize.integrations.hosts import HostAdapter, host_of, known_kinds, process_group_of
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import Segment
 from zeroresize.layers.segments import all_segments, owned_segments
+from zeroresize.layers.ties import probably_untied, require_ties_kept
 from zeroresize.layers.weight_checks import is_sharded, why_no_whole_weight
 from zeroresize.measure.device_speed import measure_wanted_shares
 from zeroresize.plan.ownership import checked_shares
@@ -90,6 +92,7 @@ def convert(
         TypeError: if a host adapter does not make a layer balanceable in place.
     """
     group = group_of(model, process_group, module_filter_fn)
+    require_ties_kept(unwrap(model))
     wanted = None if shares is None else checked_share_choice(shares, group_size(group))
     if isinstance(wanted, tuple):
         wanted = checked_shares(wanted, group_size(group))
@@ -101,6 +104,14 @@ def convert(
         _convert_again(model, group, segments, wanted, module_filter_fn)
         return model
 
+    require_whole_heads(unwrap(model))
+    if group_rank(group) == 0 and (untied := probably_untied(unwrap(model))) is not None:
+        logger.warning(
+            "%s and %s hold the same numbers: they are probably one weight that splitting has untied, and will be "
+            "trained apart. Split both with zeroresize's styles, which keep ties, or let one layer have the other's "
+            "parameter after the split; nothing is wrong where they were only copied, to begin alike",
+            *untied,
+        )
     converted_before = list(balanced_layers(model).values())
     left_alone: dict[str, str] = {}
     filtered: list[str] = []

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import (
     gather_from_tp_region,
     group_rank,
+    group_ranks,
     group_size,
     require_group,
     scatter_to_tp_region,
@@ -29,6 +30,7 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.jagged import on_tokens
 from zeroresize.layers.module_names import qualified_name
 from zeroresize.layers.parts import Parts, checked_parts, part_of_rank
+from zeroresize.layers.ties import keep_ties
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -132,6 +134,7 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
             device="meta",
         )
         layer._take_slice_of(linear)
+        _keep_ties(linear, layer)
         return layer.train(linear.training)
 
     def _take_slice_of(self, linear: nn.Linear) -> None:
@@ -251,6 +254,7 @@ class RowParallelLinear(BalancedLinear, nn.Module):
         layer.weight = _slice_of(linear.weight, 1, layer.parts or (linear.in_features,), ranks, rank)
         if linear.bias is not None:
             layer.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=linear.bias.requires_grad)
+        _keep_ties(linear, layer)
         return layer.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -268,6 +272,11 @@ class RowParallelLinear(BalancedLinear, nn.Module):
             f"ranks={group_size(self.process_group)}, bias={self.bias is not None}, "
             f"input_is_parallel={self.input_is_parallel}"
         )
+
+
+def _keep_ties(linear: nn.Linear, layer: ColumnParallelLinear | RowParallelLinear) -> None:
+    division = layer.is_column_parallel, tuple(layer.parts or ()), *group_ranks(layer.process_group)
+    keep_ties(linear, dict(linear.named_parameters(recurse=False)), layer, division)
 
 
 def _require_whole(linear: nn.Module) -> None:

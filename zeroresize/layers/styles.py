@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from zeroresize.comm.collectives import group_size, require_group
+from zeroresize.comm.collectives import group_ranks, group_size, require_group
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.dtensor_linear import LinearLayouts, become_dtensor_linear, split_over
 from zeroresize.layers.linear import require_divisible
 from zeroresize.layers.parts import Parts, checked_parts
+from zeroresize.layers.ties import keep_ties, require_split_alike
 from zeroresize.layers.whole_linear import why_no_plain_linear
 from zeroresize.utils.torch_private import is_dtensor
 
@@ -64,9 +65,13 @@ class _LinearStyle(ParallelStyle):
             )
         layouts = LinearLayouts(device_mesh, self._x, self._y, self._use_local_output)
         source = getattr(self, "src_data_rank", 0)
+        wholes = dict(module.named_parameters(recurse=False))
+        division = self._is_column, tuple(parts), *group_ranks(process_group)
+        require_split_alike(module, wholes, division)
         refused = split_over(module, layouts, parts, is_column=self._is_column, source=source)
         layer = become_dtensor_linear(module, layouts, is_column=self._is_column)
         layer.parts, layer.refused_at_home = parts, refused
+        keep_ties(module, wholes, module, division)
         layer.is_converted = not gathers and group_size(process_group) > 1
         return module
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -50,8 +50,8 @@ class TensorShape:
 #: All tensors between two layers, before the first or behind the last one.
 Boundary = tuple[TensorShape, ...]
 
-#: How the text of a stage begins whose layers fail, in place of boundaries.
-_FAILED = "the first forward fails in the layers"
+#: How the text of a stage begins whose layers fail, and of one whose batch is refused, in place of boundaries.
+_FAILED, _REFUSED = "the first forward fails in the layers", "refused: "
 
 
 def boundary_of(tensors: Sequence[Tensor]) -> Boundary:
@@ -70,7 +70,7 @@ def message_bytes(boundaries: Sequence[Boundary]) -> tuple[float, ...]:
 
 
 def find_boundaries(
-    stage: StageLayers, inputs: Sequence[Tensor], device: torch.device, process_group: ProcessGroup
+    stage: StageLayers, make: Callable[[], Sequence[Tensor]], device: torch.device, process_group: ProcessGroup
 ) -> list[Boundary]:
     """Return the boundaries before each layer and behind the last one [L + 1]; collective.
 
@@ -78,25 +78,30 @@ def find_boundaries(
     and buffers are as before afterwards; whatever else layers change in a forward stays changed.
 
     Args:
-        inputs: one micro-batch, on the first stage.
+        make: returns one micro-batch, on the first stage; it may raise a ValueError.
 
     Raises:
+        ValueError: on all ranks alike, what ``make`` raises.
         RuntimeError: on all ranks alike if a layer fails, naming it and what it raised; or if a rank does not come.
     """
     boundaries: list[Boundary] = []
     for turn in range(group_size(process_group)):
-        stage_text, failure = "", None
+        stage_text: str = ""
+        failure: Exception | None = None
         if turn == group_rank(process_group):
             try:
-                before = boundaries[-1] if boundaries else boundary_of(inputs)
-                tensors = tuple(one.example(device) for one in before) if boundaries else tuple(inputs)
+                tensors = tuple(one.example(device) for one in boundaries[-1]) if boundaries else tuple(make())
+                before = boundary_of(tensors)
                 stage_text = _as_json([*([] if boundaries else [before]), *_run(stage, tensors, device)])
+            except ValueError as error:  # of make(): what layers raise is a RuntimeError
+                failure, stage_text = error, f"{_REFUSED}{error}"
             except Exception as error:  # the others must hear of any
-                failure = error
-                stage_text = f"{_FAILED} of stage {turn}: {error}"
+                failure, stage_text = error, f"{_FAILED} of stage {turn}: {error}"
         text = broadcast_text(stage_text, turn, device, process_group)
         if text.startswith(_FAILED):
             raise RuntimeError(text) from failure
+        if text.startswith(_REFUSED):
+            raise ValueError(text.removeprefix(_REFUSED)) from failure
         boundaries += _from_json(text)
     return boundaries
 

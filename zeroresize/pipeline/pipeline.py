@@ -269,6 +269,8 @@ class Pipeline:
         Raises:
             ValueError: where gradients are off, as under ``torch.no_grad()``: :meth:`evaluate` runs the forward alone.
                 On the last stage, where no target counts; the others raise a RuntimeError then.
+                For a batch without samples, and of fewer than micro-batches under torch's schedules: on all ranks that
+                are given it, and in the first step on the others, too.
                 On the first stage, for inputs of another shape than before or that cannot be split; the other stages
                 wait for their process group's time limit then, unless it is the first step.
         """
@@ -282,6 +284,7 @@ class Pipeline:
             )
         self.num_steps += 1
         schedule, _ = self._ready(inputs)
+        self._require_samples(() if target is None else (target,))
         target = self._stage_target(target)
         targets = [] if target is None else target.tensor_split(self.num_microbatches)
         self._count(targets, [len(each) for each in targets])
@@ -405,8 +408,10 @@ class Pipeline:
         """The schedules of training and of evaluation."""
         group = self.process_group
         if self._boundary_shapes is None:
-            micro = [one.chunk(self.num_microbatches)[0] for one in self._stage_inputs(inputs)]
-            self._boundary_shapes = find_boundaries(self.module, micro, self.device, group)
+            self._boundary_shapes = find_boundaries(
+                self.module, lambda: self._first_microbatch(inputs), self.device, group
+            )
+        self._require_samples(inputs)
         if self.stage == 0:
             self._require_known_shapes(inputs)
         if self._schedules is None:
@@ -510,6 +515,20 @@ class Pipeline:
         )
         joined = [torch.cat(of_each) for of_each in zip(*outputs, strict=True)]
         return None if not joined else joined[0] if len(joined) == 1 else tuple(joined)
+
+    def _first_microbatch(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        self._require_samples(inputs)
+        return [one.chunk(self.num_microbatches)[0] for one in inputs]
+
+    def _require_samples(self, tensors: Sequence[Tensor]) -> None:
+        """Torch's schedules need a sample for each micro-batch; asked of what other stages are given, too."""
+        for tensor in tensors:
+            if len(tensor) < self.num_microbatches:
+                raise ValueError(
+                    f"a batch of {len(tensor)} samples is too small: there must be at least one for each of the "
+                    f"num_microbatches={self.num_microbatches}. Leave the step out on all ranks; or, where the batch "
+                    f'is not empty, give the pipeline schedule="{self.schedule_name}", which takes fewer'
+                )
 
     def _require_known_shapes(self, inputs: Sequence[Tensor]) -> None:
         assert self._boundary_shapes is not None

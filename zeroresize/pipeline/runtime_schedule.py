@@ -79,8 +79,8 @@ class RuntimeSchedule:
             The loss on the last stage, and [L + 1] boundaries of the first micro-batch.
 
         Raises:
-            ValueError: for no micro-batches, another number of targets, layers that do not run on the meta device, and
-                autocast.
+            ValueError: for no micro-batches, one without samples, another number of targets, layers that do not run on
+                the meta device, and autocast.
             Exception: what ``make`` raises; the others raise a RuntimeError then. And what ``prepare`` raises.
             RuntimeError: if a stage does not come.
         """
@@ -147,6 +147,12 @@ class RuntimeSchedule:
                 for boundary in described
             ]
         inputs = self._known[key]
+        empty = [number for number, boundary in enumerate(inputs) if any(one.shape[0] == 0 for one in boundary)]
+        if trains and empty:
+            raise ValueError(
+                f"micro-batches {empty} of {len(inputs)} have no samples, so there is no mean of their losses: leave "
+                "them out, or the step on all ranks where the whole batch is empty"
+            )
         if trains and num_targets != len(inputs):
             raise ValueError(f"there are {num_targets} targets for {len(inputs)} micro-batches: give one for each")
         return microbatches, targets, inputs

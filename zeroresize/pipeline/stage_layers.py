@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroresize.layers.references import read_parameters
 from zeroresize.layers.whole_parameters import path_of
 from zeroresize.plan.partition import Partition
 from zeroresize.resharding.parameter_state import emptied, replace_data
@@ -65,7 +66,7 @@ class StageLayers(nn.Module):
 
 
 def require_ties_within_stages(layers: Sequence[nn.Module], boundaries: Sequence[int]) -> None:
-    """Check that layers that share a parameter are on one stage.
+    """Check that layers that share a parameter, or refer to another one's, are on one stage.
 
     Raises:
         ValueError: if not, naming the parameters.
@@ -73,11 +74,12 @@ def require_ties_within_stages(layers: Sequence[nn.Module], boundaries: Sequence
     stages = Partition(tuple(boundaries)).stages
     first: dict[int, tuple[int, str]] = {}
     for number, layer in enumerate(layers):
-        for name, parameter in layer.named_parameters():
+        for name, parameter in read_parameters(layer):
             other, other_name = first.setdefault(id(parameter), (number, name))
             if stages[other] != stages[number]:
                 raise ValueError(
-                    f"{path_of(other, other_name)} and {path_of(number, name)} are one parameter (tied weights), "
+                    f"{path_of(other, other_name)} and {path_of(number, name)} are one parameter (tied "
+                    f"weights, or a reference), "
                     f"but with boundaries {list(boundaries)} they are on stages {stages[other]} and {stages[number]}: "
                     "layers that share parameters must be on one stage"
                 )

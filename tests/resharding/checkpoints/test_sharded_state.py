@@ -1,6 +1,7 @@
 """A checkpoint of torch.distributed.checkpoint: saved under one division of the units, loaded under any other one."""
 
 import copy
+from datetime import timedelta
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from helpers.parallel_layers import (
 from torch import nn
 
 import zeroresize as zr
+from zeroresize.pipeline import Pipeline
 from zeroresize.resharding.units.moving_units import move_units
 
 pytestmark = [pytest.mark.slow, pytest.mark.versions]
@@ -391,3 +393,20 @@ def test_what_convert_has_divided_and_a_balancer_are_saved_together(run_ranks, t
     for (losses, weights), (next_losses, next_weights) in zip(run_ranks(save, 2), run_ranks(load, 2), strict=True):
         assert next_losses == pytest.approx(losses, abs=1e-10, rel=0)
         assert same(next_weights, weights)
+
+
+def test_a_rank_that_saves_alone_hears_who_did_not_come(run_ranks, monkeypatch):
+    monkeypatch.setattr("zeroresize.comm.rendezvous.time_limit", lambda group: timedelta(seconds=0.3))
+
+    def save_alone(rank, group):
+        layers = [zr.ColumnParallelLinear(4, 8, process_group=group), zr.RowParallelLinear(8, 4, process_group=group)]
+        pipeline = Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], torch.sub, num_microbatches=2, process_group=group)
+        models = nn.Sequential(*layers), pipeline
+        if rank == 0:
+            for model in models:
+                with pytest.raises(RuntimeError, match=r"ranks \[1\] of the group did not come to call sharded_state"):
+                    zr.sharded_state_dict(model)
+        dist.barrier()
+        return [len(zr.sharded_state_dict(model)) for model in models]  # it goes on
+
+    assert run_ranks(save_alone, 2) == [[4, 2], [4, 2]]

@@ -6,7 +6,11 @@ from functools import singledispatch
 from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 
+from zeroresize.comm.collectives import group_ranks, group_size
+from zeroresize.comm.rendezvous import Rendezvous
+from zeroresize.integrations.hosts import host_of, process_group_of
 from zeroresize.resharding.data_parallel import unwrap
 
 OPTIMIZER = "optimizer"
@@ -64,9 +68,23 @@ def sharded_state_dict(model: Any, optimizer: Any = None) -> dict[str, Any]:
         ValueError: for a tensor that may be divided in a way that is not known, as in a parallel layer of another
             library; for an optimizer whose tensors are not the model's, such as ZeRO's shards, or whose state of a
             divided tensor has another shape, such as Adafactor's; for modules with extra state, except in a pipeline.
-        RuntimeError: for a rank that its pipeline has released; for a SwitchableModel within a step.
+        RuntimeError: for a rank that its pipeline has released; for a SwitchableModel within a step; for ranks that
+            share the model's layers and do not come, naming them.
     """
+    for process_group in _groups_of(model):
+        if group_size(process_group) > 1:  # torch would name a socket, once the first collective of DCP times out
+            purpose = "call sharded_state_dict, which all of them must, not rank 0 alone,"
+            Rendezvous(process_group, purpose).exchange("called")
     return sharded_state_of(model, optimizer)
+
+
+def _groups_of(model: Any) -> list[ProcessGroup]:
+    """The groups over which a model is divided, as far as its layers tell."""
+    if not isinstance(model, nn.Module):  # a Pipeline or a SwitchableModel
+        return [model.process_group] if hasattr(model, "process_group") else []
+    hosts = ((host_of(module), module) for module in unwrap(model).modules())
+    groups = [process_group_of(host, module) for host, module in hosts if host is not None]
+    return list({tuple(group_ranks(group)): group for group in groups}.values())
 
 
 @singledispatch

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
 from zeroresize.layers.parts import checked_parts
+from zeroresize.layers.references import read_parameters
 from zeroresize.layers.segment import Segment
 from zeroresize.layers.whole_parameters import require_whole_parameters
 from zeroresize.plan.layout import TensorSpec, UnitDivision
@@ -270,7 +271,7 @@ def _require_in_one_place(layer: nn.Module, names: Iterable[str], title: str) ->
 def _require_own_parameters(layers: Sequence[nn.Module]) -> None:
     owners: dict[int, tuple[int, str]] = {}
     for number, layer in enumerate(layers):
-        for name, parameter in layer.named_parameters():
+        for name, parameter in read_parameters(layer):
             owner, other = owners.setdefault(id(parameter), (number, name))
             if owner != number:
                 raise ValueError(

@@ -1,0 +1,114 @@
+"""What pipelines, and strategies, refuse: references to another layer's weight, and batches without samples."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B
+from torch.nn import functional
+
+from zeroresize.pipeline import Pipeline
+from zeroresize.strategy import Strategy, SwitchableModel
+
+WIDTH = 4
+
+
+class Head(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.norm, self.weight = nn.LayerNorm(WIDTH), weight
+
+    def forward(self, x, *_):
+        return functional.linear(self.norm(x), self.weight())
+
+
+class Holder:
+    def __init__(self, module):
+        self.module = module
+
+    def weight(self):
+        return self.module.weight
+
+
+def local_class(embedding):
+    class Local(nn.Module):
+        def forward(self, x, *_):
+            return functional.linear(x, embedding.weight)
+
+    return Local()
+
+
+def hooked(embedding):
+    head = nn.Identity()
+    head.register_forward_hook(lambda module, xs, y: functional.linear(y, embedding.weight))
+    return head
+
+
+class Listed(nn.Module):
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding = [embedding]
+
+    @property
+    def weight(self):
+        return self.embedding[0].weight
+
+    def forward(self, x, *_):
+        return functional.linear(x, self.weight)
+
+
+HEADS = [
+    Listed,
+    local_class,
+    hooked,
+    lambda embedding: Head(lambda: embedding.weight),
+    lambda embedding: Head(partial(getattr, embedding, "weight")),
+    lambda embedding: Head(Holder(embedding).weight),
+]
+
+
+def layers_with(head):
+    embedding = nn.Embedding(WIDTH, WIDTH)
+    return [embedding, nn.Linear(WIDTH, WIDTH), head(embedding)]
+
+
+def test_references_to_another_layer_are_refused(run_ranks):
+    def refusals(rank, group):
+        texts = []
+        for head in HEADS:
+            torch.manual_seed(0)
+            with pytest.raises(ValueError, match="are one parameter") as pipeline:
+                Pipeline(layers_with(head), functional.mse_loss, num_microbatches=2, process_group=group)
+            with pytest.raises(ValueError, match="are one parameter") as strategy:
+                SwitchableModel(layers_with(head), strategies=[Strategy(1, 2)], process_group=group)
+            texts += [str(pipeline.value), str(strategy.value)]
+        Pipeline(layers_with(lambda _: Head(lambda: torch.eye(WIDTH))), functional.mse_loss, num_microbatches=2,
+                 process_group=group)  # fmt: skip
+        return texts
+
+    assert all("layers.0.weight" in text and "layers.2" in text for texts in run_ranks(refusals, 2) for text in texts)
+
+
+def test_a_pipeline_refuses_a_batch_without_samples_on_every_rank(run_ranks):
+    def refusals(rank, group):
+        given = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+        kinds = []
+        for schedule in ("1f1b", "gpipe", Schedule1F1B):
+            for is_first in (True, False):
+                layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+                pipeline = Pipeline(
+                    layers, functional.mse_loss, num_microbatches=2, process_group=group, schedule=schedule
+                )
+                if not is_first:
+                    pipeline.step(given[0], target=given[1])
+                with pytest.raises(ValueError, match="samples"):
+                    pipeline.step(given[0][:0], target=given[1][:0])
+                if schedule == "1f1b":
+                    with pytest.raises(ValueError, match="micro-batches \\[1\\] of 2 have no samples"):
+                        pipeline.step_microbatches([given[:1], (given[0][:0],)], [given[1], given[1][:0]])
+                pipeline.step(given[0], target=given[1])  # it goes on
+                kinds.append(str(schedule))
+        return len(kinds)
+
+    assert run_ranks(refusals, 2) == [6, 6]

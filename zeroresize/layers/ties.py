@@ -1,0 +1,153 @@
+"""Weights that layers share, while the layers are split one at a time.
+
+What a whole parameter was split into is remembered while either lives, so that the next layer that has it gets the same
+part, and a model in which whole and part, or two parts, stand side by side is refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroresize.layers.module_names import qualified_name
+from zeroresize.utils.torch_private import is_dtensor, local_tensor_of, parameters_of
+
+_REMEDY = (
+    "Split both alike (the same style and ranks), or leave both whole; where they are to be independent, give one a "
+    "copy of its own before the split: nn.Parameter(weight.detach().clone())"
+)
+
+
+@dataclass(eq=False)
+class _Origin:
+    """Of a whole parameter.
+
+    Attributes:
+        parts: layers made of it since the last one that was made twice: whole layer, its part, name there, division.
+    """
+
+    parts: list[tuple[Any, Any, str, Hashable]] = field(default_factory=list)
+
+    def __reduce__(self) -> Any:
+        return _Origin, ()  # a file of a whole model holds none of the layers it was made of
+
+
+#: Under which a parameter knows it: no weak reference to a DTensor, as torch could not swap it in ``Module.to`` then.
+_ORIGIN = "_zeroresize_origin"
+
+
+def require_split_alike(linear: nn.Module, wholes: Mapping[str, Tensor], division: Hashable) -> None:
+    """Check, before ``linear`` is split, that what it shares with layers split before is divided as there.
+
+    Raises:
+        ValueError: if it is not, naming both layers.
+    """
+    for name, whole in wholes.items():
+        part = _part_of_another(linear, whole)
+        if part is not None and part[1:] != (name, division):
+            raise ValueError(
+                f"{qualified_name(linear) or 'a layer'}.{name} and {qualified_name(part[0]) or 'another layer'}."
+                f"{part[1]} are one parameter (tied weights), which would be split in two ways and trained apart. "
+                f"{_REMEDY}"
+            )
+
+
+def keep_ties(linear: nn.Module, wholes: Mapping[str, Tensor], layer: nn.Module, division: Hashable) -> None:
+    """Let ``layer``, just made of the whole ``linear``, share what that shared with layers made before.
+
+    Args:
+        wholes: the parameters that ``linear`` had, by name.
+        division: tells layers that are divided alike.
+
+    Raises:
+        ValueError: as :func:`require_split_alike`.
+    """
+    require_split_alike(linear, wholes, division)
+    for name, whole in wholes.items():
+        part, origin = _part_of_another(linear, whole), getattr(whole, _ORIGIN, None) or _Origin()
+        setattr(whole, _ORIGIN, origin)
+        if part is not None:
+            setattr(layer, name, getattr(part[0], part[1]))
+        elif origin.parts:
+            origin.parts.clear()  # the same whole layer again: another model's
+        origin.parts.append((weakref.ref(linear), weakref.ref(layer), name, division))
+        setattr(getattr(layer, name), _ORIGIN, origin)
+
+
+def require_ties_kept(model: nn.Module) -> None:
+    """Check that no two parameters of ``model`` that train were one before layers were split.
+
+    Raises:
+        ValueError: if there are, naming both.
+    """
+    seen: dict[_Origin, tuple[str, Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        origin = getattr(parameter, _ORIGIN, None)
+        if origin is None:
+            continue
+        other_name, other = seen.setdefault(origin, (name, parameter))
+        if other is not parameter and (other.requires_grad or parameter.requires_grad):
+            raise ValueError(
+                f"{other_name} and {name} were one parameter (tied weights), and splitting has made two of it, which "
+                f"would be trained apart. {_REMEDY}"
+            )
+
+
+def _part_of_another(linear: nn.Module, whole: Tensor) -> tuple[nn.Module, str, Hashable] | None:
+    """A layer that was made of another whole layer with this parameter, with the parameter's name and division there.
+
+    None where one was made of ``linear`` already: that is the next model made of the same whole layers.
+    """
+    parts = getattr(whole, _ORIGIN, _Origin()).parts
+    alive = [(source(), layer(), name, division) for source, layer, name, division in parts]
+    if any(source is linear for source, *_ in alive):
+        return None
+    return next(((layer, name, division) for _, layer, name, division in alive if layer is not None), None)
+
+
+def probably_untied(model: nn.Module) -> tuple[str, str] | None:
+    """Name two parameters that hold the same numbers, which are not constant, one of them divided; None for none.
+
+    Each rank compares what it has of both; nothing is sent.
+    """
+    by_shape: dict[tuple[int, ...], list[tuple[str, Tensor]]] = {}
+    for module_name, module in model.named_modules():
+        for key, parameter in parameters_of(module).items():
+            if parameter is None or parameter.is_meta or not parameter.requires_grad or parameter.dim() < 2:
+                continue
+            name = f"{module_name}.{key}".lstrip(".")
+            for other_name, other in by_shape.setdefault(tuple(parameter.shape), []):
+                if other is not parameter and (is_dtensor(other) or is_dtensor(parameter)) and _equal(other, parameter):
+                    return other_name, name
+            by_shape[tuple(parameter.shape)].append((name, parameter))
+    return None
+
+
+def _equal(first: Any, other: Any) -> bool:
+    """Whether two parameters of one shape are equal, and not constant, where this rank has both."""
+    blocks = [_common(first, other), _common(other, first)]
+    a, b = blocks
+    if a is None or b is None or not a.numel():
+        return False
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device or bool(a.flatten()[0] != b.flatten()[0]):
+        return False
+    return torch.equal(a, b) and bool((a != a.flatten()[0]).any())
+
+
+def _common(tensor: Any, other: Any) -> Tensor | None:
+    """This rank's part of ``tensor``, of which ``other``'s division leaves a part on one-dimensional meshes."""
+    local = local_tensor_of(tensor) if is_dtensor(tensor) else tensor
+    for divided in filter(is_dtensor, (tensor, other)):
+        if divided.device_mesh.ndim != 1:
+            return None
+    if is_dtensor(other) and not (is_dtensor(tensor) and tensor.placements == other.placements):
+        placement, mesh = other.placements[0], other.device_mesh
+        if placement.is_shard():
+            parts = local.detach().chunk(mesh.size(), dim=placement.dim)
+            local = parts[mesh.get_local_rank()] if mesh.get_local_rank() < len(parts) else local[:0]
+    return local.detach()
