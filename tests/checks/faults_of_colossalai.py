@@ -70,19 +70,19 @@ def gpt2_for_language_sees_later_tokens(rank, group):
     return setting("GPT2", group, the_batch=batch(has_mask=True), parts=parts)
 
 
-@colossalai((LATER,), ("", *_named("module.model.layers.{}.self_attn")))
+@colossalai((LATER,), ("", *_named("model.layers.{}.self_attn")))
 def llama_sees_later_tokens_under_split_gather(rank, group):
     return boosted("Llama", group, sequence="split_gather", the_batch=batch(has_mask=True))
 
 
-@colossalai((LATER,), ("", *_named("module.model.layers.{}.self_attn")))
+@colossalai((LATER,), ("", *_named("model.layers.{}.self_attn")))
 def llama_sees_later_tokens_under_all_to_all(rank, group):
     return boosted("Llama", group, sequence="all_to_all", the_batch=batch(has_mask=True))
 
 
 @colossalai(
     (PARTIAL, GRADIENTS),
-    _named("module.bert.encoder.layer.{}.output.dense", "module.bert.encoder.layer.{}.attention.output.dense"),
+    _named("bert.encoder.layer.{}.output.dense", "bert.encoder.layer.{}.attention.output.dense"),
 )
 def bert_never_sums_biases_of_divided_sequences(rank, group):
     return boosted("Bert", group, sequence="split_gather", the_batch=batch(has_mask=True))

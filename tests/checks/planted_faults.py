@@ -6,6 +6,7 @@ the loss, gradients after one and after two backwards, and the norm of a clippin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,7 +121,7 @@ def _backwards(model, loss, batch, seed, clip=None, optimizer=None, reference=No
         backward(value)
         result["loss"] = float(_whole(value.detach()))
         result[measure] = {
-            name.removeprefix("module."): _whole(one.grad).clone()
+            re.sub(r"^(module\.)+", "", name): _whole(one.grad).clone()
             for name, one in model.named_parameters()
             if one.grad is not None
         }
