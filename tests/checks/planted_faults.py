@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,25 +112,25 @@ def measured(setting: Setting, group: ProcessGroup) -> dict[str, float]:
 
 
 def _backwards(model, loss, batch, seed, clip=None, optimizer=None, reference=None) -> dict[str, Any]:
-    # Some hosts' optimizers end a backward; they wrap models, too.
+    # Some hosts' optimizers end a backward, and their models say when the last one of a step comes.
     backward = getattr(optimizer, "backward", torch.Tensor.backward)
-    model.zero_grad()
     result: dict[str, Any] = {"norm": None}
-    for measure in ("gradient", "two backwards"):
-        torch.manual_seed(seed)
-        value = loss(model, batch)
-        backward(value)
+    for measure, num_backwards in (("gradient", 1), ("two backwards", 2)):
+        model.zero_grad()
+        for number in range(num_backwards):
+            is_last = number == num_backwards - 1
+            with nullcontext() if is_last else getattr(model, "no_sync", nullcontext)():
+                torch.manual_seed(seed)
+                value = loss(model, batch)
+                backward(value)
         result["loss"] = float(_whole(value.detach()))
         result[measure] = {
             re.sub(r"^(module\.)+", "", name): _whole(one.grad).clone()
             for name, one in model.named_parameters()
             if one.grad is not None
         }
-    if clip is not None:
-        model.zero_grad()
-        torch.manual_seed(seed)
-        backward(loss(model, batch))
-        result["norm"] = float(_whole(torch.as_tensor(clip(model))))
+        if clip is not None and measure == "gradient":
+            result["norm"] = float(_whole(torch.as_tensor(clip(model))))
     model.zero_grad()
     return result
 

@@ -25,10 +25,11 @@ def _is(module: nn.Module, kind: str) -> bool:
 
 def _setting(module: nn.Module, name: str) -> Any:
     """Of Colossal-AI's configuration, which the forward that it gave a module holds."""
-    forward = inspect.unwrap(module.__dict__.get("forward", type(module).forward))
-    inner = getattr(forward, "__func__", forward)
-    cells = inspect.getclosurevars(inner).nonlocals if inspect.isfunction(inner) else {}
-    return getattr(cells.get("shard_config"), name, None)
+    forward = getattr(module.__dict__.get("forward"), "__func__", None)
+    held = getattr(forward, "keywords", None) or (
+        inspect.getclosurevars(forward).nonlocals if inspect.isfunction(forward) else {}
+    )
+    return getattr(held.get("shard_config"), name, None)
 
 
 def _drops_by_rank(model: nn.Module, optimizer: Any) -> Iterator[str]:
@@ -42,15 +43,16 @@ def _drops_by_rank(model: nn.Module, optimizer: Any) -> Iterator[str]:
 
 def _sees_later_tokens(model: nn.Module, optimizer: Any) -> Iterator[str]:
     for name, module in model.named_modules():
-        config = getattr(module, "config", None)
-        is_gpt2 = type(module).__name__ == "GPT2Attention" and "forward" not in module.__dict__
-        is_of_language = any(type(one).__name__ == "GPT2LMHeadModel" for one in model.modules()) if is_gpt2 else False
-        if is_of_language and getattr(config, "_attn_implementation", None) == "sdpa":
-            if any(_is(child, "GPT2FusedLinear") for child in module.children()):
-                yield name
-        elif type(module).__name__ == "LlamaAttention" and _setting(module, "enable_sequence_parallelism"):
+        kind, config = type(module).__name__, getattr(module, "config", None)
+        if kind == "GPT2LMHeadModel" and "forward" in module.__dict__ and config._attn_implementation == "sdpa":
             if not _setting(module, "enable_flash_attention"):
                 yield name
+        elif (
+            kind == "LlamaAttention"
+            and _setting(module, "enable_sequence_parallelism")
+            and not _setting(module, "enable_flash_attention")
+        ):
+            yield name
 
 
 def _never_sums_biases(model: nn.Module, optimizer: Any) -> Iterator[str]:
@@ -64,7 +66,7 @@ def _never_sums_biases(model: nn.Module, optimizer: Any) -> Iterator[str]:
 def _counts_for_less(model: nn.Module, optimizer: Any) -> Iterator[str]:
     if getattr(optimizer, "max_norm", 0):
         for name, module in model.named_modules():
-            if _is(module, "FusedLinear1D") and not hasattr(module.weight, "dist_layout"):
+            if _is(module, "Fused") and _is(module, "1D") and not hasattr(module.weight, "dist_layout"):
                 yield f"{name}.weight"
 
 
@@ -76,9 +78,9 @@ def _sums_again(model: nn.Module, optimizer: Any) -> Iterator[str]:
 
 def _saves_what_nothing_reads(model: nn.Module, optimizer: Any) -> Iterator[str]:
     for name, module in model.named_modules():
-        if _is(module, "ModulesToSaveWrapper"):
-            if "tp_forward" in getattr(module.original_module.__dict__.get("forward"), "__qualname__", ""):
-                yield name
+        original = getattr(module, "original_module", None) if _is(module, "ModulesToSaveWrapper") else None
+        if original is not None and "tp_forward" in getattr(original.__dict__.get("forward"), "__qualname__", ""):
+            yield name
 
 
 #: Distribution, the beginnings of its versions, who has the fault, what is wrong, what to do.
@@ -115,10 +117,11 @@ def warn_of_known_faults(model: nn.Module, optimizer: Any = None) -> None:
     """Say each known fault of a host whose version and setting ``model`` or ``optimizer`` has, once per model."""
     said = _said.setdefault(model, set())
     for package, versions, names_of, effect, remedy in _FAULTS:
-        if effect not in said and _version_of(package).startswith(versions):
-            if (name := next(names_of(model, optimizer), None)) is not None:
-                said.add(effect)
-                logger.warning("%s %s: %s %s: %s", package, _version_of(package), name, effect, remedy)
+        has_version = effect not in said and _version_of(package).startswith(versions)
+        name = next(names_of(model, optimizer), None) if has_version else None
+        if name is not None:
+            said.add(effect)
+            logger.warning("%s %s: %s %s: %s", package, _version_of(package), name, effect, remedy)
 
 
 def _version_of(package: str) -> str:
