@@ -33,9 +33,9 @@ def lines_of(run_ranks, cases):
         for case in cases:
             made = case.make(rank, group)
             model, optimizer = unwrap(made.model), made.kwargs.get("optimizer")
-            with caught_log_lines("zeroresize.integrations.known_faults") as first:
+            with caught_log_lines() as first:
                 warn_of_known_faults(model, optimizer)
-            with caught_log_lines("zeroresize.integrations.known_faults") as second:
+            with caught_log_lines() as second:
                 started = time.perf_counter()
                 warn_of_known_faults(model, optimizer)
             result[case.name] = list(map(str, first)), list(map(str, second)), time.perf_counter() - started
