@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -117,15 +117,9 @@ def warn_of_known_faults(model: nn.Module, optimizer: Any = None) -> None:
     """Say each known fault of a host whose version and setting ``model`` or ``optimizer`` has, once per model."""
     said = _said.setdefault(model, set())
     for package, versions, names_of, effect, remedy in _FAULTS:
-        has_version = effect not in said and _version_of(package).startswith(versions)
-        name = next(names_of(model, optimizer), None) if has_version else None
+        version = getattr(sys.modules.get(package), "__version__", "")
+        is_asked = effect not in said and version.startswith(versions)
+        name = next(names_of(model, optimizer), None) if is_asked else None
         if name is not None:
             said.add(effect)
-            logger.warning("%s %s: %s %s: %s", package, _version_of(package), name, effect, remedy)
-
-
-def _version_of(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+            logger.warning("%s %s: %s %s: %s", package, version, name, effect, remedy)
