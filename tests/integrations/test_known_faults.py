@@ -18,6 +18,7 @@ SAID = {
     "gpt2 for language": "lets tokens see later ones",
     "llama sees later tokens under split": "lets tokens see later ones",
     "llama sees later tokens under all": "lets tokens see later ones",
+    "llama under split gather with a padded row": "lets tokens see later ones",  # of the batch the model knows nothing
     "bert never": "a gradient of this rank's tokens only",
     "gpt2 counts": "clip by zr.clip_grad_norm_",
     "qwen3 sums": "run one backward a step",

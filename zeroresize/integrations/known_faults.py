@@ -26,8 +26,8 @@ def _is(module: nn.Module, *parts: str) -> bool:
 def _setting(module: nn.Module, name: str) -> Any:
     """Of Colossal-AI's configuration, which the forward that it gave a module holds."""
     forward = getattr(module.__dict__.get("forward"), "__func__", None)
-    is_closure = inspect.isfunction(forward)
-    held = inspect.getclosurevars(forward).nonlocals if is_closure else getattr(forward, "keywords", {})
+    held = getattr(forward, "keywords", {})  # of a partial
+    held = inspect.getclosurevars(forward).nonlocals if inspect.isfunction(forward) else held
     return getattr(held.get("shard_config"), name, None)
 
 
