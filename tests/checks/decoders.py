@@ -32,8 +32,8 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = self.heads(x)
-        q, k, v = (one.transpose(1, 2) for one in (self.q_norm(q), self.k_norm(k), v))
-        k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], dim=1) for one in (k, v))
+        q, k, v = (item.transpose(1, 2) for item in (self.q_norm(q), self.k_norm(k), v))
+        k, v = (item.repeat_interleave(q.shape[1] // item.shape[1], dim=1) for item in (k, v))
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
         return self.out(y.transpose(1, 2).flatten(2))
 

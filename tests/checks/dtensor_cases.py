@@ -78,12 +78,12 @@ def norm_of_divided_sequences_that_nobody_sums(rank, group):
     """Its parameters are no DTensors, and it reads local tokens."""
     made = setting(style={"is_sequence": True})
     norm = nn.LayerNorm(decoders.WIDTH).double()
-    norm.load_state_dict({name: one.full_tensor() for name, one in made.model.blocks[1].norm2.state_dict().items()})
+    norm.load_state_dict({name: item.full_tensor() for name, item in made.model.blocks[1].norm2.state_dict().items()})
     made.model.blocks[1].norm2 = norm
     return made
 
 
-@dtensor((PARTIAL, GRADIENTS), tuple(f"blocks.{n}.attention.{one}_norm" for n in (0, 1) for one in "qk"))
+@dtensor((PARTIAL, GRADIENTS), tuple(f"blocks.{n}.attention.{item}_norm" for n in (0, 1) for item in "qk"))
 def plain_norms_of_divided_heads(rank, group):
     return setting(has_norms=True)
 
@@ -154,14 +154,14 @@ def replicated_norm_that_differs(rank, group):
 def hook_that_sums_accumulated_gradients_of_sequences(rank, group):
     made = setting(has_scale=True, style={"is_sequence": True})
     for block in made.model.blocks:
-        block.scale.register_post_accumulate_grad_hook(lambda one: dist.all_reduce(one.grad, group=group))
+        block.scale.register_post_accumulate_grad_hook(lambda item: dist.all_reduce(item.grad, group=group))
     return made
 
 
 @dtensor((NORM,), ("",), "norm")
 def clipping_by_the_norm_of_local_parts(rank, group):
     def clip(model):
-        return nn.utils.get_total_norm([local_of(one.grad) for one in model.parameters() if one.grad is not None])
+        return nn.utils.get_total_norm([local_of(item.grad) for item in model.parameters() if item.grad is not None])
 
     return setting(kwargs={"clip": clip})
 

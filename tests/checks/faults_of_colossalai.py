@@ -39,7 +39,7 @@ def boosted(kind, group, *, sequence=None, has_norm=False, the_batch=None, parts
     optimizer.plugin = plugin  # its groups end with it
 
     def clip(model):
-        pairs = [(one, one.grad) for one in model.parameters() if one.grad is not None]
+        pairs = [(item, item.grad) for item in model.parameters() if item.grad is not None]
         return optimizer._compute_grad_norm(pairs)
 
     kwargs = {"optimizer": optimizer, **({"clip": clip} if has_norm else {})}

@@ -18,7 +18,7 @@ def transformers(causes=(), names=(), seen_in="gradient"):
 
 
 @transformers(
-    (BACKWARDS,), tuple(f"model.layers.{n}.self_attn.{one}_norm" for n in (0, 1) for one in "qk"), "two backwards"
+    (BACKWARDS,), tuple(f"model.layers.{n}.self_attn.{item}_norm" for n in (0, 1) for item in "qk"), "two backwards"
 )
 def qwen3_sums_accumulated_gradients_of_norms_again(rank, group):
     return setting("qwen3", rank)

@@ -119,13 +119,13 @@ def keys_and_values_replicated_beside_divided_queries(rank, group):
 
     def heads(self, x):
         q, k, v = self.q(x), *(layer(SumOfGradients.apply(x, group)) for layer in (self.k, self.v))
-        return tuple(one.unflatten(-1, (-1, HEAD)) for one in (q, *(one.chunk(2, dim=-1)[rank] for one in (k, v))))
+        return tuple(item.unflatten(-1, (-1, HEAD)) for item in (q, *(item.chunk(2, dim=-1)[rank] for item in (k, v))))
 
     change(attention, heads=heads)
     return made
 
 
-@plain((PARTIAL, GRADIENTS), tuple(f"blocks.{n}.attention.{one}_norm" for n in (0, 1) for one in "qk"))
+@plain((PARTIAL, GRADIENTS), tuple(f"blocks.{n}.attention.{item}_norm" for n in (0, 1) for item in "qk"))
 def norms_of_divided_heads_that_nobody_sums(rank, group):
     return setting(group, has_norms=True)
 
@@ -195,19 +195,21 @@ def scale_that_nothing_reads(rank, group):
     return made
 
 
-@plain((BACKWARDS,), tuple(f"blocks.{n}.attention.{one}_norm.weight" for n in (0, 1) for one in "qk"), "two backwards")
+@plain(
+    (BACKWARDS,), tuple(f"blocks.{n}.attention.{item}_norm.weight" for n in (0, 1) for item in "qk"), "two backwards"
+)
 def hook_that_sums_what_is_accumulated_at_each_backward(rank, group):
     made = setting(group, has_norms=True)
     for name, parameter in made.model.named_parameters():
         if "_norm" in name:
-            parameter.register_post_accumulate_grad_hook(lambda one: dist.all_reduce(one.grad, group=group))
+            parameter.register_post_accumulate_grad_hook(lambda item: dist.all_reduce(item.grad, group=group))
     return made
 
 
 @plain((NORM,), ("",), "norm")
 def clipping_by_the_norm_of_local_shards(rank, group):
     def clip(model):
-        return nn.utils.clip_grad_norm_([local_of(one) for one in model.parameters()], 0.5)
+        return nn.utils.clip_grad_norm_([local_of(item) for item in model.parameters()], 0.5)
 
     return setting(group, kwargs={"clip": clip})
 

@@ -99,7 +99,7 @@ def measured(setting: Setting, group: ProcessGroup) -> dict[str, float]:
     errors = {"loss": abs(seen["loss"] / right["loss"] - 1)}
     for measure in ("gradient", "two backwards"):
         # The bias of keys has no gradient but for rounding: a softmax does not see it.
-        least, worst = 1e-3 * max(one.norm() for one in right[measure].values()), 0.0
+        least, worst = 1e-3 * max(item.norm() for item in right[measure].values()), 0.0
         for name, whole in right[measure].items():
             part = _part(whole, seen[measure].get(name), rank, num_ranks, setting.parts.get(name, 1))
             error = part if name not in seen[measure] else _without_padding(seen[measure][name], part) - part
@@ -125,9 +125,9 @@ def _backwards(model, loss, batch, seed, clip=None, optimizer=None, reference=No
                 backward(value)
         result["loss"] = float(_whole(value.detach()))
         result[measure] = {
-            re.sub(r"^(module\.)+", "", name): _whole(one.grad).clone()
-            for name, one in model.named_parameters()
-            if one.grad is not None
+            re.sub(r"^(module\.)+", "", name): _whole(item.grad).clone()
+            for name, item in model.named_parameters()
+            if item.grad is not None
         }
         if clip is not None and measure == "gradient":
             result["norm"] = float(_whole(torch.as_tensor(clip(model))))

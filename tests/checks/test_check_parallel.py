@@ -21,7 +21,7 @@ def errors_of(run_ranks, cases):
         return {case.name: measured(case.make(rank, group), group) for case in cases}
 
     by_rank = run_ranks(measure, 2)
-    return {name: {key: max(one[name][key] for one in by_rank) for key in by_rank[0][name]} for name in by_rank[0]}
+    return {name: {key: max(item[name][key] for item in by_rank) for key in by_rank[0][name]} for name in by_rank[0]}
 
 
 def assert_wrong_and_sound(run_ranks, cases):
@@ -53,8 +53,10 @@ def assert_named_rightly(run_ranks, cases):
         assert findings, case.name
         for finding in findings:
             assert finding.cause in case.causes, (case.name, finding)
-            named = [re.sub(r"^(module\.)+", "", one) for one in (finding.parameter, finding.layer) if one] or [""]
-            assert all(any(one == name or (name and one.startswith(name)) for name in case.names) for one in named), (
+            named = [re.sub(r"^(module\.)+", "", item) for item in (finding.parameter, finding.layer) if item] or [""]
+            assert all(
+                any(item == name or (name and item.startswith(name)) for name in case.names) for item in named
+            ), (
                 case.name,
                 finding,
             )

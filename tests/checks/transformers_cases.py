@@ -91,7 +91,7 @@ def mask_that_is_dropped(rank, group):
 @transformers((NORM,), ("",), "norm")
 def clipping_by_the_norm_of_shards(rank, group):
     def clip(model):
-        return nn.utils.get_total_norm([local_of(one.grad) for one in model.parameters() if one.grad is not None])
+        return nn.utils.get_total_norm([local_of(item.grad) for item in model.parameters() if item.grad is not None])
 
     return setting("llama", rank, kwargs={"clip": clip})
 
@@ -103,7 +103,7 @@ def head_that_is_untied(rank, group):
     return made
 
 
-@transformers((PARTIAL, GRADIENTS), tuple(f"model.layers.{n}.self_attn.{one}_norm" for n in (0, 1) for one in "qk"))
+@transformers((PARTIAL, GRADIENTS), tuple(f"model.layers.{n}.self_attn.{item}_norm" for n in (0, 1) for item in "qk"))
 def norms_of_heads_that_nobody_sums(rank, group):
     """Version 4.51 does not, by its plan of Qwen3; of version 5 the hooks are taken away."""
     made = setting("qwen3", rank)
