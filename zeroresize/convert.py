@@ -14,6 +14,7 @@ from zeroresize.comm.collectives import group_rank, group_ranks, group_size, req
 from zeroresize.config.checks import checked_share_choice
 from zeroresize.integrations.attention_heads import require_whole_heads
 from zeroresize.integrations.hosts import HostAdapter, host_of, known_kinds, process_group_of
+from zeroresize.integrations.known_faults import warn_of_known_faults
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import Segment
 from zeroresize.layers.segments import all_segments, owned_segments
@@ -139,6 +140,7 @@ def convert(
         raise
     guard_save_pretrained(unwrap(model))
     if group_rank(group) == 0:
+        warn_of_known_faults(unwrap(model), optimizer)
         logger.info(
             "convert: %d layers can be balanced, %d were left alone, %d were left out by module_filter_fn; %s",
             len(layers),

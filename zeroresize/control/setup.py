@@ -17,8 +17,10 @@ from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES, MOVABLE_MODES, PRUNING_MODES
 from zeroresize.control.setup_checks import Layers, check_layers, check_weights
 from zeroresize.convert import balanced_layers, convert, group_of
+from zeroresize.integrations.known_faults import warn_of_known_faults
 from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.segments import all_segments
+from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.resharding.segments.search_segments import first_of
 
 if TYPE_CHECKING:
@@ -109,6 +111,8 @@ def checked_setup(
     layers = _converted_layers(model, process_group)
     check_weights(layers, config)
     check_layers(model, layers, optimizer, process_group, config)
+    if group_rank(process_group) == 0:
+        warn_of_known_faults(unwrap(model), optimizer)
     return Setup(model, layers, optimizer, config, process_group, replicas_group)
 
 
