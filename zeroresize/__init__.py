@@ -4,6 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from zeroresize.balancer import Balancer
+from zeroresize.checks.check_parallel import check_parallel
+from zeroresize.checks.finding import ParallelFinding
 from zeroresize.config import BalanceConfig, PaperConfig
 from zeroresize.convert import convert
 from zeroresize.injection import StragglerInjector, round_robin, static
@@ -31,6 +33,7 @@ __all__ = [
     "ColwiseParallel",
     "JsonLinesTelemetry",
     "PaperConfig",
+    "ParallelFinding",
     "RowParallelLinear",
     "RowwiseParallel",
     "Segment",
@@ -40,6 +43,7 @@ __all__ = [
     "TensorBoardTelemetry",
     "UpdateRecord",
     "Watch",
+    "check_parallel",
     "check_segments",
     "clip_grad_norm_",
     "convert",
