@@ -42,12 +42,8 @@ class RowwiseOfOneRank(RowwiseParallel):
 @dtensor((SUMMED, ACTIVATIONS), ("blocks.0.mlp.down", "blocks.0.attention.out"))
 def style_of_rows_that_does_not_sum(rank, group):
     made = setting()
-    made.model.blocks[0] = split_by_styles_of(RowwiseOfOneRank)
+    made.model.blocks[0] = split_by_styles(whole(), row=RowwiseOfOneRank).blocks[0]
     return made
-
-
-def split_by_styles_of(row):
-    return split_by_styles(whole(), row=row).blocks[0]
 
 
 @dtensor(("packed weight is cut across its parts",), ("blocks.0.mlp.gate_up", "blocks.1.mlp.gate_up"))

@@ -16,12 +16,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-#: Below it two float64 computations are the same but for rounding; a fault is to be larger than the second.
-ROUNDING, FAULT = 1e-9, 1e-3
-
-
-def _same(model: nn.Module) -> nn.Module:
-    return model
+#: Below it two computations are the same but for rounding, by host: norms of transformers compute in float32.
+ROUNDING = {"plain": 1e-9, "DTensor": 1e-9, "transformers": 1e-6, "Colossal-AI": 1e-6}
+FAULT = 1e-3
 
 
 @dataclass

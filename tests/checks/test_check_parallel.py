@@ -1,5 +1,6 @@
 """A check of parallel training names each planted fault rightly, and nothing where none is."""
 
+import dtensor_cases
 import plain_cases
 import pytest
 from planted_faults import FAULT, ROUNDING, measured
@@ -25,7 +26,7 @@ def assert_wrong_and_sound(run_ranks, cases):
     for case in cases:
         figures = errors[case.name]
         if case.is_sound:
-            assert max(figures.values()) < ROUNDING, (case.name, figures)
+            assert max(figures.values()) < ROUNDING[case.host], (case.name, figures)
         else:
             assert figures[case.seen_in] > FAULT, (case.name, figures)
 
@@ -56,12 +57,12 @@ def assert_named_rightly(run_ranks, cases):
             assert finding.detail and finding.remedy, (case.name, finding)
 
 
-@pytest.mark.parametrize("cases", [plain_cases.CASES], ids=["plain"])
+@pytest.mark.parametrize("cases", [plain_cases.CASES, dtensor_cases.CASES], ids=["plain", "DTensor"])
 def test_planted_faults_are_faults_and_sound_twins_compute_what_the_undivided_model_does(run_ranks, cases):
     assert_wrong_and_sound(run_ranks, cases)
 
 
 @needs_check
-@pytest.mark.parametrize("cases", [plain_cases.CASES], ids=["plain"])
+@pytest.mark.parametrize("cases", [plain_cases.CASES, dtensor_cases.CASES], ids=["plain", "DTensor"])
 def test_faults_are_named_rightly_and_sound_twins_not_at_all(run_ranks, cases):
     assert_named_rightly(run_ranks, cases)
