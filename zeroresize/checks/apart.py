@@ -56,6 +56,7 @@ class Apart:
                         copy.register_hook(hook)
                     for hook in hooks_of_parameter(original, "post_accumulate_grad").values():
                         copy.register_post_accumulate_grad_hook(hook)
+                self._marks = [(copy, dict(vars(copy))) for _, copy in copies]
                 self.remember()
                 self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.inner.buffers()]
                 yield
@@ -99,6 +100,9 @@ class Apart:
     def gradients(self, *, num_backwards: int = 1, recorder: Any = None) -> tuple[float, dict[str, Tensor]]:
         """Return this rank's loss, and by name what backwards have accumulated, after the host's reductions."""
         self.inner.zero_grad(set_to_none=True)
+        for parameter, marks in self._marks:  # in which hooks may count
+            vars(parameter).clear()
+            vars(parameter).update(marks)
         for _ in range(num_backwards):
             with nullcontext() if recorder is None else recorder:
                 loss = self.forward(meets=recorder is not None)

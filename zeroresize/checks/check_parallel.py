@@ -163,7 +163,7 @@ class _Check:
             findings.append(other)
             return
         findings += differing
-        findings += (activations := find_differing_activations(record.events, self.parts, self._alike))
+        findings += (activations := find_differing_activations(record.events, model, self.parts, self._alike))
         if any(each.cause == DRAWS for each in activations):
             model.eval()  # what else is wrong shows without draws
             self.apart.remember()
@@ -177,7 +177,8 @@ class _Check:
         findings += ties
         if not any(each.cause in (ACTIVATIONS, SUM) for each in findings) and self._differ(record.loss):
             findings.append(find_where_ranks_part(record.events, model, self._alike))
-        if not any(each.cause in (ACTIVATIONS, SUM) for each in findings):
+        still = find_differing_activations(record.events, model, self.parts, self._alike)
+        if not still and not any(each.cause in (ACTIVATIONS, SUM) for each in findings):
             self._check_gradients(record, trained)
         if self._is_causal():
             findings += find_later_tokens(self.apart, self._rounding)

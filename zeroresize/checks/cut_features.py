@@ -65,7 +65,8 @@ class CutFeatures:
                 order[first], order[second] = order[second], order[first]
             new = order.index(axis) - x.ndim
         elif axis == -1 and function in ("view", "reshape", "unflatten", "_unsafe_view"):
-            new = next((-k for k in range(1, output.ndim + 1) if math.prod(output.shape[-k:]) == x.shape[-1]), None)
+            most = max(output.ndim - x.ndim + 1, 1)
+            new = next((-k for k in range(most, 0, -1) if math.prod(output.shape[-k:]) == x.shape[-1]), None)
         elif function == "__getitem__" and output.ndim != x.ndim:
             new = None
         if new is not None:

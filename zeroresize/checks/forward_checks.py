@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,12 @@ from zeroresize.layers.local_parts import local_of
 from zeroresize.utils.torch_private import is_dtensor
 
 
-def find_differing_activations(events: Sequence[Event], parts: Sequence[Part], tolerance: float) -> list[ParallelFinding]:
+def find_differing_activations(
+    events: Sequence[Event], model: nn.Module, parts: Sequence[Part], tolerance: float
+) -> list[ParallelFinding]:
     """Find modules without shards, and draws of random numbers, that make of what is alike what is not."""
-    divided = {"", *(_prefixes(part.name for part in parts if part.is_shard))}
+    shards = {id(part.tensor) for part in parts if part.is_shard}
+    divided = {""} | {name for name, one in model.named_modules() if any(id(each) in shards for each in one.parameters())}
     findings: list[ParallelFinding] = []
     for at, event in enumerate(events):
         is_judged = event.operation or event.module not in divided
@@ -188,11 +191,6 @@ def _draws_within(events: Sequence[Event], module: str) -> list[str]:
 
 def _is_in(name: str, module: str) -> bool:
     return not module or name == module or name.startswith(f"{module}.")
-
-
-def _prefixes(names: Iterable[str]) -> set[str]:
-    """Return the names of all modules that hold parameters of these names."""
-    return {".".join(name.split(".")[:at]) for name in names for at in range(1, name.count(".") + 1)}
 
 
 def _figures(outputs: Sequence[Numbers]) -> str:

@@ -95,11 +95,9 @@ def _figures(judged: JudgedGradient) -> str:
 
 
 def _is_idle_expert(name: str, calls: Mapping[str, int]) -> bool:
-    """Whether the layer was not called, and another was in its place, as where tokens choose among experts."""
-    layer = name.rpartition(".")[0].split(".")
-    patterns = [(".".join(layer[:at]), ".".join(layer[at + 1 :])) for at, one in enumerate(layer) if one.isdigit()]
-    return ".".join(layer) not in calls and any(
-        called.startswith(f"{before}.") and called.endswith(after) and called.count(".") == len(layer) - 1
-        for before, after in patterns
-        for called in calls
+    """Whether an item of a list that holds it was not called, and another was, as where tokens choose experts."""
+    path = name.split(".")
+    items = [(".".join(path[:at]), ".".join(path[: at + 1])) for at, word in enumerate(path) if word.isdigit()]
+    return any(
+        item not in calls and any(called.rpartition(".")[0] == holder for called in calls) for holder, item in items
     )

@@ -146,10 +146,15 @@ def find_other_norm(
     of_ranks = ranks.share(ranks.together(lambda: norms(None)))
     if not any(map(is_wrong, of_ranks)):
         return []
-    shards = [part for part in parts if part.is_shard and part.name in gradients]
-    wrong = [part for part in shards if any(map(is_wrong, ranks.share(ranks.together(lambda part=part: norms(part)))))]  # type: ignore[misc]
-    name = wrong[0].name if wrong and len(wrong) < len(shards) else ""
+    of_shards = {
+        part.name: ranks.share(ranks.together(lambda part=part: norms(part)))  # type: ignore[misc]
+        for part in parts
+        if part.is_shard and part.name in gradients
+    }
+    of_shards = {name: rows for name, rows in of_shards.items() if rows[0][1] > 1e-3 * of_ranks[0][1]}
+    wrong = [name for name, rows in of_shards.items() if any(map(is_wrong, rows))]
+    name = wrong[0] if wrong and len(wrong) < len(of_shards) else ""
     detail = f"it is {of_ranks[0][0]:.6g} on rank 0, and that of the undivided gradients {of_ranks[0][1]:.6g}"
     if name:
-        detail += f"; it miscounts {', '.join(part.name for part in wrong[:4])}{', …' if wrong[4:] else ''}"
+        detail += f"; it miscounts {', '.join(wrong[:4])}{', …' if wrong[4:] else ''}"
     return [finding(NORM, detail, parameter=name, operation="clip")]

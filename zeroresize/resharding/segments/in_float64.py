@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -82,8 +83,14 @@ def _copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         return values
     copy = nn.Parameter(values, requires_grad=tensor.requires_grad)
     for mark, value in vars(tensor).items():  # by which hosts know it
-        vars(copy).setdefault(mark, value)
+        vars(copy).setdefault(mark, _bound_to(copy, value) if getattr(value, "__self__", None) is tensor else value)
     return copy
+
+
+def _bound_to(copy: Tensor, method: Any) -> Any:
+    """Return a method of another tensor for ``copy``: Colossal-AI gives its parameters a ``detach`` of their own."""
+    function = method.__func__ if isinstance(method, types.MethodType) else getattr(Tensor, method.__name__)
+    return types.MethodType(function, copy)
 
 
 def _let_alone(layer: Any) -> None:
