@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zeroresize.checks.ranks import Ranks
+from zeroresize.comm.collectives import same_ranks
 from zeroresize.integrations.held_objects import HeldObjects
 from zeroresize.integrations.hidden_state import random_restored
 from zeroresize.resharding.segments.in_float64 import in_float64, to_float64
@@ -109,12 +110,20 @@ class Apart:
             value = number_of(loss)
             with random_restored(self.inner):
                 self.ranks.together(loss.backward)
-        reduce = getattr(self.model, "sync_sp_grads", None)  # of Colossal-AI: what its optimizer's backward calls
-        if callable(reduce):
-            self.ranks.together(reduce)
+        self._reduce()
         gradients = {name: one.grad for name, one in self.inner.named_parameters() if one.grad is not None}
         self.inner.zero_grad(set_to_none=True)
         return value, gradients
+
+
+    def _reduce(self) -> None:
+        """Reduce gradients of divided sequences as the backward of Colossal-AI's optimizer does."""
+        reduce = getattr(self.model, "sync_sp_grads", None)
+        mode = getattr(getattr(self.model, "shard_config", None), "sequence_parallelism_mode", None)
+        if mode in ("all_to_all", "ring_attn") and same_ranks(self.model.dp_group, self.ranks.process_group):
+            reduce = self.model.sync_dp_grads
+        if callable(reduce):
+            self.ranks.together(reduce)
 
 
 @contextmanager

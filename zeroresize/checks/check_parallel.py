@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zeroresize.checks.apart import Apart, Loss, gradients_aside, number_of
 from zeroresize.checks.beside_reference import find_differences
 from zeroresize.checks.divided import Part, group_of_model, parts_of
-from zeroresize.checks.finding import DRAWS, INPUTS, SUM, ACTIVATIONS, ParallelFinding, finding
+from zeroresize.checks.finding import ACTIVATIONS, DRAWS, GRADIENTS, INPUTS, SUM, ParallelFinding, finding
 from zeroresize.checks.forward_checks import (
     find_cut_packed_weights,
     find_differing_activations,
@@ -227,7 +227,8 @@ class _Check:
         _, double = self.apart.gradients(num_backwards=2)
         both = [{part.name: gradient_of(part, of.get(part.name)) for part in trained} for of in (record.gradients, double)]
         self.findings += find_backwards_that_do_not_add_up(trained, both[0], both[1], self._ranks, self._rounding)
-        self.gradients = record.gradients
+        if not any(each.cause == GRADIENTS for each in self.findings):
+            self.gradients = record.gradients
 
     def _is_causal(self) -> bool:
         if self._whole is not None:

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,6 +76,15 @@ class GradientCheck:
         norms = [row[-1] for of_rank in self._of_ranks for rows in of_rank.values() for row in rows]
         #: Below it a gradient is only rounding, as that of a bias of keys.
         self._least = tolerance * max(norms, default=0.0)
+        modules: list[Any] = [one for one in apart.inner.modules() if hasattr(one, "num_embeddings")]
+        padded = {id(one.weight): one.padding_idx for one in modules if one.padding_idx is not None}
+        rows = self._ranks.share([len(part.local) if id(part.tensor) in padded else 0 for part in parts])
+        #: Of embeddings the row of padding, which gets no gradient.
+        self._padding = {
+            part.name: padded[id(part.tensor)] - part.is_shard * sum(of_rank[at] for of_rank in rows[: self._ranks.rank])
+            for at, part in enumerate(parts)
+            if id(part.tensor) in padded
+        }
         #: The cube root of what is rounding balances that against the curvature of the loss.
         self._step = torch.finfo(apart.dtype).eps ** (1 / 3)
 
@@ -97,7 +107,7 @@ class GradientCheck:
         local = torch.zeros_like(part.local) if gradient is None else gradient
         along = local if part.is_shard else self._ranks.sum(local)
         if float(along.norm()):
-            v = v + along * (v.norm() / along.norm())
+            v = self._unpadded(part, v + along * (v.norm() / along.norm()))
         v = v * (max(1.0, float(part.local.norm())) / v.norm().clamp_min(1e-30))
         measured = self._derivative({part.name: v}, self._step)
         products = self._products(part, v)
@@ -122,7 +132,12 @@ class GradientCheck:
         local = part.local
         drawn = torch.randn(local.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         size = float(local.norm()) / max(local.numel(), 1) ** 0.5
-        return (drawn * (size or 0.1)).to(local)
+        return self._unpadded(part, (drawn * (size or 0.1)).to(local))
+
+    def _unpadded(self, part: Part, v: Tensor) -> Tensor:
+        if 0 <= self._padding.get(part.name, -1) < len(v):
+            v[self._padding[part.name]] = 0.0
+        return v
 
     def _products(self, part: Part, v: Tensor) -> list[float]:
         gradient = self._gradients[part.name]
