@@ -22,7 +22,12 @@ from torch.nn import functional
 
 CASES = []
 WORDS = 128  #: a multiple of what Colossal-AI pads to
-HEADS_OF = {"Llama": "LlamaForCausalLM", "Bert": "BertForMaskedLM", "GPT2": "GPT2LMHeadModel", "Qwen2": "Qwen2ForCausalLM"}
+HEADS_OF = {
+    "Llama": "LlamaForCausalLM",
+    "Bert": "BertForMaskedLM",
+    "GPT2": "GPT2LMHeadModel",
+    "Qwen2": "Qwen2ForCausalLM",
+}
 
 
 def colossalai(causes=(), names=(), seen_in="gradient", **args):
@@ -61,6 +66,8 @@ def shard(model, group):
     from colossalai.shardformer import ShardConfig, ShardFormer
 
     Host(group)
+    if not torch.cuda.is_available():  # its GPT-2 for language names a device on its way
+        torch.cuda.set_device = lambda device: None
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank(group)]
     # Without a group of one rank, as Booster gives it, LLaMA gathers what it never split.
     config = ShardConfig(
@@ -72,7 +79,19 @@ def shard(model, group):
 
 def setting(kind, group, kwargs=None, seed=0, the_batch=None, parts=None, **changes):
     model = shard(whole(kind, **changes), group)
-    return Setting(model, the_batch or batch(), loss, whole(kind, **changes), kwargs or {}, parts=parts or {}, seed=seed)
+    return Setting(
+        model, the_batch or batch(), loss, whole(kind, **changes), kwargs or {}, parts=parts or {}, seed=seed
+    )
+
+
+def see_all_tokens(attention):
+    """Of LLaMA, by SDPA."""
+    kind = type(attention)
+
+    def forward(self, *args, **kwargs):
+        return kind.forward(self, *args, **{**kwargs, "attention_mask": None, "is_causal": False})
+
+    change(attention, forward=forward)
 
 
 @colossalai((SUMMED, ACTIVATIONS), ("model.layers.1.mlp.down_proj",))
@@ -142,13 +161,7 @@ def llama_norm_that_is_seeded_otherwise(rank, group):
 def llama_whose_mask_is_dropped(rank, group):
     made = setting("Llama", group)
     for layer in made.model.model.layers:
-        layer.self_attn.is_causal = False
-        kind = type(layer.self_attn)
-
-        def forward(self, *args, kind=kind, **kwargs):
-            return kind.forward(self, *args, **{**kwargs, "attention_mask": None})
-
-        change(layer.self_attn, forward=forward)
+        see_all_tokens(layer.self_attn)
     return made
 
 
@@ -203,7 +216,7 @@ def bert_with_dropout_of_replicated_embeddings(rank, group):
 @colossalai()
 def gpt2_whose_packed_weights_are_cut_by_part(rank, group):
     parts = {f"transformer.h.{n}.attn.c_attn.{kind}": 3 for n in (0, 1) for kind in ("weight", "bias")}
-    return setting("GPT2", group, parts=parts)
+    return setting("GPT2", group, the_batch=batch(has_mask=True), attention="eager", parts=parts)
 
 
 @colossalai()

@@ -1,6 +1,7 @@
 """A small decoder with what is often divided wrongly, over ranks as plain layers or as DTensors."""
 
 import torch
+from helpers.dtensor_models import Replicated, mesh_of
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -13,7 +14,6 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import zeroresize as zr
-from helpers.dtensor_models import Replicated, mesh_of
 
 WIDTH, HIDDEN, HEAD, TOKENS, WORDS = 16, 48, 4, 6, 20
 COLUMNS, ROWS = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up"), ("attention.out", "mlp.down")
@@ -73,7 +73,9 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, kv_heads=4, has_norms=False, is_causal=True, dropout=0.0, is_packed=False, is_tied=False, has_scale=False):
+    def __init__(
+        self, kv_heads=4, has_norms=False, is_causal=True, dropout=0.0, is_packed=False, is_tied=False, has_scale=False
+    ):
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.Sequential(
@@ -98,7 +100,9 @@ def whole(**options):
 
 def batch(seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(WORDS, (3, TOKENS), generator=generator), torch.randint(WORDS, (3, TOKENS), generator=generator)
+    return torch.randint(WORDS, (3, TOKENS), generator=generator), torch.randint(
+        WORDS, (3, TOKENS), generator=generator
+    )
 
 
 def loss(model, words_and_targets, **options):

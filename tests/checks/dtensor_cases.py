@@ -5,7 +5,15 @@ import torch
 import torch.distributed as dist
 from decoders import batch, loss, masked_loss, split_by_styles, whole
 from plain_cases import (
-    ACTIVATIONS, BACKWARDS, DRAWS, GRADIENTS, LATER, MULTIPLIED, NORM, PARTIAL, SUMMED,
+    ACTIVATIONS,
+    BACKWARDS,
+    DRAWS,
+    GRADIENTS,
+    LATER,
+    MULTIPLIED,
+    NORM,
+    PARTIAL,
+    SUMMED,
 )
 from planted_faults import Setting, case, change
 from torch import nn
@@ -28,7 +36,9 @@ def dtensor(causes=(), names=(), seen_in="gradient", **args):
 
 def setting(kwargs=None, seed=0, the_loss=loss, the_batch=None, style=None, whole_loss=None, **options):
     model = split_by_styles(whole(**options), **(style or {}))
-    return Setting(model, the_batch or batch(), the_loss, whole(**options), kwargs or {}, whole_loss=whole_loss, seed=seed)
+    return Setting(
+        model, the_batch or batch(), the_loss, whole(**options), kwargs or {}, whole_loss=whole_loss, seed=seed
+    )
 
 
 class RowwiseOfOneRank(RowwiseParallel):

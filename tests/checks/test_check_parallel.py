@@ -1,8 +1,10 @@
 """A check of parallel training names each planted fault rightly, and nothing where none is."""
 
+import colossalai_cases
 import dtensor_cases
 import plain_cases
 import pytest
+import transformers_cases
 from planted_faults import FAULT, ROUNDING, measured
 
 import zeroresize as zr
@@ -50,19 +52,44 @@ def assert_named_rightly(run_ranks, cases):
         for finding in findings:
             assert finding.cause in case.causes, (case.name, finding)
             named = [one for one in (finding.parameter, finding.layer) if one] or [""]
-            assert all(any(one == name or name and one.startswith(name) for name in case.names) for one in named), (
+            assert all(any(one == name or (name and one.startswith(name)) for name in case.names) for one in named), (
                 case.name,
                 finding,
             )
             assert finding.detail and finding.remedy, (case.name, finding)
 
 
-@pytest.mark.parametrize("cases", [plain_cases.CASES, dtensor_cases.CASES], ids=["plain", "DTensor"])
+TORCH = pytest.mark.parametrize("cases", [plain_cases.CASES, dtensor_cases.CASES], ids=["plain", "DTensor"])
+
+
+@TORCH
 def test_planted_faults_are_faults_and_sound_twins_compute_what_the_undivided_model_does(run_ranks, cases):
     assert_wrong_and_sound(run_ranks, cases)
 
 
+@pytest.mark.transformers
+def test_so_they_are_of_transformers(run_ranks):
+    assert_wrong_and_sound(run_ranks, transformers_cases.CASES)
+
+
+@pytest.mark.usefixtures("colossalai_module")
+def test_so_they_are_of_colossalai(run_ranks):
+    assert_wrong_and_sound(run_ranks, colossalai_cases.CASES)
+
+
 @needs_check
-@pytest.mark.parametrize("cases", [plain_cases.CASES, dtensor_cases.CASES], ids=["plain", "DTensor"])
+@TORCH
 def test_faults_are_named_rightly_and_sound_twins_not_at_all(run_ranks, cases):
     assert_named_rightly(run_ranks, cases)
+
+
+@needs_check
+@pytest.mark.transformers
+def test_faults_of_transformers_are_named_rightly(run_ranks):
+    assert_named_rightly(run_ranks, transformers_cases.CASES)
+
+
+@needs_check
+@pytest.mark.usefixtures("colossalai_module")
+def test_faults_of_colossalai_are_named_rightly(run_ranks):
+    assert_named_rightly(run_ranks, colossalai_cases.CASES)

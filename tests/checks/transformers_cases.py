@@ -1,0 +1,154 @@
+"""Cases of decoders that transformers has split by its plan while it loaded them; versions 4.51 and 5."""
+
+import shutil
+import tempfile
+
+import torch
+import torch.distributed as dist
+from colossalai_cases import see_all_tokens
+from helpers.transformers_models import batch, split_by_plan, whole_decoder
+from plain_cases import ACTIVATIONS, GRADIENTS, LATER, NORM, PARTIAL, SUMMED, Sum
+from planted_faults import Setting, case
+from torch import nn
+
+from zeroresize.layers.local_parts import local_of
+
+CASES = []
+
+
+def transformers(causes=(), names=(), seen_in="gradient", **args):
+    def add(make):
+        CASES.append(case("transformers", causes, names, seen_in, **args)(make))
+        return make
+
+    return add
+
+
+def loss(model, inputs):
+    return model(**inputs).loss
+
+
+def whole(kind, is_tied=False):
+    model = whole_decoder(kind)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    if is_tied:
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+    return model.train()
+
+
+def setting(kind, rank, kwargs=None, the_batch=None, seed=0, **options):
+    folders = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)  # version 5 saves on rank 0 alone
+    whole(kind, **options).save_pretrained(folders[0], is_main_process=rank == 0)
+    dist.barrier()
+    model = split_by_plan(folders[0], rank).train()
+    dist.barrier()
+    shutil.rmtree(folders[0], ignore_errors=True)
+    return Setting(model, the_batch or batch(0), loss, whole(kind, **options), kwargs or {}, seed=seed)
+
+
+@transformers((SUMMED,), ("model.layers.0.mlp.down_proj",))
+def row_layer_whose_product_is_summed_twice(rank, group):
+    made = setting("llama", rank)
+    down = made.model.model.layers[0].mlp.down_proj
+    down.register_forward_hook(lambda module, args, output: Sum.apply(output, group))
+    return made
+
+
+@transformers((SUMMED, ACTIVATIONS), ("model.layers.1.self_attn.o_proj",))
+def row_layer_that_gives_its_own_product(rank, group):
+    made = setting("llama", rank)
+    layer = made.model.model.layers[1].self_attn.o_proj
+    layer.forward = lambda x: nn.functional.linear(x, layer.weight.to_local())
+    layer._forward_hooks.clear()
+    layer._forward_pre_hooks.clear()
+    return made
+
+
+@transformers(("parameters differ between ranks",), ("model.layers.0.input_layernorm.weight",))
+def replicated_norm_that_differs(rank, group):
+    made = setting("llama", rank)
+    with torch.no_grad():
+        local_of(made.model.model.layers[0].input_layernorm.weight).add_(0.1 * rank)
+    return made
+
+
+@transformers(("inputs differ between ranks",), ("", "model.embed_tokens"))
+def other_batches_on_the_ranks(rank, group):
+    return setting("llama", rank, the_batch=batch(rank))
+
+
+@transformers((LATER,), ("model.layers.0.self_attn", "model.layers.1.self_attn", ""))
+def mask_that_is_dropped(rank, group):
+    made = setting("llama", rank)
+    for layer in made.model.model.layers:
+        see_all_tokens(layer.self_attn)
+    return made
+
+
+@transformers((NORM,), ("",), "norm")
+def clipping_by_the_norm_of_shards(rank, group):
+    def clip(model):
+        return nn.utils.get_total_norm([local_of(one.grad) for one in model.parameters() if one.grad is not None])
+
+    return setting("llama", rank, kwargs={"clip": clip})
+
+
+@transformers(("tie is broken",), ("lm_head.weight", "model.embed_tokens.weight", "lm_head", "model.embed_tokens"))
+def head_that_is_untied(rank, group):
+    made = setting("llama", rank, is_tied=True)
+    made.model.lm_head.weight = nn.Parameter(made.model.lm_head.weight.detach().clone())
+    return made
+
+
+@transformers((PARTIAL, GRADIENTS), tuple(f"model.layers.{n}.self_attn.{one}_norm" for n in (0, 1) for one in "qk"))
+def norms_of_heads_that_nobody_sums(rank, group):
+    """Version 4.51 does not, by its plan of Qwen3; of version 5 the hooks are taken away."""
+    made = setting("qwen3", rank)
+    for layer in made.model.model.layers:
+        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+            norm.__dict__.pop("forward", None)
+    return made
+
+
+# Sound twins: the same models as they are.
+
+
+@transformers()
+def llama_by_its_plan(rank, group):
+    return setting("llama", rank, kwargs={"reference": lambda: whole("llama")})
+
+
+@transformers()
+def tied_llama(rank, group):
+    return setting("llama", rank, is_tied=True)
+
+
+@transformers()
+def mistral_and_masked_labels(rank, group):
+    inputs = batch(2)
+    inputs = {**inputs, "labels": inputs["labels"].masked_fill(inputs["labels"] % 3 == 0, -100)}
+    return setting("mistral", rank, the_batch=inputs)
+
+
+@transformers()
+def qwen2_with_biases(rank, group):
+    return setting("qwen2", rank)
+
+
+@transformers()
+def qwen3_whose_norms_are_summed_before_they_accumulate(rank, group):
+    made = setting("qwen3", rank)
+
+    def sum_of_ranks(gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=group)
+        return gradient
+
+    for layer in made.model.model.layers:
+        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+            norm.__dict__.pop("forward", None)
+            norm.weight.register_hook(sum_of_ranks)
+    return made
