@@ -51,7 +51,7 @@ def assert_named_rightly(run_ranks, cases):
         assert findings, case.name
         for finding in findings:
             assert finding.cause in case.causes, (case.name, finding)
-            named = [one for one in (finding.parameter, finding.layer) if one] or [""]
+            named = [one for one in (finding.parameter or finding.layer,) if one] or [""]
             assert all(any(one == name or (name and one.startswith(name)) for name in case.names) for one in named), (
                 case.name,
                 finding,

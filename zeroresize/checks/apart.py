@@ -78,7 +78,9 @@ class Apart:
                 buffer.copy_(was)
             loss = self._loss(self.inner, to_float64(self.batch, self._computes_in))
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-                raise ValueError(f"loss(model, batch) must return a scalar tensor with a gradient, and returned {loss!r}")
+                raise ValueError(
+                    f"loss(model, batch) must return a scalar tensor with a gradient, and returned {loss!r}"
+                )
             return loss
 
         try:
@@ -114,7 +116,6 @@ class Apart:
         gradients = {name: one.grad for name, one in self.inner.named_parameters() if one.grad is not None}
         self.inner.zero_grad(set_to_none=True)
         return value, gradients
-
 
     def _reduce(self) -> None:
         """Reduce gradients of divided sequences as the backward of Colossal-AI's optimizer does."""

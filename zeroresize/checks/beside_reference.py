@@ -64,7 +64,9 @@ def find_differences(
         if whole is not None and whole.shape == gradient.shape:
             difference = float((whole - gradient).norm())
             if difference > tolerance * float(whole.norm()) + least:
-                wrong[part.name] = f"its gradient differs from the reference's by {difference / float(whole.norm()):.1e}"
+                wrong[part.name] = (
+                    f"its gradient differs from the reference's by {difference / float(whole.norm()):.1e}"
+                )
     of_ranks = ranks.share(wrong)
     first = next(((name, detail) for table in of_ranks for name, detail in table.items()), None)
     return [] if first is None else [finding(REFERENCE, first[1], parameter=first[0], operation="backward")]

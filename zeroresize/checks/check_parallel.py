@@ -111,7 +111,9 @@ def _run(
 ) -> list[ParallelFinding]:
     """In float64 if that goes, else in the model's dtypes."""
     for dtype in (torch.float64, coarsest):
-        check = _Check(Apart(model, inner, batch, loss, ranks, dtype), whole, Apart(whole, whole, batch, loss, ranks, dtype))
+        check = _Check(
+            Apart(model, inner, batch, loss, ranks, dtype), whole, Apart(whole, whole, batch, loss, ranks, dtype)
+        )
         try:
             with check.apart.computing():
                 check.run()
@@ -225,7 +227,9 @@ class _Check:
         judged = GradientCheck(self.apart, trained, record.gradients, self._alike).run()
         self.findings += find_wrong_gradients(judged, record.events, record.recorder, self._ranks, self._alike)
         _, double = self.apart.gradients(num_backwards=2)
-        both = [{part.name: gradient_of(part, of.get(part.name)) for part in trained} for of in (record.gradients, double)]
+        both = [
+            {part.name: gradient_of(part, of.get(part.name)) for part in trained} for of in (record.gradients, double)
+        ]
         self.findings += find_backwards_that_do_not_add_up(trained, both[0], both[1], self._ranks, self._rounding)
         if not any(each.cause == GRADIENTS for each in self.findings):
             self.gradients = record.gradients
@@ -236,8 +240,10 @@ class _Check:
                 return how_much_later_tokens_change(self._apart_whole) <= self._rounding
         modules = list(self.apart.inner.modules())
         is_decoder = getattr(getattr(modules[0], "config", None), "is_decoder", False)
-        return is_decoder is True or any(word in type(modules[0]).__name__ for word in _CAUSAL) or any(
-            getattr(module, "is_causal", False) is True for module in modules
+        return (
+            is_decoder is True
+            or any(word in type(modules[0]).__name__ for word in _CAUSAL)
+            or any(getattr(module, "is_causal", False) is True for module in modules)
         )
 
     def _beside_reference(self, trained: list[Part]) -> list[ParallelFinding]:

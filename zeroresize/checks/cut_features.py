@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 from zeroresize.layers.local_parts import local_of
 
-_CUTS = {"chunk": 2, "split": 2, "tensor_split": 2, "split_with_sizes": 2, "unbind": 1, "narrow": 1, "select": 1, "glu": 1}
+_CUTS = {
+    "chunk": 2,
+    "split": 2,
+    "tensor_split": 2,
+    "split_with_sizes": 2,
+    "unbind": 1,
+    "narrow": 1,
+    "select": 1,
+    "glu": 1,
+}
 #: What mixes features, whatever shape it returns.
 _MIXES = ("linear", "matmul", "__matmul__", "bmm", "einsum", "scaled_dot_product_attention", "layer_norm", "rms_norm")
 

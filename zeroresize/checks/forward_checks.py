@@ -22,11 +22,17 @@ def find_differing_activations(
 ) -> list[ParallelFinding]:
     """Find modules without shards, and draws of random numbers, that make of what is alike what is not."""
     shards = {id(part.tensor) for part in parts if part.is_shard}
-    divided = {""} | {name for name, one in model.named_modules() if any(id(each) in shards for each in one.parameters())}
+    divided = {""} | {
+        name for name, one in model.named_modules() if any(id(each) in shards for each in one.parameters())
+    }
     findings: list[ParallelFinding] = []
     for at, event in enumerate(events):
         is_judged = event.operation or event.module not in divided
-        if not is_judged or not _parts_ways(event, tolerance) or any(_is_in(one.layer, event.module) for one in findings):
+        if (
+            not is_judged
+            or not _parts_ways(event, tolerance)
+            or any(_is_in(one.layer, event.module) for one in findings)
+        ):
             continue
         draws = [event.operation] if event.operation else _draws_within(events[:at], event.module)
         what = f"{event.operation or 'it'} reads the same on all ranks and returns {_figures(event.outputs)}"
@@ -40,7 +46,9 @@ def find_where_ranks_part(events: Sequence[Event], model: nn.Module, tolerance: 
     modules = dict(model.named_modules())
     weighty = {name for name, one in modules.items() if next(one.parameters(), None) is not None}
     calls = [(at, event) for at, event in enumerate(events) if not event.operation]
-    alike = [at for at, one in calls if one.module in weighty and one.outputs[0] and one.is_alike(one.outputs, tolerance)]
+    alike = [
+        at for at, one in calls if one.module in weighty and one.outputs[0] and one.is_alike(one.outputs, tolerance)
+    ]
     after = max(alike, default=-1)
     for at, event in calls:
         if at > after and _parts_ways(event, tolerance) and not kind_of_layer(modules[event.module]):
@@ -64,9 +72,7 @@ def find_wrong_sums(model: nn.Module, recorder: Recorder, ranks: Ranks, toleranc
     return findings
 
 
-def _wrong_sum(
-    module: Any, x: Tensor, y: Tensor | None, is_in_tuple: bool, ranks: Ranks, tolerance: float
-) -> str:
+def _wrong_sum(module: Any, x: Tensor, y: Tensor | None, is_in_tuple: bool, ranks: Ranks, tolerance: float) -> str:
     weight, x = local_of(module.weight).detach(), local_of(x)
     if kind_of_layer(module) == "embedding":
         if "VocabParallel" not in type(module).__name__ and type(module).forward is not nn.Embedding.forward:

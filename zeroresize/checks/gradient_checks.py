@@ -81,7 +81,8 @@ class GradientCheck:
         rows = self._ranks.share([len(part.local) if id(part.tensor) in padded else 0 for part in parts])
         #: Of embeddings the row of padding, which gets no gradient.
         self._padding = {
-            part.name: padded[id(part.tensor)] - part.is_shard * sum(of_rank[at] for of_rank in rows[: self._ranks.rank])
+            part.name: padded[id(part.tensor)]
+            - part.is_shard * sum(of_rank[at] for of_rank in rows[: self._ranks.rank])
             for at, part in enumerate(parts)
             if id(part.tensor) in padded
         }
@@ -95,7 +96,9 @@ class GradientCheck:
             directions = {part.name: self._direction(part, number) for part in self._parts}
             products = [self._products(part, directions[part.name]) for part in self._parts]
             coarse, fine = (self._derivative(directions, scale * self._step) for scale in (2.0, 1.0))
-            expected = sum(sum(row) if part.is_shard else row[0] for part, row in zip(self._parts, products, strict=True))
+            expected = sum(
+                sum(row) if part.is_shard else row[0] for part, row in zip(self._parts, products, strict=True)
+            )
             error = 10.0 * abs(coarse - fine) + self._noise() + 1e-6 * max(abs(expected), abs(fine))
             is_right = is_right and abs(expected - fine) <= error
         is_right = is_right and all(self._has_gradient(part) for part in self._parts)

@@ -29,7 +29,9 @@ def find_wrong_gradients(
         name = one_judged.part.name
         if not one_judged.has_gradient:
             if one_judged.is_measured(0.0) and not _is_idle_expert(name, calls):
-                findings.append(finding(UNREAD, "no gradient reaches it, and the loss is the same without it", parameter=name))
+                findings.append(
+                    finding(UNREAD, "no gradient reaches it, and the loss is the same without it", parameter=name)
+                )
             elif not one_judged.is_measured(0.0):
                 what = f"no gradient reaches it, and the loss changes with it ({one_judged.measured:.3g})"
                 findings.append(finding(PARTIAL, what, parameter=name, operation="backward"))
@@ -46,7 +48,9 @@ def find_wrong_gradients(
         findings.append(_first_of(GRADIENTS, differing, "nor is their sum", operation, layer))
     if multiplied:
         measurable = [one for one in judged if abs(one.measured) > 10.0 * one.noise]
-        is_loss = len(measurable) > 1 and {_times(one, ranks.size) for one in measurable} == {_times(multiplied[0], ranks.size)}
+        is_loss = len(measurable) > 1 and {_times(one, ranks.size) for one in measurable} == {
+            _times(multiplied[0], ranks.size)
+        }
         times = f"it is {_times(multiplied[-1], ranks.size):g} times the measured derivative"
         if is_loss:
             findings.append(finding(MULTIPLIED, f"{times}, in all parameters", operation=recorder.loss))

@@ -84,14 +84,22 @@ def _are_clones(first: str, second: str, parts: Sequence[Part]) -> bool:
 
 
 def find_backwards_that_do_not_add_up(
-    parts: Sequence[Part], single: Mapping[str, Tensor | None], double: Mapping[str, Tensor | None], ranks: Ranks, tolerance: float
+    parts: Sequence[Part],
+    single: Mapping[str, Tensor | None],
+    double: Mapping[str, Tensor | None],
+    ranks: Ranks,
+    tolerance: float,
 ) -> list[ParallelFinding]:
     """Find parameters whose gradient after two backwards of one batch is not twice that after one."""
     ratios = {}
     largest = max((float(one.norm()) for one in single.values() if one is not None), default=0.0)
     for part in parts:
         first, both = single[part.name], double[part.name]
-        if first is not None and both is not None and float((both - 2.0 * first).norm()) > tolerance * float(first.norm()):
+        if (
+            first is not None
+            and both is not None
+            and float((both - 2.0 * first).norm()) > tolerance * float(first.norm())
+        ):
             if float(both.norm()) > tolerance * largest:
                 ratios[part.name] = float(both.norm() / first.norm())
     of_ranks = ranks.share(ratios)

@@ -134,7 +134,12 @@ class Recorder(TorchFunctionMode):
         output = func(*args, **kwargs)
         self.is_on = False
         if kwargs.get("generator") is not None or any(map(_differ, before, self._random_states())):
-            self._note(self._running[-1][0] if self._running else "", name, numbers_in(list(tensors_in((args, kwargs)))), numbers_in(output))
+            self._note(
+                self._running[-1][0] if self._running else "",
+                name,
+                numbers_in(list(tensors_in((args, kwargs)))),
+                numbers_in(output),
+            )
         if "loss" in name or "cross_entropy" in name:
             self.loss = name
         self._features.follow(name, args, kwargs, output)
