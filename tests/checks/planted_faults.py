@@ -120,9 +120,9 @@ def _backwards(model, loss, batch, seed, clip=None, optimizer=None, reference=No
         backward(value)
         result["loss"] = float(_whole(value.detach()))
         result[measure] = {
-            name.removeprefix("module."): _whole(one.grad).clone()
-            for name, one in model.named_parameters()
-            if one.grad is not None
+            name.removeprefix("module."): _whole(parameter.grad).clone()
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
         }
     if clip is not None:
         model.zero_grad()

@@ -1,4 +1,4 @@
-"""check_parallel leaves a model as it was, whatever happens, fails on all ranks alike, and measures derivatives rightly."""
+"""check_parallel leaves a model as it was, fails on all ranks alike, and measures derivatives rightly."""
 
 import random
 
@@ -159,10 +159,9 @@ def test_measured_derivatives_are_the_analytic_ones(run_ranks):
         with apart.computing():
             parts, findings = parts_of(model, ranks)
             assert findings == []
-            assert {one.name for one in parts if one.is_shard} == {
-                name for name, _ in model.named_parameters() if name.endswith(("q.weight", "q.bias", "k.weight", "k.bias"))
-                or any(f".{layer}." in name for layer in ("v", "gate", "up")) or name.endswith(("out.weight", "down.weight"))
-            }  # fmt: skip
+            replicated = ("embed", "norm", "head", "out.bias", "down.bias")
+            for part in parts:
+                assert part.is_shard != any(word in part.name for word in replicated), part.name
             _, gradients = apart.gradients()
             judge = GradientCheck(apart, parts, gradients, 1e-9)
             assert judge.run() == []

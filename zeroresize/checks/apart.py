@@ -39,7 +39,7 @@ class Apart:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Let the model compute with copies of its parameters that have its parameters' hooks, while the block lasts."""
+        """Let the model compute with copies of its parameters, hooks on them included, while the block lasts."""
         default, stance = torch.get_default_dtype(), getattr(torch.compiler, "set_stance", None)
         try:
             torch.set_default_dtype(self._computes_in or default)

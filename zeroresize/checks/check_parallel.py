@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroresize.checks.apart import Apart, Loss, gradients_aside, number_of
+from zeroresize.checks.apart import Apart, Loss, gradients_aside
 from zeroresize.checks.beside_reference import find_differences
 from zeroresize.checks.divided import Part, group_of_model, parts_of
 from zeroresize.checks.finding import ACTIVATIONS, DRAWS, GRADIENTS, INPUTS, SUM, ParallelFinding, finding
@@ -49,18 +49,18 @@ def check_parallel(
     """Tell whether a model that is divided over ranks computes what the undivided model does: call it first where a
     loss looks odd.
 
-    The model may be divided by torch's styles, transformers' plans, Colossal-AI, DeepSpeed or this package, converted or
-    not. It computes some forwards and backwards in its present division, with copies of its parameters in float64; where
-    an operation has no float64, in the model's own dtype, and what is looked at is then coarser. What must hold is
-    compared: inputs, replicated parameters and activations, and their random draws, are alike on all ranks; products of
+    The model may be divided by torch's styles, transformers' plans, Colossal-AI, DeepSpeed or this package, converted
+    or not. It computes some forwards and backwards in its present division, with copies of its parameters in float64;
+    where an operation has no float64, in the model's own dtype, and the check is coarser. It compares what must hold:
+    inputs, replicated parameters and activations, and their random draws, are alike on all ranks; products of
     row-parallel layers and their biases are summed once; no packed weight is cut across its parts; ties are kept;
     gradients are the derivatives of the loss, measured by differences of it, each shard's and each replicated one's;
     two accumulated backwards are twice one; a causal model sees no later tokens; nothing that trains is never read.
 
     Parameters, gradients, buffers, the optimizer, generators, hooks and training flags are bitwise as before when it
-    returns, also by an error. Reducers of DistributedDataParallel do not run; hooks on parameters do. Needs memory for a
-    copy in float64, and the time of about 20 forwards; where gradients are wrong two more for each of the first 200
-    parameters. Relative differences below 1e-4 of a gradient are not told (in float32 0.2; bfloat16 is too coarse).
+    returns, also by an error. Reducers of DistributedDataParallel do not run; hooks on parameters do. Needs memory for
+    a copy in float64, and the time of about 20 forwards; where gradients are wrong, two more for each of the first 200
+    parameters. Errors below 3e-4 of a gradient are not told (in float32 0.25; bfloat16 is too coarse for gradients).
 
     Collective: call alike on every rank, in the mode (``train()``) in which the model trains, between two steps.
 
@@ -68,8 +68,8 @@ def check_parallel(
         model: as it trains, in its host's wrapper if it has one.
         batch: what ``loss`` takes, the same on all ranks of the tensor-parallel group.
         loss: ``loss(model, batch)`` returns a scalar. It is called with the model without its wrappers.
-        reference: the undivided model with the same weights, or a function that makes it; its losses, gradients and
-            what its modules return are compared, too.
+        reference: the undivided model with the same weights, or a function that makes it; its loss and what its
+            modules return are compared, too.
         optimizer: whose own clipping is checked where it has one (Colossal-AI's) and ``clip`` is not given.
         clip: ``clip(model)`` returns the host's total norm of the gradients that the model has; it may scale them.
 
@@ -78,11 +78,12 @@ def check_parallel(
         nothing is. Of faults that follow from another one only that one is named: check again when it is mended.
 
     Raises:
-        ValueError: on every rank, if the model's parameters are FSDP's, or if ``loss``, ``reference`` or ``clip`` raises
-            on some rank, with what it raised.
+        ValueError: on every rank, if the model's parameters are FSDP's, or if ``loss``, ``reference`` or ``clip``
+            raises on some rank, with what it raised.
         RuntimeError: if a rank does not come.
     """
-    inner: nn.Module = getattr(model, "module") if type(model).__name__ == "DeepSpeedEngine" else unwrap(model)
+    engine: Any = model
+    inner: nn.Module = engine.module if type(model).__name__ == "DeepSpeedEngine" else unwrap(model)
     require_replaceable(inner, "check_parallel")
     tensors = [one for one in inner.parameters() if one.is_floating_point()]
     ranks = Ranks(group_of_model(inner), tensors[0].device if tensors else torch.device("cpu"))
@@ -170,11 +171,11 @@ class _Check:
             model.eval()  # what else is wrong shows without draws
             self.apart.remember()
         trained = [part for part in self.parts if part.tensor.requires_grad]
-        reference_differs = [] if self._whole is None else self._beside_reference(trained)
+        reference_differs = [] if self._whole is None else self._beside_reference()
         ties = self._ties(trained)
         self._vary_constants()
         record = self._record(self.apart, with_gradients=True)
-        findings += (sums := find_wrong_sums(model, record.recorder, ranks, self._rounding))
+        findings += find_wrong_sums(model, record.recorder, ranks, self._rounding)
         findings += find_cut_packed_weights(record.recorder, ranks)
         findings += ties
         if not any(each.cause in (ACTIVATIONS, SUM) for each in findings) and self._differ(record.loss):
@@ -246,20 +247,16 @@ class _Check:
             or any(getattr(module, "is_causal", False) is True for module in modules)
         )
 
-    def _beside_reference(self, trained: list[Part]) -> list[ParallelFinding]:
+    def _beside_reference(self) -> list[ParallelFinding]:
         """Of the parameters' present values, without draws: those of shards are others than the undivided model's."""
         assert self._whole is not None
         self.apart.inner.eval()  # until the forward's end
-        record = self._record(self.apart, with_gradients=True)
+        record = self._record(self.apart)
         with self._apart_whole.computing():
             self._whole.eval()
-            self._apart_whole.remember()
-            expected = self._record(self._apart_whole, with_gradients=True)
-            held = {part.name: gradient_of(part, record.gradients.get(part.name)) for part in trained}
-            losses, recorders = (record.loss, expected.loss), (record.recorder, expected.recorder)
-            return find_differences(
-                losses, recorders, trained, held, self._whole, expected.gradients, self._ranks, self._rounding
-            )
+            expected = self._record(self._apart_whole)
+        recorders = record.recorder, expected.recorder
+        return find_differences((record.loss, expected.loss), recorders, self._ranks, self._rounding)
 
 
 def _clipping_of(optimizer: Any, inner: nn.Module) -> Callable[[Any], Any]:

@@ -42,7 +42,7 @@ class Part:
 
 
 def group_of_model(model: nn.Module) -> ProcessGroup:
-    """Return the tensor-parallel group that a model's layers or parameters tell of, that of all ranks where none does."""
+    """Return the tensor-parallel group that a model's layers or parameters tell of, else that of all ranks."""
     for module in model.modules():
         host = host_of(module)
         if host is not None:

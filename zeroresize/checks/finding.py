@@ -21,13 +21,13 @@ UNREAD = "parameter is never read"
 REFERENCE = "differs from the reference"
 
 _REMEDIES = {
-    INPUTS: "give every rank of the tensor-parallel group the same batch: samplers divide over data-parallel ranks only",
+    INPUTS: "give every rank of the group the same batch: samplers divide over data-parallel ranks only",
     PARAMETERS: "seed the ranks alike before the model is made, or load one checkpoint on all; mark a shard of a layer "
     "of your own by tensor_model_parallel=True",
     ACTIVATIONS: "let this layer compute alike what all ranks hold, or sum or gather over the group what it divides",
     DRAWS: "draw from the generator that all ranks have seeded alike where what is drawn on is replicated",
     GRADIENTS: "sum over the group what the backward hands to replicated values: dx of a column-parallel layer",
-    PARTIAL: "sum this gradient over the group, in a hook on the parameter (register_hook) or before the optimizer's step",
+    PARTIAL: "sum this gradient over the group, by the parameter's register_hook or before the optimizer's step",
     MULTIPLIED: "let the backward of a sum hand on dy as it is, and reduce the loss of DTensors after full_tensor()",
     TIE: "give both layers one Parameter after the model is divided, or sum both gradients before each step",
     PACKED: "cut each part of the packed weight by itself, or make a layer of each part",
@@ -35,7 +35,7 @@ _REMEDIES = {
     LATER: "pass is_causal or a causal mask, also where the sequence is divided or a padding mask is given",
     BACKWARDS: "sum what each backward adds, by register_hook, instead of what has accumulated",
     NORM: "clip by zeroresize.clip_grad_norm_, or count each shard on its rank and each replicated gradient once",
-    UNREAD: "set requires_grad=False, or let the forward use it: a copied module may compute with the original's weights",
+    UNREAD: "set requires_grad=False, or let the forward use it: copies may compute with the original's weights",
     REFERENCE: "compare this layer with the reference's: its weights, mode (train or eval) and settings",
 }
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from zeroresize.checks.finding import GRADIENTS, MULTIPLIED, PARTIAL, UNREAD, ParallelFinding, finding
 from zeroresize.checks.gradient_checks import JudgedGradient
-from zeroresize.checks.recording import Event, Recorder, are_alike
 from zeroresize.checks.ranks import Ranks
+from zeroresize.checks.recording import Event, Recorder, are_alike
 
 _MOST_NAMED = 4
 
@@ -24,25 +24,27 @@ def find_wrong_gradients(
         calls.setdefault(event.module, at)
     judged = sorted(judged, key=lambda one: calls.get(one.part.name.rpartition(".")[0], -1))
     findings: list[ParallelFinding] = []
-    multiplied, differing, others = [], [], []
-    for one_judged in judged:
-        name = one_judged.part.name
-        if not one_judged.has_gradient:
-            if one_judged.is_measured(0.0) and not _is_idle_expert(name, calls):
+    multiplied: list[JudgedGradient] = []
+    differing: list[JudgedGradient] = []
+    others: list[JudgedGradient] = []
+    for each in judged:
+        name = each.part.name
+        if not each.has_gradient:
+            if each.is_measured(0.0) and not _is_idle_expert(name, calls):
                 findings.append(
                     finding(UNREAD, "no gradient reaches it, and the loss is the same without it", parameter=name)
                 )
-            elif not one_judged.is_measured(0.0):
-                what = f"no gradient reaches it, and the loss changes with it ({one_judged.measured:.3g})"
+            elif not each.is_measured(0.0):
+                what = f"no gradient reaches it, and the loss changes with it ({each.measured:.3g})"
                 findings.append(finding(PARTIAL, what, parameter=name, operation="backward"))
-        elif not one_judged.is_alike:
-            if one_judged.is_measured(one_judged.total):
-                what = f"its gradients differ between ranks, and only their sum is the measured derivative: {_figures(one_judged)}"
+        elif not each.is_alike:
+            if each.is_measured(each.total):
+                what = f"only the sum of the ranks' gradients is the measured derivative: {_figures(each)}"
                 findings.append(finding(PARTIAL, what, parameter=name, operation="all-reduce of the gradient"))
             else:
-                differing.append(one_judged)
-        elif not one_judged.is_measured(one_judged.gradient):
-            (multiplied if _times(one_judged, ranks.size) else others).append(one_judged)
+                differing.append(each)
+        elif not each.is_measured(each.gradient):
+            (multiplied if _times(each, ranks.size) else others).append(each)
     if differing:
         layer, operation = _where_gradients_part(recorder, ranks, tolerance)
         findings.append(_first_of(GRADIENTS, differing, "nor is their sum", operation, layer))
@@ -77,10 +79,11 @@ def _where_gradients_part(recorder: Recorder, ranks: Ranks, tolerance: float) ->
     for key in reversed(list(tables[0])):
         rows = [table[key] for table in tables if key in table]
         values, gradients = [row[0] for row in rows], [row[1] for row in rows]
-        if len(rows) == len(tables) and all(gradients) and all(are_alike(one, values[0], tolerance) for one in values):
-            if not all(are_alike(one, gradients[0], tolerance) for one in gradients):
-                layer, _, side = key.rpartition(" ")
-                return layer, "all-reduce of dx" if side == "input" else "backward"
+        is_alike = all(are_alike(each, values[0], tolerance) for each in values)
+        is_known = is_alike and len(rows) == len(tables) and all(gradients)
+        if is_known and not all(are_alike(each, gradients[0], tolerance) for each in gradients):
+            layer, _, side = key.rpartition(" ")
+            return layer, "all-reduce of dx" if side == "input" else "backward"
     return None, "backward"
 
 

@@ -92,16 +92,14 @@ def find_backwards_that_do_not_add_up(
 ) -> list[ParallelFinding]:
     """Find parameters whose gradient after two backwards of one batch is not twice that after one."""
     ratios = {}
-    largest = max((float(one.norm()) for one in single.values() if one is not None), default=0.0)
+    norms = {name: float(one.norm()) for name, one in single.items() if one is not None}
+    least = 1e-6 * max(norms.values(), default=0.0)
     for part in parts:
         first, both = single[part.name], double[part.name]
-        if (
-            first is not None
-            and both is not None
-            and float((both - 2.0 * first).norm()) > tolerance * float(first.norm())
-        ):
-            if float(both.norm()) > tolerance * largest:
-                ratios[part.name] = float(both.norm() / first.norm())
+        if first is None or both is None or norms[part.name] <= least:  # only rounding, as of a bias of keys
+            continue
+        if float((both - 2.0 * first).norm()) > tolerance * norms[part.name]:
+            ratios[part.name] = float(both.norm()) / norms[part.name]
     of_ranks = ranks.share(ratios)
     return [
         finding(

@@ -173,7 +173,12 @@ class Recorder(TorchFunctionMode):
         tables = [{key: rest for key, *rest in of_rank} for of_rank in self._ranks.share(self.events)]
         everywhere = [key for key in tables[0] if all(key in table for table in tables)]
         return [
-            Event(*tables[0][key][:2], [table[key][2] for table in tables], [table[key][3] for table in tables])
+            Event(
+                tables[0][key][0],
+                tables[0][key][1],
+                [table[key][2] for table in tables],
+                [table[key][3] for table in tables],
+            )
             for key in everywhere
         ]
 
