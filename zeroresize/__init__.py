@@ -4,6 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from zeroresize.balancer import Balancer
+from zeroresize.checks.check_parallel import check_parallel
+from zeroresize.checks.finding import ParallelFinding
 from zeroresize.config import BalanceConfig, PaperConfig
 from zeroresize.convert import convert
 from zeroresize.injection import StragglerInjector, round_robin, static
@@ -33,6 +35,7 @@ __all__ = [
     "GradScaler",
     "JsonLinesTelemetry",
     "PaperConfig",
+    "ParallelFinding",
     "RowParallelLinear",
     "RowwiseParallel",
     "Segment",
@@ -42,6 +45,7 @@ __all__ = [
     "TensorBoardTelemetry",
     "UpdateRecord",
     "Watch",
+    "check_parallel",
     "check_segments",
     "clip_grad_norm_",
     "convert",

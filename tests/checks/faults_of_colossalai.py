@@ -88,7 +88,7 @@ def bert_never_sums_biases_of_divided_sequences(rank, group):
     return boosted("Bert", group, sequence="split_gather", the_batch=batch(has_mask=True))
 
 
-@colossalai((NORM,), ("",), "norm")
+@colossalai((NORM,), ("", *_named("transformer.h.{}")), "norm")
 def gpt2_counts_its_fused_weights_for_less(rank, group):
     parts = {f"transformer.h.{number}.attn.c_attn.{kind}": 3 for number in BLOCKS for kind in ("weight", "bias")}
     return boosted("GPT2", group, has_norm=True, the_batch=batch(has_mask=True), attention="eager", parts=parts)

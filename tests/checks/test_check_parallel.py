@@ -20,7 +20,7 @@ def errors_of(run_ranks, cases):
     def measure(rank, group):
         return {case.name: measured(case.make(rank, group), group) for case in cases}
 
-    by_rank = run_ranks(measure, 2)
+    by_rank = run_ranks(measure, 2, timeout_s=300)
     return {name: {key: max(item[name][key] for item in by_rank) for key in by_rank[0][name]} for name in by_rank[0]}
 
 
@@ -43,7 +43,7 @@ def assert_named_rightly(run_ranks, cases):
             findings[case.name] = zr.check_parallel(made.model, made.batch, made.loss, **made.kwargs)
         return findings
 
-    by_rank = run_ranks(check, 2)
+    by_rank = run_ranks(check, 2, timeout_s=300)
     assert by_rank[0] == by_rank[1], "ranks say different things"
     for case in cases:
         findings = by_rank[0][case.name]
@@ -53,7 +53,9 @@ def assert_named_rightly(run_ranks, cases):
         assert findings, case.name
         for finding in findings:
             assert finding.cause in case.causes, (case.name, finding)
-            named = [re.sub(r"^(module\.)+", "", item) for item in (finding.parameter, finding.layer) if item] or [""]
+            named = [re.sub(r"^(module\.)+", "", item) for item in (finding.parameter or finding.layer,) if item] or [
+                ""
+            ]
             assert all(
                 any(item == name or (name and item.startswith(name)) for name in case.names) for item in named
             ), (

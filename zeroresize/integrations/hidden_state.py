@@ -98,6 +98,16 @@ def restored(module: nn.Module) -> Iterator[None]:
         watch.restore()
 
 
+@contextmanager
+def random_restored(module: nn.Module) -> Iterator[None]:
+    """Put back, when the block ends, the generators that everybody shares: of Python, numpy, torch and its devices."""
+    states = _random_states(module)
+    try:
+        yield
+    finally:
+        _restore_random(states)
+
+
 def _both(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..., None]:
     """Make one function that calls two, for ``sys.setprofile``."""
 

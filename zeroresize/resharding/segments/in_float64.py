@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +18,7 @@ from zeroresize.layers.weight_checks import is_flat_parameters, is_sharded
 from zeroresize.utils.torch_private import buffers_of, hooks_of, is_dtensor, parameters_of
 
 
-def require_replaceable(model: nn.Module) -> None:
+def require_replaceable(model: nn.Module, who: str = "check_segments") -> None:
     """Check that parameters can be replaced by others for a while: those that FSDP gathers in every forward cannot.
 
     Raises:
@@ -28,56 +29,68 @@ def require_replaceable(model: nn.Module) -> None:
         is_whole = not is_sharded(parameter) or (is_dtensor(parameter) and not is_fully_sharded)
         if is_flat_parameters(parameter) or not is_whole:
             raise ValueError(
-                f"check_segments: {name} is a {type(parameter).__name__} of which FSDP shards and gathers the values: "
+                f"{who}: {name} is a {type(parameter).__name__} of which FSDP shards and gathers the values: "
                 "check the model before FSDP has it"
             )
 
 
 @contextmanager
-def in_float64(model: nn.Module) -> Iterator[None]:
+def in_float64(model: nn.Module, dtype: torch.dtype | None = torch.float64) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Give ``model`` other parameters and buffers while the block lasts, of equal values in float64.
 
     Afterwards it holds its own, whatever was done: their values, gradients, hooks and optimizer state were not touched.
     What its modules hold besides is restored, too. Nothing that balances or measures is at work meanwhile.
+
+    Args:
+        dtype: another one to compute in; None for that of each tensor.
+
+    Yields:
+        each of its own tensors and the one that takes its place.
     """
     with restored(model):
-        copies: dict[int, Tensor] = {}
+        copies: dict[int, tuple[Tensor, Tensor]] = {}
         for module in model.modules():
             if isinstance(module, BalancedLinear):
                 _let_alone(module)
             for tensors in (parameters_of(module), buffers_of(module)):
                 for name, tensor in tensors.items():
                     if tensor is not None:
-                        tensors[name] = copies.setdefault(id(tensor), _copy(tensor))  # type: ignore[assignment]
-        yield
+                        _, tensors[name] = copies.setdefault(id(tensor), (tensor, _copy(tensor, dtype)))  # type: ignore[assignment]
+        yield list(copies.values())
 
 
-def to_float64(value: Any) -> Any:
+def to_float64(value: Any, dtype: torch.dtype | None = torch.float64) -> Any:
     """Return ``value`` with all real floating-point tensors in it in float64; containers are new ones."""
     if isinstance(value, Tensor):
-        return value.detach().double() if value.is_floating_point() else value
-    if isinstance(value, dict):
-        items = {key: to_float64(one) for key, one in value.items()}
+        return value.detach().to(dtype or value.dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        items = {key: to_float64(one, dtype) for key, one in value.items()}
         try:
-            return type(value)(items)
+            return type(value)(items)  # type: ignore[call-arg]
         except TypeError:
             return items
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(to_float64, value))
+        return type(value)(*(to_float64(one, dtype) for one in value))
     if isinstance(value, list | tuple):
-        return type(value)(map(to_float64, value))
+        return type(value)(to_float64(one, dtype) for one in value)
     return value
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    values = tensor.detach().double() if tensor.is_floating_point() else tensor.detach()
+def _copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    values = tensor.detach().to(dtype or tensor.dtype) if tensor.is_floating_point() else tensor.detach()
     values = values.clone(memory_format=torch.preserve_format)
     if not isinstance(tensor, nn.Parameter):
         return values
     copy = nn.Parameter(values, requires_grad=tensor.requires_grad)
     for mark, value in vars(tensor).items():  # by which hosts know it
-        vars(copy).setdefault(mark, value)
+        vars(copy).setdefault(mark, _bound_to(copy, value) if getattr(value, "__self__", None) is tensor else value)
     return copy
+
+
+def _bound_to(copy: Tensor, method: Any) -> Any:
+    """Return a method of another tensor for ``copy``: Colossal-AI gives its parameters a ``detach`` of their own."""
+    function = method.__func__ if isinstance(method, types.MethodType) else getattr(Tensor, method.__name__)
+    return types.MethodType(function, copy)
 
 
 def _let_alone(layer: Any) -> None:

@@ -1,0 +1,172 @@
+"""check_parallel leaves a model as it was, fails on all ranks alike, and measures derivatives rightly."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from decoders import batch, loss, split, whole
+from plain_cases import change
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zeroresize as zr
+from zeroresize.checks.apart import Apart
+from zeroresize.checks.divided import parts_of
+from zeroresize.checks.gradient_checks import GradientCheck
+from zeroresize.checks.ranks import Ranks
+
+
+def trained_once(group, dtype=torch.float32, **options):
+    """A divided model with gradients, a running statistic, hooks and an optimizer with state."""
+    model = split(whole(dropout=0.1, **options), group).to(dtype).train()
+    model.counts = nn.BatchNorm1d(16, affine=False).to(dtype)
+    kind = type(model)
+    change(model, forward=lambda self, x: (self.counts(self.embed(x).flatten(0, 1)), kind.forward(self, x))[1])
+    model.norm.weight.register_hook(lambda gradient: gradient)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss(model, batch()).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def state_of(model, optimizer):
+    """All of it, with the identity of what must stay the same object."""
+    held = {f"{name} {id(one)} {id(one.grad)}": (one, one.grad) for name, one in model.named_parameters()}
+    modules = {
+        name: (one.training, type(one), list(one._forward_hooks), list(one._forward_pre_hooks), sorted(vars(one)))
+        for name, one in model.named_modules()
+    }
+    generators = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
+    hooks = [list(one._backward_hooks or ()) for one in model.parameters()]
+    state = held, dict(model.named_buffers()), optimizer.state_dict()
+    return torch.utils._pytree.tree_map(
+        lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (state, modules, generators, hooks)
+    )
+
+
+def assert_same(before, after):
+    for was, now in zip(*(torch.utils._pytree.tree_leaves(state) for state in (before, after)), strict=True):
+        assert torch.equal(was, now) if isinstance(was, torch.Tensor) else was == now
+
+
+def failing(at_call, rank_that_fails):
+    calls = []
+
+    def failing_loss(model, given):
+        value = loss(model, given)
+        calls.append(value)
+        if len(calls) == at_call and dist.get_rank() == rank_that_fails:
+            raise KeyError("no such target")
+        return value
+
+    return failing_loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nothing_has_changed_after_a_check_or_an_error(run_ranks, dtype):
+    def check(rank, group):
+        model, optimizer = trained_once(group, dtype)
+        before = state_of(model, optimizer)
+        assert zr.check_parallel(model, batch(), loss, optimizer=optimizer) == []
+        assert_same(before, state_of(model, optimizer))
+        for at_call in (1, 4, 9):
+            with pytest.raises(ValueError, match="check_parallel: rank 1: KeyError"):
+                # float64 fails first, and then the model's dtype, where that is another one
+                zr.check_parallel(model, batch(), failing(at_call, 1) if at_call > 1 else always_failing)
+            assert_same(before, state_of(model, optimizer))
+
+    def always_failing(model, given):
+        if dist.get_rank() == 1:
+            raise KeyError("no such target")
+        return loss(model, given)
+
+    run_ranks(check, 2)
+
+
+def test_a_rank_that_fails_within_a_forward_is_waited_for_by_nobody(run_ranks):
+    def check(rank, group):
+        model = split(whole(), group)
+        if rank == 1:
+
+            def forward(x):
+                raise RuntimeError("no more")
+
+            model.blocks[1].norm2.forward = forward
+        with pytest.raises(ValueError, match="check_parallel: rank 1: RuntimeError: no more"):
+            zr.check_parallel(model, batch(), loss)
+
+    run_ranks(check, 2)
+
+
+def test_a_loss_that_is_no_scalar_is_refused(run_ranks):
+    def check(rank, group):
+        with pytest.raises(ValueError, match=r"loss\(model, batch\) must return a scalar"):
+            zr.check_parallel(split(whole(), group), batch(), lambda model, given: model(given[0]))
+
+    run_ranks(check, 2)
+
+
+def test_what_has_no_float64_is_checked_in_the_models_dtype(run_ranks):
+    """A sound model, and a sum that is counted twice."""
+
+    def check(rank, group):
+        model = split(whole(), group).float()
+        kind = type(model.norm)
+
+        def forward(self, x):
+            if x.dtype is not torch.float32:
+                raise TypeError("float32 only")
+            return kind.forward(self, x)
+
+        change(model.norm, forward=forward)
+        assert zr.check_parallel(model, batch(), loss) == []
+        model.blocks[0].mlp.down.register_forward_hook(lambda module, args, y: 2.0 * y)
+        assert [one.cause for one in zr.check_parallel(model, batch(), loss)] == ["sum is counted wrongly"]
+
+    run_ranks(check, 2)
+
+
+def test_a_reducer_of_data_parallelism_does_not_run(run_ranks):
+    def check(rank, group):
+        alone = [dist.new_group([one]) for one in range(2)][rank]
+        model = DistributedDataParallel(split(whole(), group), process_group=alone)
+        runs = []
+        model.register_comm_hook(None, lambda state, bucket: runs.append(bucket) or _done(bucket))
+        loss(model, batch()).backward()
+        num_runs = len(runs)
+        assert zr.check_parallel(model, batch(), loss) == []
+        assert len(runs) == num_runs > 0
+        loss(model, batch()).backward()
+        assert len(runs) > num_runs
+
+    def _done(bucket):
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    run_ranks(check, 2)
+
+
+def test_measured_derivatives_are_the_analytic_ones(run_ranks):
+    """Each by itself, of shards and of what is replicated, where the sum is made to look wrong."""
+
+    def check(rank, group):
+        model = split(whole(has_norms=False), group)
+        ranks = Ranks(group, torch.device("cpu"))
+        apart = Apart(model, model, batch(), loss, ranks, torch.float64)
+        with apart.computing():
+            parts, findings = parts_of(model, ranks)
+            assert findings == []
+            replicated = ("embed", "norm", "head", "out.bias", "down.bias")
+            for part in parts:
+                assert part.is_shard != any(word in part.name for word in replicated), part.name
+            _, gradients = apart.gradients()
+            judge = GradientCheck(apart, parts, gradients, 1e-9)
+            assert judge.run() == []
+            for part in parts:
+                judged = judge._judge(part)
+                assert judged.measured == pytest.approx(judged.gradient, rel=1e-6, abs=1e-7), part.name
+
+    run_ranks(check, 2)

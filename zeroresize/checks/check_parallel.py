@@ -1,0 +1,268 @@
+"""check_parallel() tells whether a divided model computes what the undivided model does, and what is wrong if not."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroresize.checks.apart import Apart, Loss, gradients_aside
+from zeroresize.checks.beside_reference import find_differences
+from zeroresize.checks.divided import Part, group_of_model, parts_of
+from zeroresize.checks.finding import ACTIVATIONS, DRAWS, GRADIENTS, INPUTS, SUM, ParallelFinding, finding
+from zeroresize.checks.forward_checks import (
+    find_cut_packed_weights,
+    find_differing_activations,
+    find_later_tokens,
+    find_where_ranks_part,
+    find_wrong_sums,
+    how_much_later_tokens_change,
+)
+from zeroresize.checks.gradient_checks import GradientCheck, gradient_of
+from zeroresize.checks.gradient_findings import find_wrong_gradients
+from zeroresize.checks.model_checks import find_backwards_that_do_not_add_up, find_broken_ties, find_other_norm
+from zeroresize.checks.ranks import Ranks
+from zeroresize.checks.recording import Event, Recorder, are_alike, numbers_in
+from zeroresize.resharding.data_parallel import unwrap
+from zeroresize.resharding.segments.in_float64 import require_replaceable
+
+logger = logging.getLogger(__name__)
+
+#: Of models that see no later tokens, parts of their classes' names.
+_CAUSAL = ("CausalLM", "LMHeadModel", "GPT")
+
+
+def check_parallel(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[Any, Any], Tensor],
+    *,
+    reference: nn.Module | Callable[[], nn.Module] | None = None,
+    optimizer: Any = None,
+    clip: Callable[[Any], Any] | None = None,
+) -> list[ParallelFinding]:
+    """Tell whether a model that is divided over ranks computes what the undivided model does: call it first where a
+    loss looks odd.
+
+    The model may be divided by torch's styles, transformers' plans, Colossal-AI, DeepSpeed or this package, converted
+    or not. It computes some forwards and backwards in its present division, with copies of its parameters in float64;
+    where an operation has no float64, in the model's own dtype, and the check is coarser. It compares what must hold:
+    inputs, replicated parameters and activations, and their random draws, are alike on all ranks; products of
+    row-parallel layers and their biases are summed once; no packed weight is cut across its parts; ties are kept;
+    gradients are the derivatives of the loss, measured by differences of it, each shard's and each replicated one's;
+    two accumulated backwards are twice one; a causal model sees no later tokens; nothing that trains is never read.
+
+    Parameters, gradients, buffers, the optimizer, generators, hooks and training flags are bitwise as before when it
+    returns, also by an error. Reducers of DistributedDataParallel do not run; hooks on parameters do. Needs memory for
+    a copy in float64, and the time of about 20 forwards; where gradients are wrong, two more for each of the first 200
+    parameters. Errors below 3e-4 of a gradient are not told (in float32 0.25; bfloat16 is too coarse for gradients).
+
+    Collective: call alike on every rank, in the mode (``train()``) in which the model trains, between two steps.
+
+    Args:
+        model: as it trains, in its host's wrapper if it has one.
+        batch: what ``loss`` takes, the same on all ranks of the tensor-parallel group.
+        loss: ``loss(model, batch)`` returns a scalar. It is called with the model without its wrappers.
+        reference: the undivided model with the same weights, or a function that makes it; its loss and what its
+            modules return are compared, too.
+        optimizer: whose own clipping is checked where it has one (Colossal-AI's) and ``clip`` is not given.
+        clip: ``clip(model)`` returns the host's total norm of the gradients that the model has; it may scale them.
+
+    Returns:
+        What is wrong, the same on every rank, and a warning in the log of the first rank for each; empty where
+        nothing is. Of faults that follow from another one only that one is named: check again when it is mended.
+
+    Raises:
+        ValueError: on every rank, if the model's parameters are FSDP's, or if ``loss``, ``reference`` or ``clip``
+            raises on some rank, with what it raised.
+        RuntimeError: if a rank does not come.
+    """
+    engine: Any = model
+    inner: nn.Module = engine.module if type(model).__name__ == "DeepSpeedEngine" else unwrap(model)
+    require_replaceable(inner, "check_parallel")
+    tensors = [one for one in inner.parameters() if one.is_floating_point()]
+    ranks = Ranks(group_of_model(inner), tensors[0].device if tensors else torch.device("cpu"))
+    if ranks.size == 1:
+        logger.info("check_parallel: the process group has one rank, so there is nothing to check")
+        return []
+    if clip is None and hasattr(optimizer, "_compute_grad_norm"):
+        clip = _clipping_of(optimizer, inner)
+    whole = None
+    try:
+        if reference is not None:
+            whole = reference if isinstance(reference, nn.Module) else ranks.together(reference)
+        coarsest = max((one.dtype for one in tensors), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+        findings = _run(model, inner, batch, loss, whole, clip, ranks, coarsest)
+    except ValueError as error:
+        raise ValueError(f"check_parallel: {error}") from error
+    if ranks.rank == 0:
+        for each in findings:
+            where = ", ".join(filter(None, (each.parameter, each.layer, each.operation)))
+            logger.warning("check_parallel: %s (%s): %s. %s", each.cause, where, each.detail, each.remedy)
+    return findings
+
+
+def _run(
+    model: Any, inner: nn.Module, batch: Any, loss: Loss, whole: Any, clip: Any, ranks: Ranks, coarsest: torch.dtype
+) -> list[ParallelFinding]:
+    """In float64 if that goes, else in the model's dtypes."""
+    for dtype in (torch.float64, coarsest):
+        check = _Check(
+            Apart(model, inner, batch, loss, ranks, dtype), whole, Apart(whole, whole, batch, loss, ranks, dtype)
+        )
+        try:
+            with check.apart.computing():
+                check.run()
+        except ValueError as error:
+            if check.has_computed or dtype is coarsest:
+                raise
+            logger.info("check_parallel: it computes in %s, as float64 failed: %s", coarsest, error)
+            continue
+        if clip is not None and check.gradients:
+            with gradients_aside(inner):
+                originals = dict(inner.named_parameters())
+                check.findings += find_other_norm(model, clip, originals, check.parts, check.gradients, ranks)
+        break
+    return check.findings
+
+
+@dataclass
+class _Record:
+    """A forward, and its backward, as it was on all ranks."""
+
+    recorder: Recorder
+    events: list[Event]
+    loss: float
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+class _Check:
+    """One check; ``run`` within ``apart.computing()``.
+
+    Attributes:
+        gradients: of one backward by name, where they are right enough to be clipped.
+    """
+
+    def __init__(self, apart: Apart, whole: nn.Module | None, apart_whole: Apart) -> None:
+        self.apart, self._whole, self._apart_whole, self._ranks = apart, whole, apart_whole, apart.ranks
+        self.findings: list[ParallelFinding] = []
+        self.parts: list[Part] = []
+        self.gradients: dict[str, Tensor] = {}
+        self.has_computed = False
+        eps = torch.finfo(apart.dtype).eps
+        self._alike, self._rounding = 0.1 * math.sqrt(eps), 3.0 * math.sqrt(eps)
+
+    def run(self) -> None:
+        model, ranks, findings = self.apart.inner, self._ranks, self.findings
+        self.parts, differing = parts_of(model, ranks)
+        record = self._record(self.apart)
+        self.has_computed = True
+        if (other := self._other_inputs(record)) is not None:
+            findings.append(other)
+            return
+        findings += differing
+        findings += (activations := find_differing_activations(record.events, model, self.parts, self._alike))
+        if any(each.cause == DRAWS for each in activations):
+            model.eval()  # what else is wrong shows without draws
+            self.apart.remember()
+        trained = [part for part in self.parts if part.tensor.requires_grad]
+        reference_differs = [] if self._whole is None else self._beside_reference()
+        ties = self._ties(trained)
+        self._vary_constants()
+        record = self._record(self.apart, with_gradients=True)
+        findings += find_wrong_sums(model, record.recorder, ranks, self._rounding)
+        findings += find_cut_packed_weights(record.recorder, ranks)
+        findings += ties
+        if not any(each.cause in (ACTIVATIONS, SUM) for each in findings) and self._differ(record.loss):
+            findings.append(find_where_ranks_part(record.events, model, self._alike))
+        still = find_differing_activations(record.events, model, self.parts, self._alike)
+        if not still and not any(each.cause in (ACTIVATIONS, SUM) for each in findings):
+            self._check_gradients(record, trained)
+        if self._is_causal():
+            findings += find_later_tokens(self.apart, self._rounding)
+        if not findings:
+            findings += reference_differs
+
+    def _record(self, apart: Apart, *, with_gradients: bool = False) -> _Record:
+        recorder = Recorder(apart.inner, self._ranks)
+        value, gradients = apart.gradients(recorder=recorder) if with_gradients else (apart.recorded(recorder), {})
+        return _Record(recorder, recorder.events_of_ranks(), value, gradients)
+
+    def _other_inputs(self, record: _Record) -> ParallelFinding | None:
+        root = next((one for one in record.events if not one.module and not one.operation), None)
+        batches = self._ranks.share(numbers_in(self.apart.batch))
+        of_ranks = [batches, *([] if root is None else [root.inputs])]
+        if all(are_alike(numbers, every[0], self._alike) for every in of_ranks for numbers in every):
+            return None
+        draws = [one.operation for one in record.events if one.operation and not one.module]
+        detail = "what the loss is given differs: " + "; ".join(
+            f"rank {rank} has tensors of shapes and sums {[[row[0], round(row[1] + row[2], 6)] for row in numbers[:3]]}"
+            for rank, numbers in enumerate(of_ranks[-1][:4])
+        )
+        return finding(INPUTS, detail, operation=draws[0] if draws else "")
+
+    def _differ(self, loss: float) -> bool:
+        losses = self._ranks.share(loss)
+        return max(losses) - min(losses) > self._rounding * max(1.0, *map(abs, losses)) or any(map(math.isnan, losses))
+
+    def _vary_constants(self) -> None:
+        """New biases and norms are constants, with which a bias that counts twice would not show."""
+        generator = torch.Generator()
+        for number, part in enumerate(self.parts):
+            if part.is_constant:
+                generator.manual_seed(number + 1000 * (1 + self._ranks.rank) * part.is_shard)
+                drawn = torch.randn(part.local.shape, generator=generator, dtype=torch.float64)
+                part.local.add_(0.05 * drawn.to(part.local))
+
+    def _ties(self, trained: list[Part]) -> list[ParallelFinding]:
+        _, gradients = self.apart.gradients()
+        held = {part.name: gradient_of(part, gradients.get(part.name)) for part in trained}
+        return find_broken_ties(self.apart.inner, self._whole, trained, held, self._ranks, self._rounding)
+
+    def _check_gradients(self, record: _Record, trained: list[Part]) -> None:
+        judged = GradientCheck(self.apart, trained, record.gradients, self._alike).run()
+        self.findings += find_wrong_gradients(judged, record.events, record.recorder, self._ranks, self._alike)
+        _, double = self.apart.gradients(num_backwards=2)
+        both = [
+            {part.name: gradient_of(part, of.get(part.name)) for part in trained} for of in (record.gradients, double)
+        ]
+        self.findings += find_backwards_that_do_not_add_up(trained, both[0], both[1], self._ranks, self._rounding)
+        if not any(each.cause == GRADIENTS for each in self.findings):
+            self.gradients = record.gradients
+
+    def _is_causal(self) -> bool:
+        if self._whole is not None:
+            with self._apart_whole.computing():
+                return how_much_later_tokens_change(self._apart_whole) <= self._rounding
+        modules = list(self.apart.inner.modules())
+        is_decoder = getattr(getattr(modules[0], "config", None), "is_decoder", False)
+        return (
+            is_decoder is True
+            or any(word in type(modules[0]).__name__ for word in _CAUSAL)
+            or any(getattr(module, "is_causal", False) is True for module in modules)
+        )
+
+    def _beside_reference(self) -> list[ParallelFinding]:
+        """Of the parameters' present values, without draws: those of shards are others than the undivided model's."""
+        assert self._whole is not None
+        self.apart.inner.eval()  # until the forward's end
+        record = self._record(self.apart)
+        with self._apart_whole.computing():
+            self._whole.eval()
+            expected = self._record(self._apart_whole)
+        recorders = record.recorder, expected.recorder
+        return find_differences((record.loss, expected.loss), recorders, self._ranks, self._rounding)
+
+
+def _clipping_of(optimizer: Any, inner: nn.Module) -> Callable[[Any], Any]:
+    """That of Colossal-AI's optimizers, which is given pairs of parameters and gradients."""
+
+    def clip(_: Any) -> Any:
+        return optimizer._compute_grad_norm([(one, one.grad) for one in inner.parameters() if one.grad is not None])
+
+    return clip
