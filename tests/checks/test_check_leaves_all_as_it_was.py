@@ -35,8 +35,8 @@ def state_of(model, optimizer):
     """All of it, with the identity of what must stay the same object."""
     held = {f"{name} {id(one)} {id(one.grad)}": (one, one.grad) for name, one in model.named_parameters()}
     modules = {
-        name: (one.training, type(one), list(one._forward_hooks), list(one._forward_pre_hooks), sorted(vars(one)))
-        for name, one in model.named_modules()
+        name: (each.training, type(each), list(each._forward_hooks), list(each._forward_pre_hooks), sorted(vars(each)))
+        for name, each in model.named_modules()
     }
     generators = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
     hooks = [list(one._backward_hooks or ()) for one in model.parameters()]

@@ -23,7 +23,7 @@ def find_differing_activations(
     """Find modules without shards, and draws of random numbers, that make of what is alike what is not."""
     shards = {id(part.tensor) for part in parts if part.is_shard}
     divided = {""} | {
-        name for name, one in model.named_modules() if any(id(each) in shards for each in one.parameters())
+        name for name, module in model.named_modules() if any(id(each) in shards for each in module.parameters())
     }
     findings: list[ParallelFinding] = []
     for at, event in enumerate(events):
@@ -47,7 +47,9 @@ def find_where_ranks_part(events: Sequence[Event], model: nn.Module, tolerance: 
     weighty = {name for name, one in modules.items() if next(one.parameters(), None) is not None}
     calls = [(at, event) for at, event in enumerate(events) if not event.operation]
     alike = [
-        at for at, one in calls if one.module in weighty and one.outputs[0] and one.is_alike(one.outputs, tolerance)
+        at
+        for at, each in calls
+        if each.module in weighty and each.outputs[0] and each.is_alike(each.outputs, tolerance)
     ]
     after = max(alike, default=-1)
     for at, event in calls:
