@@ -13,7 +13,7 @@ pytestmark = pytest.mark.transformers
 CASES = [
     {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24},
     {"num_key_value_heads": 1},
-    {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 4},
+    {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 24},
 ]
 
 
