@@ -38,14 +38,7 @@ from zeroresize.pipeline.stage_layers import (
 )
 from zeroresize.plan.partition import Partition
 from zeroresize.resharding.agreement import meet_over, meet_prepared, require_same
-from zeroresize.runtime.counted_loss import (
-    Count,
-    CountedLoss,
-    Loss,
-    multiply_gradients,
-    require_counted,
-    total_count,
-)
+from zeroresize.runtime.counted_loss import Count, CountedLoss, Loss, multiply_gradients, total_count
 from zeroresize.runtime.schedules import Schedule
 from zeroresize.utils.fingerprint import fingerprint
 from zeroresize.utils.value_checks import at_least, one_of
@@ -478,8 +471,8 @@ class Pipeline:
         row: tuple[float, ...] | Exception = (0.0, 0.0)
         try:
             if self._is_last:
-                rows = self._meet_replicas(self.loss.counted)
-                total = require_counted(sum(count for count, *_ in rows) / len(rows))
+                rows = self._meet_replicas(self.loss.counted, 0.0)
+                total = total_count(rows) / len(rows)
                 row = self.loss.total / total if self.loss.num_unforeseen else 1.0, not self.loss.is_plain
         except Exception as error:  # the other stages must hear of any
             row = error

@@ -46,7 +46,7 @@ class CountedLoss(nn.Module):
 
     Args:
         loss: of a micro-batch's outputs and targets.
-        count: of its targets, how many count, where the user says so; the loss is then asked for numbers only.
+        count: of its targets, how many count, where the user says so.
         averages: whether a number, where nothing is known of it, is the mean over a micro-batch's samples; else the
             sum over its tokens.
 
@@ -180,22 +180,14 @@ def total_count(rows: Sequence[Sequence[float]]) -> float:
     """Return what counts in a step on all ranks.
 
     Args:
-        rows: of each rank what counts there, and the :attr:`~CountedLoss.kind` of its loss.
+        rows: of each rank what counts there, and the :attr:`~CountedLoss.kind` of its loss, or 0.
 
     Raises:
         ValueError: where nothing counts, and where the targets tell on some ranks only.
     """
     if len({kind for _, kind in rows} - {0.0}) > 1:
         raise ValueError("loss: on some ranks its targets show what counts, on others not. Return (sum, count)")
-    return require_counted(sum(count for count, _ in rows))
-
-
-def require_counted(total: float) -> float:
-    """Return it.
-
-    Raises:
-        ValueError: where nothing counts.
-    """
+    total = sum(count for count, _ in rows)
     if not 0.0 < total < math.inf:
         raise ValueError(
             f"what counts in the loss of the whole batch is {total:g}, so there is no mean: all targets are ignored or "

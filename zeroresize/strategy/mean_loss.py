@@ -7,18 +7,12 @@ from torch import Tensor
 
 from zeroresize.comm.collectives import all_reduce, message_device
 from zeroresize.plan.strategy import Position
-from zeroresize.runtime.counted_loss import CountedLoss, require_counted
+from zeroresize.runtime.counted_loss import CountedLoss, total_count
 from zeroresize.strategy.model import SwitchableModel
 
 
 def parts_of(loss: CountedLoss, mean: Tensor, position: Position) -> Tensor:
-    """Return this rank's row for :func:`mean_over_ranks`, [3] of float64.
-
-    Args:
-        loss: of the micro-batches that have run here.
-        mean: the sum of what it returned.
-        position: of this rank; ranks that divide layers have computed the same, of which the first counts.
-    """
+    """Return [3] for :func:`mean_over_ranks`: the sum ``mean`` of what ``loss`` has returned, and what it counted."""
     if position.shard:
         return torch.zeros(3, dtype=torch.float64)
     if position.replica == 0:
@@ -29,14 +23,11 @@ def parts_of(loss: CountedLoss, mean: Tensor, position: Position) -> Tensor:
 def mean_over_ranks(loss: CountedLoss, parts: Tensor, model: SwitchableModel) -> tuple[float, float]:
     """Return the mean over all that counts, and by what gradients are to be multiplied; collective.
 
-    Args:
-        parts: [3] of this rank.
-
     Raises:
         ValueError: on all ranks, where the loss tells that nothing counts.
     """
     parts = parts.to(message_device(model.process_group, model.device))
     all_reduce(parts, model.process_group)
     mean, counted, num_unforeseen = parts.tolist()
-    factor = loss.total / require_counted(counted) if num_unforeseen else 1.0
+    factor = loss.total / total_count([(counted, 0.0)]) if num_unforeseen else 1.0
     return mean * factor, factor
