@@ -1,18 +1,21 @@
 """A loss as the mean over all that counts in a step, however the step is cut into micro-batches.
 
 A micro-batch's loss is a mean over those of its targets that count, or their sum. How many count is known before the
-first backward where the targets tell: the loss is called with them and a stand-in for the outputs, and what it gives
-``cross_entropy``, or another loss of torch, shows which of them count. Else the loss returns (sum, count), and
-gradients are scaled once after the last backward.
+first backward where the targets tell: a loss that keeps nothing from call to call is called with them and a stand-in
+for the outputs, and what it gives ``cross_entropy``, or another loss of torch, shows which of them count. Else what it
+gives that when it runs, or its (sum, count), shows it, and gradients are scaled once after the last backward.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import logging
 import math
+import re
 import sys
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -36,6 +39,9 @@ _CROSS_ENTROPIES = [
 _WEIGHTED_ELEMENTS = F.binary_cross_entropy, F.binary_cross_entropy_with_logits  # their mean is over all elements
 _ELEMENTS = F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, *_WEIGHTED_ELEMENTS
 _SIGNATURES = {loss: inspect.signature(loss) for loss in (*_CROSS_ENTROPIES, *_ELEMENTS)}
+#: What may be read of a loss that is called more often than asked for, and what its code may not do.
+_SETTINGS = int, float, complex, str, tuple, Tensor, types.ModuleType, torch.dtype, torch.device
+_STORES = ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "STORE_SUBSCR", "DELETE_GLOBAL", "DELETE_DEREF")
 _REAL = {Tensor.dtype.__get__, Tensor.device.__get__}  # type: ignore[attr-defined]
 
 
@@ -67,6 +73,7 @@ class CountedLoss(nn.Module):
         self.number, self.total, self.counted, self.num_unforeseen = 0, 1.0, 0.0, 0
         self.can_be_empty, self.is_plain = count is not None, False
         self.is_foreseen: bool | None = None
+        self._may_be_tried = _keeps_nothing(loss)
         self._doubt: str | None = None
 
     def prepare(self, targets: Sequence[Any], sizes: Sequence[float]) -> list[float]:
@@ -82,7 +89,8 @@ class CountedLoss(nn.Module):
         """
         self._parts = []
         for number, (each, size) in enumerate(zip(targets, sizes, strict=True)):
-            term = None if self.is_foreseen is False else _foreseen(self._loss, each)
+            is_tried = self._may_be_tried and self.is_foreseen is not False
+            term = _foreseen(self._loss, each) if is_tried else None
             is_foreseen = self._count is not None or term is not None
             if self.is_foreseen not in (None, is_foreseen):
                 raise ValueError(
@@ -145,6 +153,8 @@ class CountedLoss(nn.Module):
             reason = "ignores targets, in a way that is not recognised"
         elif not self._averages:
             reason = "returns a number of which nothing else is known"
+        elif not self._may_be_tried:
+            reason = "may keep something from call to call, so that it is not tried, and nothing else is known of it"
         elif not self._is_mean_of_samples(term.value, outputs, targets):
             reason = "is no mean over samples"
         else:
@@ -278,6 +288,42 @@ def _foreseen(loss: Loss, targets: Any) -> _Term | None:
             return None if term.count is None else term._replace(count=float(term.count))
     except Exception:  # of whatever kind: the loss was made for other outputs
         return None
+
+
+def _keeps_nothing(value: Any, seen: frozenset[int] = frozenset()) -> bool:
+    """Whether a loss is made of torch's functions and losses, and settings: then more calls change nothing."""
+    value = getattr(value, "_torchdynamo_orig_callable", value)  # of a compiled one
+    if value is None or id(value) in seen or isinstance(value, _SETTINGS):
+        return True
+    if isinstance(value, functools.partial):
+        if _is_of_torch(value.func):  # its tensors are given to torch alone
+            return True
+        return all(_keeps_nothing(each, seen) for each in (value.func, *value.args, *value.keywords.values()))
+    if not isinstance(value, types.FunctionType) or _is_of_torch(value):
+        return _is_of_torch(value)
+    codes = [value.__code__]
+    for code in codes:
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    if any(each.opname in _STORES for code in codes for each in dis.get_instructions(code)):
+        return False
+    names = {name for code in codes for name in code.co_names}
+    if any(re.fullmatch(r"[a-z]\w*_", name) for name in names):  # in place
+        return False
+    read = [cell.cell_contents for cell in value.__closure__ or ()]
+    read += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    read += [value.__globals__[name] for name in names if name in value.__globals__]
+    return all(_keeps_nothing(each, seen | {id(value)}) for each in read)
+
+
+def _is_of_torch(value: Any) -> bool:
+    """Whether it is a function, class or loss of torch, or built in."""
+    if isinstance(value, nn.Module):
+        kind: Any = None if next(value.parameters(), None) is not None else type(value)
+    else:
+        kind = value if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType) else None
+    is_method = not isinstance(getattr(value, "__self__", None), types.ModuleType | None)
+    place = str(getattr(kind, "__module__", None) or "builtins").partition(".")[0]
+    return kind is not None and not is_method and place in ("torch", "builtins")
 
 
 def _has_ignore_index(loss: Any) -> bool:
