@@ -110,7 +110,8 @@ class UnevenBlock:
         for segment in self.segments:
             for where in segment.tensors:
                 units = gathered(tensors[where.name], where, segment.owned, self.group)
-                tensors[where.name] = units.flatten(0, 2).movedim(0, where.dim)
+                whole = torch.cat([part.flatten(0, 1) for part in units.split(where.rows, dim=1)])
+                tensors[where.name] = whole.movedim(0, where.dim)
         return {name: None if one is None else one.detach().clone() for name, one in tensors.items()}
 
     def parts(self):

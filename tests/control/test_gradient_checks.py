@@ -312,6 +312,6 @@ def test_batches_that_differ_later_are_an_error_in_the_first_steps_and_then_warn
         return seen
 
     first, second = run_ranks(train, 2, timeout_s=60)
-    told = "the ranks of the group were given different batches"
-    assert first[0] == second[0] == (0, told)
-    assert len(first) == 2 and first[1].startswith(f"step 20: {told}") and len(second) == 1
+    blame = "the ranks of the group were given different batches"
+    assert first[0] == second[0] == (0, blame)
+    assert len(first) == 2 and first[1].startswith(f"step 20: {blame}") and len(second) == 1

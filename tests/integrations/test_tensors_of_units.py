@@ -75,7 +75,7 @@ OF_ALL = {
 
 def segment(attention, on_change=None, name="attention"):
     follow = on_change or (lambda heads: setattr(attention, "num_heads", len(heads)))
-    return zr.Segment([f"{name}.qkv"], f"{name}.out", unit_size=HEAD, num_blocks=3, kind="heads", on_change=follow)
+    return zr.Segment([f"{name}.qkv"], f"{name}.out", unit_size=HEAD, parts=3, kind="heads", on_change=follow)
 
 
 def attention_with(hold, group):
@@ -141,13 +141,13 @@ def test_a_registered_module_with_sinks_stays_even(run_ranks, monkeypatch):
     def check(rank, group):
         register_segments(
             Attention,
-            lambda one: zr.Segment(
-                [one.qkv],
-                one.out,
+            lambda module: zr.Segment(
+                [module.qkv],
+                module.out,
                 HEAD,
-                num_blocks=3,
+                parts=3,
                 kind="heads",
-                on_change=lambda heads: setattr(one, "num_heads", 1),
+                on_change=lambda heads: setattr(module, "num_heads", 1),
             ),
         )
         model = attention_with(OF_HEADS["sinks"], group)

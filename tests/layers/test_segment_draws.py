@@ -113,7 +113,7 @@ def results(model):
     y = torch.stack([model(x), model(x)])
     y.square().sum().backward()
     biases = [block.down.bias.grad for block in model]
-    return y.detach(), x.grad, *(one.to_local() if hasattr(one, "to_local") else one for one in biases)
+    return y.detach(), x.grad, *(bias.to_local() if hasattr(bias, "to_local") else bias for bias in biases)
 
 
 def assert_alike(tensors, group):
@@ -151,10 +151,10 @@ def test_a_checkpointed_part_draws_again_what_it_drew(run_ranks):
         for saved in ((0, 0), *CHECKPOINTED.values()):
             model = blocks_of(group, plain, BETWEEN["F.dropout"], saved)
             balancer = moved(model, group)
-            found = results(model)
-            assert_alike(found, group)
-            expected = expected or found
-            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), saved
+            seen = results(model)
+            assert_alike(seen, group)
+            expected = expected or seen
+            assert all(torch.equal(one, other) for one, other in zip(seen, expected, strict=True)), saved
             balancer.close()
 
     run_ranks(check, 2)

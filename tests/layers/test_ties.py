@@ -117,3 +117,16 @@ def test_weights_that_torch_has_untied_are_named_once(run_ranks, caplog):
     (both, words, none), others = run_ranks(warnings, 2)
     assert len(both) == len(words) == 1 and not none and not any(others)
     assert "up1.weight and up2.weight" in both[0] and "embed.weight and up2.weight" in words[0]
+
+
+def test_a_frozen_model_made_of_the_same_whole_layers_is_no_tie(run_ranks):
+    def check(rank, group):
+        up, down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        towers = {}
+        for name in ("policy", "frozen"):
+            first = zr.ColumnParallelLinear.from_linear(up, process_group=group)
+            towers[name] = nn.Sequential(first, zr.RowParallelLinear.from_linear(down, process_group=group))
+        towers["frozen"].requires_grad_(False)
+        zr.convert(nn.ModuleDict(towers))
+
+    run_ranks(check, 2)

@@ -60,6 +60,6 @@ def test_layers_do_not_move_with_a_wrapped_optimizer(run_ranks):
     def check(rank, group):
         optimizer = wrapped(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1))
         with pytest.raises(ValueError, match=r"AcceleratedOptimizer only wraps a torch.optim.Optimizer: layers cannot"):
-            require_movable_state(optimizer)
+            require_movable_state(optimizer, {})
 
     run_ranks(check, 1)

@@ -1,5 +1,6 @@
 """What pipelines, and strategies, refuse: references to another layer's weight, and batches without samples."""
 
+import weakref
 from functools import partial
 
 import pytest
@@ -39,12 +40,6 @@ def local_class(embedding):
     return Local()
 
 
-def hooked(embedding):
-    head = nn.Identity()
-    head.register_forward_hook(lambda module, xs, y: functional.linear(y, embedding.weight))
-    return head
-
-
 class Listed(nn.Module):
     def __init__(self, embedding):
         super().__init__()
@@ -61,7 +56,6 @@ class Listed(nn.Module):
 HEADS = [
     Listed,
     local_class,
-    hooked,
     lambda embedding: Head(lambda: embedding.weight),
     lambda embedding: Head(partial(getattr, embedding, "weight")),
     lambda embedding: Head(Holder(embedding).weight),
@@ -88,6 +82,28 @@ def test_references_to_another_layer_are_refused(run_ranks):
         return texts
 
     assert all("layers.0.weight" in text and "layers.2" in text for texts in run_ranks(refusals, 2) for text in texts)
+
+
+class Monitor:
+    def __init__(self, model):
+        self.model = model
+
+    def log(self, *_):
+        pass
+
+
+def test_what_holds_the_whole_model_is_no_reference(run_ranks):
+    def check(rank, group):
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+        model = nn.Sequential(*layers)
+        layers[0].register_forward_hook(Monitor(model).log)
+        layers[1].parent, layers[0].owners = weakref.ref(model), [model]
+        pipeline = Pipeline(layers, functional.mse_loss, num_microbatches=2, process_group=group)
+        pipeline.step(torch.randn(4, WIDTH), target=torch.randn(4, WIDTH))
+        SwitchableModel(layers, strategies=[Strategy(1, 2)], process_group=group)
+
+    run_ranks(check, 2)
 
 
 def test_a_pipeline_refuses_a_batch_without_samples_on_every_rank(run_ranks):

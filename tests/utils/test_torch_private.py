@@ -21,7 +21,7 @@ PACKAGE = Path(torch_private.__file__).parents[1]
 #: Private names of Python's own library that are used.
 OF_PYTHON = {"_current_frames", "_getframe", "_make"}
 #: Of transformers and Colossal-AI.
-OF_HOSTS = {"_attn_implementation", "_origin_length"}
+OF_HOSTS = {"_attn_implementation", "_compute_grad_norm", "_origin_length"}
 
 
 def names_defined(tree):

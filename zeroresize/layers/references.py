@@ -4,41 +4,50 @@ from __future__ import annotations
 
 import functools
 import types
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
-#: What ``torch.nn.Module`` keeps of its own beside hooks.
-_REGISTERED = ("_parameters", "_buffers", "_modules")
+from zeroresize.utils.torch_private import base_of
+
+#: What ``torch.nn.Module`` keeps of its own: what is registered, and hooks, which often watch whole models.
+_OF_TORCH = frozenset(vars(nn.Module()))
 _MOST_OBJECTS = 20_000
 
 
 def read_parameters(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters that ``layer`` has registered and those that its objects refer to, by where they are."""
+    """Yield the parameters that ``layer`` has registered and those that its objects refer to, by where they are.
+
+    A module that holds the layer itself, as a parent or a monitor's model does, is not what it computes with.
+    """
     yield from layer.named_parameters()
     seen = set(map(id, layer.modules()))
-    todo = [(name, one) for name, module in layer.named_modules() for one in _outside(module)]
+    todo = [
+        (f"{name}.{key}".lstrip("."), value)
+        for name, module in layer.named_modules()
+        for key, value in _outside(module)
+    ]
     while todo and len(seen) < _MOST_OBJECTS:
         name, value = todo.pop()
         if id(value) in seen or isinstance(value, str | bytes | int | float | type | types.ModuleType | None):
             continue
         seen.add(id(value))
         if isinstance(value, nn.Module):
-            yield from ((f"{name} (by reference)".strip(), one) for one in value.parameters())
+            if all(module is not layer for module in value.modules()):
+                yield from ((f"{name} (by reference)", parameter) for parameter in value.parameters())
         elif isinstance(value, Tensor):
-            yield f"{name} (by reference)".strip(), value if value._base is None else value._base
+            yield f"{name} (by reference)", base_of(value)
         else:
-            todo += [(name, one) for one in _inside(value)]
+            todo += [(name, referred) for referred in _inside(value)]
 
 
-def _outside(module: nn.Module) -> Iterator[Any]:
-    """What a module holds besides what it has registered, and what the functions of its class do."""
-    yield from (value for key, value in vars(module).items() if key not in _REGISTERED)
+def _outside(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What a module holds besides what it has registered, and the functions of its class, by name."""
+    yield from ((key, value) for key, value in vars(module).items() if key not in _OF_TORCH)
     for kind in type(module).__mro__:
         if not kind.__module__.startswith("torch."):
-            yield from (value for value in vars(kind).values() if not isinstance(value, type))
+            yield from ((key, value) for key, value in vars(kind).items() if not isinstance(value, type))
 
 
 def _inside(value: Any) -> list[Any]:
@@ -47,8 +56,6 @@ def _inside(value: Any) -> list[Any]:
         return list(value.values())
     if isinstance(value, list | tuple | set | frozenset):
         return list(value)
-    if isinstance(value, weakref.ref):
-        return [value()]
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, types.MethodType):

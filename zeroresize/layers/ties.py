@@ -91,7 +91,7 @@ def require_ties_kept(model: nn.Module) -> None:
         if origin is None:
             continue
         other_name, other = seen.setdefault(origin, (name, parameter))
-        if other is not parameter and (other.requires_grad or parameter.requires_grad):
+        if other is not parameter and (other.requires_grad and parameter.requires_grad):
             raise ValueError(
                 f"{other_name} and {name} were one parameter (tied weights), and splitting has made two of it, which "
                 f"would be trained apart. {_REMEDY}"

@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+
+from zeroresize.utils.torch_private import leaves_of, map_leaves
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class CountedLoss(nn.Module):
                 self.is_plain, self._doubt = True, self._doubt_of(term, outputs, targets)
         self.counted += count
         if not count:  # a mean over nothing would be NaN
-            return sum(x.flatten()[:0].sum() for x in tree_leaves(outputs) if x.requires_grad) + torch.zeros(())
+            return sum(x.flatten()[:0].sum() for x in leaves_of(outputs) if x.requires_grad) + torch.zeros(())
         if not isinstance(value, Tensor) or value.numel() != 1:
             kind = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"loss returns {kind}: one number is needed, or (sum, count)")
@@ -169,7 +170,7 @@ class CountedLoss(nn.Module):
             devices = [value.device] if value.is_cuda else []
             with torch.no_grad(), torch.random.fork_rng(devices):
                 first, second = (
-                    float(self._loss(*tree_map(lambda tensor, part=part: tensor[part], (outputs, targets))))
+                    float(self._loss(*map_leaves(lambda tensor, part=part: tensor[part], (outputs, targets))))
                     for part in (slice(half), slice(half, None))
                 )
             mean, whole = (half * first + (size - half) * second) / size, float(value.detach())
@@ -309,7 +310,10 @@ def _keeps_nothing(value: Any, seen: frozenset[int] = frozenset()) -> bool:
     names = {name for code in codes for name in code.co_names}
     if any(re.fullmatch(r"[a-z]\w*_", name) for name in names):  # in place
         return False
-    read = [cell.cell_contents for cell in value.__closure__ or ()]
+    cells = value.__closure__ or ()
+    if any(cell == types.CellType() for cell in cells):  # filled later
+        return False
+    read = [cell.cell_contents for cell in cells]
     read += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     read += [value.__globals__[name] for name in names if name in value.__globals__]
     return all(_keeps_nothing(each, seen | {id(value)}) for each in read)

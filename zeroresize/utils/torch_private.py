@@ -23,7 +23,7 @@ from torch.nn.modules import module as nn_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim import optimizer as optim_optimizer
-from torch.utils import _python_dispatch
+from torch.utils import _python_dispatch, _pytree
 
 _c10d: Any = dist.distributed_c10d
 
@@ -587,3 +587,18 @@ def hooks_of_saved_tensors() -> tuple[Callable[[Tensor], Any], Callable[[Any], T
     """
     tell = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return tell(True) if tell is not None else None
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """Return what stands in nested containers, in order."""
+    return _pytree.tree_leaves(value)
+
+
+def map_leaves(function: Any, value: Any) -> Any:
+    """Return nested containers with ``function`` of what stands in them."""
+    return _pytree.tree_map(function, value)
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """Return the tensor of which it is a view, or itself."""
+    return tensor if tensor._base is None else tensor._base
