@@ -98,7 +98,7 @@ class SeenBatches:
     def _model_begins(self, model: nn.Module, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> None:
         if torch.compiler.is_compiling() or not model.training or model is not self._model():  # but a copy
             return
-        given = {**dict(enumerate(inputs)), **named_inputs}
+        given: dict[Any, Any] = {**dict(enumerate(inputs)), **named_inputs}
         self._inputs = list(_whole_numbers(given, "input ")) if self._looks else []
 
     @property

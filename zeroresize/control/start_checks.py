@@ -38,9 +38,8 @@ _TOLERANCE = 1e-3
 #: Of its norm, times the machine epsilon and the root of the steps: what rounding adds to that at most, as it adds up
 #: like a random walk. A gradient that is scaled by other factors on other ranks is above after a few steps.
 _ROUNDINGS = 8.0
-#: Copies are compared again after so many steps, whenever their number is ten times as large, and after so many at the
-#: latest: with few tokens a step, a comparison costs a good part of one, and the first steps have those of the start.
-_FIRST_STEP, _MOST_STEPS = 20, 1000
+#: Copies are compared again after so many steps, whenever their number has doubled, and after so many at the latest.
+_FIRST_STEP, _MOST_STEPS = 10, 1000
 #: In so many steps gradients are looked for: the first may be skipped, or make them within itself.
 _MOST_TRIES = 10
 #: Of its norm: what a gradient may differ by in sum. Devices differ in more than last bits where some multiply in TF32.
@@ -140,7 +139,7 @@ class StartCheck:
             num_steps: of the optimizer so far, the same on all ranks.
         """
         if self._at_start is not None and num_steps >= self._next_step:
-            self._next_step = min(10 * num_steps, num_steps + _MOST_STEPS)
+            self._next_step = min(2 * num_steps, num_steps + _MOST_STEPS)
             self._compare_again(self._at_start, num_steps)
 
     def _compare_again(self, at_start: Mapping[str, list[float]], num_steps: int) -> None:
