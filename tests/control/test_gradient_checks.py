@@ -312,6 +312,60 @@ def test_batches_that_differ_later_are_an_error_in_the_first_steps_and_then_warn
         return seen
 
     first, second = run_ranks(train, 2, timeout_s=60)
+<<<<<<< HEAD
     blame = "the ranks of the group were given different batches"
     assert first[0] == second[0] == (0, blame)
     assert len(first) == 2 and first[1].startswith(f"step 20: {blame}") and len(second) == 1
+=======
+    told = "the ranks of the group were given different batches"
+    assert first[0] == second[0] == (0, told)
+    assert len(first) == 2 and first[1].startswith(f"step 20: {told}") and len(second) == 1
+
+
+def test_whole_numbers_that_are_not_one_a_token_may_be_meant_and_hide_no_others(run_ranks):
+    """As a rank's range of the vocabulary, or something that happens to have as many elements as its part."""
+
+    def train(rank, group):
+        x, ids = torch.ones(2, 6, FEATURES), torch.arange(12).view(2, 6)
+        seen = []
+        for labels, other in ((torch.tensor([rank, rank + 1, 3]), 0), (torch.zeros(6, dtype=torch.long), rank)):
+            model = Divided(group)
+            optimizer, balancer = balanced(model, group)
+            with caught_log_lines() as lines:
+                try:
+                    model(x, ids + other, labels=labels).sum().backward()
+                    optimizer.step()
+                    balancer.step()
+                except ValueError as error:
+                    lines.append(str(error))
+            seen.append([line for line in lines if "differ in input" in line])
+            balancer.close()
+        return seen
+
+    (meant, hidden), (_, hidden_1) = run_ranks(train, 2, timeout_s=30)
+    assert len(meant) == 1 and "differ in input labels; " in meant[0] and "meant to have its own" in meant[0]
+    assert hidden == hidden_1 and len(hidden) == 1 and "differ in input 1" in hidden[0]
+
+
+class Reducing(torch.optim.AdamW):
+    def step(self, closure=None):
+        summed(self.model)
+        return super().step(closure)
+
+
+def test_an_optimizer_that_sums_gradients_in_its_own_step_is_no_error(run_ranks):
+    def train(rank, group):
+        model = Model()
+        model.embedding = nn.Embedding(11, FEATURES)
+        model.part.enter = entered
+        optimizer, balancer = balanced(model, group, Reducing)
+        optimizer.model = model
+        with caught_log_lines() as lines:
+            trained(model, optimizer, balancer)
+        balancer.close()
+        return [line for line in lines if "of a sum" in line], model.part.k.weight.detach()
+
+    (lines, weight), (others, other) = run_ranks(train, 2, timeout_s=30)
+    assert len(lines) == 1 and not others and "All is well if the optimizer's step" in lines[0]
+    assert torch.equal(weight, other)
+>>>>>>> mend1

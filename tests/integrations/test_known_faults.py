@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.processes import caught_log_lines
 
-from zeroresize.integrations.known_faults import warn_of_known_faults
+from zeroresize.integrations.known_faults import _FAULTS, warn_of_known_faults
 from zeroresize.resharding.data_parallel import unwrap
 
 sys.path.append(str(Path(__file__).parents[1] / "checks"))
@@ -70,3 +70,9 @@ def test_transformers_and_peft(run_ranks):
 
     cases = [*CASES, *(case for case in SOUND if case.is_sound)]
     assert_said(lines_of(run_ranks, cases), cases)
+
+
+def test_versions_in_which_nothing_was_seen_match_none():
+    for package, later in {"colossalai": "0.5.1", "transformers": "5.25.0", "peft": "0.22.0"}.items():
+        versions = [start for name, start, *_ in _FAULTS if name == package]
+        assert versions and not any(later.startswith(start) for start in versions)

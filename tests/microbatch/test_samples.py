@@ -1,10 +1,12 @@
 """Samples that are not those an iteration was planned for end in an error of all ranks before anything is computed."""
 
+import numpy as np
 import pytest
 import torch
 from helpers.micro_batches import LocalPlans, planner_of, samples_of
 
 from tests.microbatch.test_training import trainer_of
+from zeroresize.microbatch.sample_check import SampleCheck
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.microbatches.planning import batch_fingerprint
 
@@ -75,3 +77,12 @@ def test_replicas_are_not_compared_and_a_batch_that_cannot_be_made_is_told(run_r
             trainer.step(samples_of("gpt", lengths), lengths)
 
     run_ranks(check, 2, timeout_s=30)
+
+
+def test_samples_of_every_kind_of_number_are_compared():
+    check = SampleCheck(None, None)
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.bool, torch.int64, torch.complex64):
+        for shape in ((), (4, 8)):
+            zeros, ones = (torch.full(shape, number).to(dtype).t() for number in (0, 1))
+            first, second, again = (check.numbers([one], [0], np.array([[4]])) for one in (zeros, ones, zeros.clone()))
+            assert first != second and first == again

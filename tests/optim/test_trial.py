@@ -1,5 +1,6 @@
 """What an optimizer knows of single parameters, such as a mark or a name, is known in its trials, too."""
 
+import numpy as np
 import pytest
 import torch
 from test_independence import Lion
@@ -275,3 +276,68 @@ def test_element_wise_optimizers_of_others_are_accepted_with_groups_and_dtypes(k
         params = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((6, 5), (7,), (5, 6), (3, 4, 2))]
         optimizer = kind([{"params": params[:1]}, {"params": params[1:], "lr": 0.0}], lr=0.1)
         assert why_not_elementwise(optimizer, params) is None and why_not_by_parameter(optimizer, params) is None
+
+
+class Holder:
+    __slots__ = ("d", "n")
+
+
+class ByNormSoFar(torch.optim.Optimizer):
+    """As D-Adaptation: its step size begins small, and follows a norm over all parameters; held where it is told to."""
+
+    def __init__(self, params, tracker, read, write):
+        super().__init__(params, {"lr": 1.0})
+        self.tracker, self.read, self.write = tracker, read, write
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        d, n = self.read(self.tracker)
+        n += sum(float(one.grad.abs().sum()) for group in self.param_groups for one in group["params"]) * float(d) ** 2
+        d = max(d, n) if n > 1e-2 else d
+        self.write(self.tracker, d, n)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(float(d) * parameter.grad.sign())
+
+
+def _read_slots(tracker):
+    return tracker.d, tracker.n
+
+
+def _write_slots(tracker, d, n):
+    tracker.d, tracker.n = d, n
+
+
+def _read_nested(tracker):
+    return tracker["of all"][0]
+
+
+def _write_nested(tracker, d, n):
+    tracker["of all"][0] = (d, n)
+
+
+def _read_list(tracker):
+    return tracker
+
+
+def _write_list(tracker, d, n):
+    tracker[:] = [d, n]
+
+
+def _write_tensors(tracker, d, n):
+    tracker[0].fill_(float(d))
+    tracker[1].fill_(float(n))
+
+
+def test_numbers_that_follow_gradients_are_found_wherever_an_optimizer_holds_them():
+    slots = Holder()
+    slots.d, slots.n = 1e-6, 0.0
+    for tracker, read, write in (
+        ({"of all": [(1e-6, 0.0)]}, _read_nested, _write_nested),
+        ([1e-6, 0.0], _read_list, _write_list),
+        ([torch.tensor(1e-6), torch.zeros(1)], _read_list, _write_tensors),
+        (np.array([1e-6, 0.0]), _read_list, _write_list),
+        (slots, _read_slots, _write_slots),
+    ):
+        params = [nn.Parameter(torch.ones(6, 5)), nn.Parameter(torch.ones(5, 6))]
+        assert "its number tracker" in why_not_elementwise(ByNormSoFar(params, tracker, read, write), params)

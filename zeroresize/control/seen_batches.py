@@ -14,14 +14,15 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.utils.alike import alike, at_fault
 from zeroresize.utils.fingerprint import fingerprint
 
-#: So many forwards are looked at from the start on; later ones only before the ranks compare.
-_FIRST_FORWARDS = 10
 #: About so many tokens of a layer's input are looked at, evenly spread.
 _MOST_TOKENS = 256
 #: Of its norm: what the ranks' inputs of a layer may differ by in sum, at least, and in machine epsilons.
 _TOLERANCE, _ROUNDINGS = 1e-3, 8.0
 #: Sums of whole numbers are taken modulo this, so that many of them add up exactly in float64.
 _MODULUS = 2**40
+#: Whether a difference is a mistake: surely; unless random draws differ; unless it is meant.
+_SURELY, _UNLESS_DRAWN, _UNLESS_MEANT = range(3)
+_REMEDIES = ", and draw alike what is random before the layers", "; all is well if each rank is meant to have its own"
 
 
 class SeenBatches:
@@ -36,74 +37,84 @@ class SeenBatches:
         num_ranks: of the group.
 
     Attributes:
-        is_due: whether the ranks compare soon, so that forwards are looked at.
+        is_due: whether the ranks compare soon, as they do at the start, so that forwards are looked at.
         rounding: what sums may differ by in the precision in which the layer multiplies, of a norm.
         unhook: looks at the model no more.
     """
 
     def __init__(self, model: nn.Module, name: str, layer: BalancedLinear, num_ranks: int) -> None:
-        self.is_due, self.rounding, self._are_parts = False, 0.0, False
-        self._model, self._num_ranks, self._num_forwards = weakref.ref(model), num_ranks, 0
+        self.is_due, self.rounding = True, 0.0
+        self._model, self._num_ranks = weakref.ref(model), num_ranks
         self._input, self._is_column_parallel = f"the input of {name}", layer.is_column_parallel
-        self._seen: dict[str, tuple[Tensor, int, float]] = {}  # sums, of how many elements, and what is rounding
-        self._taken: dict[float, tuple[str, float]] = {}
-        self._sizes: set[int] = set()
+        #: Sums, of how many elements, what is rounding, and whether a difference is a mistake.
+        self._seen: dict[str, tuple[Tensor, int, float, int]] = {}
+        self._taken: dict[float, tuple[str, float, int]] = {}
+        self._inputs: list[tuple[str, Tensor]] = []  # of the model, until the layer tells how many tokens there are
         self.unhook = model.register_forward_pre_hook(self._model_begins, with_kwargs=True).remove
+
+    def __deepcopy__(self, memo: object) -> SeenBatches:
+        return self  # which looks at no copy of the model
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # its layers tell that a model is not to be pickled
 
     def layer_begins(self, x: Tensor) -> None:
         """Look at what the layer is called with, [..., K]."""
         if self._looks:
-            if x.shape[:-1].numel() in {self._num_ranks * size for size in self._sizes}:
-                self._are_parts = True
-                self._seen.clear()
+            num_tokens = x.shape[:-1].numel()
+            for name, numbers in self._inputs:
+                if numbers.numel() * self._num_ranks != num_tokens:  # else a rank's part of the sequences
+                    doubt = _SURELY if numbers.numel() == num_tokens else _UNLESS_MEANT
+                    self._add(name, numbers, _placed_sums(numbers), 0.0, doubt)
             if self._is_column_parallel and x.is_floating_point():
                 self.rounding = _ROUNDINGS * torch.finfo(x.dtype).eps
-                some = x.reshape(-1, x.shape[-1])[:: max(1, x.shape[:-1].numel() // _MOST_TOKENS)]
-                self._add(self._input, x, sums_of(some), max(_TOLERANCE, self.rounding))
-        self._num_forwards += 1
+                some = x.reshape(-1, x.shape[-1])[:: max(1, num_tokens // _MOST_TOKENS)]
+                self._add(self._input, x, sums_of(some), max(_TOLERANCE, self.rounding), _UNLESS_DRAWN)
+        self._inputs.clear()
 
     def take(self) -> list[float]:
         """Return what was seen since the last call: for each a key and three sums."""
-        self._taken = {fingerprint(f"{name} {size}"): (name, least) for name, (_, size, least) in self._seen.items()}
+        self._taken = {
+            fingerprint(f"{name} {size} {doubt}"): (name, least, doubt)
+            for name, (_, size, least, doubt) in self._seen.items()
+        }
         rows = [sums.tolist() for sums, *_ in self._seen.values()]
         self._seen.clear()
         return [number for key, row in zip(self._taken, rows, strict=True) for number in (key, *row)]
 
-    def difference(self, tables: Sequence[Mapping[float, Sequence[float]]]) -> tuple[str, bool]:
-        """Tell how ranks' batches differ by what each has taken, by key, and whether that is sure; empty if alike."""
+    def difference(self, tables: Sequence[Mapping[float, Sequence[float]]]) -> tuple[str, bool, bool]:
+        """Tell how ranks' batches differ by what each has taken, by key; whether surely, and only as may be meant."""
         differing: list[str] = []
-        is_certain = False
-        for key, (name, tolerance) in self._taken.items():
+        doubts = set[int]()
+        for key, (name, tolerance, doubt) in self._taken.items():
             if all(key in table for table in tables):  # else of other sizes, which layers compare
                 groups = alike([distance_of_sums(table[key], tables[0][key]) > tolerance for table in tables])
                 if len(groups) > 1:
                     differing.append(f"{name}{at_fault(groups)}")
-                    is_certain = is_certain or not tolerance
-        return (
+                    doubts.add(doubt)
+        is_certain, only_warns = _SURELY in doubts, doubts == {_UNLESS_MEANT}
+        remedy = "" if is_certain else _REMEDIES[only_warns]
+        text = (
             f"the ranks of the group were given different batches: they differ in {', '.join(differing)}; every rank "
             "of a tensor-parallel group must be given the same batch (samplers divide them over data-parallel ranks "
-            f"only){'' if is_certain else ', and draw alike what is random before the layers'}"
-            if differing
-            else ""
-        ), is_certain
+            f"only){remedy}"
+        )
+        return text if differing else "", is_certain, only_warns
 
     def _model_begins(self, model: nn.Module, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> None:
         if torch.compiler.is_compiling() or not model.training or model is not self._model():  # but a copy
             return
-        self._sizes.clear()
-        if self._looks and not self._are_parts:
-            for name, numbers in _whole_numbers({**dict(enumerate(inputs)), **named_inputs}, "input "):
-                self._sizes.add(numbers.numel())
-                self._add(name, numbers, _placed_sums(numbers), 0.0)
+        given: dict[Any, Any] = {**dict(enumerate(inputs)), **named_inputs}
+        self._inputs = list(_whole_numbers(given, "input ")) if self._looks else []
 
     @property
     def _looks(self) -> bool:
         is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        return (self.is_due or self._num_forwards < _FIRST_FORWARDS) and not is_captured
+        return self.is_due and not is_captured
 
-    def _add(self, name: str, tensor: Tensor, sums: Tensor, tolerance: float) -> None:
-        before, size, _ = self._seen.get(name, (torch.zeros_like(sums), 0, 0.0))
-        self._seen[name] = before.to(sums.device) + sums, size + tensor.numel(), tolerance
+    def _add(self, name: str, tensor: Tensor, sums: Tensor, tolerance: float, doubt: int) -> None:
+        before, size, *_ = self._seen.get(name, (torch.zeros_like(sums), 0))
+        self._seen[name] = before.to(sums.device) + sums, size + tensor.numel(), tolerance, doubt
 
 
 def _whole_numbers(inputs: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Tensor]]:

@@ -27,7 +27,7 @@ from zeroresize.comm.collectives import group_rank
 from zeroresize.comm.exchange import Exchange
 from zeroresize.control.seen_batches import SeenBatches
 from zeroresize.control.setup_checks import HINT, MOST_NAMED, Layers, check_data_parallelism
-from zeroresize.optim.optimizers import hook_steps, stepped_gradients
+from zeroresize.optim.optimizers import hook_steps, stepped_gradients, torch_optimizer
 from zeroresize.utils.alike import minority, named_ranks
 
 logger = logging.getLogger(__name__)
@@ -38,12 +38,15 @@ _TOLERANCE = 1e-3
 #: Of its norm, times the machine epsilon and the root of the steps: what rounding adds to that at most, as it adds up
 #: like a random walk. A gradient that is scaled by other factors on other ranks is above after a few steps.
 _ROUNDINGS = 8.0
-#: Copies are compared whenever the number of steps has doubled, and after so many at the latest.
-_MOST_STEPS = 1000
+#: Copies are compared again after so many steps, whenever their number has doubled, and after so many at the latest.
+_FIRST_STEP, _MOST_STEPS = 10, 1000
 #: In so many steps gradients are looked for: the first may be skipped, or make them within itself.
 _MOST_TRIES = 10
 #: Of its norm: what a gradient may differ by in sum. Devices differ in more than last bits where some multiply in TF32.
 _GRADIENT_TOLERANCE = 1e-2
+#: Packages whose steps take gradients as they are, and sum none over ranks before.
+_STEPPING = ("torch", "colossalai", "accelerate", "transformers", "zeroresize")
+_IN_STEP = ". All is well if the optimizer's step, which is not a known one, does so itself"
 _OTHER_CAUSES = ", unless the targets, or what is random outside of the layers, differ between the ranks"
 #: Of one rank's parameter the sums of its even and of its odd elements, and its norm; None where it has none such.
 _Sums = Sequence[float] | None
@@ -72,7 +75,7 @@ class StartCheck:
         self._model, self._layers, self._group, self._exchange = model, layers, process_group, exchange
         self._optimizer = optimizer
         self._at_start: dict[str, list[float]] | None = None
-        self._next_step = self._num_tries_left = 0
+        self._next_step, self._num_tries_left = _FIRST_STEP, 0
         self._has_begun = self._has_stepped = False
         self._warned: set[str] = set()
         columns = [name for name, layer in layers.items() if layer.is_column_parallel]
@@ -127,7 +130,7 @@ class StartCheck:
         if not self._has_stepped:
             self._compare_gradients(steps=False)
         self._has_stepped = False
-        self._batches.is_due = 0 < self._next_step <= num_steps + 1
+        self._batches.is_due = self._num_tries_left > 0 or self._next_step <= num_steps + 1
 
     def after_update(self, num_steps: int) -> None:
         """Warn, once and on rank 0, of copies that have drifted apart since the start; collective, if it is due.
@@ -187,19 +190,23 @@ class StartCheck:
             max(_GRADIENT_TOLERANCE, self._batches.rounding),
         )
         if differing:
+            is_known = _begins_with_gradients(self._optimizer)
             self._judge(
                 f"the gradients of {len(differing)} of {len(sums)} parameters that all ranks of the group hold alike "
                 f"differ between the ranks in the first optimizer step: {', '.join(differing[:MOST_NAMED])}"
                 f"{', …' * (len(differing) > MOST_NAMED)}. Each is a part of a sum, as its layer works on what is "
                 f"divided over the ranks{'' if is_certain else _OTHER_CAUSES}. Sum it over the group once a step, "
                 "behind the last backward and before clipping, and the gradient of its layer's whole input in every "
-                "backward; or divide the layer as those beside it",
+                f"backward; or divide the layer as those beside it{'' if is_known else _IN_STEP}",
                 is_certain,
+                only_warns=not is_known,
             )
 
-    def _judge(self, difference: str, is_certain: bool) -> None:
+    def _judge(self, difference: str, is_certain: bool, only_warns: bool = False) -> None:
         """Raise an error; or warn, where dropout that is drawn otherwise on each rank, as in some hosts, may be why."""
-        if difference and not is_certain and any(map(_drops, self._model.modules())):
+        if difference and only_warns:
+            self._warn(difference[:40], f"{difference}; {HINT}")
+        elif difference and not is_certain and any(map(_drops, self._model.modules())):
             self._warn(difference[:40], f"{difference}; dropout outside of the layers must be drawn alike, too; {HINT}")
         elif difference:
             raise ValueError(f"{difference}; {HINT}")
@@ -214,7 +221,7 @@ class StartCheck:
 
     def _gathered(
         self, replicated: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
-    ) -> tuple[dict[str, list[_Sums]], tuple[str, bool]]:
+    ) -> tuple[dict[str, list[_Sums]], tuple[str, bool, bool]]:
         """Return every rank's sums of a tensor of each parameter, and how their batches differ; collective."""
         keys = {name: key_of_parameter(name, parameter) for name, parameter in replicated.items()}
         rows = [[keys[name], *row[1:]] for name, row in zip(tensors, sums_of_parameters(tensors), strict=True)]
@@ -280,6 +287,12 @@ def _calling(method: weakref.WeakMethod[Any]) -> Any:
 def _call_all(functions: Sequence[Callable[[], object]]) -> None:
     for function in functions:
         function()
+
+
+def _begins_with_gradients(optimizer: Any) -> bool:
+    """Whether its step is known to take gradients as they are when it is called."""
+    module = getattr(torch_optimizer(optimizer).step, "__module__", None)
+    return str(module).partition(".")[0] in _STEPPING
 
 
 def _drops(module: nn.Module) -> bool:

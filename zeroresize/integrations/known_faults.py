@@ -75,17 +75,18 @@ def _is_never_read(module: nn.Module, optimizer: Any) -> str | None:
 
 
 # fmt: off
-#: Package, the beginning of its versions, what has the fault, what is wrong, what to do.
+#: Package, the beginning of the versions in which it was seen, what has the fault, what is wrong, what to do.
 _FAULTS = (
-    ("colossalai", "0.5.", _drops_by_rank, "drops replicated activations otherwise on each rank", "set its p to 0"),
-    ("colossalai", "0.5.", _sees_later_tokens, "lets tokens see later ones",
+    ("colossalai", "0.5.0", _drops_by_rank, "drops replicated activations otherwise on each rank", "set its p to 0"),
+    ("colossalai", "0.5.0", _sees_later_tokens, "lets tokens see later ones",
      "switch flash attention on, or load GPT-2 with attn_implementation='eager'"),
-    ("colossalai", "0.5.", _never_sums_bias, "has a gradient of this rank's tokens only, which nobody sums",
+    ("colossalai", "0.5.0", _never_sums_bias, "has a gradient of this rank's tokens only, which nobody sums",
      "do without sequence parallelism, or sum it over the ranks before each step"),
-    ("colossalai", "0.5.", _counts_for_less, "counts for less in the clipping norm", "clip by zr.clip_grad_norm_"),
-    ("transformers", "5.", _sums_again, "sums accumulated gradients over the ranks again at each backward",
+    ("colossalai", "0.5.0", _counts_for_less, "counts for less in the clipping norm", "clip by zr.clip_grad_norm_"),
+    ("transformers", "5.24.", _sums_again,
+     "sums accumulated gradients over the ranks again at each backward, if a step has several backwards",
      "run one backward a step"),
-    ("peft", "0.", _is_never_read, "never trains: it computes with the original's weights",
+    ("peft", "0.21.", _is_never_read, "never trains: it computes with the original's weights",
      "train that module itself, without modules_to_save"),
 )
 # fmt: on

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from zeroresize.comm.meeting import Meet
@@ -85,7 +86,7 @@ class SampleCheck:
 def _tokens(sample: Any) -> bytes:
     """The contents of a sample as far as it is made of tensors and arrays."""
     if isinstance(sample, Tensor):
-        return _tokens(sample.detach().cpu().numpy())
+        sample = sample.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()  # numpy has no bfloat16
     if isinstance(sample, np.ndarray):
         return sample.tobytes()
     return b"".join(map(_tokens, sample)) if isinstance(sample, tuple | list) else b""

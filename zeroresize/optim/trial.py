@@ -8,12 +8,14 @@ import pickle
 import re
 import types
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -240,15 +242,34 @@ def _undisturbed(tensor: Tensor) -> Iterator[None]:
         yield
 
 
-def _numbers_in(values: Mapping[Any, Any]) -> dict[str, float]:
-    """Its numbers, also in tensors of one element."""
-    numbers = {}
+def _numbers_in(values: Mapping[Any, Any], seen: dict[int, Any] | None = None) -> dict[str, float]:
+    """Its numbers by name, also in tensors of one element, arrays, and whatever holds them, at any depth."""
+    numbers: dict[str, float] = {}
+    seen = {} if seen is None else seen  # what was seen itself, so that no id is another's later
     for name, value in values.items():
-        if isinstance(value, Tensor) and value.numel() == 1:
-            value = value.item()
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            numbers[str(name)] = value
+        if isinstance(value, (bool, str, bytes, nn.Parameter, *_PLAIN)):
+            continue
+        if isinstance(value, Real):
+            numbers[str(name)] = float(value)
+        elif id(value) not in seen:
+            seen[id(value)] = value
+            inner = _numbers_in(_parts_of(value), seen)
+            numbers |= {f"{name}.{part}".rstrip("."): number for part, number in inner.items()}
     return numbers
+
+
+def _parts_of(value: Any) -> Mapping[str, Any]:
+    """What something holds, by name or place."""
+    if isinstance(value, Tensor):
+        return {"": value.item()} if value.numel() == 1 else {}
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.reshape(-1).tolist()
+    if isinstance(value, list | tuple | deque):
+        return {str(at): part for at, part in enumerate(value)}
+    if isinstance(value, Mapping):  # keys may be parameters, which are long to print
+        return {key if isinstance(key, str) else f"key {at}": part for at, (key, part) in enumerate(value.items())}
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)]
+    return {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots}}
 
 
 def _numbers_of(optimizer: Optimizer) -> dict[str, float]:
