@@ -312,14 +312,9 @@ def test_batches_that_differ_later_are_an_error_in_the_first_steps_and_then_warn
         return seen
 
     first, second = run_ranks(train, 2, timeout_s=60)
-<<<<<<< HEAD
     blame = "the ranks of the group were given different batches"
     assert first[0] == second[0] == (0, blame)
     assert len(first) == 2 and first[1].startswith(f"step 20: {blame}") and len(second) == 1
-=======
-    told = "the ranks of the group were given different batches"
-    assert first[0] == second[0] == (0, told)
-    assert len(first) == 2 and first[1].startswith(f"step 20: {told}") and len(second) == 1
 
 
 def test_whole_numbers_that_are_not_one_a_token_may_be_meant_and_hide_no_others(run_ranks):
@@ -368,4 +363,3 @@ def test_an_optimizer_that_sums_gradients_in_its_own_step_is_no_error(run_ranks)
     (lines, weight), (others, other) = run_ranks(train, 2, timeout_s=30)
     assert len(lines) == 1 and not others and "All is well if the optimizer's step" in lines[0]
     assert torch.equal(weight, other)
->>>>>>> mend1
