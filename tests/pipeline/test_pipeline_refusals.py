@@ -94,14 +94,17 @@ class Monitor:
 
 def test_what_holds_the_whole_model_is_no_reference(run_ranks):
     def check(rank, group):
-        torch.manual_seed(0)
-        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-        model = nn.Sequential(*layers)
-        layers[0].register_forward_hook(Monitor(model).log)
-        layers[1].parent, layers[0].owners = weakref.ref(model), [model]
-        pipeline = Pipeline(layers, functional.mse_loss, num_microbatches=2, process_group=group)
+        def watched():
+            torch.manual_seed(0)
+            layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+            model = nn.Sequential(*layers)
+            layers[0].register_forward_hook(Monitor(model).log)
+            layers[1].parent, layers[0].owners = weakref.ref(model), [model]
+            return layers
+
+        pipeline = Pipeline(watched(), functional.mse_loss, num_microbatches=2, process_group=group)
         pipeline.step(torch.randn(4, WIDTH), target=torch.randn(4, WIDTH))
-        SwitchableModel(layers, strategies=[Strategy(1, 2)], process_group=group)
+        SwitchableModel(watched(), strategies=[Strategy(1, 2)], process_group=group)
 
     run_ranks(check, 2)
 

@@ -244,7 +244,7 @@ class _Check:
         return (
             is_decoder is True
             or any(word in type(modules[0]).__name__ for word in _CAUSAL)
-            or any(getattr(module, "is_causal", False) is True for module in modules)
+            or {getattr(module, "is_causal", None) for module in modules} - {None} == {True}
         )
 
     def _beside_reference(self) -> list[ParallelFinding]:

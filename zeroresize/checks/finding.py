@@ -11,6 +11,7 @@ DRAWS = "random draws differ between ranks"
 GRADIENTS = "gradients differ between ranks"
 PARTIAL = "gradient is a partial sum"
 MULTIPLIED = "gradient is multiplied"
+DERIVATIVE = "gradient is not the derivative"
 TIE = "tie is broken"
 PACKED = "packed weight is cut across its parts"
 SUM = "sum is counted wrongly"
@@ -29,6 +30,8 @@ _REMEDIES = {
     GRADIENTS: "sum over the group what the backward hands to replicated values: dx of a column-parallel layer",
     PARTIAL: "sum this gradient over the group, by the parameter's register_hook or before the optimizer's step",
     MULTIPLIED: "let the backward of a sum hand on dy as it is, and reduce the loss of DTensors after full_tensor()",
+    DERIVATIVE: "look at what lies behind this layer; a loss with detach(), rounding or a backward of its own has "
+    "such a gradient on purpose: check without it",
     TIE: "give both layers one Parameter after the model is divided, or sum both gradients before each step",
     PACKED: "cut each part of the packed weight by itself, or make a layer of each part",
     SUM: "sum the products of all ranks once, and add the whole bias once, after the sum",

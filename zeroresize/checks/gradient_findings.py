@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from zeroresize.checks.finding import GRADIENTS, MULTIPLIED, PARTIAL, UNREAD, ParallelFinding, finding
+from zeroresize.checks.finding import DERIVATIVE, GRADIENTS, MULTIPLIED, PARTIAL, UNREAD, ParallelFinding, finding
 from zeroresize.checks.gradient_checks import JudgedGradient
 from zeroresize.checks.ranks import Ranks
 from zeroresize.checks.recording import Event, Recorder, are_alike
@@ -59,7 +59,7 @@ def find_wrong_gradients(
         else:
             findings.append(_first_of(MULTIPLIED, multiplied, times, "backward"))
     elif others and not differing and not findings:
-        findings.append(_first_of(PARTIAL, others, "it is not the measured derivative", "backward"))
+        findings.append(_first_of(DERIVATIVE, others, "alike on all ranks, and other than measured", "backward"))
     return findings
 
 

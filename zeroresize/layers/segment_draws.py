@@ -61,7 +61,7 @@ def follow_draws(segment: OwnedSegment, *, is_column_parallel: bool, device: tor
         return
     has_drawn = stream.has_drawn or (0 in segment.owned.counts and not _are_forced)  # who has no units draws nothing
     has_drawn = has_drawn or not all(
-        torch.equal(one.get_state(), state) for one, state in zip(generators, stream.beginning, strict=True)
+        torch.equal(generator.get_state(), state) for generator, state in zip(generators, stream.beginning, strict=True)
     )
     if segments:
         _begin(mixed(seed, len(segments)), stream.outside, segments, has_drawn, generators)
