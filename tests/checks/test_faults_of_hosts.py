@@ -3,6 +3,9 @@
 import pytest
 from test_check_parallel import assert_named_rightly, assert_wrong_and_sound, needs_check
 
+#: Models are computed some fifty times for each case.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
 
 @pytest.mark.usefixtures("colossalai_module")
 def test_colossalai_computes_otherwise_than_the_undivided_model(run_ranks):
