@@ -11,8 +11,8 @@ from planted_faults import FAULT, ROUNDING, measured
 
 import zeroresize as zr
 
-#: Models are computed some fifty times for each case.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+#: Models are computed some fifty times for each case, which takes minutes: `make test-all` runs them.
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(400)]
 
 needs_check = pytest.mark.skipif(not hasattr(zr, "check_parallel"), reason="zr.check_parallel is not built yet")
 

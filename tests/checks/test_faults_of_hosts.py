@@ -3,8 +3,8 @@
 import pytest
 from test_check_parallel import assert_named_rightly, assert_wrong_and_sound, needs_check
 
-#: Models are computed some fifty times for each case.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+#: Models are computed some fifty times for each case, which takes minutes: `make test-all` runs them.
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(400)]
 
 
 @pytest.mark.usefixtures("colossalai_module")
