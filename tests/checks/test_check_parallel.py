@@ -14,8 +14,6 @@ import zeroresize as zr
 #: Models are computed some fifty times for each case, which takes minutes: `make test-all` runs them.
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(400)]
 
-needs_check = pytest.mark.skipif(not hasattr(zr, "check_parallel"), reason="zr.check_parallel is not built yet")
-
 
 def errors_of(run_ranks, cases):
     """By name of a case, the largest error of each measure over two ranks."""
@@ -86,19 +84,16 @@ def test_so_they_are_of_colossalai(run_ranks):
     assert_wrong_and_sound(run_ranks, colossalai_cases.CASES)
 
 
-@needs_check
 @TORCH
 def test_faults_are_named_rightly_and_sound_twins_not_at_all(run_ranks, cases):
     assert_named_rightly(run_ranks, cases)
 
 
-@needs_check
 @pytest.mark.transformers
 def test_faults_of_transformers_are_named_rightly(run_ranks):
     assert_named_rightly(run_ranks, transformers_cases.CASES)
 
 
-@needs_check
 @pytest.mark.usefixtures("colossalai_module")
 def test_faults_of_colossalai_are_named_rightly(run_ranks):
     assert_named_rightly(run_ranks, colossalai_cases.CASES)

@@ -109,8 +109,7 @@ class SeenBatches:
 
     @property
     def _looks(self) -> bool:
-        is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        return self.is_due and not is_captured
+        return self.is_due and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
     def _add(self, name: str, tensor: Tensor, sums: Tensor, tolerance: float, doubt: int) -> None:
         before, size, *_ = self._seen.get(name, (torch.zeros_like(sums), 0))
