@@ -594,11 +594,6 @@ def leaves_of(value: Any) -> list[Any]:
     return _pytree.tree_leaves(value)
 
 
-def map_leaves(function: Any, value: Any) -> Any:
-    """Return nested containers with ``function`` of what stands in them."""
-    return _pytree.tree_map(function, value)
-
-
 def base_of(tensor: Tensor) -> Tensor:
     """Return the tensor of which it is a view, or itself."""
     return tensor if tensor._base is None else tensor._base
