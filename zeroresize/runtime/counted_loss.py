@@ -65,7 +65,6 @@ class CountedLoss(nn.Module):
             before: where there are any, gradients and losses are to be multiplied by ``total`` / what counts in all.
         can_be_empty: whether the targets may be such that nothing counts.
         is_foreseen: whether :meth:`prepare` knew what counts; None before the first one.
-        is_plain: whether the loss has returned numbers of which nothing is known.
     """
 
     def __init__(self, loss: Loss, count: Count | None = None, *, averages: bool) -> None:
@@ -73,7 +72,7 @@ class CountedLoss(nn.Module):
         self._loss, self._count, self._averages = loss, count, averages
         self._parts: list[tuple[float, bool]] = []
         self.number, self.total, self.counted, self.num_unforeseen = 0, 1.0, 0.0, 0
-        self.can_be_empty, self.is_plain = count is not None, False
+        self.can_be_empty, self._is_plain = count is not None, False
         self.is_foreseen: bool | None = None
         self._doubt: str | None = None
 
@@ -127,13 +126,13 @@ class CountedLoss(nn.Module):
             value = self._loss(outputs, targets)
             value, sums = (value[0], True) if isinstance(value, tuple) else (value, sums)
         elif not self.is_foreseen:
-            term = _Term(self._loss(outputs, targets)) if self.is_plain else _watched(self._loss, outputs, targets)
+            term = _Term(self._loss(outputs, targets)) if self._is_plain else _watched(self._loss, outputs, targets)
             value = term.value
             if term.count is not None:
                 count, sums = _checked(term.count, number), term.sums
                 self.num_unforeseen += 1
-            elif not self.is_plain:
-                self.is_plain, self._doubt = True, self._doubt_of(term)
+            elif not self._is_plain:
+                self._is_plain, self._doubt = True, self._doubt_of(term)
         self.counted += count
         if not count:  # a mean over nothing would be NaN
             return sum(x.flatten()[:0].sum() for x in leaves_of(outputs) if x.requires_grad) + torch.zeros(())
