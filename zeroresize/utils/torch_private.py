@@ -204,6 +204,18 @@ def keep_order_in_graphs(operator: Any) -> None:
         register(operator, effects.EffectType.ORDERED)
 
 
+def not_in_graphs(function: Any) -> Any:
+    """Keep dynamo out of a function without importing it, as ``torch.compiler.disable`` does: ``_torchdynamo_disable``."""
+    function._torchdynamo_disable = True
+    return function
+
+
+def constant_in_graphs(function: Any) -> Any:
+    """Let dynamo call a function once for a graph, without importing it: ``torch.compiler.assume_constant_result``."""
+    function._dynamo_marked_constant = True
+    return function
+
+
 def current_compilation() -> tuple[int, int] | None:
     """Return which frame dynamo compiles now, and how often it has before: ``_guards.CompileContext``.
 
