@@ -205,7 +205,7 @@ def keep_order_in_graphs(operator: Any) -> None:
 
 
 def not_in_graphs(function: Any) -> Any:
-    """Keep dynamo out of a function without importing it, as ``torch.compiler.disable`` does: ``_torchdynamo_disable``."""
+    """Keep dynamo out of a function, as ``torch.compiler.disable`` does, without importing dynamo."""
     function._torchdynamo_disable = True
     return function
 
