@@ -11,7 +11,7 @@ pytestmark = pytest.mark.versions
 
 SEEN = "import sys, zeroresize; print([name for name in sys.argv[1:] if name in sys.modules])"
 #: What takes long to import, and is for those who ask for it.
-OF_OTHERS = [
+OF_OTHERS = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.pipelining"]
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
