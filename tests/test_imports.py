@@ -12,12 +12,6 @@ pytestmark = pytest.mark.versions
 SEEN = "import sys, zeroresize; print([name for name in sys.argv[1:] if name in sys.modules])"
 #: What takes long to import, and is for those who ask for it.
 OF_OTHERS = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.pipelining"]
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch.distributed.pipelining",
-    "sympy",
-]
 
 
 def test_what_takes_long_is_imported_by_those_only_who_ask_for_it():
