@@ -107,6 +107,11 @@ def test_a_loss_that_keeps_something_is_called_as_often_as_micro_batches_run():
     ("loss", "count", "error"),
     [
         (F.cross_entropy, lambda targets: -1, "at least 0"),
+        (
+            F.cross_entropy,
+            lambda targets: targets.mask,
+            "count= fails for the targets of micro-batch 0: AttributeError",
+        ),
         (F.cross_entropy, lambda targets: float("nan"), "at least 0"),
     ],
 )
@@ -119,3 +124,11 @@ def test_ranks_that_know_different_things_are_refused():
     with pytest.raises(ValueError, match="on some ranks"):
         total_count([(1.0, 1.0), (2.0, 2.0)])
     assert total_count([(0.0, 0.0), (2.0, 2.0)]) == 2.0
+
+
+def test_a_sum_and_a_count_that_were_exchanged_are_refused():
+    counted = CountedLoss(lambda outputs, targets: (torch.ones(()), outputs.sum()), averages=True)
+    counted.prepare([TARGETS], [8.0])
+    counted.begin(8.0)
+    with pytest.raises(ValueError, match=r"is it \(count, sum\)"):
+        counted(torch.ones(8, WORDS, 5, requires_grad=True), TARGETS)

@@ -99,10 +99,18 @@ class CountedLoss(nn.Module):
             self.is_foreseen = is_foreseen
             count = size if term is None else term.count
             if self._count is not None:
-                count = float(self._count(each))
+                count = self._counted_by_user(each, number)
             self.can_be_empty |= term is not None and term.can_be_empty
             self._parts.append((_checked(count, number), not self._averages if term is None else term.sums))
         return [count for count, _ in self._parts]
+
+    def _counted_by_user(self, targets: Any, number: int) -> float:
+        assert self._count is not None
+        try:
+            return float(self._count(targets))
+        except Exception as error:
+            kind = type(error).__name__
+            raise ValueError(f"count= fails for the targets of micro-batch {number}: {kind}: {error}") from error
 
     @property
     def kind(self) -> float:
@@ -217,14 +225,24 @@ def _watched(loss: Loss, outputs: Any, targets: Any) -> _Term:
         value = loss(outputs, targets)
     if isinstance(value, tuple) and len(value) == 2:
         total, count = value
+        if isinstance(count, Tensor) and count.requires_grad:
+            raise ValueError("loss returns (sum, count) of which the count has a gradient: is it (count, sum)?")
         return _Term(total, count)
     ignores = False
     for result, func, given in watch.calls:
         term = _term_of(value, func, given)
-        if result is value:
+        if result is value or (len(watch.calls) == 1 and _is_multiple(value, result)):
             return term
         ignores |= term.ignores
     return _Term(value, ignores=ignores)
+
+
+def _is_multiple(value: Any, loss: Any) -> bool:
+    """Whether a scalar is another one times a number, such as the scale of a gradient scaler."""
+    made_by = getattr(value, "grad_fn", None)
+    inputs = [each for each, _ in made_by.next_functions] if made_by is not None else []
+    is_scaled = made_by is not None and made_by.name() in ("MulBackward0", "DivBackward0") and value.numel() == 1
+    return is_scaled and inputs[0] is loss.grad_fn and not any(inputs[1:])
 
 
 def _term_of(value: Any, func: Any, given: inspect.BoundArguments) -> _Term:
