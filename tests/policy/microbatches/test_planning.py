@@ -8,10 +8,11 @@ from helpers.instruction_events import step_by_events
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lm_examples.microbatches.padding import padding_efficiency
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.microbatches.baselines import of_equal_tokens, of_fixed_size, packed
 from zeroresize.policy.microbatches.iteration_plan import IterationPlan
-from zeroresize.policy.microbatches.micro_batch import MicroBatch, padding_efficiency, shapes_of
+from zeroresize.policy.microbatches.micro_batch import MicroBatch, shapes_of
 from zeroresize.policy.microbatches.planned_micro_batches import fill_of
 from zeroresize.policy.microbatches.planning import batch_fingerprint, plan_iteration
 from zeroresize.policy.microbatches.planning_options import DoesNotFitError, PlanningOptions
