@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import subprocess
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -15,11 +16,11 @@ from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.gpt import ModelConfig
 from vit_examples.harness.sections import LONGEST_TIMEOUT_S, CommonOutputConfig, StepTrainingConfig, each_at_least
 from zeroresize.injection.schedule import checked_chi
-from zeroresize.pipeline import CommandHook, Repack
+from zeroresize.pipeline import Release, Repack
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.least_saving import MIN_SAVING
 from zeroresize.policy.pipeline.profile_cadence import MAX_MEASURING, ProfileEvery
-from zeroresize.policy.pipeline.rebalancing_proposal import By, Method
+from zeroresize.policy.pipeline.rebalancing_proposal import By
 from zeroresize.utils.value_checks import at_least, divides, number, one_of
 
 SCHEDULES = ("1f1b", "gpipe")
@@ -113,7 +114,8 @@ class RepackConfig:
     Attributes:
         mode: ``on`` or ``off``.
         max_slowdown: None for no limit; then ``balance.memory_limits`` are needed.
-        release_command: words of a command that tells the outside, run on each released rank; None for none.
+        release_command: words of a command that tells the outside, run on each released rank, in which ``{rank}`` and
+            ``{step}`` are filled in; None for none.
     """
 
     mode: str = "off"
@@ -139,9 +141,14 @@ class RepackConfig:
         """For a balancer; None where it is off."""
         if not self.is_on:
             return None
-        hooks = () if self.release_command is None else (CommandHook(self.release_command),)
+        hooks = () if self.release_command is None else (self._tell,)
         most = math.inf if self.max_slowdown is None else self.max_slowdown
         return Repack(self.least_stages, most, hooks)
+
+    def _tell(self, release: Release) -> None:
+        """Run the command; what it raises is a warning."""
+        words = [word.format(rank=release.rank, step=release.step) for word in self.release_command or ()]
+        subprocess.run(words, check=True, timeout=60.0, stdin=subprocess.DEVNULL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +157,6 @@ class BalanceConfig:
 
     Attributes:
         mode: ``on`` or ``off``.
-        method: ``partition`` or ``diffusion``.
         profile_every: steps from one profile to the next, at least; ``auto`` for as few as ``max_measuring`` allows.
         max_measuring: share of the steps' time that measuring may take; None for any.
         count_work: ``on`` or ``off``: whether profiles tell the mean step, by the work that blocks count, in cases that
@@ -160,7 +166,6 @@ class BalanceConfig:
 
     mode: str = "on"
     by: By = "time"
-    method: Method = "partition"
     profile_every: ProfileEvery = "auto"
     max_measuring: float | None = MAX_MEASURING
     count_work: str = "on"
@@ -170,7 +175,6 @@ class BalanceConfig:
     def __post_init__(self) -> None:
         one_of("balance.mode", self.mode, ("on", "off"))
         one_of("balance.by", self.by, get_args(By))
-        one_of("balance.method", self.method, get_args(Method))
         if self.profile_every != "auto":
             at_least("balance.profile_every", self.profile_every, 1, otherwise='"auto"')
         if self.max_measuring is not None:

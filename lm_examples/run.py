@@ -154,7 +154,6 @@ def _build(config: RunConfig, text: Text, process_group: ProcessGroup, saved: Sa
             max_measuring=math.inf if balance.max_measuring is None else balance.max_measuring,
             count_work=CountedBlocks(layers[1:-1]) if case.changes_every_step and balance.count_work == "on" else None,
             by=balance.by,
-            method=balance.method,
             memory_limits=balance.memory_limits,
             min_saving=balance.min_saving,
             on_change=run.tell,

@@ -4,8 +4,7 @@
     torchrun --nproc-per-node 2 scripts/inject_straggler.py --config inject.yaml -m package.train --its --args
 
 What is slow is said in YAML: see inject_straggler.example.yaml beside this file. The products of any model are slowed,
-Colossal-AI's and plain ones, forward and backward. Code inside torch.compile is not seen with
-``kind: sleep``.
+Colossal-AI's and plain ones, forward and backward. Code inside torch.compile is not seen.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from zeroresize.injection import Contention, SlowOps, round_robin
-from zeroresize.injection.schedule import KINDS, SCHEDULES, SCOPES, checked_chi
+from zeroresize.injection import SlowOps, round_robin
+from zeroresize.injection.schedule import SCHEDULES, SCOPES, checked_chi
 from zeroresize.utils.value_checks import at_least, known_keys, one_of
 from zeroresize.utils.yaml_values import read_yaml
 
@@ -37,7 +36,7 @@ class InjectionConfig:
     Attributes:
         chi: {rank: χ}, or one χ for ``schedule="round_robin"``.
         schedule: ``"static"``, or ``"round_robin"`` for a new straggler each epoch.
-        kind, scope: as of :class:`zeroresize.StragglerInjector`.
+        scope: as of :class:`zeroresize.StragglerInjector`.
         iters_per_epoch: optimizer steps in an epoch.
         tp_size: ranks are counted within blocks of so many consecutive global ranks; default: one block.
         stage_size: ``chi`` is of blocks of so many consecutive global ranks, such as the stages of a pipeline; all
@@ -46,7 +45,6 @@ class InjectionConfig:
 
     chi: Any
     schedule: str = "static"
-    kind: str = "sleep"
     scope: str = "gemm"
     iters_per_epoch: int | None = None
     tp_size: int | None = None
@@ -73,7 +71,6 @@ class InjectionConfig:
 
     def _check(self) -> None:
         one_of("schedule", self.schedule, SCHEDULES)
-        one_of("kind", self.kind, KINDS)
         one_of("scope", self.scope, SCOPES)
         for key in ("iters_per_epoch", "tp_size", "stage_size"):
             value = getattr(self, key)
@@ -97,7 +94,7 @@ class InjectionConfig:
             ValueError: for a rank or χ that is not allowed.
         """
         chi = round_robin(self.chi)(epoch, num_ranks) if self.schedule == "round_robin" else self.chi
-        return checked_chi(chi, num_ranks, self.kind)
+        return checked_chi(chi, num_ranks)
 
 
 @dataclass(frozen=True)
@@ -148,11 +145,7 @@ class Injection:
 
     def __init__(self, config: InjectionConfig, place: Place) -> None:
         self._config, self._place = config, place
-        self._slowness: SlowOps | Contention
-        if config.kind == "contend":
-            self._slowness = Contention(core_index=place.global_rank, device=_device_of_this_rank())
-        else:
-            self._slowness = SlowOps(scope=config.scope)
+        self._slowness = SlowOps(scope=config.scope)
         self._hook: Any = None
 
     def __enter__(self) -> Injection:
@@ -171,8 +164,6 @@ class Injection:
         self._slowness.chi = self._config.chi_in(epoch, self._place.num_ranks).get(self._place.rank, 1.0)
 
     def summary(self) -> str:
-        if self._config.kind == "contend":
-            return "the competitors have ended"
         what = "products" if self._config.scope == "gemm" else "ops"
         return f"{self._slowness.num_products} {what} slowed, {self._slowness.seconds_added:.3f} s added"
 
@@ -244,16 +235,7 @@ def _description(config: InjectionConfig, place: Place, stragglers: set[int]) ->
             ", ".join(f"{rank_word} {rank}{blocks} has χ = {chi[rank]:g}" for rank in sorted(stragglers))
             or f"no {rank_word} is slow"
         )
-    how = f"kind sleep, scope {config.scope}" if config.kind == "sleep" else "kind contend, all that the rank computes"
-    return f"{who} ({how})"
-
-
-def _device_of_this_rank() -> torch.device:
-    return (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    return f"{who} (scope {config.scope})"
 
 
 def _say(place: Place, text: str) -> None:

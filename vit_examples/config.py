@@ -10,13 +10,13 @@ from typing import Any
 
 from vit_examples.harness.sections import LONGEST_TIMEOUT_S, CommonOutputConfig, each_at_least
 from zeroresize.config import BalanceConfig
-from zeroresize.injection.schedule import KINDS, SCHEDULES, SCOPES, checked_chi, round_robin
+from zeroresize.injection.schedule import SCHEDULES, SCOPES, checked_chi, round_robin
 from zeroresize.utils.value_checks import at_least, divides, is_bool, number, one_of
 
 HOSTS = ("colossalai", "torch")
 PRECISIONS = ("fp32", "bf16", "fp16")
 LR_SCHEDULES = ("constant", "cosine")
-STRAGGLER_KINDS = ("none", *KINDS)
+STRAGGLER_KINDS = ("none", "sleep", "contend")
 #: Sizes beyond any model's, below which numbers of parameters and bytes fit into 64 bits.
 LARGEST_SIZES = {
     "hidden_size": 2**17,
@@ -188,7 +188,7 @@ class StragglerConfig:
         if self.kind == "none" and self.pin_ratio is None and self.chi != {}:
             raise ValueError(
                 f"straggler.chi={self.chi!r} with straggler.kind='none': nobody would be slow; set straggler.kind to "
-                f"one of {list(KINDS)} (or straggler.pin_ratio), or leave chi empty"
+                f"one of {list(STRAGGLER_KINDS[1:])} (or straggler.pin_ratio), or leave chi empty"
             )
 
     def chi_of(self, epoch: int, num_ranks: int) -> dict[int, float]:
@@ -200,11 +200,11 @@ class StragglerConfig:
     def validate_group_size(self, num_ranks: int) -> None:
         """Raises ValueError for a rank outside a group of ``num_ranks``, or a χ that is not allowed."""
         try:
-            checked_chi(
-                self.chi_of(self.from_epoch, num_ranks), num_ranks, "sleep" if self.kind == "none" else self.kind
-            )
+            checked = checked_chi(self.chi_of(self.from_epoch, num_ranks), num_ranks)
         except ValueError as error:
             raise ValueError(f"straggler.{error}") from error
+        if self.kind == "contend" and not all(chi.is_integer() for chi in checked.values()):
+            raise ValueError(f"straggler.chi={self.chi!r}: with straggler.kind='contend' χ is a whole number")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lm_examples.microbatches.config import RunConfig
+from lm_examples.microbatches.padding import padding_efficiency
 from lm_examples.microbatches.run import load_samples
 from zeroresize.microbatch.cost_table import CostTable
-from zeroresize.policy.microbatches.micro_batch import padding_efficiency
 from zeroresize.policy.microbatches.planning import plan_iteration
 
 #: Mini-batches that stand for all.

@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.bench.scenario import believed_cost
+from scripts.simulated.training import Cluster, Noise, simulate, unbalanced_step_s
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.ownership import SegmentWork, owned_shares
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
-from zeroresize.simulate import Cluster, Noise, simulate, unbalanced_step_s
 
 #: So fine that whole units are no matter.
 _SEGMENTS = (SegmentWork(16384, 8, 1.0),)

@@ -21,6 +21,7 @@ from rich.table import Table
 from torch import nn
 
 import zeroresize as zr
+from vit_examples.contention import Contention
 from zeroresize.injection import StragglerInjector
 
 _WARM_UP, _MOST_WAITED, _WATCHED = 60, 100, 60
@@ -58,12 +59,20 @@ def measure_offset(rank: int, arguments: argparse.Namespace, begins: int, ends: 
         balancer.step()
         return time.perf_counter() - began
 
-    kind, chi = ("sleep", arguments.chi) if arguments.by == "sleeps" else ("contend", 1 + arguments.processes)
+    injector = StragglerInjector(model, process_group=group, chi={}) if arguments.by == "sleeps" else None
+    slowness = injector or Contention(core_index=group.rank())
+
+    def set_slow(is_slow: bool) -> None:
+        if injector is not None:
+            injector.set_chi({1: arguments.chi} if is_slow else {})
+        elif group.rank() == 1:
+            slowness.chi = 1.0 + arguments.processes * is_slow
+
     has_moved, home_at = False, None
     seconds: list[float] = []
-    with StragglerInjector(model, process_group=group, chi={}, kind=kind) as injector:
+    with slowness:
         before = [timed_step() for _ in range(_WARM_UP + begins)][20:]
-        injector.set_chi({1: chi})
+        set_slow(True)
         for _ in range(_MOST_WAITED):
             timed_step()
             has_moved = set(balancer.plan.owned) != {1.0}
@@ -71,7 +80,7 @@ def measure_offset(rank: int, arguments: argparse.Namespace, begins: int, ends: 
                 break
         for _ in range(ends):
             timed_step()
-        injector.set_chi({})
+        set_slow(False)
         for step in range(_WATCHED):
             is_home = set(balancer.plan.owned) == {1.0}
             home_at = (step if home_at is None else home_at) if is_home else None

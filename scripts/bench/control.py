@@ -23,7 +23,7 @@ from rich.table import Table
 
 import zeroresize as zr
 from scripts.bench.measured_cost import COST, REST_SHARE
-from zeroresize.simulate import Cluster, settling, simulate
+from scripts.simulated.training import Cluster, settling, simulate
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """What layers take by size and length, how well that is predicted, and steps: python -m scripts.bench.microbatch_costs
 
 Layers of a decoder-only and an encoder-decoder model are measured on a power-of-two grid, with nothing and with whole
-layers computed again. At points between, chosen at random, the grid's linear values and a fitted a + b · tokens + c ·
-Σ length² are compared with measured ones. Then FLAN-like mini-batches are planned and trained for real on this one
-device, all layers as one stage: seconds and peak memory of an iteration beside what was predicted. On a GPU peak memory
-is the allocator's; on a CPU tensors are counted operation by operation.
+layers computed again. At points between, chosen at random, the grid's linear values are compared with measured ones.
+Then FLAN-like mini-batches are planned and trained for real on this one device, all layers as one stage: seconds and
+peak memory of an iteration beside what was predicted. On a GPU peak memory is the allocator's; on a CPU tensors are
+counted operation by operation.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ from lm_examples.microbatches.t5 import t5_layers
 from lm_examples.task_lengths import mini_batch_of_pairs
 from scripts.bench.common import machine, save
 from zeroresize.measure.memory_meter import memory_meter
-from zeroresize.microbatch.closed_form_fit import fitted_closed_form, relative_errors
 from zeroresize.microbatch.cost_table import CostTable
 from zeroresize.microbatch.padded import PaddedBatch, PairBatch
-from zeroresize.microbatch.profile import LayerProbe, ProfiledShapes, measure_costs
+from zeroresize.microbatch.profile import LayerProbe, ProfiledShapes, device_name, handed_by, kinds_of, measure_layers
 from zeroresize.policy.microbatches.iteration_plan import ReplicaPlan
 from zeroresize.policy.microbatches.planning import plan_iteration
 from zeroresize.policy.microbatches.planning_options import PlanningOptions
-from zeroresize.policy.microbatches.stage_costs import LayerCosts
 from zeroresize.runtime.activations import find_activations
 from zeroresize.runtime.stage import Stage
 
@@ -81,13 +79,20 @@ def measured_table(model: Model, shapes: ProfiledShapes, recomputations: Sequenc
         is_meta = torch.empty(0).is_meta
         return model.batch_of(sizes) if is_meta else model.on_device(sizes)
 
-    return measure_costs(
-        model.layers, batch_of, shapes, loss=summed_loss, recomputations=recomputations, device=model.device
+    grids, activations = measure_layers(
+        dict(enumerate(model.layers)),
+        model.layers,
+        batch_of,
+        shapes,
+        loss=summed_loss,
+        recomputations=recomputations,
+        device=model.device,
     )
+    return CostTable(kinds_of(model.layers), shapes.names, grids, device_name(model.device), handed_by(activations))
 
 
 def errors_between(model: Model, table: CostTable, shapes: ProfiledShapes, num_points: int) -> dict[str, Any]:
-    """Mean and largest relative errors of blocks, by grid and closed form, at points between those of the grid."""
+    """Mean and largest relative errors of blocks, at points between those of the grid."""
     random = np.random.default_rng(0)
     number = len(model.layers) - 2
     grid = table.grids["none"][table.kinds[number]]
@@ -103,17 +108,12 @@ def errors_between(model: Model, table: CostTable, shapes: ProfiledShapes, num_p
     ).T
     sizes, lengths_KA = np.array([rows for rows, _ in points]), np.array([lengths for _, lengths in points])
     result: dict[str, Any] = {"measured": measured.tolist(), "rows": sizes.tolist(), "lengths": lengths_KA.tolist()}
-    try:
-        compared: dict[str, LayerCosts] = {"grid": grid, "a + bT + cΣl²": fitted_closed_form(grid)}
-    except ImportError:  # without SciPy
-        compared = {"grid": grid}
-    for name, costs in compared.items():
-        errors = relative_errors(costs, sizes, lengths_KA, measured)
-        total = np.abs(costs.values(sizes, lengths_KA)[:2].sum(axis=0) / measured[:2].sum(axis=0) - 1.0)
-        result[name] = {
-            "seconds": [float(np.nanmean(total)), float(np.nanmax(total))],
-            "bytes": [float(np.nanmean(errors[2])), float(np.nanmax(errors[2]))],
-        }
+    predicted = grid.values(sizes, lengths_KA)
+    compared = {"seconds": (predicted[:2].sum(axis=0), measured[:2].sum(axis=0)), "bytes": (predicted[2], measured[2])}
+    for what, (expected, taken) in compared.items():
+        errors = np.abs(expected / taken - 1.0)  # infinite or not a number where memory did not hold a point
+        errors = errors[np.isfinite(errors)]
+        result[what] = [float(errors.mean()), float(errors.max())]
     return result
 
 
@@ -148,7 +148,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     is_gpu = device.type == "cuda"
     torch.set_num_threads(1 if not is_gpu else torch.get_num_threads())
-    table = Table("model", "points", "seconds: mean, largest", "bytes: mean, largest")
+    table = Table("model", "seconds between points: mean, largest", "bytes: mean, largest")
     steps = Table(
         "model", "iterations", "seconds: mean, largest error", "peak memory: mean, largest error", "longest, s"
     )
@@ -165,10 +165,8 @@ def main() -> None:
             options.save.mkdir(parents=True, exist_ok=True)
             costs.save(options.save / f"{kind}.json")
         of_points = errors_between(model, costs, shapes, options.points)
-        for name, errors in of_points.items():
-            if not isinstance(errors, dict):
-                continue
-            table.add_row(kind, name, *(", ".join(f"{100 * error:.1f} %" for error in errors[what]) for what in errors))
+        errors = (of_points[what] for what in ("seconds", "bytes"))
+        table.add_row(kind, *(", ".join(f"{100 * error:.1f} %" for error in of_kind) for of_kind in errors))
         rows = iterations(model, costs, longest, options.batches, is_gpu=is_gpu)
         seconds, memory = ([abs(row[what] - 1.0) for row in rows] for what in ("seconds", "bytes"))
         steps.add_row(

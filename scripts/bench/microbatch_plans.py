@@ -20,10 +20,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from lm_examples.microbatches.padding import padding_efficiency
 from scripts.bench.common import machine, save
 from scripts.bench.modelled_pipelines import batches_of, costs_of, paper_model, pipeline_of, powers, row_lengths
 from zeroresize.policy.microbatches.iteration_plan import IterationPlan
-from zeroresize.policy.microbatches.micro_batch import Floats, Indices, MicroBatchCosts, padding_efficiency
+from zeroresize.policy.microbatches.micro_batch import Floats, Indices, MicroBatchCosts
 from zeroresize.policy.microbatches.partition import Segments, shortest_cuts
 from zeroresize.policy.microbatches.planned_micro_batches import fill_of
 from zeroresize.policy.microbatches.planning import plan_iteration

@@ -23,9 +23,9 @@ from rich.table import Table
 
 from scripts.bench.common import save
 from scripts.simulated.pipeline_delays import DelayRule, simulate_delays, simulate_delays_oracle
+from scripts.simulated.pipeline_training import LayerLoads
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.pipeline_load import Floats
-from zeroresize.simulate.pipeline_training import LayerLoads
 
 FORWARD_S, BACKWARD_S, SHARE, SPREAD, BLOCK_BYTES = 0.5e-3, 1e-3, 0.35, 0.4, 70e6
 BETWEEN_NODES_S, WITHIN_NODE_S = 8.4e6 / 25e9, 0.02e-3

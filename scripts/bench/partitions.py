@@ -21,9 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.bench.common import save
+from scripts.simulated.diffusion import Diffusion, diffused_partition
+from scripts.simulated.dynamic_programming import dynamic_programming_partition
 from zeroresize.plan.partition import Partition
-from zeroresize.policy.pipeline.centralized import balanced_partition, dynamic_programming_partition
-from zeroresize.policy.pipeline.diffusion import Diffusion, diffused_partition
+from zeroresize.policy.pipeline.centralized import balanced_partition
 from zeroresize.policy.pipeline.pipeline_load import Floats, PipelineLoad
 
 #: The standard deviation of log (time / parameters).

@@ -20,7 +20,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -30,20 +30,20 @@ from scripts.bench.changing_work import PAPER
 from scripts.bench.common import save
 from scripts.simulated import changing_layers
 from scripts.simulated.changing_layers import ChangingLayers
+from scripts.simulated.diffusion import RULES, Method
 from scripts.simulated.foreseen_moves import simulate_foreseen
-from zeroresize.plan.partition import Partition
-from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
-from zeroresize.policy.pipeline.profile_cadence import LEAST_BLOCKS, MAX_MEASURING
-from zeroresize.policy.pipeline.rebalancing_proposal import Method, RebalancingRule
-from zeroresize.policy.pipeline.shortest_step import shortest_partition
-from zeroresize.simulate.pipeline_training import (
+from scripts.simulated.pipeline_training import (
     LayerLoads,
     PipelineCluster,
     PipelineTrace,
     simulate_oracle,
     simulate_pipeline,
 )
+from zeroresize.plan.partition import Partition
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
+from zeroresize.policy.pipeline.profile_cadence import LEAST_BLOCKS, MAX_MEASURING
+from zeroresize.policy.pipeline.shortest_step import shortest_partition
 
 FORWARD_S, BACKWARD_S, LAYER_BYTES = 0.5e-3, 1e-3, 200e6
 LINKS = MoveCost(seconds_per_byte=1e-10, fixed_s=0.05)
@@ -123,7 +123,7 @@ class Job:
             self.cluster(),
             self.even,
             num_microbatches=self.micro_batches,
-            rule=RebalancingRule("time", method, "1f1b", self.micro_batches, profile_every or LEAST_BLOCKS),
+            rule=RULES[method]("time", "1f1b", self.micro_batches, profile_every or LEAST_BLOCKS),
             changes=self.changing.changes,
             max_measuring=MAX_MEASURING,
             counts_work=counts_work,
@@ -183,7 +183,7 @@ def row_of(
         "idle": [_idle(trace.bubble_ratios) for trace in (static, oracle)],
         "inherent_idle": (num_stages - 1) / (micro + num_stages - 1),
     }
-    for method in get_args(Method):
+    for method in RULES:
         begin = time.perf_counter()
         trace = job.balanced(method, every, counts_work=case in COUNTED)
         row[method] = {

@@ -14,7 +14,7 @@ import argparse
 import statistics
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -22,12 +22,13 @@ from rich.table import Table
 
 from scripts.bench.common import save
 from scripts.bench.pipeline_simulated import BACKWARD_S, FORWARD_S, LAYER_BYTES, job_of
+from scripts.simulated.diffusion import RULES
+from scripts.simulated.pipeline_training import profile_of
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.profile_cadence import LEAST_BLOCKS
-from zeroresize.policy.pipeline.rebalancing_proposal import Method, RebalancingRule
+from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
 from zeroresize.policy.pipeline.repacking_decision import RepackingRule
-from zeroresize.simulate.pipeline_training import profile_of
 
 #: Speed-ups of the supplement's Table 2, by layers and devices; what did not fit into its devices' memory is missing.
 TABLE_2 = {
@@ -63,7 +64,7 @@ def row_of(num_layers: int, num_stages: int, num_steps: int, seed: int) -> dict[
         "oracle_s": job.oracle().total_s,
         "last_static_s": static.step_s[-1],
     }
-    for method in get_args(Method):
+    for method in RULES:
         trace = job.balanced(method)
         row[method] = {
             "total_s": trace.total_s,
@@ -103,9 +104,7 @@ def phases_of(num_layers: int, num_steps: int, least_devices: int, seed: int) ->
         left = job.changing.forward[begin]
         sizes = LAYER_BYTES * np.maximum(left, _LEAST_LEFT)
         profile = profile_of(micro * FORWARD_S * left, micro * BACKWARD_S * left, sizes, Partition(boundaries))
-        rule = RebalancingRule(
-            "time", "partition", "1f1b", micro, LEAST_BLOCKS, memory_limits=(limit,) * (len(boundaries) - 1)
-        )
+        rule = RebalancingRule("time", "1f1b", micro, LEAST_BLOCKS, memory_limits=(limit,) * (len(boundaries) - 1))
         costs = LayerCosts.first(profile)
         repacking = RepackingRule(rule, costs, profile, None)
         on_all = repacking.simulated(repacking.on(num_stages)).step_s
@@ -157,7 +156,7 @@ def _overhead_table(rows: list[dict[str, Any]]) -> Table:
     table = Table("layers", "moves, steps: partition", "diffusion", "profiles, steps", "paper: partition", "diffusion")
     for num_layers, paper in TABLE_1.items():
         group = [row for row in rows if row["num_layers"] == num_layers and row["num_stages"] == 8]
-        moves = (statistics.fmean(row[method]["moves_in_steps"] for row in group) for method in get_args(Method))
+        moves = (statistics.fmean(row[method]["moves_in_steps"] for row in group) for method in RULES)
         profiles = statistics.fmean(row["partition"]["profiles_in_steps"] for row in group)
         cells = (*(f"{value:.1f}" for value in moves), f"{profiles:.1f}", *map(str, paper))
         table.add_row(str(num_layers), *cells)

@@ -27,12 +27,13 @@ from torch import nn
 from lm_examples.microbatches.blocks import ModelConfig, summed_loss
 from lm_examples.microbatches.t5 import t5_layers
 from scripts.bench.common import machine, save
+from scripts.simulated.naive_messages import naive_instructions
 from zeroresize.microbatch.padded import PairBatch
 from zeroresize.plan.partition import Partition
 from zeroresize.runtime.activations import find_activations
 from zeroresize.runtime.adaptive_schedule import adaptive_orders
 from zeroresize.runtime.check import DeadlockError, check
-from zeroresize.runtime.communication import naive_instructions, planned_instructions
+from zeroresize.runtime.communication import planned_instructions
 from zeroresize.runtime.instructions import Instruction
 from zeroresize.runtime.schedules import Order, orders_of
 from zeroresize.runtime.stage import Stage

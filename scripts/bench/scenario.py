@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from scripts.bench.measured_cost import COST, REST_SHARE
 from scripts.bench.scenario_figures import Figures, figures
+from scripts.simulated.noise import Noise
+from scripts.simulated.training import Cluster, Simulation, simulate, unbalanced_step_s
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
-from zeroresize.simulate import Cluster, Simulation, simulate, unbalanced_step_s
-from zeroresize.simulate.noise import Noise
 
 #: What lending costs where nothing else is said: so little that it is nearly always worth it while a straggler lasts.
 MIGRATION = MigrationCost(0.002, 0.01)

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zeroresize.simulate import Simulation, settling
+from scripts.simulated.training import Simulation, settling
 
 #: So many updates after a change of speed a rank may still do what was right before.
 GRACE = 3

@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.bench.measured_cost import REST_SHARE
+from scripts.simulated.training import Cluster, Simulation, simulate
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
-from zeroresize.simulate import Cluster, Simulation, simulate
 
 #: So fine that whole units are no matter; a feed-forward part and one of heads.
 _SEGMENTS = (SegmentWork(16384, 8, 0.65), SegmentWork(4096, 1, 0.35))

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.bench.measured_cost import COST
+from scripts.simulated.training import Cluster, simulate, unbalanced_step_s
 from zeroresize.config import BalanceConfig, PaperConfig
 from zeroresize.policy.tensor.costs import MigrationCost
-from zeroresize.simulate import Cluster, simulate, unbalanced_step_s
 
 
 def main() -> None:

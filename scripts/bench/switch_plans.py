@@ -21,10 +21,11 @@ from rich.table import Table
 
 from scripts.bench.common import save
 from scripts.simulated.llama_tensors import LLAMA_32B, LlamaShape, llama_tensors
+from scripts.simulated.switch_bound import lower_bound
 from zeroresize.plan.layout import TensorSpec
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.switches.slices import common_slices
-from zeroresize.policy.strategy.switches.switch_plan import lower_bound, plan_gradients, plan_weights
+from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 
 #: HotSPa, Table 3.

@@ -22,6 +22,7 @@ import zeroresize as zr
 from scripts.bench.colossalai_ranks import ColossalAIRanks
 from scripts.bench.common import gather_from_ranks, interval_of_ratio, save
 from vit_examples.config import ModelConfig
+from vit_examples.contention import Contention
 
 STRAGGLER = 1
 
@@ -39,15 +40,21 @@ class ClosedLoopBench:
         self.balancer = ranks.balance(self.zero, config.replace(mode="zero-rd"))
         self.num_zero_steps = 0
         self.zero.after_step = self._after_zero_step
-        slowed = [self.plain] if kind == "contend" else [self.plain, self.zero]  # contention hits the whole process
-        self.injectors = [
-            zr.StragglerInjector(trainer.model, process_group=ranks.group, chi={STRAGGLER: 1.0}, kind=kind)
-            for trainer in slowed
-        ]
+        self.slowness: list[Contention | zr.StragglerInjector] = (
+            [Contention(core_index=ranks.rank)]  # which hits the whole process
+            if kind == "contend"
+            else [
+                zr.StragglerInjector(trainer.model, process_group=ranks.group, chi={STRAGGLER: 1.0})
+                for trainer in (self.plain, self.zero)
+            ]
+        )
 
     def set_chi(self, chi: float) -> None:
-        for injector in self.injectors:
-            injector.set_chi({STRAGGLER: chi})
+        for slowness in self.slowness:
+            if isinstance(slowness, zr.StragglerInjector):
+                slowness.set_chi({STRAGGLER: chi})
+            elif self.ranks.rank == STRAGGLER:
+                slowness.chi = chi
 
     def set_chi_at_update(self, chi: float) -> None:
         """Change the straggler's speed at the end of an update, so that updates can be counted from there."""
@@ -150,8 +157,8 @@ def main() -> None:
     config = zr.BalanceConfig(mode="zero-rd", update_every=arguments.update_every)
     bench = ClosedLoopBench(ranks, shape, arguments.batch, arguments.kind, config)
     results = []
-    for injector in bench.injectors:
-        injector.__enter__()
+    for slowness in bench.slowness:
+        slowness.__enter__()
     for chi in arguments.chi:
         bench.set_chi_at_update(1.0)
         before = bench.run_updates(2)
@@ -165,8 +172,8 @@ def main() -> None:
         if ranks.rank == 0:
             traces = {"before": before, "appears": appears, "steady": steady, "recovers": recovers}
             results.append(report(chi, seconds, traces, floor_s))
-    for injector in bench.injectors:
-        injector.__exit__(None, None, None)
+    for slowness in bench.slowness:
+        slowness.__exit__(None, None, None)
     if ranks.rank == 0:
         chis = "-".join(f"{chi:g}" for chi in arguments.chi)
         name = f"zero_{arguments.kind}_h{arguments.hidden}_d{arguments.depth}_b{arguments.batch}_chi{chis}"

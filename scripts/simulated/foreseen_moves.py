@@ -11,13 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroresize.plan.partition import Partition
-from zeroresize.policy.pipeline.pipeline_load import Floats, Indices, PipelineLoad
-from zeroresize.policy.pipeline.rebalancing_proposal import bytes_of_transfers
-from zeroresize.policy.pipeline.shortest_step import shortest_partition
-from zeroresize.policy.pipeline.simulated_steps import simulated_steps, stage_sums
-from zeroresize.runtime.schedules import Schedule
-from zeroresize.simulate.pipeline_training import (
+from scripts.simulated.pipeline_training import (
     LayerLoads,
     PipelineCluster,
     PipelineTrace,
@@ -25,6 +19,12 @@ from zeroresize.simulate.pipeline_training import (
     speeds_of,
     trace_of,
 )
+from zeroresize.plan.partition import Partition
+from zeroresize.policy.pipeline.pipeline_load import Floats, Indices, PipelineLoad
+from zeroresize.policy.pipeline.rebalancing_proposal import bytes_of_transfers
+from zeroresize.policy.pipeline.shortest_step import shortest_partition
+from zeroresize.policy.pipeline.simulated_steps import simulated_steps, stage_sums
+from zeroresize.runtime.schedules import Schedule
 from zeroresize.utils.value_checks import at_least
 
 #: Spans at most; work that changes in every step is taken together.
@@ -42,7 +42,7 @@ def simulate_foreseen(
 ) -> PipelineTrace:
     """Train ``N`` steps with the moves that are best by all that is to come.
 
-    A move takes what it takes in :func:`~zeroresize.simulate.pipeline_training.simulate_pipeline`; nothing is
+    A move takes what it takes in :func:`~scripts.simulated.pipeline_training.simulate_pipeline`; nothing is
     measured. Divisions to choose from are the first one and those that are best for the mean work of any neighbouring
     spans; their sequence is the best by dynamic programming. No policy that pays for its moves gains more in the mean,
     but by divisions that are not among these.
@@ -53,7 +53,7 @@ def simulate_foreseen(
             the figures are known at the end of the next step, and layers move in the step behind it.
 
     Raises:
-        ValueError: for a negative delay, and as :func:`~zeroresize.simulate.pipeline_training.simulate_pipeline`.
+        ValueError: for a negative delay, and as :func:`~scripts.simulated.pipeline_training.simulate_pipeline`.
     """
     at_least("delay", delay, 0)
     num_steps, num_layers = loads.forward_s.shape

@@ -12,18 +12,18 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from scripts.simulated.diffusion import Method, diffused_partition
+from scripts.simulated.pipeline_training import TYPICAL_LINKS, LayerLoads, PipelineTrace
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.ski_rental import SkiRental
 from zeroresize.policy.pipeline.centralized import balanced_partition
-from zeroresize.policy.pipeline.diffusion import diffused_partition
 from zeroresize.policy.pipeline.message_delays import PipelineMessages, step_delays
 from zeroresize.policy.pipeline.pipeline_load import Floats, PipelineLoad
-from zeroresize.policy.pipeline.rebalancing_proposal import Method, bytes_of_transfers
+from zeroresize.policy.pipeline.rebalancing_proposal import bytes_of_transfers
 from zeroresize.policy.pipeline.running_links import RunningLinks
 from zeroresize.policy.pipeline.shortest_step import shortest_partition
 from zeroresize.policy.pipeline.simulated_steps import simulated_steps, stage_sums
-from zeroresize.simulate.pipeline_training import TYPICAL_LINKS, LayerLoads, PipelineTrace
 
 #: What of messages a division knows: nothing; what activations travel from a stage to the next one, or on to the last
 #: one (DynPipe's supplement, D.2, in its two readings); half of what travels on both sides of a stage, as measured last

@@ -11,6 +11,7 @@ from lm_examples.microbatches.t5 import t5_layers
 from zeroresize.microbatch.cost_table import CostTable
 from zeroresize.microbatch.iteration_planner import IterationPlanner
 from zeroresize.microbatch.padded import PaddedBatch, PairBatch
+from zeroresize.microbatch.profile import device_name, handed_by, kinds_of, measure_layers
 from zeroresize.policy.microbatches.grid_costs import LayerGrid, grid_points
 from zeroresize.policy.microbatches.iteration_plan import IterationPlan
 from zeroresize.policy.microbatches.micro_batch import MicroBatch
@@ -51,6 +52,15 @@ def table_of(kind, recomputations=("none", "layers"), num_layers=None, scale=1.0
         values = [each.astype(np.float64).reshape(shape) for each in (*values, 0.0 * seconds)]
         grids[recomputation] = {"layer": LayerGrid(tuple(range(num_axes)), sizes, points, *values)}
     return CostTable(("layer",) * num_layers, SIZES[kind], grids, "nowhere")
+
+
+def measured_table(layers, batch_of, shapes, *, loss, recomputations=("none", "layers")):
+    """Costs of all layers of an undivided model on the CPU."""
+    here, device = dict(enumerate(layers)), torch.device("cpu")
+    grids, activations = measure_layers(
+        here, layers, batch_of, shapes, loss=loss, recomputations=recomputations, device=device
+    )
+    return CostTable(kinds_of(layers), shapes.names, grids, device_name(device), handed_by(activations))
 
 
 def planner_of(kind, strategy, number=9, *, recomputations=("none", "layers"), scale=1.0, **options):

@@ -300,7 +300,6 @@ class World:
 def rebalancing_of(cost_of_move=COST_OF_MOVE, **options):
     chosen = {
         "by": "time",
-        "method": "partition",
         "schedule": "1f1b",
         "num_microbatches": NUM_MICROBATCHES,
         "num_steps": 100,

@@ -110,14 +110,3 @@ def test_an_injector_slows_stages_by_chi_or_schedule(run_ranks):
     layers_s = 2 * MICRO * 3 * 0.002
     assert slow >= 0.9 * 3.0 * layers_s and fast == 0.0
     assert by_rank[1][0] == 0.0 and by_rank[1][1] >= 0.9 * 3.0 * layers_s
-
-
-def test_a_stage_is_slowed_by_real_contention(run_ranks):
-    def check(rank, group):
-        pipeline = pipeline_of(group, lambda work: None)
-        x = torch.ones(4, 4)
-        with StragglerInjector(pipeline, process_group=group, chi={1: 2}, kind="contend") as injector:
-            pipeline.step(x, target=x)
-            return injector.chi
-
-    assert run_ranks(check, 2) == [{1: 2.0}] * 2

@@ -9,7 +9,7 @@ from zeroresize.utils.json_lines import read_json_lines
 def test_ranks_leave_and_the_losses_are_those_of_undivided_training(run_ranks, tmp_path):
     releases = tmp_path / "releases"
     releases.mkdir()
-    command = ["sh", "-c", f"echo gone > {releases}/$ZERORESIZE_RANK"]
+    command = ["sh", "-c", f"echo gone > {releases}/{{rank}}"]
     repack = {"mode": "on", "max_slowdown": 10.0, "least_stages": 2, "release_command": command}
     config = config_of(tmp_path / "run", repack=repack)
     first, second, third = run_ranks(lambda rank, group: trained(config, group), 3)

@@ -194,7 +194,7 @@ def test_a_save_that_fails_leaves_the_one_before_and_training_goes_on(
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("name", ["__1_0.distcp", "state.json", "index.json", "manifest.json"])
+@pytest.mark.parametrize("name", ["__1_0.distcp", "state.json", ".metadata", "manifest.json"])
 def test_a_damaged_or_missing_file_is_named_with_a_way_out(run_ranks, tmp_path, name):
     config = config_of(tmp_path, training={"steps": 4}, output={"save_every": 2})
 

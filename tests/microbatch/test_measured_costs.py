@@ -8,17 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.micro_batches import MAKE, SIZES, layers_of, planner_of, table_of
+from helpers.micro_batches import MAKE, SIZES, layers_of, measured_table, planner_of, table_of
 from helpers.processes import caught_log_lines
 from torch import nn
 
 from lm_examples.microbatches.blocks import summed_loss
 from zeroresize.measure.live_bytes import LiveBytes
-from zeroresize.microbatch.closed_form_fit import fitted_closed_form, relative_errors
 from zeroresize.microbatch.cost_table import CostTable
 from zeroresize.microbatch.measured_table import measure_model
 from zeroresize.microbatch.padded import PaddedBatch
-from zeroresize.microbatch.profile import ProfiledShapes, kinds_of, measure_costs, num_points
+from zeroresize.microbatch.profile import ProfiledShapes, kinds_of, num_points
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.microbatches.grid_costs import LayerGrid, grid_points, powers_of_two
 from zeroresize.policy.microbatches.micro_batch import MicroBatch, shapes_of
@@ -90,18 +89,6 @@ def test_grids_that_are_none_are_named(change, message):
     assert powers_of_two(5) == (1, 2, 4, 8) and powers_of_two(1) == (1, 2) and powers_of_two(64, 32) == (32, 64)
 
 
-def test_a_closed_form_is_found_where_there_is_one():
-    grid = grid_of(lambda rows, seen: 0.5 + 2.0 * rows * seen[:, 0] + 0.25 * rows * seen[:, 0] ** 2)
-    form = fitted_closed_form(grid)
-    assert form.factors[0] == pytest.approx([0.5, 2.0, 0.25], rel=1e-6)
-    sizes, lengths = np.array([3, 5]), np.array([[7], [20]])
-    exact = np.array(
-        [factor * (0.5 + 2.0 * sizes * lengths[:, 0] + 0.25 * sizes * lengths[:, 0] ** 2) for factor in (1, 2, 3, 4)]
-    )
-    assert relative_errors(form, sizes, lengths, exact) == pytest.approx(np.zeros((4, 2)), abs=1e-6)
-    assert np.isnan(relative_errors(form, sizes, lengths, np.full((4, 2), np.inf))).all()
-
-
 class Sleeping(nn.Module):
     """Takes a time that is known, forward and backward."""
 
@@ -119,7 +106,7 @@ class Sleeping(nn.Module):
 def test_layers_that_take_a_known_time_are_found_to_take_it():
     layers = nn.ModuleList([Sleeping(0.0), Sleeping(2e-4), Sleeping(2e-4), Sleeping(0.0)])
     shapes = ProfiledShapes(("size", "length"), 4, (16,), shortest=4)
-    table = measure_costs(layers, PaddedBatch.hollow, shapes, loss=lambda x, batch: x.sum(), recomputations=["none"])
+    table = measured_table(layers, PaddedBatch.hollow, shapes, loss=lambda x, batch: x.sum(), recomputations=["none"])
     assert table.kinds[1] == table.kinds[2] and len(set(table.kinds)) == 3
     values = table.grids["none"][table.kinds[1]].values(np.array([2, 3]), np.array([[10], [16]]))
     assert values[0] == pytest.approx([2e-4 * 20, 2e-4 * 48], rel=0.3)
@@ -149,7 +136,7 @@ def test_kept_bytes_are_those_that_a_hand_counts():
 
     layers = nn.ModuleList([Embedding(), Mlp(), Mlp()])
     shapes = ProfiledShapes(("size", "length"), 2, (16,), shortest=8)
-    table = measure_costs(layers, PaddedBatch.hollow, shapes, loss=lambda x, batch: x.sum())
+    table = measured_table(layers, PaddedBatch.hollow, shapes, loss=lambda x, batch: x.sum())
     tokens = 2 * 16
     for way, kept in (("none", 8 + 32 + 32), ("layers", 8)):
         values = table.grids[way][table.kinds[1]].values(np.array([2]), np.array([[16]]))
@@ -165,7 +152,7 @@ def test_peak_memory_of_a_step_is_predicted(kind, recompute):
     layers = layers_of(kind, torch.float32)
     shapes = ProfiledShapes(SIZES[kind], 4, (32,) * (len(SIZES[kind]) - 1), shortest=8)
     hollow = MAKE[kind][1].hollow
-    table = measure_costs(layers, hollow, shapes, loss=summed_loss, recomputations=[recompute])
+    table = measured_table(layers, hollow, shapes, loss=summed_loss, recomputations=[recompute])
     costs = table.costs((0, len(layers)))[recompute]
     microbatches = [
         MicroBatch(((0,),) * size, (length,) * (len(SIZES[kind]) - 1)) for size, length in ((4, 16), (2, 32), (1, 8))

@@ -120,15 +120,14 @@ def test_links_are_measured_when_the_balancer_is_made(run_ranks, during):
     assert 0.0 < per_byte_s < 1e-8 and per_byte_s != MoveCost().seconds_per_byte and fixed_s > 0.0
 
 
-@pytest.mark.parametrize("method", ["partition", "diffusion"])
-def test_a_straggling_stage_gets_fewer_layers_and_gets_them_back(run_ranks, method):
+def test_a_straggling_stage_gets_fewer_layers_and_gets_them_back(run_ranks):
     def check(rank, group):
         messages = []
         handler = logging.Handler()
         handler.emit = lambda record: messages.append(record.getMessage())
         logging.getLogger("zeroresize.pipeline").addHandler(handler)
         logging.getLogger("zeroresize.pipeline").setLevel(logging.INFO)
-        training = Training(group, 8, method=method)
+        training = Training(group, 8)
         assert training.balancer.what_if() is None
         boundaries = [training.train(6)]
         training.pace.of_rank = 3.0 if rank == 1 else 1.0
@@ -414,7 +413,6 @@ def test_options_must_be_allowed_and_alike(run_ranks):
         make = PipelineBalancer
         for options, message in (
             ({"profile_every": 0}, "profile_every=0 is not allowed"),
-            ({"method": "luck"}, "method='luck' is not allowed"),
             ({"memory_limits": 1000}, "memory_limits=1000 is not allowed: bytes of each stage are needed"),
             ({"memory_limits": [1.0]}, "memory_limits are 1, not one of each of 2 stages"),
         ):

@@ -14,11 +14,12 @@ from helpers.processes import told_by_survivors
 from torch import nn
 from torch.nn import functional as F
 
+from scripts.simulated.naive_messages import naive_instructions
 from zeroresize.plan.partition import Partition
 from zeroresize.runtime.activations import Activation, as_tuple, find_activations
 from zeroresize.runtime.adaptive_schedule import adaptive_orders
 from zeroresize.runtime.check import DeadlockError, check
-from zeroresize.runtime.communication import naive_instructions, planned_instructions
+from zeroresize.runtime.communication import planned_instructions
 from zeroresize.runtime.instructions import Kind
 from zeroresize.runtime.schedules import orders_of
 from zeroresize.runtime.stage import Stage

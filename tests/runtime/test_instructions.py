@@ -1,20 +1,20 @@
 """Plans of a pipeline's step: orders, messages, proofs and simulations."""
 
-import heapq
 import math
 
 import numpy as np
 import pytest
+from helpers.instruction_events import step_by_events
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scripts.simulated.naive_messages import naive_instructions
 from zeroresize.runtime.adaptive_schedule import adaptive_orders
 from zeroresize.runtime.check import DeadlockError, check
-from zeroresize.runtime.communication import instructions_of, naive_instructions, planned_instructions
+from zeroresize.runtime.communication import instructions_of, planned_instructions
 from zeroresize.runtime.instructions import Instruction, Kind
 from zeroresize.runtime.precedence import PlanError
 from zeroresize.runtime.schedules import Operation, order_of, orders_of
-from zeroresize.runtime.simulate import simulate
 from zeroresize.runtime.timeline import peak_bytes, timeline
 
 
@@ -57,70 +57,20 @@ def test_adaptive_orders_keep_within_memory(step):
 def test_planned_messages_are_free_of_deadlock_whatever_operations_take(step):
     _, orders, forward_s, backward_s, *_ = step
     stages = planned_instructions(orders, forward_s, backward_s)
-    for queues in ("rank", "pair", "none"):
-        check(stages, len(forward_s), queues=queues)
+    check(stages, len(forward_s))
     for stage, order in zip(stages, orders, strict=True):
         computed = [Operation(kind is Kind.FORWARD, number) for kind, number in stage if kind.computes]
         assert computed == list(order)
 
 
 @given(steps())
-def test_without_messages_a_simulated_step_is_the_timeline(step):
+def test_a_planned_step_takes_what_the_timeline_says(step):
     _, orders, forward_s, backward_s, *_ = step
-    simulated = simulate(planned_instructions(orders, forward_s, backward_s), forward_s, backward_s)
     ends = timeline(orders, forward_s, backward_s)
-    assert simulated.step_s == pytest.approx(ends.step_s)
+    step_s = step_by_events(planned_instructions(orders, forward_s, backward_s), forward_s, backward_s)
+    assert step_s == pytest.approx(ends.step_s)
     assert list(ends.ends_s) == sorted(ends.ends_s)
-    busy_s = (forward_s + backward_s).sum(axis=0)
-    assert simulated.idle_s == pytest.approx(simulated.step_s - busy_s)
-    assert simulated.step_s >= busy_s.max() - 1e-9
-
-
-def events(stages, forward_s, backward_s, activation_s, gradient_s):
-    """A step by events: stages that go on when they can, messages that travel when both have started them."""
-    place, free_s, started, arrived = [0] * len(stages), [0.0] * len(stages), {}, {}
-    queue = [(0.0, stage) for stage in range(len(stages))]
-    heapq.heapify(queue)
-    while queue:
-        now, stage = heapq.heappop(queue)
-        now = max(now, free_s[stage])
-        while place[stage] < len(stages[stage]):
-            kind, number = stages[stage][place[stage]]
-            is_activation = "ACT" in kind.name
-            boundary = (stage, stage + kind.peer) if kind.peer > 0 else (stage + kind.peer, stage)
-            message = boundary, is_activation, number
-            if kind.computes:
-                now += (forward_s if kind is Kind.FORWARD else backward_s)[number, stage]
-            elif kind.starts:
-                if message in started:
-                    seconds = (activation_s if is_activation else gradient_s)[number, boundary[0]]
-                    arrived[message] = max(now, started[message]) + seconds
-                    heapq.heappush(queue, (arrived[message], stage + kind.peer))
-                else:
-                    started[message] = now
-            elif message not in arrived:
-                free_s[stage] = now
-                break
-            else:
-                now = max(now, arrived[message])
-            place[stage] += 1
-        free_s[stage] = now
-    assert place == [len(stage) for stage in stages]
-    return max(free_s)
-
-
-@given(steps(), st.integers(0, 2**32))
-def test_messages_take_what_they_take(step, seed):
-    _, orders, forward_s, backward_s, *_ = step
-    random = np.random.default_rng(seed)
-    shape = len(forward_s), max(len(orders) - 1, 0)
-    activation_s, gradient_s = random.lognormal(-1.0, 1.0, (2, *shape))
-    stages = planned_instructions(orders, forward_s, backward_s)
-    seconds = {"activation_s": activation_s, "gradient_s": gradient_s}
-    simulated = simulate(stages, forward_s, backward_s, **seconds, queues="none")
-    assert simulated.step_s == pytest.approx(events(stages, forward_s, backward_s, activation_s, gradient_s))
-    in_order = simulate(stages, forward_s, backward_s, **seconds, queues="pair")
-    assert in_order.step_s >= simulated.step_s - 1e-9
+    assert step_s >= (forward_s + backward_s).sum(axis=0).max() - 1e-9
 
 
 def test_orders_are_those_of_pipedream_flush():
@@ -150,7 +100,6 @@ def test_messages_in_another_order_on_the_other_side_are_a_deadlock_where_order_
     receives = [place for place, (kind, _) in enumerate(stages[1]) if kind is Kind.RECV_ACT_START]
     first, second = receives
     stages[1].insert(first, stages[1].pop(second))
-    check(stages, 2, queues="none")
     with pytest.raises(DeadlockError):
         check(stages, 2)
 

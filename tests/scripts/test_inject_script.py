@@ -117,21 +117,10 @@ def test_the_exit_code_of_the_script_passes_through(tmp_path, main):
     assert ended.value.code == 3
 
 
-def test_competitors_compete_while_the_script_runs(tmp_path, main, capsys):
-    config = write(tmp_path / "inject.yaml", "{chi: {0: 2}, kind: contend}")
-    print_children = "import os; print(*open(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read().split())"
-    before = os.sched_getaffinity(0)
-    main("--config", config, write(tmp_path / "train.py", print_children))
-    said, competitor, summary = capsys.readouterr().out.splitlines()
-    assert "rank 0 has χ = 2 (kind contend" in said and "ended" in summary
-    assert int(competitor) > 0 and not Path(f"/proc/{competitor}").exists()
-    assert os.sched_getaffinity(0) == before
-
-
 def test_dry_run_says_what_would_be_slow_and_runs_nothing(tmp_path, main, capsys):
     config = write(tmp_path / "inject.yaml", "{chi: {0: 0, 1: 4.5}, scope: all, tp_size: 2}")
     main("--config", config, "--dry-run", tmp_path / "missing.py")
-    expected = "[inject_straggler rank 0] rank 1 in each block of 2 has χ = 4.5 (kind sleep, scope all)\n"
+    expected = "[inject_straggler rank 0] rank 1 in each block of 2 has χ = 4.5 (scope all)\n"
     assert capsys.readouterr().out == expected
 
 
@@ -160,9 +149,9 @@ def test_the_example_is_right(main, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("chi: {0: 2}\nskew: 3", "unknown key 'skew': allowed are ['chi', 'schedule', 'kind', 'scope'"),
+        ("chi: {0: 2}\nskew: 3", "unknown key 'skew': allowed are ['chi', 'schedule', 'scope'"),
         (
-            "{chii: {0: 2}, kind: sleep}",
+            "{chii: {0: 2}, scope: all}",
             "unknown key 'chii' (did you mean 'chi'?): allowed are ['chi', 'schedule'",
         ),
         ("schedule: static", "chi is missing"),
@@ -172,8 +161,6 @@ def test_the_example_is_right(main, capsys):
         ("chi: {0: 0.5}", "at least 1"),
         ("chi: {0: .nan}", "finite number"),
         ("chi: 2.0", "mapping of rank to χ"),
-        ("{chi: {0: 2.5}, kind: contend}", "whole number"),
-        ("{chi: {0: 2}, kind: nap}", "kind='nap' is not allowed: choose one of ['sleep', 'contend']"),
         ("{chi: {0: 2}, scope: most}", "scope='most' is not allowed: choose one of ['gemm', 'all']"),
         ("{chi: 2, schedule: random}", "schedule='random' is not allowed: choose one of ['static', 'round_robin']"),
         ("{chi: 2, schedule: round_robin}", "needs iters_per_epoch"),

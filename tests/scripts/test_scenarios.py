@@ -6,9 +6,9 @@ import pytest
 
 from scripts.bench.scenario import CALIBRATIONS, COURSES, NOISES, Scenario, believed_cost
 from scripts.bench.scenario_figures import figures, mean_figures
+from scripts.simulated.training import Simulation
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.tensor.costs import ResizingCost
-from zeroresize.simulate import Simulation
 
 LINEAR = ResizingCost.linear(0.9)
 #: Rank 1 is slow from update 10 to 20 of 30.

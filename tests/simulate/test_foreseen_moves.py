@@ -7,10 +7,10 @@ import pytest
 from helpers.pipelines import all_partitions
 
 from scripts.simulated.foreseen_moves import simulate_foreseen
+from scripts.simulated.pipeline_training import LayerLoads, PipelineCluster, simulate_oracle, simulate_pipeline
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
-from zeroresize.simulate.pipeline_training import LayerLoads, PipelineCluster, simulate_oracle, simulate_pipeline
 
 LAYERS, STAGES, MICRO, SPAN = 6, 3, 6, 4
 EVEN = Partition.uniform(LAYERS, STAGES).boundaries
@@ -71,7 +71,7 @@ def test_what_costs_more_than_it_saves_is_left():
 def test_no_policy_gains_more():
     loads = loads_of(1, num_spans=12)
     cluster = PipelineCluster(STAGES, links=MoveCost(0.0, 0.01))
-    rule = RebalancingRule("time", "partition", "1f1b", MICRO, 1)
+    rule = RebalancingRule("time", "1f1b", MICRO, 1)
     changes = range(SPAN - 1, 12 * SPAN, SPAN)
     balanced = simulate_pipeline(loads, cluster, EVEN, num_microbatches=MICRO, rule=rule, changes=changes)
     assert balanced.total_s >= foreseen(loads, 0.01).total_s

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from zeroresize.simulate.noise import Noise, NoiseSource
+from scripts.simulated.noise import Noise, NoiseSource
 
 NUM_STEPS = 4000
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from scripts.simulated.pipeline_delays import DelayRule, simulate_delays, simulate_delays_oracle
+from scripts.simulated.pipeline_training import LayerLoads
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.pipeline.bubbles import simulated_step
-from zeroresize.simulate.pipeline_training import LayerLoads
 
 FREE = MoveCost(0.0, 0.0)
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scripts.bench.scenario import NOISES
+from scripts.simulated.training import Cluster, settling, simulate, unbalanced_step_s
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.tensor.costs import ResizingCost
-from zeroresize.simulate import Cluster, settling, simulate, unbalanced_step_s
 
 LINEAR = ResizingCost.linear(0.9)
 

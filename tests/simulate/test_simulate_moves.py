@@ -7,11 +7,11 @@ import statistics
 import pytest
 
 from scripts.bench.measured_cost import COST
+from scripts.simulated.training import Cluster, Noise, simulate
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
-from zeroresize.simulate import Cluster, Noise, simulate
 
 LINEAR = ResizingCost.linear(0.9)
 #: A feed-forward part and one of many heads: so fine that whole units are no matter.

@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 from helpers.pipelines import all_partitions
 
-from zeroresize.plan.partition import Partition
-from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.pipeline.bubbles import simulated_step
-from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
-from zeroresize.simulate.pipeline_training import (
+from scripts.simulated.pipeline_training import (
     LayerLoads,
     PipelineCluster,
     simulate_oracle,
     simulate_pipeline,
 )
+from zeroresize.plan.partition import Partition
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.pipeline.bubbles import simulated_step
+from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
 
 STEPS, LAYERS, MICRO, EVERY = 60, 16, 8, 10
 UNIFORM = Partition.uniform(LAYERS, 4).boundaries
@@ -31,7 +31,7 @@ def slow_from(step, stage=2, speed=0.5):
 
 
 def balanced(loads, cluster, boundaries=UNIFORM, every=EVERY, **options):
-    rule = RebalancingRule("time", "partition", "1f1b", MICRO, every)
+    rule = RebalancingRule("time", "1f1b", MICRO, every)
     return simulate_pipeline(loads, cluster, boundaries, num_microbatches=MICRO, rule=rule, **options)
 
 
@@ -188,5 +188,5 @@ def test_what_does_not_belong_together_is_named():
     with pytest.raises(ValueError, match=r"speeds must be above 0, \[60 steps, 4 stages\]"):
         balanced(loads_of(), PipelineCluster(4, np.ones((3, 4))))
     with pytest.raises(ValueError, match="another number of micro-batches"):
-        rule = RebalancingRule("time", "partition", "1f1b", MICRO, EVERY)
+        rule = RebalancingRule("time", "1f1b", MICRO, EVERY)
         simulate_pipeline(loads_of(), PipelineCluster(4), UNIFORM, num_microbatches=16, rule=rule)

@@ -1,7 +1,6 @@
 """Checkpoints of torch.distributed.checkpoint, read without running what somebody has put into them."""
 
 import builtins
-import json
 import os
 import pickle
 import random
@@ -17,7 +16,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 import zeroresize as zr
 from zeroresize.resharding.units.moving_units import move_units
 from zeroresize.utils.checkpoint_index import read_index
-from zeroresize.utils.checkpoint_writer import CheckpointWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -238,35 +236,3 @@ def test_a_divided_model_its_optimizer_and_whatever_is_beside_them(run_ranks, tm
         return (tmp_path / "marker").exists()
 
     assert run_ranks(check, 2) == [False, False]
-
-
-def written_without_pickle(folder):
-    state = {"weight": torch.arange(6.0).view(2, 3), "settings": {"lr": 0.1}}
-    dcp.save(state, storage_writer=CheckpointWriter(folder), no_dist=True)
-    return state
-
-
-def test_an_index_without_pickle_is_read(tmp_path):
-    state = written_without_pickle(tmp_path)
-    assert not (tmp_path / ".metadata").exists()
-    read = loaded(tmp_path, blank(state))
-    assert torch.equal(read["weight"], state["weight"]) and read["settings"] == state["settings"]
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda index: index["places"][0].__setitem__(3, "../outside"), "outside of the checkpoint"),
-        (lambda index: index["tensors"]["weight"].update(dtype="nn"), "where a dtype belongs"),
-        (lambda index: index.pop("places"), "places"),
-        (lambda index: index["tensors"].update(weight=3), "not subscriptable"),
-    ],
-)
-def test_an_index_without_pickle_that_was_changed_is_refused(tmp_path, change, reason):
-    written_without_pickle(tmp_path)
-    path = tmp_path / "index.json"
-    index = json.loads(path.read_text())
-    change(index)
-    path.write_text(json.dumps(index))
-    said = refusal(tmp_path)
-    assert "index.json: not an index of a checkpoint, refused: " in said and reason in said

@@ -32,7 +32,6 @@ from vit_examples.harness.checkpoint_files import read_saved_state, save_checkpo
 from vit_examples.harness.plain_files import read_state, write_state
 from vit_examples.host import host_class
 from zeroresize.optim.optimizers import torch_optimizer
-from zeroresize.utils.checkpoint_writer import CheckpointWriter
 
 HOSTS = ("torch", pytest.param("colossalai", marks=pytest.mark.colossalai))
 PROGRESS = Progress(1, 4, [[0.5, 0.25]], {"host": "torch"}, ["abc1234"])
@@ -370,8 +369,8 @@ def test_tensors_that_do_not_fit_are_refused_by_name_before_any_is_loaded(
             path = tmp_path / f"copy{number}" / "epoch-0001"
             if rank == 0:
                 shutil.copytree(tmp_path / "epoch-0001", path)
-                dcp.save(state, storage_writer=CheckpointWriter(path), no_dist=True)
-                for file in ("__0_0.distcp", "index.json"):
+                dcp.save(state, checkpoint_id=path, no_dist=True)
+                for file in ("__0_0.distcp", ".metadata"):
                     resealed(path, file)
             group.barrier().wait()
             with pytest.raises(ValueError) as refused:

@@ -3,8 +3,8 @@
 A folder is written under a temporary name and renamed when complete, so a crash never leaves half a checkpoint that
 looks newest. Its files:
 
-- ``__<rank>_0.distcp``: tensors of model and optimizer, with ``index.json`` in place of DCP's pickle ``.metadata``; a
-  folder that has only that is read without running code of it;
+- ``__<rank>_0.distcp`` and ``.metadata``: tensors of model and optimizer, read by ``zr.CheckpointReader``, which runs
+  no code of a folder;
 - ``state.json`` and ``state.safetensors``: what is no tensor of the model, a :class:`SavedState`;
 - ``balancer-rank<rank>.json`` and ``.safetensors``: what a rank's ``zr.Balancer`` has learned, where there is one;
 - ``manifest.json``: what every file is like.
@@ -13,6 +13,7 @@ looks newest. Its files:
 from __future__ import annotations
 
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -24,9 +25,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 import zeroresize as zr
 from vit_examples.harness.all_ranks import of_all_ranks, on_all_ranks, on_first_rank
@@ -34,12 +38,10 @@ from vit_examples.harness.checkpoint_folders import CheckpointFolders, way_out
 from vit_examples.harness.manifest import files_in_manifest, require_intact, sealed, write_manifest
 from vit_examples.harness.plain_files import read_state, state_files, write_state
 from zeroresize.optim.optimizers import torch_optimizer
-from zeroresize.utils.checkpoint_index import INDEX
 from zeroresize.utils.checkpoint_reader import CheckpointReader, ReadsItself
-from zeroresize.utils.checkpoint_writer import CheckpointWriter
 from zeroresize.utils.value_checks import known_keys
 
-_STATE = "state"
+_STATE, _INDEX = "state", ".metadata"
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def save_checkpoint(
     def seal() -> dict[str, Any]:
         names = {path.name for path in temporary.glob(f"__{rank}_*")} | set(_files_of_balancer(rank, balancer))
         if is_first:
-            names |= {INDEX, *(path.name for path in state_files(Path(_STATE)))}
+            names |= {_INDEX, *(path.name for path in state_files(Path(_STATE)))}
         return {name: sealed(temporary / name) for name in sorted(names)}
 
     def complete() -> None:
@@ -154,7 +156,7 @@ def save_checkpoint(
         on_all_ranks(OSError, write_balancer, process_group)
         dcp.save(
             zr.sharded_state_dict(model, optimizer),
-            storage_writer=CheckpointWriter(temporary, sync_files=False),  # sealed() does that
+            storage_writer=_Writer(temporary, sync_files=False),  # sealed() does that
             process_group=process_group,
         )
         seals = of_all_ranks(on_all_ranks(OSError, seal, process_group), process_group)
@@ -220,6 +222,28 @@ def load_checkpoint(
             raise ValueError(f"{checkpoint}: cannot be loaded: {_reason(error)}") from error
     except ValueError as error:
         raise ValueError(f"{error}\n{way_out(checkpoint)}") from error
+
+
+class _Writer(FileSystemWriter):
+    """Writes as DCP does, and tells why it could not."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write what a plan has of this rank.
+
+        Raises:
+            OSError: with the reason and the folder, as on a full disk, which torch tells as an unexpected position.
+        """
+        try:
+            written = super().write_data(plan, planner)
+            written.wait()
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            if cause is None:
+                raise
+            raise OSError(cause.errno, cause.strerror, os.fspath(self.path)) from error
+        return written
 
 
 class _NothingLoaded(dcp.DefaultLoadPlanner):

@@ -1,4 +1,4 @@
-"""StragglerInjector: makes ranks of a tensor-parallel group or a pipeline slow, by sleeping or by real contention."""
+"""StragglerInjector: makes ranks of a tensor-parallel group or a pipeline slow."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_size, require_group
-from zeroresize.injection.contention import Contention
-from zeroresize.injection.schedule import KINDS, SCOPES, Schedule, checked_chi
+from zeroresize.injection.schedule import SCOPES, Schedule, checked_chi
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.injection.slow_ops import SlowOps
 from zeroresize.layers.balanced_linear import BalancedLinear
@@ -28,11 +26,9 @@ class StragglerInjector:
     """A context manager in which some ranks are slow.
 
     A straggler with skewness χ takes χ times as long for every product that it really executes, in training and in
-    evaluation; the delay comes before the product's result can reach a collective. With ``kind="sleep"`` the rank
-    sleeps (or spins, on a GPU's stream) after each product of the model's balanced layers; a model without any has the
-    products of all its linear layers slowed, by :class:`SlowOps`. Convert the model first. With ``kind="contend"`` each
-    rank keeps to one core, and χ − 1 processes compete with a straggler for its core (or its GPU), whatever it
-    computes.
+    evaluation; the delay comes before the product's result can reach a collective. The rank sleeps (or spins, on
+    a GPU's stream) after each product of the model's balanced layers; a model without any has the products of all its
+    linear layers slowed, by :class:`SlowOps`. Convert the model first.
 
     Of a :class:`~zeroresize.pipeline.Pipeline`, given in place of a model and with its own group, a slow stage's layers
     take χ times as long as a whole, and so does the loss, whatever ``scope`` says; those that arrive by a move, too.
@@ -42,10 +38,9 @@ class StragglerInjector:
         process_group: the tensor-parallel group, or the pipeline's; None is an error.
         chi: {rank within the group: χ}; ranks not named have χ = 1, and 0 means 1 (as in the paper's figures).
         schedule: instead of ``chi``, a callable (epoch, num_ranks) → {rank: χ}, such as ``round_robin()``.
-        scope: with ``kind="sleep"``, ``"gemm"`` counts the matrix multiplications only (the paper's), ``"all"`` also
+        scope: ``"gemm"`` counts the matrix multiplications only (the paper's), ``"all"`` also
             the gathers and fills around them, as on a truly slow device. A model without balanced layers has every op
             slowed with ``"all"``.
-        kind: ``"sleep"`` or ``"contend"``; the latter takes whole χ only.
 
     Raises:
         ValueError: naming the key, its value and what is allowed, for wrong arguments or a model without linear layers.
@@ -59,29 +54,25 @@ class StragglerInjector:
         chi: Mapping[int, float] | None = None,
         schedule: Schedule | None = None,
         scope: str = "gemm",
-        kind: str = "sleep",
     ) -> None:
         process_group = require_group(process_group)
         self._rank, self._num_ranks = group_rank(process_group), group_size(process_group)
         one_of("scope", scope, SCOPES)
-        one_of("kind", kind, KINDS)
-        self.scope, self.kind = scope, kind
+        self.scope = scope
         if (chi is None) == (schedule is None):
             raise ValueError(f"chi={chi!r}, schedule={schedule!r}: exactly one of them is needed")
         self._schedule = schedule
-        self._chi = checked_chi(schedule(0, self._num_ranks) if schedule else chi, self._num_ranks, kind)
+        self._chi = checked_chi(schedule(0, self._num_ranks) if schedule else chi, self._num_ranks)
         self._is_active = False
-        device = _device_of_linear_layers(model) if isinstance(model, nn.Module) else model.device
-        self._slowness: SlowStage | SlowLayers | SlowOps | Contention
-        if kind == "contend":
-            self._slowness = Contention(core_index=dist.get_rank(), device=device)
-        elif not isinstance(model, nn.Module):
+        self._slowness: SlowStage | SlowLayers | SlowOps
+        if not isinstance(model, nn.Module):
             from zeroresize.injection.slow_stage import SlowStage  # which imports pipelines
 
             self._slowness = SlowStage(model)
         elif layers := [module for module in model.modules() if isinstance(module, BalancedLinear)]:
             self._slowness = SlowLayers(layers, self.scope)
         else:
+            _require_linear_layers(model)
             self._slowness = SlowOps(scope=self.scope)
 
     @property
@@ -91,13 +82,12 @@ class StragglerInjector:
 
     @property
     def num_products(self) -> int:
-        """How many products of this rank were slowed, or forwards and backwards of a pipeline's layers (0 with
-        ``kind="contend"``)."""
+        """How many products of this rank were slowed, or forwards and backwards of a pipeline's layers."""
         return self._slowness.num_products
 
     @property
     def seconds_added(self) -> float:
-        """How many seconds they were slowed by in all (0 with ``kind="contend"``)."""
+        """How many seconds they were slowed by in all."""
         return self._slowness.seconds_added
 
     def set_epoch(self, epoch: int) -> None:
@@ -115,7 +105,7 @@ class StragglerInjector:
         Raises:
             ValueError: for a rank or χ that is not allowed.
         """
-        self._chi = checked_chi(chi, self._num_ranks, self.kind)
+        self._chi = checked_chi(chi, self._num_ranks)
         if self._is_active:
             self._slowness.chi = self._own_chi
 
@@ -142,14 +132,10 @@ class StragglerInjector:
         return self._chi.get(self._rank, 1.0)
 
 
-def _device_of_linear_layers(model: nn.Module) -> torch.device:
-    """Where the model's linear layers are: modules with a matrix that are not embeddings.
-
-    Raises:
-        ValueError: if there is none.
-    """
+def _require_linear_layers(model: nn.Module) -> None:
+    """Raise a ValueError for a model without linear layers: modules with a matrix that are not embeddings."""
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, torch.Tensor) and weight.dim() == 2 and "Embedding" not in type(module).__name__:
-            return weight.device
+            return
     raise ValueError(f"model={type(model).__name__} has no linear layers, balanced or plain: nothing could be slowed")

@@ -14,7 +14,6 @@ from zeroresize.utils.value_checks import is_number
 Schedule = Callable[[int, int], Mapping[int, float]]
 
 SCOPES = ("gemm", "all")
-KINDS = ("sleep", "contend")
 #: By name, as in configurations.
 SCHEDULES = ("static", "round_robin")
 
@@ -30,12 +29,11 @@ def round_robin(chi: float = 2.0) -> Schedule:
     return lambda epoch, num_ranks: {epoch % num_ranks: chi}
 
 
-def checked_chi(chi: Any, num_ranks: int, kind: str = "sleep") -> dict[int, float]:
+def checked_chi(chi: Any, num_ranks: int) -> dict[int, float]:
     """Check ``chi`` for a group of ``num_ranks`` ranks, and return it as {rank: χ ≥ 1}.
 
     Raises:
-        ValueError: for a rank outside the group, or a χ that is neither 0 nor a finite number of at least 1 (a whole
-            number with ``kind="contend"``).
+        ValueError: for a rank outside the group, or a χ that is neither 0 nor a finite number of at least 1.
     """
     if not isinstance(chi, Mapping):
         raise ValueError(f"chi={chi!r} is not allowed: expected a mapping of rank to χ such as {{0: 4.0}}")
@@ -43,14 +41,10 @@ def checked_chi(chi: Any, num_ranks: int, kind: str = "sleep") -> dict[int, floa
     for rank in chi:
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < num_ranks:
             raise ValueError(f"chi={dict(chi)!r}: rank {rank!r} is not one of the group's {num_ranks}: {ranks_allowed}")
-    return {rank: _checked_skewness(rank, value, kind) for rank, value in chi.items()}
+    return {rank: _checked_skewness(rank, value) for rank, value in chi.items()}
 
 
-def _checked_skewness(rank: int, value: Any, kind: str) -> float:
-    allowed = "a whole number" if kind == "contend" else "a finite number"
-    is_skewness = is_number(value) and (value == 0 or value >= 1)
-    if not is_skewness or (kind == "contend" and value != int(value)):
-        raise ValueError(
-            f"chi={{{rank!r}: {value!r}}} is not allowed with kind={kind!r}: χ is {allowed} of at least 1 (0 means 1)"
-        )
+def _checked_skewness(rank: int, value: Any) -> float:
+    if not is_number(value) or not (value == 0 or value >= 1):
+        raise ValueError(f"chi={{{rank!r}: {value!r}}} is not allowed: χ is a finite number of at least 1 (0 means 1)")
     return float(value) if value else 1.0

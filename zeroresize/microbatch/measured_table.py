@@ -35,11 +35,18 @@ def measure_model(
     Ranks that divide a layer measure it together. Of a kind that several ranks have the slowest counts at each point,
     so that all ranks get the same table. That may take minutes: rank 0 logs how much is measured, and how long it took.
 
+    The fastest of three repetitions counts. Where memory does not hold a point, it is never planned. Gradients are
+    dropped.
+
     Args:
-        batch_of: as of :func:`~zeroresize.microbatch.profile.measure_costs`.
+        batch_of: a micro-batch of given sizes, by the names of ``shapes``, on the device that is the default, if that
+            is meta, and on the model's device else.
+        loss: of the last layer's output and its micro-batch, counted with the last layer.
+        recomputations: of what is computed again in backwards; "attention" needs modules with an attribute
+            ``recompute``.
 
     Raises:
-        Exception: as :func:`~zeroresize.microbatch.profile.measure_costs`.
+        ValueError: for another recomputation, and as :func:`~zeroresize.runtime.activations.find_activations`.
     """
     begin, whole = time.perf_counter(), model.whole_layers
     is_first = group_rank(model.process_group) == 0

@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zeroresize.measure.memory_meter import memory_meter
-from zeroresize.microbatch.cost_table import CostTable
 from zeroresize.policy.microbatches.grid_costs import LayerGrid, grid_points, powers_of_two
 from zeroresize.policy.microbatches.stage_costs import HandedBytes
 from zeroresize.runtime.activations import Batch, BatchOf, HandedOn, as_argument, as_tuple, find_activations
@@ -65,39 +64,6 @@ class ProfiledShapes:
             )
 
 
-def measure_costs(
-    layers: Sequence[nn.Module],
-    batch_of: BatchOf,
-    shapes: ProfiledShapes,
-    *,
-    loss: Loss,
-    recomputations: Sequence[str] = ("none", "layers"),
-    device: torch.device | None = None,
-) -> CostTable:
-    """Measure all kinds of layers of an undivided model, forward and backward apart.
-
-    Where memory does not hold a point, it is never planned. The fastest of three repetitions counts.
-
-    Args:
-        layers: [L], on the device; called ``layer(x, batch)``. Their gradients are dropped.
-        batch_of: a micro-batch of given sizes, by the names of ``shapes``, on the device that is the default, if that
-            is meta, and on the layers' device else.
-        loss: of the last layer's output and its micro-batch, counted with the last layer.
-        recomputations: of what is computed again in backwards; "attention" needs modules with an attribute
-            ``recompute``.
-        device: None for that of the first parameter.
-
-    Raises:
-        ValueError: for another recomputation, and as :func:`~zeroresize.runtime.activations.find_activations`.
-    """
-    device = device or next(parameter.device for layer in layers for parameter in layer.parameters())
-    here = dict(enumerate(layers))
-    grids, activations = measure_layers(
-        here, layers, batch_of, shapes, loss=loss, recomputations=recomputations, device=device
-    )
-    return CostTable(kinds_of(layers), shapes.names, grids, device_name(device), handed_by(activations))
-
-
 def handed_by(activations: Sequence[HandedOn]) -> tuple[HandedBytes, ...]:
     """Return [L − 1] of which sizes the bytes are that layers hand on."""
     return tuple(
@@ -118,7 +84,7 @@ def measure_layers(
 ) -> tuple[dict[str, dict[str, LayerGrid]], list[HandedOn]]:
     """Return the grids of some layers' kinds, by what is computed again, and what layers hand on.
 
-    See :func:`measure_costs`.
+    See :func:`~zeroresize.microbatch.measured_table.measure_model`.
 
     Args:
         layers: to measure, by their numbers in the model. Ranks that divide them measure together.

@@ -52,13 +52,12 @@ from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.pipeline_balancer import PipelineBalancer
 from zeroresize.pipeline.profiling import LayerProfiler
 from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
-from zeroresize.pipeline.release_hooks import CommandHook, Release
+from zeroresize.pipeline.release_hooks import Release
 from zeroresize.pipeline.repacking import RepackingReport, repack
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal
 
 __all__ = [
-    "CommandHook",
     "LayerMoveReport",
     "LayerProfile",
     "LayerProfiler",

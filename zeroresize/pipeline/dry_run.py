@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zeroresize.measure.saved_bytes import SavedBytes
 from zeroresize.plan.partition import Partition
-from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
@@ -69,7 +68,7 @@ def plan_pipeline(
     uniform = Partition.uniform(len(layers), num_stages)
     of_time = PipelineLoad.of([one.forward_s + one.backward_s for one in layers], num_stages, speeds=speeds)
     limits = None if memory_limits is None else tuple(map(float, memory_limits))
-    rule = RebalancingRule(by, "partition", schedule, num_microbatches, 1, 0.0, limits)
+    rule = RebalancingRule(by, schedule, num_microbatches, 1, 0.0, limits)
     costs = LayerCosts(
         tuple(one.forward_s for one in layers),
         tuple(one.backward_s for one in layers),
@@ -78,7 +77,7 @@ def plan_pipeline(
     )
     profile = PipelineProfile(tuple(layers), (0.0,) * num_stages, uniform.boundaries)
     if boundaries is None:
-        partition = rule.wanted(costs, profile, MoveCost(0.0, 0.0))  # what a run begins with has no price
+        partition = rule.wanted(costs, profile)
     else:
         partition = Partition.of(boundaries, len(layers), num_stages)
     step = rule.simulated(costs, partition)

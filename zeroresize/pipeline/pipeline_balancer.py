@@ -40,7 +40,6 @@ from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.rebalancing import Rebalancing
 from zeroresize.policy.pipeline.rebalancing_proposal import (
     By,
-    Method,
     RebalancingProposal,
     RebalancingRule,
     described,
@@ -107,7 +106,6 @@ class PipelineBalancer:
             counting.
         by: what is divided evenly: measured seconds, or bytes of parameters. Either way layers move only where steps
             become shorter.
-        method: "partition" for the best division of all layers, "diffusion" for exchanges between neighbours.
         memory_limits: [S] bytes that layers of each stage may hold: weights, gradients, optimizer state and
             activations, these as if the stage kept as many micro-batches as the first one. Where no division fits,
             layers stay where they are, with a warning.
@@ -150,7 +148,6 @@ class PipelineBalancer:
         max_measuring: float = MAX_MEASURING,
         count_work: CountWork | None = None,
         by: By = "time",
-        method: Method = "partition",
         memory_limits: Sequence[float] | None = None,
         min_saving: float = MIN_SAVING,
         measure_links: bool = False,
@@ -195,7 +192,6 @@ class PipelineBalancer:
             groups = require_stepping_all(pipeline, optimizer)
             rule = RebalancingRule(
                 by,
-                method,
                 pipeline.schedule_name,
                 pipeline.num_microbatches,
                 1 if self._cadence.measures_all else max(self._cadence.least, 2),

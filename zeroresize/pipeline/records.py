@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
-from zeroresize.policy.pipeline.bubbles import chimera_bubble_ratio, simulated_step
+from zeroresize.policy.pipeline.bubbles import simulated_step
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal
 from zeroresize.runtime.schedules import Schedule
@@ -35,8 +35,6 @@ class ProfileRecord:
         bubble_ratios: [S] the share of ``step_s`` in which each stage computed nothing.
         bubble_ratio: their mean.
         simulated_step_s, simulated_bubble_ratio: by the schedule, from the layers' seconds, without messages.
-        chimera_bubble_ratio: what Chimera would have with as many equal stages and no messages (DynPipe's supplement,
-            Eq. (1)); NaN where it does not apply, with an odd number of stages or nothing measured.
         profile_every: blocks from this profile to the next regular one; None where no balancer has set it.
         profile_cost: how many steps a profile takes; NaN while it is not known.
     """
@@ -51,7 +49,6 @@ class ProfileRecord:
     bubble_ratio: float
     simulated_step_s: float
     simulated_bubble_ratio: float
-    chimera_bubble_ratio: float
     profile_every: int | None = None
     profile_cost: float = math.nan
 
@@ -67,7 +64,6 @@ class ProfileRecord:
         profile_cost: float = math.nan,
     ) -> ProfileRecord:
         """Return the record of a profile that all ranks know when ``step`` blocks are over."""
-        num_stages = len(profile.stage_s)
         forward_s, backward_s = (
             [
                 math.fsum(getattr(one, name) for one in profile.layers[begin:end]) / num_microbatches
@@ -76,7 +72,6 @@ class ProfileRecord:
             for name in ("forward_s", "backward_s")
         )
         simulated = simulated_step(forward_s, backward_s, num_microbatches, schedule=schedule)
-        means = math.fsum(forward_s) / num_stages, math.fsum(backward_s) / num_stages
         return cls(
             step,
             profile.boundaries,
@@ -88,7 +83,6 @@ class ProfileRecord:
             profile.bubble_ratio,
             simulated.step_s,
             simulated.bubble_ratio,
-            chimera_bubble_ratio(num_stages, *means, 0.0) if num_stages % 2 == 0 and any(means) else math.nan,
             profile_every,
             profile_cost,
         )
@@ -104,8 +98,7 @@ class ProfileRecord:
         if values.get("kind") != "profile" or missing:
             raise ValueError(f"this is no profile: kind={values.get('kind')!r}, missing: {missing}")
         record = {one.name: values.get(one.name, one.default) for one in fields(cls)}
-        for name in ("chimera_bubble_ratio", "profile_cost"):
-            record[name] = math.nan if record[name] is None else record[name]
+        record["profile_cost"] = math.nan if record["profile_cost"] is None else record["profile_cost"]
         optional(count)(record["profile_every"], "profile_every")
         any_number(record["profile_cost"], "profile_cost")
         for name in ("boundaries", "stage_s", "bubble_ratios"):
@@ -125,7 +118,7 @@ class ProfileRecord:
     def scalars(self) -> dict[str, float]:
         """Return numbers by name: under ``pipeline/``, those of stages under ``pipeline_stages/``."""
         names = ("step_s", "imbalance", "bubble_ratio", "simulated_step_s", "simulated_bubble_ratio")
-        numbers = {f"pipeline/{name}": getattr(self, name) for name in (*names, "chimera_bubble_ratio")}
+        numbers = {f"pipeline/{name}": getattr(self, name) for name in names}
         if self.profile_every is not None:
             numbers |= {"pipeline/profile_every": float(self.profile_every), "pipeline/profile_cost": self.profile_cost}
         for stage, (begin, end) in enumerate(itertools.pairwise(self.boundaries)):

@@ -112,7 +112,6 @@ def repack(
         if profile is not None:
             rule = RebalancingRule(
                 "time",
-                "partition",
                 pipeline.schedule_name,
                 pipeline.num_microbatches,
                 num_steps=1,

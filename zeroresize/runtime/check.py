@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 
 from zeroresize.runtime.instructions import Instruction, Kind
-from zeroresize.runtime.precedence import Message, PlanError, Precedence, Queues, precedence_of
+from zeroresize.runtime.precedence import Message, PlanError, Precedence, precedence_of
 
 
 class DeadlockError(PlanError):
@@ -24,16 +24,12 @@ class DeadlockError(PlanError):
         self.circle = tuple(circle)
 
 
-def check(
-    stages: Sequence[Sequence[Instruction]], num_microbatches: int | None = None, *, queues: Queues = "rank"
-) -> None:
+def check(stages: Sequence[Sequence[Instruction]], num_microbatches: int | None = None) -> None:
     """Prove that a step can be carried out, whatever its instructions take.
 
     Args:
         stages: [S] instructions.
         num_microbatches: M; None for as many as the first stage has forwards.
-        queues: as of :func:`~zeroresize.runtime.precedence.precedence_of`; what is free of deadlock where all messages
-            of a rank keep their order is so where fewer do.
 
     Raises:
         PlanError: for a forward, a backward or a message that is missing, stands twice, or comes before what it needs.
@@ -45,7 +41,7 @@ def check(
         num_microbatches = sum(instruction.kind is Kind.FORWARD for instruction in stages[0])
     for stage, instructions in enumerate(stages):
         _require_complete(stage, instructions, len(stages), num_microbatches)
-    graph = precedence_of(stages, queues=queues)
+    graph = precedence_of(stages)
     _, circle = graph.sorted_or_circle()
     if circle:
         raise DeadlockError([_in_words(graph, node) for node in circle])

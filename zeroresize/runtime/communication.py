@@ -77,24 +77,3 @@ def instructions_of(schedule: Schedule, num_stages: int, num_microbatches: int) 
     forward_s = np.ones((num_microbatches, num_stages))
     orders = orders_of(schedule, num_stages, num_microbatches)
     return tuple(map(tuple, planned_instructions(orders, forward_s, 2.0 * forward_s)))
-
-
-def naive_instructions(orders: Sequence[Order]) -> list[list[Instruction]]:
-    """Return [S] instructions that send what is made at once, and receive just before it is needed.
-
-    As pipelines of equal micro-batches do; stages that send to each other at one time wait for ever where sends wait
-    for their receivers. For comparison, never for training.
-    """
-    stages: list[list[Instruction]] = []
-    for stage, order in enumerate(orders):
-        instructions: list[Instruction] = []
-        for is_forward, microbatch in order:
-            sender, receiver = (stage - 1, stage + 1) if is_forward else (stage + 1, stage - 1)
-            send, receive = _MESSAGES[is_forward]
-            if 0 <= sender < len(orders):
-                instructions += [Instruction(receive, microbatch), Instruction(receive.wait, microbatch)]
-            instructions.append(Instruction(Kind.FORWARD if is_forward else Kind.BACKWARD, microbatch))
-            if 0 <= receiver < len(orders):
-                instructions += [Instruction(send, microbatch), Instruction(send.wait, microbatch)]
-        stages.append(instructions)
-    return stages

@@ -1,21 +1,18 @@
 """What must end before what, of all instructions of a pipeline's step and the messages between its stages.
 
 ``S`` stages. Stages carry out their instructions one after another. A message travels once both sides have started it
-and, where messages keep their order, once those before it on either side are there; whoever waits for it goes on then.
-With NCCL all messages of a rank may keep their order, or those between two ranks, by how they are started; with gloo
-they need not.
+and those before it on either side are there; whoever waits for it goes on then. With NCCL all messages of a rank may
+keep their order, or those between two ranks only, by how they are started; with gloo they need not. What is free of
+deadlock where all keep their order is so where fewer do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from zeroresize.runtime.instructions import Instruction, Kind
 
-#: Whose messages keep their order: all of a rank, those between two ranks in either direction, or none.
-Queues = Literal["rank", "pair", "none"]
 #: The sender's instruction and the receiver's that start one message.
 _PAIRS = {Kind.SEND_ACT_START: Kind.RECV_ACT_START, Kind.SEND_GRAD_START: Kind.RECV_GRAD_START}
 
@@ -79,12 +76,11 @@ class Precedence:
         return order, path[place_of[node] :]
 
 
-def precedence_of(stages: Sequence[Sequence[Instruction]], *, queues: Queues = "rank") -> Precedence:
+def precedence_of(stages: Sequence[Sequence[Instruction]]) -> Precedence:
     """Return the graph of a step.
 
     Args:
         stages: [S] instructions.
-        queues: whose messages travel in the order of their starts.
 
     Raises:
         PlanError: for a message that is not started exactly once on either side, or waited for before it is started;
@@ -114,17 +110,16 @@ def precedence_of(stages: Sequence[Sequence[Instruction]], *, queues: Queues = "
                 needs.append([number_of[stage, instruction], number_of[arrival]])
                 nodes.append(message)
     for stage, instructions in enumerate(stages):
-        last: dict[int, int] = {}
+        last: int | None = None
         for instruction in instructions:
             kind, microbatch = instruction
             if kind.starts:
                 if (stage, instruction) not in message_of:
                     raise PlanError(f"stage {stage} is told {instruction}, and nobody sends it")
                 message_number = message_of[stage, instruction]
-                queue = kind.peer if queues == "pair" else 0
-                if queues != "none" and queue in last:
-                    needs[message_number].append(last[queue])
-                last[queue] = message_number
+                if last is not None:
+                    needs[message_number].append(last)
+                last = message_number
             elif not kind.computes:
                 start = stage, Instruction(kind.start, microbatch)
                 if start not in number_of or number_of[start] > number_of[stage, instruction]:

@@ -7,7 +7,6 @@ classes are built, and anything else is refused.
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Callable
 from dataclasses import fields
@@ -76,71 +75,6 @@ def read_index(stream: IO[bytes], where: str) -> metadata.Metadata:
         reason = str(error) or type(error).__name__
         raise ValueError(f"{where}: not an index that torch.distributed.checkpoint wrote, refused: {reason}") from error
     return index
-
-
-#: What :class:`~zeroresize.utils.checkpoint_writer.CheckpointWriter` writes in place of ``.metadata``.
-INDEX = "index.json"
-
-
-def index_to_json(index: metadata.Metadata) -> str:
-    """Return an index as JSON: names, dtypes, shapes, and where each chunk lies.
-
-    Raises:
-        ValueError: if a tensor is not dense.
-    """
-    tensors: dict[str, Any] = {}
-    for name, entry in index.state_dict_metadata.items():
-        if isinstance(entry, metadata.BytesStorageMetadata):
-            tensors[name] = None
-            continue
-        if entry.properties.layout is not torch.strided:
-            raise ValueError(f"{name}: a tensor of layout {entry.properties.layout} cannot be written")
-        chunks = [[list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks]
-        tensors[name] = {"dtype": str(entry.properties.dtype)[6:], "shape": list(entry.size), "chunks": chunks}
-    places = [
-        [key.fqn, None if key.offset is None else list(key.offset), key.index, *_place(info)]
-        for key, info in index.storage_data.items()
-    ]
-    return json.dumps({"tensors": tensors, "places": places})
-
-
-def index_from_json(text: str | bytes, where: str) -> metadata.Metadata:
-    """Return the index that :func:`index_to_json` wrote.
-
-    Args:
-        where: names the file in errors.
-
-    Raises:
-        ValueError: if it is anything else, or names files outside of the checkpoint.
-    """
-    try:
-        document = json.loads(text)
-        index = metadata.Metadata(
-            {name: _entry(values) for name, values in document["tensors"].items()},
-            storage_data={
-                metadata.MetadataIndex(name, offset, number): _STORAGE_INFO(
-                    file, begin, length, **({"transform_descriptors": descriptors} if descriptors else {})
-                )
-                for name, offset, number, file, begin, length, descriptors in document["places"]
-            },
-        )
-        _require_sound(index)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        reason = str(error) or type(error).__name__
-        raise ValueError(f"{where}: not an index of a checkpoint, refused: {reason}") from error
-    return index
-
-
-def _place(info: Any) -> list[Any]:
-    return [info.relative_path, info.offset, info.length, getattr(info, "transform_descriptors", None)]
-
-
-def _entry(values: Any) -> metadata.STORAGE_TYPES:
-    if values is None:
-        return metadata.BytesStorageMetadata()
-    properties = metadata.TensorProperties(dtype=_of_type(torch.dtype, _dtype(("torch", values["dtype"]))))
-    chunks = [metadata.ChunkStorageMetadata(torch.Size(begin), torch.Size(sizes)) for begin, sizes in values["chunks"]]
-    return metadata.TensorStorageMetadata(properties, torch.Size(values["shape"]), chunks)
 
 
 def _is_known(path: tuple[str, str]) -> bool:

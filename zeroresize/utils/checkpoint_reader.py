@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from zeroresize.utils.checkpoint_files import plain_file, require_plain_file
-from zeroresize.utils.checkpoint_index import INDEX, index_from_json, read_index
+from zeroresize.utils.checkpoint_index import read_index
 
 #: How the names of a balancer's state begin: whose it is, and the ranks of its group; see control/balancer_state.py.
 _OF_GROUP = re.compile(r"(.+)\.group (\d+(?:-\d+)*)(?: rank \d+)?\.")
@@ -75,14 +75,9 @@ class CheckpointReader(FileSystemReader):
         """
         rank = kwargs.get("rank")
         path = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
-        plain = Path(self.path) / INDEX
-        if rank is None and os.path.lexists(plain):
-            require_plain_file(plain)
-            metadata = index_from_json(plain.read_bytes(), str(plain))
-        else:
-            require_plain_file(path)
-            with path.open("rb") as stream:
-                metadata = read_index(stream, str(path))
+        require_plain_file(path)
+        with path.open("rb") as stream:
+            metadata = read_index(stream, str(path))
         for name in {storage.relative_path for storage in metadata.storage_data.values()}:
             with suppress(FileNotFoundError):  # which is an error where it is needed
                 plain_file(self.path, name)

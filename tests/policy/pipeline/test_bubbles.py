@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from zeroresize.policy.pipeline.bubbles import chimera_bubble_ratio, imbalance, simulated_step
+from zeroresize.policy.pipeline.bubbles import imbalance, simulated_step
 from zeroresize.policy.pipeline.simulated_steps import simulated_steps
 from zeroresize.runtime.schedules import order_of
 
@@ -163,31 +163,6 @@ def test_imbalance():
     assert imbalance([1.0, 2.0, 3.0]) == 1.0
     assert imbalance([2.0, 2.0]) == 0.0
     assert imbalance([0.0, 0.0]) == 0.0
-
-
-@given(st.integers(1, 50), st.floats(0.01, 100.0))
-def test_chimera_without_communication_has_the_ratio_of_its_own_paper(half, each_s):
-    """(D − 2) / (2 N + D − 2) with N = D micro-batches and equal forwards and backwards (Li and Hoefler, Table 2)."""
-    num_stages = 2 * half
-    expected = (num_stages - 2) / (3 * num_stages - 2)
-    assert chimera_bubble_ratio(num_stages, each_s, each_s, 0.0) == pytest.approx(expected)
-
-
-@given(st.integers(1, 50), st.floats(0.0, 10.0), st.floats(0.0, 10.0), st.floats(0.001, 10.0))
-def test_chimeras_ratio_is_a_share_that_does_not_depend_on_the_unit(half, forward_s, backward_s, communication_s):
-    times = (forward_s, backward_s, communication_s)
-    ratio = chimera_bubble_ratio(2 * half, *times)
-    assert 0.0 <= ratio < 1.0
-    assert chimera_bubble_ratio(2 * half, *(1e3 * one for one in times)) == pytest.approx(ratio)
-
-
-def test_chimera_with_odd_stages_or_no_time_is_an_error():
-    for wrong in ((3, 1.0, 1.0, 0.0), (0, 1.0, 1.0, 0.0)):
-        with pytest.raises(ValueError, match="even number of stages"):
-            chimera_bubble_ratio(*wrong)
-    for wrong in ((4, 0.0, 0.0, 0.0), (4, -1.0, 1.0, 0.0), (4, 1.0, math.inf, 0.0)):
-        with pytest.raises(ValueError, match="not allowed"):
-            chimera_bubble_ratio(*wrong)
 
 
 @both

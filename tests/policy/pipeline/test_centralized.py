@@ -9,23 +9,21 @@ from helpers.pipelines import all_partitions, fastest_possible, fits_into, loads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scripts.simulated.dynamic_programming import dynamic_programming_partition
 from zeroresize.plan.partition import Partition
-from zeroresize.policy.pipeline.centralized import StageFiller, balanced_partition, dynamic_programming_partition
+from zeroresize.policy.pipeline.centralized import StageFiller, balanced_partition
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 
-both = pytest.mark.parametrize("balance", [balanced_partition, dynamic_programming_partition])
 
-
-@both
 @settings(deadline=None, max_examples=150)
 @given(load=loads())
-def test_no_partition_that_fits_has_a_faster_slowest_stage(balance, load):
+def test_no_partition_that_fits_has_a_faster_slowest_stage(load):
     best = fastest_possible(load)
     if best is None:
         with pytest.raises(ValueError, match=r"no partition .* fits into the memory limits"):
-            balance(load)
+            balanced_partition(load)
         return
-    partition = balance(load)
+    partition = balanced_partition(load)
     assert (partition.num_layers, partition.num_stages) == (load.num_layers, load.num_stages)
     assert fits_into(load, partition)
     assert slowest_of(load, partition) == best
@@ -54,10 +52,9 @@ def test_probing_finds_what_dynamic_programming_finds(seed, num_layers, density,
     assert load.slowest(partition) == pytest.approx(best, rel=1e-12)
 
 
-@both
 @settings(deadline=None, max_examples=150)
 @given(load=loads(), data=st.data())
-def test_no_partition_has_a_faster_slowest_stage_where_stages_wait_for_messages(balance, load, data):
+def test_no_partition_has_a_faster_slowest_stage_where_stages_wait_for_messages(load, data):
     """Every stage waits for half of what the messages on its two sides take."""
     num_stages = load.num_stages
     delays = data.draw(st.lists(st.integers(0, 30), min_size=num_stages - 1, max_size=num_stages - 1))
@@ -80,9 +77,9 @@ def test_no_partition_has_a_faster_slowest_stage_where_stages_wait_for_messages(
     fitting = [one for one in all_partitions(load.num_layers, num_stages) if fits_into(load, one)]
     if not fitting:
         with pytest.raises(ValueError, match=r"no partition .* fits into the memory limits"):
-            balance(waiting)
+            balanced_partition(waiting)
         return
-    partition = balance(waiting)
+    partition = balanced_partition(waiting)
     assert fits_into(load, partition)
     assert slowest(partition) == waiting.slowest(partition) == min(slowest(one) for one in fitting)
 
@@ -93,17 +90,15 @@ def test_a_level_that_cannot_be_kept_leads_to_the_next_one_that_might():
     assert filler.partition_within(12.0) == (None, 13.0)
 
 
-@both
-def test_a_stage_leaves_a_small_layer_to_a_slow_one(balance):
+def test_a_stage_leaves_a_small_layer_to_a_slow_one():
     """Taking both first layers, as many as it can, the first stage would leave the large one to the slow second."""
     load = PipelineLoad.of([1, 1, 10, 1], 3, speeds=[10, 0.1, 10])
-    assert balance(load) == Partition((0, 1, 2, 4))
+    assert balanced_partition(load) == Partition((0, 1, 2, 4))
 
 
-@both
-def test_a_stage_leaves_a_small_layer_to_one_with_little_memory(balance):
+def test_a_stage_leaves_a_small_layer_to_one_with_little_memory():
     load = PipelineLoad.of([1, 1, 1, 1], 3, layer_bytes=[1, 1, 10, 1], memory_limits=[100, 1, 100])
-    assert balance(load) == Partition((0, 1, 2, 4))
+    assert balanced_partition(load) == Partition((0, 1, 2, 4))
 
 
 def test_layers_that_cost_nothing_are_divided_too():
@@ -111,12 +106,11 @@ def test_layers_that_cost_nothing_are_divided_too():
     assert balanced_partition(PipelineLoad.of([0, 5, 0, 0], 4)) == Partition((0, 1, 2, 3, 4))
 
 
-@both
-def test_what_does_not_fit_says_what_is_needed_and_allowed(balance):
+def test_what_does_not_fit_says_what_is_needed_and_allowed():
     """60 bytes are fewer than 61, but no stage holds two layers of 20."""
     load = PipelineLoad.of([1, 1, 1], 2, layer_bytes=[20, 20, 20], memory_limits=[39, 22])
     with pytest.raises(ValueError) as error:
-        balance(load)
+        balanced_partition(load)
     message = str(error.value)
     assert "3 layers over 2 stages" in message
     assert "60 bytes in all, the largest 20" in message

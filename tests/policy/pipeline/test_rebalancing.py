@@ -14,12 +14,9 @@ from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.pipeline.centralized import balanced_partition
 from zeroresize.policy.pipeline.rebalancing_proposal import described
 
-METHODS = pytest.mark.parametrize("method", ["partition", "diffusion"])
 
-
-@METHODS
-def test_a_straggling_stage_gets_fewer_layers_and_gets_them_back(method):
-    world, rebalancing = World([1.0] * 12, [1.0, 1.0], (0, 6, 12)), rebalancing_of(method=method)
+def test_a_straggling_stage_gets_fewer_layers_and_gets_them_back():
+    world, rebalancing = World([1.0] * 12, [1.0, 1.0], (0, 6, 12)), rebalancing_of()
     assert world.train(rebalancing, 3) == []
     world.speeds = [1.0, 0.5]
     assert world.train(rebalancing, 6) == [(0, 8, 12)]
@@ -34,18 +31,16 @@ def test_a_very_slow_stage_gets_fewer_layers_than_would_make_stages_equal():
     assert world.boundaries == (0, 7, 8)
 
 
-@METHODS
-def test_a_stage_that_is_slow_from_the_start_is_found_out(method):
-    world, rebalancing = World([1.0] * 12, [1.0, 0.5, 1.0], (0, 4, 8, 12)), rebalancing_of(method=method)
+def test_a_stage_that_is_slow_from_the_start_is_found_out():
+    world, rebalancing = World([1.0] * 12, [1.0, 0.5, 1.0], (0, 4, 8, 12)), rebalancing_of()
     before = world.slowest
     world.train(rebalancing, 12)
     assert world.slowest < before
     assert world.train(rebalancing, 6) == []
 
 
-@METHODS
-def test_work_that_shifts_is_followed(method):
-    world, rebalancing = World([1.0] * 9, [1.0] * 3, (0, 3, 6, 9)), rebalancing_of(method=method)
+def test_work_that_shifts_is_followed():
+    world, rebalancing = World([1.0] * 9, [1.0] * 3, (0, 3, 6, 9)), rebalancing_of()
     for heavy in (8, 7, 6):
         world.work = [3.0 if number >= heavy else 1.0 for number in range(9)]
         world.train(rebalancing, 8)
@@ -85,11 +80,10 @@ def test_noise_moves_nothing_that_is_balanced(seed, half):
 @given(
     st.lists(st.floats(0.1, 10.0), min_size=6, max_size=24),
     st.lists(st.floats(0.2, 1.0), min_size=2, max_size=6),
-    st.sampled_from(["partition", "diffusion"]),
 )
-def test_it_settles_and_never_ends_slower_than_it_began(work, speeds, method):
+def test_it_settles_and_never_ends_slower_than_it_began(work, speeds):
     world = World(work, [1.0] * len(speeds), Partition.uniform(len(work), len(speeds)).boundaries)
-    rebalancing = rebalancing_of(method=method)
+    rebalancing = rebalancing_of()
     world.train(rebalancing, 10)
     world.speeds = speeds
     before = world.step_s
@@ -176,10 +170,9 @@ def test_memory_limits_are_kept():
         rebalancing_of(memory_limits=(4200.0, 4200.0)).update(world.profile())
 
 
-@METHODS
-def test_a_stage_over_its_limit_gives_layers_away_whatever_that_takes(method):
+def test_a_stage_over_its_limit_gives_layers_away_whatever_that_takes():
     world = World([1.0] * 8, [1.0, 1.0], (0, 4, 8), weight_bytes=10**9)
-    rebalancing = rebalancing_of(memory_limits=(3 * 4.1e9, 8 * 4.1e9), num_steps=1, method=method)
+    rebalancing = rebalancing_of(memory_limits=(3 * 4.1e9, 8 * 4.1e9), num_steps=1)
     assert world.train(rebalancing, 4) == [(0, 3, 8)]
 
 
@@ -212,8 +205,7 @@ def test_what_was_learned_goes_on_elsewhere():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"by": "layers"}, "by='layers' is not allowed: there are 'time' and 'parameters'"),
-        ({"method": "luck"}, "method='luck' is not allowed"),
+        ({"by": "layers"}, "by='layers' is not allowed"),
         ({"num_steps": 0}, "profile_every=0 is not allowed"),
         ({"num_steps": "5"}, "profile_every='5' is not allowed"),
         ({"min_saving": -0.1}, "min_saving=-0.1 is not allowed"),
@@ -332,15 +324,3 @@ def test_a_change_that_was_told_and_what_moves_have_lost_outlive_a_resume():
     assert resumed.account.account.elapsed_s == 0.0 and resumed.costs == rebalancing.costs
     with pytest.raises(ValueError, match="4 lists are needed, or 7"):
         resumed.load_state_dict({**old, "costs": [*old["costs"], [0, 4, 8, 12, 16]]}, 16, 4)
-
-
-def test_diffusion_weighs_moves_over_the_interval_in_force():
-    """The exchange saves much less within two steps than it takes, and much more within 1,000."""
-
-    def moves(interval):
-        rebalancing = rebalancing_of(MoveCost(1e-5, 0.1), method="diffusion", num_steps=2)
-        world = World([2.0] * 4 + [1.0] * 8, [1.0, 1.0], (0, 6, 12), weight_bytes=10**6)
-        rebalancing.interval = interval
-        return world.train(rebalancing, 3)
-
-    assert moves(2) == [] and len(moves(1000)) == 1

@@ -30,10 +30,9 @@ def rule_of(messages, **options):
     return dataclasses.replace(rebalancing_of(**options).rule, messages=messages)
 
 
-@pytest.mark.parametrize("method", ["partition", "diffusion"])
-def test_stages_beside_a_slow_link_get_fewer_layers(method):
+def test_stages_beside_a_slow_link_get_fewer_layers():
     world, slow = world_of(), messages_of(0.0, 4.0 / NUM_MICROBATCHES)
-    rebalancing = rebalancing_of(method=method)
+    rebalancing = rebalancing_of()
     moves = []
     for _ in range(6):
         proposal = rebalancing.update(world.profile(), None, slow)
@@ -42,7 +41,7 @@ def test_stages_beside_a_slow_link_get_fewer_layers(method):
             moves.append(proposal)
     stages = np.diff(world.boundaries)  # 6, 3 and 3 layers, with 4 s of waiting, would be even; the last stages idle
     assert stages[0] >= 6 and stages[1] <= 3 and stages[2] <= 3
-    without = rebalancing_of(method=method)
+    without = rebalancing_of()
     assert world_of().train(without, 6) == []
     assert moves[0].step_s > moves[0].expected_step_s
 

@@ -10,10 +10,11 @@ from helpers.strategies import least_volumes, switch_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scripts.simulated.switch_bound import lower_bound
 from zeroresize.plan.layout import TensorSpec, UnitDivision
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.switches.slices import common_slices
-from zeroresize.policy.strategy.switches.switch_plan import lower_bound, plan_gradients, plan_weights
+from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 
 LINKS = LinkSpeeds(within_bytes_per_s=8.0, between_bytes_per_s=2.0, latency_s=0.5)

@@ -91,11 +91,3 @@ def shapes_of(microbatches: Sequence[MicroBatch]) -> tuple[Indices, Indices]:
     """Return [K] sizes and [K, A] lengths."""
     sizes = np.array([each.size for each in microbatches], dtype=np.int64)
     return sizes, np.array([each.lengths for each in microbatches], dtype=np.int64)
-
-
-def padding_efficiency(microbatches: Sequence[MicroBatch], lengths_NA: Indices) -> Floats:
-    """Return [A] tokens of the samples as a share of those that are computed (DynaPipe, section 2.2)."""
-    sizes, lengths_KA = shapes_of(microbatches)
-    samples = np.concatenate([each.samples for each in microbatches])
-    shares: Floats = lengths_NA[samples].sum(axis=0) / (sizes[:, None] * lengths_KA).sum(axis=0)
-    return shares

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -107,13 +107,11 @@ class Cuts:
     Attributes:
         ends: where each micro-batch ends, rising; the last one at N.
         longest_s, total_s: seconds of the longest micro-batch, and of all.
-        bound_s: of no partition of the same order is the iteration shorter.
     """
 
     ends: tuple[int, ...]
     longest_s: float
     total_s: float
-    bound_s: float
 
     def iteration_s(self, fill: float, num_replicas: int = 1) -> float:
         """Return the seconds of an iteration (Eq. 1, with 1 / |D| where replicas share the micro-batches)."""
@@ -141,15 +139,12 @@ def shortest_cuts(segments: Segments, fill: float, num_replicas: int = 1, gap: f
     intervals = [
         (int(low), int(high), float(total)) for low, high, total in zip(places, places[1:], totals[1:], strict=False)
     ]
-    bound_s = math.inf
     for _ in range(_ROUNDS):
         aim = best.iteration_s * (1.0 - gap)
         open_intervals = []
         for low, high, total in intervals:
             of_interval = fill * float(choices[low + 1]) + total / num_replicas
-            if high - low < 2 or of_interval >= aim:
-                bound_s = min(bound_s, of_interval)
-            else:
+            if high - low >= 2 and of_interval < aim:
                 open_intervals.append((low, high, total))
         if not open_intervals:
             break
@@ -163,46 +158,7 @@ def shortest_cuts(segments: Segments, fill: float, num_replicas: int = 1, gap: f
                 begin += len(between)
                 points, sums = [low, *between.tolist(), high], [*of_inner, total]
                 intervals += list(zip(points, points[1:], sums, strict=False))
-    else:
-        bound_s = min(
-            [bound_s, *(fill * float(choices[low + 1]) + total / num_replicas for low, _, total in intervals)]
-        )
-    return replace(best.cuts, bound_s=min(bound_s, best.iteration_s))
-
-
-def sampled_cuts(segments: Segments, fill: float, interval_s: float, num_replicas: int = 1) -> Cuts:
-    """Return the best partition over limits of the longest micro-batch that lie ``interval_s`` apart, as in the paper.
-
-    Raises:
-        ValueError: for an interval that is not above 0.
-    """
-    if not interval_s > 0.0:
-        raise ValueError(f"interval_s={interval_s} is not allowed: seconds above 0 are")
-    seconds = segments.seconds_KN[np.isfinite(segments.seconds_KN)]
-    limits = np.unique(np.ceil(seconds / interval_s)) * interval_s
-    limits = limits[limits >= float(segments.seconds_KN[0, 1:].max()) * (1.0 - 1e-12)]
-    best = _Best(segments, fill, num_replicas)
-    for begin in range(0, len(limits), _TOGETHER):
-        best.look(limits[begin : begin + _TOGETHER])
     return best.cuts
-
-
-def optimal_cuts(segments: Segments, fill: float, num_replicas: int = 1) -> Cuts:
-    """Return the best partition over all limits, plainly, for comparison: O(N⁴)."""
-    num_samples, most = segments.num_samples, len(segments.seconds_KN)
-    best = _Best(segments, fill, num_replicas)
-    for limit in sorted(set(segments.seconds_KN[np.isfinite(segments.seconds_KN)].tolist())):
-        least: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-        for end in range(1, num_samples + 1):
-            options: list[tuple[float, tuple[int, ...]]] = []
-            for begin in range(max(end - most, 0), end):
-                seconds = segments.seconds(begin, end)
-                if seconds <= limit:
-                    options.append((least[begin][0] + seconds, (*least[begin][1], end)))
-            least.append(min(options, default=(math.inf, ())))
-        if math.isfinite(least[-1][0]):
-            best.take(*least[-1])
-    return replace(best.cuts, bound_s=best.iteration_s)
 
 
 class _Best:
@@ -210,7 +166,7 @@ class _Best:
 
     def __init__(self, segments: Segments, fill: float, num_replicas: int) -> None:
         self._segments, self._fill, self._num_replicas = segments, fill, num_replicas
-        self.cuts = Cuts((), math.inf, math.inf, 0.0)
+        self.cuts = Cuts((), math.inf, math.inf)
 
     @property
     def iteration_s(self) -> float:
@@ -225,7 +181,7 @@ class _Best:
 
     def take(self, total_s: float, ends: tuple[int, ...]) -> None:
         longest_s = max(self._segments.seconds(begin, end) for begin, end in itertools.pairwise((0, *ends)))
-        cuts = Cuts(ends, longest_s, total_s, 0.0)
+        cuts = Cuts(ends, longest_s, total_s)
         if math.isinf(self.cuts.total_s) or cuts.iteration_s(self._fill, self._num_replicas) < self.iteration_s:
             self.cuts = cuts
 

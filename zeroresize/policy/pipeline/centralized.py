@@ -51,31 +51,6 @@ def balanced_partition(load: PipelineLoad) -> Partition:
     return best
 
 
-def dynamic_programming_partition(load: PipelineLoad) -> Partition:
-    """Return what :func:`balanced_partition` does, to check it, by dynamic programming.
-
-    It takes O(S L²) time and O(L²) memory.
-
-    Raises:
-        NothingFitsError: if no partition fits into the memory limits.
-    """
-    ends = np.arange(load.num_layers + 1)
-    is_empty = ends[None, :] <= ends[:, None]  # [begin, end]
-    costs, sizes = (sums[None, :] - sums[:, None] for sums in (load.cost_sums, load.byte_sums))
-    slowest = np.where(ends == 0, 0.0, np.inf)  # of the stages so far, by the layer with which they end
-    begins = []
-    for speed, limit, wait in zip(load.speeds, load.memory_limits, load.waits, strict=True):
-        times = np.where(is_empty | (sizes > limit), np.inf, np.maximum(slowest[:, None], costs / speed + wait))
-        begins.append(times.argmin(axis=0))
-        slowest = times.min(axis=0)
-    if not np.isfinite(slowest[-1]):
-        raise NothingFitsError(_what_is_missing(load))
-    boundaries = [load.num_layers]
-    for begin in reversed(begins):
-        boundaries.append(int(begin[boundaries[-1]]))
-    return Partition(tuple(reversed(boundaries)))
-
-
 def _what_is_missing(load: PipelineLoad) -> str:
     """Where the layers come nearest to fitting, and what they need there."""
     limits = np.minimum(load.memory_limits, load.byte_sums[-1])

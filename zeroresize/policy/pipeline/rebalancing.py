@@ -208,10 +208,9 @@ class Rebalancing:
         return bool((np.abs(profile.layer_s - settled.layer_s) <= _SETTLED * settled.layer_s).all())
 
     def _proposal(self, costs: LayerCosts, profile: PipelineProfile) -> RebalancingProposal:
-        """Of moves that pay until the next profile, or later: the rental waits for as many."""
+        """What the best boundaries would change; the rental waits until that pays."""
         self.num_searches += 1
-        rule = replace(self.rule, num_steps=max(self.rule.num_steps, self.interval))
-        return rule.propose(costs, profile, self.cost_of_move)
+        return self.rule.propose(costs, profile, self.cost_of_move)
 
     def _update_running(self, profile: PipelineProfile, step: int | None) -> RebalancingProposal | None:
         if self._running is None:

@@ -16,17 +16,15 @@ from zeroresize.policy.moves.least_saving import MIN_SAVING, is_saving
 from zeroresize.policy.moves.move_cost import MoveCost, most_bytes
 from zeroresize.policy.pipeline.bubbles import PipelineStep, simulated_step
 from zeroresize.policy.pipeline.centralized import balanced_partition
-from zeroresize.policy.pipeline.diffusion import diffused_partition
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.message_delays import PipelineMessages, step_delays
 from zeroresize.policy.pipeline.pipeline_load import Floats, PipelineLoad
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.shortest_step import shortest_partition
 from zeroresize.runtime.schedules import Schedule
-from zeroresize.utils.value_checks import at_least, number
+from zeroresize.utils.value_checks import at_least, number, one_of
 
 By = Literal["time", "parameters"]
-Method = Literal["partition", "diffusion"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,6 @@ class RebalancingRule:
 
     Attributes:
         by: what is divided evenly: seconds, or bytes of parameters. The saving is always one of seconds.
-        method: the exact partition, or diffusion between neighbours.
         schedule, num_microbatches: of the pipeline.
         num_steps: over which a change pays; those until the next profile.
         min_saving: share of a step below which nothing changes.
@@ -87,7 +84,6 @@ class RebalancingRule:
     """
 
     by: By
-    method: Method
     schedule: Schedule
     num_microbatches: int
     num_steps: int
@@ -96,11 +92,7 @@ class RebalancingRule:
     messages: PipelineMessages | None = None
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (("by", self.by, By), ("method", self.method, Method)):
-            if value not in get_args(allowed):
-                raise ValueError(
-                    f"{name}={value!r} is not allowed: there are {' and '.join(map(repr, get_args(allowed)))}"
-                )
+        one_of("by", self.by, get_args(By))
         at_least("profile_every", self.num_steps, 1)
         number("min_saving", self.min_saving, least=0.0, below=1.0)
 
@@ -124,7 +116,7 @@ class RebalancingRule:
         """
         now = Partition(profile.boundaries)
         is_needed = not self.load(costs, profile).fits(now)
-        wanted = wanted or self.wanted(costs, profile, cost_of_move)
+        wanted = wanted or self.wanted(costs, profile)
         before = self.simulated(costs, now)
         after = before if wanted == now else self.simulated(costs, wanted)
         if not is_needed and not is_saving(before.step_s - after.step_s, before.step_s, self.min_saving):
@@ -150,15 +142,9 @@ class RebalancingRule:
         costs = LayerCosts.first(profile)
         return self.simulated(costs, Partition(profile.boundaries)).step_s
 
-    def wanted(self, costs: LayerCosts, profile: PipelineProfile, cost_of_move: MoveCost) -> Partition:
+    def wanted(self, costs: LayerCosts, profile: PipelineProfile) -> Partition:
         """Return the boundaries that divide best, whatever they save; arguments and errors as of :meth:`propose`."""
         now, load = Partition(profile.boundaries), self.load(costs, profile)
-        if self.method == "diffusion" and load.fits(now):
-            # What divides bytes of parameters cannot be weighed against seconds.
-            is_of_time = self.by == "time"
-            transfer_s = _moving_bytes(profile) * cost_of_move.seconds_per_byte if is_of_time else None
-            num_steps = float(self.num_steps) if is_of_time else None
-            return diffused_partition(load, now, transfer_s=transfer_s, num_steps=num_steps).partition
         if self.by != "time":
             return balanced_partition(load)
         forward_s, backward_s = (

@@ -5,12 +5,12 @@ from helpers.virtual_training import LINEAR, REALISTIC, balanced_s, group, rank,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scripts.simulated.training import Cluster, simulate
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost, spread_ratios
 from zeroresize.policy.tensor.rules.by_mode import wanted_division
 from zeroresize.policy.tensor.rules.ratio import find_stragglers
 from zeroresize.policy.tensor.rules.sharing import WorkDivision
-from zeroresize.simulate import Cluster, simulate
 
 MIG = BalanceConfig(mode="mig")
 uneven = st.lists(st.floats(1.0, 20.0), min_size=2, max_size=9)

@@ -8,11 +8,11 @@ from helpers.virtual_training import LINEAR, REALISTIC, group, rank
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scripts.simulated.training import Cluster, simulate
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.tensor.controller import Controller
 from zeroresize.policy.tensor.costs import MigrationCost
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes, CommunicationEstimate
-from zeroresize.simulate import Cluster, simulate
 
 
 def test_the_cost_of_migrating_is_learned_from_training():

@@ -8,12 +8,16 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from zeroresize.injection import Contention, StragglerInjector, contention
+from vit_examples import contention
+from vit_examples.config import StragglerConfig
+from vit_examples.contention import Contention
+from vit_examples.straggling import stragglers
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot pin processes")
 
@@ -178,7 +182,10 @@ def test_competitor_that_cannot_start_is_an_error(monkeypatch, tmp_path):
 
 def test_systems_that_cannot_pin_are_told_so(monkeypatch):
     monkeypatch.delattr(os, "sched_setaffinity")
-    with pytest.raises(RuntimeError, match=r"kind='contend' needs to pin.*use kind='sleep'"), Contention(core_index=0):
+    with (
+        pytest.raises(RuntimeError, match=r"kind=contend needs to pin.*use kind=sleep"),
+        Contention(core_index=0),
+    ):
         pass
 
 
@@ -196,20 +203,23 @@ def test_a_forked_child_leaves_its_parents_competitors_alone():
         assert all(map(is_running, rank.pids))
 
 
-def test_injector_contends_on_stragglers_and_pins_every_rank(run_ranks):
+def test_a_run_contends_on_stragglers_and_pins_every_rank(run_ranks):
     def contended(rank, group):
         allowed = sorted(os.sched_getaffinity(0))
-        model = nn.Linear(4, 4)
-        with StragglerInjector(model, process_group=group, chi={1: 3}, kind="contend") as injector:
-            cores, started = os.sched_getaffinity(0), injector._slowness.pids
-            injector.set_chi({0: 2})
-            changed = injector._slowness.pids
+        host = SimpleNamespace(model=nn.Linear(4, 4), tp_group=group, num_ranks=2)
+        config = StragglerConfig(kind="contend", schedule="round_robin", chi=3.0)
+        pids = []
+        with stragglers(config, host, balancer=None) as slow:
+            cores = os.sched_getaffinity(0)
+            for epoch in range(2):
+                slow.set_epoch(epoch)
+                pids.append(slow._slowness.pids)
         assert cores == {allowed[rank % len(allowed)]}
         assert sorted(os.sched_getaffinity(0)) == allowed
-        assert all_end([*started, *changed], limit_s=0)
-        return len(started), len(changed)
+        assert all_end([pid for of_epoch in pids for pid in of_epoch], limit_s=0)
+        return [len(of_epoch) for of_epoch in pids]
 
-    assert run_ranks(contended, 2) == [(0, 1), (2, 0)]
+    assert run_ranks(contended, 2) == [[2, 0], [0, 2]]
 
 
 @pytest.mark.gpu

@@ -7,13 +7,15 @@ import time
 
 import numpy as np
 import pytest
-from helpers.pipelines import all_partitions, carried_out, fastest_possible, fits_into, loads
+from helpers.pipelines import World, all_partitions, carried_out, fastest_possible, fits_into, loads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scripts.simulated.diffusion import DiffusionRule, diffused_partition
+from scripts.simulated.exchanges import Exchanges, potential
 from zeroresize.plan.partition import Partition
-from zeroresize.policy.pipeline.diffusion import diffused_partition
-from zeroresize.policy.pipeline.exchanges import Exchanges, potential
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 
 
@@ -318,3 +320,12 @@ def test_ten_thousand_layers_over_a_thousand_stages_take_seconds_at_most():
     diffused = diffused_partition(load, start)
     assert time.process_time() - began < 6.0
     assert load.slowest(diffused.partition) < load.slowest(start)
+
+
+def test_a_rule_proposes_what_diffusion_reaches():
+    rule = DiffusionRule("time", "1f1b", 16, 10)
+    world = World([2.0] * 4 + [1.0] * 8, [1.0, 1.0], (0, 6, 12))
+    profile = world.profile()
+    proposal = rule.propose(LayerCosts.first(profile), profile, MoveCost(0.0, 0.0))
+    wanted = diffused_partition(rule.load(LayerCosts.first(profile), profile), Partition((0, 6, 12))).partition
+    assert (proposal.before, proposal.after) == ((0, 6, 12), wanted.boundaries) and proposal.saving_s > 0.0

@@ -14,12 +14,20 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
+from scripts.simulated.exchanges import Exchanges, potential
 from zeroresize.plan.partition import LayerTransfer, Partition
-from zeroresize.policy.pipeline.exchanges import Exchanges, potential
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.pipeline_load import Floats, Indices, PipelineLoad
+from zeroresize.policy.pipeline.profiles import PipelineProfile
+from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal, RebalancingRule
+
+#: How boundaries are found: the exact partition, or diffusion between neighbours.
+Method = Literal["partition", "diffusion"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,7 @@ class Diffusion:
     Attributes:
         partition: the last one.
         potentials: [rounds + 1] φ before the first round and after each; see
-            :func:`~zeroresize.policy.pipeline.exchanges.potential`.
+            :func:`~scripts.simulated.exchanges.potential`.
         transfers: in the order in which they are made; each crosses one boundary. ``start.transfers_to(partition)``
             are those that are left if every layer travels straight to where it ends up.
         transfer_s: seconds that they take: rounds one after the other, boundaries of a round at once. 0 where the time
@@ -59,7 +67,7 @@ def diffused_partition(
 
     In a round every stage deals with one neighbour at most and pairs with the largest gaps go first; a pair divides its
     layers anew, as evenly as it can. Where no pair can, overloaded stages try relays, in which every stage on the way
-    to an underloaded one hands on some of its layers (:mod:`~zeroresize.policy.pipeline.exchanges`). φ never rises, nor
+    to an underloaded one hands on some of its layers (:mod:`~scripts.simulated.exchanges`). φ never rises, nor
     does the time of the slowest stage.
 
     Where stages wait for messages, their times hold that, too: the gap between neighbours is one of computing and
@@ -117,6 +125,32 @@ def diffused_partition(
     made = (_transfers(before, after) for before, after in itertools.pairwise(partitions[:kept]))
     last = Partition(tuple(partitions[kept - 1].tolist()))
     return Diffusion(last, tuple(potentials[:kept]), tuple(itertools.chain(*made)), spent_s[kept - 1])
+
+
+class DiffusionRule(RebalancingRule):
+    """Say how wanted boundaries are found: by diffusion from those in force, where these fit into the memory limits."""
+
+    def propose(
+        self,
+        costs: LayerCosts,
+        profile: PipelineProfile,
+        cost_of_move: MoveCost,
+        *,
+        wanted: Partition | None = None,
+    ) -> RebalancingProposal:
+        """Return what the wanted boundaries would change, as :class:`RebalancingRule` does."""
+        now, load = Partition(profile.boundaries), self.load(costs, profile)
+        if wanted is None and load.fits(now):
+            # What divides bytes of parameters cannot be weighed against seconds.
+            is_of_time = self.by == "time"
+            moving_bytes = np.array([float(layer.bytes_at_rest) for layer in profile.layers])
+            transfer_s = moving_bytes * cost_of_move.seconds_per_byte if is_of_time else None
+            num_steps = float(self.num_steps) if is_of_time else None
+            wanted = diffused_partition(load, now, transfer_s=transfer_s, num_steps=num_steps).partition
+        return super().propose(costs, profile, cost_of_move, wanted=wanted)
+
+
+RULES: dict[Method, type[RebalancingRule]] = {"partition": RebalancingRule, "diffusion": DiffusionRule}
 
 
 def _crossing_sums(load: PipelineLoad, transfer_s: Sequence[float] | Floats | None, num_steps: float | None) -> Floats:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from scripts.simulated.noise import Noise, NoiseSource
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.group import Loan, RankPlan, Shares, WorkloadPlan
 from zeroresize.plan.ownership import SegmentWork, owned_shares, unit_counts
@@ -25,7 +26,6 @@ from zeroresize.policy.tensor.estimation.estimator import RankEstimator
 from zeroresize.policy.tensor.estimation.times import RankTimes, StepTimes
 from zeroresize.policy.tensor.rules.pruning_by_segment import pruned_by_segment
 from zeroresize.policy.tensor.rules.sharing import borrowed_shares
-from zeroresize.simulate.noise import Noise, NoiseSource
 
 #: The update after a change of speed from which on a rank's γ is to be steady.
 _STEADY_FROM = 3

@@ -42,9 +42,6 @@ class Contention:
         RuntimeError: on entering, where the operating system cannot pin processes (macOS).
     """
 
-    num_products = 0  # nothing is counted here, unlike in the other kinds of slowness
-    seconds_added = 0.0
-
     def __init__(self, *, core_index: int, device: torch.device | str = "cpu") -> None:
         self._core_index = core_index
         self._device = torch.device(device)
@@ -110,7 +107,7 @@ class Contention:
     def _pin(self) -> None:
         if not hasattr(os, "sched_setaffinity"):
             raise RuntimeError(
-                f"kind='contend' needs to pin processes to cores, which {sys.platform} cannot: use kind='sleep'"
+                f"straggler.kind=contend needs to pin processes to cores, which {sys.platform} cannot: use kind=sleep"
             )
         self._cores = sorted(os.sched_getaffinity(0))
         num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
