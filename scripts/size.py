@@ -24,13 +24,13 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 59_700,
-    "package files": 440,
-    "package code lines": 37_100,
+    "package lines": 56_800,
+    "package files": 418,
+    "package code lines": 35_400,
     "tests lines": 63_500,
-    "examples lines": 23_000,
+    "examples lines": 24_600,
     "docs lines": 5_500,
-    "tuning constants": 390,
+    "tuning constants": 380,
 }
 
 
