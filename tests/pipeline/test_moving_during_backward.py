@@ -18,7 +18,7 @@ class Training:
     """Steps of two batches each; before each of them it is told where layers are to move."""
 
     def __init__(self, group, name="AdamW", **options):
-        self.pipeline = pipeline_of(group, loss=half_the_loss, **options)
+        self.pipeline = pipeline_of(group, loss=half_the_loss, count=torch.Tensor.numel, **options)
         self.optimizer = OPTIMIZERS[name](groups_of(self.pipeline.named_parameters()))
         self.decay = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.losses, self.step = [], 0

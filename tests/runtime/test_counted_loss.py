@@ -25,7 +25,7 @@ def test_micro_batches_sum_to_the_mean_of_the_whole(name):
     parts = [slice(0, 2), slice(2, 3), slice(3, 8)]  # of the first nothing counts
     counts = loss.prepare([TARGETS[part] for part in parts], [2.0, 1.0, 5.0])
     assert loss.is_foreseen is (name in FORESEEN)
-    loss.begin(total_count([(sum(counts), loss.kind)]))
+    loss.begin(total_count(counts))
     total = sum(loss(outputs[part], TARGETS[part]) for part in parts)
     factor = loss.total / loss.counted if loss.num_unforeseen else 1.0
     torch.testing.assert_close(total * factor, expected, rtol=1e-12, atol=0.0)
@@ -95,7 +95,7 @@ def test_a_loss_that_keeps_something_is_called_as_often_as_micro_batches_run():
     for loss, num_calls in ((ramped, lambda: ramped.num_calls), (logged, lambda: len(LINES)), (ramped.forward, None)):
         counted = CountedLoss(loss, averages=True)
         counts = counted.prepare([TARGETS[2:]], [6.0])
-        counted.begin(total_count([(sum(counts), counted.kind)]))
+        counted.begin(total_count(counts))
         value = counted(outputs[2:], TARGETS[2:]) * (counted.total / counted.counted)
         assert num_calls is None or num_calls() == 1
         if loss is ramped:
@@ -120,10 +120,33 @@ def test_counts_that_are_none_are_refused(loss, count, error):
         CountedLoss(loss, count, averages=True).prepare([TARGETS, TARGETS[:1]], [8.0, 1.0])
 
 
-def test_ranks_that_know_different_things_are_refused():
-    with pytest.raises(ValueError, match="on some ranks"):
-        total_count([(1.0, 1.0), (2.0, 2.0)])
-    assert total_count([(0.0, 0.0), (2.0, 2.0)]) == 2.0
+def run(counted, outputs, targets):
+    counted.begin(total_count(counted.prepare([targets], [8.0])))
+    return counted(outputs, targets) * (counted.total / counted.counted if counted.num_unforeseen else 1.0)
+
+
+def test_after_a_step_it_is_known_what_a_function_counts_that_gives_torchs_the_very_targets():
+    def smoothed(outputs, targets):
+        return F.cross_entropy(outputs.movedim(1, 2).flatten(0, 1), targets.flatten(), label_smoothing=0.1) / 2
+
+    counted, outputs = CountedLoss(smoothed, averages=True), torch.randn(8, WORDS, 5, requires_grad=True)
+    for number, targets in enumerate((TARGETS, TARGETS.roll(1), TARGETS)):
+        torch.testing.assert_close(run(counted, outputs, targets), smoothed(outputs, targets))
+        assert counted.is_foreseen is (number > 0)
+    shifting = CountedLoss(lambda y, x: F.cross_entropy(y[:, :, 1:], x[:, :-1]), averages=True)
+    for _ in range(2):
+        run(shifting, outputs, TARGETS)
+    assert shifting.is_foreseen is False
+
+
+def test_a_loss_that_counts_otherwise_than_it_did_is_refused():
+    kept = [TARGETS]
+    counted = CountedLoss(lambda y, x: F.cross_entropy(y, kept[-1]), averages=True)
+    outputs = torch.randn(8, WORDS, 5, requires_grad=True)
+    run(counted, outputs, TARGETS)
+    kept.append(TARGETS.clamp(min=0))
+    with pytest.raises(ValueError, match="where its targets tell"):
+        run(counted, outputs, TARGETS)
 
 
 def test_a_sum_and_a_count_that_were_exchanged_are_refused():

@@ -298,14 +298,14 @@ class MicroBatchTrainer:
             if not of_samples[0]:
                 batches = [self._batch_from(samples, each).to(self.model.device) for each in microbatches]
                 count = self._count_of(batches, microbatches, lengths_NA)
-            prepared = [count, self._loss.kind, *of_samples]
+            prepared = [count, *of_samples]
         except Exception as error:  # the others must hear of any
             prepared = error
         table = meet_prepared(self._meet, prepared, "micro-batches")
         positions = [self.model.current.position_of(rank) for rank in range(len(table))]
         replicas = [None if each is None else each.replica for each in positions]
-        self._sample_check.require([row[2:] for row in table], replicas, samples, wanted, lengths_NA)
-        self._loss.begin(total_count([row[:2] for row in table]))
+        self._sample_check.require([row[1:] for row in table], replicas, samples, wanted, lengths_NA)
+        self._loss.begin(total_count(row[0] for row in table))
         return batches
 
     def _count_of(self, batches: Sequence[Batch], microbatches: Sequence[MicroBatch], lengths_NA: Indices) -> float:

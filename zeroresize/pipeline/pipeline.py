@@ -352,6 +352,7 @@ class Pipeline:
         if self._owns_group and before is not None:
             destroy_side_group(before)
         self._owns_group = True
+        self._meets_before = self._meets_after = True  # the last stage may be another rank, which has to tell anew
         self.num_stages = len(boundaries) - 1
         self.stage = -1 if process_group is None else group_rank(process_group)
         self.follow(boundaries)
@@ -450,12 +451,15 @@ class Pipeline:
                 if not sizes:
                     raise ValueError("target=None: the last stage needs the targets")
                 try:
-                    counted: Sequence[float] | Exception = sum(self.loss.prepare(targets, sizes)), self.loss.kind
+                    counted: Sequence[float] | Exception = (
+                        sum(self.loss.prepare(targets, sizes)),
+                        not self.loss.is_foreseen,
+                    )
                 except Exception as error:  # the replicas must hear of any
                     counted = error
                 rows = meet_prepared(self._meet_replicas, counted, "a step")
-                self.loss.begin(total_count(rows) / len(rows))
-                row = 0.0, self.loss.can_be_empty, not self.loss.is_foreseen
+                self.loss.begin(total_count(count for count, _ in rows) / len(rows))
+                row = 0.0, self.loss.can_be_empty, any(is_unforeseen for _, is_unforeseen in rows)
         except Exception as error:  # the other stages must hear of any
             row = error
         if self._meets_before:
@@ -472,7 +476,7 @@ class Pipeline:
         try:
             if self._is_last:
                 rows = self._meet_replicas(self.loss.counted, self.loss.num_unforeseen)
-                total = total_count([(count, 0.0) for count, _ in rows]) / len(rows)
+                total = total_count(count for count, _ in rows) / len(rows)
                 is_unforeseen = any(number for _, number in rows)  # alike on all replicas, which meet again or not
                 row = self.loss.total / total if is_unforeseen else 1.0, is_unforeseen
         except Exception as error:  # the other stages must hear of any

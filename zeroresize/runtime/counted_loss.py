@@ -2,8 +2,8 @@
 
 A micro-batch's loss is a mean over those of its targets that count, or their sum. How many count is known before the
 first backward where the user tells it of the targets, and where the loss is torch's ``cross_entropy`` or another one of
-torch, as a function, a module or a ``partial``. Else what a loss gives those when it runs, or its (sum, count), shows
-it, and gradients are scaled once after the last backward.
+torch, as a function, a module or a ``partial``; and after a step in which it gave those the very targets. Else what a
+loss gives those when it runs, or its (sum, count), shows it, and gradients are scaled once after the last backward.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class CountedLoss(nn.Module):
         total: by which the sums of micro-batches are divided.
         counted, num_unforeseen: what micro-batches have counted in this step, and of how many that was not known
             before: where there are any, gradients and losses are to be multiplied by ``total`` / what counts in all.
-        can_be_empty: whether the targets may be such that nothing counts.
-        is_foreseen: whether :meth:`prepare` knew what counts; None before the first one.
+        can_be_empty: whether the targets may be such that nothing counts, as far as is known.
+        is_foreseen: whether :meth:`prepare` knew what counts.
     """
 
     def __init__(self, loss: Loss, count: Count | None = None, *, averages: bool) -> None:
@@ -72,8 +72,11 @@ class CountedLoss(nn.Module):
         self._loss, self._count, self._averages = loss, count, averages
         self._parts: list[tuple[float, bool]] = []
         self.number, self.total, self.counted, self.num_unforeseen = 0, 1.0, 0.0, 0
-        self.can_be_empty, self._is_plain = count is not None, False
-        self.is_foreseen: bool | None = None
+        self.can_be_empty, self._is_plain = True, False
+        self.is_foreseen = False
+        #: A loss of torch that is given the targets as they are, and how; and what was seen of that in this step.
+        self._learned: _Call | None = None
+        self._seen: list[_Call | None] = []
         self._doubt: str | None = None
 
     def prepare(self, targets: Sequence[Any], sizes: Sequence[float]) -> list[float]:
@@ -84,24 +87,21 @@ class CountedLoss(nn.Module):
             sizes: their samples, or tokens, which count where nothing else is known.
 
         Raises:
-            ValueError: for a count that is no number of at least 0, and where some micro-batches tell what counts and
-                others do not.
+            ValueError: for a count that is no number of at least 0.
         """
-        self._parts = []
+        if self._learned is None and self._seen and None not in self._seen:
+            self._learned = self._seen[0]
+        self._parts, self._seen, are_foreseen, can_be_empty = [], [], [], self._count is not None
         for number, (each, size) in enumerate(zip(targets, sizes, strict=True)):
-            term = _foreseen(self._loss, each)
-            is_foreseen = self._count is not None or term is not None
-            if self.is_foreseen not in (None, is_foreseen):
-                raise ValueError(
-                    f"loss: what counts in micro-batch {number} does not show from its targets, but did in others. "
-                    "Return (sum, count), or give count="
-                )
-            self.is_foreseen = is_foreseen
+            term = _foreseen(self._loss, each, self._learned)
+            are_foreseen.append(self._count is not None or term is not None)
             count = size if term is None else term.count
             if self._count is not None:
                 count = self._counted_by_user(each, number)
-            self.can_be_empty |= term is not None and term.can_be_empty
+            can_be_empty |= term is not None and term.can_be_empty
             self._parts.append((_checked(count, number), not self._averages if term is None else term.sums))
+        self.is_foreseen = all(are_foreseen)
+        self.can_be_empty = can_be_empty or not (self.is_foreseen or self._is_plain)
         return [count for count, _ in self._parts]
 
     def _counted_by_user(self, targets: Any, number: int) -> float:
@@ -111,11 +111,6 @@ class CountedLoss(nn.Module):
         except Exception as error:
             kind = type(error).__name__
             raise ValueError(f"count= fails for the targets of micro-batch {number}: {kind}: {error}") from error
-
-    @property
-    def kind(self) -> float:
-        """Return a number for :func:`total_count`: 0 as long as there was no micro-batch here."""
-        return 0.0 if self.is_foreseen is None else 1.0 + self.is_foreseen
 
     def begin(self, total: float) -> None:
         """Divide the sums of micro-batches by so much from now on, in a step that begins."""
@@ -131,11 +126,16 @@ class CountedLoss(nn.Module):
         self.number += 1
         value: Any = None
         if self.is_foreseen and count:
-            value = self._loss(outputs, targets)
-            value, sums = (value[0], True) if isinstance(value, tuple) else (value, sums)
+            term = (
+                _Term(self._loss(outputs, targets))
+                if self._learned is None
+                else self._as_learned(outputs, targets, count)
+            )
+            value, sums = (term.value[0], True) if isinstance(term.value, tuple) else (term.value, sums)
         elif not self.is_foreseen:
             term = _Term(self._loss(outputs, targets)) if self._is_plain else _watched(self._loss, outputs, targets)
             value = term.value
+            self._seen.append(term.call if term.call is not None and _is_of(term.call, targets) else None)
             if term.count is not None:
                 count, sums = _checked(term.count, number), term.sums
                 self.num_unforeseen += 1
@@ -148,6 +148,15 @@ class CountedLoss(nn.Module):
             kind = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"loss returns {kind}: one number is needed, or (sum, count)")
         return value.reshape(()) * ((1.0 if sums else count) / self.total)
+
+    def _as_learned(self, outputs: Any, targets: Any, count: float) -> _Term:
+        term = _watched(self._loss, outputs, targets)
+        if term.count is None or not math.isclose(float(term.count), count, rel_tol=1e-6):
+            raise ValueError(
+                f"loss counts {term.count} in micro-batch {self.number - 1}, where its targets tell {count:g}, as they "
+                "did right in earlier steps. Return (sum, count), or give count="
+            )
+        return term
 
     def warn(self) -> None:
         """Warn once, where numbers of which nothing is known are probably not what they are taken for."""
@@ -174,24 +183,29 @@ def multiply_gradients(parameters: Iterable[Tensor], factor: float) -> None:
             parameter.grad.mul_(factor)
 
 
-def total_count(rows: Sequence[Sequence[float]]) -> float:
+def total_count(counts: Iterable[float]) -> float:
     """Return what counts in a step on all ranks.
 
     Args:
-        rows: of each rank what counts there, and the :attr:`~CountedLoss.kind` of its loss, or 0.
+        counts: of each rank.
 
     Raises:
-        ValueError: where nothing counts, and where the targets tell on some ranks only.
+        ValueError: where nothing counts.
     """
-    if len({kind for _, kind in rows} - {0.0}) > 1:
-        raise ValueError("loss: on some ranks its targets show what counts, on others not. Return (sum, count)")
-    total = sum(count for count, _ in rows)
+    total = sum(counts)
     if not 0.0 < total < math.inf:
         raise ValueError(
             f"what counts in the loss of the whole batch is {total:g}, so there is no mean: all targets are ignored or "
             "have weight 0. Leave the batch out, on all ranks"
         )
     return total
+
+
+class _Call(NamedTuple):
+    """Of a loss of torch, with what it was given."""
+
+    function: Any
+    given: Mapping[str, Any]
 
 
 class _Term(NamedTuple):
@@ -202,6 +216,7 @@ class _Term(NamedTuple):
     sums: bool = True
     can_be_empty: bool = True
     ignores: bool = False
+    call: _Call | None = None
 
 
 class _Watch(TorchFunctionMode):
@@ -232,7 +247,7 @@ def _watched(loss: Loss, outputs: Any, targets: Any) -> _Term:
     for result, func, given in watch.calls:
         term = _term_of(value, func, given)
         if result is value or (len(watch.calls) == 1 and _is_multiple(value, result)):
-            return term
+            return term._replace(call=_Call(func, given.arguments))
         ignores |= term.ignores
     return _Term(value, ignores=ignores)
 
@@ -265,11 +280,25 @@ def _term_of(value: Any, func: Any, given: inspect.BoundArguments) -> _Term:
     return _Term(value, count, sums, ignores=not bool(counts.all()))
 
 
-def _foreseen(loss: Loss, targets: Any) -> _Term | None:
-    """What the targets alone tell of one of torch's losses; None for others."""
+def _is_of(call: _Call, targets: Any) -> bool:
+    """Whether these targets are what the loss of torch was given, in whatever shape."""
+    target = call.given["target"]
+    is_alike = isinstance(targets, Tensor) and target.numel() == targets.numel()
+    is_class = call.function in _ELEMENTS or not target.is_floating_point()
+    return is_alike and is_class and torch.equal(target.reshape(-1), targets.reshape(-1).to(target.dtype))
+
+
+def _foreseen(loss: Loss, targets: Any, learned: _Call | None) -> _Term | None:
+    """What the targets alone tell of one of torch's losses, or of one that was learned; None for others."""
     settings: Mapping[str, Any] = {}
     function: Any = loss
-    if isinstance(loss, functools.partial) and not loss.args:
+    if learned is not None:
+        function, settings = (
+            learned.function,
+            {name: value for name, value in learned.given.items() if name not in ("input", "target")},
+        )
+        targets = targets.reshape(-1) if isinstance(targets, Tensor) else targets
+    elif isinstance(loss, functools.partial) and not loss.args:
         function, settings = loss.func, loss.keywords
     elif type(loss) in _FUNCTIONS:
         function = _FUNCTIONS[type(loss)]

@@ -29,5 +29,5 @@ def mean_over_ranks(loss: CountedLoss, parts: Tensor, model: SwitchableModel) ->
     parts = parts.to(message_device(model.process_group, model.device))
     all_reduce(parts, model.process_group)
     mean, counted, num_unforeseen = parts.tolist()
-    factor = loss.total / total_count([(counted, 0.0)]) if num_unforeseen else 1.0
+    factor = loss.total / total_count([counted]) if num_unforeseen else 1.0
     return mean * factor, factor

@@ -250,13 +250,13 @@ class StrategyTrainer:
             parts = digest_of(sequences), str([list(map(str, self.ranges)), str(visits)]), json.dumps(options)
             packed = [self._packed(visit, sequences) for visit in visits]
             count = self._count(visits, packed)
-            prepared: tuple[float, ...] | Exception = *map(fingerprint, parts), count, self._loss.kind
+            prepared: tuple[float, ...] | Exception = *map(fingerprint, parts), count
         except Exception as error:  # the others must hear of any
             prepared = error
         table = meet_prepared(self._meet, prepared)
         for column, what in enumerate(_AGREED):
             require_same([row[column] for row in table], what, self._meet)
-        self._loss.begin(total_count([row[len(_AGREED) :] for row in table]))
+        self._loss.begin(total_count(row[len(_AGREED)] for row in table))
         return visits, packed
 
     def _packed(self, visit: Visit, sequences: Sequence[Tensor]) -> list[Packed]:
