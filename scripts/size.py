@@ -24,7 +24,7 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 56_800,
+    "package lines": 56_900,
     "package files": 418,
     "package code lines": 35_400,
     "tests lines": 63_500,
