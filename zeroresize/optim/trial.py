@@ -71,9 +71,9 @@ def _why_others(
 ) -> str | None:
     """Tell what else differs where the gradients of masked elements are larger than drawn, some of another sign."""
     larger = [one.clone() for one in drawn]
-    for one, mask in zip(larger, masks, strict=True):
-        one[1::2, mask] *= _FACTOR
-        one[2::2, mask] *= -_FACTOR
+    for steps, mask in zip(larger, masks, strict=True):
+        steps[1::2, mask] *= _FACTOR
+        steps[2::2, mask] *= -_FACTOR
     with _undisturbed(drawn[0]):
         expected, others = _stepped(optimizer, likes, drawn), _stepped(optimizer, likes, larger)
     for like, mask, (value, state), (other, other_state) in zip(likes, masks, expected, others, strict=True):
@@ -107,10 +107,10 @@ def _likes_of(optimizer: Optimizer, tensors: Iterable[Tensor], num_alike: int) -
     wanted = {id(one) for one in tensors}
     kinds = defaultdict[Any, list[Tensor]](list)
     for number, group in enumerate(optimizer.param_groups):
-        for one in group["params"]:
-            marks = {name: value for name, value in vars(one).items() if isinstance(value, bool | str)}
-            key = number, id(one) in wanted, one.dim() > 1, one.dtype, one.device, str(marks)
-            kinds[key].append(one)
+        for tensor in group["params"]:
+            marks = {name: value for name, value in vars(tensor).items() if isinstance(value, bool | str)}
+            key = number, id(tensor) in wanted, tensor.dim() > 1, tensor.dtype, tensor.device, str(marks)
+            kinds[key].append(tensor)
     likes = [_Like(one, *key[:2], alike) for key, alike in kinds.items() for one in alike[:num_alike]]
     return likes if any(like.is_wanted for like in likes) else []
 
