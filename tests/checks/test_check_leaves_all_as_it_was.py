@@ -15,7 +15,7 @@ import zeroresize as zr
 from zeroresize.checks.apart import Apart
 from zeroresize.checks.divided import parts_of
 from zeroresize.checks.gradient_checks import GradientCheck
-from zeroresize.checks.ranks import Ranks
+from zeroresize.resharding.ranks import Ranks
 
 
 def trained_once(group, dtype=torch.float32, **options):

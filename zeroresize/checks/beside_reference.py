@@ -6,8 +6,8 @@ A gradient needs no reference: it is measured by differences of the loss.
 from __future__ import annotations
 
 from zeroresize.checks.finding import REFERENCE, ParallelFinding, finding
-from zeroresize.checks.ranks import Ranks
 from zeroresize.checks.recording import Recorder, are_alike
+from zeroresize.resharding.ranks import Ranks
 
 
 def find_differences(

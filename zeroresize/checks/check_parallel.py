@@ -26,9 +26,9 @@ from zeroresize.checks.forward_checks import (
 from zeroresize.checks.gradient_checks import GradientCheck, gradient_of
 from zeroresize.checks.gradient_findings import find_wrong_gradients
 from zeroresize.checks.model_checks import find_backwards_that_do_not_add_up, find_broken_ties, find_other_norm
-from zeroresize.checks.ranks import Ranks
 from zeroresize.checks.recording import Event, Recorder, are_alike, numbers_in
 from zeroresize.resharding.data_parallel import unwrap
+from zeroresize.resharding.ranks import Ranks
 from zeroresize.resharding.segments.in_float64 import require_replaceable
 
 logger = logging.getLogger(__name__)

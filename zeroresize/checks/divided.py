@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.checks.finding import PARAMETERS, ParallelFinding, finding
-from zeroresize.checks.ranks import Ranks
 from zeroresize.checks.replicated import distance_of_sums, replicated_parameters, sums_of
 from zeroresize.comm.collectives import group_size, require_group
 from zeroresize.integrations.hosts import host_of, process_group_of
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.shards import is_marked_as_shard
+from zeroresize.resharding.ranks import Ranks
 from zeroresize.utils.torch_private import is_dtensor
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from zeroresize.checks.apart import Apart
 from zeroresize.checks.divided import Part, kind_of_layer
 from zeroresize.checks.finding import ACTIVATIONS, DRAWS, LATER, PACKED, SUM, ParallelFinding, finding
-from zeroresize.checks.ranks import Ranks
 from zeroresize.checks.recording import Event, Numbers, Recorder, tensors_in
 from zeroresize.layers.local_parts import local_of
+from zeroresize.resharding.ranks import Ranks
 from zeroresize.utils.torch_private import is_dtensor
 
 

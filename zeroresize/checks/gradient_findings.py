@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from zeroresize.checks.finding import DERIVATIVE, GRADIENTS, MULTIPLIED, PARTIAL, UNREAD, ParallelFinding, finding
 from zeroresize.checks.gradient_checks import JudgedGradient
-from zeroresize.checks.ranks import Ranks
 from zeroresize.checks.recording import Event, Recorder, are_alike
+from zeroresize.resharding.ranks import Ranks
 
 _MOST_NAMED = 4
 

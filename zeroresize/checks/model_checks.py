@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zeroresize.checks.divided import Part
 from zeroresize.checks.finding import BACKWARDS, NORM, TIE, ParallelFinding, finding
 from zeroresize.checks.gradient_checks import gradient_of
-from zeroresize.checks.ranks import Ranks
+from zeroresize.resharding.ranks import Ranks
 from zeroresize.utils.torch_private import is_dtensor
 
 

@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from zeroresize.checks.cut_features import CutFeatures
 from zeroresize.checks.divided import kind_of_layer
-from zeroresize.checks.ranks import Ranks
 from zeroresize.checks.replicated import distance_of_sums, sums_of
 from zeroresize.layers.local_parts import local_of
+from zeroresize.resharding.ranks import Ranks
 from zeroresize.utils.fingerprint import fingerprint
 
 #: Of each tensor, or other value, in what a module reads or returns: its shape, and three sums.
