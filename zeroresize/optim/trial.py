@@ -111,7 +111,7 @@ def _likes_of(optimizer: Optimizer, tensors: Iterable[Tensor], num_alike: int) -
             marks = {name: value for name, value in vars(tensor).items() if isinstance(value, bool | str)}
             key = number, id(tensor) in wanted, tensor.dim() > 1, tensor.dtype, tensor.device, str(marks)
             kinds[key].append(tensor)
-    likes = [_Like(one, *key[:2], alike) for key, alike in kinds.items() for one in alike[:num_alike]]
+    likes = [_Like(one, key[0], key[1], alike) for key, alike in kinds.items() for one in alike[:num_alike]]
     return likes if any(like.is_wanted for like in likes) else []
 
 
