@@ -47,17 +47,14 @@ def check_parallel(
     loss looks odd.
 
     The model may be divided by torch's styles, transformers' plans, Colossal-AI, DeepSpeed or this package, converted
-    or not. It computes some forwards and backwards in its present division, with copies of its parameters in float64;
-    where an operation has no float64, in the model's own dtype, and the check is coarser. It compares what must hold:
-    inputs, replicated parameters and activations, and their random draws, are alike on all ranks; products of
-    row-parallel layers and their biases are summed once; no packed weight is cut across its parts; ties are kept;
-    gradients are the derivatives of the loss, measured by differences of it, each shard's and each replicated one's;
-    two accumulated backwards are twice one; a causal model sees no later tokens; nothing that trains is never read.
+    or not. It computes some forwards and backwards in its present division, with copies of its parameters in float64,
+    or in its own dtype where an operation has no float64. What must hold is compared between ranks, and gradients with
+    derivatives that differences of the loss give; docs/checking.md lists what is found, how, and from which size on.
 
     Parameters, gradients, buffers, the optimizer, generators, hooks and training flags are bitwise as before when it
     returns, also by an error. Reducers of DistributedDataParallel do not run; hooks on parameters do. Needs memory for
     a copy in float64, and the time of about 20 forwards; where gradients are wrong, two more for each of the first 200
-    parameters. Errors below 3e-4 of a gradient are not told (in float32 0.25; bfloat16 is too coarse for gradients).
+    parameters.
 
     Collective: call alike on every rank, in the mode (``train()``) in which the model trains, between two steps.
 
@@ -174,7 +171,7 @@ class _Check:
         reference = None if self._whole is None else self._whole.inner
         findings += find_broken_ties(model, reference, held, ranks, self._rounding)
         if not self._is_forward_wrong() and self._differ(ranks.share(loss)):
-            findings.append(find_where_ranks_part(events, model, self._alike))
+            findings.append(find_where_ranks_part(events, self._alike))
         if not self._is_forward_wrong() and not find_differing_activations(events, model, self.parts, self._alike):
             findings += GradientCheck(self.apart, trained, gradients, self._alike).find(events, recorder.loss)
             _, double = self.apart.gradients(num_backwards=2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroresize.checks.apart import Apart
-from zeroresize.checks.divided import Part, kind_of_layer
+from zeroresize.checks.divided import Part
 from zeroresize.checks.finding import ACTIVATIONS, DRAWS, LATER, PACKED, SUM, ParallelFinding, finding
 from zeroresize.checks.recording import Event, Recorder, are_all_alike, tensors_in
 from zeroresize.layers.local_parts import local_of
@@ -33,18 +33,12 @@ def find_differing_activations(
     return findings
 
 
-def find_where_ranks_part(events: Sequence[Event], model: nn.Module, tolerance: float) -> ParallelFinding:
-    """Find the module after which nothing is alike on all ranks, where their losses differ."""
-    modules = dict(model.named_modules())
-    weighty = {name for name, module in modules.items() if next(module.parameters(), None) is not None}
-    after = -1
-    for at, event in enumerate(events):
-        is_call = not event.operation and event.module in weighty and event.outputs[0]
-        after = at if is_call and are_all_alike(event.outputs, tolerance) else after
-    for at, event in list(enumerate(events))[after + 1 :]:
-        if not event.operation and event.parts_ways(tolerance) and not kind_of_layer(modules[event.module]):
-            return _differing(events, at)
-    return finding(ACTIVATIONS, "the ranks' losses differ", operation="loss")
+def find_where_ranks_part(events: Sequence[Event], tolerance: float) -> ParallelFinding:
+    """Find the last module that returns the same on all ranks, where their losses differ and none parts ways."""
+    calls = [event for event in events if not event.operation and event.outputs[0]]
+    alike = [event.module for event in calls if are_all_alike(event.outputs, tolerance)]
+    after = f"; {alike[-1]} is the last module that returns the same" if alike else ""
+    return finding(ACTIVATIONS, f"the ranks' losses differ{after}", operation="loss")
 
 
 def _differing(events: Sequence[Event], at: int) -> ParallelFinding:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,8 +44,6 @@ logger = logging.getLogger(__name__)
 _TOLERANCE = 1e-6
 #: Of the largest element of all tensors: those that are only rounding are measured by it.
 _FLOOR = 0.1
-#: Seconds after which a check tells that it is under way.
-_LONG_S = 2.0
 #: A message asks after so many layers that are in no segment.
 _MOST_ASKED = 4
 
@@ -118,7 +114,10 @@ def check_segments(
         raise ValueError(
             f"check_segments: units of {away[0]} are away: check before they move, or within `with balancer.at_home():`"
         )
-    with _log_duration(segments), _keyed_dropout(inner, segments):
+    if group_rank(segments[0].modules[-1].process_group) == 0:
+        text = "check_segments: it computes the model in float64, three times for each of %d segments"
+        logger.info(text, len(segments))
+    with _keyed_dropout(inner, segments):
         require_replaceable(inner)
         check = _Check(inner, segments, to_float64(batch), forward or _call)
         with in_float64(inner):
@@ -137,25 +136,6 @@ def check_segments(
             "else leave the segment out, and its layers stay even"
         )
     return checks
-
-
-@contextmanager
-def _log_duration(segments: Sequence[OwnedSegment]) -> Iterator[None]:
-    """Log, on rank 0, that the block is under way once it takes longer than ``_LONG_S``, and how long it took then."""
-    began = time.monotonic()
-    text = "check_segments: it computes the model forward and backward in float64, three times for each of %d segments"
-    under_way = threading.Timer(_LONG_S, logger.info, (f"{text}, which takes a while", len(segments)))
-    under_way.daemon = True
-    is_first = group_rank(segments[0].modules[-1].process_group) == 0
-    if is_first:
-        under_way.start()
-    try:
-        yield
-    finally:
-        under_way.cancel()
-    seconds = time.monotonic() - began
-    if is_first and seconds > _LONG_S:
-        logger.info("check_segments: it took %.1f s for %d segments", seconds, len(segments))
 
 
 @contextmanager
