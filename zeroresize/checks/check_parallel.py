@@ -53,8 +53,8 @@ def check_parallel(
 
     Parameters, gradients, buffers, the optimizer, generators, hooks and training flags are bitwise as before when it
     returns, also by an error. Reducers of DistributedDataParallel do not run; hooks on parameters do. Needs memory for
-    a copy in float64, and the time of about 20 forwards; where gradients are wrong, two more for each of the first 200
-    parameters.
+    a copy in float64, and the time of about twelve forwards; where gradients are wrong, two more for each of the first
+    200 parameters.
 
     Collective: call alike on every rank, in the mode (``train()``) in which the model trains, between two steps.
 
@@ -195,12 +195,11 @@ class _Check:
         of_ranks = [self._ranks.share(numbers_in(self.apart.batch)), *root[:1]]
         if all(are_all_alike(numbers, self._alike) for numbers in of_ranks):
             return None
-        draws = [event.operation for event in events if event.operation and not event.module]
-        detail = "what the loss is given differs: " + "; ".join(
+        figures = "; ".join(
             f"rank {rank} has tensors of shapes and sums {[[row[0], round(row[1] + row[2], 6)] for row in numbers[:3]]}"
             for rank, numbers in enumerate(of_ranks[-1][:4])
         )
-        return finding(INPUTS, detail, operation=draws[0] if draws else "")
+        return finding(INPUTS, f"what the loss is given differs: {figures}")
 
     def _vary_constants(self) -> None:
         """New biases and norms are constants, with which a bias that counts twice would not show."""

@@ -69,14 +69,12 @@ def parts_of(model: nn.Module, ranks: Ranks) -> tuple[list[Part], list[ParallelF
     parameters = {name: one for name, one in model.named_parameters() if not one.is_meta and one.is_floating_point()}
     of_ranks = ranks.share({name: _description(one) for name, one in parameters.items()})
     parts, findings = [], []
-    for name, parameter in parameters.items():
-        rows = [of_rank.get(name) for of_rank in of_ranks]
-        if None in rows:
-            continue
+    for name in [name for name in parameters if all(name in of_rank for of_rank in of_ranks)]:
+        parameter, rows = parameters[name], [of_rank[name] for of_rank in of_ranks]
         known = _is_shard(parameter, owners[name], name)
         tolerance = math.sqrt(torch.finfo(parameter.dtype).eps)
-        distance = max(0.0 if row[0] == rows[0][0] else math.inf for row in rows)
-        distance = max(distance, *(distance_of_sums(row[2:], rows[0][2:]) for row in rows))
+        (shape, _, *sums), *_ = rows
+        distance = max(distance_of_sums(row[2:], sums) if row[0] == shape else math.inf for row in rows)
         is_shard = distance > tolerance and name not in surely if known is None else known
         parts.append(Part(name, parameter, is_shard, any(row[1] for row in rows)))
         if not is_shard and distance > 0.0 and math.isfinite(distance):

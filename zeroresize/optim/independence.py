@@ -7,14 +7,14 @@ parameters at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroresize.optim.trial import NoTrialError, why_elements_differ, why_parameters_differ
+from zeroresize.optim.trial import NoTrialError, why_steps_differ
 
 _OptimizerT = TypeVar("_OptimizerT", bound=type)
 
@@ -72,8 +72,7 @@ def why_not_elementwise(optimizer: Any, tensors: Iterable[Tensor]) -> str | None
     Known are torch's classes and what :func:`mark_elementwise` was given. Any other one is tried: the steps of an
     element must be, bit for bit, the same whatever gradients other elements have.
     """
-    words = "element by element", "is not element-wise", "mark_elementwise"
-    return _why_not(optimizer, tensors, words, why_elements_differ, _elementwise)
+    return _why_not(optimizer, tensors, by_element=True)
 
 
 def why_not_by_parameter(optimizer: Any, tensors: Iterable[Tensor]) -> str | None:
@@ -81,18 +80,15 @@ def why_not_by_parameter(optimizer: Any, tensors: Iterable[Tensor]) -> str | Non
 
     As :func:`why_not_elementwise`, of whole parameters.
     """
-    words = "parameter by parameter", "does not step parameter by parameter", "mark_by_parameter"
-    return _why_not(optimizer, tensors, words, why_parameters_differ, _elementwise | _by_parameter)
+    return _why_not(optimizer, tensors, by_element=False)
 
 
-def _why_not(
-    optimizer: Any,
-    tensors: Iterable[Tensor],
-    words: tuple[str, str, str],
-    trial: Callable[[Optimizer, Iterable[Tensor]], str | None],
-    said: set[type],
-) -> str | None:
-    by, lacking, call = words
+def _why_not(optimizer: Any, tensors: Iterable[Tensor], *, by_element: bool) -> str | None:
+    said, call = _elementwise, "mark_elementwise"
+    by, lacking = "element by element", "is not element-wise"
+    if not by_element:
+        said, call = _elementwise | _by_parameter, "mark_by_parameter"
+        by, lacking = "parameter by parameter", "does not step parameter by parameter"
     inner = optimizer
     try:
         while (attribute := _wrapper_of(inner)) or not isinstance(inner, Optimizer):
@@ -103,7 +99,8 @@ def _why_not(
             if within is None:
                 return None
             inner = within
-        reason = None if type(inner) in said or _is_known(type(inner)) else trial(inner, tensors)
+        is_known = type(inner) in said or _is_known(type(inner))
+        reason = None if is_known else why_steps_differ(inner, tensors, by_element=by_element)
     except NoTrialError as error:
         return (
             f"the optimizer {_name(inner)} is not known to treat tensors {by}: {error}. If it does, say so by "

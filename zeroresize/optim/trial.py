@@ -37,58 +37,48 @@ class _Like(NamedTuple):
     alike: Sequence[Tensor]
 
 
-def why_elements_differ(optimizer: Optimizer, tensors: Iterable[Tensor]) -> str | None:
-    """Tell how the step of an element of ``tensors`` depends on other elements; None where it does not.
+def why_steps_differ(optimizer: Optimizer, tensors: Iterable[Tensor], *, by_element: bool) -> str | None:
+    """Tell how the step of an element of ``tensors``, or of a tensor, depends on other ones; None where it does not.
 
     Raises:
         NoTrialError: if that cannot be tried.
     """
-    likes = _likes_of(optimizer, tensors, num_alike=1)
+    likes = _likes_of(optimizer, tensors, num_alike=1 if by_element else 2)
     drawn, generator = _drawn(likes), torch.Generator().manual_seed(0)
-    masks = [(torch.rand(one[0].shape, generator=generator) < 0.5).to(one.device) for one in drawn]
-    return _why_others(optimizer, likes, drawn, masks, by_element=True) if likes else None
-
-
-def why_parameters_differ(optimizer: Optimizer, tensors: Iterable[Tensor]) -> str | None:
-    """Tell how the step of a tensor depends on other ones, as :func:`why_elements_differ`."""
-    likes = _likes_of(optimizer, tensors, num_alike=2)
-    drawn = _drawn(likes)
-    for bit, value in itertools.product(range((len(likes) - 1).bit_length()), (0, 1)):
-        # Any two are apart in one of these.
-        masks = [torch.full_like(one[0], at >> bit & 1 == value, dtype=torch.bool) for at, one in enumerate(drawn)]
-        if (reason := _why_others(optimizer, likes, drawn, masks)) is not None:
-            return reason
+    masks = [[(torch.rand(steps[0].shape, generator=generator) < 0.5).to(steps.device) for steps in drawn]]
+    if not by_element:  # any two tensors are apart in one of these
+        masks = [
+            [torch.full_like(steps[0], at >> bit & 1 == value, dtype=torch.bool) for at, steps in enumerate(drawn)]
+            for bit, value in itertools.product(range((len(likes) - 1).bit_length()), (0, 1))
+        ]
+    for larger in masks if likes else ():
+        with _undisturbed(drawn[0]):
+            expected = _stepped(optimizer, likes, drawn)
+            others = _stepped(optimizer, likes, list(map(_with_larger, drawn, larger)))
+        for like, mask, (value, state), (other, other_state) in zip(likes, larger, expected, others, strict=True):
+            shape, is_same = tuple(value.shape), _same(value[~mask], other[~mask])
+            if not like.is_wanted:
+                continue
+            if by_element:
+                odd = [name for name, kept in state.items() if _is_whole(kept) and kept.shape != shape]
+                if odd:
+                    kept_shape = tuple(state[odd[0]].shape)
+                    return f"in a trial its state {odd[0]} of a tensor {shape} was a tensor {kept_shape}"
+                is_same = is_same and _numbers_in(state) == _numbers_in(other_state)
+            if not is_same:
+                return (
+                    f"in a trial its steps on a tensor {shape} were others where the gradients of other elements were "
+                    f"{_FACTOR:g} times as large"
+                )
     return None
 
 
-def _why_others(
-    optimizer: Optimizer,
-    likes: Sequence[_Like],
-    drawn: Sequence[Tensor],
-    masks: Sequence[Tensor],
-    *,
-    by_element: bool = False,
-) -> str | None:
-    """Tell what else differs where the gradients of masked elements are larger than drawn, some of another sign."""
-    larger = [one.clone() for one in drawn]
-    for steps, mask in zip(larger, masks, strict=True):
-        steps[1::2, mask] *= _FACTOR
-        steps[2::2, mask] *= -_FACTOR
-    with _undisturbed(drawn[0]):
-        expected, others = _stepped(optimizer, likes, drawn), _stepped(optimizer, likes, larger)
-    for like, mask, (value, state), (other, other_state) in zip(likes, masks, expected, others, strict=True):
-        shape, is_same = tuple(value.shape), _same(value[~mask], other[~mask])
-        if by_element:
-            odd = [name for name, kept in state.items() if _is_whole(kept) and kept.shape != shape]
-            if odd and like.is_wanted:
-                return f"in a trial its state {odd[0]} of a tensor {shape} was a tensor {tuple(state[odd[0]].shape)}"
-            is_same = is_same and _numbers_in(state) == _numbers_in(other_state)
-        if like.is_wanted and not is_same:
-            return (
-                f"in a trial its steps on a tensor {shape} were others where the gradients of other elements were "
-                f"{_FACTOR:g} times as large"
-            )
-    return None
+def _with_larger(drawn: Tensor, mask: Tensor) -> Tensor:
+    """With larger gradients of the masked elements, some of another sign."""
+    larger = drawn.clone()
+    larger[1::2, mask] *= _FACTOR
+    larger[2::2, mask] *= -_FACTOR
+    return larger
 
 
 def state_after_step(optimizer: Optimizer, tensor: Tensor) -> list[Tensor]:
