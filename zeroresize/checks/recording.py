@@ -99,7 +99,7 @@ class Recorder(TorchFunctionMode):
         kind = kind_of_layer(module)
         if kind == "row" and name not in self.rows and x is not None and y is not None:
             self.rows[name] = x.detach().clone(), y.detach().clone(), isinstance(output, tuple)
-        is_cut_as_one = not getattr(module, "parts", None) and "Fused" not in type(module).__name__
+        is_cut_as_one = len(getattr(module, "parts", None) or ()) < 2 and "Fused" not in type(module).__name__
         if kind == "column" and is_cut_as_one and y is not None:
             rows: int = local_of(module.weight).shape[0]  # type: ignore[arg-type]
             if local_of(y).shape[-1] == rows:  # not gathered
