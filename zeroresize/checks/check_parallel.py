@@ -170,7 +170,10 @@ class _Check:
         findings += find_cut_packed_weights(recorder, ranks)
         reference = None if self._whole is None else self._whole.inner
         findings += find_broken_ties(model, reference, held, ranks, self._rounding)
-        if not self._is_forward_wrong() and self._differ(ranks.share(loss)):
+        losses = ranks.share(loss)
+        apart = sum(abs(each - losses[0]) for each in losses)  # not a number where one is none
+        are_equal = apart <= self._rounding * max(1.0, *map(abs, losses))
+        if not self._is_forward_wrong() and not are_equal:
             findings.append(find_where_ranks_part(events, self._alike))
         if not self._is_forward_wrong() and not find_differing_activations(events, model, self.parts, self._alike):
             findings += GradientCheck(self.apart, trained, gradients, self._alike).find(events, recorder.loss)
@@ -186,9 +189,6 @@ class _Check:
 
     def _is_forward_wrong(self) -> bool:
         return any(each.cause in (ACTIVATIONS, SUM) for each in self.findings)
-
-    def _differ(self, losses: Sequence[float]) -> bool:
-        return not max(losses) - min(losses) <= self._rounding * max(1.0, *map(abs, losses))
 
     def _other_inputs(self, events: Sequence[Event]) -> ParallelFinding | None:
         root = [event.inputs for event in events if not event.module and not event.operation]

@@ -121,13 +121,14 @@ class Recorder(TorchFunctionMode):
             self._note(module, name, numbers_in(list(tensors_in((args, kwargs)))), numbers_in(output))
         if "loss" in name or "cross_entropy" in name:
             self.loss = name
-        self._follow(name.strip("_"), next(tensors_in(args), None), output)
+        self._follow(name.strip("_"), args, output)
         self._is_on = True
         return output
 
-    def _follow(self, name: str, x: Tensor | None, output: Any) -> None:
+    def _follow(self, name: str, args: Any, output: Any) -> None:
         """See whether a function cuts the features of a column-parallel layer, or computes each by itself."""
-        if x is None or _storage_of(x) not in self._followed:
+        x = next((each for each in tensors_in(args) if _storage_of(each) in self._followed), None)
+        if x is None:
             return
         layer, size, _ = self._followed[_storage_of(x)]
         for y in tensors_in(output):

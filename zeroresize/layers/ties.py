@@ -116,19 +116,19 @@ def probably_untied(model: nn.Module, *, are_divided: bool = True) -> Iterator[t
     Each rank compares what it has of both; nothing is sent.
 
     Args:
-        are_divided: only those of which one is a DTensor.
+        are_divided: only those of which one is a DTensor; else only those of which one is an embedding's.
     """
-    by_shape: dict[tuple[int, ...], list[tuple[str, Tensor]]] = {}
+    by_shape: dict[tuple[int, ...], list[tuple[str, Tensor, bool]]] = {}
     for module_name, module in model.named_modules():
         for key, parameter in parameters_of(module).items():
             if parameter is None or parameter.is_meta or not parameter.requires_grad or parameter.dim() < 2:
                 continue
             name = f"{module_name}.{key}".lstrip(".")
-            for other_name, other in by_shape.setdefault(tuple(parameter.shape), []):
-                is_meant = not are_divided or is_dtensor(other) or is_dtensor(parameter)
-                if other is not parameter and is_meant and _equal(other, parameter):
+            is_meant = is_dtensor(parameter) if are_divided else hasattr(module, "num_embeddings")
+            for other_name, other, is_other_meant in by_shape.setdefault(tuple(parameter.shape), []):
+                if other is not parameter and (is_meant or is_other_meant) and _equal(other, parameter):
                     yield other_name, name
-            by_shape[tuple(parameter.shape)].append((name, parameter))
+            by_shape[tuple(parameter.shape)].append((name, parameter, is_meant))
 
 
 def _equal(first: Any, other: Any) -> bool:
