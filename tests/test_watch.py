@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroresize as zr
 from zeroresize.measure import clocks
-from zeroresize.utils.torch_private import hooks_of, step_hooks
+from zeroresize.utils.torch_private import hooks_of
 
 HIDDEN = 8
 
@@ -273,7 +273,7 @@ def test_without_an_optimizer_steps_are_told(run_ranks):
 def all_hooks(model, optimizer):
     kinds = ("forward", "forward_pre", "backward")
     of_modules = sum(len(hooks_of(module, kind)) for module in model.modules() for kind in kinds)
-    return of_modules + sum(len(step_hooks(optimizer, kind)) for kind in ("pre", "post"))
+    return of_modules + sum(len(getattr(optimizer, f"_optimizer_step_{kind}_hooks")) for kind in ("pre", "post"))
 
 
 @pytest.mark.parametrize("ends", ["close", "garbage"])

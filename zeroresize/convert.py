@@ -106,7 +106,7 @@ def convert(
         return model
 
     require_whole_heads(unwrap(model))
-    if group_rank(group) == 0 and (untied := probably_untied(unwrap(model))) is not None:
+    if group_rank(group) == 0 and (untied := next(probably_untied(unwrap(model)), None)) is not None:
         logger.warning(
             "%s and %s hold the same numbers: they are probably one weight that splitting has untied, and will be "
             "trained apart. Split both with zeroresize's styles, which keep ties, or let one layer have the other's "

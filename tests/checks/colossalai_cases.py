@@ -16,11 +16,11 @@ from plain_cases import (
     SUMMED,
     Sum,
 )
-from planted_faults import Setting, case, change
+from planted_faults import Setting, cases_of, change
 from torch import nn
 from torch.nn import functional
 
-CASES = []
+CASES, colossalai = cases_of("Colossal-AI")
 WORDS = 128  #: a multiple of what Colossal-AI pads to
 HEADS_OF = {
     "Llama": "LlamaForCausalLM",
@@ -28,14 +28,6 @@ HEADS_OF = {
     "GPT2": "GPT2LMHeadModel",
     "Qwen2": "Qwen2ForCausalLM",
 }
-
-
-def colossalai(causes=(), names=(), seen_in="gradient", **args):
-    def add(make):
-        CASES.append(case("Colossal-AI", causes, names, seen_in, **args)(make))
-        return make
-
-    return add
 
 
 def whole(kind, attention="sdpa", **changes):

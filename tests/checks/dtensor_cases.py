@@ -15,7 +15,7 @@ from plain_cases import (
     PARTIAL,
     SUMMED,
 )
-from planted_faults import Setting, case, change
+from planted_faults import Setting, cases_of, change
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel
@@ -23,15 +23,7 @@ from torch.nn import functional
 
 from zeroresize.layers.local_parts import local_of
 
-CASES = []
-
-
-def dtensor(causes=(), names=(), seen_in="gradient", **args):
-    def add(make):
-        CASES.append(case("DTensor", causes, names, seen_in, **args)(make))
-        return make
-
-    return add
+CASES, dtensor = cases_of("DTensor")
 
 
 def setting(kwargs=None, seed=0, the_loss=loss, the_batch=None, style=None, whole_loss=None, **options):

@@ -4,18 +4,10 @@ import torch
 from colossalai_cases import batch, loss, setting, whole
 from helpers.hosts import DEPTH, Host
 from plain_cases import ACTIVATIONS, DRAWS, GRADIENTS, LATER, NORM, PARTIAL
-from planted_faults import Setting, case
+from planted_faults import Setting, cases_of
 
-CASES = []
+CASES, colossalai = cases_of("Colossal-AI")
 BLOCKS = range(DEPTH)
-
-
-def colossalai(causes=(), names=(), seen_in="gradient"):
-    def add(make):
-        CASES.append(case("Colossal-AI", causes, names, seen_in)(make))
-        return make
-
-    return add
 
 
 def boosted(kind, group, *, sequence=None, has_norm=False, the_batch=None, parts=None, **changes):

@@ -3,18 +3,10 @@
 import torch
 from helpers.transformers_models import batch
 from plain_cases import BACKWARDS
-from planted_faults import Setting, case
+from planted_faults import Setting, cases_of
 from transformers_cases import loss, setting
 
-CASES = []
-
-
-def transformers(causes=(), names=(), seen_in="gradient"):
-    def add(make):
-        CASES.append(case("transformers", causes, names, seen_in)(make))
-        return make
-
-    return add
+CASES, transformers = cases_of("transformers")
 
 
 @transformers(

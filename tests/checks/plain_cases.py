@@ -4,26 +4,18 @@ import decoders
 import torch
 import torch.distributed as dist
 from decoders import HEAD, batch, loss, split, whole
-from planted_faults import Setting, case, change
+from planted_faults import Setting, cases_of, change
 from torch import nn
 from torch.distributed.nn import functional as dist_functional
 from torch.nn import functional
 
 from zeroresize.layers.local_parts import local_of
 
-CASES = []
+CASES, plain = cases_of("plain")
 SUMMED, PARTIAL = "sum is counted wrongly", "gradient is a partial sum"
 ACTIVATIONS, DRAWS = "activations differ between ranks", "random draws differ between ranks"
 GRADIENTS, MULTIPLIED = "gradients differ between ranks", "gradient is multiplied"
 BACKWARDS, LATER, NORM = "backwards do not add up", "later tokens are seen", "clipping norm is not the undivided one"
-
-
-def plain(causes=(), names=(), seen_in="gradient", **args):
-    def add(make):
-        CASES.append(case("plain", causes, names, seen_in, **args)(make))
-        return make
-
-    return add
 
 
 class SumOfGradients(torch.autograd.Function):

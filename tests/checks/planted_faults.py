@@ -73,16 +73,16 @@ class Case:
         return not self.causes
 
 
-def case(host: str, causes: tuple[str, ...] = (), names: tuple[str, ...] = (), seen_in: str = "gradient", **args: Any):
-    """Make a case of a function that is named like the case; ``args`` are the function's own."""
+def cases_of(host: str) -> tuple[list[Case], Callable[..., Any]]:
+    """Return a list of cases, and a decorator that adds functions to it, which are named like their cases."""
+    cases: list[Case] = []
 
-    def as_case(make: Callable[..., Setting]) -> Case:
-        def made(rank: int, group: ProcessGroup) -> Setting:
-            return make(rank, group, **args)
+    def add(causes: tuple[str, ...] = (), names: tuple[str, ...] = (), seen_in: str = "gradient") -> Callable[..., Any]:
+        return lambda make: cases.append(
+            Case(make.__name__.replace("_", " "), host, make, frozenset(causes), names, seen_in)
+        )
 
-        return Case(make.__name__.replace("_", " "), host, made, frozenset(causes), names, seen_in)
-
-    return as_case
+    return cases, add
 
 
 def change(module: nn.Module, **methods: Callable[..., Any]) -> None:

@@ -1,9 +1,11 @@
-"""A check of parallel training names each planted fault rightly, and nothing where none is."""
+"""A check of parallel training names each fault, planted or a host's, rightly, and nothing where none is."""
 
 import re
 
 import colossalai_cases
 import dtensor_cases
+import faults_of_colossalai
+import faults_of_transformers
 import plain_cases
 import pytest
 import transformers_cases
@@ -15,25 +17,18 @@ import zeroresize as zr
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(400)]
 
 
-def errors_of(run_ranks, cases):
-    """By name of a case, the largest error of each measure over two ranks."""
-
-    def measure(rank, group):
-        return {case.name: measured(case.make(rank, group), group) for case in cases}
-
-    by_rank = run_ranks(measure, 2, timeout_s=300)
-    return {name: {key: max(item[name][key] for item in by_rank) for key in by_rank[0][name]} for name in by_rank[0]}
-
-
 def assert_wrong_and_sound(run_ranks, cases):
     """Each planted fault is one, and each sound twin computes what the undivided model does."""
-    errors = errors_of(run_ranks, cases)
-    for case in cases:
-        figures = errors[case.name]
+
+    def measure(rank, group):
+        return [measured(case.make(rank, group), group) for case in cases]
+
+    by_rank = run_ranks(measure, 2, timeout_s=300)
+    for case, *of_ranks in zip(cases, *by_rank, strict=True):
         if case.is_sound:
-            assert max(figures.values()) < ROUNDING[case.host], (case.name, figures)
+            assert max(max(figures.values()) for figures in of_ranks) < ROUNDING[case.host], (case.name, of_ranks)
         else:
-            assert figures[case.seen_in] > FAULT, (case.name, figures)
+            assert max(figures[case.seen_in] for figures in of_ranks) > FAULT, (case.name, of_ranks)
 
 
 def assert_named_rightly(run_ranks, cases):
@@ -66,34 +61,37 @@ def assert_named_rightly(run_ranks, cases):
             assert finding.detail and finding.remedy, (case.name, finding)
 
 
-TORCH = pytest.mark.parametrize("cases", [plain_cases.CASES, dtensor_cases.CASES], ids=["plain", "DTensor"])
+HOSTS = pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(plain_cases.CASES, id="plain"),
+        pytest.param(dtensor_cases.CASES, id="DTensor"),
+        pytest.param(transformers_cases.CASES, id="transformers", marks=pytest.mark.transformers),
+        pytest.param(faults_of_transformers.CASES, id="transformers itself", marks=pytest.mark.hosts),
+    ],
+)
+COLOSSALAI = pytest.mark.parametrize(
+    "cases", [colossalai_cases.CASES, faults_of_colossalai.CASES], ids=["planted", "itself"]
+)
 
 
-@TORCH
-def test_planted_faults_are_faults_and_sound_twins_compute_what_the_undivided_model_does(run_ranks, cases):
+@HOSTS
+def test_faults_are_faults_and_sound_twins_compute_what_the_undivided_model_does(run_ranks, cases):
     assert_wrong_and_sound(run_ranks, cases)
 
 
-@pytest.mark.transformers
-def test_so_they_are_of_transformers(run_ranks):
-    assert_wrong_and_sound(run_ranks, transformers_cases.CASES)
-
-
+@COLOSSALAI
 @pytest.mark.usefixtures("colossalai_module")
-def test_so_they_are_of_colossalai(run_ranks):
-    assert_wrong_and_sound(run_ranks, colossalai_cases.CASES)
+def test_so_they_are_of_colossalai(run_ranks, cases):
+    assert_wrong_and_sound(run_ranks, cases)
 
 
-@TORCH
+@HOSTS
 def test_faults_are_named_rightly_and_sound_twins_not_at_all(run_ranks, cases):
     assert_named_rightly(run_ranks, cases)
 
 
-@pytest.mark.transformers
-def test_faults_of_transformers_are_named_rightly(run_ranks):
-    assert_named_rightly(run_ranks, transformers_cases.CASES)
-
-
+@COLOSSALAI
 @pytest.mark.usefixtures("colossalai_module")
-def test_faults_of_colossalai_are_named_rightly(run_ranks):
-    assert_named_rightly(run_ranks, colossalai_cases.CASES)
+def test_so_they_are_named_of_colossalai(run_ranks, cases):
+    assert_named_rightly(run_ranks, cases)

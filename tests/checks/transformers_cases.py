@@ -8,20 +8,12 @@ import torch.distributed as dist
 from colossalai_cases import see_all_tokens
 from helpers.transformers_models import batch, split_by_plan, whole_decoder
 from plain_cases import ACTIVATIONS, GRADIENTS, LATER, NORM, PARTIAL, SUMMED, Sum
-from planted_faults import Setting, case
+from planted_faults import Setting, cases_of
 from torch import nn
 
 from zeroresize.layers.local_parts import local_of
 
-CASES = []
-
-
-def transformers(causes=(), names=(), seen_in="gradient", **args):
-    def add(make):
-        CASES.append(case("transformers", causes, names, seen_in, **args)(make))
-        return make
-
-    return add
+CASES, transformers = cases_of("transformers")
 
 
 def loss(model, inputs):

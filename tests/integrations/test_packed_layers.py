@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zeroresize as zr
+from zeroresize.checks.recording import Recorder
+from zeroresize.resharding.ranks import Ranks
 
 WIDTH, HEADS, HEAD = 8, 4, 2
 
@@ -211,6 +213,13 @@ def split(model, by, group, parts=None):
     return model
 
 
+def cuts_seen_in(model, group):
+    """What check_parallel() sees of cuts while a forward runs."""
+    with Recorder(model, Ranks(group, torch.device("cpu"))) as recorder:
+        model(torch.randn(2, 3, WIDTH))
+    return recorder.cuts
+
+
 def test_layers_that_were_cut_across_their_parts_are_refused_in_every_word(run_ranks):
     def check(rank, group):
         cases = [(Packed, mix) for mix in CUTS] + [(Gated, by_glu), (Gated, by_gate), (Gated, by_gate_of_module)]
@@ -218,6 +227,7 @@ def test_layers_that_were_cut_across_their_parts_are_refused_in_every_word(run_r
             model = kind(mix)
             model.act = nn.GLU()
             split(model, "from_linear", group)
+            assert list(cuts_seen_in(model, group)) == ["up"], mix.__name__
             with pytest.raises(ValueError, match=r"layer up was split .* as one part, and .* parts="):
                 zr.convert(model, process_group=group)
         for by in ("styles", "torch"):
@@ -248,6 +258,15 @@ def test_what_is_right_already_is_not_refused(run_ranks):
                     zr.convert(model, process_group=group)
                 assert not any("cuts" in line for line in lines)
                 torch.testing.assert_close(model(x), expected)
+
+    run_ranks(check, 2)
+
+
+def test_a_running_forward_shows_no_cut_where_every_head_is_read(run_ranks):
+    def check(rank, group):
+        cases = [(Packed, of_each_head), (Packed, of_each_group), (Gated, of_every_other)]
+        for kind, mix in [*cases, (Plain, halves_of_heads), (Plain, last_token)]:
+            assert not cuts_seen_in(split(kind(mix), "from_linear", group), group), mix.__name__
 
     run_ranks(check, 2)
 

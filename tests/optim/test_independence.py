@@ -1,13 +1,11 @@
 """Optimizers that see more than one element at once are seen through, and no others."""
 
-import functools
 import threading
 import types
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import zeroresize as zr
 from zeroresize.optim import independence
@@ -112,11 +110,6 @@ class Noisy(Lion):
         parameter.data.sub_(lr * (parameter.grad + torch.randn_like(parameter)))
 
 
-class NotForZeroElements(Lion):
-    def change(self, parameter, lr, state):
-        parameter.data.sub_(lr * parameter.grad * (parameter.shape[-1] / parameter.shape[0]) ** 0)
-
-
 class Lazy(Lion):
     def step(self):
         pass
@@ -180,10 +173,9 @@ def test_torchs_classes_that_see_matrices_are_refused(name):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (NotForZeroElements, "a trial step on tensors (0, 96) and (0,) failed (ZeroDivisionError"),
         (Lazy, "in a trial it did not step"),
-        (Locks, "its attribute lock cannot be copied"),
-        (Totals, "in a trial its number total changed from None to "),
+        (Locks, "a trial of a copy failed (TypeError: cannot pickle '_thread.lock' object)"),
+        (Totals, "in a trial its total changed from None to "),
     ],
 )
 def test_what_cannot_be_tried_is_refused_with_the_reason(kind, reason):
@@ -324,59 +316,15 @@ def test_a_trial_has_the_settings_that_are_attributes(kind):
         assert "is not element-wise" in why_not_elementwise(later, params)
 
 
-def by_norm(optimizer, *_):
-    for parameter in optimizer.param_groups[0]["params"]:
-        parameter.grad.div_(parameter.grad.norm())
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, Lion])
-def test_what_hangs_on_an_instance_needs_the_users_word(monkeypatch, kind):
-    monkeypatch.setattr(independence, "_elementwise", set())
-    params = parameters()
-    before, after, replaced, wrapped = (kind(params, lr=0.1) for _ in range(4))
-    before.register_step_pre_hook(by_norm)
-    after.register_step_post_hook(functools.partial(by_norm))
-    replaced.step = types.MethodType(lambda self: None, replaced)
-    torch.optim.lr_scheduler.StepLR(wrapped, 1)
-    inner = wrapped.step
-    wrapped.step = functools.wraps(inner)(lambda *given: inner(*given))
-    for optimizer, expected in (
-        (before, f"a hook before its steps ({__name__}.by_norm) may do anything"),
-        (after, "a hook after its steps"),
-        (replaced, "its step was replaced on the instance"),
-        (wrapped, "its step was replaced on the instance"),
-    ):
-        for why_not, call in ((why_not_elementwise, "elementwise"), (why_not_by_parameter, "by_parameter")):
-            reason = why_not(optimizer, params)
-            assert expected in reason and f"say so by zeroresize.mark_{call}({kind.__name__})" in reason
-    zr.mark_elementwise(kind)
-    for optimizer in (before, after, replaced, wrapped):
-        assert why_not_elementwise(optimizer, params) is None
-
-
-def test_a_hook_on_all_optimizers_is_seen():
-    params = parameters()
-    hook = register_optimizer_step_pre_hook(by_norm)
-    try:
-        assert "a hook before its steps" in why_not_elementwise(torch.optim.SGD(params, lr=0.1), params)
-    finally:
-        hook.remove()
-
-
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Lion])
 def test_schedulers_profilers_and_balancers_may_hang_on_an_instance(kind):
     params = parameters()
     optimizer = kind(params, lr=0.1)
     for _ in range(2):
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert "step" in vars(optimizer) and why_not_elementwise(optimizer, params) is None
-    unhook = hook_steps(optimizer, Lazy(params, 0.1).step, Lazy(params, 0.1).step)
+    hook_steps(optimizer, Lazy(params, 0.1).step, Lazy(params, 0.1).step)
     optimizer.register_step_post_hook(torch.profiler._optimizer_post_hook)
-    assert why_not_elementwise(optimizer, params) is None
-    unhook()
-    hosted = kind(params, lr=0.1)
-    hosted.step = hosted.step  # as accelerate puts it back
-    assert why_not_elementwise(hosted, params) is None
+    assert "step" in vars(optimizer) and why_not_elementwise(optimizer, params) is None
 
 
 class Holder:

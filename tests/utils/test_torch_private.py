@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import optimizer as optim_optimizer
 
 from zeroresize.utils import torch_private
 
@@ -328,16 +327,17 @@ def test_what_tracing_stores_in_a_module_is_known():
 
 
 @pytest.mark.parametrize("kind", ["pre", "post"])
-def test_hooks_of_optimizers_are_found(kind):
+def test_hooks_of_optimizers_are_dropped(kind):
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    assert torch_private.step_hooks(optimizer, kind) == []
     getattr(optimizer, f"register_step_{kind}_hook")(nothing)
-    handle = getattr(optim_optimizer, f"register_optimizer_step_{kind}_hook")(print)
-    assert torch_private.step_hooks(optimizer, kind) == [print, nothing]
+    assert list(getattr(optimizer, f"_optimizer_step_{kind}_hooks").values()) == [nothing]
     torch_private.drop_step_hooks(optimizer)
-    assert torch_private.step_hooks(optimizer, kind) == [print]
-    handle.remove()
-    assert torch_private.step_hooks(optimizer, kind) == []
+    assert not getattr(optimizer, f"_optimizer_step_{kind}_hooks")
+
+
+def test_leaves_are_told_where_they_stand():
+    leaves = torch_private.leaves_by_path({"groups": [{"lr": 0.1}], "count": 3})
+    assert leaves == [("groups[0]['lr']", 0.1), ("count", 3)]
 
 
 def test_optimizers_that_only_wrap_are_told_by_their_attributes():

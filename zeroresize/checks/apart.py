@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from zeroresize.checks.ranks import Ranks
 from zeroresize.comm.collectives import same_ranks
 from zeroresize.integrations.held_objects import HeldObjects
 from zeroresize.integrations.hidden_state import random_restored
+from zeroresize.resharding.ranks import Ranks
 from zeroresize.resharding.segments.in_float64 import in_float64, to_float64
 from zeroresize.utils.torch_private import hooks_of_parameter, is_dtensor
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeroresize.checks.apart import Apart, Loss, gradients_aside
-from zeroresize.checks.beside_reference import find_differences
 from zeroresize.checks.divided import Part, group_of_model, parts_of
-from zeroresize.checks.finding import ACTIVATIONS, DRAWS, GRADIENTS, INPUTS, SUM, ParallelFinding, finding
+from zeroresize.checks.finding import ACTIVATIONS, DRAWS, GRADIENTS, INPUTS, REFERENCE, SUM, ParallelFinding, finding
 from zeroresize.checks.forward_checks import (
     find_cut_packed_weights,
     find_differing_activations,
@@ -23,12 +21,11 @@ from zeroresize.checks.forward_checks import (
     find_wrong_sums,
     how_much_later_tokens_change,
 )
-from zeroresize.checks.gradient_checks import GradientCheck, gradient_of
-from zeroresize.checks.gradient_findings import find_wrong_gradients
+from zeroresize.checks.gradient_checks import GradientCheck, local_gradients
 from zeroresize.checks.model_checks import find_backwards_that_do_not_add_up, find_broken_ties, find_other_norm
-from zeroresize.checks.ranks import Ranks
-from zeroresize.checks.recording import Event, Recorder, are_alike, numbers_in
+from zeroresize.checks.recording import Event, Recorder, are_alike, are_all_alike, numbers_in
 from zeroresize.resharding.data_parallel import unwrap
+from zeroresize.resharding.ranks import Ranks
 from zeroresize.resharding.segments.in_float64 import require_replaceable
 
 logger = logging.getLogger(__name__)
@@ -50,17 +47,14 @@ def check_parallel(
     loss looks odd.
 
     The model may be divided by torch's styles, transformers' plans, Colossal-AI, DeepSpeed or this package, converted
-    or not. It computes some forwards and backwards in its present division, with copies of its parameters in float64;
-    where an operation has no float64, in the model's own dtype, and the check is coarser. It compares what must hold:
-    inputs, replicated parameters and activations, and their random draws, are alike on all ranks; products of
-    row-parallel layers and their biases are summed once; no packed weight is cut across its parts; ties are kept;
-    gradients are the derivatives of the loss, measured by differences of it, each shard's and each replicated one's;
-    two accumulated backwards are twice one; a causal model sees no later tokens; nothing that trains is never read.
+    or not. It computes some forwards and backwards in its present division, with copies of its parameters in float64,
+    or in its own dtype where an operation has no float64. What must hold is compared between ranks, and gradients with
+    derivatives that differences of the loss give; docs/checking.md lists what is found, how, and from which size on.
 
     Parameters, gradients, buffers, the optimizer, generators, hooks and training flags are bitwise as before when it
     returns, also by an error. Reducers of DistributedDataParallel do not run; hooks on parameters do. Needs memory for
-    a copy in float64, and the time of about 20 forwards; where gradients are wrong, two more for each of the first 200
-    parameters. Errors below 3e-4 of a gradient are not told (in float32 0.25; bfloat16 is too coarse for gradients).
+    a copy in float64, and the time of about twelve forwards; where gradients are wrong, two more for each of the first
+    200 parameters.
 
     Collective: call alike on every rank, in the mode (``train()``) in which the model trains, between two steps.
 
@@ -90,8 +84,12 @@ def check_parallel(
     if ranks.size == 1:
         logger.info("check_parallel: the process group has one rank, so there is nothing to check")
         return []
-    if clip is None and hasattr(optimizer, "_compute_grad_norm"):
-        clip = _clipping_of(optimizer, inner)
+    if clip is None and hasattr(optimizer, "_compute_grad_norm"):  # Colossal-AI's
+
+        def clip(_: Any) -> Any:
+            held = inner.parameters()
+            return optimizer._compute_grad_norm([(each, each.grad) for each in held if each.grad is not None])
+
     whole = None
     try:
         if reference is not None:
@@ -112,9 +110,8 @@ def _run(
 ) -> list[ParallelFinding]:
     """In float64 if that goes, else in the model's dtypes."""
     for dtype in (torch.float64, coarsest):
-        check = _Check(
-            Apart(model, inner, batch, loss, ranks, dtype), whole, Apart(whole, whole, batch, loss, ranks, dtype)
-        )
+        reference = None if whole is None else Apart(whole, whole, batch, loss, ranks, dtype)
+        check = _Check(Apart(model, inner, batch, loss, ranks, dtype), reference)
         try:
             with check.apart.computing():
                 check.run()
@@ -131,16 +128,6 @@ def _run(
     return check.findings
 
 
-@dataclass
-class _Record:
-    """A forward, and its backward, as it was on all ranks."""
-
-    recorder: Recorder
-    events: list[Event]
-    loss: float
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-
-
 class _Check:
     """One check; ``run`` within ``apart.computing()``.
 
@@ -148,8 +135,8 @@ class _Check:
         gradients: of one backward by name, where they are right enough to be clipped.
     """
 
-    def __init__(self, apart: Apart, whole: nn.Module | None, apart_whole: Apart) -> None:
-        self.apart, self._whole, self._apart_whole, self._ranks = apart, whole, apart_whole, apart.ranks
+    def __init__(self, apart: Apart, whole: Apart | None) -> None:
+        self.apart, self._whole, self._ranks = apart, whole, apart.ranks
         self.findings: list[ParallelFinding] = []
         self.parts: list[Part] = []
         self.gradients: dict[str, Tensor] = {}
@@ -160,55 +147,59 @@ class _Check:
     def run(self) -> None:
         model, ranks, findings = self.apart.inner, self._ranks, self.findings
         self.parts, differing = parts_of(model, ranks)
-        record = self._record(self.apart)
+        recorder = Recorder(model, ranks)
+        self.apart.recorded(recorder)
+        events = recorder.events_of_ranks()
         self.has_computed = True
-        if (other := self._other_inputs(record)) is not None:
-            findings.append(other)
+        if (others := self._other_inputs(events)) is not None:
+            findings.append(others)
             return
         findings += differing
-        findings += (activations := find_differing_activations(record.events, model, self.parts, self._alike))
+        findings += (activations := find_differing_activations(events, model, self.parts, self._alike))
         if any(each.cause == DRAWS for each in activations):
             model.eval()  # what else is wrong shows without draws
             self.apart.remember()
-        trained = [part for part in self.parts if part.tensor.requires_grad]
-        reference_differs = [] if self._whole is None else self._beside_reference()
-        ties = self._ties(trained)
+        other_than_reference = [] if self._whole is None else self._beside_reference(self._whole)
         self._vary_constants()
-        record = self._record(self.apart, with_gradients=True)
-        findings += find_wrong_sums(model, record.recorder, ranks, self._rounding)
-        findings += find_cut_packed_weights(record.recorder, ranks)
-        findings += ties
-        if not any(each.cause in (ACTIVATIONS, SUM) for each in findings) and self._differ(record.loss):
-            findings.append(find_where_ranks_part(record.events, model, self._alike))
-        still = find_differing_activations(record.events, model, self.parts, self._alike)
-        if not still and not any(each.cause in (ACTIVATIONS, SUM) for each in findings):
-            self._check_gradients(record, trained)
+        recorder = Recorder(model, ranks)
+        loss, gradients = self.apart.gradients(recorder=recorder)
+        events = recorder.events_of_ranks()
+        trained = [part for part in self.parts if part.tensor.requires_grad]
+        held = local_gradients(trained, gradients)
+        findings += find_wrong_sums(model, recorder, ranks, self._rounding)
+        findings += find_cut_packed_weights(recorder, ranks)
+        reference = None if self._whole is None else self._whole.inner
+        findings += find_broken_ties(model, reference, held, ranks, self._rounding)
+        losses = ranks.share(loss)
+        apart = sum(abs(each - losses[0]) for each in losses)  # not a number where one is none
+        are_equal = apart <= self._rounding * max(1.0, *map(abs, losses))
+        if not self._is_forward_wrong() and not are_equal:
+            findings.append(find_where_ranks_part(events, self._alike))
+        if not self._is_forward_wrong() and not find_differing_activations(events, model, self.parts, self._alike):
+            findings += GradientCheck(self.apart, trained, gradients, self._alike).find(events, recorder.loss)
+            _, double = self.apart.gradients(num_backwards=2)
+            twice = local_gradients(trained, double)
+            findings += find_backwards_that_do_not_add_up(held, twice, ranks, self._rounding)
+            if not any(each.cause == GRADIENTS for each in findings):
+                self.gradients = gradients
         if self._is_causal():
             findings += find_later_tokens(self.apart, self._rounding)
         if not findings:
-            findings += reference_differs
+            findings += other_than_reference
 
-    def _record(self, apart: Apart, *, with_gradients: bool = False) -> _Record:
-        recorder = Recorder(apart.inner, self._ranks)
-        value, gradients = apart.gradients(recorder=recorder) if with_gradients else (apart.recorded(recorder), {})
-        return _Record(recorder, recorder.events_of_ranks(), value, gradients)
+    def _is_forward_wrong(self) -> bool:
+        return any(each.cause in (ACTIVATIONS, SUM) for each in self.findings)
 
-    def _other_inputs(self, record: _Record) -> ParallelFinding | None:
-        root = next((one for one in record.events if not one.module and not one.operation), None)
-        batches = self._ranks.share(numbers_in(self.apart.batch))
-        of_ranks = [batches, *([] if root is None else [root.inputs])]
-        if all(are_alike(numbers, every[0], self._alike) for every in of_ranks for numbers in every):
+    def _other_inputs(self, events: Sequence[Event]) -> ParallelFinding | None:
+        root = [event.inputs for event in events if not event.module and not event.operation]
+        of_ranks = [self._ranks.share(numbers_in(self.apart.batch)), *root[:1]]
+        if all(are_all_alike(numbers, self._alike) for numbers in of_ranks):
             return None
-        draws = [one.operation for one in record.events if one.operation and not one.module]
-        detail = "what the loss is given differs: " + "; ".join(
+        figures = "; ".join(
             f"rank {rank} has tensors of shapes and sums {[[row[0], round(row[1] + row[2], 6)] for row in numbers[:3]]}"
             for rank, numbers in enumerate(of_ranks[-1][:4])
         )
-        return finding(INPUTS, detail, operation=draws[0] if draws else "")
-
-    def _differ(self, loss: float) -> bool:
-        losses = self._ranks.share(loss)
-        return max(losses) - min(losses) > self._rounding * max(1.0, *map(abs, losses)) or any(map(math.isnan, losses))
+        return finding(INPUTS, f"what the loss is given differs: {figures}")
 
     def _vary_constants(self) -> None:
         """New biases and norms are constants, with which a bias that counts twice would not show."""
@@ -219,26 +210,10 @@ class _Check:
                 drawn = torch.randn(part.local.shape, generator=generator, dtype=torch.float64)
                 part.local.add_(0.05 * drawn.to(part.local))
 
-    def _ties(self, trained: list[Part]) -> list[ParallelFinding]:
-        _, gradients = self.apart.gradients()
-        held = {part.name: gradient_of(part, gradients.get(part.name)) for part in trained}
-        return find_broken_ties(self.apart.inner, self._whole, trained, held, self._ranks, self._rounding)
-
-    def _check_gradients(self, record: _Record, trained: list[Part]) -> None:
-        judged = GradientCheck(self.apart, trained, record.gradients, self._alike).run()
-        self.findings += find_wrong_gradients(judged, record.events, record.recorder, self._ranks, self._alike)
-        _, double = self.apart.gradients(num_backwards=2)
-        both = [
-            {part.name: gradient_of(part, of.get(part.name)) for part in trained} for of in (record.gradients, double)
-        ]
-        self.findings += find_backwards_that_do_not_add_up(trained, both[0], both[1], self._ranks, self._rounding)
-        if not any(each.cause == GRADIENTS for each in self.findings):
-            self.gradients = record.gradients
-
     def _is_causal(self) -> bool:
         if self._whole is not None:
-            with self._apart_whole.computing():
-                return how_much_later_tokens_change(self._apart_whole) <= self._rounding
+            with self._whole.computing():
+                return how_much_later_tokens_change(self._whole) <= self._rounding
         modules = list(self.apart.inner.modules())
         is_decoder = getattr(getattr(modules[0], "config", None), "is_decoder", False)
         return (
@@ -247,22 +222,27 @@ class _Check:
             or {getattr(module, "is_causal", None) for module in modules} - {None} == {True}
         )
 
-    def _beside_reference(self) -> list[ParallelFinding]:
-        """Of the parameters' present values, without draws: those of shards are others than the undivided model's."""
-        assert self._whole is not None
+    def _beside_reference(self, whole: Apart) -> list[ParallelFinding]:
+        """Find the first module that returns something else than the reference's, where their losses differ.
+
+        Of the parameters' present values, without draws: those of shards are others than the undivided model's.
+        """
+        recorders = Recorder(self.apart.inner, self._ranks), Recorder(whole.inner, self._ranks)
         self.apart.inner.eval()  # until the forward's end
-        record = self._record(self.apart)
-        with self._apart_whole.computing():
-            self._whole.eval()
-            expected = self._record(self._apart_whole)
-        recorders = record.recorder, expected.recorder
-        return find_differences((record.loss, expected.loss), recorders, self._ranks, self._rounding)
-
-
-def _clipping_of(optimizer: Any, inner: nn.Module) -> Callable[[Any], Any]:
-    """That of Colossal-AI's optimizers, which is given pairs of parameters and gradients."""
-
-    def clip(_: Any) -> Any:
-        return optimizer._compute_grad_norm([(one, one.grad) for one in inner.parameters() if one.grad is not None])
-
-    return clip
+        loss = self.apart.recorded(recorders[0])
+        with whole.computing():
+            whole.inner.eval()
+            expected = whole.recorded(recorders[1])
+        if max(self._ranks.share(abs(loss - expected))) <= self._rounding * max(1.0, abs(expected)):
+            return []
+        layer, where = "", ""
+        for key, (module, operation, inputs, outputs) in recorders[0].events.items():
+            *_, known, others = recorders[1].events.get(key, ("", "", [], []))
+            is_comparable = not operation and inputs and [row[0] for row in outputs] == [row[0] for row in others]
+            reads_the_same = is_comparable and are_alike(inputs, known, self._rounding)
+            if reads_the_same and not are_alike(outputs, others, self._rounding):
+                layer, where = module, "; this layer is the first that reads the same and returns other values"
+                break
+        detail = f"the loss is {loss:.8g}, and the reference's {expected:.8g}{where}"
+        detail, layer = self._ranks.share([detail, layer])[0]
+        return [finding(REFERENCE, detail, layer=layer, operation="forward")]

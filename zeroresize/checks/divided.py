@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.checks.finding import PARAMETERS, ParallelFinding, finding
-from zeroresize.checks.ranks import Ranks
 from zeroresize.checks.replicated import distance_of_sums, replicated_parameters, sums_of
 from zeroresize.comm.collectives import group_size, require_group
 from zeroresize.integrations.hosts import host_of, process_group_of
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.shards import is_marked_as_shard
+from zeroresize.resharding.ranks import Ranks
 from zeroresize.utils.torch_private import is_dtensor
 
 
@@ -69,14 +69,12 @@ def parts_of(model: nn.Module, ranks: Ranks) -> tuple[list[Part], list[ParallelF
     parameters = {name: one for name, one in model.named_parameters() if not one.is_meta and one.is_floating_point()}
     of_ranks = ranks.share({name: _description(one) for name, one in parameters.items()})
     parts, findings = [], []
-    for name, parameter in parameters.items():
-        rows = [of_rank.get(name) for of_rank in of_ranks]
-        if None in rows:
-            continue
+    for name in [name for name in parameters if all(name in of_rank for of_rank in of_ranks)]:
+        parameter, rows = parameters[name], [of_rank[name] for of_rank in of_ranks]
         known = _is_shard(parameter, owners[name], name)
         tolerance = math.sqrt(torch.finfo(parameter.dtype).eps)
-        distance = max(0.0 if row[0] == rows[0][0] else math.inf for row in rows)
-        distance = max(distance, *(distance_of_sums(row[2:], rows[0][2:]) for row in rows))
+        (shape, _, *sums), *_ = rows
+        distance = max(distance_of_sums(row[2:], sums) if row[0] == shape else math.inf for row in rows)
         is_shard = distance > tolerance and name not in surely if known is None else known
         parts.append(Part(name, parameter, is_shard, any(row[1] for row in rows)))
         if not is_shard and distance > 0.0 and math.isfinite(distance):

@@ -8,56 +8,39 @@ on each rank for shards. Σ ⟨gradient, v⟩, with replicated gradients counted
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zeroresize.checks.apart import Apart
 from zeroresize.checks.divided import Part
-from zeroresize.checks.recording import Numbers, are_alike, numbers_in
+from zeroresize.checks.finding import DERIVATIVE, GRADIENTS, MULTIPLIED, PARTIAL, UNREAD, ParallelFinding, finding
+from zeroresize.checks.recording import Event, are_all_alike, numbers_in
 from zeroresize.layers.local_parts import local_of
 from zeroresize.utils.torch_private import is_dtensor
 
 #: Parameters whose derivatives are measured one by one, where their sum is wrong.
-MOST_MEASURED = 200
-#: Directions in all parameters at once.
-_NUM_DIRECTIONS = 2
+_MOST_MEASURED, _MOST_NAMED = 200, 4
 
 
-@dataclass(frozen=True)
-class JudgedGradient:
+class JudgedGradient(NamedTuple):
     """A parameter's gradient beside the measured derivative.
 
     Attributes:
         products: ⟨gradient, v⟩ on every rank.
         measured: in the same direction.
-        tolerance, noise: what it may be off by, as a share and in itself.
     """
 
     part: Part
-    is_alike: bool
-    has_gradient: bool
     products: Sequence[float]
     measured: float
-    tolerance: float
-    noise: float
-
-    @property
-    def total(self) -> float:
-        return sum(self.products)
 
     @property
     def gradient(self) -> float:
         """Of the undivided parameter, if it is right."""
-        return self.total if self.part.is_shard else self.total / len(self.products)
-
-    def is_measured(self, gradient: float) -> bool:
-        """Tell whether a derivative is the measured one."""
-        return abs(gradient - self.measured) <= self.tolerance * max(abs(gradient), abs(self.measured)) + self.noise
+        return sum(self.products) / (1 if self.part.is_shard else len(self.products))
 
 
 class GradientCheck:
@@ -70,105 +53,165 @@ class GradientCheck:
     """
 
     def __init__(self, apart: Apart, parts: Sequence[Part], gradients: Mapping[str, Tensor], tolerance: float) -> None:
-        self._apart, self._parts, self._ranks, self._tolerance = apart, parts, apart.ranks, tolerance
-        self._gradients = {part.name: gradient_of(part, gradients.get(part.name)) for part in parts}
-        numbers = {name: numbers_in(one) for name, one in self._gradients.items() if one is not None}
-        self._of_ranks: list[dict[str, Numbers]] = self._ranks.share(numbers)
-        norms = [row[-1] for of_rank in self._of_ranks for rows in of_rank.values() for row in rows]
+        self._apart, self._parts, self._ranks = apart, parts, apart.ranks
+        self._gradients = local_gradients(parts, gradients)
+        of_ranks = self._ranks.share({name: numbers_in(one) for name, one in self._gradients.items()})
+        self._has_gradient = {name for of_rank in of_ranks for name in of_rank}
         #: Below it a gradient is only rounding, as that of a bias of keys.
-        self._least = tolerance * max(norms, default=0.0)
-        modules: list[Any] = [one for one in apart.inner.modules() if hasattr(one, "num_embeddings")]
-        padded = {id(one.weight): one.padding_idx for one in modules if one.padding_idx is not None}
-        rows = self._ranks.share([len(part.local) if id(part.tensor) in padded else 0 for part in parts])
-        #: Of embeddings the row of padding, which gets no gradient.
-        self._padding = {
-            part.name: padded[id(part.tensor)]
-            - part.is_shard * sum(of_rank[at] for of_rank in rows[: self._ranks.rank])
-            for at, part in enumerate(parts)
-            if id(part.tensor) in padded
-        }
+        least = tolerance * max((rows[0][-1] for of_rank in of_ranks for rows in of_rank.values()), default=0.0)
+        self._differing = set()
+        for name in (part.name for part in parts if not part.is_shard):
+            numbers = [of_rank.get(name, []) for of_rank in of_ranks]
+            is_rounding = all(rows and rows[0][-1] < least for rows in numbers)
+            if not is_rounding and not are_all_alike(numbers, tolerance):
+                self._differing.add(name)
+        modules: list[Any] = [one for one in apart.inner.modules() if getattr(one, "padding_idx", None) is not None]
+        self._padded = {id(module.weight) for module in modules if hasattr(module, "weight")}
         #: The cube root of what is rounding balances that against the curvature of the loss.
         self._step = torch.finfo(apart.dtype).eps ** (1 / 3)
 
-    def run(self) -> list[JudgedGradient]:
-        """Return the judged gradients, empty where all are right."""
-        is_right = all(self._is_alike(part) for part in self._parts if not part.is_shard)
-        for number in range(_NUM_DIRECTIONS if is_right else 0):
-            directions = {part.name: self._direction(part, number) for part in self._parts}
-            products = [self._products(part, directions[part.name]) for part in self._parts]
-            coarse, fine = (self._derivative(directions, scale * self._step) for scale in (2.0, 1.0))
-            expected = sum(
-                sum(row) if part.is_shard else row[0] for part, row in zip(self._parts, products, strict=True)
-            )
-            error = 10.0 * abs(coarse - fine) + self._noise() + 1e-6 * max(abs(expected), abs(fine))
-            is_right = is_right and abs(expected - fine) <= error
-        is_right = is_right and all(self._has_gradient(part) for part in self._parts)
-        return [] if is_right else [self._judge(part) for part in self._parts[:MOST_MEASURED]]
+    def find(self, events: Sequence[Event], loss: str) -> list[ParallelFinding]:
+        """Find what is wrong with gradients: the cause, and where it begins, not all that follows from it.
 
-    def _judge(self, part: Part) -> JudgedGradient:
-        v = self._direction(part, 7)
-        gradient = self._gradients[part.name]
-        local = torch.zeros_like(part.local) if gradient is None else gradient
+        Whatever stands before a wrong gradient in the forward has another one, too: named is what comes last.
+
+        Args:
+            loss: the name of the function that computes it.
+        """
+        if self.is_right():
+            return []
+        calls = {event.module: at for at, event in reversed(list(enumerate(events)))}
+        judged = [self.judge(part) for part in self._parts[:_MOST_MEASURED]]
+        judged.sort(key=lambda each: calls.get(each.part.name.rpartition(".")[0], -1))
+        findings: list[ParallelFinding] = []
+        wrong: dict[str, list[JudgedGradient]] = {GRADIENTS: [], MULTIPLIED: [], DERIVATIVE: []}
+        for each in judged:
+            name = each.part.name
+            if name not in self._has_gradient and not self._is_measured(each, 0.0):
+                what = f"no gradient reaches it, and the loss changes with it ({each.measured:.3g})"
+                findings.append(finding(PARTIAL, what, parameter=name, operation="backward"))
+            elif name not in self._has_gradient and not _is_idle_expert(name, calls):
+                what = "no gradient reaches it, and the loss is the same without it"
+                findings.append(finding(UNREAD, what, parameter=name))
+            elif name in self._differing and self._is_measured(each, sum(each.products)):
+                what = f"only the sum of the ranks' gradients is the measured derivative: {_figures(each)}"
+                findings.append(finding(PARTIAL, what, parameter=name, operation="all-reduce of the gradient"))
+            elif name in self._differing:
+                wrong[GRADIENTS].append(each)
+            elif name in self._has_gradient and not self._is_measured(each, each.gradient):
+                wrong[MULTIPLIED if self._times(each) else DERIVATIVE].append(each)
+        if wrong[GRADIENTS]:
+            findings.append(_last_of(GRADIENTS, wrong[GRADIENTS], "nor is their sum"))
+        if wrong[MULTIPLIED]:
+            times = self._times(wrong[MULTIPLIED][-1])
+            what = f"it is {times:g} times the measured derivative"
+            measurable = [self._times(each) for each in judged if abs(each.measured) > 10.0 * self._noise()]
+            if len(measurable) > 1 and set(measurable) == {times}:
+                findings.append(finding(MULTIPLIED, f"{what}, in all parameters", operation=loss))
+            else:
+                findings.append(_last_of(MULTIPLIED, wrong[MULTIPLIED], what))
+        if wrong[DERIVATIVE] and not findings:
+            findings.append(_last_of(DERIVATIVE, wrong[DERIVATIVE], "alike on all ranks, and other than measured"))
+        return findings
+
+    def is_right(self) -> bool:
+        """Tell whether all gradients together are the derivative, in one direction."""
+        directions = {part.name: self._direction(part) for part in self._parts}
+        if self._differing or not self._has_gradient.issuperset(directions):
+            return False
+        products = self._products(directions)
+        expected = sum(JudgedGradient(part, products[part.name], 0.0).gradient for part in self._parts)
+        coarse, fine = (self._derivative(directions, scale * self._step) for scale in (2.0, 1.0))
+        error = 10.0 * abs(coarse - fine) + self._noise() + 1e-6 * max(abs(expected), abs(fine))
+        return abs(expected - fine) <= error
+
+    def judge(self, part: Part) -> JudgedGradient:
+        """Measure the derivative of one parameter, in a direction of which its gradient is a part."""
+        v = self._direction(part)
+        local = self._gradients.get(part.name, torch.zeros_like(part.local))
         along = local if part.is_shard else self._ranks.sum(local)
         if float(along.norm()):
             v = self._unpadded(part, v + along * (v.norm() / along.norm()))
-        v = v * (max(1.0, float(part.local.norm())) / v.norm().clamp_min(1e-30))
-        measured = self._derivative({part.name: v}, self._step)
-        products = self._products(part, v)
-        is_alike, has_gradient = self._is_alike(part), self._has_gradient(part)
-        return JudgedGradient(part, is_alike, has_gradient, products, measured, 50.0 * self._step, self._noise())
+        direction = {part.name: v * (max(1.0, float(part.local.norm())) / v.norm().clamp_min(1e-30))}
+        return JudgedGradient(part, self._products(direction)[part.name], self._derivative(direction, self._step))
+
+    def _is_measured(self, judged: JudgedGradient, gradient: float) -> bool:
+        largest = max(abs(gradient), abs(judged.measured))
+        return abs(gradient - judged.measured) <= 50.0 * self._step * largest + self._noise()
+
+    def _times(self, judged: JudgedGradient) -> float:
+        """Which multiple of the measured derivative the gradient is, a power of the ranks' number; else 0."""
+        if abs(judged.measured) <= 10.0 * self._noise():
+            return 0.0
+        multiples = [float(self._ranks.size) ** power for power in (1, 2, -1, -2)]
+        return next((times for times in multiples if self._is_measured(judged, judged.gradient / times)), 0.0)
 
     def _noise(self) -> float:
         """Of a derivative: what rounding of the losses makes of it."""
         return 100.0 * torch.finfo(self._apart.dtype).eps * max(1.0, abs(self._apart.last_value)) / self._step
 
-    def _has_gradient(self, part: Part) -> bool:
-        return any(part.name in of_rank for of_rank in self._of_ranks)
-
-    def _is_alike(self, part: Part) -> bool:
-        rows = [of_rank.get(part.name, []) for of_rank in self._of_ranks]
-        is_rounding = all(row and row[0][-1] < self._least for row in rows)
-        return part.is_shard or is_rounding or all(are_alike(row, rows[0], self._tolerance) for row in rows)
-
-    def _direction(self, part: Part, number: int) -> Tensor:
+    def _direction(self, part: Part) -> Tensor:
         """Draw a direction as large as the parameter itself is."""
-        seed = zlib.crc32(f"{part.name} {number} {self._ranks.rank if part.is_shard else ''}".encode())
+        seed = zlib.crc32(f"{part.name} {self._ranks.rank if part.is_shard else ''}".encode())
         local = part.local
         drawn = torch.randn(local.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         size = float(local.norm()) / max(local.numel(), 1) ** 0.5
         return self._unpadded(part, (drawn * (size or 0.1)).to(local))
 
     def _unpadded(self, part: Part, v: Tensor) -> Tensor:
-        if 0 <= self._padding.get(part.name, -1) < len(v):
-            v[self._padding[part.name]] = 0.0
+        """But for rows of embeddings that have no gradient, as that of padding, with which the loss may change."""
+        if id(part.tensor) in self._padded and part.name in self._gradients:
+            v[(self._gradients[part.name] == 0.0).all(-1)] = 0.0
         return v
 
-    def _products(self, part: Part, v: Tensor) -> list[float]:
-        gradient = self._gradients[part.name]
-        return self._ranks.share(0.0 if gradient is None else float((gradient.double() * v.double()).sum()))
+    def _products(self, directions: Mapping[str, Tensor]) -> dict[str, list[float]]:
+        """⟨gradient, v⟩ on every rank."""
+        held = {name: self._gradients.get(name, torch.zeros_like(v)) for name, v in directions.items()}
+        products = [float((held[name].double() * v.double()).sum()) for name, v in directions.items()]
+        return dict(zip(directions, map(list, zip(*self._ranks.share(products), strict=True)), strict=True))
 
     def _derivative(self, directions: Mapping[str, Tensor], step: float) -> float:
+        parts = [part for part in self._parts if part.name in directions]
+        moved = [(part.local, part.local.clone(), directions[part.name]) for part in parts]
         values = []
-        for sign in (1.0, -1.0):
-            with self._moved(directions, sign * step):
+        try:
+            for sign in (1.0, -1.0):
+                for local, was, v in moved:
+                    local.copy_(was.add(v, alpha=sign * step))
                 values.append(self._apart.value())
+        finally:
+            for local, was, _ in moved:
+                local.copy_(was)
         return (values[0] - values[1]) / (2.0 * step)
 
-    @contextmanager
-    def _moved(self, directions: Mapping[str, Tensor], step: float) -> Iterator[None]:
-        moved = [part for part in self._parts if part.name in directions]
-        were = [part.local.clone() for part in moved]
-        try:
-            for part in moved:
-                part.local.add_(directions[part.name], alpha=step)
-            yield
-        finally:
-            for part, was in zip(moved, were, strict=True):
-                part.local.copy_(was)
+
+def local_gradients(parts: Sequence[Part], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what this rank holds of gradients, of DTensors as their parameters are divided; collective then."""
+    held = {}
+    for part in parts:
+        gradient: Any = gradients.get(part.name)
+        if is_dtensor(gradient) and gradient.placements != part.tensor.placements:  # type: ignore[attr-defined]
+            gradient = gradient.redistribute(placements=part.tensor.placements)  # type: ignore[attr-defined]
+        if gradient is not None:
+            held[part.name] = local_of(gradient).detach()
+    return held
 
 
-def gradient_of(part: Part, gradient: Tensor | None) -> Tensor | None:
-    """Return what this rank holds of a gradient, of a DTensor as its parameter is divided; collective then."""
-    if gradient is not None and is_dtensor(gradient) and gradient.placements != part.tensor.placements:  # type: ignore[attr-defined]
-        gradient = gradient.redistribute(placements=part.tensor.placements)  # type: ignore[attr-defined]
-    return None if gradient is None else local_of(gradient).detach()
+def _last_of(cause: str, judged: Sequence[JudgedGradient], what: str) -> ParallelFinding:
+    """The finding of what comes last in the forward, hence first in the backward."""
+    names = [each.part.name for each in judged[::-1]]
+    more = f"; so is that of {', '.join(names[1:_MOST_NAMED])}{', …' * (len(names) > _MOST_NAMED)}" if names[1:] else ""
+    return finding(cause, f"{what}: {_figures(judged[-1])}{more}", parameter=names[0], operation="backward")
+
+
+def _figures(judged: JudgedGradient) -> str:
+    ranks = ", ".join(f"{product:.4g}" for product in judged.products[:_MOST_NAMED])
+    of_ranks = "the ranks' shards" if judged.part.is_shard else "the ranks"
+    return f"in one direction {ranks} on {of_ranks}, and {judged.measured:.4g} by differences of the loss"
+
+
+def _is_idle_expert(name: str, calls: Collection[str]) -> bool:
+    """Whether an item of a list that holds it was not called, and another was, as where tokens choose experts."""
+    path = name.split(".")
+    items = [(".".join(path[:at]), ".".join(path[: at + 1])) for at, word in enumerate(path) if word.isdigit()]
+    return any(item not in calls and holder in {call.rpartition(".")[0] for call in calls} for holder, item in items)

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from zeroresize.checks.cut_features import CutFeatures
 from zeroresize.checks.divided import kind_of_layer
-from zeroresize.checks.ranks import Ranks
 from zeroresize.checks.replicated import distance_of_sums, sums_of
+from zeroresize.integrations.elementwise import is_elementwise_method
+from zeroresize.integrations.packed_layers import block_in
 from zeroresize.layers.local_parts import local_of
+from zeroresize.resharding.ranks import Ranks
 from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.torch_private import storage_id
 
 #: Of each tensor, or other value, in what a module reads or returns: its shape, and three sums.
 Numbers = list[list[Any]]
@@ -38,28 +40,24 @@ class Event:
     inputs: Sequence[Numbers]
     outputs: Sequence[Numbers]
 
-    def is_alike(self, numbers: Sequence[Numbers], tolerance: float) -> bool:
-        return all(are_alike(of_rank, numbers[0], tolerance) for of_rank in numbers)
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether it returns less than it reads along one dimension, as what scatters a sequence does."""
+    def parts_ways(self, tolerance: float) -> bool:
+        """Whether what reads the same on all ranks returns other values of one shape, and scatters nothing."""
         shapes, before = [row[0] for row in self.outputs[0]], [row[0] for row in self.inputs[0]]
-        return any(
+        is_scattered = any(
             len(after) == len(shape) and sum(map(int.__ne__, after, shape)) == 1 and sum(after) < sum(shape)
             for after in shapes
             for shape in before
         )
+        is_alike = are_all_alike(self.inputs, tolerance) and not are_all_alike(self.outputs, tolerance)
+        return bool(shapes) and any(before) and is_alike and not is_scattered
 
 
 class Recorder(TorchFunctionMode):
     """Records the forwards of a model while its block lasts, but for what a backward computes again.
 
     Attributes:
-        events: of this rank, as what :class:`Event` takes.
-        rows: for each row-parallel layer, or divided embedding, what it reads and returns in its first call,
-            and whether that is within a tuple.
-        gradients: numbers of what modules read ("input") and return ("output"), and of its gradient.
+        events: of this rank, by what is the same on all: what :class:`Event` takes.
+        rows: for each row-parallel layer what it reads and returns in its first call, and whether that is in a tuple.
         cuts: for each column-parallel layer whose output's features were cut, by which function.
         loss: the name of the last function that computes a loss.
     """
@@ -69,82 +67,79 @@ class Recorder(TorchFunctionMode):
         self._model, self._ranks = model, ranks
         self._running: list[tuple[str, Numbers]] = []
         self._calls: Counter[str] = Counter()
-        self.events: list[tuple[str, str, str, Numbers, Numbers]] = []
-        self.rows: dict[str, tuple[Tensor, Tensor | None, bool]] = {}
-        self.gradients: dict[str, tuple[Numbers, Numbers]] = {}
+        self.events: dict[str, tuple[str, str, Numbers, Numbers]] = {}
+        self.rows: dict[str, tuple[Tensor, Tensor, bool]] = {}
         self.loss = "loss"
-        self._features = CutFeatures()
-        self.cuts = self._features.cuts
-        self.is_on = True
+        self.cuts: dict[str, str] = {}
+        #: By storage the layer whose features it holds, their number, and a tensor that keeps it.
+        self._followed: dict[int, tuple[str, int, Tensor]] = {}
+        self._is_on = True
 
     def __enter__(self) -> Any:
-        self._handles = []
-        for name, module in self._model.named_modules():
-            self._handles += [
-                module.register_forward_pre_hook(partial(self._begin, name), prepend=True, with_kwargs=True),
-                module.register_forward_hook(partial(self._end, name), with_kwargs=True),
-            ]
+        for name, module in self._model.named_modules():  # Apart.forward() takes hooks off again
+            module.register_forward_pre_hook(partial(self._begin, name), prepend=True, with_kwargs=True)
+            module.register_forward_hook(partial(self._end, name), with_kwargs=True)
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for handle in self._handles:
-            handle.remove()
-
-    def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self.is_on:
-            return None
-        self.is_on = False
-        if kind_of_layer(module):
-            self._ranks.arrive(name)
-        if args and isinstance(args[0], Tensor) and kind_of_layer(module) == "column":
-            args = args[0].view_as(args[0]), *args[1:]  # whose gradient is what this layer hands on
-        self._note_gradients(f"{name} input", (args, kwargs))
-        self._running.append((name, numbers_in((args, kwargs))))
-        if kind_of_layer(module) in ("row", "embedding") and name not in self.rows:
-            first = next(tensors_in((args, kwargs)), None)
-            if first is not None:
-                self.rows[name] = first.detach().clone(), None, False
-        self.is_on = True
-        return args, kwargs
+    def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._is_on:
+            self._is_on = False
+            if kind_of_layer(module):
+                self._ranks.arrive(name)
+            self._running.append((name, numbers_in((args, kwargs))))
+            self._is_on = True
 
     def _end(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not self.is_on or not self._running:
+        if not self._is_on or not self._running:
             return
-        self.is_on = False
+        self._is_on = False
         name, inputs = self._running.pop()
         self._note(name, "", inputs, numbers_in(output))
-        self._note_gradients(f"{name} output", output)
-        if name in self.rows and self.rows[name][1] is None:
-            y = next(tensors_in(output), None)
-            if y is not None:
-                self.rows[name] = self.rows[name][0], y.detach().clone(), isinstance(output, tuple)
-        if kind_of_layer(module) == "column":
-            self._features.begin(name, module, output)
-        self.is_on = True
+        x, y = (next(tensors_in(value), None) for value in ((args, kwargs), output))
+        kind = kind_of_layer(module)
+        if kind == "row" and name not in self.rows and x is not None and y is not None:
+            self.rows[name] = x.detach().clone(), y.detach().clone(), isinstance(output, tuple)
+        is_cut_as_one = len(getattr(module, "parts", None) or ()) < 2 and "Fused" not in type(module).__name__
+        if kind == "column" and is_cut_as_one and y is not None:
+            rows: int = local_of(module.weight).shape[0]  # type: ignore[arg-type]
+            if local_of(y).shape[-1] == rows:  # not gathered
+                self._followed[_storage_of(y)] = name, rows, y
+        self._is_on = True
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        if not self.is_on or name == "__get__":
+        if not self._is_on or name == "__get__":
             return func(*args, **kwargs)
         before = self._random_states()
         output = func(*args, **kwargs)
-        self.is_on = False
-        if kwargs.get("generator") is not None or any(map(_differ, before, self._random_states())):
-            self._note(
-                self._running[-1][0] if self._running else "",
-                name,
-                numbers_in(list(tensors_in((args, kwargs)))),
-                numbers_in(output),
-            )
+        self._is_on = False
+        if kwargs.get("generator") is not None or not all(map(torch.equal, before, self._random_states())):
+            module = self._running[-1][0] if self._running else ""
+            self._note(module, name, numbers_in(list(tensors_in((args, kwargs)))), numbers_in(output))
         if "loss" in name or "cross_entropy" in name:
             self.loss = name
-        self._features.follow(name, args, kwargs, output)
-        self.is_on = True
+        self._follow(name.strip("_"), args, output)
+        self._is_on = True
         return output
+
+    def _follow(self, name: str, args: Any, output: Any) -> None:
+        """See whether a function cuts the features of a column-parallel layer, or computes each by itself."""
+        x = next((each for each in tensors_in(args) if _storage_of(each) in self._followed), None)
+        if x is None:
+            return
+        layer, size, _ = self._followed[_storage_of(x)]
+        for y in tensors_in(output):
+            if _storage_of(y) == _storage_of(x):
+                block = block_in(local_of(y), local_of(x), size)
+                if block not in (None, (0, size)):
+                    self.cuts.setdefault(layer, name)
+            elif is_elementwise_method(name) and (y.shape, y.stride()) == (x.shape, x.stride()):
+                self._followed[_storage_of(y)] = layer, size, y
+            elif name == "glu":
+                self.cuts.setdefault(layer, name)
 
     def _random_states(self) -> list[Tensor]:
         device = self._ranks.device
@@ -154,33 +149,17 @@ class Recorder(TorchFunctionMode):
     def _note(self, module: str, operation: str, inputs: Numbers, outputs: Numbers) -> None:
         key = f"{module} {operation}"
         self._calls[key] += 1
-        self.events.append((f"{key} {self._calls[key]}", module, operation, inputs, outputs))
-
-    def _note_gradients(self, key: str, values: Any) -> None:
-        def note(gradient: Tensor) -> None:
-            was_on, self.is_on = self.is_on, False
-            self.gradients[key] = numbers, numbers_in(gradient)
-            self.is_on = was_on
-
-        tensor = next((one for one in tensors_in(values) if one.requires_grad and not one.is_leaf), None)
-        if tensor is not None and key not in self.gradients:
-            numbers = numbers_in(tensor)
-            self.gradients[key] = numbers, []  # in the order of the forward
-            tensor.register_hook(note)
+        self.events[f"{key} {self._calls[key]}"] = module, operation, inputs, outputs
 
     def events_of_ranks(self) -> list[Event]:
         """Return what happened on all ranks, in the order of the first; collective."""
-        tables = [{key: rest for key, *rest in of_rank} for of_rank in self._ranks.share(self.events)]
-        everywhere = [key for key in tables[0] if all(key in table for table in tables)]
-        return [
-            Event(
-                tables[0][key][0],
-                tables[0][key][1],
-                [table[key][2] for table in tables],
-                [table[key][3] for table in tables],
-            )
-            for key in everywhere
-        ]
+        tables = self._ranks.share(self.events)
+        rows = [[table[key] for table in tables] for key in tables[0] if all(key in table for table in tables)]
+        return [Event(*of_ranks[0][:2], *([row[at] for row in of_ranks] for at in (2, 3))) for of_ranks in rows]
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return storage_id(local_of(tensor))
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -220,5 +199,6 @@ def are_alike(numbers: Numbers, others: Numbers, tolerance: float) -> bool:
     )
 
 
-def _differ(state: Tensor, other: Tensor) -> bool:
-    return not torch.equal(state, other)
+def are_all_alike(of_ranks: Sequence[Numbers], tolerance: float) -> bool:
+    """Tell whether all ranks have what the first one has."""
+    return all(are_alike(numbers, of_ranks[0], tolerance) for numbers in of_ranks)

@@ -7,9 +7,8 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -90,12 +89,13 @@ class StartCheck:
         name = next(iter([*columns, *layers]))
         self._first = name
         self._batches = SeenBatches(model, name, len(exchange.ranks))
-        self._undo: list[Callable[[], object]] = [self._batches.unhook]
+        self._undo = ExitStack()
+        self._undo.callback(self._batches.unhook)
         for name, layer in layers.items():
             if layer.is_column_parallel or name == self._first:
                 layer.watch_start = _calling(weakref.WeakMethod(self._layer_begins), name)
-                self._undo.append(partial(setattr, layer, "watch_start", None))
-        self.close = weakref.finalize(self, _call_all, self._undo)
+                self._undo.callback(setattr, layer, "watch_start", None)
+        self.close = weakref.finalize(self, self._undo.close)
         self.close.atexit = False
 
     def _layer_begins(self, name: str, x: Tensor) -> None:
@@ -107,7 +107,7 @@ class StartCheck:
         self._has_begun = True
         with suppress(ValueError):  # a wrapper that hides its optimizer
             # Only now, so that the hooks of others that reduce gradients are called before it.
-            self._undo.append(hook_steps(self._optimizer, self._before_step))
+            self._undo.callback(hook_steps(self._optimizer, self._before_step))
             self._num_tries_left = _MOST_TRIES
         check_data_parallelism(self._model, self._layers, self._group)
         self.compare()
@@ -124,7 +124,7 @@ class StartCheck:
         differing = {
             name: _description(sums[name], _TOLERANCE)
             for name, of_ranks in self._at_start.items()
-            if _above(of_ranks, _TOLERANCE)
+            if max(of_ranks) > _TOLERANCE
         }
         if differing:
             raise ValueError(
@@ -165,9 +165,8 @@ class StartCheck:
         for name, of_ranks in _distances(sums).items():
             before = at_start.get(name, [0.0] * len(of_ranks))
             rounding = _ROUNDINGS * torch.finfo(replicated[name].dtype).eps * math.sqrt(num_steps)
-            more = [now - then for now, then in zip(of_ranks, before, strict=True)]
             most = min(rounding, _TOLERANCE)
-            if _above(more, most):
+            if max(now - then for now, then in zip(of_ranks, before, strict=True)) > most:
                 drifted[name] = _description(sums[name], most)
         self._note_inputs(other_batches)
         if other_batches.batches:
@@ -193,9 +192,8 @@ class StartCheck:
             return
         self._num_tries_left -= 1
         replicated = self._replicated()
-        gathered, other_batches = self._gathered(
-            replicated, stepped_gradients(self._optimizer, replicated) if steps else {}
-        )
+        gradients = stepped_gradients(self._optimizer, replicated) if steps else {}
+        gathered, other_batches = self._gathered(replicated, gradients)
         self._judge_batches(other_batches)
         sums = {name: of_ranks for name, of_ranks in gathered.items() if any(of_ranks)}
         numbers = [number for of_ranks in sums.values() for each in of_ranks for number in each or ()]
@@ -207,7 +205,8 @@ class StartCheck:
             max(_GRADIENT_TOLERANCE, self._batches.rounding),
         )
         if differing:
-            is_known = _begins_with_gradients(self._optimizer)
+            module = getattr(torch_optimizer(self._optimizer).step, "__module__", None)
+            is_known = str(module).partition(".")[0] in _STEPPING
             cause = (
                 f"For {self.why_units_stay}. {_DRAW_ALIKE}"
                 if self.why_units_stay is not None and not is_certain
@@ -283,10 +282,6 @@ def _distances(sums: Mapping[str, Sequence[_Sums]]) -> dict[str, list[float]]:
     }
 
 
-def _above(distances: Sequence[float], most: float) -> bool:
-    return any(distance > most for distance in distances)
-
-
 def _description(sums: Sequence[_Sums], most: float) -> str:
     """Tell which ranks hold a parameter alike: the few that differ from the many, or what each of them has."""
     groups: list[tuple[Sequence[float], list[int]]] = []
@@ -301,13 +296,11 @@ def _description(sums: Sequence[_Sums], most: float) -> str:
     few = minority([ranks for _, ranks in groups])
     if few:
         return f"on {named_ranks(few)}, other than on most ranks"
-    digests = [f"{named_ranks(ranks)}: {_digits(of_first)}" for of_first, ranks in groups[:MOST_NAMED]]
+    digests = [
+        f"{named_ranks(ranks)}: sum {even + odd:.8g} and norm {norm:.8g}"
+        for (even, odd, norm), ranks in groups[:MOST_NAMED]
+    ]
     return f"({', '.join(digests)}{', …' if groups[MOST_NAMED:] else ''})"
-
-
-def _digits(sums: Sequence[float]) -> str:
-    even, odd, norm = sums
-    return f"sum {even + odd:.8g} and norm {norm:.8g}"
 
 
 def _named(differing: Mapping[str, str]) -> str:
@@ -316,23 +309,7 @@ def _named(differing: Mapping[str, str]) -> str:
 
 
 def _calling(method: weakref.WeakMethod[Any], name: str) -> Any:
-    def call(x: Tensor) -> None:
-        alive = method()
-        if alive is not None:
-            alive(name, x)
-
-    return call
-
-
-def _call_all(functions: Sequence[Callable[[], object]]) -> None:
-    for function in functions:
-        function()
-
-
-def _begins_with_gradients(optimizer: Any) -> bool:
-    """Whether its step is known to take gradients as they are when it is called."""
-    module = getattr(torch_optimizer(optimizer).step, "__module__", None)
-    return str(module).partition(".")[0] in _STEPPING
+    return lambda x: None if (alive := method()) is None else alive(name, x)
 
 
 def _drops(module: nn.Module) -> bool:

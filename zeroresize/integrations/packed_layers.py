@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -189,32 +190,39 @@ class _Reading:
         """Whether ``result`` is a view of ``whole`` that holds all features; else what it holds is noted."""
         if result.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
             return False
-        begin, end, step, count = self._features(result)
-        if count == self._size:
-            return True
-        outer = self._features(whole)[2]
-        has_one_head = any(
-            size == 1 and stride >= self._size for size, stride in zip(whole.shape, whole.stride(), strict=True)
-        )
-        begin, end = begin // outer * outer, -(-end // outer) * outer
-        if step > outer or has_one_head or (begin, end) == (0, self._size):
-            self.inner = self.inner or described_node(cutting)
-        else:
-            key = described_node(cutting)
-            self._ends[key] = self._ends.get(key, frozenset()) | {begin, end} - {0, self._size}
-            self._blocks[node] = self._blocks.get(node, frozenset()) | {(begin, end)}
-        return False
+        block, cut = block_in(result, whole, self._size), described_node(cutting)
+        if block is None:
+            self.inner = self.inner or cut
+        elif block != (0, self._size):
+            self._ends[cut] = self._ends.get(cut, frozenset()) | {*block} - {0, self._size}
+            self._blocks[node] = self._blocks.get(node, frozenset()) | {block}
+        return block == (0, self._size)
 
-    def _features(self, view: Tensor) -> tuple[int, int, int, int]:
-        """(the first feature of a view, behind the last one, its largest step between two of them, how many)."""
-        dims = [
-            (size, step) for size, step in zip(view.shape, view.stride(), strict=True) if size > 1 and step < self._size
-        ]
-        begin, count = view.storage_offset() % self._size, 1
-        for size, _ in dims:
-            count *= size
-        end = begin + 1 + sum((size - 1) * step for size, step in dims)
-        return begin, end, max((step for _, step in dims), default=0), count
+
+def block_in(view: Tensor, whole: Tensor, size: int) -> tuple[int, int] | None:
+    """Return which block of ``size`` features a view holds, (its first one, behind its last one).
+
+    Args:
+        whole: what it is a view of, which holds them all, as heads where strides tell so.
+
+    Returns:
+        None where it holds only some features of every head.
+    """
+    begin, end, step, count = _features(view, size)
+    if count == size:
+        return 0, size
+    outer = _features(whole, size)[2]
+    has_one_head = any(length == 1 and step >= size for length, step in zip(whole.shape, whole.stride(), strict=True))
+    begin, end = begin // outer * outer, -(-end // outer) * outer
+    return None if step > outer or has_one_head or (begin, end) == (0, size) else (begin, end)
+
+
+def _features(view: Tensor, size: int) -> tuple[int, int, int, int]:
+    """(the first feature of a view, behind the last one, its largest step between two of them, how many)."""
+    dims = [dim for dim in zip(view.shape, view.stride(), strict=True) if dim[0] > 1 and dim[1] < size]
+    begin = int(view.storage_offset()) % size
+    end = begin + 1 + sum((length - 1) * step for length, step in dims)
+    return begin, end, max((step for _, step in dims), default=0), math.prod(length for length, _ in dims)
 
 
 def _name(node: fx.Node) -> str:

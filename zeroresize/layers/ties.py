@@ -7,7 +7,7 @@ part, and a model in which whole and part, or two parts, stand side by side is r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,31 +110,33 @@ def _part_of_another(linear: nn.Module, whole: Tensor) -> tuple[nn.Module, str, 
     return next(((layer, name, division) for _, layer, name, division in alive if layer is not None), None)
 
 
-def probably_untied(model: nn.Module) -> tuple[str, str] | None:
-    """Name two parameters that hold the same numbers, which are not constant, one of them divided; None for none.
+def probably_untied(model: nn.Module, *, are_divided: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield names of two parameters each that hold the same numbers, which are not constant.
 
     Each rank compares what it has of both; nothing is sent.
+
+    Args:
+        are_divided: only those of which one is a DTensor; else only those of which one is an embedding's.
     """
-    by_shape: dict[tuple[int, ...], list[tuple[str, Tensor]]] = {}
+    by_shape: dict[tuple[int, ...], list[tuple[str, Tensor, bool]]] = {}
     for module_name, module in model.named_modules():
         for key, parameter in parameters_of(module).items():
             if parameter is None or parameter.is_meta or not parameter.requires_grad or parameter.dim() < 2:
                 continue
             name = f"{module_name}.{key}".lstrip(".")
-            for other_name, other in by_shape.setdefault(tuple(parameter.shape), []):
-                if other is not parameter and (is_dtensor(other) or is_dtensor(parameter)) and _equal(other, parameter):
-                    return other_name, name
-            by_shape[tuple(parameter.shape)].append((name, parameter))
-    return None
+            is_meant = is_dtensor(parameter) if are_divided else hasattr(module, "num_embeddings")
+            for other_name, other, is_other_meant in by_shape.setdefault(tuple(parameter.shape), []):
+                if other is not parameter and (is_meant or is_other_meant) and _equal(other, parameter):
+                    yield other_name, name
+            by_shape[tuple(parameter.shape)].append((name, parameter, is_meant))
 
 
 def _equal(first: Any, other: Any) -> bool:
     """Whether two parameters of one shape are equal, and not constant, where this rank has both."""
-    blocks = [_common(first, other), _common(other, first)]
-    a, b = blocks
+    a, b = _common(first, other), _common(other, first)
     if a is None or b is None or not a.numel():
         return False
-    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device or bool(a.flatten()[0] != b.flatten()[0]):
+    if a.dtype != b.dtype or a.device != b.device or bool(a.flatten()[0] != b.flatten()[0]):
         return False
     return torch.equal(a, b) and bool((a != a.flatten()[0]).any())
 

@@ -7,18 +7,14 @@ parameters at once.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass
-from types import MethodType
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroresize.optim.trial import NoTrialError, why_elements_differ, why_parameters_differ
-from zeroresize.utils.torch_private import step_hooks
+from zeroresize.optim.trial import NoTrialError, why_steps_differ
 
 _OptimizerT = TypeVar("_OptimizerT", bound=type)
 
@@ -26,14 +22,10 @@ _OptimizerT = TypeVar("_OptimizerT", bound=type)
 _TORCHS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 #: Adam's and SGD's kernels, which need not be compiled for a trial then.
 _COLOSSALAIS = ("cpu_adam.CPUAdam", "fused_adam.FusedAdam", "fused_sgd.FusedSGD", "hybrid_adam.HybridAdam")
-#: Packages whose step size is a norm over all parameters, and begins so small that a short trial need not show it.
-_BY_NORMS = ("dadaptation", "prodigyopt")
 #: Packages whose wrappers of optimizers scale and clip, and have the optimizer in this attribute.
 _WRAPPERS = {"colossalai": "optim", "accelerate": "optimizer"}
 #: Where other wrappers have it.
 _WITHIN = ("optim", "optimizer")
-#: Whose functions around steps only watch them.
-_WATCHING = ("zeroresize", "torch.profiler", "torch.distributed._tools")
 
 _known: set[type] = {getattr(torch.optim, name) for name in _TORCHS}
 #: By the user's word.
@@ -47,9 +39,8 @@ def mark_elementwise(optimizer_class: _OptimizerT) -> _OptimizerT:
         zr.mark_elementwise(MyAdam)
 
     An element's update must depend on its own gradients and state, and on settings, alone: not on a norm, a mean or a
-    product of a matrix, and not on other parameters. It is your word, also for what hangs on its instances, as step
-    hooks; torch's such classes are known, and others are tried. Also for a wrapper of optimizers. Subclasses are to be
-    marked themselves.
+    product of a matrix, and not on other parameters. It is your word; torch's such classes are known, and others are
+    tried. Also for a wrapper of optimizers. Subclasses are to be marked themselves.
 
     Returns:
         ``optimizer_class`` itself, so that it is a decorator, too.
@@ -78,69 +69,44 @@ def _marked(optimizer_class: _OptimizerT, words: set[type], call: str) -> _Optim
 def why_not_elementwise(optimizer: Any, tensors: Iterable[Tensor]) -> str | None:
     """Tell why ``tensors`` that ``optimizer`` steps may not be divided; None where that changes nothing.
 
-    Known are torch's classes and what :func:`mark_elementwise` was given. Any other one is tried: its steps must be,
-    bit for bit, those on parts by themselves, and the same whatever gradients other elements have. Of what hangs on an
-    instance, a ``step`` in place of its class's or hooks around steps, nothing is known.
+    Known are torch's classes and what :func:`mark_elementwise` was given. Any other one is tried: the steps of an
+    element must be, bit for bit, the same whatever gradients other elements have.
     """
-    kind = _Kind("element by element", "is not element-wise", "mark_elementwise", why_elements_differ)
-    return _why_not(optimizer, tensors, kind)
+    return _why_not(optimizer, tensors, by_element=True)
 
 
 def why_not_by_parameter(optimizer: Any, tensors: Iterable[Tensor]) -> str | None:
     """Tell why ``tensors`` may not be stepped on different ranks; None where that changes nothing.
 
-    As :func:`why_not_elementwise`, of whole parameters: a step on several must be that on each by itself.
+    As :func:`why_not_elementwise`, of whole parameters.
     """
-    by = "parameter by parameter"
-    kind = _Kind(by, f"does not step {by}", "mark_by_parameter", why_parameters_differ, _by_parameter)
-    return _why_not(optimizer, tensors, kind)
+    return _why_not(optimizer, tensors, by_element=False)
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Of independence: its name, what one without it does, how a user says so, its trial, and what was said besides."""
-
-    name: str
-    lacking: str
-    call: str
-    trial: Callable[[Optimizer, Iterable[Tensor]], str | None]
-    words: Set[type] = frozenset()
-
-    def is_said(self, optimizer: Any) -> bool:
-        return type(optimizer) in _elementwise or type(optimizer) in self.words
-
-
-def _why_not(optimizer: Any, tensors: Iterable[Tensor], kind: _Kind) -> str | None:
+def _why_not(optimizer: Any, tensors: Iterable[Tensor], *, by_element: bool) -> str | None:
+    said, call = _elementwise, "mark_elementwise"
+    by, lacking = "element by element", "is not element-wise"
+    if not by_element:
+        said, call = _elementwise | _by_parameter, "mark_by_parameter"
+        by, lacking = "parameter by parameter", "does not step parameter by parameter"
     inner = optimizer
-    while not isinstance(inner, Optimizer) or _wrapper_of(inner):
-        attribute = _wrapper_of(inner)
-        within = getattr(inner, attribute, None) if attribute else _within(inner)
-        if attribute is None and not kind.is_said(inner):
-            if within is None:
-                return _unknown(inner, kind, "it is no torch.optim.Optimizer and holds none")
-            return _unknown(inner, kind, "it is a wrapper of an optimizer that is not known")
-        if within is None:
-            return None
-        inner = within
-    if kind.is_said(inner):
-        return None
-    if (reason := _why_not_as_its_class(inner)) is not None:
-        return _unknown(inner, kind, reason)
-    if _is_known(type(inner)):
-        return None
-    is_named = any(each.__module__.partition(".")[0] in _BY_NORMS for each in type(inner).__mro__)
     try:
-        reason = "its step size is a norm over all parameters" if is_named else kind.trial(inner, tensors)
+        while (attribute := _wrapper_of(inner)) or not isinstance(inner, Optimizer):
+            within = getattr(inner, attribute) if attribute else _within(inner)
+            if attribute is None and type(inner) not in said:
+                what = "it is a wrapper of an optimizer that is not known"
+                raise NoTrialError(what if within else "it is no torch.optim.Optimizer and holds none")
+            if within is None:
+                return None
+            inner = within
+        is_known = type(inner) in said or _is_known(type(inner))
+        reason = None if is_known else why_steps_differ(inner, tensors, by_element=by_element)
     except NoTrialError as error:
-        return _unknown(inner, kind, str(error))
-    return None if reason is None else f"the optimizer {_name(inner)} {kind.lacking}: {reason}"
-
-
-def _unknown(optimizer: Any, kind: _Kind, reason: str) -> str:
-    return (
-        f"the optimizer {_name(optimizer)} is not known to treat tensors {kind.name}: {reason}. If it does, say so by "
-        f"zeroresize.{kind.call}({type(optimizer).__name__})"
-    )
+        return (
+            f"the optimizer {_name(inner)} is not known to treat tensors {by}: {error}. If it does, say so by "
+            f"zeroresize.{call}({type(inner).__name__})"
+        )
+    return None if reason is None else f"the optimizer {_name(inner)} {lacking}: {reason}"
 
 
 def _name(optimizer: Any) -> str:
@@ -162,42 +128,5 @@ def _within(wrapper: Any) -> Any:
 
 
 def _is_known(kind: type) -> bool:
-    is_colossalais = kind.__module__.startswith("colossalai.nn.optimizer.") and any(
-        f"{kind.__module__}.{kind.__qualname__}".endswith(f".{name}") for name in _COLOSSALAIS
-    )
-    return kind in _known or is_colossalais
-
-
-def _why_not_as_its_class(optimizer: Optimizer) -> str | None:
-    """What of an instance may make its steps others than its class's, which are known or can be tried."""
-    if not _has_step_of_class(optimizer):
-        return "its step was replaced on the instance"
-    for kind in ("pre", "post"):
-        for hook in step_hooks(optimizer, kind):
-            where = _module_of(hook)
-            if not any(where == one or where.startswith(f"{one}.") for one in _WATCHING):
-                shown = getattr(hook, "__qualname__", type(hook).__qualname__)
-                return f"a hook {'before' if kind == 'pre' else 'after'} its steps ({where}.{shown}) may do anything"
-    return None
-
-
-def _has_step_of_class(optimizer: Optimizer) -> bool:
-    """Also where a learning rate scheduler counts its steps, or a host put back what it had replaced."""
-    step = vars(optimizer).get("step")
-    if step is None:
-        return True
-    while True:
-        if isinstance(step, MethodType) and step.__self__ is optimizer:
-            step = step.__func__
-        elif _module_of(step) == "torch.optim.lr_scheduler" and hasattr(step, "__wrapped__"):
-            step = step.__wrapped__
-        else:
-            return step is type(optimizer).step
-
-
-def _module_of(call: Any) -> str:
-    """The file in which a function was written, as functools.wraps() cannot tell."""
-    while isinstance(call, functools.partial):
-        call = call.func
-    call = getattr(call, "__func__", call)
-    return str(getattr(call, "__globals__", {}).get("__name__") or type(call).__module__)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return kind in _known or (name.startswith("colossalai.nn.optimizer.") and name.endswith(_COLOSSALAIS))

@@ -22,7 +22,6 @@ from torch.distributed import ProcessGroup, Store
 from torch.nn.modules import module as nn_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim import optimizer as optim_optimizer
 from torch.utils import _python_dispatch, _pytree
 
 _c10d: Any = dist.distributed_c10d
@@ -474,20 +473,8 @@ PREFIXES_OF_TRACING = ("_tensor_constant", "_torchbind_obj")
 # -------------------------------------------------------------------------------------------------------- optimizers
 
 
-def step_hooks(optimizer: Optimizer, kind: str) -> list[Any]:
-    """Return the hooks around an optimizer's steps, those of all optimizers first: ``_optimizer_step_pre_hooks``, ….
-
-    Where the names are missing there are none: then they are not noticed.
-
-    Args:
-        kind: "pre" or "post".
-    """
-    of_all: Mapping[int, Any] = getattr(optim_optimizer, f"_global_optimizer_{kind}_hooks", {})
-    return [*of_all.values(), *getattr(optimizer, f"_optimizer_step_{kind}_hooks", {}).values()]
-
-
 def drop_step_hooks(optimizer: Optimizer) -> None:
-    """Give an optimizer empty dictionaries of hooks around its steps; see :func:`step_hooks`."""
+    """Give an optimizer empty dictionaries of hooks around its steps: ``_optimizer_step_pre_hooks``, …."""
     for kind in ("pre", "post"):
         setattr(optimizer, f"_optimizer_step_{kind}_hooks", OrderedDict())
 
@@ -604,6 +591,12 @@ def hooks_of_saved_tensors() -> tuple[Callable[[Tensor], Any], Callable[[Any], T
 def leaves_of(value: Any) -> list[Any]:
     """Return what stands in nested containers, in order."""
     return _pytree.tree_leaves(value)
+
+
+def leaves_by_path(value: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return what stands in nested containers, and where, as ``name[0]['key']``: ``_pytree.tree_flatten_with_path``."""
+    leaves: Any = _pytree.tree_flatten_with_path(value)[0]
+    return [(f"{path[0].key}{_pytree.keystr(path[1:])}", leaf) for path, leaf in leaves]
 
 
 def base_of(tensor: Tensor) -> Tensor:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,10 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import group_rank, group_size, message_device
-from zeroresize.comm.meeting import Meet
+from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.integrations.hidden_state import restored
 from zeroresize.integrations.keyed_dropout import KeyedDropout, drops
 from zeroresize.layers.balanced_linear import BalancedLinear
@@ -31,8 +27,8 @@ from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segment_draws import streams_of_all
 from zeroresize.layers.segments import owned_segments
 from zeroresize.plan.ownership import OwnershipMap
-from zeroresize.resharding.agreement import gather_texts, meet_over
 from zeroresize.resharding.data_parallel import unwrap
+from zeroresize.resharding.ranks import Ranks
 from zeroresize.resharding.segments.in_float64 import in_float64, require_replaceable, to_float64
 from zeroresize.resharding.segments.muted_draws import MutedDraws, require_drawn_alike
 from zeroresize.resharding.units.moving_units import move_units
@@ -48,8 +44,6 @@ logger = logging.getLogger(__name__)
 _TOLERANCE = 1e-6
 #: Of the largest element of all tensors: those that are only rounding are measured by it.
 _FLOOR = 0.1
-#: Seconds after which a check tells that it is under way.
-_LONG_S = 2.0
 #: A message asks after so many layers that are in no segment.
 _MOST_ASKED = 4
 
@@ -73,10 +67,6 @@ class SegmentCheck:
     output_difference: float
     gradient_difference: float
     problem: str | None = None
-
-
-class _ElsewhereError(RuntimeError):
-    """Another rank's forward has failed, or has come to another layer."""
 
 
 def check_segments(
@@ -124,21 +114,18 @@ def check_segments(
         raise ValueError(
             f"check_segments: units of {away[0]} are away: check before they move, or within `with balancer.at_home():`"
         )
-    with _log_duration(segments), _keyed_dropout(inner, segments):
+    if group_rank(segments[0].modules[-1].process_group) == 0:
+        text = "check_segments: it computes the model in float64, three times for each of %d segments"
+        logger.info(text, len(segments))
+    with _keyed_dropout(inner, segments):
         require_replaceable(inner)
         check = _Check(inner, segments, to_float64(batch), forward or _call)
         with in_float64(inner):
             checks = check.run()
     for result in checks:
-        logger.info(
-            "check_segments: %s (%s): outputs differ by %.1e, gradients by %.1e",
-            *(
-                result.name,
-                result.kind,
-                result.output_difference,
-                result.gradient_difference,
-            ),
-        )
+        differences = result.output_difference, result.gradient_difference
+        text = "check_segments: %s (%s): outputs differ by %.1e, gradients by %.1e"
+        logger.info(text, result.name, result.kind, *differences)
     wrong = [one for one in checks if one.problem is not None]
     if wrong:
         raise ValueError(
@@ -149,25 +136,6 @@ def check_segments(
             "else leave the segment out, and its layers stay even"
         )
     return checks
-
-
-@contextmanager
-def _log_duration(segments: Sequence[OwnedSegment]) -> Iterator[None]:
-    """Log, on rank 0, that the block is under way once it takes longer than ``_LONG_S``, and how long it took then."""
-    began = time.monotonic()
-    text = "check_segments: it computes the model forward and backward in float64, three times for each of %d segments"
-    under_way = threading.Timer(_LONG_S, logger.info, (f"{text}, which takes a while", len(segments)))
-    under_way.daemon = True
-    is_first = group_rank(segments[0].modules[-1].process_group) == 0
-    if is_first:
-        under_way.start()
-    try:
-        yield
-    finally:
-        under_way.cancel()
-    seconds = time.monotonic() - began
-    if is_first and seconds > _LONG_S:
-        logger.info("check_segments: it took %.1f s for %d segments", seconds, len(segments))
 
 
 @contextmanager
@@ -191,10 +159,7 @@ class _Check:
         self, model: nn.Module, segments: Sequence[OwnedSegment], batch: Any, forward: Callable[[nn.Module, Any], Any]
     ) -> None:
         self._model, self._segments, self._batch, self._forward = model, segments, batch, forward
-        self._group: ProcessGroup = segments[0].modules[-1].process_group
-        self._rank = group_rank(self._group)
-        self._device = segments[0].tensors[0].parameter.device
-        self._meet: Meet = meet_over(self._group, self._device)
+        self._ranks = Ranks(segments[0].modules[-1].process_group, segments[0].tensors[0].parameter.device)
         self._devices = sorted({one.device.index for one in model.parameters() if one.is_cuda})
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self._draws_at_home: MutedDraws | None = None
@@ -210,7 +175,7 @@ class _Check:
         homes = [(one, one.owned, one.shares) for one in self._segments]
         rows = [one for one in self._model.modules() if isinstance(one, BalancedLinear) and not one.is_column_parallel]
         for row in rows:
-            row.watch_forward = self._still_well
+            row.watch_forward = lambda *_: self._ranks.arrive("a row-parallel layer")
         try:
             with torch.random.fork_rng(devices=self._devices), streams_of_all():
                 expected = self._compute_expected()
@@ -219,7 +184,7 @@ class _Check:
             for segment, owned, shares in homes:
                 was_away, segment.owned, segment.shares = segment.owned != owned, owned, shares
                 if was_away:
-                    segment.follow(self._rank)
+                    segment.follow(self._ranks.rank)
 
     def _compute_expected(self) -> _Results:
         """Outputs and gradients at even shares."""
@@ -265,7 +230,8 @@ class _Check:
 
     def _move(self, segment: OwnedSegment, target: OwnershipMap) -> None:
         if segment.owned != target:
-            move_units([segment], {segment.name: target}, process_group=self._group, optimizer=None, meet=self._meet)
+            ranks, owned = self._ranks, {segment.name: target}
+            move_units([segment], owned, process_group=ranks.process_group, optimizer=None, meet=ranks.meet)
 
     def _compute(self) -> _Results:
         """Outputs and gradients of the model as it is divided now, without random numbers of single units."""
@@ -286,24 +252,15 @@ class _Check:
         torch.set_rng_state(self._seeds[0])
         for device, state in zip(self._devices, self._seeds[1], strict=True):
             torch.cuda.set_rng_state(state, device)
-        try:
-            with restored(self._model), torch.enable_grad(), torch.autocast(self._device.type, enabled=False):
-                outputs = list(map(local_in_graph, _tensors_of(self._forward(self._model, self._batch))))
-                loss = _weighted(outputs)
-        except _ElsewhereError:
-            raise
-        except Exception:
-            self._meet(-1.0, 0.0)
-            raise
-        if any(state != 1.0 for state, *_ in self._meet(1.0, 0.0)):
-            raise _ElsewhereError
-        loss.backward()
-        return [one.detach() for one in outputs], self._gradients()
 
-    def _still_well(self, *_: object) -> None:
-        """A forward has come as far as a row-parallel layer; the others must have, too."""
-        if any(state != 0.0 for state, *_ in self._meet(0.0, 0.0)):
-            raise _ElsewhereError
+        def forward() -> tuple[list[Tensor], Tensor]:
+            outputs = list(map(local_in_graph, _tensors_of(self._forward(self._model, self._batch))))
+            return outputs, _weighted(outputs)
+
+        with restored(self._model), torch.enable_grad(), torch.autocast(self._ranks.device.type, enabled=False):
+            outputs, loss = self._ranks.together(forward, meets=True)
+        loss.backward()
+        return [output.detach() for output in outputs], self._gradients()
 
     def _gradients(self) -> list[Tensor]:
         """Of what this rank holds of the parameters, zeros where there are none."""
@@ -317,30 +274,21 @@ class _Check:
 
     def _try_together(self, call: Callable[[], _T]) -> tuple[_T | None, str | None]:
         """What it returns; and what has failed on some rank, the same on all of them."""
-        result, failure, is_elsewhere = None, "", False
         try:
-            result = call()
-        except _ElsewhereError:
-            is_elsewhere = True
-        except Exception as error:
-            failure = f"rank {self._rank}: {type(error).__name__}: {error}"
-        device = message_device(self._group, self._device)
-        texts = gather_texts(failure or " ", self._meet, self._group, device)
-        problem = next(filter(None, texts), None)
-        if any(row[0] for row in self._meet(float(is_elsewhere), 0.0)):
-            problem = problem or "the ranks run different layers: one came to a layer that another left out"
-        return result, problem
+            return self._ranks.together(call), None
+        except ValueError as error:
+            return None, str(error)
 
     def _compare(self, expected: _Results, computed: _Results) -> tuple[float, float]:
         """Of outputs and of gradients, over all ranks."""
         differences = []
         for ones, others in zip(expected, computed, strict=True):
-            table = self._meet(max((float(one.abs().max()) for one in ones if one.numel()), default=0.0), 0.0)
+            table = self._ranks.meet(max((float(one.abs().max()) for one in ones if one.numel()), default=0.0), 0.0)
             floor = _FLOOR * max(largest for largest, *_ in table)
             difference = max((_difference(*pair, floor) for pair in zip(ones, others, strict=False)), default=0.0)
             if len(ones) != len(others):
                 difference = math.inf
-            differences.append(max(number for number, *_ in self._meet(difference, 0.0)))
+            differences.append(max(number for number, *_ in self._ranks.meet(difference, 0.0)))
         return differences[0], differences[1]
 
 

@@ -20,6 +20,10 @@ _FAILED, _WELL = 0.0, 1.0
 _SHORT, _DIGITS = 256, 16
 
 
+class TogetherError(ValueError):
+    """Raised by :meth:`Ranks.together` on every rank."""
+
+
 class _ElsewhereError(RuntimeError):
     """Another rank has failed, or has come to another layer."""
 
@@ -34,17 +38,17 @@ class Ranks:
     def __init__(self, process_group: ProcessGroup, device: torch.device) -> None:
         self.process_group, self.device = process_group, device
         self.rank, self.size = group_rank(process_group), group_size(process_group)
-        self._meet = meet_over(process_group, device)
+        self.meet = meet_over(process_group, device)
         self._messages = message_device(process_group, device)
 
     def share(self, value: Any) -> list[Any]:
         """Return every rank's value, in the order of the ranks: of what JSON can hold."""
         text = json.dumps(value).encode()
         parts = self._gathered(f"{len(text):<{_DIGITS}}".encode() + text, _SHORT)
-        lengths = [int(part[:_DIGITS]) for part in parts]
-        if max(lengths) > _SHORT - _DIGITS:
-            parts = self._gathered(b" " * _DIGITS + text, max(lengths) + _DIGITS)
-        return [json.loads(part[_DIGITS : _DIGITS + length]) for part, length in zip(parts, lengths, strict=True)]
+        most = max(int(part[:_DIGITS]) for part in parts) + _DIGITS
+        if most > _SHORT:
+            parts = self._gathered(b" " * _DIGITS + text, most)
+        return [json.loads(part[_DIGITS:]) for part in parts]
 
     def _gathered(self, text: bytes, length: int) -> list[bytes]:
         message = torch.frombuffer(bytearray(text[:length].ljust(length)), dtype=torch.uint8).to(self._messages)
@@ -64,7 +68,7 @@ class Ranks:
 
     def arrive(self, place: str) -> None:
         """Meet the others at a place of the program, before a collective in which a failed rank would be waited for."""
-        rows = self._meet(_WELL, fingerprint(place))
+        rows = self.meet(_WELL, fingerprint(place))
         if len({tuple(row) for row in rows}) > 1:
             raise _ElsewhereError
 
@@ -75,21 +79,24 @@ class Ranks:
             meets: whether it arrives at places, where others are to hear that it has failed.
 
         Raises:
-            ValueError: on every rank, where it has raised on some, with what they have raised.
+            TogetherError: on every rank, where it has raised on some, with what they have raised.
         """
         failure, error, result = "", None, None
         try:
             result = call()
             if meets:
                 self.arrive("the end")
+        except TogetherError:
+            raise
         except _ElsewhereError:
             failure = " "
         except Exception as raised:
             error, failure = raised, f"{type(raised).__name__}: {raised}"
             if meets:
-                self._meet(_FAILED, 0.0)
+                self.meet(_FAILED, 0.0)
         failures = {rank: text for rank, text in enumerate(self.share(failure)) if text}
         if failures:
             reasons = [f"rank {rank}: {text}" for rank, text in failures.items() if text != " "]
-            raise ValueError("; ".join(reasons) or "the ranks run different layers") from error
+            different = "the ranks run different layers: one came to a layer that another left out"
+            raise TogetherError("; ".join(reasons) or different) from error
         return result  # type: ignore[return-value]
