@@ -146,6 +146,9 @@ class _Check:
 
     def run(self) -> None:
         model, ranks, findings = self.apart.inner, self._ranks, self.findings
+        if (others := self._other_inputs([])) is not None:  # ranks whose sizes differ could not meet in a layer
+            findings.append(others)
+            return
         self.parts, differing = parts_of(model, ranks)
         recorder = Recorder(model, ranks)
         self.apart.recorded(recorder)
@@ -167,7 +170,7 @@ class _Check:
         trained = [part for part in self.parts if part.tensor.requires_grad]
         held = local_gradients(trained, gradients)
         findings += find_wrong_sums(model, recorder, ranks, self._rounding)
-        findings += find_cut_packed_weights(recorder, ranks)
+        findings += find_cut_packed_weights(model, recorder, ranks)
         reference = None if self._whole is None else self._whole.inner
         findings += find_broken_ties(model, reference, held, ranks, self._rounding)
         losses = ranks.share(loss)

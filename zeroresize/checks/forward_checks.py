@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -94,13 +95,32 @@ def _error_of_sum(module: Any, x: Tensor, y: Tensor, is_in_tuple: bool, ranks: R
     return min(float((whole - each).abs().max()) for each in expected) / (float(expected[0].abs().max()) or 1.0)
 
 
-def find_cut_packed_weights(recorder: Recorder, ranks: Ranks) -> list[ParallelFinding]:
-    """Find column-parallel layers cut as a whole whose output a forward cuts into parts that the weight has packed."""
-    what = "so its weight holds several parts one after the other, and each rank has contiguous rows of all of them"
+def find_cut_packed_weights(model: nn.Module, recorder: Recorder, ranks: Ranks) -> list[ParallelFinding]:
+    """Find column-parallel layers whose output a forward cuts at other features than their weights were cut at."""
+    wrong = {}
+    for name, blocks in recorder.blocks.items():
+        layer: Any = model.get_submodule(name)
+        parts = tuple(getattr(layer, "parts", None) or ())
+        size = local_of(layer.weight).shape[0]
+        ends = {0, *(end * size // sum(parts) for end in itertools.accumulate(parts))}
+        by = next((by for block, by in blocks.items() if len(parts) < 2 or not _is_part(block, blocks, ends)), None)
+        if by is not None:
+            how = f"was cut as parts={parts}" if len(parts) > 1 else "was cut as a whole"
+            wrong[name] = (
+                by,
+                f"{by}() cuts what it returns into other blocks than a rank holds of its weight, which {how}",
+            )
     return [
-        finding(PACKED, f"{by}() cuts what it returns, {what}", parameter=f"{name}.weight", operation=by)
-        for name, by in ranks.share(recorder.cuts)[0].items()
+        finding(PACKED, what, parameter=f"{name}.weight", operation=by)
+        for name, (by, what) in ranks.share(wrong)[0].items()
     ]
+
+
+def _is_part(block: tuple[int, int], blocks: Iterable[tuple[int, int]], ends: Collection[int]) -> bool:
+    """Whether a block is one part of a weight, or several that are cut further."""
+    begin, end = block
+    is_cut_further = any(begin <= a and b <= end and (a, b) != block for a, b in blocks)
+    return ends >= {begin, end} and (is_cut_further or not any(begin < each < end for each in ends))
 
 
 def find_later_tokens(apart: Apart, tolerance: float) -> list[ParallelFinding]:

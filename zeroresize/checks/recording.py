@@ -58,7 +58,8 @@ class Recorder(TorchFunctionMode):
     Attributes:
         events: of this rank, by what is the same on all: what :class:`Event` takes.
         rows: for each row-parallel layer what it reads and returns in its first call, and whether that is in a tuple.
-        cuts: for each column-parallel layer whose output's features were cut, by which function.
+        blocks: for each column-parallel layer whose output's features were cut, into which blocks on this rank, by
+            which functions.
         loss: the name of the last function that computes a loss.
     """
 
@@ -70,7 +71,7 @@ class Recorder(TorchFunctionMode):
         self.events: dict[str, tuple[str, str, Numbers, Numbers]] = {}
         self.rows: dict[str, tuple[Tensor, Tensor, bool]] = {}
         self.loss = "loss"
-        self.cuts: dict[str, str] = {}
+        self.blocks: dict[str, dict[tuple[int, int], str]] = {}
         #: By storage the layer whose features it holds, their number, and a tensor that keeps it.
         self._followed: dict[int, tuple[str, int, Tensor]] = {}
         self._is_on = True
@@ -99,8 +100,7 @@ class Recorder(TorchFunctionMode):
         kind = kind_of_layer(module)
         if kind == "row" and name not in self.rows and x is not None and y is not None:
             self.rows[name] = x.detach().clone(), y.detach().clone(), isinstance(output, tuple)
-        is_cut_as_one = len(getattr(module, "parts", None) or ()) < 2 and "Fused" not in type(module).__name__
-        if kind == "column" and is_cut_as_one and y is not None:
+        if kind == "column" and "Fused" not in type(module).__name__ and y is not None:
             rows: int = local_of(module.weight).shape[0]  # type: ignore[arg-type]
             if local_of(y).shape[-1] == rows:  # not gathered
                 self._followed[_storage_of(y)] = name, rows, y
@@ -134,12 +134,13 @@ class Recorder(TorchFunctionMode):
         for y in tensors_in(output):
             if _storage_of(y) == _storage_of(x):
                 block = block_in(local_of(y), local_of(x), size)
-                if block not in (None, (0, size)):
-                    self.cuts.setdefault(layer, name)
+                if block is not None and block != (0, size):
+                    self.blocks.setdefault(layer, {}).setdefault(block, name)
             elif is_elementwise_method(name) and (y.shape, y.stride()) == (x.shape, x.stride()):
                 self._followed[_storage_of(y)] = layer, size, y
             elif name == "glu":
-                self.cuts.setdefault(layer, name)
+                halves = (0, size // 2), (size // 2, size)
+                self.blocks.setdefault(layer, {}).update(dict.fromkeys(halves, name))
 
     def _random_states(self) -> list[Tensor]:
         device = self._ranks.device

@@ -149,6 +149,8 @@ def _common(tensor: Any, other: Any) -> Tensor | None:
             return None
     if is_dtensor(other) and not (is_dtensor(tensor) and tensor.placements == other.placements):
         placement, mesh = other.placements[0], other.device_mesh
+        if hasattr(placement, "split_factor"):
+            return None
         if placement.is_shard():
             parts = local.detach().chunk(mesh.size(), dim=placement.dim)
             local = parts[mesh.get_local_rank()] if mesh.get_local_rank() < len(parts) else local[:0]
