@@ -13,8 +13,8 @@ from planted_faults import FAULT, ROUNDING, measured
 
 import zeroresize as zr
 
-#: Models are computed some fifty times for each case, which takes minutes: `make test-all` runs them.
-pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(400)]
+#: Models are computed some fifty times for each case, which takes minutes: `make test-slow` runs them.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def assert_wrong_and_sound(run_ranks, cases):

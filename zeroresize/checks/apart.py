@@ -78,9 +78,8 @@ class Apart:
                 buffer.copy_(was)
             loss = self._loss(self.inner, to_float64(self.batch, self._computes_in))
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-                raise ValueError(
-                    f"loss(model, batch) must return a scalar tensor with a gradient, and returned {loss!r}"
-                )
+                kind = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise ValueError(f"loss(model, batch) must return a scalar tensor with a gradient, and returned {kind}")
             return loss
 
         try:

@@ -79,11 +79,16 @@ def check_parallel(
     engine: Any = model
     inner: nn.Module = engine.module if type(model).__name__ == "DeepSpeedEngine" else unwrap(model)
     require_replaceable(inner, "check_parallel")
+    if not (reference is None or isinstance(reference, nn.Module) or callable(reference)):
+        raise ValueError(f"check_parallel: reference={type(reference).__name__}: wanted is a module, or what makes one")
     tensors = [one for one in inner.parameters() if one.is_floating_point()]
     ranks = Ranks(group_of_model(inner), tensors[0].device if tensors else torch.device("cpu"))
     if ranks.size == 1:
         logger.info("check_parallel: the process group has one rank, so there is nothing to check")
         return []
+    given = ranks.share([name for name, one in (("reference", reference), ("clip", clip)) if one is not None])
+    if any(each != given[0] for each in given):
+        raise ValueError(f"check_parallel: given were {given} by rank: give the same arguments on every rank")
     if clip is None and hasattr(optimizer, "_compute_grad_norm"):  # Colossal-AI's
 
         def clip(_: Any) -> Any:
@@ -195,14 +200,16 @@ class _Check:
 
     def _other_inputs(self, events: Sequence[Event]) -> ParallelFinding | None:
         root = [event.inputs for event in events if not event.module and not event.operation]
-        of_ranks = [self._ranks.share(numbers_in(self.apart.batch)), *root[:1]]
-        if all(are_all_alike(numbers, self._alike) for numbers in of_ranks):
-            return None
-        figures = "; ".join(
-            f"rank {rank} has tensors of shapes and sums {[[row[0], round(row[1] + row[2], 6)] for row in numbers[:3]]}"
-            for rank, numbers in enumerate(of_ranks[-1][:4])
-        )
-        return finding(INPUTS, f"what the loss is given differs: {figures}")
+        for numbers in (self._ranks.share(numbers_in(self.apart.batch)), *root[:1]):
+            if are_all_alike(numbers, self._alike):
+                continue
+            rows = list(zip(*numbers, strict=False))
+            at = next((at for at, row in enumerate(rows) if not are_all_alike([[of] for of in row], self._alike)), None)
+            if at is None:
+                return finding(INPUTS, f"the ranks have {list(map(len, numbers))} tensors and values")
+            of_ranks = [f"rank {rank}: shape {shape}, {sums}" for rank, (shape, *sums) in enumerate(rows[at][:4])]
+            return finding(INPUTS, f"number {at} of what the loss is given differs, by sums: {'; '.join(of_ranks)}")
+        return None
 
     def _vary_constants(self) -> None:
         """New biases and norms are constants, with which a bias that counts twice would not show."""

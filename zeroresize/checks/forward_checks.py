@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ def find_cut_packed_weights(model: nn.Module, recorder: Recorder, ranks: Ranks) 
     ]
 
 
-def _is_part(block: tuple[int, int], blocks: Iterable[tuple[int, int]], ends: Collection[int]) -> bool:
+def _is_part(block: tuple[int, int], blocks: Iterable[tuple[int, int]], ends: set[int]) -> bool:
     """Whether a block is one part of a weight, or several that are cut further."""
     begin, end = block
     is_cut_further = any(begin <= a and b <= end and (a, b) != block for a, b in blocks)

@@ -84,12 +84,12 @@ class GradientCheck:
         judged = [self.judge(part) for part in self._parts[:_MOST_MEASURED]]
         judged.sort(key=lambda each: calls.get(each.part.name.rpartition(".")[0], -1))
         findings: list[ParallelFinding] = []
+        unreached: list[JudgedGradient] = []
         wrong: dict[str, list[JudgedGradient]] = {GRADIENTS: [], MULTIPLIED: [], DERIVATIVE: []}
         for each in judged:
             name = each.part.name
             if name not in self._has_gradient and not self._is_measured(each, 0.0):
-                what = f"no gradient reaches it, and the loss changes with it ({each.measured:.3g})"
-                findings.append(finding(PARTIAL, what, parameter=name, operation="backward"))
+                unreached.append(each)
             elif name not in self._has_gradient and not _is_idle_expert(name, calls):
                 what = "no gradient reaches it, and the loss is the same without it"
                 findings.append(finding(UNREAD, what, parameter=name))
@@ -100,6 +100,8 @@ class GradientCheck:
                 wrong[GRADIENTS].append(each)
             elif name in self._has_gradient and not self._is_measured(each, each.gradient):
                 wrong[MULTIPLIED if self._times(each) else DERIVATIVE].append(each)
+        if unreached:
+            findings.append(_last_of(DERIVATIVE, unreached, "no gradient reaches it, and the loss changes with it"))
         if wrong[GRADIENTS]:
             findings.append(_last_of(GRADIENTS, wrong[GRADIENTS], "nor is their sum"))
         if wrong[MULTIPLIED]:

@@ -1,4 +1,4 @@
-"""A packed layer is sound where it was split at the parts into which the forward cuts it, whoever has split it."""
+"""Checks of two layers: parts of packed weights, batches, what is detached, arguments."""
 
 import pytest
 import torch
@@ -89,3 +89,31 @@ def test_batches_of_other_sizes_are_named_before_layers_meet(run_ranks, sizes):
         return [each.cause for each in zr.check_parallel(model, torch.ones(sizes[rank], SIZE), loss)]
 
     assert run_ranks(causes, 2) == [["inputs differ between ranks"]] * 2
+
+
+class Detached(Gated):
+    def forward(self, x):
+        gate, up = self.packed(x).detach().chunk(2, dim=-1)
+        return self.down(gate * up)
+
+
+def test_what_a_forward_detaches_is_a_backward_that_holds_back_and_no_partial_sum(run_ranks):
+    def causes(rank, group):
+        model = Detached()
+        split_by_layer(model, group, 2)
+        return [(each.cause, each.parameter) for each in zr.check_parallel(model, torch.ones(3, SIZE), loss)]
+
+    assert run_ranks(causes, 2) == [[("gradient is not the derivative", "packed.bias")]] * 2
+
+
+def test_arguments_of_one_rank_alone_are_refused_on_all(run_ranks):
+    def check(rank, group):
+        model = Gated()
+        split_by_layer(model, group, 2)
+        reference = {"reference": Gated} if rank == 0 else {}
+        with pytest.raises(ValueError, match="give the same arguments on every rank"):
+            zr.check_parallel(model, torch.ones(3, SIZE), loss, **reference)
+        with pytest.raises(ValueError, match="reference=OrderedDict: wanted is a module"):
+            zr.check_parallel(model, torch.ones(3, SIZE), loss, reference=model.state_dict())
+
+    run_ranks(check, 2)
