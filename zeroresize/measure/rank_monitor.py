@@ -8,10 +8,9 @@ import math
 import statistics
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -23,22 +22,9 @@ from zeroresize.measure.clocks import clock_for
 from zeroresize.measure.compare_products import Reference, choose_reference, compare_products, time_reference
 from zeroresize.measure.step_timer import LayerTimer, StepTimer
 from zeroresize.plan.group import Shares
-from zeroresize.policy.tensor.costs import NUM_POINTS, ResizingCost
+from zeroresize.policy.tensor.costs import ResizingCost
 from zeroresize.policy.tensor.estimation.estimator import RankEstimator
 from zeroresize.policy.tensor.estimation.times import RankTimes, StepTimes
-from zeroresize.utils.state_checks import (
-    Check,
-    any_number,
-    count,
-    each,
-    flag,
-    keyed,
-    not_negative,
-    optional,
-    row,
-    share,
-    text,
-)
 from zeroresize.utils.usual import usual_of
 
 logger = logging.getLogger(__name__)
@@ -83,6 +69,31 @@ class _Conditions:
     def is_like(self, other: _Conditions) -> bool:
         is_like = 1 / _LIKE <= self.work / max(other.work, 1.0) <= _LIKE
         return is_like and dataclasses.replace(self, work=other.work) == other
+
+
+@dataclass(frozen=True)
+class MonitorState:
+    """Holds what a monitor goes on from.
+
+    Attributes:
+        calibrated_on: under which conditions what pruning costs was measured; None before.
+        estimator: of the rank's times.
+        split: of fused products; None before the calibration.
+        num_tokens: of each layer in the last step of training, by name.
+        most_forwards: of a layer in that step.
+        reference: the product by which a rank that owns nothing is measured; None before the calibration.
+        outsides_s: seconds outside of the layers in the last steps.
+        interval: the steps since the last update.
+    """
+
+    calibrated_on: _Conditions | None
+    estimator: RankEstimator
+    split: ProductSplit | None
+    num_tokens: Mapping[str, int]
+    most_forwards: int
+    reference: Reference | None
+    outsides_s: list[float]
+    interval: list[StepTimes]
 
 
 class RankMonitor:
@@ -290,62 +301,28 @@ class RankMonitor:
         self._split = split
         self._timer.gemm_part = split.gemm_part
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's own, plain values."""
-        return {
-            "calibrated_on": dataclasses.astuple(self._calibrated_on) if self._calibrated_on is not None else None,
-            "estimator": self._estimator.state_dict(),
-            "split": dataclasses.astuple(self._split) if self._split is not None else None,
-            "num_tokens": [(name, number) for name, number in self._num_tokens.items()],
-            "most_forwards": self._most_forwards,
-            "reference": dataclasses.astuple(self._reference) if self._reference is not None else None,
-            "outsides_s": list(self._outsides_s),
-            # Without the times of layers, which the next interval tells anew.
-            "interval": [dataclasses.astuple(dataclasses.replace(step, layers={}))[:-1] for step in self._interval],
-        }
-
     @property
-    def state_check(self) -> Check:
-        """The check of what :meth:`load_state_dict` can take over."""
-        conditions = row(text, any_number, any_number, count, flag)
-        step = row(
-            any_number,
-            any_number,
-            any_number,
-            row(share, share, not_negative, not_negative),
-            flag,
-            any_number,
-            any_number,
-            any_number,
-        )
-        split = row(*[each(any_number, NUM_POINTS)] * 3)
-        return keyed(
-            {
-                "calibrated_on": optional(conditions),
-                "estimator": self._estimator.state_check,
-                "split": optional(split),
-                "num_tokens": each(row(text, count)),
-                "most_forwards": count,
-                "reference": optional(row(text, count, count, not_negative)),
-                "outsides_s": each(not_negative),
-                "interval": each(step),
-            }
+    def state(self) -> MonitorState:
+        """Return what a saved run needs of this rank."""
+        return MonitorState(
+            self._calibrated_on,
+            self._estimator,
+            self._split,
+            self._num_tokens,
+            self._most_forwards,
+            self._reference,
+            self._outsides_s,
+            # Without the times of layers, which the next interval tells anew.
+            [dataclasses.replace(step, layers={}) for step in self._interval],
         )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
-        self._calibrated_on = _Conditions(*state["calibrated_on"]) if state["calibrated_on"] is not None else None
-        if state["split"] is not None:
-            self._take_split(ProductSplit(*map(tuple, state["split"])))
-        self._num_tokens, self._most_forwards = dict(state["num_tokens"]), max(state["most_forwards"], 1)
-        self._reference = Reference(*state["reference"]) if state["reference"] is not None else None
-        self._interval = [_step_of(*values) for values in state["interval"]]
-        self._estimator.load_state_dict(state["estimator"])
-        self._outsides_s = list(state["outsides_s"])
-
-
-def _step_of(busy_s: float, gemm_s: float, gather_fill_s: float, shares: Sequence[float], *others: Any) -> StepTimes:
-    return StepTimes(busy_s, gemm_s, gather_fill_s, Shares(*shares), *others)
+    def go_on_from(self, state: MonitorState) -> None:
+        """Go on from :attr:`state`."""
+        self._calibrated_on, self._estimator = state.calibrated_on, state.estimator
+        if state.split is not None:
+            self._take_split(state.split)
+        self._num_tokens, self._most_forwards = dict(state.num_tokens), state.most_forwards
+        self._reference, self._outsides_s, self._interval = state.reference, state.outsides_s, state.interval
 
 
 def _detach(timer: StepTimer, probes: list[tuple[BalancedLinear, LayerTimer]]) -> None:

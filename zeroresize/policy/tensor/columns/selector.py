@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,6 @@ from zeroresize.policy.tensor.columns.differentiated import budget_ratios, paper
 from zeroresize.policy.tensor.columns.order import decided_columns, num_lent, order_of_homes, pruned_of_order
 from zeroresize.policy.tensor.columns.priority import ColumnPriority
 from zeroresize.policy.tensor.rules.pruning_by_segment import pruned_by_segment
-from zeroresize.utils.state_checks import Check, any_number, count, each, keyed
 
 Columns = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -44,6 +42,43 @@ class _UnderWay:
     relief: Relief | None = None
     columns: Mapping[str, Columns] = field(default_factory=dict)
     num_steps: int = 0
+
+
+@dataclass(frozen=True)
+class KnownColumns:
+    """Hold what is known of one layer's columns, [K] each; see :meth:`ColumnSelector.known_of`."""
+
+    pruned_steps: Columns
+    pruned_of_epoch: Columns
+    w_var: Floats
+    age: Columns
+
+
+@dataclass(frozen=True)
+class SelectorState:
+    """Hold what a selector goes on from, by its attributes.
+
+    Attributes:
+        steps_of_last_epoch: iterations of the epoch before.
+        columns: of every layer, by name.
+    """
+
+    epoch: int
+    steps_of_epoch: int
+    steps_unseen: int
+    steps_of_last_epoch: int
+    columns: Mapping[str, KnownColumns]
+
+    def require_columns(self, num_columns: Mapping[str, int], where: str) -> None:
+        """Check that these layers are known, with so many columns.
+
+        Raises:
+            ValueError: naming a layer that is missing, or of another size.
+        """
+        for name, number in num_columns.items():
+            known = vars(self.columns[name]) if name in self.columns else {}
+            if {len(values) for values in known.values()} != {number}:
+                raise ValueError(f"{where}.columns.{name}: rows of {number} numbers are needed")
 
 
 class ColumnSelector:
@@ -242,58 +277,30 @@ class ColumnSelector:
             self._costs = dict(costs)
         self._order_columns()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain lists and numbers; they are this rank's own, unlike the controller's."""
-        return {
-            "epoch": self.epoch,
-            "steps_of_epoch": self.steps_of_epoch,
-            "steps_unseen": self.steps_unseen,
-            "steps_of_last_epoch": self._steps_of_last_epoch,
-            "pruned_steps": {name: steps.tolist() for name, steps in self.pruned_steps.items()},
-            "pruned_of_epoch": {name: steps.tolist() for name, steps in self._pruned_of_epoch.items()},
-            "w_var": {name: priority.w_var.tolist() for name, priority in self._priorities.items()},
-            "age": {name: priority.age.tolist() for name, priority in self._priorities.items()},
-        }
+    @property
+    def state(self) -> SelectorState:
+        """Return what a saved run needs; it is this rank's own, unlike the controller's."""
+        columns = {}
+        for name, steps in self.pruned_steps.items():
+            priority = self._priorities[name]
+            columns[name] = KnownColumns(steps, self._pruned_of_epoch[name], priority.w_var, priority.age)
+        return SelectorState(self.epoch, self.steps_of_epoch, self.steps_unseen, self._steps_of_last_epoch, columns)
 
-    def state_check(self, num_columns: Mapping[str, int]) -> Check:
-        """Return the check of what :meth:`load_state_dict` can take over.
-
-        Args:
-            num_columns: how many columns the rank that saved it held of every layer of this model, by name.
-        """
-
-        def of_layers(check: Check) -> Check:
-            return keyed({name: each(check, number_of) for name, number_of in num_columns.items()})
-
-        return keyed(
-            {
-                "epoch": count,
-                "steps_of_epoch": count,
-                "steps_unseen": count,
-                "steps_of_last_epoch": count,
-                "pruned_steps": of_layers(count),
-                "pruned_of_epoch": of_layers(count),
-                "w_var": of_layers(any_number),
-                "age": of_layers(count),
-            }
-        )
-
-    def load_state_dict(self, state: Mapping[str, Any], homes: Mapping[str, Columns] | None = None) -> None:
-        """Go on from :meth:`state_dict` of the same layers, and hold the columns that it tells of.
+    def go_on_from(self, state: SelectorState, homes: Mapping[str, Columns] | None = None) -> None:
+        """Go on from :attr:`state` of the same layers, and hold the columns that it tells of.
 
         Args:
             state: whose layers have as many columns as there are homes.
             homes: as :attr:`homes`, of the columns when it was saved; None for those that are held now.
         """
-        self.epoch, self.steps_of_epoch = state["epoch"], state["steps_of_epoch"]
-        self.steps_unseen, self._steps_of_last_epoch = state["steps_unseen"], state["steps_of_last_epoch"]
+        self.epoch, self.steps_of_epoch = state.epoch, state.steps_of_epoch
+        self.steps_unseen, self._steps_of_last_epoch = state.steps_unseen, state.steps_of_last_epoch
         self.homes |= homes or {}
         for name, of_layer in self.homes.items():
-            self._pruned_steps[name] = np.asarray(state["pruned_steps"][name], dtype=np.int64)
-            self._pruned_of_epoch[name] = np.asarray(state["pruned_of_epoch"][name], dtype=np.int64)
+            known = state.columns[name]
+            self._pruned_steps[name], self._pruned_of_epoch[name] = known.pruned_steps, known.pruned_of_epoch
             self._priorities[name] = ColumnPriority(len(of_layer))
-            self._priorities[name].w_var = np.asarray(state["w_var"][name], dtype=np.float64)
-            self._priorities[name].age = np.asarray(state["age"][name], dtype=np.int64)
+            self._priorities[name].w_var, self._priorities[name].age = known.w_var, known.age
         self._under_way = _UnderWay()
         self._order_columns()
 
