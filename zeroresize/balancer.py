@@ -441,7 +441,7 @@ class Balancer:
         """Order the columns anew, by what the epoch told of them."""
         selector, statistic = self._parts.selector, self._parts.statistic
         self._parts.columns.set_aside = None  # of the epoch that ends
-        if statistic is None or not selector.steps_of_epoch:
+        if statistic is None or not selector.state.steps_of_epoch:
             selector.end_epoch({}, incremental=False)
         else:
             selector.end_epoch(statistic.take(), incremental=statistic.incremental, adds_up=statistic.adds_up)
@@ -449,7 +449,7 @@ class Balancer:
     def _is_at(self, call: Call) -> None:
         """Note where this rank is, for the other ranks and for error texts."""
         where = self._parts.where
-        where.call, where.num_steps, where.epoch = call, self._num_steps, self._parts.selector.epoch
+        where.call, where.num_steps, where.epoch = call, self._num_steps, self._parts.selector.state.epoch
         where.num_forwards = self._parts.monitor.num_forwards
 
     @property

@@ -265,7 +265,7 @@ DAMAGE = [
     ((*SHARED, "decision", "controller", "loans"), [LOAN], r"loans of ranks \[0, 5\]"),
     ((*SHARED, "decision", "received", 0), [1.0], "received, lent_when_sent"),
     ((*OWN, "selector", "columns", "up", "w_var"), [1.0], r"columns\.up: rows of 48 numbers are needed"),
-    ((*OWN, "selector", "columns", "down"), GONE, r"columns\.down: rows of \d+ numbers are needed"),
+    ((*OWN, "selector", "columns", "down"), GONE, r"selector\.columns: .* do not fit the units"),
     ((*OWN, "units", "down"), [192], r"units\.down: ascending numbers below 192 are needed"),
     ((*OWN, "units", "down"), [1, 0], r"units\.down: ascending numbers below 192 are needed"),
     ((*OWN, "measurement", "estimator", "x"), [1.0], r"\d+ means, and \d+ × \d+ covariances, are needed"),

@@ -135,7 +135,7 @@ def _present(parts: Parts, num_steps: int = 0) -> BalancerState:
     )
     of_rank = _OfRank(
         parts.columns.units,
-        parts.selector.state,
+        parts.selector.counted(),
         parts.monitor.state,
         _name_of_statistic(parts),
         parts.columns.seen,  # also for another kind of statistic, which leaves it alone
@@ -171,7 +171,9 @@ def _require_fitting(parts: Parts, state: _OfRank, where: str) -> None:
         if sorted({*units} & {*range(num_units)}) != units:
             raise ValueError(f"{where}.units.{segment.name}: ascending numbers below {num_units} are needed")
     shapes = {name: _shape(state.units, parts, layer) for name, layer in parts.layers.items()}
-    state.selector.require_columns({name: shape[1] for name, shape in shapes.items()}, f"{where}.selector")
+    columns = {name: known.num_columns for name, known in state.selector.columns.items()}
+    if columns != {name: shape[1] for name, shape in shapes.items()}:
+        raise ValueError(f"{where}.selector.columns: {columns} do not fit the units")
     for name, last in state.last_gradients.items():
         if last.dw_NK is not None and name in shapes and last.dw_NK.shape != shapes[name]:
             raise ValueError(f"{where}.last_gradients.{name}.dw_NK: a tensor of shape {list(shapes[name])} is needed")

@@ -23,7 +23,7 @@ Decoded = TypeVar("Decoded")
 
 #: Of whole states: those of another one are not loaded.
 FORMAT = 1
-UNSAVED = {"is_saved": False}
+UNSAVED = {"unsaved": True}
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Tensor: "a tensor"}
 
@@ -35,9 +35,9 @@ def saved(state: Any) -> dict[str, Any]:
 
 def loaded(cls: type[Decoded], value: Any, where: str, known: Decoded | None = None) -> Decoded:
     """Return the state of which :func:`saved` made ``value``; arguments and errors are those of :func:`decoded`."""
-    entries = _mapping(value, where)
-    _require(entries.get("format") == FORMAT, str(FORMAT), entries.get("format"), f"{where}.format")
-    (state,) = _items((Any,), entries.get("state"), where, None)
+    _require(isinstance(value, Mapping), "a mapping", value, where)
+    _require(value.get("format") == FORMAT, str(FORMAT), value.get("format"), f"{where}.format")
+    (state,) = _decoded(tuple[Any], value.get("state"), f"{where}.state", None)
     return decoded(cls, state, where, known)
 
 
@@ -56,7 +56,7 @@ def encoded(value: Any, leave_out: Collection[str] = ()) -> Any:
             return value if kind is tuple else list(value)
         return kind(map(encoded, value))
     if dataclasses.is_dataclass(kind):
-        return {key: encoded(getattr(value, name)) for name, key, _ in _fields(kind) if name not in leave_out}
+        return {key: encoded(getattr(value, name)) for name, key, *_ in _fields(kind) if name not in leave_out}
     if isinstance(value, Mapping):
         return {key: encoded(item) for key, item in value.items()}
     if isinstance(value, frozenset):
@@ -76,25 +76,25 @@ def decoded(cls: type[Decoded], value: Any, where: str, known: Decoded | None = 
     Raises:
         ValueError: saying where something is missing or of another kind, and what is needed there.
     """
-    result: Decoded = _decoded(cls, value, where, known)
-    return result
+    made: Decoded = _decoded(cls, value, where, known)
+    return made
 
 
 @functools.cache
-def _fields(cls: Any) -> list[tuple[str, str, dataclasses.Field[Any]]]:
-    """Of the saved fields their names, and those in a state."""
-    of_state = (field for field in dataclasses.fields(cls) if field.metadata.get("is_saved", True))
-    return [(field.name, field.name.lstrip("_"), field) for field in of_state]
-
-
-_hints = functools.lru_cache(maxsize=None)(get_type_hints)
+def _fields(cls: Any) -> list[tuple[str, str, Any, bool]]:
+    """Of each saved field its name, that in a state, what it holds, and whether a constructor takes it."""
+    hints, of_state = get_type_hints(cls), (one for one in dataclasses.fields(cls) if _is_saved(one))
+    return [(one.name, one.name.lstrip("_"), hints[one.name], one.init) for one in of_state]
 
 
 @functools.cache
 def _is_copied(cls: Any) -> bool:
     """Whether an instance has more than what is saved, and so must be known before."""
-    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
-    return any(field.init and not field.metadata.get("is_saved", True) for field in fields)
+    return dataclasses.is_dataclass(cls) and any(one.init and not _is_saved(one) for one in dataclasses.fields(cls))
+
+
+def _is_saved(field: dataclasses.Field[Any]) -> bool:
+    return "unsaved" not in field.metadata
 
 
 def _decoded(kind: Any, value: Any, where: str, known: Any) -> Any:
@@ -110,10 +110,10 @@ def _decoded(kind: Any, value: Any, where: str, known: Any) -> Any:
     if origin in (tuple, list, frozenset):
         return origin(_items(kinds, value, where, known))
     if origin in (dict, Mapping):
-        entries = _mapping(value, where).items()
+        _require(isinstance(value, Mapping), "a mapping", value, where)
         return {
             _decoded(kinds[0], key, f"the keys of {where}", None): _decoded(kinds[1], item, f"{where}.{key}", None)
-            for key, item in entries
+            for key, item in value.items()
         }
     if issubclass(kind, Enum):
         allowed = [member.value for member in kind]
@@ -125,17 +125,15 @@ def _decoded(kind: Any, value: Any, where: str, known: Any) -> Any:
 
 
 def _dataclass(cls: Any, value: Any, where: str, known: Any) -> Any:
-    entries, hints = _mapping(value, where), _hints(cls)
+    _require(isinstance(value, Mapping), "a mapping", value, where)
     values: dict[str, Any] = {}
-    for name, key, _ in _fields(cls):
-        if key not in entries:
+    for name, key, kind, _ in _fields(cls):
+        if key not in value:
             raise ValueError(f"{where}.{key}: missing")
-        values[name] = _decoded(hints[name], entries[key], f"{where}.{key}", getattr(known, name, None))
+        values[name] = _decoded(kind, value[key], f"{where}.{key}", getattr(known, name, None))
     try:
-        if _is_copied(cls):
-            made = copy.copy(known)
-        else:
-            made = cls(**{name: values.pop(name) for name, _, field in _fields(cls) if field.init})
+        given = {} if _is_copied(cls) else {name: values.pop(name) for name, *_, is_given in _fields(cls) if is_given}
+        made = copy.copy(known) if _is_copied(cls) else cls(**given)
         for name, item in values.items():
             object.__setattr__(made, name, item)
         if hasattr(made, "after_loading"):
@@ -166,12 +164,6 @@ def _array(dtype: np.dtype[Any], value: Any, where: str) -> Any:
         array = np.array(None)
     _require(not array.size or array.dtype.kind in allowed, needed, value, where)
     return array.astype(dtype)
-
-
-def _mapping(value: Any, where: str) -> Mapping[Any, Any]:
-    _require(isinstance(value, Mapping), "a mapping", value, where)
-    mapping: Mapping[Any, Any] = value
-    return mapping
 
 
 def _require(fits: bool, needed: str, value: Any, where: str) -> None:

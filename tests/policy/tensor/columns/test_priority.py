@@ -169,7 +169,7 @@ def test_a_restored_selector_decides_the_same(mode):
     go_on(first, 3, np.random.default_rng(0))
     first.count_step(Relief(0.25, is_forced=True))
     restored = fresh_selector()
-    restored.go_on_from(resumed(first.state))
+    restored.go_on_from(resumed(first.counted()))
     for selector in (first, restored):
         go_on(selector, 2, np.random.default_rng(1))
     for name in columns:

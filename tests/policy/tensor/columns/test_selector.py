@@ -153,7 +153,7 @@ def test_a_statistic_that_began_within_the_epoch_counts_as_one_of_the_whole_epoc
 
     def end_epoch_after(*spells):
         for num_steps in spells:
-            selector.steps_unseen = selector.steps_of_epoch
+            selector.state.steps_unseen = selector.state.steps_of_epoch
             for _ in range(num_steps):
                 selector.count_step(Relief())
         selector.end_epoch({"layer": np.arange(8.0)}, incremental=True, adds_up=adds_up)
