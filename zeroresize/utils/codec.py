@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from enum import Enum
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -101,8 +102,14 @@ def _decoded(kind: Any, value: Any, where: str, known: Any) -> Any:
     origin, kinds = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
-    if origin is UnionType:  # with None
-        return None if value is None else _decoded(kinds[0], value, where, known)
+    if origin is UnionType:
+        if value is None and type(None) in kinds:
+            return None
+        *others, last = (one for one in kinds if one is not type(None))
+        for other in others:
+            with suppress(ValueError):
+                return _decoded(other, value, where, known)
+        return _decoded(last, value, where, known)
     if dataclasses.is_dataclass(kind):
         return _dataclass(kind, value, where, known)
     if origin is np.ndarray:
@@ -111,6 +118,8 @@ def _decoded(kind: Any, value: Any, where: str, known: Any) -> Any:
         return origin(_items(kinds, value, where, known))
     if origin in (dict, Mapping):
         _require(isinstance(value, Mapping), "a mapping", value, where)
+        if kinds[0] is int:  # of which JSON has made texts
+            value = {int(key) if str(key).isdecimal() else key: item for key, item in value.items()}
         return {
             _decoded(kinds[0], key, f"the keys of {where}", None): _decoded(kinds[1], item, f"{where}.{key}", None)
             for key, item in value.items()
