@@ -254,7 +254,6 @@ def test_state_of_other_layers_is_refused(run_ranks):
 SHARED, OWN = ("group 0-1", "state", 0), ("group 0-1 rank {rank}", "state", 0)
 #: What is put in the place of what, and how the error tells it; GONE deletes.
 GONE = object()
-LOAN = {"owner": 5, "share": 0.5, "receivers": [0], "parts": [1.0]}
 DAMAGE = [
     (SHARED[:1], None, "group 0-1: a mapping is needed, found None"),
     ((*SHARED[:1], "format"), 0, r"group 0-1\.format: 1 is needed, found 0"),
@@ -262,16 +261,12 @@ DAMAGE = [
     ((*SHARED, "pins"), [None], "pins: 2 are needed, here are 1"),
     ((*SHARED, "decision", "controller", "spells"), GONE, r"controller\.spells: missing"),
     ((*SHARED, "decision", "controller", "shares"), [], "of 0 ranks, this process group has 2"),
-    ((*SHARED, "decision", "controller", "loans"), [LOAN], r"loans of ranks \[0, 5\]"),
-    ((*SHARED, "decision", "received", 0), [1.0], "received, lent_when_sent"),
     ((*OWN, "selector", "columns", "up", "w_var"), [1.0], r"columns\.up: rows of 48 numbers are needed"),
     ((*OWN, "selector", "columns", "down"), GONE, r"selector\.columns: .* do not fit the units"),
     ((*OWN, "units", "down"), [192], r"units\.down: ascending numbers below 192 are needed"),
     ((*OWN, "units", "down"), [1, 0], r"units\.down: ascending numbers below 192 are needed"),
-    ((*OWN, "measurement", "estimator", "x"), [1.0], r"\d+ means, and \d+ × \d+ covariances, are needed"),
     ((*OWN, "measurement", "estimator", "calibrated", "ratios", 0), 0.5, "must ascend from 0"),
     ((*OWN, "seen", "state", "up"), 1.0, r"seen\.state\.up: a tensor is needed"),
-    ((*OWN, "last_gradients", "up", "dw_NK"), torch.zeros(3), r"up\.dw_NK: a tensor of shape \[96, 48\] is needed"),
 ]  # fmt: skip
 
 

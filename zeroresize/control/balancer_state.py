@@ -165,7 +165,7 @@ def _loaded(parts: Parts, state_dict: Any) -> BalancerState:
 
 
 def _require_fitting(parts: Parts, state: _OfRank, where: str) -> None:
-    """Raises ValueError for units that there are not, and for tensors of other shapes."""
+    """Raises ValueError for units that there are not, and for columns that these do not have."""
     for segment in all_segments(parts.layers):
         units, num_units = state.units.get(segment.name, []), len(segment.owned.owners)
         if sorted({*units} & {*range(num_units)}) != units:
@@ -174,9 +174,6 @@ def _require_fitting(parts: Parts, state: _OfRank, where: str) -> None:
     columns = {name: known.num_columns for name, known in state.selector.columns.items()}
     if columns != {name: shape[1] for name, shape in shapes.items()}:
         raise ValueError(f"{where}.selector.columns: {columns} do not fit the units")
-    for name, last in state.last_gradients.items():
-        if last.dw_NK is not None and name in shapes and last.dw_NK.shape != shapes[name]:
-            raise ValueError(f"{where}.last_gradients.{name}.dw_NK: a tensor of shape {list(shapes[name])} is needed")
 
 
 def _require_loadable(parts: Parts, problem: Exception | None) -> None:

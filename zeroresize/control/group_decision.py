@@ -15,7 +15,7 @@ from zeroresize.plan.group import WorkloadPlan
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.tensor.controller import Controller
-from zeroresize.policy.tensor.costs import NUM_POINTS, MigrationCost, ResizingCost
+from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
 from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.memory import GroupMemory, HeldBytes
@@ -23,8 +23,6 @@ from zeroresize.policy.tensor.ownership_decision import OwnershipDecision
 from zeroresize.policy.tensor.rules.bounds import Bounds
 from zeroresize.policy.tensor.what_if import WhatIf
 from zeroresize.utils.alike import alike, at_fault
-
-_NUM_SENT = 12 + 3 * NUM_POINTS
 
 
 @dataclass(frozen=True)
@@ -49,17 +47,6 @@ class DecisionState:
     num_calibration_steps: int
     migration: MigrationCost | None
     migration_transport: str
-
-    def after_loading(self) -> None:
-        """Check numbers of numbers, which annotations do not tell.
-
-        Raises:
-            ValueError: for others.
-        """
-        num_ranks = len(self.lent_when_sent)
-        rows = [len(numbers) for numbers in self.received or ()]
-        if num_ranks != self.controller.num_ranks or (rows and rows != [_NUM_SENT] * num_ranks):
-            raise ValueError(f"received, lent_when_sent: {self.controller.num_ranks} × {_NUM_SENT} numbers are needed")
 
 
 class GroupDecision:

@@ -192,7 +192,7 @@ class MicroBatchBalancer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned and is owed; plain values, the same on every rank."""
-        return saved(self._state)
+        return saved(_State(self.steps, self._meter.learned, self._decision.state))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`, between two iterations, on every rank alike; the strategy stays as it is.
@@ -203,10 +203,6 @@ class MicroBatchBalancer:
         learned = loaded(_State, state, "state")
         self._decision.go_on_from(learned.decision)
         self._meter.go_on_from(learned.speeds, learned.steps)
-
-    @property
-    def _state(self) -> _State:
-        return _State(self.steps, self._meter.learned, self._decision.state)
 
     def _usual_lengths(self) -> tuple[int, ...]:
         """[A] the mean of the next iteration's samples, once all ranks may change their strategies; collective."""

@@ -185,7 +185,7 @@ class StrategyBalancer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned and is owed; plain values, the same on every rank."""
-        return saved(self._state)
+        return saved(_State(self.steps, self._meter.learned, self._decision.state))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`, between two steps, on every rank alike.
@@ -199,10 +199,6 @@ class StrategyBalancer:
         learned = loaded(_State, state, "state")
         self._decision.go_on_from(learned.decision)
         self._meter.go_on_from(learned.speeds, learned.steps)
-
-    @property
-    def _state(self) -> _State:
-        return _State(self.steps, self._meter.learned, self._decision.state)
 
     def _decide(self) -> None:
         speeds = self._meter.speeds

@@ -120,10 +120,8 @@ def _decoded(kind: Any, value: Any, where: str, known: Any) -> Any:
         _require(isinstance(value, Mapping), "a mapping", value, where)
         if kinds[0] is int:  # of which JSON has made texts
             value = {int(key) if str(key).isdecimal() else key: item for key, item in value.items()}
-        return {
-            _decoded(kinds[0], key, f"the keys of {where}", None): _decoded(kinds[1], item, f"{where}.{key}", None)
-            for key, item in value.items()
-        }
+        keys = [_decoded(kinds[0], key, f"the keys of {where}", None) for key in value]
+        return {key: _decoded(kinds[1], value[key], f"{where}.{key}", None) for key in keys}
     if issubclass(kind, Enum):
         allowed = [member.value for member in kind]
         _require(value in allowed, f"one of {allowed}", value, where)

@@ -299,9 +299,6 @@ class Controller:
         others = [len(of_rank) for of_rank in of_ranks if len(of_rank) != self.num_ranks]
         if others:
             raise ValueError(f"the balancer's state is of {others[0]} ranks, this process group has {self.num_ranks}")
-        ranks = {rank for loan in (*self._loans, *self._loans_then) for rank in (loan.owner, *loan.receivers)}
-        if not ranks <= set(range(self.num_ranks)):
-            raise ValueError(f"loans of ranks {sorted(ranks)}: this process group has {self.num_ranks}")
         if not self._ownership.is_home and not (self.config.may_move or self._ownership.is_held):
             self._ownership.put((1.0,) * self.num_ranks, is_held=False)
         if self._goes_beyond_configuration():

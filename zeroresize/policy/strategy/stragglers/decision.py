@@ -86,15 +86,6 @@ class StragglerState:
     owed_for: dict[str, tuple[Strategy, ...]]
     cost: MoveCost
 
-    def after_loading(self) -> None:
-        """Check what was loaded.
-
-        Raises:
-            ValueError: if it is not known for which strategies something is owed.
-        """
-        if self.rental.owed_s.keys() - self.owed_for.keys():
-            raise ValueError("owed_for: the strategies of rental.owed_s are needed")
-
 
 class StragglerDecision:
     """Decide, step by step, which strategies are in force.

@@ -160,16 +160,6 @@ class RankEstimator:
         deviation = min(spread_s / (rest_s + gemm_s), 1e3)
         return RankTimes(rest_s, gemm_s, scale, self.cost, deviation, self._moving_rest[0])
 
-    def after_loading(self) -> None:
-        """Check what was loaded.
-
-        Raises:
-            ValueError: for numbers of another calibration.
-        """
-        size = len(self._identity)
-        if self._x.shape != (size,) or self._p.shape != (size, size):
-            raise ValueError(f"{size} means, and {size} × {size} covariances, are needed")
-
     def learn(self, steps: Sequence[StepTimes]) -> None:
         """Take the steps of an interval, plan by plan in the order in which they were made.
 
