@@ -43,12 +43,7 @@ def loaded(cls: type[Decoded], value: Any, where: str, known: Decoded | None = N
 
 
 def encoded(value: Any, leave_out: Collection[str] = ()) -> Any:
-    """Return plain values and tensors.
-
-    Args:
-        value: of the kinds that the module names.
-        leave_out: fields of ``value`` that are not wanted.
-    """
+    """Return ``value`` as plain values and tensors, without the fields of it that ``leave_out`` names."""
     kind = type(value)
     if kind in _PLAIN or isinstance(value, Tensor):
         return value
