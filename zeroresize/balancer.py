@@ -326,19 +326,18 @@ class Balancer:
             or (parts.units is not None and parts.units.why_not_movable is None and parts.may_be_away)
         )
         self._is_at(Call.LOADING)
-        problem = balancer_state.why_not_loadable(self._parts, state_dict)
-        if is_collective:  # nobody may wait for a rank that has none to load
-            balancer_state.require_loadable(parts, problem)
-        if problem is not None:
+        try:
+            state = balancer_state.loaded_state(parts, state_dict, is_collective=is_collective)
+        except ValueError:
             self._is_at(Call.TRAINING)  # as before: nothing has changed
-            raise problem
-        self._num_steps = balancer_state.load_state(parts, state_dict, gathers=is_collective and not self._is_closed)
+            raise
+        self._num_steps = balancer_state.load_state(parts, state, gathers=is_collective and not self._is_closed)
         self._has_calibrated = False
         if is_collective:  # what moves, or is lent, at once by one plan cannot be received by another
             self._parts.decision.require_agreement(self._agreed)
         if not self._is_closed:
             self._moves.follow_loaded(self.plan, self._num_steps)
-        balancer_state.load_what_is_of_units(parts, state_dict)
+        balancer_state.load_what_is_of_units(parts, state)
         self._change_plan()
         self._is_at(Call.TRAINING)
 
@@ -442,7 +441,7 @@ class Balancer:
         """Order the columns anew, by what the epoch told of them."""
         selector, statistic = self._parts.selector, self._parts.statistic
         self._parts.columns.set_aside = None  # of the epoch that ends
-        if statistic is None or not selector.steps_of_epoch:
+        if statistic is None or not selector.state.steps_of_epoch:
             selector.end_epoch({}, incremental=False)
         else:
             selector.end_epoch(statistic.take(), incremental=statistic.incremental, adds_up=statistic.adds_up)
@@ -450,7 +449,7 @@ class Balancer:
     def _is_at(self, call: Call) -> None:
         """Note where this rank is, for the other ranks and for error texts."""
         where = self._parts.where
-        where.call, where.num_steps, where.epoch = call, self._num_steps, self._parts.selector.epoch
+        where.call, where.num_steps, where.epoch = call, self._num_steps, self._parts.selector.state.epoch
         where.num_forwards = self._parts.monitor.num_forwards
 
     @property

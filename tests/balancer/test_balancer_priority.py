@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.states import held_by
 from helpers.virtual_training import FEATURES, Run
 
 from zeroresize.config.keys import PRIORITIES
@@ -145,7 +146,7 @@ def test_a_run_resumed_within_an_epoch_goes_on_bit_for_bit(run_ranks, tmp_path, 
                 run.x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(100 + step))
                 losses = run.steps(1)
                 steps.append((losses, {name: None if p is None else p.tolist() for name, p in run.pruned().items()}))
-            return steps, repr(run.balancer.state_dict()[f"group 0-1 rank {rank}"]["selector"])
+            return steps, repr(held_by(run.balancer.state_dict(), f"group 0-1 rank {rank}")["selector"])
 
         first = straggling_run()
         first.steps(19)

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.states import held_by
 from helpers.virtual_training import Run
 
 import zeroresize as zr
@@ -67,7 +68,8 @@ def test_what_is_lent_is_most_important_and_what_is_pruned_least(run_ranks):
         w_vars = []
         for name, layer in (("up", run.model.up), ("down", run.model.down)):
             if layer.plan is not None:
-                w_var = torch.tensor(run.balancer.state_dict()[f"group 0-1 rank {rank}"]["selector"]["w_var"][name])
+                state = held_by(run.balancer.state_dict(), f"group 0-1 rank {rank}")
+                w_var = torch.tensor(state["selector"]["columns"][name]["w_var"])
                 w_vars.append([w_var[columns] for columns in (layer.plan.pruned, layer.plan.keep_P, layer.plan.lent)])
         return w_vars
 

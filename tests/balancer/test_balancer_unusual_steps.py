@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from helpers.states import held_by
 from helpers.virtual_training import FEATURES, Run
 
 import zeroresize as zr
@@ -137,9 +138,8 @@ def test_what_was_measured_of_a_batch_of_another_size_is_measured_anew_on_all_ra
         first.steps(4)
         state = first.balancer.state_dict()
         if rank == 0:  # known there, as if only rank 1 ran on another device now
-            measurement = state[f"group 0-1 rank {rank}"]["measurement"]
-            device, work, *config = measurement["calibrated_on"]
-            measurement["calibrated_on"] = (device, work * num_samples / 8, *config)
+            measurement = held_by(state, f"group 0-1 rank {rank}")["measurement"]
+            measurement["calibrated_on"]["work"] *= num_samples / 8
         resumed = Run(group)
         resumed.x = torch.randn(num_samples, FEATURES, generator=torch.Generator().manual_seed(1))
         resumed.balancer.load_state_dict(state)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers import parallel_layers
 from helpers.parallel_layers import HEAD_SIZE, WIDTH, gathered, impute
+from helpers.states import held_by
 from helpers.virtual_training import FEATURES, Pair, Run
 from torch import nn
 from torch.testing import assert_close
@@ -181,9 +182,9 @@ def test_a_pruned_step_is_that_of_the_unsharded_layers_without_the_same_columns(
 def known_of_units(run):
     """What every rank's selector knows of ``down``'s columns: [4, 192] by the number of the neuron."""
     state = run.balancer.state_dict()
-    of_rank = next(value for key, value in state.items() if " rank " in key)
+    of_rank = held_by(state, next(key for key in state if " rank " in key))
     kinds = "w_var", "age", "pruned_steps", "pruned_of_epoch"
-    held = of_rank["units"][0]["down"], [of_rank["selector"][kind]["down"] for kind in kinds]
+    held = of_rank["units"]["down"], [of_rank["selector"]["columns"]["down"][kind] for kind in kinds]
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, held)
     known = np.full((4, 192), -1.0)
@@ -370,7 +371,7 @@ def test_a_run_resumed_within_an_epoch_goes_on_bit_for_bit(run_ranks, tmp_path, 
                 run.x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(100 + step))
                 losses = run.steps(1)
                 steps.append((losses, {name: None if p is None else p.tolist() for name, p in run.pruned().items()}))
-            return steps, repr(run.balancer.state_dict()[f"group 0-1 rank {rank}"]["selector"])
+            return steps, repr(held_by(run.balancer.state_dict(), f"group 0-1 rank {rank}")["selector"])
 
         first = pruning_run(group, iters_per_epoch=4, **kind)
         first.steps(1)
@@ -461,13 +462,16 @@ def test_a_state_whose_units_and_columns_do_not_fit_each_other_is_refused_on_all
         state = run.balancer.state_dict()
         key = f"group 0-1 rank {rank}"
         if rank == 1:
-            state[key]["selector"]["w_var"]["down"] = [1.0] * 96
-        message = r"w_var\.down: a list of 48 is needed" if rank == 1 else r"ranks \[1\] of the group cannot load"
+            held_by(state, key)["selector"]["columns"]["down"]["w_var"] = [1.0] * 96
+        message = (
+            r"columns\.down: rows of 48 numbers are needed" if rank == 1 else r"ranks \[1\] of the group cannot load"
+        )
         with pytest.raises(ValueError, match=message):
             run.balancer.load_state_dict(state)
         run.steps(2)
         with pytest.raises(ValueError, match="another model"):
-            run.balancer.load_state_dict({**state, "group 0-1": {**state["group 0-1"], "layers": {"down": 144}}})
+            held_by(state, "group 0-1")["layers"] = {"down": 144}
+            run.balancer.load_state_dict(state)
 
     run_ranks(train, 2)
 

@@ -76,5 +76,5 @@ def test_steps_count_for_the_columns_that_they_pruned(layers):
         in_force.begin_step()
         in_force.end_step()
         assert in_force.shares_of_last_step.spared == plan.ranks[1].spared
-    assert selector.steps_of_epoch == 2
+    assert selector.state.steps_of_epoch == 2
     assert [int(steps.sum()) for steps in selector.pruned_steps.values()] == [32, 32]

@@ -103,7 +103,8 @@ def test_what_balancing_has_learned_is_resumed(run_ranks, tmp_path):
     state, step = run_ranks(both, 2)[1]
     saved = json.loads((tmp_path / "checkpoints" / "step-00000010" / "state.json").read_text())
     assert step == 10 and json.loads(json.dumps(state)) == saved["balancer"]
-    assert state["costs"] and state["steps"][0] == 10
+    values = state["state"][0]
+    assert values["rebalancing"]["costs"] and values["steps"] == 10
 
 
 def test_boundaries_that_a_user_has_changed_since_are_taken(run_ranks, tmp_path):

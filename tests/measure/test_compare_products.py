@@ -18,7 +18,7 @@ def test_the_ratio_is_the_share_that_a_rank_owns_at_any_speed(run_ranks, chi):
         run.balancer.move((3, 1))
         run.time.chi = chi
         monitor = monitors[0]
-        return compare_products(monitor._layers, monitor._num_tokens)
+        return compare_products(monitor._layers, monitor.state.num_tokens)
 
     assert run_ranks(train, 2) == pytest.approx([1.5, 0.5], rel=1e-3)
 
@@ -58,7 +58,7 @@ def test_a_reference_tells_the_products_of_a_whole_step(run_ranks):
             run = Run(group, gather_s=0.0, mode="off", update_every=4)
         run.updates(2)
         monitor = monitors[0]
-        reference = choose_reference(monitor._layers, monitor._num_tokens)
+        reference = choose_reference(monitor._layers, monitor.state.num_tokens)
         return time_reference(monitor._layers[reference.layer], reference), monitor.times.gemm_s
 
     for by_reference, by_steps in run_ranks(train, 2):  # steps leave out the first layer's dgrad

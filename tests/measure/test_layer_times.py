@@ -113,8 +113,8 @@ def test_a_balancer_tells_the_times_of_its_layers(run_ranks):
         )
 
 
-def test_steps_of_a_loaded_state_take_no_part(run_ranks):
-    """Most of the interval was trained by the process that saved it; what the others took is told all the same."""
+def test_steps_of_a_loaded_state_take_part(run_ranks):
+    """Most of the interval was trained by the process that saved it."""
 
     def train(rank, group):
         before = Run(group, gather_s=0.0, update_every=5)

@@ -1,6 +1,5 @@
 """Costs of layers are measured, kept, and read back."""
 
-import json
 import math
 import time
 from dataclasses import replace
@@ -10,6 +9,7 @@ import pytest
 import torch
 from helpers.micro_batches import MAKE, SIZES, layers_of, measured_table, planner_of, table_of
 from helpers.processes import caught_log_lines
+from helpers.states import resumed
 from torch import nn
 
 from lm_examples.microbatches.blocks import summed_loss
@@ -24,6 +24,7 @@ from zeroresize.policy.microbatches.micro_batch import MicroBatch, shapes_of
 from zeroresize.runtime.communication import instructions_of
 from zeroresize.runtime.stage import Stage
 from zeroresize.strategy.model import SwitchableModel
+from zeroresize.utils.codec import decoded, encoded
 
 
 def grid_of(function, axes=(0,), sizes=(1, 2, 8), lengths=((4, 8, 32),)):
@@ -54,7 +55,7 @@ def test_what_memory_did_not_hold_is_infinite_between_and_beyond():
     assert (
         values[:2] == pytest.approx([64.0, 40.0]) and np.isinf(values[2:3]).all() and values[3] == pytest.approx(40.0)
     )
-    assert LayerGrid.of(json.loads(json.dumps(grid.as_dict()))).as_dict() == grid.as_dict()
+    assert encoded(resumed(grid)) == encoded(grid)
     with pytest.raises(ValueError, match="33 tokens are longer than what was measured: at most 32"):
         grid.values(np.array([1]), np.array([[33]]))
 
@@ -75,17 +76,15 @@ def test_a_sample_longer_than_what_was_measured_is_named_with_what_to_do():
     [
         ({"sizes": [1, 1, 8]}, "sizes"),
         ({"lengths": [[8, 4, 32]]}, "lengths"),
-        ({"forward_s": [1.0]}, "reshape|forward_s"),
-        ({"forward_s": [-1.0] * 9}, "not negative"),
+        ({"forward_s": [1.0]}, "forward_s"),
+        ({"forward_s": [[-1.0] * 3] * 3}, "not negative"),
         ({"axes": []}, "axes"),
     ],
 )
 def test_grids_that_are_none_are_named(change, message):
-    value = grid_of(lambda rows, seen: 1.0 * rows).as_dict() | change
+    value = encoded(grid_of(lambda rows, seen: 1.0 * rows)) | change
     with pytest.raises(ValueError, match=message):
-        LayerGrid.of(value)
-    with pytest.raises(ValueError, match="no grid"):
-        LayerGrid.of({})
+        decoded(LayerGrid, value, "grid")
     assert powers_of_two(5) == (1, 2, 4, 8) and powers_of_two(1) == (1, 2) and powers_of_two(64, 32) == (32, 64)
 
 
@@ -204,7 +203,7 @@ def test_tables_are_kept_and_those_of_other_models_refused(tmp_path):
         with pytest.raises(ValueError, match=message):
             table.require_model(kinds, names)
     (tmp_path / "costs.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"costs\.json: these are no costs"):
+    with pytest.raises(ValueError, match=r"costs\.json: costs\.kinds: missing"):
         CostTable.load(tmp_path / "costs.json")
     with pytest.raises(ValueError, match="longest"):
         ProfiledShapes(("size", "length"), 1, (0,))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from helpers import sleeping_layers
 from helpers.sleeping_layers import MICRO, Pace, layers_of, undivided_losses
+from helpers.states import values_of
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
 
@@ -82,7 +83,7 @@ def test_ranks_are_released_as_soon_as_the_others_have_the_memory(run_ranks):
         limit = 3.5 * layer_bytes_of(Training(group, None))
         training = Training(group, {}, memory_limits=[limit] * 4)
         training.train(10)
-        cost = training.balancer.state_dict()["cost_of_move"]
+        cost = values_of(training.balancer.state_dict())["rebalancing"]["cost_of_move"]
         return training.pipeline.num_stages, training.losses, training.records, training.released, messages, cost
 
     by_rank = run_ranks(check, 4)
@@ -95,7 +96,7 @@ def test_ranks_are_released_as_soon_as_the_others_have_the_memory(run_ranks):
     assert record.moved_bytes > 0 and record.expected_step_s > record.step_s
     assert len(by_rank[0][2]) == 1  # no other move, and a re-packing, which makes a process group too, teaches nothing
     assert all(one[5] == by_rank[0][5] for one in by_rank)  # as the links were measured
-    assert record.price_s == 2.0 * MoveCost(*by_rank[0][5]).seconds(record.num_bytes)
+    assert record.price_s == 2.0 * MoveCost(**by_rank[0][5]).seconds(record.num_bytes)
     released = by_rank[3][3]
     assert [(one.rank, one.released, one.remaining, one.step) for one in released] == [(3, (3,), (0, 1, 2), 5)]
     assert [one[3] for one in by_rank[:3]] == [[]] * 3
@@ -113,7 +114,8 @@ def test_ranks_are_released_as_work_becomes_less_so_that_steps_take_no_longer(ru
         if training.pipeline.is_released:
             return training.losses, training.pipeline.num_stages, None
         state = json.loads(json.dumps(training.balancer.state_dict()))
-        assert len(state["costs"][2]) == 2 and state["repack"]["first_step_s"] > 0.0
+        values = values_of(state)
+        assert len(values["rebalancing"]["costs"]["speeds"]) == 2 and values["repacking"]["knows_first"]
         assert training.balancer.what_if().before == training.pipeline.boundaries
         resumed = Training(training.pipeline.process_group, {"max_slowdown": 1.05})
         resumed.balancer.load_state_dict(state)
@@ -136,12 +138,12 @@ def test_a_single_profile_releases_nobody(run_ranks):
     def check(rank, group):
         training = Training(group, {"max_slowdown": 1.05})
         training.train(9)  # three are profiled, and known
-        first = training.balancer.state_dict()["repack"]["first_step_s"]
+        first = values_of(training.balancer.state_dict())["repacking"]["first_steps_s"]
         training.pace.of_layers = dict.fromkeys(range(NUM_LAYERS), 0.05)
         training.train(3)
         training.pace.of_layers = {}
         training.train(4)
-        assert training.balancer.state_dict()["repack"]["first_step_s"] == first
+        assert values_of(training.balancer.state_dict())["repacking"]["first_steps_s"] == first
         return training.pipeline.num_stages
 
     assert run_ranks(check, 2) == [2, 2]
@@ -235,10 +237,10 @@ def test_options_must_be_allowed_and_alike(run_ranks):
             Training(group, {"max_slowdown": 1.0 + rank})
         training = Training(group, {"max_slowdown": 1.0})
         training.train(3)
-        before = training.balancer.state_dict()
-        for repack in ({"first_step_s": -1.0}, {"other": 1.0}, []):
-            with pytest.raises(ValueError, match=r"state\.repack"):
-                training.balancer.load_state_dict(before | {"steps": 7, "cost_of_move": (1, 1, 1), "repack": repack})
+        before, damaged = (training.balancer.state_dict() for _ in range(2))
+        values_of(damaged).update(steps=7, repacking={})
+        with pytest.raises(ValueError, match=r"state\.repacking"):
+            training.balancer.load_state_dict(damaged)
         assert training.balancer.state_dict() == before
 
     run_ranks(check, 2)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from helpers import sleeping_layers
 from helpers.processes import caught_log_lines, told_by_survivors
 from helpers.sleeping_layers import BACKWARD_S, FORWARD_S, MICRO, Pace, layers_of, undivided_losses
+from helpers.states import values_of
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
@@ -94,18 +95,22 @@ def test_moves_have_the_price_that_the_links_tell_and_learned_prices_are_kept(ru
     def check(rank, group):
         monkeypatch.setattr(pipeline_balancer, "measure_move_cost", lambda *_: MoveCost(3e-10, 0.052))
         training = Training(group, 8)
-        measured = training.balancer.state_dict()["cost_of_move"]
+        measured = values_of(training.balancer.state_dict())["rebalancing"]["cost_of_move"]
         training.pace.of_rank = 3.0 if rank == 1 else 1.0
         training.train(12)
         first = training.records[0]
-        assert first.price_s == pytest.approx(2.0 * MoveCost(*measured).seconds(first.num_bytes))
+        assert first.price_s == pytest.approx(2.0 * MoveCost(**measured).seconds(first.num_bytes))
         learned = training.balancer.state_dict()
         resumed = Training(group, 8)
         resumed.balancer.load_state_dict(learned)
-        return measured, learned["cost_of_move"], resumed.balancer.state_dict()["cost_of_move"]
+        return (
+            measured,
+            values_of(learned)["rebalancing"]["cost_of_move"],
+            values_of(resumed.balancer.state_dict())["rebalancing"]["cost_of_move"],
+        )
 
     measured, learned, resumed = require_alike(run_ranks(check, 2))
-    assert measured == pytest.approx((3e-10, 0.052, 0.0))
+    assert list(measured.values()) == pytest.approx([3e-10, 0.052, 0.0])
     assert resumed == learned != measured
 
 
@@ -114,7 +119,8 @@ def test_links_are_measured_when_the_balancer_is_made(run_ranks, during):
     """Between processes of one machine nothing takes as little as no time, or as much as a second for 100 MB."""
 
     def check(rank, group):
-        return Training(group, 2, move_during_backward=during).balancer.state_dict()["cost_of_move"]
+        training = Training(group, 2, move_during_backward=during)
+        return tuple(values_of(training.balancer.state_dict())["rebalancing"]["cost_of_move"].values())
 
     per_byte_s, fixed_s, _ = require_alike(run_ranks(check, 2))
     assert 0.0 < per_byte_s < 1e-8 and per_byte_s != MoveCost().seconds_per_byte and fixed_s > 0.0
@@ -383,8 +389,8 @@ def test_a_resumed_pipeline_with_other_boundaries_goes_on(run_ranks):
         resumed = Training(group, 6, boundaries=(0, 3, 6))
         resumed.balancer.load_state_dict(state)
         resumed.pace.of_rank = training.pace.of_rank
-        speeds = state["costs"][2]
-        with pytest.raises(ValueError, match=r"state\['steps'\]"):
+        speeds = values_of(state)["rebalancing"]["costs"]["speeds"]
+        with pytest.raises(ValueError, match=r"state\.format: 1 is needed"):
             resumed.balancer.load_state_dict({})
         return before, resumed.train(6), speeds, resumed.balancer.steps
 
@@ -402,7 +408,8 @@ def test_what_was_measured_before_a_state_was_loaded_is_forgotten(run_ranks):
         training.train(3)  # the last one of them is measured
         training.balancer.load_state_dict(state)
         training.train(1)
-        return training.balancer.state_dict()["costs"] == state["costs"]
+        costs = [values_of(each)["rebalancing"]["costs"] for each in (training.balancer.state_dict(), state)]
+        return costs[0] == costs[1]
 
     assert run_ranks(check, 2) == [True, True]
 

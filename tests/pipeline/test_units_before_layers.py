@@ -11,6 +11,7 @@ import torch.distributed as dist
 from helpers import sleeping_layers
 from helpers.processes import told_by_survivors
 from helpers.sleeping_layers import MICRO, Pace, layers_of
+from helpers.states import values_of
 from torch import nn
 
 from zeroresize.pipeline import Pipeline, PipelineBalancer
@@ -148,7 +149,7 @@ def test_units_that_begin_a_change_after_the_profile_are_not_disturbed(run_ranks
         leave, doubts = training.units.leave, []
 
         def leave_in_doubt(boundaries):
-            doubts.append(training.balancer.state_dict()["rental"]["doubt"])
+            doubts.append(values_of(training.balancer.state_dict())["rebalancing"]["rental"]["doubt"])
             leave(boundaries)
 
         training.units.leave = leave_in_doubt

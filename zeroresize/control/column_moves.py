@@ -74,13 +74,13 @@ class ColumnMoves:
         if self.set_aside is not None:
             return self.set_aside
         state = self._statistic.state_dict() if self._statistic is not None else {}
-        return SeenOfEpoch(state, self.units, self._selector.steps_unseen)
+        return SeenOfEpoch(state, self.units, self._selector.state.steps_unseen)
 
     def restart_statistic(self) -> None:
         """Begin the epoch anew for the statistic, with the layers as they are."""
         if self._statistic is not None:
             self._statistic.restart()
-            self._selector.steps_unseen = self._selector.steps_of_epoch
+            self._selector.state.steps_unseen = self._selector.state.steps_of_epoch
 
     def see_on(self, seen: SeenOfEpoch) -> None:
         """Let the statistic go on from ``seen`` if this rank owns just the same units, else begin anew."""
@@ -90,7 +90,7 @@ class ColumnMoves:
         fits = {name: value.shape for name, value in seen.state.items()} == shapes
         if fits and seen.units == self.units:
             self._statistic.load_state_dict(seen.state)
-            self._selector.steps_unseen = seen.steps_unseen
+            self._selector.state.steps_unseen = seen.steps_unseen
         else:
             self.restart_statistic()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
 
 from zeroresize.comm.exchange import Exchange
 from zeroresize.config import BalanceConfig
@@ -15,7 +15,7 @@ from zeroresize.plan.group import WorkloadPlan
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.tensor.controller import Controller
-from zeroresize.policy.tensor.costs import NUM_POINTS, MigrationCost, ResizingCost
+from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
 from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.memory import GroupMemory, HeldBytes
@@ -23,17 +23,30 @@ from zeroresize.policy.tensor.ownership_decision import OwnershipDecision
 from zeroresize.policy.tensor.rules.bounds import Bounds
 from zeroresize.policy.tensor.what_if import WhatIf
 from zeroresize.utils.alike import alike, at_fault
-from zeroresize.utils.state_checks import (
-    Check,
-    any_number,
-    count,
-    each,
-    keyed,
-    not_negative,
-    optional,
-    row,
-    text,
-)
+
+
+@dataclass(frozen=True)
+class DecisionState:
+    """Holds what the decision of a group goes on from, the same on every rank.
+
+    Attributes:
+        controller: which decides.
+        what_if: those that would decide in other modes.
+        config_text: the configuration under which ranks sent what was received.
+        received: of every rank, what it sent at the last update; None where it was taken.
+        lent_when_sent: what each lent then.
+        num_calibration_steps, migration: as of :class:`GroupDecision`.
+        migration_transport: over which Φ1 was measured.
+    """
+
+    controller: Controller
+    what_if: tuple[Controller, ...]
+    config_text: str
+    received: list[list[float]] | None
+    lent_when_sent: tuple[float, ...]
+    num_calibration_steps: int
+    migration: MigrationCost | None
+    migration_transport: str
 
 
 class GroupDecision:
@@ -143,62 +156,36 @@ class GroupDecision:
         """Count a step that ends without an update."""
         self.num_calibration_steps = max(self.num_calibration_steps - 1, 0)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values, the same on every rank; collect what is under way, or leave it where ranks have died."""
+    @property
+    def state(self) -> DecisionState:
+        """Return what a saved run needs; collect what is under way, or leave it where ranks have died."""
         with suppress(RuntimeError):
             self._collect()
-        return {
-            "controller": self._controller.state_dict(),
-            # A tuple is one entry of a checkpoint, which another mode finds too and leaves alone.
-            "what_if": tuple(self._what_if.states()),
-            "received": (self._config_text, self._received),
-            "lent_when_sent": list(self._lent_when_sent),
-            "num_calibration_steps": self.num_calibration_steps,
-            "migration": dataclasses.astuple(self.migration) if self.migration is not None else None,
-            "migration_transport": self._migration_transport,
-        }
-
-    @property
-    def state_check(self) -> Check:
-        """The check of what :meth:`load_state_dict` can take over."""
-        num_ranks = len(self._lent_when_sent)
-
-        def received(value: Any, where: str) -> None:
-            row(text, optional(each(each(any_number), num_ranks)))(value, where)
-            if value[0] == self._config_text and value[1] is not None:
-                each(each(any_number, 12 + 3 * NUM_POINTS))(value[1], f"{where}[1]")
-
-        return keyed(
-            {
-                "controller": self._controller.state_check,
-                "what_if": each(self._controller.state_check),
-                "received": received,
-                "lent_when_sent": each(not_negative, num_ranks),
-                "num_calibration_steps": count,
-                "migration": optional(row(not_negative, not_negative)),
-                "migration_transport": text,
-            }
+        return DecisionState(
+            self._controller,
+            self._what_if.controllers,
+            self._config_text,
+            self._received,
+            self._lent_when_sent,
+            self.num_calibration_steps,
+            self.migration,
+            self._migration_transport,
         )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`; what is under way is dropped, since it belongs to what is left behind.
+    def go_on_from(self, state: DecisionState) -> None:
+        """Go on from :attr:`state`; what is under way is dropped, since it belongs to what is left behind.
 
         Numbers that were sent under another configuration are dropped, too: what they tell of pruning may be of other
         ratios, or of columns that were not gathered.
-
-        Raises:
-            ValueError: if it was saved in a group of another size.
         """
         self._collect()
-        self._controller.load_state_dict(state["controller"])
-        self._what_if.load_states(state["what_if"])
-        config_text, received = state["received"]
-        self._received = received if config_text == self._config_text else None
-        self._lent_when_sent = tuple(state["lent_when_sent"])
-        is_known = state["migration"] is not None and state["migration_transport"] == self._migration_transport
-        self.migration = MigrationCost(*state["migration"]) if is_known else None
+        self._controller = state.controller
+        self._what_if.go_on_with(state.what_if)
+        self._received = state.received if state.config_text == self._config_text else None
+        self._lent_when_sent = state.lent_when_sent
+        self.migration = state.migration if state.migration_transport == self._migration_transport else None
         self.plan = self._controller.current_plan()
-        self.num_calibration_steps = min(state["num_calibration_steps"], self._controller.num_calibration_steps)
+        self.num_calibration_steps = min(state.num_calibration_steps, self._controller.num_calibration_steps)
 
     def require_agreement(self, agreed: object) -> None:
         """Compare now what the ranks of the group would decide from; collective.

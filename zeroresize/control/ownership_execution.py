@@ -107,7 +107,7 @@ class OwnershipExecution:
         away = units.shares
         self._require_memory(units.home, "at_home()", is_visit=True)
         # Before the first step there is nothing to go on from, and weights may be loaded within.
-        columns.set_aside = columns.seen if self._parts.selector.steps_of_epoch else None
+        columns.set_aside = columns.seen if self._parts.selector.state.steps_of_epoch else None
         try:
             self._change_hands(units, units.home)
             try:

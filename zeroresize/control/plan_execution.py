@@ -74,9 +74,9 @@ class PlanExecution:
         if plan is not decided:
             self._installer.install(self._relief(plan))
         if self._lender is not None:
-            if self._exchange is not None and self._lender.would_be_new(plan.loans, self._selector.epoch):
+            if self._exchange is not None and self._lender.would_be_new(plan.loans, self._selector.state.epoch):
                 self._exchange.meet()  # a rank that is a step ahead would send the others what they do not await
-            self._lender.install(plan.loans, self._installer.lent_columns(), epoch=self._selector.epoch)
+            self._lender.install(plan.loans, self._installer.lent_columns(), epoch=self._selector.state.epoch)
 
     def send_weights(self) -> None:
         """Send the lent columns of all weights, as they are from now until the next optimizer step."""
@@ -137,7 +137,7 @@ class PlanExecution:
     @property
     def agreed(self) -> tuple[object, ...]:
         """What every rank of the group must have alike, besides what is decided."""
-        return self._selector.epoch, sorted(self.pins.items())
+        return self._selector.state.epoch, sorted(self.pins.items())
 
     def _with_others(self, plan: WorkloadPlan) -> Shares:
         """Return what is installed, with what this rank computes for others by ``plan``, and the units it owns."""

@@ -29,7 +29,7 @@ def update_record(parts: Parts, num_steps: int, balancing_since_update_s: float)
     return UpdateRecord(
         update=num_steps // parts.config.update_every,
         step=num_steps,
-        epoch=parts.selector.epoch,
+        epoch=parts.selector.state.epoch,
         rank=parts.rank,
         busy_s=times.busy_s + times.outside_s if times else math.nan,
         gemm_s=times.gemm_s if times else math.nan,

@@ -8,10 +8,9 @@ import math
 import statistics
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,22 +22,9 @@ from zeroresize.measure.clocks import clock_for
 from zeroresize.measure.compare_products import Reference, choose_reference, compare_products, time_reference
 from zeroresize.measure.step_timer import LayerTimer, StepTimer
 from zeroresize.plan.group import Shares
-from zeroresize.policy.tensor.costs import NUM_POINTS, ResizingCost
+from zeroresize.policy.tensor.costs import ResizingCost
 from zeroresize.policy.tensor.estimation.estimator import RankEstimator
 from zeroresize.policy.tensor.estimation.times import RankTimes, StepTimes
-from zeroresize.utils.state_checks import (
-    Check,
-    any_number,
-    count,
-    each,
-    flag,
-    keyed,
-    not_negative,
-    optional,
-    row,
-    share,
-    text,
-)
 from zeroresize.utils.usual import usual_of
 
 logger = logging.getLogger(__name__)
@@ -85,35 +71,56 @@ class _Conditions:
         return is_like and dataclasses.replace(self, work=other.work) == other
 
 
+@dataclass
+class MonitorState:
+    """Holds what a monitor has learned, from which a resumed run goes on.
+
+    Attributes:
+        estimator: of the rank's times.
+        calibrated_on: under which conditions what pruning costs was measured; None before.
+        split: of fused products; None before the calibration.
+        num_tokens: of each layer in the last step of training, by name.
+        most_forwards: of a layer in that step.
+        reference: the product by which a rank that owns nothing is measured; None before the calibration.
+        outsides_s: seconds outside of the layers in the last steps.
+        interval: the steps since the last update.
+    """
+
+    estimator: RankEstimator
+    calibrated_on: _Conditions | None = None
+    split: ProductSplit | None = None
+    num_tokens: dict[str, int] = field(default_factory=dict)
+    most_forwards: int = 1
+    reference: Reference | None = None
+    outsides_s: list[float] = field(default_factory=list)
+    interval: list[StepTimes] = field(default_factory=list)
+
+
 class RankMonitor:
     """Times the steps of this rank's balanced layers, from update to update.
 
     Args:
         layers: balanced layers by name, all on one device.
         config: how to balance.
+
+    Attributes:
+        state: what was learned.
     """
 
     def __init__(self, layers: Mapping[str, BalancedLinear], config: BalanceConfig) -> None:
         self._layers, self._config = layers, config
-        self._estimator = RankEstimator(ResizingCost.linear(config.max_ratio))
-        self._calibrated_on: _Conditions | None = None
-        self._interval: list[StepTimes] = []
+        self.state = MonitorState(RankEstimator(ResizingCost.linear(config.max_ratio)))
         self._last_read: list[StepTimes] = []
         self._shares_in_force = Shares()
         self._wait_s = math.nan
-        self._outsides_s: list[float] = []
         self._has_seen_training = self._has_warned = False
         # Ranks run row-parallel layers together, since their outputs are summed; a model without any counts all layers.
         self._counted = [layer for layer in layers.values() if not layer.is_column_parallel] or list(layers.values())
         self._num_forwards_before_step = 0
         device = next(iter(layers.values())).local_weight.device if layers else torch.device("cpu")
         self._timer = StepTimer(clock_for(device))
-        self._split: ProductSplit | None = None
         self._layer_times: dict[str, float] = {}
-        self._num_tokens: dict[str, int] = {}  # of the last step of training
-        self._most_forwards = 1  # of one layer in it
         self._step_s = math.nan
-        self._reference: Reference | None = None
         probes = []
         for name, layer in layers.items():
             layer.forget_forwards()
@@ -124,7 +131,7 @@ class RankMonitor:
     @property
     def times(self) -> RankTimes | None:
         """Times at full work as far as is known, None before the first update."""
-        times = self._estimator.times
+        times = self.state.estimator.times
         return None if times is None else dataclasses.replace(times, outside_s=self._outside_s)
 
     @property
@@ -140,7 +147,7 @@ class RankMonitor:
     @property
     def cost(self) -> ResizingCost:
         """What pruning costs; proportional to FLOPs until :meth:`calibrate`."""
-        return self._estimator.cost
+        return self.state.estimator.cost
 
     @property
     def layer_times(self) -> dict[str, float]:
@@ -164,11 +171,11 @@ class RankMonitor:
     def end_step(self) -> None:
         """End the step."""
         self._last_read = self._timer.end_step()
-        self._interval += self._last_read
+        self.state.interval += self._last_read
         if self.is_step_of_training:
             self._has_seen_training = True
-            self._num_tokens = {name: layer.num_tokens for name, layer in self._layers.items()}
-            self._most_forwards = max(layer.num_forwards for layer in self._layers.values())
+            self.state.num_tokens = {name: layer.num_tokens for name, layer in self._layers.items()}
+            self.state.most_forwards = max(layer.num_forwards for layer in self._layers.values())
 
     @property
     def last_read(self) -> list[StepTimes]:
@@ -191,18 +198,18 @@ class RankMonitor:
         """Whether the cost of pruning was measured under the present conditions: this device, this configuration, and
         steps like the one that has just ended."""
         now = _Conditions.of_step(self._layers, self._config)
-        return self._calibrated_on is not None and self._calibrated_on.is_like(now)
+        return self.state.calibrated_on is not None and self.state.calibrated_on.is_like(now)
 
     def calibrate(self) -> ResizingCost:
         """Measure and return what pruning costs on the shapes of the step that has just ended; takes about a second."""
         cost, split = measure_resizing_cost(self._layers, self._config)
-        self._estimator = RankEstimator(cost)
+        self.state.estimator = RankEstimator(cost)
         self._take_split(split)
-        self._calibrated_on = _Conditions.of_step(self._layers, self._config)
+        self.state.calibrated_on = _Conditions.of_step(self._layers, self._config)
         with self._optional(
             "how fast this rank is while it owns nothing cannot be measured, as no product could be chosen for that"
         ):
-            self._reference = choose_reference(self._layers, self._num_tokens)
+            self.state.reference = choose_reference(self._layers, self.state.num_tokens)
         self._time_reference(self._shares_in_force.owned)
         logger.debug(
             "calibration of pruning: at γ = %.2f multiplications take %.2f of their time, gathers and fills %.1f ms",
@@ -231,17 +238,18 @@ class RankMonitor:
             with self._optional(
                 "after the move this rank's products could not be timed, so its speed is known only after some updates"
             ):
-                of_forward = {name: -(-tokens // self._most_forwards) for name, tokens in self._num_tokens.items()}
+                state = self.state
+                of_forward = {name: -(-tokens // state.most_forwards) for name, tokens in state.num_tokens.items()}
                 ratio = compare_products(self._layers, of_forward)
                 if ratio is not None:
-                    self._estimator.compare(owned, ratio)
+                    self.state.estimator.compare(owned, ratio)
         return time.perf_counter() - began
 
     def _time_reference(self, owned: float) -> None:
-        layer = self._layers.get(self._reference.layer) if self._reference is not None else None
-        if self._reference is not None and layer is not None:
+        layer = self._layers.get(self.state.reference.layer) if self.state.reference is not None else None
+        if self.state.reference is not None and layer is not None:
             with self._optional("how fast this rank is while it owns nothing could not be measured this time"):
-                self._estimator.learn_reference(time_reference(layer, self._reference), owned)
+                self.state.estimator.learn_reference(time_reference(layer, self.state.reference), owned)
 
     @contextmanager
     def _optional(self, lacking: str) -> Iterator[None]:
@@ -253,99 +261,49 @@ class RankMonitor:
 
     def learn(self) -> None:
         """Learn full-work times, and what pruning costs, from the interval that ends."""
-        if self._interval and not self._has_seen_training and not self._has_warned:
+        if self.state.interval and not self._has_seen_training and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "no converted layer was in training in %d steps: layers in eval() compute in full and are not balanced",
-                len(self._interval),
+                len(self.state.interval),
             )
         if self._shares_in_force.owned == 0.0:  # no step tells the speed of a rank without products
             self._time_reference(0.0)
         self._learn_outside()
-        self._estimator.learn([step.inside for step in self._interval])
-        usual = self._estimator.usual_step
+        self.state.estimator.learn([step.inside for step in self.state.interval])
+        usual = self.state.estimator.usual_step
         self._wait_s = math.nan
-        under_last_plan = [step for step in self._interval if step.shares == self._shares_in_force]
+        under_last_plan = [step for step in self.state.interval if step.shares == self._shares_in_force]
         whole = [step.busy_s + step.wait_s for step in under_last_plan if step.is_possible]
         self._step_s = statistics.median(whole) if whole else math.nan
-        if self._interval and usual is not None and usual.shares == self._shares_in_force:
+        if self.state.interval and usual is not None and usual.shares == self._shares_in_force:
             self._wait_s = usual.wait_s
-        # Of steps from a loaded state it is not known.
         by_layer = [step.layers for step in under_last_plan if step.layers]
         self._layer_times = {
             name: statistics.median(layers.get(name, 0.0) for layers in by_layer) for name in self._layers if by_layer
         }
-        self._interval, self._has_seen_training = [], False
+        self.state.interval, self._has_seen_training = [], False
 
     @property
     def _outside_s(self) -> float:
-        return usual_of(self._outsides_s) if self._outsides_s else 0.0
+        return usual_of(self.state.outsides_s) if self.state.outsides_s else 0.0
 
     def _learn_outside(self) -> None:
         """Keep the interval's steps, and of those before as many as make three: an evaluation is no lateness."""
-        measured = [step.outside_s for step in self._interval if step.is_possible]
-        self._outsides_s = [*self._outsides_s[-_FEWEST_OUTSIDE:], *measured][-max(len(measured), _FEWEST_OUTSIDE) :]
+        measured = [step.outside_s for step in self.state.interval if step.is_possible]
+        outsides_s = [*self.state.outsides_s[-_FEWEST_OUTSIDE:], *measured]
+        self.state.outsides_s = outsides_s[-max(len(measured), _FEWEST_OUTSIDE) :]
 
     def _take_split(self, split: ProductSplit) -> None:
-        self._split = split
+        self.state.split = split
         self._timer.gemm_part = split.gemm_part
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's own, plain values."""
-        return {
-            "calibrated_on": dataclasses.astuple(self._calibrated_on) if self._calibrated_on is not None else None,
-            "estimator": self._estimator.state_dict(),
-            "split": dataclasses.astuple(self._split) if self._split is not None else None,
-            "num_tokens": [(name, number) for name, number in self._num_tokens.items()],
-            "most_forwards": self._most_forwards,
-            "reference": dataclasses.astuple(self._reference) if self._reference is not None else None,
-            "outsides_s": list(self._outsides_s),
-            # Without the times of layers, which the next interval tells anew.
-            "interval": [dataclasses.astuple(dataclasses.replace(step, layers={}))[:-1] for step in self._interval],
-        }
-
-    @property
-    def state_check(self) -> Check:
-        """The check of what :meth:`load_state_dict` can take over."""
-        conditions = row(text, any_number, any_number, count, flag)
-        step = row(
-            any_number,
-            any_number,
-            any_number,
-            row(share, share, not_negative, not_negative),
-            flag,
-            any_number,
-            any_number,
-            any_number,
-        )
-        split = row(*[each(any_number, NUM_POINTS)] * 3)
-        return keyed(
-            {
-                "calibrated_on": optional(conditions),
-                "estimator": self._estimator.state_check,
-                "split": optional(split),
-                "num_tokens": each(row(text, count)),
-                "most_forwards": count,
-                "reference": optional(row(text, count, count, not_negative)),
-                "outsides_s": each(not_negative),
-                "interval": each(step),
-            }
-        )
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
-        self._calibrated_on = _Conditions(*state["calibrated_on"]) if state["calibrated_on"] is not None else None
-        if state["split"] is not None:
-            self._take_split(ProductSplit(*map(tuple, state["split"])))
-        self._num_tokens, self._most_forwards = dict(state["num_tokens"]), max(state["most_forwards"], 1)
-        self._reference = Reference(*state["reference"]) if state["reference"] is not None else None
-        self._interval = [_step_of(*values) for values in state["interval"]]
-        self._estimator.load_state_dict(state["estimator"])
-        self._outsides_s = list(state["outsides_s"])
-
-
-def _step_of(busy_s: float, gemm_s: float, gather_fill_s: float, shares: Sequence[float], *others: Any) -> StepTimes:
-    return StepTimes(busy_s, gemm_s, gather_fill_s, Shares(*shares), *others)
+    def go_on_from(self, state: MonitorState) -> None:
+        """Go on from the :attr:`state` of another monitor of these layers."""
+        split = state.split or self.state.split
+        self.state = state
+        if split is not None:
+            self._take_split(split)
 
 
 def _detach(timer: StepTimer, probes: list[tuple[BalancedLinear, LayerTimer]]) -> None:

@@ -19,19 +19,29 @@ from zeroresize.optim.independence import why_not_elementwise
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.microbatches.micro_batch import Indices
 from zeroresize.policy.microbatches.replanned_costs import PlannedModel
-from zeroresize.policy.microbatches.straggler_decision import MicroBatchDecision, Replanning
+from zeroresize.policy.microbatches.straggler_decision import MicroBatchDecision, MicroBatchState, Replanning
 from zeroresize.policy.moves.least_saving import MIN_SAVING
 from zeroresize.policy.strategy.stragglers.decision import TOLERANCE
+from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds
 from zeroresize.resharding.agreement import NotEnoughMemoryError, meet_over, meet_prepared
 from zeroresize.strategy.setup_cost import slowest_setup_s
 from zeroresize.strategy.speed_meter import SpeedMeter
+from zeroresize.utils.codec import loaded, saved
 from zeroresize.utils.fingerprint import digest
-from zeroresize.utils.state_checks import anything, count, keyed
 
 logger = logging.getLogger(__name__)
 
 #: Seconds for which training waits for other plans, before that was seen.
 REPLAN_S = 0.2
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a balancer goes on from."""
+
+    steps: int
+    speeds: RankSpeeds
+    decision: MicroBatchState
 
 
 @dataclass(frozen=True)
@@ -182,7 +192,7 @@ class MicroBatchBalancer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned and is owed; plain values, the same on every rank."""
-        return {"steps": self.steps, "speeds": self._meter.state_dict(), "decision": self._decision.state_dict()}
+        return saved(_State(self.steps, self._meter.learned, self._decision.state))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`, between two iterations, on every rank alike; the strategy stays as it is.
@@ -190,10 +200,9 @@ class MicroBatchBalancer:
         Raises:
             ValueError: naming what does not fit; nothing is taken over then.
         """
-        keyed({"steps": count, "speeds": anything, "decision": anything})(state, "state")
-        self._meter.require(state["speeds"])
-        self._decision.load_state_dict(state["decision"])
-        self._meter.load_state_dict(state["speeds"], state["steps"])
+        learned = loaded(_State, state, "state")
+        self._decision.go_on_from(learned.decision)
+        self._meter.go_on_from(learned.speeds, learned.steps)
 
     def _usual_lengths(self) -> tuple[int, ...]:
         """[A] the mean of the next iteration's samples, once all ranks may change their strategies; collective."""

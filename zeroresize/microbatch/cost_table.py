@@ -6,15 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from zeroresize.policy.microbatches.grid_costs import LayerGrid
 from zeroresize.policy.microbatches.micro_batch import MicroBatchCosts
 from zeroresize.policy.microbatches.stage_costs import HandedBytes, StageCosts
+from zeroresize.utils.codec import decoded, encoded
 from zeroresize.utils.fingerprint import digest
-from zeroresize.utils.value_checks import known_keys
-
-_KEYS = ("kinds", "names", "grids", "device", "handed")
 
 
 @dataclass(frozen=True)
@@ -88,52 +85,20 @@ class CostTable:
     @property
     def fingerprint(self) -> str:
         """Return a digest of all numbers."""
-        return digest(json.dumps(self.as_dict(), sort_keys=True)).hex()
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values that :meth:`of` reads back."""
-        grids = {
-            recomputation: {kind: grid.as_dict() for kind, grid in by_kind.items()}
-            for recomputation, by_kind in self.grids.items()
-        }
-        return {
-            "kinds": list(self.kinds),
-            "names": list(self.names),
-            "grids": grids,
-            "device": self.device,
-            "handed": [[list(dims) for dims in handed] for handed in self.handed],
-        }
-
-    @classmethod
-    def of(cls, value: Any) -> CostTable:
-        """Return the table that :meth:`as_dict` described.
-
-        Raises:
-            ValueError: for anything else, and as the class does.
-        """
-        entries = known_keys("key of costs", value, _KEYS)
-        try:
-            grids = {
-                recomputation: {kind: LayerGrid.of(grid) for kind, grid in by_kind.items()}
-                for recomputation, by_kind in entries["grids"].items()
-            }
-            handed = tuple(tuple(map(tuple, of_layer)) for of_layer in entries["handed"])
-            return cls(tuple(entries["kinds"]), tuple(entries["names"]), grids, str(entries["device"]), handed)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"these are no costs: {error!r}; wanted are {list(_KEYS)}") from error
+        return digest(json.dumps(encoded(self), sort_keys=True)).hex()
 
     def save(self, path: str | Path) -> None:
         """Write the table as JSON."""
-        Path(path).write_text(json.dumps(self.as_dict()), encoding="utf-8")
+        Path(path).write_text(json.dumps(encoded(self)), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> CostTable:
         """Read what :meth:`save` wrote.
 
         Raises:
-            ValueError: as :meth:`of` does, and for what is no JSON, naming the file.
+            ValueError: as the class does, and for what is no table, naming the file.
         """
         try:
-            return cls.of(json.loads(Path(path).read_text(encoding="utf-8")))
+            return decoded(cls, json.loads(Path(path).read_text(encoding="utf-8")), "costs")
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error

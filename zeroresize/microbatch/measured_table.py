@@ -18,6 +18,7 @@ from zeroresize.resharding.agreement import meet_over
 from zeroresize.runtime.activations import BatchOf
 from zeroresize.runtime.counted_loss import Loss
 from zeroresize.strategy.model import SwitchableModel
+from zeroresize.utils.codec import decoded, encoded
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +72,12 @@ def measure_model(
         slowest=lambda seconds: max(each for each, _ in meet(seconds, 0.0)),
     )
     model.drop_gradients()
-    plain = {way: {kind: grid.as_dict() for kind, grid in by_kind.items()} for way, by_kind in measured.items()}
-    texts = Rendezvous(model.process_group, "measure costs of layers").exchange("costs", json.dumps(plain))
+    texts = Rendezvous(model.process_group, "measure costs of layers").exchange("costs", json.dumps(encoded(measured)))
     grids: dict[str, dict[str, LayerGrid]] = {way: {} for way in recomputations}
     for text in texts:
         for way, by_kind in json.loads(text).items():
             for kind, value in by_kind.items():
-                grid = LayerGrid.of(value)
+                grid = decoded(LayerGrid, value, "grid")
                 known = grids[way].get(kind)
                 grids[way][kind] = grid if known is None else _slower(known, grid)
     if is_first:

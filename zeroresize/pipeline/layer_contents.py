@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from zeroresize.resharding.parameter_state import (
     why_of_fixed_size,
 )
 from zeroresize.utils.checkpoint_reader import plain_value
+from zeroresize.utils.codec import decoded, encoded
 from zeroresize.utils.torch_private import buffers_of
 
 BUFFER, EXTRA = "buffer", "extra state"
@@ -108,24 +109,12 @@ class LayerNote:
 
 def notes_to_json(notes: Iterable[LayerNote]) -> str:
     """Return a text of the notes that :func:`notes_from_json` reads."""
-    return json.dumps([asdict(one) for one in notes])
+    return json.dumps([encoded(one) for one in notes])
 
 
 def notes_from_json(text: str) -> list[LayerNote]:
     """Return the notes of which :func:`notes_to_json` has made the text."""
-    return [
-        LayerNote(
-            fields["layer"],
-            tuple(
-                TensorNote(**{**tensor, "shape": tuple(tensor["shape"]), "stride": tuple(tensor["stride"])})
-                for tensor in fields["tensors"]
-            ),
-            {name: ParameterNote(**parameter) for name, parameter in fields["parameters"].items()},
-            tuple(fields["missing_buffers"]),
-            tuple(fields["training"]),
-        )
-        for fields in json.loads(text)
-    ]
+    return [decoded(LayerNote, fields, "layer") for fields in json.loads(text)]
 
 
 def describe(

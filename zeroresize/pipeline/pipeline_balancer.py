@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -37,21 +38,22 @@ from zeroresize.policy.pipeline.profile_cadence import (
     ProfileEvery,
 )
 from zeroresize.policy.pipeline.profiles import PipelineProfile
-from zeroresize.policy.pipeline.rebalancing import Rebalancing
+from zeroresize.policy.pipeline.rebalancing import Rebalancing, RebalancingState
 from zeroresize.policy.pipeline.rebalancing_proposal import (
     By,
     RebalancingProposal,
     RebalancingRule,
     described,
 )
+from zeroresize.policy.pipeline.repacking_decision import RepackingDecision
 from zeroresize.resharding.agreement import (
     CannotMoveError,
     NotEnoughMemoryError,
     meet_prepared,
     require_same,
 )
+from zeroresize.utils.codec import loaded, saved
 from zeroresize.utils.fingerprint import fingerprint
-from zeroresize.utils.state_checks import count, each, not_negative
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -62,6 +64,16 @@ _OPTIONS = (
     "the options of PipelineBalancer, or in the parameter groups of the optimizer: give every rank's all of "
     "pipeline.parameters(), in the same groups"
 )
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a balancer goes on from; ``costs_of_profiles`` in steps."""
+
+    steps: int
+    costs_of_profiles: tuple[float, ...]
+    rebalancing: RebalancingState
+    repacking: RepackingDecision
 
 
 class PipelineBalancer:
@@ -292,9 +304,7 @@ class PipelineBalancer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned of layers, devices, moves and costs: plain values, the same on every rank."""
-        repack = {} if self._repacking is None else {"repack": self._repacking.decision.state_dict()}
-        steps = (self.steps, *self._cadence.costs)  # one entry, so that checkpoints without costs can be loaded
-        return {"steps": steps, **self._rebalancing.state_dict(), **repack}
+        return saved(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`. The pipeline may have other boundaries than it had; it keeps them.
@@ -304,22 +314,20 @@ class PipelineBalancer:
         Raises:
             ValueError: naming what does not fit, such as another number of layers; nothing is taken over then.
         """
-        learned = dict(state)
-        steps = learned.pop("steps", None)
-        # Until the cost of profiles was measured, it was a number.
-        num_steps, *costs = steps if isinstance(steps, list | tuple) and steps else (steps,)
-        count(num_steps, "state['steps']")
-        each(not_negative)(costs, "state['steps'][1:]")
-        repack = learned.pop("repack", {})
+        learned = loaded(_State, state, "state", self._state)
+        rebalancing = learned.rebalancing.on(len(self._pipeline.layers), self._pipeline.num_stages)
+        self._rebalancing.go_on_from(rebalancing)
         if self._repacking is not None:
-            self._repacking.decision.check_state(repack)
-        self._rebalancing.load_state_dict(learned, len(self._pipeline.layers), self._pipeline.num_stages)
-        if self._repacking is not None:
-            self._repacking.decision.load_state_dict(repack)
+            self._repacking.decision = learned.repacking
         self._measuring.forget_work()
-        self.steps, self._wanted = num_steps, None
-        self._cadence.begin_anew(costs)
+        self.steps, self._wanted = learned.steps, None
+        self._cadence.begin_anew(learned.costs_of_profiles)
         self._rebalancing.interval = self._cadence.every
+
+    @property
+    def _state(self) -> _State:
+        repacking = RepackingDecision() if self._repacking is None else self._repacking.decision
+        return _State(self.steps, self._cadence.costs, self._rebalancing.state, repacking)
 
     def _balance(self, profile: PipelineProfile) -> None:
         proposal = self._decide(profile)

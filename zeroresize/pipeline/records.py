@@ -10,15 +10,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from zeroresize.policy.pipeline.bubbles import simulated_step
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal
 from zeroresize.runtime.schedules import Schedule
+from zeroresize.utils.codec import decoded
 from zeroresize.utils.json_lines import without_nan
-from zeroresize.utils.state_checks import any_number, count, each, keyed, not_negative, optional
 
 
 @dataclass(frozen=True)
@@ -94,22 +94,10 @@ class ProfileRecord:
         Raises:
             ValueError: naming what is missing, or no number or list of numbers.
         """
-        missing = [one.name for one in fields(cls) if one.default is MISSING and one.name not in values]
-        if values.get("kind") != "profile" or missing:
-            raise ValueError(f"this is no profile: kind={values.get('kind')!r}, missing: {missing}")
-        record = {one.name: values.get(one.name, one.default) for one in fields(cls)}
-        record["profile_cost"] = math.nan if record["profile_cost"] is None else record["profile_cost"]
-        optional(count)(record["profile_every"], "profile_every")
-        any_number(record["profile_cost"], "profile_cost")
-        for name in ("boundaries", "stage_s", "bubble_ratios"):
-            each(any_number)(record[name], name)
-            record[name] = tuple(record[name])
-        figures = [one.name for one in fields(LayerProfile)]
-        each(keyed(dict.fromkeys(figures, not_negative)))(record["layers"], "layers")
-        record["layers"] = tuple(LayerProfile(*(one[name] for name in figures)) for one in record["layers"])
-        for name in ("step", "step_s", "imbalance", "bubble_ratio", "simulated_step_s", "simulated_bubble_ratio"):
-            any_number(record[name], name)
-        return cls(**record)
+        if values.get("kind") != "profile":
+            raise ValueError(f"this is no profile: kind={values.get('kind')!r}")
+        cost = values.get("profile_cost")
+        return decoded(cls, {**values, "profile_cost": math.nan if cost is None else cost}, "profile")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, None for NaN."""

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 from weakref import finalize
 
 import torch
@@ -115,27 +114,19 @@ class SpeedMeter:
         self.worked = max(working_R), max(step_R)
         return True
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what was learned; plain values, the same on every rank."""
-        return self._speeds.state_dict()
+    @property
+    def learned(self) -> RankSpeeds:
+        """Return what was learned, the same on every rank."""
+        return self._speeds
 
-    def require(self, state: Mapping[str, Any]) -> RankSpeeds:
-        """Return the speeds of a :meth:`state_dict`, which are not taken over.
+    def go_on_from(self, learned: RankSpeeds, num_steps: int) -> None:
+        """Go on from :attr:`learned` after so many steps, between two steps, on every rank alike.
 
-        Raises:
-            ValueError: naming what does not fit.
+        Of another number of ranks nothing is taken over.
         """
-        speeds = RankSpeeds(len(self.exchange.ranks))
-        speeds.load_state_dict(state)
-        return speeds
-
-    def load_state_dict(self, state: Mapping[str, Any], num_steps: int) -> None:
-        """Go on from :meth:`state_dict` after so many steps, between two steps, on every rank alike.
-
-        Raises:
-            ValueError: naming what does not fit; nothing is taken over then.
-        """
-        self._speeds, self.num_steps = self.require(state), num_steps
+        num_ranks = len(self.exchange.ranks)
+        self._speeds = learned if learned.num_ranks == num_ranks else RankSpeeds(num_ranks)
+        self.num_steps = num_steps
         self.exchange.collect()  # of steps before
 
 

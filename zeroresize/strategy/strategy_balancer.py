@@ -10,7 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +22,13 @@ from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.moves.least_saving import MIN_SAVING
 from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.stragglers.costs import StragglerCosts
-from zeroresize.policy.strategy.stragglers.decision import TOLERANCE, StragglerDecision, StrategyProposal
+from zeroresize.policy.strategy.stragglers.decision import (
+    TOLERANCE,
+    StragglerDecision,
+    StragglerState,
+    StrategyProposal,
+)
+from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds
 from zeroresize.policy.strategy.stragglers.sample_cadence import SampleCadence
 from zeroresize.resharding.agreement import NotEnoughMemoryError, meet_over, meet_prepared
 from zeroresize.strategy.setup_cost import slowest_setup_s
@@ -30,13 +36,22 @@ from zeroresize.strategy.speed_meter import SpeedMeter
 from zeroresize.strategy.step_report import StepReport
 from zeroresize.strategy.straggler_record import StragglerRecord
 from zeroresize.strategy.trainer import StrategyTrainer
+from zeroresize.utils.codec import loaded, saved
 from zeroresize.utils.fingerprint import digest
-from zeroresize.utils.state_checks import anything, count, keyed
 
 logger = logging.getLogger(__name__)
 
 #: Steps are expected to be like so many of the newest ones.
 _SAMPLE = 4
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a balancer goes on from."""
+
+    steps: int
+    speeds: RankSpeeds
+    decision: StragglerState
 
 
 class StrategyBalancer:
@@ -170,7 +185,7 @@ class StrategyBalancer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned and is owed; plain values, the same on every rank."""
-        return {"steps": self.steps, "speeds": self._meter.state_dict(), "decision": self._decision.state_dict()}
+        return saved(_State(self.steps, self._meter.learned, self._decision.state))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`, between two steps, on every rank alike.
@@ -181,10 +196,9 @@ class StrategyBalancer:
         Raises:
             ValueError: naming what does not fit; nothing is taken over then.
         """
-        keyed({"steps": count, "speeds": anything, "decision": anything})(state, "state")
-        self._meter.require(state["speeds"])
-        self._decision.load_state_dict(state["decision"], in_force=self.in_force)
-        self._meter.load_state_dict(state["speeds"], state["steps"])
+        learned = loaded(_State, state, "state")
+        self._decision.go_on_from(learned.decision)
+        self._meter.go_on_from(learned.speeds, learned.steps)
 
     def _decide(self) -> None:
         speeds = self._meter.speeds

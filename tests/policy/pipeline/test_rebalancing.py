@@ -1,11 +1,11 @@
 """When layers move, decided on plain numbers."""
 
 import dataclasses
-import json
 import math
 
 import pytest
 from helpers.pipelines import World, rebalancing_of
+from helpers.states import resumed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -187,19 +187,17 @@ def test_what_was_learned_goes_on_elsewhere():
     world, rebalancing = World([1.0] * 8, [1.0, 0.3], (0, 4, 8)), rebalancing_of()
     world.train(rebalancing, 10)
     assert world.boundaries == (0, 7, 8)
-    state = json.loads(json.dumps(rebalancing.state_dict()))
+    state = resumed(rebalancing.state)
     other = rebalancing_of()
-    other.load_state_dict(state, 8, 2)
-    assert other.state_dict() == rebalancing.state_dict()
+    other.go_on_from(state.on(8, 2))
+    assert other.state == rebalancing.state
     world.boundaries = (0, 4, 8)
     assert world.train(other, 4) == [(0, 7, 8)]
     fewer = rebalancing_of()
-    fewer.load_state_dict(state, 8, 3)
+    fewer.go_on_from(state.on(8, 3))
     assert fewer.costs is None and fewer.cost_of_move == rebalancing.cost_of_move
-    with pytest.raises(ValueError, match=r"state\.costs\[0\]: a list of 9 is needed, found one of 8"):
-        fewer.load_state_dict(state, 9, 2)
-    with pytest.raises(ValueError, match=r"state\.rental\.doubt: a number of at least 0 is needed"):
-        fewer.load_state_dict(state | {"rental": state["rental"] | {"doubt": "much"}}, 8, 2)
+    with pytest.raises(ValueError, match="it is of 8 layers, and the pipeline has 9"):
+        state.on(9, 2)
 
 
 @pytest.mark.parametrize(
@@ -248,10 +246,10 @@ def test_what_lay_before_the_first_change_does_not_say_how_soon_the_next_one_com
     """As after a resume, or a long time without changes."""
     rebalancing = rebalancing_of(MoveCost(1e-8, 0.1), num_steps=2)
     if begin:
-        resumed = rebalancing_of(MoveCost(1e-8, 0.1), num_steps=2)
+        other = rebalancing_of(MoveCost(1e-8, 0.1), num_steps=2)
         World([1.0] * 8, [1.0, 1.0], (0, 4, 8)).train(rebalancing, 3)
-        resumed.load_state_dict(json.loads(json.dumps(rebalancing.state_dict())), 8, 2)
-        rebalancing = resumed
+        other.go_on_from(resumed(rebalancing.state).on(8, 2))
+        rebalancing = other
     spent_s, saved_s = changed_again_and_again(rebalancing, begin, every=10)
     assert spent_s <= max(saved_s, 0.0)
 
@@ -309,18 +307,12 @@ def test_a_change_that_was_told_and_what_moves_have_lost_outlive_a_resume():
     )
     told_to_and_fro(rebalancing, world, every=6, num_changes=5)
     rebalancing.expect_other_work(30)
-    resumed = rebalancing_of(MoveCost(0.0, 1.0), num_steps=2)
-    resumed.load_state_dict(json.loads(json.dumps(rebalancing.state_dict())), 16, 4)
-    assert resumed.account.account == rebalancing.account.account
-    assert resumed.account.home == rebalancing.account.home
+    other = rebalancing_of(MoveCost(0.0, 1.0), num_steps=2)
+    other.go_on_from(resumed(rebalancing.state).on(16, 4))
+    assert other.account.account == rebalancing.account.account
+    assert other.account.home == rebalancing.account.home
     world.work = [1.0] * 4 + [0.2] * 4 + [1.0] * 8  # all layers of the second stage: its device seems to be faster
     for step in (32, 33):
-        resumed.update(world.profile(), step)
-    assert resumed.costs.speeds == pytest.approx([1.0] * 4)
-    assert resumed.costs.seconds[4:8].tolist() == pytest.approx([0.2] * 4)
-    old = rebalancing.state_dict()
-    old["costs"] = old["costs"][:4]  # before there was an account
-    resumed.load_state_dict(json.loads(json.dumps(old)), 16, 4)
-    assert resumed.account.account.elapsed_s == 0.0 and resumed.costs == rebalancing.costs
-    with pytest.raises(ValueError, match="4 lists are needed, or 7"):
-        resumed.load_state_dict({**old, "costs": [*old["costs"], [0, 4, 8, 12, 16]]}, 16, 4)
+        other.update(world.profile(), step)
+    assert other.costs.speeds == pytest.approx([1.0] * 4)
+    assert other.costs.seconds[4:8].tolist() == pytest.approx([0.2] * 4)

@@ -152,8 +152,9 @@ def test_memory_is_what_the_optimizer_strategy_needs_and_what_is_in_force():
 def test_layer_costs_are_kept_in_a_file(tmp_path):
     LAYERS.save(tmp_path / "costs.json")
     assert LayerCostTable.load(tmp_path / "costs.json") == LAYERS
-    with pytest.raises(ValueError, match="no layer costs"):
-        LayerCostTable.of({"kinds": ["block"]})
+    (tmp_path / "none.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"layer costs\.kinds: missing"):
+        LayerCostTable.load(tmp_path / "none.json")
     with pytest.raises(ValueError, match=r"\['head'\] have no costs"):
         LayerCostTable(("block", "head"), LAYERS.costs, 1.0)
     with pytest.raises(ValueError, match="token_s=-1"):

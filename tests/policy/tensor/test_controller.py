@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from helpers.states import resumed
 from helpers.virtual_training import LINEAR, REALISTIC
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -148,13 +149,13 @@ def test_a_rank_that_measured_nothing_yet_changes_nothing():
 
 def test_controller_goes_on_from_its_state():
     samples = [rank(0.3, 0.7), rank(0.3, 2.8)]
-    saved, loaded = (Controller(BalanceConfig(mode="zero-rd"), 2) for _ in range(2))
+    saved = Controller(BalanceConfig(mode="zero-rd"), 2)
     saved.update(samples)
-    loaded.load_state_dict(saved.state_dict())
+    loaded = resumed(saved)
     assert loaded.current_plan().ranks == saved.current_plan().ranks
     assert loaded.update(samples) == saved.update(samples)
     with pytest.raises(ValueError, match="of 2 ranks, this process group has 3"):
-        Controller(BalanceConfig(), 3).load_state_dict(saved.state_dict())
+        resumed(saved, Controller(BalanceConfig(), 3))
 
 
 def test_a_missing_sample_of_a_known_rank_changes_nothing():
@@ -232,10 +233,7 @@ def test_equal_inputs_give_equal_plans_also_from_a_saved_state(updates, mode, ha
     steady, other = (Controller(BalanceConfig(mode=mode), 3) for _ in range(2))
     for number, times_of_ranks in enumerate(updates):
         if number == half:
-            resumed = Controller(BalanceConfig(mode=mode), 3)
-            steady.state_check(steady.state_dict(), "state")
-            resumed.load_state_dict(steady.state_dict())
-            other = resumed
+            other = resumed(steady)
         plans = [
             controller.update([unsure(*times) for times in times_of_ranks], seen) for controller in (steady, other)
         ]

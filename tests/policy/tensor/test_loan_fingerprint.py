@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from helpers.states import resumed
 
 from zeroresize import BalanceConfig
 from zeroresize.plan.group import Loan, Shares
@@ -28,8 +29,7 @@ def test_equal_ones_have_one_number_also_from_a_loaded_state(chis):
     """Rank 1 alone receives all of a loan: its number and its part are both 1."""
     (first, plan), (second, same) = lending(*chis), lending(*chis)
     assert first.fingerprint(plan, 1, "x") == second.fingerprint(same, 1, "x")
-    loaded = Controller(first.config, len(chis))
-    loaded.load_state_dict(first.state_dict())
+    loaded = resumed(first, Controller(first.config, len(chis)))
     assert loaded.fingerprint(loaded.current_plan(), 1) == first.fingerprint(first.current_plan(), 1)
 
 

@@ -1,6 +1,7 @@
 """In mode "off": what the other modes would decide."""
 
 import pytest
+from helpers.states import resumed
 
 from zeroresize import BalanceConfig
 from zeroresize.config.keys import MODES
@@ -52,23 +53,23 @@ def test_in_large_groups_each_kind_decides_at_an_update_of_its_own(monkeypatch):
 
 
 def test_it_goes_on_from_its_state():
-    what_if, resumed = WhatIf(OFF, RANKS), WhatIf(OFF, RANKS)
+    what_if, other = WhatIf(OFF, RANKS), WhatIf(OFF, RANKS)
     for update in range(3):
         what_if.update(*told_at(update))
-    resumed.load_states(what_if.states())
-    assert {mode: plan.ranks for mode, plan in resumed.plans.items()} == {
+    other.go_on_with([resumed(*pair) for pair in zip(what_if.controllers, other.controllers, strict=True)])
+    assert {mode: plan.ranks for mode, plan in other.plans.items()} == {
         mode: plan.ranks for mode, plan in what_if.plans.items()
     }
-    for either in (what_if, resumed):
+    for either in (what_if, other):
         either.update(*told_at(3))
-    assert resumed.plans == what_if.plans
+    assert other.plans == what_if.plans
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "off"])
 def test_in_other_modes_there_is_nothing_to_ask(mode):
     what_if = WhatIf(BalanceConfig(mode=mode), RANKS)
     what_if.update(*told_at(0))
-    assert what_if.plans == {} and what_if.states() == []
+    assert what_if.plans == {} and what_if.controllers == ()
 
 
 def test_keys_of_any_mode_may_stand_in_the_configuration():

@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -114,33 +113,6 @@ class LayerGrid:
     @cached_property
     def _table(self) -> Floats:
         return np.stack([getattr(self, name) for name in _VALUES])
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values that :meth:`of` reads back; infinite ones as None."""
-        values = {
-            name: [None if np.isinf(value) else float(value) for value in getattr(self, name).ravel()]
-            for name in _VALUES
-        }
-        lengths = [list(points) for points in self.lengths]
-        return {"axes": list(self.axes), "sizes": list(self.sizes), "lengths": lengths, **values}
-
-    @classmethod
-    def of(cls, value: Any) -> LayerGrid:
-        """Return the grid that :meth:`as_dict` described.
-
-        Raises:
-            ValueError: for anything else, and as the class does.
-        """
-        try:
-            sizes, lengths = tuple(value["sizes"]), tuple(map(tuple, value["lengths"]))
-            shape = (len(sizes), *map(len, lengths))
-            arrays = [
-                np.array([np.inf if entry is None else entry for entry in value[name]], dtype=np.float64).reshape(shape)
-                for name in _VALUES
-            ]
-            return cls(tuple(value["axes"]), sizes, lengths, *arrays)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"this is no grid of a layer's costs: {error!r}") from error
 
 
 def powers_of_two(most: int, least: int = 1) -> tuple[int, ...]:

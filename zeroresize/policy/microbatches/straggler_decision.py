@@ -10,9 +10,8 @@ Pure: the same speeds give the same decisions on every rank.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.microbatches.iteration_plan import IterationPlan
@@ -20,10 +19,14 @@ from zeroresize.policy.microbatches.planning_options import PlanningOptions
 from zeroresize.policy.microbatches.replanned_costs import SAMPLE, CostsOfStages, PlannedModel, ReplannedCosts
 from zeroresize.policy.moves.least_saving import MIN_SAVING, beyond_noise, is_saving
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.moves.ski_rental import RENTAL_CHECK, SkiRental
-from zeroresize.policy.strategy.stragglers.decision import TOLERANCE, StragglerDecision, StrategyProposal
+from zeroresize.policy.moves.ski_rental import SkiRental
+from zeroresize.policy.strategy.stragglers.decision import (
+    TOLERANCE,
+    StragglerDecision,
+    StragglerState,
+    StrategyProposal,
+)
 from zeroresize.policy.strategy.stragglers.sample_cadence import SampleCadence
-from zeroresize.utils.state_checks import anything, keyed
 
 #: The candidate that moves nothing.
 REPLAN = "replan"
@@ -49,6 +52,14 @@ class Replanning:
     saving_s: float
     switch_s: float
     proposal: StrategyProposal | None = None
+
+
+@dataclass(frozen=True)
+class MicroBatchState:
+    """Hold what a decision goes on from: what new plans are owed, and the decision on strategies."""
+
+    rental: SkiRental
+    decision: StragglerState
 
 
 class MicroBatchDecision:
@@ -168,16 +179,12 @@ class MicroBatchDecision:
         """Note that memory did not suffice: everything is as it was, and nothing is tried for a while."""
         self._decision.refuse()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values, the same on every rank."""
-        return {"rental": self._rental.state_dict(), "decision": self._decision.state_dict()}
+    @property
+    def state(self) -> MicroBatchState:
+        """Return what a saved run needs, the same on every rank."""
+        return MicroBatchState(self._rental, self._decision.state)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`; the strategy in force stays.
-
-        Raises:
-            ValueError: naming what does not fit; nothing is taken over then.
-        """
-        keyed({"rental": RENTAL_CHECK, "decision": anything})(state, "state")
-        self._decision.load_state_dict(state["decision"], in_force=(self.strategy,))
-        self._rental.load_state_dict(state["rental"])
+    def go_on_from(self, state: MicroBatchState) -> None:
+        """Go on from :attr:`state`; the strategy in force stays."""
+        self._decision.go_on_from(state.decision)
+        self._rental = state.rental

@@ -22,9 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from zeroresize.utils.state_checks import Check, count, each, keyed, not_negative, row, text
 
 #: After a refused move nothing is due for so many updates, twice as many after each that follows, up to the most.
 FIRST_PAUSE, LONGEST_PAUSE = 8, 1024
@@ -94,24 +91,3 @@ class SkiRental:
     def judge(self, *, is_kept: bool) -> None:
         """Take whether the last move saves what it was to save: if not, prices double, up to :data:`MOST_DOUBT`."""
         self.doubt = 1.0 if is_kept else min(2.0 * self.doubt, MOST_DOUBT)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values, the same wherever the same was charged; a tuple is one entry of a checkpoint."""
-        return {
-            "owed_s": tuple(sorted(self.owed_s.items())),
-            "doubt": self.doubt,
-            "pause": (self.pause, self.next_pause),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`, which :data:`RENTAL_CHECK` has checked."""
-        self.owed_s = {candidate: total_s for candidate, total_s in state["owed_s"] if total_s > 0.0}
-        self.doubt = max(state["doubt"], 1.0)
-        self.pause, next_pause = state["pause"]
-        self.next_pause = max(next_pause, FIRST_PAUSE)
-
-
-#: Of what :meth:`SkiRental.load_state_dict` can take over.
-RENTAL_CHECK: Check = keyed(
-    {"owed_s": each(row(text, not_negative)), "doubt": not_negative, "pause": row(count, count)}
-)

@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import astuple, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,16 +22,15 @@ from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.account import Account
 from zeroresize.policy.moves.least_saving import is_saving
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.moves.ski_rental import RENTAL_CHECK, SkiRental
+from zeroresize.policy.moves.ski_rental import SkiRental
 from zeroresize.policy.pipeline.layer_account import LayerAccount
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.layer_means import LayerMeans
 from zeroresize.policy.pipeline.message_delays import PipelineMessages
-from zeroresize.policy.pipeline.pipeline_load import Floats, PipelineLoad
+from zeroresize.policy.pipeline.pipeline_load import Floats
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal, RebalancingRule
 from zeroresize.policy.pipeline.running_profile import RunningProfile
-from zeroresize.utils.state_checks import any_number, anything, count, each, keyed, not_negative, row
 
 #: The candidate that is owed for: whatever boundaries are wanted.
 _WANTED = "wanted"
@@ -49,8 +48,6 @@ _ANCHORED = 16
 _TOLD = 9
 #: Of profiles of every step every so many lead to a decision, while nothing is owed: it takes milliseconds.
 _DECIDED = 4
-_CHECK = keyed({"costs": anything, "cost_of_move": each(not_negative, 3), "rental": RENTAL_CHECK})
-_ACCOUNT = row(any_number, not_negative, not_negative)
 
 
 class _Settled(NamedTuple):
@@ -67,6 +64,40 @@ class _Promise(NamedTuple):
     before_s: float
     expected_s: float
     messages: PipelineMessages | None
+
+
+@dataclass(frozen=True)
+class RebalancingState:
+    """Hold what was learned of layers, devices, moves and costs.
+
+    Attributes:
+        costs, cost_of_move, rental: as of :class:`Rebalancing`.
+        home, account: of its account.
+        is_other_work: whether the next profile is of other work.
+        told_steps: steps at which the caller said so.
+    """
+
+    costs: LayerCosts | None
+    cost_of_move: MoveCost
+    rental: SkiRental
+    home: tuple[int, ...] | None
+    account: Account
+    is_other_work: bool
+    told_steps: list[int]
+
+    def on(self, num_layers: int, num_stages: int) -> RebalancingState:
+        """Return what holds for so many layers and stages; of other stages that is what moves take, and no costs.
+
+        Raises:
+            ValueError: for another number of layers.
+        """
+        if self.costs is not None and {len(self.costs.forward_s), len(self.costs.backward_s)} != {num_layers}:
+            raise ValueError(f"it is of {len(self.costs.forward_s)} layers, and the pipeline has {num_layers}")
+        if self.costs is None or len(self.costs.speeds) != num_stages:
+            return replace(self, costs=None, home=None, account=Account(), is_other_work=False, told_steps=[])
+        for boundaries in (self.costs.boundaries, self.home or self.costs.boundaries):
+            Partition.of(boundaries, num_layers, num_stages)
+        return self
 
 
 class Rebalancing:
@@ -360,48 +391,29 @@ class Rebalancing:
         self._profile = self._trial = self._promised = self._means = self._running = self._anchor = self._settled = None
         self._steps_s.clear()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what was learned, plain values."""
-        # In the entry that there was before there was an account, so that checkpoints of then can be loaded.
+    @property
+    def state(self) -> RebalancingState:
+        """Return what was learned."""
         account = self.account
-        others = account.home or (), (int(self._is_other_work), *self._told_steps), astuple(account.account)
-        return {
-            "costs": () if self.costs is None else (*astuple(self.costs), *others),
-            "cost_of_move": astuple(self.cost_of_move),
-            "rental": self.rental.state_dict(),
-        }
+        return RebalancingState(
+            self.costs,
+            self.cost_of_move,
+            self.rental,
+            account.home,
+            account.account,
+            self._is_other_work,
+            list(self._told_steps),
+        )
 
-    def load_state_dict(self, state: dict[str, Any], num_layers: int, num_stages: int) -> None:
-        """Go on from :meth:`state_dict`; of another number of stages what moves take is kept, and no costs.
-
-        Raises:
-            ValueError: naming what does not fit, such as another number of layers; nothing is taken over then.
-        """
-        seconds, numbers = each(not_negative, num_layers), each(count)
-        of_layers = row(seconds, seconds, each(not_negative), numbers, numbers, numbers, _ACCOUNT, least=0)
-        _CHECK(state, "state")
-        of_layers(state["costs"], "state.costs")
-        num_rows = len(state["costs"])
-        if num_rows not in (0, 4, 7) or (num_rows == 7 and not state["costs"][5]):
-            raise ValueError("state.costs: 4 lists are needed, or 7 with those of an account, or none")
-        costs, account, is_other_work, told_steps = None, LayerAccount(), False, []
-        if state["costs"] and len(state["costs"][2]) == num_stages:
-            forward_s, backward_s, speeds, boundaries, *others = map(tuple, state["costs"])
-            PipelineLoad.of(forward_s, num_stages, speeds=speeds)
-            costs = LayerCosts(
-                forward_s, backward_s, speeds, Partition.of(boundaries, num_layers, num_stages).boundaries
-            )
-            if others:
-                home, (is_other_work, *told_steps), of_account = others
-                first = Partition.of(home, num_layers, num_stages).boundaries if home else None
-                account = LayerAccount(first, Account(*of_account))
-        self.costs, self.cost_of_move, self.account = costs, MoveCost(*state["cost_of_move"]), account
-        self.rental.load_state_dict(state["rental"])
+    def go_on_from(self, state: RebalancingState) -> None:
+        """Go on from :attr:`state`, for the pipeline as it is."""
+        self.costs, self.cost_of_move, self.rental = state.costs, state.cost_of_move, state.rental
+        self.account = LayerAccount(state.home, state.account)
         self._profile = self._trial = self._promised = self._anchor = None
         self._means = self._running = self._settled = None
-        self._told_steps, self._num_unfollowed = deque(told_steps, maxlen=_TOLD), 0
+        self._told_steps, self._num_unfollowed = deque(state.told_steps, maxlen=_TOLD), 0
         self._steps_s.clear()
-        self._is_other_work, self.has_learned = bool(is_other_work), False
+        self._is_other_work, self.has_learned = state.is_other_work, False
 
     def _judge(self, step_s: float) -> None:
         """Compare what the last move was to save with what it has."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from zeroresize.plan.partition import Partition
-from zeroresize.policy.moves.ski_rental import RENTAL_CHECK, SkiRental
+from zeroresize.policy.moves.ski_rental import SkiRental
 from zeroresize.policy.pipeline.bubbles import PipelineStep
 from zeroresize.policy.pipeline.fewer_stages import Repacking, can_hold, repacked
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
@@ -20,9 +19,8 @@ from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.rebalancing import Rebalancing
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
-from zeroresize.utils.state_checks import keyed, not_negative
+from zeroresize.utils.codec import UNSAVED
 
-_CHECK = keyed({"first_step_s": not_negative, "rental": RENTAL_CHECK})
 #: The shortest of so many steps is how long they were at first: one of them may have been interrupted, or the first to
 #: use memory and code, and who is released does not come back.
 _FIRST = 3
@@ -108,12 +106,16 @@ class RepackingDecision:
         rental: tells how long the pause is after a re-packing that could not be made.
     """
 
-    least_stages: int = 1
-    max_slowdown: float = math.inf
-    looks_again: bool = field(default=False, init=False)
+    least_stages: int = field(default=1, metadata=UNSAVED)
+    max_slowdown: float = field(default=math.inf, metadata=UNSAVED)
+    looks_again: bool = field(default=False, init=False, metadata=UNSAVED)
     rental: SkiRental = field(default_factory=SkiRental, init=False)
     _first_steps_s: list[float] = field(default_factory=list, init=False)
     _knows_first: bool = field(default=False, init=False)
+
+    def after_loading(self) -> None:
+        """Let two profiles want fewer stages, whatever the last one before wanted."""
+        self.looks_again = False
 
     def expect_other_work(self) -> None:
         """Let two profiles want fewer stages from now on, whatever the last one wanted, as the work has changed."""
@@ -159,33 +161,3 @@ class RepackingDecision:
     def succeed(self) -> None:
         """Note that the re-packing was made."""
         self.rental.succeed()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what was learned, as plain values."""
-        if not self._knows_first:
-            return {}
-        return {"first_step_s": min(self._first_steps_s), "rental": self.rental.state_dict()}
-
-    @staticmethod
-    def check_state(state: Any) -> None:
-        """Check that :meth:`load_state_dict` can go on from ``state``.
-
-        Raises:
-            ValueError: naming what does not fit.
-        """
-        if state != {}:
-            _CHECK(state, "state.repack")
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`.
-
-        Raises:
-            ValueError: as :meth:`check_state`; nothing is taken over then.
-        """
-        self.check_state(state)
-        self._knows_first = "first_step_s" in state
-        self._first_steps_s = [state["first_step_s"]] if self._knows_first else []
-        self.rental = SkiRental()
-        if "rental" in state:
-            self.rental.load_state_dict(state["rental"])
-        self.looks_again = False

@@ -7,7 +7,6 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -17,13 +16,6 @@ from zeroresize.plan.group import Loan, RankPlan, Shares, WorkloadPlan
 from zeroresize.plan.ownership import SegmentWork, owned_shares
 from zeroresize.policy.moves.least_saving import beyond_noise, is_saving
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.tensor.controller_state import (
-    controller_check,
-    loans_of_plain,
-    plain_loans,
-    plain_times,
-    times_of_plain,
-)
 from zeroresize.policy.tensor.estimation.calibration_steps import CalibrationSteps
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes, CommunicationEstimate
 from zeroresize.policy.tensor.estimation.curves import Floats, GroupTimes
@@ -43,7 +35,7 @@ from zeroresize.policy.tensor.rules.by_mode import (
 from zeroresize.policy.tensor.rules.ownership import fitting_shares, owned_step_s, wanted_shares
 from zeroresize.policy.tensor.rules.ratio import find_stragglers, reference_time, slowest_normal_s
 from zeroresize.policy.tensor.rules.sharing import WorkDivision, borrowed_shares, loans_of, predicted_busy_s
-from zeroresize.utils.state_checks import Check
+from zeroresize.utils.codec import UNSAVED, encoded
 
 #: A rank is relieved if it is slower than the reference by so many standard deviations: to begin with pruning, to begin
 #: with lending, and to go on.
@@ -78,25 +70,29 @@ class Controller:
         num_calibration_steps: with how many steps that spare nobody the interval after the last update begins.
     """
 
-    config: BalanceConfig
-    num_ranks: int
-    segments: Sequence[SegmentWork] = ()
+    config: BalanceConfig = field(metadata=UNSAVED)
+    num_ranks: int = field(metadata=UNSAVED)
+    segments: Sequence[SegmentWork] = field(default=(), metadata=UNSAVED)
     num_calibration_steps: int = field(default=0, init=False)
     _times: list[RankTimes | None] = field(init=False)
+    _usual: list[RankTimes | None] = field(init=False)
     _shares: list[Shares] = field(init=False)
+    _measured_under: list[Shares] = field(init=False)
     _are_stragglers: list[bool] = field(init=False)
     _spells: Spells = field(init=False)
     _calibration: CalibrationSteps = field(default_factory=CalibrationSteps, init=False)
     _loans: tuple[Loan, ...] = field(default=(), init=False)
+    _loans_then: tuple[Loan, ...] = field(default=(), init=False)
+    _ownership: OwnershipDecision = field(init=False)
     _communication: CommunicationEstimate = field(default_factory=CommunicationEstimate, init=False)
-    _memory: GroupMemory | None = field(default=None, init=False)
+    _memory: GroupMemory | None = field(default=None, init=False, metadata=UNSAVED)
 
     def __post_init__(self) -> None:
         self.config.validate_group_size(self.num_ranks)
         self._times = [None] * self.num_ranks
-        self._usual: list[RankTimes | None] = [None] * self.num_ranks
+        self._usual = [None] * self.num_ranks
         self._shares = [Shares()] * self.num_ranks
-        self._measured_under, self._loans_then = self._shares, self._loans
+        self._measured_under = self._shares
         self._are_stragglers = [False] * self.num_ranks
         self._spells = Spells(self.num_ranks)
         self._ownership = OwnershipDecision(self.num_ranks, self.segments)
@@ -277,70 +273,32 @@ class Controller:
         self.num_calibration_steps = 0
         return self.initial_plan()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values, the same on every rank."""
-        return {
-            "saved_for_calibration_s": self._calibration.saved_s,
-            "num_calibration_steps": self.num_calibration_steps,
-            "shares": [(own.pruned, own.lent) for own in self._shares],
-            "measured_under": [(own.pruned, own.lent) for own in self._measured_under],
-            "are_stragglers": list(self._are_stragglers),
-            # A tuple is one entry of a checkpoint, whatever is known by then.
-            "times": tuple(plain_times(times) for times in self._times),
-            "usual": tuple(plain_times(times) for times in self._usual),
-            "spells": self._spells.state_dict(),
-            "loans": plain_loans(self._loans),
-            "loans_then": plain_loans(self._loans_then),
-            "ownership": self._ownership.state_dict(),
-            "communication": self._communication.state_dict(),
-        }
-
     def fingerprint(self, plan: WorkloadPlan, *values: object) -> float:
         """Return a hash of all that decisions follow from, of ``plan``, and of plain ``values``."""
-        state = self.state_dict()
-        del state["loans"], state["loans_then"]
         return fingerprint_of_loans(
             (self._loans, self._loans_then, plan.loans),
-            state,
+            encoded(self, leave_out=("_loans", "_loans_then")),
             [(rank.pruned, rank.lent, rank.is_straggler, rank.owned) for rank in plan.ranks],
             plan.predicted_step_s,
             values,
         )
 
-    @property
-    def state_check(self) -> Check:
-        """Return the check of what :meth:`load_state_dict` can take over."""
-        return controller_check(
-            self.num_ranks,
-            spells=self._spells.state_check,
-            communication=self._communication.state_check,
-            ownership=self._ownership.state_check,
-        )
+    def after_loading(self) -> None:
+        """Leave what this configuration does not do; see :meth:`zeroresize.balancer.Balancer.load_state_dict`.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``; a mode that does not prune, lend or move does not take over what another did.
-
-        Units that are away stay so where decisions may move them, or where a user holds them; else the plan is that
-        they are at home.
+        A mode that does not prune, lend or move does not take over what another did. Units that are away stay so where
+        decisions may move them, or where a user holds them; else the plan is that they are at home.
 
         Raises:
-            ValueError: if it was saved in a group of another size.
+            ValueError: for a state of another number of ranks.
         """
-        if len(state["shares"]) != self.num_ranks:
-            raise ValueError(
-                f"the balancer's state is of {len(state['shares'])} ranks, this process group has {self.num_ranks}"
-            )
-        self._calibration.saved_s = state["saved_for_calibration_s"]
-        self.num_calibration_steps = state["num_calibration_steps"]
-        self._shares = [Shares(*shares) for shares in state["shares"]]
-        self._measured_under = [Shares(*shares) for shares in state["measured_under"]]
-        self._are_stragglers = list(state["are_stragglers"])
-        self._times = [times_of_plain(times) for times in state["times"]]
-        self._usual = [times_of_plain(times) for times in state["usual"]]
-        self._spells.load_state_dict(state["spells"])
-        self._communication.load_state_dict(state["communication"])
-        self._loans, self._loans_then = loans_of_plain(state["loans"]), loans_of_plain(state["loans_then"])
-        self._ownership.load_state_dict(state["ownership"])
+        of_ranks = (self._shares, self._measured_under, self._are_stragglers, self._times, self._usual) + (
+            self._spells.ages,
+            self._spells.costs,
+        )
+        others = [len(of_rank) for of_rank in of_ranks if len(of_rank) != self.num_ranks]
+        if others:
+            raise ValueError(f"the balancer's state is of {others[0]} ranks, this process group has {self.num_ranks}")
         if not self._ownership.is_home and not (self.config.may_move or self._ownership.is_held):
             self._ownership.put((1.0,) * self.num_ranks, is_held=False)
         if self._goes_beyond_configuration():

@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares
 from zeroresize.policy.moves.account import Account
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.moves.ski_rental import FIRST_PAUSE, RENTAL_CHECK, SkiRental
+from zeroresize.policy.moves.ski_rental import FIRST_PAUSE, SkiRental
 from zeroresize.policy.tensor.rules.ownership import merged
-from zeroresize.utils.state_checks import Check, any_number, count, each, flag, keyed, not_negative, row
+from zeroresize.utils.codec import UNSAVED
 
 #: How much the newest comparison of products says of what comparisons take.
 _WEIGHT = 0.7
@@ -74,10 +73,10 @@ class OwnershipDecision:
         account: what balancing has lost.
     """
 
-    num_ranks: int
-    segments: Sequence[SegmentWork] = ()
-    bytes_of_units: float = 0.0
-    home: tuple[float, ...] = field(init=False)
+    num_ranks: int = field(metadata=UNSAVED)
+    segments: Sequence[SegmentWork] = field(default=(), metadata=UNSAVED)
+    bytes_of_units: float = field(default=0.0, metadata=UNSAVED)
+    home: tuple[float, ...] = field(init=False, metadata=UNSAVED)
     owned: tuple[float, ...] = field(init=False)
     owned_before: tuple[float, ...] = field(init=False)
     is_held: bool = field(default=False, init=False)
@@ -90,14 +89,26 @@ class OwnershipDecision:
     moves_lately: float = field(default=0.0, init=False)
     sure: int = field(default=0, init=False)
     account: Account = field(default_factory=Account, init=False)
-    _was_held: bool = field(default=False, init=False)
-    _products: tuple[tuple[float, ...], tuple[float, ...]] = field(init=False)
+    _was_held: bool = field(default=False, init=False, metadata=UNSAVED)
+    _products: tuple[tuple[float, ...], tuple[float, ...]] = field(init=False, metadata=UNSAVED)
 
     def __post_init__(self) -> None:
         self.segments = merged(self.segments)
         self._work = math.fsum(segment.work for segment in self.segments)
         self.home = self.owned = self.owned_before = (1.0,) * self.num_ranks
         self._products = self.home, self.home
+
+    def after_loading(self) -> None:
+        """Let everything be at home where nothing can move.
+
+        Raises:
+            ValueError: for a state of another number of ranks.
+        """
+        if not len(self.owned) == len(self.owned_before) == self.num_ranks:
+            raise ValueError(f"it is of {len(self.owned)} ranks, this process group has {self.num_ranks}")
+        if not self.segments:
+            self.owned = self.owned_before = self.home
+            self.is_held = False
 
     @property
     def is_home(self) -> bool:
@@ -227,55 +238,6 @@ class OwnershipDecision:
             self.comparing_s += _WEIGHT * (comparing_s - self.comparing_s)
         self.account.take(seconds + comparing_s, seconds + comparing_s, 0)
         self.rental.succeed()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values, for :meth:`load_state_dict`."""
-        # A tuple is one entry of a checkpoint, however long it is.
-        return {
-            "owned": self.owned,
-            "owned_before": self.owned_before,
-            "is_held": self.is_held,
-            "cost": astuple(self.cost),
-            "rental": self.rental.state_dict(),
-            "movers": tuple(sorted(self.movers)),
-            "comparing_s": self.comparing_s,
-            "late": (self.gain_s, self.late_s),
-            "lately": (self.moves_lately, self.sure),
-            "account": (self.account.lost_s, self.account.elapsed_s, self.account.num_steps),
-        }
-
-    @property
-    def state_check(self) -> Check:
-        """Return the check of what :meth:`load_state_dict` can take over."""
-        shares = each(not_negative, self.num_ranks)
-        return keyed(
-            {
-                "owned": shares,
-                "owned_before": shares,
-                "is_held": flag,
-                "cost": each(not_negative, 3),
-                "rental": RENTAL_CHECK,
-                "movers": each(row(count, flag)),
-                "comparing_s": not_negative,
-                "late": row(not_negative, not_negative),
-                "lately": row(not_negative, count),
-                "account": row(any_number, not_negative, not_negative),
-            }
-        )
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`; without segments, at home."""
-        can_move = bool(self.segments)
-        self.owned = tuple(state["owned"]) if can_move else self.home
-        self.owned_before = tuple(state["owned_before"]) if can_move else self.home
-        self.is_held = state["is_held"] and can_move
-        self.cost = MoveCost(*state["cost"])
-        self.rental.load_state_dict(state["rental"])
-        self.movers = frozenset((rank, is_more) for rank, is_more in state["movers"])
-        self.comparing_s = state["comparing_s"]
-        self.gain_s, self.late_s = state["late"]
-        self.moves_lately, self.sure = state["lately"]
-        self.account = Account(*state["account"])
 
     def _movers(self, wanted: Sequence[float]) -> frozenset[tuple[int, bool]]:
         changes = [new - now for now, new in zip(self.owned, wanted, strict=True)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES, MODES, PRUNING_MODES
@@ -71,14 +70,14 @@ class WhatIf:
         """Return the plans of the controllers."""
         return {mode: self._plans[kind] for mode, kind in _KIND_OF_MODE.items() if kind in self._plans}
 
-    def states(self) -> list[dict[str, Any]]:
-        """Return the states of the controllers, plain values."""
-        return [controller.state_dict() for controller in self._controllers.values()]
+    @property
+    def controllers(self) -> tuple[Controller, ...]:
+        """Return the controllers, one for each kind of mode."""
+        return tuple(self._controllers.values())
 
-    def load_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on from :meth:`states`; there are none where they were saved in another mode."""
-        for controller, state in zip(self._controllers.values(), states, strict=False):
-            controller.load_state_dict(state)
+    def go_on_with(self, controllers: Sequence[Controller]) -> None:
+        """Go on with controllers that were loaded; there are none where they were saved in another mode."""
+        self._controllers.update(zip(self._controllers, controllers, strict=False))
         self._num_updates = 0
         self._plans = {kind: controller.current_plan() for kind, controller in self._controllers.items()}
 

@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from helpers.states import resumed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -135,7 +136,7 @@ def test_a_column_counts_as_pruned_if_it_was_in_most_iterations():
     for ratio in (0.8, 0.3, 0.3, 0.3, 0.8):
         selector.count_step(Relief(ratio, is_forced=True))
     selector.end_epoch({"layer": np.full(10, 50.0)}, incremental=True)
-    assert selector.state_dict()["w_var"]["layer"] == [0.0, 1.0, 2.0] + [50.0] * 7
+    assert selector.state.columns["layer"].w_var.tolist() == [0.0, 1.0, 2.0] + [50.0] * 7
     assert selector.pruned_steps["layer"].tolist() == [5] * 3 + [2] * 5 + [0] * 2
     for _ in range(4):
         selector.count_step(Relief(0.1, is_forced=True))
@@ -168,7 +169,7 @@ def test_a_restored_selector_decides_the_same(mode):
     go_on(first, 3, np.random.default_rng(0))
     first.count_step(Relief(0.25, is_forced=True))
     restored = fresh_selector()
-    restored.load_state_dict(first.state_dict())
+    restored.go_on_from(resumed(first.counted()))
     for selector in (first, restored):
         go_on(selector, 2, np.random.default_rng(1))
     for name in columns:

@@ -153,11 +153,11 @@ def test_a_statistic_that_began_within_the_epoch_counts_as_one_of_the_whole_epoc
 
     def end_epoch_after(*spells):
         for num_steps in spells:
-            selector.steps_unseen = selector.steps_of_epoch
+            selector.state.steps_unseen = selector.state.steps_of_epoch
             for _ in range(num_steps):
                 selector.count_step(Relief())
         selector.end_epoch({"layer": np.arange(8.0)}, incremental=True, adds_up=adds_up)
-        return selector.state_dict()["w_var"]["layer"]
+        return selector.state.columns["layer"].w_var.tolist()
 
     assert end_epoch_after(5, 1, 2) == (scale * np.arange(8.0)).tolist()
     assert end_epoch_after(4) == np.arange(8.0).tolist(), "the next epoch is seen from its beginning"

@@ -1,6 +1,7 @@
 """Whether a plan that comes late is worth it for a rank that is slow, by how long ranks were slow before."""
 
 import pytest
+from helpers.states import resumed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,13 +70,11 @@ def test_what_was_long_ago_is_forgotten():
 @given(st.lists(st.sets(st.integers(0, 3)), max_size=12), st.lists(st.sets(st.integers(0, 3)), max_size=12))
 def test_it_goes_on_from_its_state(before, after):
     saved = lived(*before)
-    loaded = Spells(4)
-    saved.state_check(saved.state_dict(), "state")
-    loaded.load_state_dict(saved.state_dict())
+    loaded = resumed(saved)
     for slow in after:
         for spells in (saved, loaded):
             spells.learn([rank in slow for rank in range(4)], [0.5] * 4)
-    assert loaded.state_dict() == saved.state_dict()
+    assert loaded == saved
     assert len(saved.past) <= 16
 
 

@@ -4,6 +4,7 @@ import itertools
 import math
 
 import pytest
+from helpers.states import resumed
 from helpers.virtual_training import LINEAR, REALISTIC, group, rank
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,16 +25,7 @@ def test_the_cost_of_migrating_is_learned_from_training():
         estimate.learn(CollectiveTimes(waited_s, (0.5, 0.0), calibrated), busy_s=0.5)
     assert estimate.seconds((0.25, 0.0)) == pytest.approx(0.05 + true_factor * calibrated.seconds([0.25]), rel=0.1)
 
-    restored = CommunicationEstimate()
-    restored.load_state_dict(estimate.state_dict())
-    assert restored == estimate
-
-
-def test_a_state_of_a_version_that_forgot_at_one_pace_is_gone_on_from():
-    estimate = CommunicationEstimate()
-    estimate.load_state_dict({"plain_s": 0.05, "scale": 3.0, "calibrated": (0.1, 0.4)})
-    assert estimate.seconds((0.5, 0.0)) == pytest.approx(0.05 + 3.0 * 0.3)
-    assert estimate.forgetting == CommunicationEstimate().forgetting
+    assert resumed(estimate) == estimate
 
 
 def test_where_migrating_cannot_be_measured_semi_only_resizes():
@@ -99,14 +91,11 @@ def test_a_state_that_does_more_than_is_allowed_now_is_not_carried_out(before):
     saved = Controller(BalanceConfig(**before), 2)
     for _ in range(4):
         saved.update(times, CollectiveTimes(0.0, (0.0, 0.0), MigrationCost(0.01, 0.01)))
-    exact = Controller(BalanceConfig(mode="semi", budget=0.0), 2)
-    exact.load_state_dict(saved.state_dict())
+    exact = resumed(saved, Controller(BalanceConfig(mode="semi", budget=0.0), 2))
     assert [own.pruned for own in exact.current_plan().ranks] == [0.0, 0.0]
-    frugal = Controller(BalanceConfig(mode="zero-rd", budget=0.1), 2)
-    frugal.load_state_dict(saved.state_dict())
+    frugal = resumed(saved, Controller(BalanceConfig(mode="zero-rd", budget=0.1), 2))
     assert [(own.pruned, own.lent) for own in frugal.current_plan().ranks] == [(0.0, 0.0)] * 2
-    forced = Controller(BalanceConfig(mode="zero-rd", ratio=0.25, ranks=[1]), 2)
-    forced.load_state_dict(saved.state_dict())
+    forced = resumed(saved, Controller(BalanceConfig(mode="zero-rd", ratio=0.25, ranks=[1]), 2))
     assert [(own.pruned, own.lent) for own in forced.current_plan().ranks] == [(0.0, 0.0), (0.25, 0.0)]
 
 
@@ -260,6 +249,4 @@ def test_the_budget_holds_on_the_way_from_one_division_to_another(chis, costs, b
         lent = tuple(one.lent for one in controller.current_plan().ranks)
         plan = controller.update([rank(chi) for chi in speeds], CollectiveTimes(0.0, lent, migration))
         assert sum(one.pruned for one in plan.ranks) <= 3 * budget + 1e-9
-        resumed = Controller(config, 3)
-        resumed.load_state_dict(controller.state_dict())
-        assert resumed.current_plan().ranks == plan.ranks
+        assert resumed(controller).current_plan().ranks == plan.ranks

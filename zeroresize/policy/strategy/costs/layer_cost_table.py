@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from zeroresize.utils.value_checks import known_keys, number
+from zeroresize.utils.codec import decoded, encoded
+from zeroresize.utils.value_checks import number
 
 
 @dataclass(frozen=True)
@@ -95,38 +95,15 @@ class LayerCostTable:
         keys = ("fixed_s", "token_s", "square_s", "token_bytes")
         return LayerCost(*(math.fsum(getattr(one, key) for one in layer_costs) for key in keys))
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values that :meth:`of` reads back."""
-        costs = {kind: {str(tp): asdict(one) for tp, one in own.items()} for kind, own in self.costs.items()}
-        return {"kinds": list(self.kinds), "costs": costs, "boundary_bytes": self.boundary_bytes}
-
-    @classmethod
-    def of(cls, value: Any) -> LayerCostTable:
-        """Return the table that :meth:`as_dict` described.
-
-        Raises:
-            ValueError: for anything else, and as the class does.
-        """
-        keys = ("kinds", "costs", "boundary_bytes")
-        entries = known_keys("key of layer costs", value, keys)
-        try:
-            costs = {
-                kind: {int(tp): LayerCost(**one) for tp, one in by_degree.items()}
-                for kind, by_degree in entries["costs"].items()
-            }
-            return cls(tuple(entries["kinds"]), costs, entries["boundary_bytes"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"these are no layer costs: {error!r}; wanted are {list(keys)}") from error
-
     def save(self, path: str | Path) -> None:
         """Write the table as JSON."""
-        Path(path).write_text(json.dumps(self.as_dict(), indent=1), encoding="utf-8")
+        Path(path).write_text(json.dumps(encoded(self), indent=1), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> LayerCostTable:
         """Read what :meth:`save` wrote.
 
         Raises:
-            ValueError: as :meth:`of` does, and for what is no JSON.
+            ValueError: as the class does, and for what is no table.
         """
-        return cls.of(json.loads(Path(path).read_text(encoding="utf-8")))
+        return decoded(cls, json.loads(Path(path).read_text(encoding="utf-8")), "layer costs")

@@ -11,14 +11,14 @@ Pure: the same speeds give the same decisions on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, get_args
 
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.moves.least_saving import MIN_SAVING, beyond_noise, is_saving
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.moves.ski_rental import RENTAL_CHECK, SkiRental
+from zeroresize.policy.moves.ski_rental import SkiRental
 from zeroresize.policy.strategy.stragglers.changed_strategies import (
     Candidate,
     Kind,
@@ -27,7 +27,6 @@ from zeroresize.policy.strategy.stragglers.changed_strategies import (
     candidates,
     slow_ranks,
 )
-from zeroresize.utils.state_checks import anything, each, keyed, not_negative, values
 from zeroresize.utils.value_checks import number
 
 #: Where shares inside the tensor-parallel groups make a step at most so much longer than the best candidate does, as a
@@ -69,6 +68,23 @@ class StrategyProposal:
     saving_s: float
     switch_s: float
     owed_s: float
+
+
+@dataclass(frozen=True)
+class StragglerState:
+    """Hold what a decision goes on from.
+
+    Attributes:
+        in_force: strategies of each range.
+        rental: what is owed for others.
+        owed_for: these, by key.
+        cost: of a switch, as far as is known.
+    """
+
+    in_force: tuple[Strategy, ...]
+    rental: SkiRental
+    owed_for: dict[str, tuple[Strategy, ...]]
+    cost: MoveCost
 
 
 class StragglerDecision:
@@ -178,49 +194,20 @@ class StragglerDecision:
         """Forget the last proposals, as what steps take has changed for other reasons than speeds."""
         self._last = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values, the same on every rank; the original strategies are the caller's."""
-        return {
-            "in_force": [one.as_dict() for one in self.in_force],
-            "rental": self._rental.state_dict(),
-            "owed_for": {key: [one.as_dict() for one in self._strategies_of[key]] for key in self._rental.owed_s},
-            "cost": astuple(self.cost),
-        }
+    @property
+    def state(self) -> StragglerState:
+        """Return what a saved run needs, the same on every rank; the original strategies are the caller's."""
+        return StragglerState(self.in_force, self._rental, self._strategies_of, self.cost)
 
-    def load_state_dict(self, state: Mapping[str, Any], *, in_force: Sequence[Strategy] | None = None) -> None:
-        """Go on from :meth:`state_dict`.
+    def go_on_from(self, state: StragglerState) -> None:
+        """Go on from :attr:`state`; the strategies in force stay.
 
-        Args:
-            in_force: [G] strategies that are kept: where they are others than the state's, nothing is owed for changing
-                those. None for the state's.
-
-        Raises:
-            ValueError: naming what does not fit, such as strategies of another number of ranges; nothing is taken over
-                then.
+        Where these are others than the state's, nothing is owed for changing those.
         """
-        strategies = each(anything, len(self.original))
-        kept = None if in_force is None else [strategy.as_dict() for strategy in in_force]
-        is_other = kept is not None and state.get("in_force") != kept
-        if is_other:
-            state = {**state, "in_force": kept, "owed_for": {}}
-        keyed(
-            {
-                "in_force": strategies,
-                "rental": RENTAL_CHECK,
-                "owed_for": values(strategies),
-                "cost": each(not_negative, 3),
-            }
-        )(state, "state")
-        rental = SkiRental()
-        rental.load_state_dict(state["rental"])
-        if is_other:
-            rental.settle()
-        if rental.owed_s.keys() != state["owed_for"].keys():
-            raise ValueError("state.owed_for: strategies are needed for just those of state.rental.owed_s")
-        strategies_in_force = tuple(map(Strategy.of, state["in_force"]))
-        owed_for = {key: tuple(map(Strategy.of, own)) for key, own in state["owed_for"].items()}
-        self.in_force, self._strategies_of = strategies_in_force, owed_for
-        self._rental, self.cost = rental, MoveCost(*state["cost"])
+        self._rental, self._strategies_of, self.cost = state.rental, state.owed_for, state.cost
+        if state.in_force != self.in_force:
+            self._rental.settle()
+            self._strategies_of = {}
         self._last = None
 
     @property

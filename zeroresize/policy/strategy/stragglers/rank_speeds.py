@@ -11,12 +11,10 @@ jump.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
-from zeroresize.utils.state_checks import each, keyed, not_negative, optional
 from zeroresize.utils.usual import usual_of
 
 #: Steps of which the middle one counts.
@@ -30,6 +28,7 @@ _WEIGHT = 1.0 / 8.0
 _ALIKE = 0.08
 
 
+@dataclass
 class RankSpeeds:
     """Learn how fast ranks are from the seconds that each gives for each step.
 
@@ -40,11 +39,15 @@ class RankSpeeds:
         num_ranks: R.
     """
 
-    def __init__(self, num_ranks: int) -> None:
-        self._recent: list[deque[float]] = [deque(maxlen=_RECENT) for _ in range(num_ranks)]
-        self._paces: list[float | None] = [None] * num_ranks
-        self._announced: list[float] = []
-        self._ratios: list[deque[float]] = [deque(maxlen=_RECENT) for _ in range(num_ranks)]
+    num_ranks: int
+    _recent: list[list[float]] = field(init=False)
+    _paces: list[float | None] = field(init=False)
+    _announced: list[float] = field(default_factory=list, init=False)
+    _ratios: list[list[float]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        ranks = range(self.num_ranks)
+        self._recent, self._paces, self._ratios = [[] for _ in ranks], [None for _ in ranks], [[] for _ in ranks]
 
     def learn(self, busy_s: Sequence[float], work_s: Sequence[float], probe_s: Sequence[float]) -> None:
         """Take one step.
@@ -58,7 +61,7 @@ class RankSpeeds:
             if work > 0.0 and 0.0 < busy < math.inf:
                 self._take(rank, busy / work)
                 if probe > 0.0 and self._is_settled(rank, busy / work):
-                    self._ratios[rank].append(busy / work / probe)
+                    self._ratios[rank] = [*self._ratios[rank], busy / work / probe][-_RECENT:]
         known = [median(own) for own in self._ratios if own]
         for rank, (work, probe) in enumerate(zip(work_s, probe_s, strict=True)):
             if known and work <= 0.0 and probe > 0.0:
@@ -73,36 +76,6 @@ class RankSpeeds:
         Ranks that are about as fast as the middle one are told to be as fast as that.
         """
         return tuple(self._announced) or None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values, for :meth:`load_state_dict`."""
-        return {
-            "recent": tuple(map(tuple, self._recent)),
-            "paces": tuple(self._paces),
-            "announced": tuple(self._announced),
-            "ratios": tuple(map(tuple, self._ratios)),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`; of another number of ranks nothing is taken over.
-
-        Raises:
-            ValueError: naming what does not fit.
-        """
-        keyed(
-            {
-                "recent": each(each(not_negative)),
-                "paces": each(optional(not_negative)),
-                "announced": each(not_negative),
-                "ratios": each(each(not_negative)),
-            }
-        )(state, "state")
-        num_ranks = len(self._recent)
-        if any(len(state[key]) != num_ranks for key in ("recent", "paces", "ratios")):
-            return
-        self._recent = [deque(own, maxlen=_RECENT) for own in state["recent"]]
-        self._paces, self._announced = list(state["paces"]), list(state["announced"])
-        self._ratios = [deque(own, maxlen=_RECENT) for own in state["ratios"]]
 
     def _tell(self) -> None:
         if any(pace is None or len(own) < _RECENT for pace, own in zip(self._paces, self._recent, strict=True)):
@@ -120,8 +93,8 @@ class RankSpeeds:
         return len(self._recent[rank]) == _RECENT and mean is not None and abs(math.log(pace / mean)) < math.log(_JUMP)
 
     def _take(self, rank: int, pace: float) -> None:
-        recent, mean = self._recent[rank], self._paces[rank]
-        recent.append(pace)
+        recent, mean = [*self._recent[rank], pace][-_RECENT:], self._paces[rank]
+        self._recent[rank] = recent
         middle = usual_of(recent)
         if mean is None or abs(math.log(middle / mean)) > math.log(_JUMP):
             self._paces[rank] = middle

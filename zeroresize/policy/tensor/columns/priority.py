@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from zeroresize.policy.tensor.columns.order import columns_of_blocks
 
 Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
 
 
 @dataclass
@@ -24,15 +25,32 @@ class ColumnPriority:
         num_columns: K.
         w_var: [K], the statistic of each column; NaN as long as none was taken while it was computed.
         age: [K], for how many epochs in a row each column has been pruned.
+        pruned_steps, pruned_of_epoch: [K], in how many steps so far, and of this epoch, each column was pruned.
     """
 
     num_columns: int
     w_var: Floats = field(init=False)
-    age: NDArray[np.int64] = field(init=False)
+    age: Counts = field(init=False)
+    pruned_steps: Counts = field(init=False)
+    pruned_of_epoch: Counts = field(init=False)
 
     def __post_init__(self) -> None:
         self.w_var = np.full(self.num_columns, np.nan)
-        self.age = np.zeros(self.num_columns, dtype=np.int64)
+        self.age, self.pruned_steps, self.pruned_of_epoch = np.zeros((3, self.num_columns), dtype=np.int64)
+
+    def after_loading(self) -> None:
+        """Check that all numbers are there.
+
+        Raises:
+            ValueError: if not.
+        """
+        if any(row.shape != (self.num_columns,) for row in self.rows):
+            raise ValueError(f"rows of {self.num_columns} numbers are needed")
+
+    @property
+    def rows(self) -> tuple[Floats, Counts, Counts, Counts]:
+        """Return all that is known, [K] each."""
+        return self.w_var, self.age, self.pruned_steps, self.pruned_of_epoch
 
     def update(self, fresh: Floats, was_pruned: NDArray[np.bool_], *, incremental: bool) -> None:
         """Take the statistic of the epoch that ends.

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,6 @@ from zeroresize.policy.tensor.columns.differentiated import budget_ratios, paper
 from zeroresize.policy.tensor.columns.order import decided_columns, num_lent, order_of_homes, pruned_of_order
 from zeroresize.policy.tensor.columns.priority import ColumnPriority
 from zeroresize.policy.tensor.rules.pruning_by_segment import pruned_by_segment
-from zeroresize.utils.state_checks import Check, any_number, count, each, keyed
 
 Columns = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -46,6 +44,25 @@ class _UnderWay:
     num_steps: int = 0
 
 
+@dataclass
+class SelectorState:
+    """Hold what a selector knows, from which a resumed run goes on; it is the rank's own.
+
+    Attributes:
+        columns: what is known of every layer's columns, by name.
+        epoch: number of epochs that have ended.
+        steps_of_epoch: iterations of the epoch so far.
+        steps_unseen: of how many of them, the first ones, the statistic will tell nothing, as it began anew after them.
+        steps_of_last_epoch: iterations of the epoch before.
+    """
+
+    columns: dict[str, ColumnPriority]
+    epoch: int = 0
+    steps_of_epoch: int = 0
+    steps_unseen: int = 0
+    steps_of_last_epoch: int = 0
+
+
 class ColumnSelector:
     """Decide for one rank which columns a ratio prunes and which it lends, by ``config.mode``.
 
@@ -57,9 +74,7 @@ class ColumnSelector:
         segments: None for all layers in one.
 
     Attributes:
-        epoch: number of epochs that have ended.
-        steps_of_epoch: iterations of the epoch so far.
-        steps_unseen: of how many of them, the first ones, the statistic will tell nothing, as it began anew after them.
+        state: what is known of columns, and how far the epoch is.
         homes: of every layer [K]: for each column the rank that holds it at even shares × the layer's columns there +
             its place there.
         edition: how often the columns were ordered: the same ratio means other columns in another edition.
@@ -79,11 +94,8 @@ class ColumnSelector:
         self.homes: dict[str, Columns] = {
             name: rank * columns + np.arange(columns) for name, columns in num_columns.items()
         }
-        self._priorities = {name: ColumnPriority(columns) for name, columns in num_columns.items()}
-        self._steps_of_last_epoch = self.steps_of_epoch = self.steps_unseen = 0
-        self.epoch = self.edition = 0
-        self._pruned_steps = {name: np.zeros(columns, dtype=np.int64) for name, columns in num_columns.items()}
-        self._pruned_of_epoch = {name: steps.copy() for name, steps in self._pruned_steps.items()}
+        self.state = SelectorState({name: ColumnPriority(columns) for name, columns in num_columns.items()})
+        self.edition = 0
         self._orders: dict[str, Columns] = {}
         self._selected: tuple[Relief, dict[str, Columns]] | None = None
         self._under_way = _UnderWay()
@@ -117,9 +129,9 @@ class ColumnSelector:
         """γ_k of the layers ``names`` that are to prune ``ratio`` together; what is lent counts towards γ_max."""
         config, max_ratio = self._config, max(self._config.max_ratio - lent, 0.0)
         ratio = min(ratio, max_ratio)
-        w_vars = [self._priorities[name].w_var for name in names]
+        w_vars = [self.state.columns[name].w_var for name in names]
         if config.paper.pridiff_rule == "paper":
-            theta = config.paper.theta_iter * self._steps_of_last_epoch
+            theta = config.paper.theta_iter * self.state.steps_of_last_epoch
             return paper_ratios(w_vars, ratio, theta=theta, alpha=config.paper.alpha, max_ratio=max_ratio)
         if config.priority == "activation":
             w_vars = [relative_scores(w_var) for w_var in w_vars]
@@ -157,8 +169,8 @@ class ColumnSelector:
             self._count_pruned_steps()
             self._under_way = _UnderWay(relief, self.pruned_columns(relief))
         self._under_way.num_steps += 1
-        self.steps_of_epoch += 1
-        if self._config.mode in PRIORITY_MODES and self.epoch == 0 and self.steps_of_epoch == _LONG_EPOCH:
+        self.state.steps_of_epoch += 1
+        if self._config.mode in PRIORITY_MODES and self.state.epoch == 0 and self.state.steps_of_epoch == _LONG_EPOCH:
             logger.warning(
                 "%d steps and no epoch has ended: columns stay drawn at random until Balancer.epoch_end() is called or "
                 "iters_per_epoch is set",
@@ -169,7 +181,7 @@ class ColumnSelector:
     def pruned_steps(self) -> dict[str, NDArray[np.int64]]:
         """Return, for every layer, [K] in how many steps so far each column was pruned."""
         self._count_pruned_steps()
-        return self._pruned_steps
+        return {name: known.pruned_steps for name, known in self.state.columns.items()}
 
     def end_epoch(self, fresh: Mapping[str, NDArray[np.float64]], *, incremental: bool, adds_up: bool = False) -> None:
         """Learn from the epoch that ends and order the columns for the next.
@@ -181,17 +193,18 @@ class ColumnSelector:
                 the rest had been like what it saw.
         """
         self._count_pruned_steps()
-        unseen, num_steps = self.steps_unseen, self.steps_of_epoch
+        unseen, num_steps = self.state.steps_unseen, self.state.steps_of_epoch
         scale = num_steps / (num_steps - unseen) if num_steps > unseen else np.nan
         for name, values in fresh.items():
-            was_pruned = 2 * self._pruned_of_epoch[name] > num_steps
+            known = self.state.columns[name]
             is_scaled = unseen > 0 and (adds_up or num_steps == unseen)
-            self._priorities[name].update(values * scale if is_scaled else values, was_pruned, incremental=incremental)
-        self._steps_of_last_epoch = self.steps_of_epoch or self._steps_of_last_epoch
-        for pruned in self._pruned_of_epoch.values():
-            pruned[:] = 0
-        self.steps_of_epoch = self.steps_unseen = 0
-        self.epoch += 1
+            was_pruned = 2 * known.pruned_of_epoch > num_steps
+            known.update(values * scale if is_scaled else values, was_pruned, incremental=incremental)
+        self.state.steps_of_last_epoch = self.state.steps_of_epoch or self.state.steps_of_last_epoch
+        for known in self.state.columns.values():
+            known.pruned_of_epoch[:] = 0
+        self.state.steps_of_epoch = self.state.steps_unseen = 0
+        self.state.epoch += 1
         self._order_columns()
 
     def known_of(self, name: str, columns: Columns) -> Floats:
@@ -200,13 +213,7 @@ class ColumnSelector:
         That is w_var, age, and in how many steps so far, and in how many of the epoch, the column was pruned.
         """
         self._count_pruned_steps()
-        priority = self._priorities[name]
-        return np.stack(
-            [
-                row[columns].astype(np.float64)
-                for row in (priority.w_var, priority.age, self._pruned_steps[name], self._pruned_of_epoch[name])
-            ]
-        )
+        return np.stack([row[columns].astype(np.float64) for row in self.state.columns[name].rows])
 
     def hold(
         self,
@@ -234,80 +241,42 @@ class ColumnSelector:
             held = np.repeat([[np.nan], [0.0], [0.0], [0.0]], len(of_layer), axis=1)
             _, here, there = np.intersect1d(of_layer, known_homes, return_indices=True)
             held[:, here] = known[:, there]
-            self._priorities[name] = ColumnPriority(len(of_layer))
-            self._priorities[name].w_var, self._priorities[name].age = held[0], held[1].astype(np.int64)
-            self._pruned_steps[name], self._pruned_of_epoch[name] = held[2:].astype(np.int64)
+            self.state.columns[name] = priority = ColumnPriority(len(of_layer))
+            priority.w_var = held[0]
+            priority.age, priority.pruned_steps, priority.pruned_of_epoch = held[1:].astype(np.int64)
             self.homes[name] = of_layer
         if costs is not None:
             self._costs = dict(costs)
         self._order_columns()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain lists and numbers; they are this rank's own, unlike the controller's."""
-        return {
-            "epoch": self.epoch,
-            "steps_of_epoch": self.steps_of_epoch,
-            "steps_unseen": self.steps_unseen,
-            "steps_of_last_epoch": self._steps_of_last_epoch,
-            "pruned_steps": {name: steps.tolist() for name, steps in self.pruned_steps.items()},
-            "pruned_of_epoch": {name: steps.tolist() for name, steps in self._pruned_of_epoch.items()},
-            "w_var": {name: priority.w_var.tolist() for name, priority in self._priorities.items()},
-            "age": {name: priority.age.tolist() for name, priority in self._priorities.items()},
-        }
+    def counted(self) -> SelectorState:
+        """Return the state, in which the steps that are under way count."""
+        self._count_pruned_steps()
+        return self.state
 
-    def state_check(self, num_columns: Mapping[str, int]) -> Check:
-        """Return the check of what :meth:`load_state_dict` can take over.
-
-        Args:
-            num_columns: how many columns the rank that saved it held of every layer of this model, by name.
-        """
-
-        def of_layers(check: Check) -> Check:
-            return keyed({name: each(check, number_of) for name, number_of in num_columns.items()})
-
-        return keyed(
-            {
-                "epoch": count,
-                "steps_of_epoch": count,
-                "steps_unseen": count,
-                "steps_of_last_epoch": count,
-                "pruned_steps": of_layers(count),
-                "pruned_of_epoch": of_layers(count),
-                "w_var": of_layers(any_number),
-                "age": of_layers(count),
-            }
-        )
-
-    def load_state_dict(self, state: Mapping[str, Any], homes: Mapping[str, Columns] | None = None) -> None:
-        """Go on from :meth:`state_dict` of the same layers, and hold the columns that it tells of.
+    def go_on_from(self, state: SelectorState, homes: Mapping[str, Columns] | None = None) -> None:
+        """Go on from the :meth:`counted` state of a selector of the same layers, and hold the columns that it tells of.
 
         Args:
             state: whose layers have as many columns as there are homes.
             homes: as :attr:`homes`, of the columns when it was saved; None for those that are held now.
         """
-        self.epoch, self.steps_of_epoch = state["epoch"], state["steps_of_epoch"]
-        self.steps_unseen, self._steps_of_last_epoch = state["steps_unseen"], state["steps_of_last_epoch"]
+        self.state = replace(state, columns={name: state.columns[name] for name in self.homes})  # in their order
         self.homes |= homes or {}
-        for name, of_layer in self.homes.items():
-            self._pruned_steps[name] = np.asarray(state["pruned_steps"][name], dtype=np.int64)
-            self._pruned_of_epoch[name] = np.asarray(state["pruned_of_epoch"][name], dtype=np.int64)
-            self._priorities[name] = ColumnPriority(len(of_layer))
-            self._priorities[name].w_var = np.asarray(state["w_var"][name], dtype=np.float64)
-            self._priorities[name].age = np.asarray(state["age"][name], dtype=np.int64)
-        self._under_way = _UnderWay()
         self._order_columns()
 
     def _count_pruned_steps(self) -> None:
         for name, columns in self._under_way.columns.items():
-            self._pruned_steps[name][columns] += self._under_way.num_steps
-            self._pruned_of_epoch[name][columns] += self._under_way.num_steps
+            known = self.state.columns[name]
+            known.pruned_steps[columns] += self._under_way.num_steps
+            known.pruned_of_epoch[columns] += self._under_way.num_steps
         self._under_way.num_steps = 0
 
     def _order_columns(self) -> None:
         """Order the columns by what is known of them; nothing of the last order is selected any more."""
-        config = self._config
-        for position, (name, priority) in enumerate(self._priorities.items()):
-            order = order_of_homes(config, self.homes[name], self._num_at_home[name], epoch=self.epoch, layer=position)
+        config, epoch = self._config, self.state.epoch
+        for position, (name, priority) in enumerate(self.state.columns.items()):
+            order = order_of_homes(config, self.homes[name], self._num_at_home[name], epoch=epoch, layer=position)
             if config.mode in PRIORITY_MODES:
                 order = priority.order(ageing=config.ageing, block=config.block, tie_break=order)
             self._orders[name] = order

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from zeroresize.policy.tensor.costs import MigrationCost
 from zeroresize.policy.tensor.estimation.times import MOST_SECONDS
-from zeroresize.utils.state_checks import Check, any_number, keyed, not_negative, optional, row
 
 #: What differs by less than this share of a step is noise: ranks that are equally busy wait for each other's jitter.
 _NOISE = 0.03
@@ -96,29 +94,3 @@ class CommunicationEstimate:
         """Return the seconds of a step in which ranks lend these shares; what is not known counts as nothing."""
         plain_s = 0.0 if math.isnan(self.plain_s) else self.plain_s
         return plain_s + (self.migration.seconds(lent) if self.migration is not None else 0.0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values, for :meth:`load_state_dict`."""
-        calibrated = (self._calibrated.fixed_s, self._calibrated.per_share_s) if self._calibrated is not None else None
-        scale = self.scale, self.forgetting, self.scale_before
-        return {"plain_s": self.plain_s, "scale": scale, "calibrated": calibrated}
-
-    @property
-    def state_check(self) -> Check:
-        """Return the check of what :meth:`load_state_dict` can take over."""
-
-        def scale(value: Any, where: str) -> None:
-            (any_number if isinstance(value, float) else row(any_number, any_number, optional(any_number)))(
-                value, where
-            )
-
-        calibrated = optional(row(not_negative, not_negative))
-        return keyed({"plain_s": any_number, "scale": scale, "calibrated": calibrated})
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
-        self.plain_s, scale = state["plain_s"], state["scale"]
-        if isinstance(scale, float):  # as older versions saved it; a new key would not be found in their checkpoints
-            scale = scale, _FORGETTING, None
-        self.scale, self.forgetting, self.scale_before = scale
-        self._calibrated = MigrationCost(*state["calibrated"]) if state["calibrated"] is not None else None

@@ -28,11 +28,10 @@ A rank that owns nothing computes nothing that tells its speed: a reference prod
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +53,6 @@ from zeroresize.policy.tensor.estimation.times import (
     log_parts,
     usual_step,
 )
-from zeroresize.utils.state_checks import any_number, each, flag, keyed, not_negative, optional, row, share
 from zeroresize.utils.usual import usual_of
 
 #: Standard deviation of what borrowing was taken to cost, and of a calibrated share s, times 1 − log s: its logarithm.
@@ -90,11 +88,11 @@ _NEIGHBOURS = 0.7
 _ITERATIONS = 3
 #: The scatter of fewer steps tells nothing.
 _FEWEST = 3
-_POINTS = ("ratios", "gemm_share", "gather_fill_s")
 
 Floats = NDArray[np.float64]
 
 
+@dataclass(eq=False)
 class RankEstimator:
     """Estimate one rank's times and what pruning costs there, from the steps between two updates.
 
@@ -103,12 +101,27 @@ class RankEstimator:
         usual_step: of the last interval, as it was measured; None before the first.
     """
 
-    def __init__(self, calibrated: ResizingCost) -> None:
-        self.calibrated = calibrated
+    calibrated: ResizingCost
+    _is_known: bool = field(default=False, init=False)
+    #: The mean and the covariance.
+    _x: Floats = field(init=False)
+    _p: Floats = field(init=False)
+    #: Mean and variance of ρ, and its covariance with log r.
+    _moving_rest: tuple[float, float, float] = field(default=(MOVING_REST, MOVING_REST_ERROR**2, 0.0), init=False)
+    _noise: tuple[PartNoise, PartNoise, PartNoise] = field(init=False)
+    _shares: Shares | None = field(default=None, init=False)
+    #: What the rank owned when its products were compared last.
+    _compared: float | None = field(default=None, init=False)
+    #: Mean and variance of log(reference / M); the logarithm of a reference that came before any step; by how much
+    #: references have changed log M since the rest was measured.
+    _reference: tuple[float, float] = field(default=(0.0, _REFERENCE_PRIOR**2), init=False)
+    _first_reference: float | None = field(default=None, init=False)
+    _reference_change: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        calibrated = self.calibrated
+        self._noise = PartNoise(), PartNoise(), PartNoise()
         self.usual_step: StepTimes | None = None
-        self._noise = [PartNoise(), PartNoise(), PartNoise()]
-        self._shares: Shares | None = None
-        self._is_known = False
         self._cost: ResizingCost | None = None
         num_points = len(calibrated.ratios) - 1
         self._x = np.zeros(_CURVE + num_points + 2)
@@ -126,15 +139,6 @@ class RankEstimator:
         self._p[WIDENING, WIDENING] = WIDENING_ERROR**2
         self._prior_variances = np.diag(self._p)[_CURVE:].copy()
         self._least, self._most = self._bounds()
-        # Mean and variance of ρ, and its covariance with log r.
-        self._moving_rest = (MOVING_REST, MOVING_REST_ERROR**2, 0.0)
-        # What the rank owned when its products were compared last.
-        self._compared: float | None = None
-        # Mean and variance of log(reference / M); the logarithm of a reference that came before any step; by how much
-        # references have changed log M since the rest was measured.
-        self._reference = (0.0, _REFERENCE_PRIOR**2)
-        self._first_reference: float | None = None
-        self._reference_change = 0.0
 
     @property
     def cost(self) -> ResizingCost:
@@ -155,64 +159,6 @@ class RankEstimator:
         spread_s = math.hypot(rest_s * math.sqrt(variances[0]), gemm_s * math.sqrt(variances[1]))
         deviation = min(spread_s / (rest_s + gemm_s), 1e3)
         return RankTimes(rest_s, gemm_s, scale, self.cost, deviation, self._moving_rest[0])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values, for :meth:`load_state_dict`."""
-        return {
-            "calibrated": dataclasses.asdict(self.calibrated),
-            "is_known": self._is_known,
-            # A tuple is one entry of a checkpoint.
-            "mean": tuple(self._x.tolist()),
-            "covariance": tuple(map(tuple, self._p.tolist())),
-            "moving_rest": self._moving_rest,
-            "noise": tuple(dataclasses.astuple(noise) for noise in self._noise),
-            "shares": dataclasses.astuple(self._shares) if self._shares is not None else None,
-            "compared": self._compared,
-            "reference": (*self._reference, self._first_reference, self._reference_change),
-        }
-
-    @staticmethod
-    def state_check(state: Any, where: str) -> None:
-        """Return the check of what :meth:`load_state_dict` can take over."""
-        points = dict.fromkeys(_POINTS, each(any_number))
-        keyed({"calibrated": keyed({**points, "borrowing": any_number, "widening": any_number})})(state, where)
-        try:
-            cost = _cost_of(state["calibrated"])
-        except ValueError as error:
-            raise ValueError(f"{where}.calibrated: {error}") from error
-        size = _CURVE + len(cost.ratios) + 1
-        noise = row(any_number, any_number, any_number, row(any_number, any_number), any_number)
-        keyed(
-            {
-                "is_known": flag,
-                "mean": each(any_number, size),
-                "covariance": each(each(any_number, size), size),
-                "moving_rest": row(share, not_negative, any_number),
-                "noise": row(noise, noise, noise),
-                "shares": optional(row(share, share, not_negative, not_negative)),
-                "compared": optional(not_negative),
-                "reference": row(any_number, not_negative, optional(any_number), any_number),
-            }
-        )(state, where)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`; what was measured here before is forgotten."""
-        self.calibrated = _cost_of(state["calibrated"])
-        self._is_known = state["is_known"]
-        self._x, self._p = np.array(state["mean"]), np.array(state["covariance"])
-        self._identity, self._cost = np.eye(len(self._x)), None
-        fresh = RankEstimator(self.calibrated)
-        self._prior_variances, self._least, self._most = fresh._prior_variances, fresh._least, fresh._most
-        self._moving_rest = tuple(state["moving_rest"])
-        self._noise = [
-            PartNoise(weight, square, product, tuple(last), scatter)
-            for weight, square, product, last, scatter in state["noise"]
-        ]
-        self._shares = Shares(*state["shares"]) if state["shares"] is not None else None
-        self._compared = state["compared"]
-        mean, variance, self._first_reference, self._reference_change = state["reference"]
-        self._reference = (mean, variance)
-        self.usual_step = None
 
     def learn(self, steps: Sequence[StepTimes]) -> None:
         """Take the steps of an interval, plan by plan in the order in which they were made.
@@ -518,8 +464,3 @@ class RankEstimator:
         keep = self._identity - gain[:, None] * gradient
         self._p = keep @ self._p @ keep.T + gain[:, None] * (variance * gain)
         return gain, own_variance
-
-
-def _cost_of(calibrated: Mapping[str, Any]) -> ResizingCost:
-    points = {name: tuple(calibrated[name]) for name in _POINTS}
-    return ResizingCost(**points, borrowing=calibrated["borrowing"], widening=calibrated["widening"])

@@ -10,9 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from zeroresize.utils.state_checks import Check, any_number, count, each, keyed, row
 
 #: What an interval under a plan that is good for nothing costs, as a share of its time.
 COST_IN_VAIN = 0.055
@@ -98,27 +95,6 @@ class Spells:
                 useful += weight * min(max(end - self.ages[rank] - 1, 0), _MOST_USEFUL)
                 in_vain += weight * (1.0 if end == self.ages[rank] else 2.0)
         return useful, in_vain
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values, for :meth:`load_state_dict`."""
-        # A tuple is one entry of a checkpoint, however long it is.
-        return {"ages": list(self.ages), "costs": list(self.costs), "past": tuple(self.past)}
-
-    @property
-    def state_check(self) -> Check:
-        """Return the check of what :meth:`load_state_dict` can take over."""
-        return keyed(
-            {
-                "ages": each(count, self.num_ranks),
-                "costs": each(any_number, self.num_ranks),
-                "past": each(row(count, any_number, count, any_number)),
-            }
-        )
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
-        self.ages, self.costs = list(state["ages"]), list(state["costs"])
-        self.past = [(rank, cost, age, weight) for rank, cost, age, weight in state["past"]]
 
 
 def _survives(age: float, longer: float) -> float:
