@@ -24,13 +24,13 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 56_900,
-    "package files": 418,
-    "package code lines": 35_400,
-    "tests lines": 63_500,
+    "package lines": 55_900,
+    "package files": 414,
+    "package code lines": 34_500,
+    "tests lines": 62_900,
     "examples lines": 24_600,
     "docs lines": 5_500,
-    "tuning constants": 380,
+    "tuning constants": 372,
 }
 
 

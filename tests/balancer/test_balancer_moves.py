@@ -398,7 +398,7 @@ def test_chi_that_changes_while_units_travel_is_followed(run_ranks, monkeypatch)
         run = exact_run(group)
         move = OwnedUnits.move
 
-        def move_while_the_other_gets_slow(units, shares):
+        def move_while_the_other_gets_slow(units, shares, why_not=None):
             run.time.chi = {4.0: 1.0, 1.0: 4.0}[run.time.chi]
             return move(units, shares)
 
@@ -424,7 +424,7 @@ def test_units_come_home_though_the_slowness_ended_just_as_they_left(run_ranks, 
         run = exact_run(group)
         move = OwnedUnits.move
 
-        def move_as_the_slowness_ends(units, shares):
+        def move_as_the_slowness_ends(units, shares, why_not=None):
             run.time.chi = 1.0
             return move(units, shares)
 
