@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from helpers.processes import caught_log_lines
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,6 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import zeroresize as zr
 from zeroresize.checks.recording import Recorder
 from zeroresize.resharding.ranks import Ranks
+
+rearrange = pytest.importorskip("einops").rearrange
 
 WIDTH, HEADS, HEAD = 8, 4, 2
 
