@@ -37,7 +37,7 @@ class Account:
     def take(self, lost_s: float, elapsed_s: float, num_steps: int) -> None:
         """Add an interval, or a move.
 
-        An interval has lost at most as much as so many steps usually take: a freak is no rule.
+        An interval counts as having lost at most what so many steps usually take, so that one outlier does not decide.
 
         Args:
             lost_s: by how much longer it was than off, with nothing lent or pruned; negative where shorter.

@@ -33,10 +33,7 @@ class MoveCost:
             raise ValueError(f"the seconds of a move must be finite and not negative: {self}")
 
     def seconds(self, num_bytes: float, num_setups: int = 0) -> float:
-        """Return the seconds of a move of so many bytes, for which so many things are made.
-
-        Who moves nothing at all does not ask.
-        """
+        """Return the seconds of a move of so many bytes, at least one, for which so many things are made."""
         return self.fixed_s + self.seconds_per_byte * num_bytes + self.setup_s * num_setups
 
     def there_and_back(self, num_bytes: float, num_setups: int = 0) -> float:

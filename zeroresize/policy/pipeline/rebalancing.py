@@ -293,7 +293,7 @@ class Rebalancing:
         good_for = min(self.interval, num_steps) if self.account.is_reversed else self.interval
         self.rental.charge({_WANTED: saving_s} if is_wanted else {}, good_for)
         mistrust_s = self.account.mistrust_s(proposal.before, proposal.after, proposal.price_s / 2.0)
-        # Bought for what is known to come a move pays one way.
+        # Where the program has told of the work to come, the move back need not be paid for.
         one_way_s = self.rental.doubt * proposal.price_s / 2.0 + mistrust_s
         pays = not self.rental.pause and num_steps < math.inf and saving_s * num_steps >= one_way_s
         is_due = is_wanted and (self.rental.is_due(_WANTED, proposal.price_s + mistrust_s) or pays)
