@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zeroresize as zr
 
-pytestmark = [pytest.mark.slow, pytest.mark.transformers]
+pytestmark = pytest.mark.slow
 
 
 def causes(model, inputs, loss, reference=None):
@@ -42,6 +42,7 @@ def test_models_that_this_packages_layers_divide(run_ranks):
     assert run_ranks(check, 2, timeout_s=120) == [{kind: [] for kind in hosts.KINDS}] * 2
 
 
+@pytest.mark.transformers
 def test_decoders_that_their_plans_divide(run_ranks):
     kinds = [kind for kind in DECODERS if kind != "qwen3"]  # whose norms of heads transformers itself gets wrong
 
@@ -52,6 +53,7 @@ def test_decoders_that_their_plans_divide(run_ranks):
     assert run_ranks(check, 2, timeout_s=120) == [{kind: [] for kind in kinds}] * 2
 
 
+@pytest.mark.transformers
 def test_encoders_that_torchs_styles_divide(run_ranks):
     kinds = ("bert", "vit")
 

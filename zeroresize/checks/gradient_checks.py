@@ -66,7 +66,7 @@ class GradientCheck:
             if not is_rounding and not are_all_alike(numbers, tolerance):
                 self._differing.add(name)
         modules: list[Any] = [one for one in apart.inner.modules() if getattr(one, "padding_idx", None) is not None]
-        self._padded = {id(module.weight) for module in modules if hasattr(module, "weight")}
+        self._padded = {id(module.weight): module.padding_idx for module in modules if hasattr(module, "weight")}
         #: The cube root of what is rounding balances that against the curvature of the loss.
         self._step = torch.finfo(apart.dtype).eps ** (1 / 3)
 
@@ -161,9 +161,14 @@ class GradientCheck:
         return self._unpadded(part, (drawn * (size or 0.1)).to(local))
 
     def _unpadded(self, part: Part, v: Tensor) -> Tensor:
-        """But for rows of embeddings that have no gradient, as that of padding, with which the loss may change."""
+        """But for rows of embeddings that have no gradient, as that of padding, with which the loss may change.
+
+        A row of padding that a tied head reads, too, has the gradient of that alone.
+        """
         if id(part.tensor) in self._padded and part.name in self._gradients:
             v[(self._gradients[part.name] == 0.0).all(-1)] = 0.0
+            if not part.is_shard:
+                v[self._padded[id(part.tensor)]] = 0.0
         return v
 
     def _products(self, directions: Mapping[str, Tensor]) -> dict[str, list[float]]:
