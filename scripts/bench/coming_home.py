@@ -22,7 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from scripts.bench.scenario import believed_cost
+from scripts.simulated.scenario import believed_cost
 from scripts.simulated.training import Cluster, Noise, simulate, unbalanced_step_s
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.ownership import SegmentWork, owned_shares

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.bench.common import machine, save
-from scripts.bench.modelled_pipelines import (
+from scripts.simulated.modelled_pipelines import (
     Division,
     PaperModel,
     batches_of,

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from lm_examples.microbatches.padding import padding_efficiency
 from scripts.bench.common import machine, save
-from scripts.bench.modelled_pipelines import batches_of, costs_of, paper_model, pipeline_of, powers, row_lengths
+from scripts.simulated.modelled_pipelines import batches_of, costs_of, paper_model, pipeline_of, powers, row_lengths
 from zeroresize.policy.microbatches.iteration_plan import IterationPlan
 from zeroresize.policy.microbatches.micro_batch import Floats, Indices, MicroBatchCosts
 from zeroresize.policy.microbatches.partition import Segments, shortest_cuts

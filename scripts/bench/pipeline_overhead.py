@@ -18,10 +18,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
+from scripts.bench.devices import join_ranks
 from torch import nn
 
 from scripts.bench.common import describe_ratio, gather_from_ranks, save
-from scripts.bench.devices import join_ranks
 from zeroresize.pipeline import Pipeline, PipelineBalancer
 
 #: Steps in which it learns, that is of several profiles.

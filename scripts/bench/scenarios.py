@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -22,8 +21,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from scripts.bench.scenario import CALIBRATIONS, COURSES, NOISES, Scenario
-from scripts.bench.scenario_figures import Figures, mean_figures
+from scripts.simulated.figures import Figures, mean_figures
+from scripts.simulated.scenario import CALIBRATIONS, COURSES, NOISES, Scenario
 from zeroresize.config import BalanceConfig
 from zeroresize.config.paper import nested
 from zeroresize.utils.yaml_values import load_yaml, yaml_mistake
@@ -181,7 +180,6 @@ def main() -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="of BalanceConfig: tolerance=0.2"
     )
     parser.add_argument("--csv", type=Path, help="write the figures here, unrounded")
-    parser.add_argument("--json", type=Path, help="the same as JSON, with every run's times of settling and release")
     parser.add_argument("--before", type=Path, help="a CSV file of another version, to compare with")
     arguments = parser.parse_args()
     seeds = arguments.seeds or (2 if arguments.quick else 8)
@@ -202,23 +200,16 @@ def main() -> None:
     ]
     if not chosen:
         parser.error(f"sections {arguments.only} have no line with modes {arguments.modes}: choose others")
-    rows, single = [], []
-    for section, scenario, mode in track(
-        chosen, description="simulating", console=Console(stderr=True), transient=True
-    ):
+    rows = []
+    for section, scenario, mode in track(chosen, "simulating", console=Console(stderr=True), transient=True):
         mean = mean_figures([scenario.figures(configs[mode], seed) for seed in range(seeds)])
         rows.append(as_row(section, scenario, mode, mean))
-        single.append({"settled": mean.settled, "released": mean.released})
     print_table(rows, before)
     if arguments.csv:
         with arguments.csv.open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, rows[0], lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps([row | times for row, times in zip(rows, single, strict=True)]), encoding="utf-8"
-        )
 
 
 if __name__ == "__main__":

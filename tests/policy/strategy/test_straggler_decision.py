@@ -4,11 +4,11 @@ import json
 
 import numpy as np
 import pytest
+from helpers.simulated_stragglers import simulate_stragglers
 from helpers.strategies import FormulaCosts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.simulated.strategy_stragglers import simulate_stragglers
 from zeroresize.plan.layout import unit_bounds
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.moves.move_cost import MoveCost
