@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroresize as zr
-from scripts.bench.common import save
+from scripts.bench.common import parser_of, save
 from zeroresize.control.seen_batches import SeenBatches
 from zeroresize.control.start_checks import StartCheck
 
@@ -53,17 +53,13 @@ class Block(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"hidden": 256, "depth": 4, "batch": 16, "length": 256, "vocabulary": 4000}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--models", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=160)
-    arguments = parser.parse_args()
+    sizes = {"hidden": 256, "depth": 4, "batch": 16, "length": 256, "vocabulary": 4000}
+    arguments = parser_of(__doc__, **sizes, models=3, steps=160).parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     for owner, name in (
-        *((StartCheck, name) for name in ("_forward_begins", "_compare_gradients", "after_update")),
-        (SeenBatches, "_model_begins"),
+        *((StartCheck, name) for name in ("_training_begins", "compare", "_before_step", "after_update")),
+        *((SeenBatches, name) for name in ("_model_begins", "layer_begins")),
     ):
         setattr(owner, name, _timed(getattr(owner, name)))
     first, later, step_s = [], [], []
