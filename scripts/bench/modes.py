@@ -18,6 +18,7 @@ import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -137,10 +138,9 @@ class Bench:
         del settings["off"]
         if "zero-rd" in self.copies:
             zero = self.copies["zero-rd"]
-            settings |= {
-                f"fixed {ratio:g}": lambda ratio=ratio: zero.pinned(last, ratio, num_steps) for ratio in ratios
-            }
-        return {name: sum(windows, []) for name, windows in in_turns(settings, rounds).items()}
+            for ratio in ratios:
+                settings[f"fixed {ratio:g}"] = lambda ratio=ratio: zero.pinned(last, ratio, num_steps)
+        return {name: [*chain.from_iterable(windows)] for name, windows in in_turns(settings, rounds).items()}
 
 
 def report(bench: Bench, chi: float, seconds: dict[str, list[float]]) -> list[dict[str, Any]]:

@@ -1,8 +1,7 @@
 """Which stage of a pipeline had which layers over time: python -m scripts.report.stages runs/gpt/pipeline.jsonl
 
 Prints a table, a row for each division of the layers that was in force: which layers each stage had, and how long and
-how idle steps were then, the median of its profiles. Beside it goes a picture, stages.png. Both are of the records that
-a pipeline's balancer tells:
+how idle steps were then, the median of its profiles: of the records that a pipeline's balancer tells,
 ``PipelineBalancer(..., on_profile=telemetry, on_change=telemetry)`` with ``telemetry = JsonLinesTelemetry(path)``, on
 one rank. The run may still go on.
 """
@@ -17,11 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-import numpy as np
-from matplotlib import pyplot
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from zeroresize.pipeline.records import ProfileRecord
 from zeroresize.plan.partition import Partition
@@ -121,42 +115,6 @@ def table_of(periods: Sequence[Period]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def picture_of(periods: Sequence[Period]) -> Figure:
-    """Which stage has which layer, how long layers take, and how idle stages are, over steps."""
-    profiles = [profile for one in periods for profile in one.profiles]
-    num_layers = len(profiles[0].layers)
-    num_stages = max(len(one.boundaries) - 1 for one in periods)
-    figure, (layers, seconds, bubbles) = pyplot.subplots(3, 1, sharex=True, figsize=(9, 9), layout="constrained")
-    last = profiles[-1].step
-    begins = [one.begin for one in periods]
-    edges = [*begins, max(last, begins[-1] + 1)]
-    stages = np.array([Partition(one.boundaries).stages for one in periods]).T  # [L, periods]
-    numbers = np.arange(num_layers + 1) - 0.5
-    mesh = layers.pcolormesh(
-        edges, numbers, stages, cmap=pyplot.get_cmap("viridis", num_stages), vmin=-0.5, vmax=num_stages - 0.5
-    )
-    figure.colorbar(mesh, ax=layers, label="stage", ticks=MaxNLocator(integer=True))
-    layers.set_ylabel("layer")
-    layers.yaxis.set_major_locator(MaxNLocator(integer=True))
-    steps = [one.step for one in profiles]
-    for stage in range(num_stages):
-        seconds_of_stage = [one.stage_s[stage] if stage < len(one.stage_s) else np.nan for one in profiles]
-        seconds.plot(steps, 1e3 * np.array(seconds_of_stage), ".-", color=mesh.cmap(stage), label=f"stage {stage}")
-    seconds.plot(steps, [1e3 * one.step_s for one in profiles], "k.-", label="step")
-    seconds.set(ylabel="computing, ms")
-    seconds.set_ylim(bottom=0)
-    bubbles.plot(steps, [one.bubble_ratio for one in profiles], "k.-", label="bubble ratio, measured")
-    bubbles.plot(steps, [one.simulated_bubble_ratio for one in profiles], "k:", label="bubble ratio, simulated")
-    bubbles.plot(steps, [one.imbalance for one in profiles], "r.-", label="(L_max − L_min) / mean L")
-    bubbles.set_ylim(bottom=0)
-    bubbles.set_xlabel("step")
-    bubbles.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axes in (seconds, bubbles):
-        axes.grid(alpha=0.3)
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=6, fontsize="small")
-    return figure
-
-
 def _named(begin: int, end: int) -> str:
     """Such as "3 to 7 (5)"."""
     return f"{begin} (1)" if end - begin == 1 else f"{begin} to {end - 1} ({end - begin})"
@@ -165,20 +123,12 @@ def _named(begin: int, end: int) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help=f"the records, or the folder of {FILE}")
-    parser.add_argument("--output", type=Path, help="folder of the picture (default: that of the records)")
     options = parser.parse_args(arguments)
     path = options.path / FILE if options.path.is_dir() else options.path
     try:
-        periods = read_periods(path)
-        picture = (options.output or path.parent) / "stages.png"
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        figure = picture_of(periods)
-        figure.savefig(picture, dpi=130)
-        pyplot.close(figure)
+        print(table_of(read_periods(path)))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    print(table_of(periods))
-    print(f"\npicture: {picture}")
 
 
 if __name__ == "__main__":
