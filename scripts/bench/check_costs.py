@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import zeroresize as zr
-from scripts.bench.common import parser_of, save
+from scripts.bench.common import FeedForward, parser_of, save
 from zeroresize.control.seen_batches import SeenBatches
 from zeroresize.control.start_checks import StartCheck
 
@@ -39,17 +39,6 @@ def _timed(function: Callable[..., Any]) -> Callable[..., Any]:
             _spent_s += time.thread_time() - begin if not _depth else 0.0
 
     return call
-
-
-class Block(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.norm, group = nn.LayerNorm(hidden), dist.group.WORLD
-        self.up = zr.ColumnParallelLinear(hidden, 4 * hidden, process_group=group)
-        self.down = zr.RowParallelLinear(4 * hidden, hidden, process_group=group)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 def main() -> None:
@@ -83,7 +72,7 @@ def _train(arguments: argparse.Namespace, num_steps: int) -> tuple[_Seconds, _Se
     global _spent_s
     torch.manual_seed(0)
     hidden, vocabulary = arguments.hidden, arguments.vocabulary
-    blocks = [Block(hidden) for _ in range(arguments.depth)]
+    blocks = [FeedForward(hidden) for _ in range(arguments.depth)]
     model = nn.Sequential(nn.Embedding(vocabulary, hidden), *blocks, nn.Linear(hidden, vocabulary))
     zr.convert(model, process_group=dist.group.WORLD)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -19,31 +19,18 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroresize as zr
-from scripts.bench.common import parser_of, pin_to_core, results_of_ranks, show
+from scripts.bench.common import FeedForward, parser_of, pin_to_core, results_of_ranks, show
 from vit_examples.contention import Contention
 from zeroresize.injection import StragglerInjector
 
 _WARM_UP, _MOST_WAITED, _WATCHED = 60, 100, 60
 
 
-class Block(nn.Module):
-    """Column-parallel, GELU, row-parallel, and what is between two of them."""
-
-    def __init__(self, hidden: int, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(hidden)
-        self.up = zr.ColumnParallelLinear.from_linear(nn.Linear(hidden, 4 * hidden), process_group=group)
-        self.down = zr.RowParallelLinear.from_linear(nn.Linear(4 * hidden, hidden), process_group=group)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
 def measure_offset(options: argparse.Namespace, begins: int, ends: int) -> tuple[bool, int | None, float]:
     """(whether units moved, in how many steps all were home, steps from then on as a ratio to those before)."""
     group = dist.group.WORLD
     torch.manual_seed(0)
-    model = nn.Sequential(*[Block(options.hidden, group) for _ in range(options.blocks)])
+    model = nn.Sequential(*[FeedForward(options.hidden) for _ in range(options.blocks)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     config = zr.BalanceConfig(update_every=options.update_every)
     zr.convert(model, process_group=group)

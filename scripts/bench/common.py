@@ -146,6 +146,19 @@ def gather_from_ranks(value: float) -> list[float]:
     return everyone
 
 
+class FeedForward(nn.Module):
+    """A norm, column-parallel, GELU and row-parallel, beside the residual stream."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm, group = nn.LayerNorm(hidden), dist.group.WORLD
+        self.up = zr.ColumnParallelLinear(hidden, 4 * hidden, process_group=group)
+        self.down = zr.RowParallelLinear(4 * hidden, hidden, process_group=group)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
 def slowness_of(model: nn.Module) -> SlowLayers:
     """How slow a converted model's multiplications are made, once it is entered: sleeps after each of them.
 

@@ -4,8 +4,8 @@ Models are numbers (``scripts.simulated.changing_layers``): which share of a den
 each step, as DynMo's paper says, with spreads that its docstrings tell. A dense layer takes 0.5 ms forward and 1 ms
 backward of a micro-batch, of which there are four for each stage, and holds 200 MB, as of hidden size 1,024 with Adam's
 state; moves have 10 GB/s and 50 ms besides, which is known from the start; a profiled step takes 5 % longer, a decision
-0.6 ms for each stage and 1.2 ms more where the best boundaries are looked for (about what they take on one core); all
-seconds vary by 2 %. Layers begin evenly divided, which is also the division by parameters.
+0.6 ms for each stage and 1.2 ms more where the best boundaries are looked for; all seconds vary by 2 %. Layers begin
+evenly divided, which is also the division by parameters.
 
 *Share* is that of what could be gained: (static - balanced) / (static - oracle). The oracle has the best division in
 every step, for nothing. *Foreseen*: share of the best moves at their price, by all that is to come. *Hindsight*: the
@@ -38,8 +38,7 @@ FORWARD_S, BACKWARD_S, LAYER_BYTES = 0.5e-3, 1e-3, 200e6
 LINKS = MoveCost(seconds_per_byte=1e-10, fixed_s=0.05)
 PROFILED_SHARE, NOISE = 0.05, 0.02
 #: Of each stage.
-DECISION_S, SEARCH_S = 0.6e-3, 1.2e-3
-MICRO_BATCHES_PER_STAGE = 4
+DECISION_S, SEARCH_S, MICRO_BATCHES_PER_STAGE = 0.6e-3, 1.2e-3, 4
 #: How many times as long the stage in the middle takes from an eighth of the steps to half of them.
 STRAGGLERS = {"χ = 2": 2.0, "χ = 4": 4.0}
 #: Speed-ups of DynMo's Fig. 3, of dynamic balancing over the better static partition.
@@ -51,9 +50,8 @@ PAPER = {
     "mixture of experts": "1.21 to 1.23",
     "sparse attention": "2.71 to 4.02",
 }
-#: Of which the layers differ by chance, and of which they count their work.
+#: Of which the layers differ by chance; all but the first count their work.
 SEEDED = ("pruning", "sparse attention", "mixture of experts", "mixture of depths")
-COUNTED = SEEDED[1:]
 #: Steps of work that changes in every step on which the oracle is asked.
 _ASKED = 100
 #: Steps until layers are in place: a change is measured, the figures known, the layers under way.
@@ -133,7 +131,7 @@ def job_of(case: str, num_steps: int, num_layers: int, num_stages: int, seed: in
 def row_of(case: str, num_layers: int, num_stages: int, num_steps: int, seed: int) -> dict[str, Any]:
     """What a training of this size takes, seconds of a mean step."""
     job = job_of(case, num_steps, num_layers, num_stages, seed)
-    static, balanced = job.static(), job.balanced(counts_work=case in COUNTED)
+    static, balanced = job.static(), job.balanced(counts_work=case in SEEDED[1:])
     asked = 1 if job.changing.changes or case in STRAGGLERS else max(num_steps // _ASKED, 1)
     oracle = simulate_oracle(job.loads(asked), job.cluster(asked), num_microbatches=job.micro_batches)
     gain_s = (job.static(every=asked).total_s - oracle.total_s) / len(oracle.step_s)
@@ -191,11 +189,9 @@ def main() -> None:
         for size in options.sizes:
             layers, stages = map(int, size.split("x"))
             seeds = range(options.seeds if case in SEEDED else 1)
-            rows = [row_of(case, layers, stages, options.steps, seed) for seed in seeds]
+            rows = [row_of(case, layers, stages, options.steps, seed) | {"seed": seed} for seed in seeds]
             table.append([case, size, *cells_of(case, rows)])
-            results += [
-                {"case": case, "size": size, "seed": seed, **row} for seed, row in zip(seeds, rows, strict=True)
-            ]
+            results += [{"case": case, "size": size, **row} for row in rows]
             print(table[-1], flush=True)
     show("", [*headings, "overhead, %"], table, width=200)
     save("pipeline_simulated", {**vars(options), "rows": results})
