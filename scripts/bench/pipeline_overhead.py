@@ -99,9 +99,8 @@ def main() -> None:
         print(describe_ratio("wall: not / not", wall_noise))
         print(describe_ratio("processors: balanced / not", spent_ratios))
         print(describe_ratio("processors: not / not", spent_noise))
-        result = {"step_s": step_s, "intervals": intervals[1:], "profile_cost": costs[-1]}
         ratios = {"wall": wall_ratios, "wall_noise": wall_noise, "spent": spent_ratios, "spent_noise": spent_noise}
-        save("pipeline_overhead", result | ratios | vars(options))
+        save("pipeline_overhead", {"step_s": step_s, "intervals": intervals[1:], **ratios, **vars(options)})
     dist.destroy_process_group()
 
 

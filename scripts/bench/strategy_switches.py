@@ -2,9 +2,9 @@
 
 A LLaMA-like model on four ranks, as if two of them were one node. Every switch between five strategies is timed, in
 turns with the planner's heuristics (HotSPa, Algorithm 1) and without: weights alone, and weights with gradients that
-return to the optimizer's strategy. Beside it stands the planned volume / the bandwidth that is measured in the same
-run: every rank sends one large buffer to the next one, all at once; and the bytes that all ranks send in all switches,
-counted: the slides' Fig. 8, on real ranks. With ``--bfloat16`` weights and gradients travel in 16 bits.
+return to the optimizer's strategy (``--optimizer``). Beside stand the planned volume / the bandwidth of the same run,
+in which every rank sends one large buffer to the next one, all at once; and the bytes that all ranks send in all
+switches: the slides' Fig. 8, on real ranks. With ``--bfloat16`` weights and gradients travel in 16 bits.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -58,11 +59,13 @@ def ring() -> None:
 
 
 def main() -> None:
-    arguments = parser_of(__doc__, hidden=512, blocks=8, repeats=5, bfloat16=False).parse_args()
+    arguments = parser_of(__doc__, hidden=512, blocks=8, repeats=5, bfloat16=False, optimizer=[4, 1, 1]).parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     config = LlamaConfig(num_blocks=arguments.blocks, hidden_size=arguments.hidden, num_heads=8)
-    types = {"compute_dtype": torch.bfloat16, "gradient_dtype": torch.bfloat16} if arguments.bfloat16 else {}
+    types: dict[str, Any] = {"optimizer_strategy": Strategy(*arguments.optimizer)}
+    if arguments.bfloat16:
+        types |= {"compute_dtype": torch.bfloat16, "gradient_dtype": torch.bfloat16}
     models, sent_bytes = {}, {}
     for heuristics in (True, False):
         torch.manual_seed(0)
