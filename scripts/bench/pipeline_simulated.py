@@ -52,10 +52,8 @@ PAPER = {
 }
 #: Of which the layers differ by chance; all but the first count their work.
 SEEDED = ("pruning", "sparse attention", "mixture of experts", "mixture of depths")
-#: Steps of work that changes in every step on which the oracle is asked.
-_ASKED = 100
-#: Steps until layers are in place: a change is measured, the figures known, the layers under way.
-MEASURED_AFTER = 3
+#: Steps of ever changing work on which the oracle is asked; steps in which a change is measured and layers moved.
+_ASKED, MEASURED_AFTER = 100, 3
 #: Share of a step of which less is not worth a share: the balancer takes less than 2 % for noise.
 _LEAST_REMOVABLE = 0.02
 

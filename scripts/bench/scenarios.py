@@ -35,9 +35,8 @@ Lines = list[tuple[Scenario, str]]
 def sections(quick: bool) -> dict[str, Lines]:
     """All lines; ``quick`` leaves out what is between the ends of a range."""
     ranks, cadences = ((2, 64), (1, 10)) if quick else ((2, 4, 8, 16, 64), (1, 2, 4, 10))
-    deviations = (0.05,) if quick else (0.02, 0.05, 0.1)
+    deviations, watched = (0.05,) if quick else (0.02, 0.05, 0.1), ("nobody slow", "χ=4")
     factors = (0.5, 2.0) if quick else (0.5, 2**-0.5, 2**0.5, 2.0)
-    watched = ("nobody slow", "χ=4")
 
     def lines(scenarios: Iterator[Scenario], modes: Sequence[str] = MODES) -> Lines:
         return [(scenario, mode) for scenario in scenarios for mode in modes]
@@ -107,7 +106,6 @@ def key_of(row: dict[str, Any]) -> tuple[str, ...]:
 
 def print_table(rows: Sequence[dict[str, Any]], before: dict[tuple[str, ...], dict[str, str]]) -> None:
     """The table, section by section; in brackets what it was before, where that differs."""
-    settings = ("scenario", "mode", "ranks", "every", "noise", "calibration")
     figures = ("step / off", "step / hom.", "false starts", "spared falsely", "settled", "swing", "released")
     for section, rows_of_section in itertools.groupby(rows, key=lambda row: row["section"]):
         lines = []
@@ -115,8 +113,8 @@ def print_table(rows: Sequence[dict[str, Any]], before: dict[tuple[str, ...], di
             new, old = cells(row), cells(before.get(key_of(row), row))
             told = [now if now == then else f"{now} ({then})" for now, then in zip(new, old, strict=True)]
             products = "" if section != "few products" else f", products {100 * row['products']:.0f} %"
-            lines.append([row["scenario"] + products, *(row[name] for name in settings[1:]), *told])
-        show(section, (*settings, *figures, "dropped", "lent"), lines, width=250 if before else 190)
+            lines.append([row["scenario"] + products, *(row[name] for name in KEYS[2:7]), *told])
+        show(section, (*KEYS[1:7], *figures, "dropped", "lent"), lines, width=250 if before else 190)
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -176,8 +174,7 @@ def main() -> None:
     except ValueError as error:
         parser.error(f"argument --set: {error}")
     if arguments.before:
-        with arguments.before.open(encoding="utf-8", newline="") as file:
-            before = {key_of(row): row for row in csv.DictReader(file)}
+        before = {key_of(row): row for row in csv.DictReader(arguments.before.read_text("utf-8").splitlines())}
     chosen = [
         (section, scenario, mode)
         for section, lines in sections(arguments.quick).items()
@@ -187,10 +184,10 @@ def main() -> None:
     ]
     if not chosen:
         parser.error(f"sections {arguments.only} have no line with modes {arguments.modes}: choose others")
-    rows = []
-    for section, scenario, mode in track(chosen, "simulating", console=Console(stderr=True), transient=True):
-        mean = mean_figures([scenario.figures(configs[mode], seed) for seed in range(seeds)])
-        rows.append(as_row(section, scenario, mode, mean))
+    rows = [
+        as_row(*line, mean_figures([line[1].figures(configs[line[2]], seed) for seed in range(seeds)]))
+        for line in track(chosen, "simulating", console=Console(stderr=True), transient=True)
+    ]
     print_table(rows, before)
     if arguments.csv:
         with arguments.csv.open("w", encoding="utf-8", newline="") as file:

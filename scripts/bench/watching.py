@@ -95,8 +95,7 @@ def run_spell(
 
 def keep_still(training: Training, arguments: argparse.Namespace, tell: Tell) -> None:
     watch = zr.watch(training.model, training.optimizer, update_every=arguments.update_every)
-    num_alarms, known, least = 0, set[int](), 1.0
-    seconds: list[float] = []
+    num_alarms, known, least, seconds = 0, set[int](), 1.0, list[float]()
     for step in range(arguments.steps):
         began = time.perf_counter()
         training.step()
@@ -194,7 +193,6 @@ def main() -> None:
             print(f"{num_ranks} ranks, {arguments.steps} steps of {1e3 * step_s:.2f} ms: {num_alarms} alarms, "
                   f"least score {least:.3f}")  # fmt: skip
         else:
-            print(f"{num_ranks} ranks, {arguments.rounds} rounds of blocks of {arguments.block} steps")
             show_cost(results[0])
 
 
