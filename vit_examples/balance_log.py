@@ -1,6 +1,6 @@
 """What balancing did in a run, every rank for itself: ``balance-rank<r>.jsonl``, TensorBoard events, pruned columns.
 
-``scripts.report`` draws them.
+``scripts.report`` compares runs by them.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(results_table(results))
     console.print(f"Picture: {picture}   Details: {parsed.output}/<run>/metrics.jsonl, summary.json, tensorboard")
     python = os.path.relpath(sys.executable)
-    console.print(f"A page of all runs: {python} -m scripts.report {parsed.output}", highlight=False, soft_wrap=True)
+    console.print(f"All runs compared: {python} -m scripts.report {parsed.output}", highlight=False, soft_wrap=True)
     return 0
 
 

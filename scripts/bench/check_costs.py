@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import zeroresize as zr
-from scripts.bench.common import save
+from scripts.bench.common import FeedForward, parser_of, save
 from zeroresize.control.seen_batches import SeenBatches
 from zeroresize.control.start_checks import StartCheck
 
@@ -41,29 +41,14 @@ def _timed(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class Block(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.norm, group = nn.LayerNorm(hidden), dist.group.WORLD
-        self.up = zr.ColumnParallelLinear(hidden, 4 * hidden, process_group=group)
-        self.down = zr.RowParallelLinear(4 * hidden, hidden, process_group=group)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"hidden": 256, "depth": 4, "batch": 16, "length": 256, "vocabulary": 4000}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--models", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=160)
-    arguments = parser.parse_args()
+    sizes = {"hidden": 256, "depth": 4, "batch": 16, "length": 256, "vocabulary": 4000}
+    arguments = parser_of(__doc__, **sizes, models=3, steps=160).parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     for owner, name in (
-        *((StartCheck, name) for name in ("_forward_begins", "_compare_gradients", "after_update")),
-        (SeenBatches, "_model_begins"),
+        *((StartCheck, name) for name in ("_training_begins", "compare", "_before_step", "after_update")),
+        *((SeenBatches, name) for name in ("_model_begins", "layer_begins")),
     ):
         setattr(owner, name, _timed(getattr(owner, name)))
     first, later, step_s = [], [], []
@@ -87,7 +72,7 @@ def _train(arguments: argparse.Namespace, num_steps: int) -> tuple[_Seconds, _Se
     global _spent_s
     torch.manual_seed(0)
     hidden, vocabulary = arguments.hidden, arguments.vocabulary
-    blocks = [Block(hidden) for _ in range(arguments.depth)]
+    blocks = [FeedForward(hidden) for _ in range(arguments.depth)]
     model = nn.Sequential(nn.Embedding(vocabulary, hidden), *blocks, nn.Linear(hidden, vocabulary))
     zr.convert(model, process_group=dist.group.WORLD)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -2,54 +2,40 @@
 
 A small model of plain layers, one rank slowed by sleeps after its products (``--by sleeps``) or by processes that are
 busy on its core (``--by processes``), from some steps before an update until some steps after its units have moved.
-For every offset: in how many steps all units were home, and steps from then on as a ratio to those before.
+``--begins`` counts steps after an update, ``--ends`` steps after units have moved. For every offset: in how many steps
+all units were home, and steps from then on as a ratio to those before.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import itertools
 import statistics
-import tempfile
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 import zeroresize as zr
+from scripts.bench.common import FeedForward, parser_of, pin_to_core, results_of_ranks, show
 from vit_examples.contention import Contention
 from zeroresize.injection import StragglerInjector
 
 _WARM_UP, _MOST_WAITED, _WATCHED = 60, 100, 60
 
 
-class Block(nn.Module):
-    """Column-parallel, GELU, row-parallel, and what is between two of them."""
-
-    def __init__(self, hidden: int, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(hidden)
-        self.up = zr.ColumnParallelLinear.from_linear(nn.Linear(hidden, 4 * hidden), process_group=group)
-        self.down = zr.RowParallelLinear.from_linear(nn.Linear(4 * hidden, hidden), process_group=group)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-def measure_offset(rank: int, arguments: argparse.Namespace, begins: int, ends: int) -> tuple[bool, int | None, float]:
+def measure_offset(options: argparse.Namespace, begins: int, ends: int) -> tuple[bool, int | None, float]:
     """(whether units moved, in how many steps all were home, steps from then on as a ratio to those before)."""
     group = dist.group.WORLD
     torch.manual_seed(0)
-    model = nn.Sequential(*[Block(arguments.hidden, group) for _ in range(arguments.blocks)])
+    model = nn.Sequential(*[FeedForward(options.hidden) for _ in range(options.blocks)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    config = zr.BalanceConfig(update_every=arguments.update_every)
+    config = zr.BalanceConfig(update_every=options.update_every)
     zr.convert(model, process_group=group)
     balancer = zr.Balancer(model, optimizer, process_group=group, config=config)
-    x = torch.randn(arguments.tokens, arguments.hidden)
+    x = torch.randn(options.tokens, options.hidden)
 
     def timed_step() -> float:
         began = time.perf_counter()
@@ -59,14 +45,14 @@ def measure_offset(rank: int, arguments: argparse.Namespace, begins: int, ends: 
         balancer.step()
         return time.perf_counter() - began
 
-    injector = StragglerInjector(model, process_group=group, chi={}) if arguments.by == "sleeps" else None
+    injector = StragglerInjector(model, process_group=group, chi={}) if options.by == "sleeps" else None
     slowness = injector or Contention(core_index=group.rank())
 
     def set_slow(is_slow: bool) -> None:
         if injector is not None:
-            injector.set_chi({1: arguments.chi} if is_slow else {})
+            injector.set_chi({1: options.chi} if is_slow else {})
         elif group.rank() == 1:
-            slowness.chi = 1.0 + arguments.processes * is_slow
+            slowness.chi = 1.0 + options.processes * is_slow
 
     has_moved, home_at = False, None
     seconds: list[float] = []
@@ -90,49 +76,28 @@ def measure_offset(rank: int, arguments: argparse.Namespace, begins: int, ends: 
     return has_moved, home_at, statistics.median(after) / statistics.median(before)
 
 
-def train(rank: int, arguments: argparse.Namespace, store: str, results: multiprocessing.Queue) -> None:
+def measure(rank: int, options: argparse.Namespace, tell: Callable[[object], None]) -> None:
     """One rank: every offset with a model of its own."""
-    torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    for begins in arguments.begins:
-        for ends in arguments.ends:
-            measured = measure_offset(rank, arguments, begins, ends)
-            dist.barrier()
-            if rank == 0:
-                results.put((begins, ends, *measured))
-    dist.destroy_process_group()
+    pin_to_core(rank)
+    for begins, ends in itertools.product(options.begins, options.ends):
+        measured = measure_offset(options, begins, ends)
+        dist.barrier()
+        tell((begins, ends, *measured))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    defaults = {"chi": 3.0, "processes": 3, "hidden": 768, "blocks": 2, "tokens": 520, "update_every": 5}
+    parser = parser_of(__doc__, **defaults, begins=[0, 3], ends=[0, 1, 2, 3, 5])
     parser.add_argument("--by", choices=("sleeps", "processes"), default="sleeps")
-    parser.add_argument("--chi", type=float, default=3.0, help="of the sleeps")
-    parser.add_argument("--processes", type=int, default=3, help="busy on the slow rank's core")
-    parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--blocks", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=520)
-    parser.add_argument("--update-every", type=int, default=5)
-    parser.add_argument("--begins", type=int, nargs="+", default=[0, 3], help="steps after an update")
-    parser.add_argument("--ends", type=int, nargs="+", default=[0, 1, 2, 3, 5], help="steps after units have moved")
-    arguments = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        results = context.Queue()
-        ranks = [context.Process(target=train, args=(rank, arguments, f"{folder}/store", results)) for rank in range(2)]
-        for process in ranks:
-            process.start()
-        slowed = f"χ = {arguments.chi:g}" if arguments.by == "sleeps" else f"{arguments.processes} busy processes"
-        table = Table("begins", "ends after the move", "moved", "home after steps", "step then / before", title=slowed)
-        for _ in range(len(arguments.begins) * len(arguments.ends)):
-            begins, ends, has_moved, home_at, ratio = results.get(timeout=600)
-            home = "never" if home_at is None else str(home_at)
-            table.add_row(str(begins), str(ends), str(has_moved), home, f"{ratio:.3f}")
-            Console(stderr=True).print(f"begins {begins}, ends {ends}: moved {has_moved}, home {home}, {ratio:.3f}")
-        for process in ranks:
-            process.join()
-    Console().print(table)
+    options = parser.parse_args()
+    rows = [
+        (begins, ends, has_moved, "never" if home_at is None else home_at, f"{ratio:.3f}")
+        for begins, ends, has_moved, home_at, ratio in results_of_ranks(
+            measure, 2, options, len(options.begins) * len(options.ends)
+        )
+    ]
+    slowed = f"χ = {options.chi:g}" if options.by == "sleeps" else f"{options.processes} busy processes"
+    show(slowed, ("begins", "ends after the move", "moved", "home after steps", "step then / before"), rows)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,30 @@
-"""What the benchmarks share: seconds of all ranks, intervals, a word on the machine, and the file of a result.
+"""What the benchmarks share: options, ranks, turns of variants side by side, intervals, tables, the file of a result.
 
 Ratios of things measured alternately in one run are what these machines can tell; absolute times move with their load.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import math
 import os
 import platform
 import statistics
+import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from rich.console import Console
+from rich.table import Table
 from torch import nn
 
 import zeroresize as zr
@@ -27,6 +32,160 @@ from zeroresize.convert import balanced_layers
 from zeroresize.injection.delay import Delays, HostDelay
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.policy.tensor.rules.bounds import work_conserving_bound_s
+
+# ---------------------------------------------------------------------------------------------------- options, tables
+
+
+def parser_of(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser of options that are of their default's type: a list takes several values, False is a flag."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        flag, shown = f"--{name.replace('_', '-')}", f"(default: {default})"
+        if default is False:
+            parser.add_argument(flag, action="store_true")
+        elif isinstance(default, list):
+            parser.add_argument(flag, nargs="+", type=type(default[0]), default=default, help=shown)
+        else:
+            parser.add_argument(flag, type=type(default), default=default, help=shown)
+    return parser
+
+
+def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]], width: int = 150) -> None:
+    """Print a table."""
+    table = Table(*headings, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*map(str, row))
+    Console(width=width).print(table)
+
+
+def machine() -> dict[str, str]:
+    """Where and when a figure was taken."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def save(name: str, result: Mapping[str, Any]) -> None:
+    """Write a benchmark's result as JSON under runs/bench."""
+    folder = Path("runs/bench")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({**machine(), **result}, indent=1), encoding="utf-8")
+    print(f"written to {path}")
+
+
+# -------------------------------------------------------------------------------------------------------------- ranks
+
+
+def join_ranks(*, rank: int, world_size: int, **options: Any) -> torch.device:
+    """Take a device and join the other ranks by ``dist.init_process_group``, which is given the options, too.
+
+    A GPU for each rank, or for several where there are fewer, joined by NCCL; else CPUs, by gloo. NCCL refuses two
+    ranks of one host on one GPU. Ranks that share one name different hosts, so that they talk by sockets: slowly, but
+    with all that NCCL does otherwise. What they compute takes turns on the GPU.
+
+    Returns:
+        This rank's device.
+    """
+    options |= {"rank": rank, "world_size": world_size}
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo", **options)
+        return torch.device("cpu")
+    num_devices = torch.cuda.device_count()
+    if world_size > num_devices:
+        loopback = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+        os.environ |= {**loopback, "NCCL_HOSTID": f"rank {rank}", "NCCL_IB_DISABLE": "1"}
+    torch.cuda.set_device(rank % num_devices)
+    torch.cuda.init()  # else a mesh would choose another device
+    dist.init_process_group("nccl", **options)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def pin_to_core(rank: int | None = None) -> None:
+    """Keep this rank, with all threads that it has by now, to a core of its own."""
+    rank = int(os.environ["LOCAL_RANK"]) if rank is None else rank
+    cores = sorted(os.sched_getaffinity(0))
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), {cores[rank % len(cores)]})
+
+
+def results_of_ranks(
+    run: Callable[[int, Any, Callable[[Any], None]], None], num_ranks: int, arguments: Any, num_results: int
+) -> list[Any]:
+    """Start gloo ranks of one thread each that call ``run(rank, arguments, tell)``; returns what rank 0 tells."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        results = context.Queue()
+        ranks = [
+            context.Process(target=_rank, args=(run, rank, num_ranks, arguments, f"{folder}/store", results))
+            for rank in range(num_ranks)
+        ]
+        for process in ranks:
+            process.start()
+        collected = [results.get(timeout=1800) for _ in range(num_results)]
+        for process in ranks:
+            process.join()
+    return collected
+
+
+def _rank(run: Any, rank: int, num_ranks: int, arguments: Any, store: str, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    run(rank, arguments, results.put if rank == 0 else lambda result: None)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def gather_from_ranks(value: float) -> list[float]:
+    """Gather the value of each rank; collective."""
+    everyone: list[float] = [math.nan] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+class FeedForward(nn.Module):
+    """A norm, column-parallel, GELU and row-parallel, beside the residual stream."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm, group = nn.LayerNorm(hidden), dist.group.WORLD
+        self.up = zr.ColumnParallelLinear(hidden, 4 * hidden, process_group=group)
+        self.down = zr.RowParallelLinear(4 * hidden, hidden, process_group=group)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def slowness_of(model: nn.Module) -> SlowLayers:
+    """How slow a converted model's multiplications are made, once it is entered: sleeps after each of them.
+
+    They are slowed by their CPU time, as ranks may share a core and would be held up the longer for having lost it.
+    """
+    layers = list(balanced_layers(model).values())
+    return SlowLayers(layers, "gemm", Delays(HostDelay(work_clock=time.thread_time)))
+
+
+def shortest_step_s(balancer: zr.Balancer, chis: Sequence[float], homogeneous_s: float) -> float:
+    """T*, seconds: products are shared out by speed; collective.
+
+    What a rank takes is what those of χ = 1 took in the last interval; collectives cost nothing more.
+    """
+    metrics = balancer.metrics()
+    busy_s, gemm_s = (
+        statistics.fmean(
+            seconds for seconds, chi in zip(gather_from_ranks(metrics[name]), chis, strict=True) if chi == 1
+        )
+        for name in ("balance/busy_s", "balance/gemm_s")
+    )
+    rest_s = [busy_s - gemm_s] * len(chis)
+    least_s = work_conserving_bound_s(rest_s, [gemm_s * chi for chi in chis], [0.0] * len(chis))
+    return homogeneous_s - busy_s + least_s
+
+
+# ------------------------------------------------------------------------------------------------------ times, ratios
 
 
 class TimedSteps(ABC):
@@ -49,50 +208,6 @@ class TimedSteps(ABC):
         return [self.timed_step() for _ in range(num_steps)]
 
 
-def pin_to_core() -> None:
-    """Keep this rank, with all threads that it has by now, to a core of its own."""
-    cores = sorted(os.sched_getaffinity(0))
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
-
-
-def slowness_of(model: nn.Module) -> SlowLayers:
-    """How slow a converted model's multiplications are made, once it is entered: sleeps after each of them.
-
-    They are slowed by their CPU time, as ranks may share a core and would be held up the longer for having lost it.
-    """
-    layers = list(balanced_layers(model).values())
-    return SlowLayers(layers, "gemm", Delays(HostDelay(work_clock=time.thread_time)))
-
-
-def gather_from_ranks(value: float) -> list[float]:
-    """Gather the value of each rank; collective."""
-    everyone: list[float] = [math.nan] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
-
-
-def shortest_step_s(
-    balancer: zr.Balancer, chis: Sequence[float], homogeneous_s: float, moving_rest: float = 0.0
-) -> float:
-    """T*, seconds: products are shared out by speed, and ``moving_rest`` of what else a rank is busy with moves along.
-
-    Collective. What a rank takes is what those of χ = 1 took in the last interval; collectives cost nothing more.
-    """
-    metrics = balancer.metrics()
-    busy_s, gemm_s = (
-        statistics.fmean(
-            seconds for seconds, chi in zip(gather_from_ranks(metrics[name]), chis, strict=True) if chi == 1
-        )
-        for name in ("balance/busy_s", "balance/gemm_s")
-    )
-    num_ranks = len(chis)
-    least_s = work_conserving_bound_s(
-        [busy_s - gemm_s] * num_ranks, [gemm_s * chi for chi in chis], [moving_rest] * num_ranks
-    )
-    return homogeneous_s - busy_s + least_s
-
-
 def time_slowest_rank(call: Callable[[], object]) -> float:
     """Run ``call`` on all ranks from one moment on, and return the wall seconds of the slowest; collective."""
     dist.barrier()
@@ -103,17 +218,23 @@ def time_slowest_rank(call: Callable[[], object]) -> float:
     return seconds.item()
 
 
-def bootstrap_interval(
-    ratios: Sequence[float],
-    statistic: Callable[..., Any] = np.median,
-    *,
-    num_samples: int = 10_000,
-    level: float = 0.95,
-) -> tuple[float, float]:
-    """Percentile bootstrap interval of the median, or of another ``statistic``, of paired ratios."""
+def in_turns(variants: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
+    """What the variants return in each round; each comes first, second and so on equally often."""
+    results: dict[str, list[Any]] = {name: [] for name in variants}
+    names = list(variants)
+    for number in range(rounds):
+        start = number % len(names)
+        order = names[start:] + names[:start]
+        for name in order[:: -1 if number // len(names) % 2 else 1]:
+            results[name].append(variants[name]())
+    return results
+
+
+def bootstrap_interval(ratios: Sequence[float], num_samples: int = 10_000) -> tuple[float, float]:
+    """95 % percentile bootstrap interval of the median of paired ratios."""
     values = np.asarray(ratios)
     draws = np.random.default_rng(0).integers(len(values), size=(num_samples, len(values)))
-    low, high = np.quantile(statistic(values[draws], axis=1), [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(np.median(values[draws], axis=1), [0.025, 0.975])
     return float(low), float(high)
 
 
@@ -132,22 +253,3 @@ def describe_ratio(name: str, ratios: Sequence[float]) -> str:
     return (
         f"{name}: median ratio {statistics.median(ratios):.4f}, 95 % interval [{low:.4f}, {high:.4f}], n={len(ratios)}"
     )
-
-
-def machine() -> dict[str, str]:
-    """Where and when a figure was taken."""
-    return {
-        "date": datetime.date.today().isoformat(),
-        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def save(name: str, result: dict[str, Any]) -> None:
-    """Write a benchmark's result as JSON, for the tables of docs/benchmarks.md."""
-    folder = Path("runs/bench")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
-    path.write_text(json.dumps({**machine(), **result}, indent=1), encoding="utf-8")
-    print(f"written to {path}")

@@ -9,7 +9,7 @@ dynamic program. Padding efficiency is as in the paper's Fig. 15, of sources and
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import statistics
 import time
 from collections import defaultdict
@@ -17,12 +17,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from lm_examples.microbatches.padding import padding_efficiency
-from scripts.bench.common import machine, save
-from scripts.bench.modelled_pipelines import batches_of, costs_of, paper_model, pipeline_of, powers, row_lengths
+from scripts.bench.common import parser_of, save, show
+from scripts.simulated.modelled_pipelines import batches_of, costs_of, paper_model, pipeline_of, powers, row_lengths
 from zeroresize.policy.microbatches.iteration_plan import IterationPlan
 from zeroresize.policy.microbatches.micro_batch import Floats, Indices, MicroBatchCosts
 from zeroresize.policy.microbatches.partition import Segments, shortest_cuts
@@ -95,31 +93,24 @@ def row_of(kind: str, num_stages: int, longest: int, number: int, num_exact: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=250, help="of each of the four rows")
-    parser.add_argument("--exact", type=int, default=25, help="of these also by the exact dynamic program")
-    parser.add_argument("--max-length", type=int, default=4096)
-    options = parser.parse_args()
-    rows = []
-    for kind in ("gpt", "t5"):
-        for num_stages in (4, 8):
-            rows.append(row_of(kind, num_stages, options.max_length, options.batches, options.exact))
-            print(rows[-1], flush=True)
-    times = Table("model", "stages", "batches", "over the optimum", *(f"{name} / planned" for name in BASELINES))
-    times.add_column("faster than equal tokens")
-    times.add_column("planning, s: mean, longest")
-    padding = Table("padding efficiency", "stages", "planned", *BASELINES)
-    for row in rows:
-        names = row["kind"], str(row["num_stages"])
-        ratios = [f"{row['ratios'][name][0]:.2f}" for name in BASELINES]
-        planning = ", ".join(f"{seconds:.2f}" for seconds in row["planning_s"])
+    options = parser_of(__doc__, batches=250, exact=25, max_length=4096).parse_args()
+    rows, times, padding = [], [], []
+    for kind, num_stages in itertools.product(("gpt", "t5"), (4, 8)):
+        row = row_of(kind, num_stages, options.max_length, options.batches, options.exact)
+        print(row, flush=True)
         mean, most = row["ratios"]["optimum"]
-        share = f"{100 * row['better_than_tokens']:.0f} %"
-        times.add_row(*names, str(row["batches"]), f"{mean:.5f}, at most {most:.5f}", *ratios, share, planning)
-        cells = (", ".join(f"{each:.2f}" for each in row["padding"][name]) for name in ("dynamic", *BASELINES))
-        padding.add_row(*names, *cells)
-    Console(width=150).print(times, padding)
-    save("microbatch_plans", {"machine": machine(), **vars(options), "rows": rows})
+        times.append([
+            kind, num_stages, options.batches, f"{mean:.5f}, at most {most:.5f}",
+            *(f"{row['ratios'][name][0]:.2f}" for name in BASELINES), f"{100 * row['better_than_tokens']:.0f} %",
+            ", ".join(f"{seconds:.2f}" for seconds in row["planning_s"]),
+        ])  # fmt: skip
+        efficiencies = (", ".join(f"{each:.2f}" for each in row["padding"][name]) for name in ("dynamic", *BASELINES))
+        padding.append([kind, num_stages, *efficiencies])
+        rows.append(row)
+    headings = ["model", "stages", "batches", "over the optimum", *(f"{name} / planned" for name in BASELINES)]
+    show("", [*headings, "faster than equal tokens", "planning, s: mean, longest"], times)
+    show("", ["padding efficiency", "stages", "planned", *BASELINES], padding)
+    save("microbatch_plans", {**vars(options), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ all ranks together, which tells more where wall time is noisy; beside them those
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import statistics
@@ -20,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from scripts.bench.common import describe_ratio, gather_from_ranks, save
-from scripts.bench.devices import join_ranks
+from scripts.bench.common import describe_ratio, gather_from_ranks, in_turns, join_ranks, parser_of, save
 from zeroresize.pipeline import Pipeline, PipelineBalancer
 
 #: Steps in which it learns, that is of several profiles.
@@ -33,13 +31,7 @@ Window = tuple[float, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--rows", type=int, default=256, help="of a batch")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--count-work", action="store_true", help='balance with count_work="tokens"')
-    options = parser.parse_args()
+    options = parser_of(__doc__, rounds=20, hidden=256, rows=256, layers=12, count_work=False).parse_args()
     device = join_ranks(rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -90,15 +82,13 @@ def main() -> None:
     for _ in range(_LEARNING // _CHUNK):
         chunk(balancer)
     num_chunks = math.ceil(_PROFILES * intervals[-1] / _CHUNK)
-    balanced, plain, again = [], [], []
+    variants = {"balanced": lambda: chunk(balancer), "plain": lambda: chunk(None), "again": lambda: chunk(None)}
+    windows: dict[str, list[Window]] = {name: [] for name in variants}
     for _ in range(options.rounds):
-        chunks: tuple[list[Window], ...] = ([], [], [])
-        for number in range(num_chunks):
-            for which in _order(number):
-                chunks[which].append(chunk(balancer if which == 0 else None))
-        for windows, parts in zip((balanced, plain, again), chunks, strict=True):
+        for name, parts in in_turns(variants, num_chunks).items():
             wall_s, spent_s = (math.fsum(seconds) for seconds in zip(*parts, strict=True))
-            windows.append((wall_s, math.fsum(gather_from_ranks(spent_s))))
+            windows[name].append((wall_s, math.fsum(gather_from_ranks(spent_s))))
+    balanced, plain, again = windows.values()
     if dist.get_rank() == 0:
         wall_ratios, spent_ratios = (_ratios(balanced, plain, again, at) for at in (0, 1))
         wall_noise, spent_noise = (_ratios(again, plain, plain, at) for at in (0, 1))
@@ -109,15 +99,9 @@ def main() -> None:
         print(describe_ratio("wall: not / not", wall_noise))
         print(describe_ratio("processors: balanced / not", spent_ratios))
         print(describe_ratio("processors: not / not", spent_noise))
-        result = {"step_s": step_s, "intervals": intervals[1:], "profile_cost": costs[-1]}
         ratios = {"wall": wall_ratios, "wall_noise": wall_noise, "spent": spent_ratios, "spent_noise": spent_noise}
-        save("pipeline_overhead", result | ratios | vars(options))
+        save("pipeline_overhead", {"step_s": step_s, "intervals": intervals[1:], **ratios, **vars(options)})
     dist.destroy_process_group()
-
-
-def _order(number: int) -> tuple[int, int, int]:
-    """With the balancer is 0, without it 1 and 2; each comes first, second and third equally often."""
-    return ((0, 1, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0), (1, 0, 2), (0, 2, 1))[number % 6]
 
 
 def _ratios(over: list[Window], under: list[Window], other: list[Window], at: int) -> list[float]:

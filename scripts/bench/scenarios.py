@@ -1,16 +1,15 @@
 """Balancing in scenarios of a simulated cluster, side by side: python -m scripts.bench.scenarios
 
 The policy code of training meets stragglers that come and go, noise of several kinds, calibrations that were wrong,
-groups of 2 to 64 ranks, and intervals of 1 to 10 steps. To compare two versions write the older one's figures with
-``--csv``, and give that file to the newer one's ``--before``: what was otherwise stands in brackets.
+groups of 2 to 64 ranks, and intervals of 1 to 10 steps; each line in 8 runs with other noise (``--seeds``), or in two
+with ``--quick``, which has fewer lines. To compare two versions write the older one's figures with ``--csv``, and give
+that file to the newer one's ``--before``: what was otherwise stands in brackets.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -20,28 +19,24 @@ from typing import Any
 import yaml
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from scripts.bench.scenario import CALIBRATIONS, COURSES, NOISES, Scenario
-from scripts.bench.scenario_figures import Figures, mean_figures
+from scripts.bench.common import parser_of, show
+from scripts.simulated.figures import Figures, mean_figures
+from scripts.simulated.scenario import CALIBRATIONS, COURSES, NOISES, Scenario
 from zeroresize.config import BalanceConfig
 from zeroresize.config.paper import nested
 from zeroresize.utils.yaml_values import load_yaml, yaml_mistake
 
 MODES = ("zero-pri", "mig", "semi")
 OSCILLATING = ("each in turn, 1 update", "2 updates on, 2 off", "1 update on, 3 off")
-
-#: Scenario and mode of every line, by what the lines of a section differ in.
 Lines = list[tuple[Scenario, str]]
 
 
 def sections(quick: bool) -> dict[str, Lines]:
     """All lines; ``quick`` leaves out what is between the ends of a range."""
-    ranks = (2, 64) if quick else (2, 4, 8, 16, 64)
-    cadences = (1, 10) if quick else (1, 2, 4, 10)
-    deviations = (0.05,) if quick else (0.02, 0.05, 0.1)
+    ranks, cadences = ((2, 64), (1, 10)) if quick else ((2, 4, 8, 16, 64), (1, 2, 4, 10))
+    deviations, watched = (0.05,) if quick else (0.02, 0.05, 0.1), ("nobody slow", "χ=4")
     factors = (0.5, 2.0) if quick else (0.5, 2**-0.5, 2**0.5, 2.0)
-    watched = ("nobody slow", "χ=4")
 
     def lines(scenarios: Iterator[Scenario], modes: Sequence[str] = MODES) -> Lines:
         return [(scenario, mode) for scenario in scenarios for mode in modes]
@@ -73,7 +68,7 @@ def sections(quick: bool) -> dict[str, Lines]:
 
 
 def as_row(section: str, scenario: Scenario, mode: str, mean: Figures) -> dict[str, Any]:
-    """Return what is written of a line of the table; medians of release leave out ranks that were never released."""
+    """What is written of a line of the table; medians of release leave out ranks that were never released."""
     finite = [updates for updates in mean.released if updates < math.inf]
     return {
         "section": section,
@@ -105,23 +100,21 @@ def as_row(section: str, scenario: Scenario, mode: str, mean: Figures) -> dict[s
 KEYS = ("section", "scenario", "mode", "ranks", "every", "noise", "calibration", "products")
 
 
+def key_of(row: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(str(row[name]) for name in KEYS)
+
+
 def print_table(rows: Sequence[dict[str, Any]], before: dict[tuple[str, ...], dict[str, str]]) -> None:
     """The table, section by section; in brackets what it was before, where that differs."""
-    headings = (
-        "scenario", "mode", "ranks", "every", "noise", "calibration", "step / off", "step / hom.",
-        "false starts", "spared falsely", "settled", "swing", "released", "dropped", "lent",
-    )  # fmt: skip
+    figures = ("step / off", "step / hom.", "false starts", "spared falsely", "settled", "swing", "released")
     for section, rows_of_section in itertools.groupby(rows, key=lambda row: row["section"]):
-        table = Table(*headings, title=section, title_justify="left")
+        lines = []
         for row in rows_of_section:
             new, old = cells(row), cells(before.get(key_of(row), row))
-            figures = [now if now == then else f"{now} ({then})" for now, then in zip(new, old, strict=True)]
+            told = [now if now == then else f"{now} ({then})" for now, then in zip(new, old, strict=True)]
             products = "" if section != "few products" else f", products {100 * row['products']:.0f} %"
-            table.add_row(
-                row["scenario"] + products, row["mode"], str(row["ranks"]), str(row["every"]), row["noise"],
-                row["calibration"], *figures
-            )  # fmt: skip
-        Console(width=250 if before else 190).print(table)
+            lines.append([row["scenario"] + products, *(row[name] for name in KEYS[2:7]), *told])
+        show(section, (*KEYS[1:7], *figures, "dropped", "lent"), lines, width=250 if before else 190)
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -135,8 +128,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         median, worst = number(f"{name}, median", 0), number(f"{name}, worst", 0)
         return median if median == worst else f"{median} to {worst}"
 
-    never = int(row["never released"])
-    some = f", {never} of {row['recoveries']} never" if never else ""
+    some = f", {row['never released']} of {row['recoveries']} never" if int(row["never released"]) else ""
     return [
         number("step / off", 3),
         number("step / homogeneous", 3),
@@ -154,45 +146,35 @@ def configs_of(modes: Sequence[str], changes: Sequence[str]) -> dict[str, Balanc
     """Build the configuration of each mode, with ``KEY=VALUE`` changed.
 
     Raises:
-        ValueError: if a change is not written so, or its key or value is not allowed in one of the modes.
+        ValueError: if a change is not written so, or not allowed in one of the modes.
     """
-    pairs = [one.partition("=") for one in changes]
-    for change, (key, separator, _) in zip(changes, pairs, strict=True):
+    values = {"mode": "off"}
+    for change in changes:
+        key, separator, value = change.partition("=")
         if not key or not separator:
             raise ValueError(f"{change!r}: expected KEY=VALUE, as tolerance=0.2")
-    try:
-        values = {key: load_yaml(value) for key, _, value in pairs}
-    except yaml.YAMLError as error:
-        raise ValueError(yaml_mistake(error)) from error
-    return {mode: BalanceConfig.from_dict(nested({"mode": mode} | values)) for mode in modes}
-
-
-def key_of(row: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(str(row[name]) for name in KEYS)
+        try:
+            values[key] = load_yaml(value)
+        except yaml.YAMLError as error:
+            raise ValueError(yaml_mistake(error)) from error
+    return {mode: BalanceConfig.from_dict(nested(values | {"mode": mode})) for mode in modes}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer values of everything, and two seeds")
-    parser.add_argument("--seeds", type=int, help="runs of every line with other noise (8; 2 if quick)")
+    parser = parser_of(__doc__, quick=False, seeds=0)
     parser.add_argument("--only", nargs="+", choices=sections(quick=True), help="sections")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="of BalanceConfig: tolerance=0.2"
-    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of BalanceConfig")
     parser.add_argument("--csv", type=Path, help="write the figures here, unrounded")
-    parser.add_argument("--json", type=Path, help="the same as JSON, with every run's times of settling and release")
     parser.add_argument("--before", type=Path, help="a CSV file of another version, to compare with")
     arguments = parser.parse_args()
-    seeds = arguments.seeds or (2 if arguments.quick else 8)
+    seeds, before = arguments.seeds or (2 if arguments.quick else 8), {}
     try:
         configs = configs_of(arguments.modes, arguments.set)
     except ValueError as error:
         parser.error(f"argument --set: {error}")
-    before = {}
     if arguments.before:
-        with arguments.before.open(encoding="utf-8", newline="") as file:
-            before = {key_of(row): row for row in csv.DictReader(file)}
+        before = {key_of(row): row for row in csv.DictReader(arguments.before.read_text("utf-8").splitlines())}
     chosen = [
         (section, scenario, mode)
         for section, lines in sections(arguments.quick).items()
@@ -202,23 +184,16 @@ def main() -> None:
     ]
     if not chosen:
         parser.error(f"sections {arguments.only} have no line with modes {arguments.modes}: choose others")
-    rows, single = [], []
-    for section, scenario, mode in track(
-        chosen, description="simulating", console=Console(stderr=True), transient=True
-    ):
-        mean = mean_figures([scenario.figures(configs[mode], seed) for seed in range(seeds)])
-        rows.append(as_row(section, scenario, mode, mean))
-        single.append({"settled": mean.settled, "released": mean.released})
+    rows = [
+        as_row(*line, mean_figures([line[1].figures(configs[line[2]], seed) for seed in range(seeds)]))
+        for line in track(chosen, "simulating", console=Console(stderr=True), transient=True)
+    ]
     print_table(rows, before)
     if arguments.csv:
         with arguments.csv.open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, rows[0], lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps([row | times for row, times in zip(rows, single, strict=True)]), encoding="utf-8"
-        )
 
 
 if __name__ == "__main__":

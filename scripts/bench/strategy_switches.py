@@ -2,28 +2,27 @@
 
 A LLaMA-like model on four ranks, as if two of them were one node. Every switch between five strategies is timed, in
 turns with the planner's heuristics (HotSPa, Algorithm 1) and without: weights alone, and weights with gradients that
-return to the optimizer's strategy. Beside it stands the planned volume / the bandwidth that is measured in the same
-run: every rank sends one large buffer to the next one, all at once. This is the real counterpart of the slides' Fig. 8.
+return to the optimizer's strategy (``--optimizer``). Beside stand the planned volume / the bandwidth of the same run,
+in which every rank sends one large buffer to the next one, all at once; and the bytes that all ranks send in all
+switches: the slides' Fig. 8, on real ranks. With ``--bfloat16`` weights and gradients travel in 16 bits.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
 from lm_examples.llama import LlamaConfig, llama_layers
-from scripts.bench.common import machine, save, time_slowest_rank
+from scripts.bench.common import parser_of, save, show, time_slowest_rank
 from zeroresize.comm.collectives import start_messages
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
@@ -31,6 +30,7 @@ from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.resharding.agreement import wait_for_all
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.switching import switch as switching
+from zeroresize.strategy.switching.switch import SwitchReport
 
 STRATEGIES = [Strategy(*degrees) for degrees in ((4, 1, 1), (2, 2, 1), (1, 4, 1), (1, 2, 2), (2, 1, 2))]
 NODES = (0, 0, 1, 1)
@@ -59,19 +59,18 @@ def ring() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, hidden=512, blocks=8, repeats=5, bfloat16=False, optimizer=[4, 1, 1]).parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     config = LlamaConfig(num_blocks=arguments.blocks, hidden_size=arguments.hidden, num_heads=8)
-    models = {}
+    types: dict[str, Any] = {"optimizer_strategy": Strategy(*arguments.optimizer)}
+    if arguments.bfloat16:
+        types |= {"compute_dtype": torch.bfloat16, "gradient_dtype": torch.bfloat16}
+    models, sent_bytes = {}, {}
     for heuristics in (True, False):
         torch.manual_seed(0)
         models[heuristics] = SwitchableModel(
-            llama_layers(config), strategies=STRATEGIES, process_group=dist.group.WORLD, nodes=NODES
+            llama_layers(config), strategies=STRATEGIES, process_group=dist.group.WORLD, nodes=NODES, **types
         )
     bandwidths: list[float] = []
     seconds: dict[tuple[str, bool], dict[tuple[Strategy, Strategy], list[float]]] = {}
@@ -82,86 +81,68 @@ def main() -> None:
             with planned(heuristics):
                 for what in ("weights", "weights and gradients"):
                     model.switch_to(before, gradients=False)
-                    parameters = [one for layer in model.stage_layers.values() for one in layer.parameters()]
-                    for parameter in parameters if what != "weights" else ():
-                        parameter.grad = torch.ones_like(parameter)
+                    if what != "weights":
+                        for layer in model.stage_layers.values():
+                            torch.stack([parameter.sum() for parameter in layer.parameters()]).sum().backward()
+                    reports: list[SwitchReport] = []
                     switch = partial(model.switch_to, after, gradients=what != "weights")
-                    switch_s = time_slowest_rank(switch)
-                    for parameter in (*model.parameters(), *parameters):
-                        parameter.grad = None
-                    if repeat:  # the first one plans, and warms up
-                        seconds.setdefault((what, heuristics), {}).setdefault((before, after), []).append(switch_s)
+                    switch_s = time_slowest_rank(lambda switch=switch, reports=reports: reports.append(switch()))
+                    model.drop_gradients()
+                    key = what, heuristics
+                    if repeat:
+                        seconds.setdefault(key, {}).setdefault((before, after), []).append(switch_s)
+                    else:  # the first one plans, and warms up
+                        sent_bytes[key] = sent_bytes.get(key, 0) + reports[0].sent_bytes
+    counts = torch.tensor(list(sent_bytes.values()))
+    dist.all_reduce(counts)
     tensors, num_layers = models[True].tensors, models[True].num_layers
     links = LinkSpeeds(*[statistics.median(bandwidths)] * 2)
     layouts = {strategy: strategy.layout(tensors, 4, num_layers) for strategy in STRATEGIES}
     volumes = {
-        heuristics: {
-            (before, after): plan_weights(
-                layouts[before], layouts[after], tensors, NODES, heuristics=heuristics
-            ).seconds(links)
-            for before, after in itertools.permutations(STRATEGIES, 2)
-        }
-        for heuristics in (True, False)
+        (before, after): plan_weights(layouts[before], layouts[after], tensors, NODES).seconds(links)
+        for before, after in itertools.permutations(STRATEGIES, 2)
     }
     medians = {
         key: {pair: statistics.median(values) for pair, values in matrix.items()} for key, matrix in seconds.items()
     }
     if dist.get_rank() == 0:
         size = sum(tensor.num_bytes for tensor in tensors)
-        show(medians, volumes, f"{size / 1e6:.0f} MB of weights, {links.within_bytes_per_s / 1e9:.2f} GB/s a rank")
-        save(
-            "strategy_switches",
-            {
-                "weight_bytes": size,
-                "links": asdict(links),
-                **{f"{what}, heuristics {heuristics}": plain(matrix) for (what, heuristics), matrix in medians.items()},
-                **{f"volume / bandwidth, heuristics {key}": plain(matrix) for key, matrix in volumes.items()},
-            },
-        )
+        print(f"{size / 1e6:.0f} MB of weights, {links.within_bytes_per_s / 1e9:.2f} GB/s a rank")
+        for (what, heuristics), num_bytes in zip(sent_bytes, counts.tolist(), strict=True):
+            print(f"{what}, heuristics {heuristics}: {num_bytes / 1e6:,.0f} MB sent in all switches")
+        tell(medians, volumes)
+        matrices = {f"{what}, heuristics {heuristics}": matrix for (what, heuristics), matrix in medians.items()}
+        matrices["volume / bandwidth"] = volumes
+        plain = {
+            what: {f"{before} to {after}": value for (before, after), value in matrix.items()}
+            for what, matrix in matrices.items()
+        }
+        save("strategy_switches", {"weight_bytes": size, "links": asdict(links), **plain})
     dist.destroy_process_group()
 
 
-def show(medians: dict[tuple[str, bool], Matrix], volumes: dict[bool, Matrix], machine_in_words: str) -> None:
-    """Every matrix as a table, and what the heuristics bring."""
-    console = Console(width=140)
-    console.print(machine(), machine_in_words)
-    weights = {heuristics: medians["weights", heuristics] for heuristics in (True, False)}
-    matrices = {
-        "weights, with the heuristics, ms (bytes / bandwidth)": (weights[True], volumes[True]),
-        "weights, without, ms (bytes / bandwidth)": (weights[False], volumes[False]),
-        f"weights and gradients, the optimizer's strategy {STRATEGIES[0]}, with, ms": (
-            medians["weights and gradients", True],
-            None,
-        ),
-        f"weights and gradients, the optimizer's strategy {STRATEGIES[0]}, without, ms": (
-            medians["weights and gradients", False],
-            None,
-        ),
-    }
-    for title, (matrix, beside) in matrices.items():
-        table = Table("from \\ to", *map(str, STRATEGIES), title=title, title_justify="left")
+def tell(medians: dict[tuple[str, bool], Matrix], volumes: Matrix) -> None:
+    """What switches take as tables, and what the heuristics bring."""
+    for (what, heuristics), matrix in medians.items():
+        rows = []
         for before in STRATEGIES:
-            cells = []
-            for after in STRATEGIES:
-                if before == after:
-                    cells.append("")
-                    continue
-                more = "" if beside is None else f" ({1e3 * beside[before, after]:.0f})"
-                cells.append(f"{1e3 * matrix[before, after]:.0f}{more}")
-            table.add_row(str(before), *cells)
-        console.print(table)
+            cells = [
+                "" if after == before else f"{1e3 * matrix[before, after]:.0f} ({1e3 * volumes[before, after]:.0f})"
+                for after in STRATEGIES
+            ]
+            rows.append([before, *cells])
+        which = "with" if heuristics else "without"
+        title = f"{what}, {which} the heuristics, ms (bytes of weights / bandwidth, with them)"
+        show(title, ("from \\ to", *map(str, STRATEGIES)), rows)
     for what in ("weights", "weights and gradients"):
-        ratios = [medians[what, False][pair] / own for pair, own in medians[what, True].items()]
-        console.print(f"{what}: without / with the heuristics, median {statistics.median(ratios):.2f}, "
-                      f"{min(ratios):.2f} to {max(ratios):.2f}")  # fmt: skip
-    over = [own / volumes[True][pair] for pair, own in weights[True].items() if volumes[True][pair]]
-    console.print(
-        f"time / (bytes / bandwidth): median {statistics.median(over):.2f}, {min(over):.2f} to {max(over):.2f}"
-    )
+        ratios = [medians[what, False][pair] / seconds for pair, seconds in medians[what, True].items()]
+        print(f"{what}: without / with the heuristics, {_median_and_range(ratios)}")
+    over = [seconds / volumes[pair] for pair, seconds in medians["weights", True].items() if volumes[pair]]
+    print(f"time / (bytes / bandwidth): {_median_and_range(over)}")
 
 
-def plain(matrix: Matrix) -> dict[str, float]:
-    return {f"{before} to {after}": value for (before, after), value in matrix.items()}
+def _median_and_range(values: Sequence[float]) -> str:
+    return f"median {statistics.median(values):.2f}, {min(values):.2f} to {max(values):.2f}"
 
 
 if __name__ == "__main__":

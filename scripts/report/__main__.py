@@ -1,113 +1,100 @@
-"""Turns what runs wrote into pictures and one HTML page: python -m scripts.report runs/vit
+"""Compares runs of vit_examples.train by a table and a picture: python -m scripts.report runs/demo
 
-Step times, and what balancing brought by the run's own steps without it; every rank's busy time and γ, who lent what to
-whom, the layers' shares over time, and which columns were pruned how often: from what ``vit_examples.train`` wrote,
-also while it still runs. Of a folder of runs, such as runs/demo or a study's, the page begins with a table that
-compares them. The page is one file that can be mailed.
+A row for each run in the folders below, also while it still runs: its steps, how many times as fast as the run in mode
+"off" with the same settings and stragglers, its accuracy, and what was moved, lent and dropped of an even share of the
+products, mean over all steps, of the rank of which most was. The picture shows the steps of all runs, and how much was
+taken off the rank that was relieved most. Times leave out the first steps of each start, which warm up.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import track
+import matplotlib
 
-from scripts.report.compare import NamedRun
-from scripts.report.files import files_of_ranks
-from scripts.report.page import RunSection, page_of, section_of_run
-from scripts.report.run import RunFolder
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
+from scripts.report.runs import PARTS, Run, references_of, runs_at
 
-def write_report(run: RunFolder, folder: Path) -> Path:
-    """Write ``report.html`` of one run and its pictures as PNG files into ``folder``; returns the page's path."""
-    title = f"Balancing in {run.path.resolve().name}"
-    return _write(folder, title, [_section(title, run, folder)])
-
-
-def write_comparison(path: Path, runs: Sequence[NamedRun], left_out: Sequence[str], folder: Path) -> Path:
-    """Write ``report.html`` of several runs into ``folder``, the pictures of each in a folder of its own there.
-
-    A run that cannot be drawn is left out.
-
-    Raises:
-        ValueError: if none can be drawn.
-    """
-    console = Console(stderr=True)
-    drawn, sections, left_out = [], [], list(left_out)
-    for named in track(runs, "drawing", console=console, disable=not console.is_terminal):
-        try:
-            sections.append(_section(named.name, named.run, folder / named.name))
-            drawn.append(named)
-        except ValueError as error:
-            left_out.append(str(error))
-    if not drawn:
-        raise ValueError("no run there can be drawn:\n" + "\n".join(left_out))
-    return _write(folder, f"Balancing in the runs of {path.resolve().name}", sections, drawn, left_out)
+HEADINGS = ("run", "steps", "median step, ms", "mean step, ms", "speed-up", "accuracy", *PARTS)
+#: Steps of a median that a line is drawn through.
+_WINDOW = 5
 
 
-def runs_below(path: Path) -> tuple[list[NamedRun], list[str]]:
-    """All runs in the folders below ``path``, those without balancing first; and why others are left out."""
-    runs, left_out = [], []
-    folders = sorted({file.parent for file in path.rglob("balance-rank*.jsonl")} - {path})
-    for folder in folders:
-        try:
-            runs.append(NamedRun(folder.relative_to(path).as_posix(), RunFolder.read(folder)))
-        except (ValueError, OSError) as error:
-            left_out.append(str(error))
-        except Exception as error:
-            left_out.append(f"{folder}: cannot be read: {type(error).__name__}: {error}")
-    return sorted(runs, key=lambda one: (not one.is_called_baseline, not one.is_reference, one.name)), left_out
+def rows_of(runs: Sequence[Run]) -> list[list[str]]:
+    """One row a run, as ``HEADINGS`` say."""
+    rows = []
+    for run in runs:
+        speed, accuracy = run.speed(), run.summary.get("test_accuracy")
+        references = [reference.speed()["step_ms"] for reference in references_of(runs, run)]
+        rows.append(
+            [
+                run.name,
+                str(run.num_steps) if run.summary else f"{run.num_steps}, not ended",
+                *(f"{speed[name]:.1f}" for name in ("step_ms", "mean_step_ms")),
+                f"{statistics.fmean(references) / speed['step_ms']:.2f}×" if references else "–",
+                f"{100 * accuracy:.1f} %" if isinstance(accuracy, int | float) else "–",
+                *(f"{share:.2f}" for share in run.parts().values()),
+            ]
+        )
+    return rows
 
 
-def _section(title: str, run: RunFolder, folder: Path) -> RunSection:
-    """All that the page says of a run.
-
-    Raises:
-        ValueError: naming the run, if it cannot be told or drawn.
-        OSError: if its pictures cannot be written.
-    """
-    try:
-        return section_of_run(title, run, folder)
-    except OSError:
-        raise
-    except Exception as error:  # one run's numbers must not cost the page of all others
-        raise ValueError(f"{run.path}: cannot be drawn: {type(error).__name__}: {error}") from error
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    lines = [HEADINGS, ["---", *["---:"] * (len(HEADINGS) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _write(
-    folder: Path,
-    title: str,
-    sections: Sequence[RunSection],
-    compared: Sequence[NamedRun] = (),
-    left_out: Sequence[str] = (),
-) -> Path:
-    path = folder / "report.html"
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(page_of(title, sections, compared, left_out), encoding="utf-8")
-    return path
+def picture_of(runs: Sequence[Run]) -> Figure:
+    """Step times, and what was taken off the rank that was relieved most, over steps; a line a run."""
+    figure, (times, parts) = pyplot.subplots(2, 1, sharex=True, figsize=(9, 7), layout="constrained")
+    for number, run in enumerate(runs):
+        timed = [one for one in run.timed if one.seconds is not None]
+        seconds = [one.seconds or 0.0 for one in timed]
+        usual = [statistics.median(seconds[max(at - _WINDOW + 1, 0) : at + 1]) for at in range(len(seconds))]
+        color = f"C{number % 10}"
+        times.plot([one.end for one in timed], [1e3 * own for own in usual], color=color, label=run.name)
+        rank = run.most_relieved()
+        begins, _ = run.plans(rank, "moved")
+        relieved = [sum(shares) for shares in zip(*(run.plans(rank, part)[1] for part in PARTS), strict=True)]
+        steps, values = [*begins, max(run.num_steps, begins[-1])], [*relieved, relieved[-1]]
+        parts.plot(steps, values, color=color, drawstyle="steps-post")
+    times.set(ylabel=f"step, ms (median of {_WINDOW})")
+    times.set_ylim(bottom=0)
+    parts.set(ylabel="moved, lent and dropped\nof the most relieved rank", xlabel="optimizer step", ylim=(-0.02, 1.02))
+    parts.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in (times, parts):
+        axes.grid(alpha=0.3)
+    figure.legend(loc="outside upper center", ncols=4, fontsize="small")
+    return figure
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the output folder of a run, or one with such folders below it")
-    parser.add_argument("--output", type=Path, help="where the page goes (default: report/ in that folder)")
-    arguments = parser.parse_args()
-    path, output = arguments.folder, arguments.output or arguments.folder / "report"
+    parser.add_argument("--output", type=Path, help="the picture (default: report.png in that folder)")
+    options = parser.parse_args(arguments)
+    runs, left_out = runs_at(options.folder)
+    for reason in left_out:
+        print(f"left out: {reason}", file=sys.stderr)
+    if not runs:
+        sys.exit(f"error: {options.folder}: no run there can be read; give output folders of vit_examples.train")
+    output = options.output or options.folder / "report.png"
+    figure = picture_of(runs)
     try:
-        runs, left_out = ([], []) if files_of_ranks(path, "balance", "jsonl") else runs_below(path)
-        if runs:
-            page = write_comparison(path, runs, left_out, output)
-        elif left_out:
-            sys.exit("error: no run there can be read:\n" + "\n".join(left_out))
-        else:
-            page = write_report(RunFolder.read(path), output)
+        figure.savefig(output, dpi=130)
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    print(f"written to {page}")
+        sys.exit(f"error: {output}: cannot be written: {error}")
+    pyplot.close(figure)
+    print(markdown(rows_of(runs)))
+    print(f"\npicture: {output}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Which stage of a pipeline had which layers over time: python -m scripts.report.stages runs/gpt/pipeline.jsonl
 
 Prints a table, a row for each division of the layers that was in force: which layers each stage had, and how long and
-how idle steps were then, the median of its profiles. Beside it goes a picture, stages.png. Both are of the records that
-a pipeline's balancer tells:
+how idle steps were then, the median of its profiles: of the records that a pipeline's balancer tells,
 ``PipelineBalancer(..., on_profile=telemetry, on_change=telemetry)`` with ``telemetry = JsonLinesTelemetry(path)``, on
 one rank. The run may still go on.
 """
@@ -13,15 +12,9 @@ import argparse
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
-
-import numpy as np
-from matplotlib import pyplot
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from typing import Any, NamedTuple
 
 from zeroresize.pipeline.records import ProfileRecord
 from zeroresize.plan.partition import Partition
@@ -29,28 +22,14 @@ from zeroresize.utils.json_lines import read_json_lines
 
 FILE = "pipeline.jsonl"
 HEADINGS = ("step", "imbalance", "bubbles", "simulated", "moved")
-_NUMBERS = ("step_s", "imbalance", "bubble_ratio", "simulated_bubble_ratio")
 
 
-@dataclass(frozen=True)
-class Period:
-    """Steps in which no layer moved.
-
-    Attributes:
-        begin: after so many steps it began.
-        boundaries: [S + 1] in force.
-        profiles: in it; not empty.
-        move: that ended it; None for the last one.
-    """
+class Period(NamedTuple):
+    """Steps in which no layer moved: after how many it began, its profiles, and the move that ended it, if any."""
 
     begin: int
-    boundaries: tuple[int, ...]
     profiles: Sequence[ProfileRecord]
     move: Mapping[str, Any] | None
-
-    def usual(self, name: str) -> float:
-        """The median of its profiles' numbers."""
-        return median(getattr(one, name) for one in self.profiles)
 
 
 def read_periods(path: Path) -> list[Period]:
@@ -64,30 +43,28 @@ def read_periods(path: Path) -> list[Period]:
         raise FileNotFoundError(f"{path}: no such file: pass what JsonLinesTelemetry wrote, or a folder with {FILE}")
     periods: list[Period] = []
     profiles: list[ProfileRecord] = []
-    begin, num_layers = 0, None
+    begin = 0
     for number, line in enumerate(read_json_lines(path), 1):
         try:
             if line["kind"] == "profile":
                 profile = ProfileRecord.from_dict(line)
-                num_layers = num_layers or len(profile.layers)
-                Partition.of(profile.boundaries, num_layers, len(profile.boundaries) - 1)
+                Partition.of(profile.boundaries, len(profile.layers), len(profile.boundaries) - 1)
                 if profiles and profile.boundaries != profiles[-1].boundaries:  # a run that was resumed
-                    periods.append(Period(begin, profiles[-1].boundaries, tuple(profiles), None))
+                    periods.append(Period(begin, profiles, None))
                     begin, profiles = profiles[-1].step, []
                 profiles.append(profile)
-            elif line["kind"] == "move":
-                move = {key: line[key] for key in ("step", "moved_bytes", "seconds")}
-                periods.append(Period(begin, profiles[-1].boundaries, tuple(profiles), move))
-                begin, profiles = int(move["step"]), []
             else:
-                raise ValueError(f"kind={line['kind']!r}")
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+                move = {key: line[key] for key in ("step", "moved_bytes", "seconds")}
+                if not profiles:
+                    raise ValueError("a move before any profile")
+                periods.append(Period(begin, profiles, move))
+                begin, profiles = int(move["step"]), []
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path}, line {number}: expected a profile, or the move after one, as a pipeline's balancer tells "
                 f"them: {type(error).__name__}: {error}"
             ) from error
-    if profiles:
-        periods.append(Period(begin, profiles[-1].boundaries, tuple(profiles), None))
+    periods += [Period(begin, profiles, None)] if profiles else []
     if not periods:
         raise ValueError(f"{path}: there is no profile in it yet")
     return periods
@@ -95,90 +72,31 @@ def read_periods(path: Path) -> list[Period]:
 
 def table_of(periods: Sequence[Period]) -> str:
     """Markdown."""
-    most = max(len(period.boundaries) - 1 for period in periods)
-    rows = [
-        ["from step", *(f"stage {stage}" for stage in range(most)), *HEADINGS],
-        ["---:"] * (1 + most + len(HEADINGS)),
-    ]
-    for period in periods:
-        layers = [_named(begin, end) for begin, end in itertools.pairwise(period.boundaries)]
-        moved = (
-            "" if period.move is None else f"{period.move['moved_bytes'] / 1e6:.1f} MB, {period.move['seconds']:.2f} s"
+    most = max(len(period.profiles[0].boundaries) - 1 for period in periods)
+    rows = [["from step", *(f"stage {stage}" for stage in range(most)), *HEADINGS], ["---:"] * (1 + most + 5)]
+    for begin, profiles, move in periods:
+        layers = [
+            f"{first} (1)" if end - first == 1 else f"{first} to {end - 1} ({end - first})"
+            for first, end in itertools.pairwise(profiles[0].boundaries)
+        ]
+        step_s, imbalance, bubbles, simulated = (
+            median(getattr(profile, name) for profile in profiles)
+            for name in ("step_s", "imbalance", "bubble_ratio", "simulated_bubble_ratio")
         )
-        step_s, imbalance, bubbles, simulated = map(period.usual, _NUMBERS)
-        rows.append(
-            [
-                str(period.begin),
-                *layers,
-                *[""] * (most - len(layers)),
-                f"{1e3 * step_s:.0f} ms",
-                f"{imbalance:.2f}",
-                f"{100 * bubbles:.0f} %",
-                f"{100 * simulated:.0f} %",
-                moved,
-            ]
-        )
+        moved = "" if move is None else f"{move['moved_bytes'] / 1e6:.1f} MB, {move['seconds']:.2f} s"
+        figures = [f"{1e3 * step_s:.0f} ms", f"{imbalance:.2f}", f"{100 * bubbles:.0f} %", f"{100 * simulated:.0f} %"]
+        rows.append([str(begin), *layers, *[""] * (most - len(layers)), *figures, moved])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def picture_of(periods: Sequence[Period]) -> Figure:
-    """Which stage has which layer, how long layers take, and how idle stages are, over steps."""
-    profiles = [profile for one in periods for profile in one.profiles]
-    num_layers = len(profiles[0].layers)
-    num_stages = max(len(one.boundaries) - 1 for one in periods)
-    figure, (layers, seconds, bubbles) = pyplot.subplots(3, 1, sharex=True, figsize=(9, 9), layout="constrained")
-    last = profiles[-1].step
-    begins = [one.begin for one in periods]
-    edges = [*begins, max(last, begins[-1] + 1)]
-    stages = np.array([Partition(one.boundaries).stages for one in periods]).T  # [L, periods]
-    numbers = np.arange(num_layers + 1) - 0.5
-    mesh = layers.pcolormesh(
-        edges, numbers, stages, cmap=pyplot.get_cmap("viridis", num_stages), vmin=-0.5, vmax=num_stages - 0.5
-    )
-    figure.colorbar(mesh, ax=layers, label="stage", ticks=MaxNLocator(integer=True))
-    layers.set_ylabel("layer")
-    layers.yaxis.set_major_locator(MaxNLocator(integer=True))
-    steps = [one.step for one in profiles]
-    for stage in range(num_stages):
-        seconds_of_stage = [one.stage_s[stage] if stage < len(one.stage_s) else np.nan for one in profiles]
-        seconds.plot(steps, 1e3 * np.array(seconds_of_stage), ".-", color=mesh.cmap(stage), label=f"stage {stage}")
-    seconds.plot(steps, [1e3 * one.step_s for one in profiles], "k.-", label="step")
-    seconds.set(ylabel="computing, ms")
-    seconds.set_ylim(bottom=0)
-    bubbles.plot(steps, [one.bubble_ratio for one in profiles], "k.-", label="bubble ratio, measured")
-    bubbles.plot(steps, [one.simulated_bubble_ratio for one in profiles], "k:", label="bubble ratio, simulated")
-    bubbles.plot(steps, [one.imbalance for one in profiles], "r.-", label="(L_max − L_min) / mean L")
-    bubbles.set_ylim(bottom=0)
-    bubbles.set_xlabel("step")
-    bubbles.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axes in (seconds, bubbles):
-        axes.grid(alpha=0.3)
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=6, fontsize="small")
-    return figure
-
-
-def _named(begin: int, end: int) -> str:
-    """Such as "3 to 7 (5)"."""
-    return f"{begin} (1)" if end - begin == 1 else f"{begin} to {end - 1} ({end - begin})"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help=f"the records, or the folder of {FILE}")
-    parser.add_argument("--output", type=Path, help="folder of the picture (default: that of the records)")
     options = parser.parse_args(arguments)
-    path = options.path / FILE if options.path.is_dir() else options.path
     try:
-        periods = read_periods(path)
-        picture = (options.output or path.parent) / "stages.png"
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        figure = picture_of(periods)
-        figure.savefig(picture, dpi=130)
-        pyplot.close(figure)
+        print(table_of(read_periods(options.path / FILE if options.path.is_dir() else options.path)))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    print(table_of(periods))
-    print(f"\npicture: {picture}")
 
 
 if __name__ == "__main__":

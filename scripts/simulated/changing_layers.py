@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from zeroresize.policy.pipeline.pipeline_load import Floats
-from zeroresize.utils.value_checks import at_least
 
 #: Of the paper's runs.
 _ITERATIONS = 10_000
@@ -175,7 +174,6 @@ def _same(work: Floats) -> ChangingLayers:
 
 
 def _step_of(iteration: float, num_steps: int) -> int:
-    at_least("num_steps", num_steps, 20)
     return round(iteration * num_steps / _ITERATIONS)
 
 

@@ -24,8 +24,6 @@ from zeroresize.policy.pipeline.pipeline_load import Floats, Indices, PipelineLo
 from zeroresize.policy.pipeline.rebalancing_proposal import bytes_of_transfers
 from zeroresize.policy.pipeline.shortest_step import shortest_partition
 from zeroresize.policy.pipeline.simulated_steps import simulated_steps, stage_sums
-from zeroresize.runtime.schedules import Schedule
-from zeroresize.utils.value_checks import at_least
 
 #: Spans at most; work that changes in every step is taken together.
 _MOST_SPANS = 16
@@ -37,7 +35,6 @@ def simulate_foreseen(
     boundaries: Sequence[int],
     *,
     num_microbatches: int,
-    schedule: Schedule = "1f1b",
     delay: int = 0,
 ) -> PipelineTrace:
     """Train ``N`` steps with the moves that are best by all that is to come.
@@ -51,18 +48,14 @@ def simulate_foreseen(
         boundaries: [S + 1] to begin with.
         delay: steps of a span that pass before layers can be in place: three, where a change must be measured first,
             the figures are known at the end of the next step, and layers move in the step behind it.
-
-    Raises:
-        ValueError: for a negative delay, and as :func:`~scripts.simulated.pipeline_training.simulate_pipeline`.
     """
-    at_least("delay", delay, 0)
     num_steps, num_layers = loads.forward_s.shape
     first = Partition.of(boundaries, num_layers, cluster.num_stages)
     speeds = speeds_of(cluster, num_steps)
     spans = list(itertools.pairwise([*_starts_of_spans(loads, speeds), num_steps]))
-    candidates = _divisions(loads, cluster, speeds, spans, num_microbatches, schedule) - {first}
+    candidates = _divisions(loads, cluster, speeds, spans, num_microbatches) - {first}
     divisions = [first, *sorted(candidates, key=lambda division: division.boundaries)]
-    price_s, step_s = _prices(divisions, loads, cluster), _seconds(divisions, loads, speeds, num_microbatches, schedule)
+    price_s, step_s = _prices(divisions, loads, cluster), _seconds(divisions, loads, speeds, num_microbatches)
     spent_s = np.full(len(divisions), np.inf)
     spent_s[0] = 0.0
     chosen: list[Indices] = []
@@ -81,7 +74,7 @@ def simulate_foreseen(
         moves_s += float(price_s[before, place])
         num_moves += before != place
         place = before
-    return trace_of(loads, cluster, in_force, num_microbatches, schedule, move_s=moves_s, num_moves=num_moves)
+    return trace_of(loads, cluster, in_force, num_microbatches, "1f1b", move_s=moves_s, num_moves=num_moves)
 
 
 def _divisions(
@@ -90,7 +83,6 @@ def _divisions(
     speeds: Floats,
     spans: Sequence[tuple[int, int]],
     num_microbatches: int,
-    schedule: Schedule,
 ) -> set[Partition]:
     """Those that are best for the mean work of neighbouring spans."""
     divisions: set[Partition] = set()
@@ -99,13 +91,11 @@ def _divisions(
             values[begin:end].mean(axis=0) for values in (loads.forward_s, loads.backward_s, speeds)
         )
         load = PipelineLoad.of(forward + backward, cluster.num_stages, speeds=speed)
-        divisions.add(shortest_partition(load, forward, backward, num_microbatches, schedule))
+        divisions.add(shortest_partition(load, forward, backward, num_microbatches, "1f1b"))
     return divisions
 
 
-def _seconds(
-    divisions: Sequence[Partition], loads: LayerLoads, speeds: Floats, num_microbatches: int, schedule: Schedule
-) -> Floats:
+def _seconds(divisions: Sequence[Partition], loads: LayerLoads, speeds: Floats, num_microbatches: int) -> Floats:
     """[N, C] of every step by every division."""
     boundaries = np.array([division.boundaries for division in divisions])
     step_s = np.empty((len(speeds), len(divisions)))
@@ -117,7 +107,7 @@ def _seconds(
         forward, backward = (
             stage_sums(seconds[step], boundaries) / speed for seconds in (loads.forward_s, loads.backward_s)
         )
-        step_s[step] = simulated_steps(forward, backward, num_microbatches, schedule=schedule)
+        step_s[step] = simulated_steps(forward, backward, num_microbatches)
     return step_s
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroresize.utils.value_checks import at_least, number
-
 #: Parts of a step that vary each by itself: what is no product, multiplications, gathers and fills.
 _NUM_PARTS = 3
 #: Of its usual time no part takes less.
@@ -29,9 +27,6 @@ class Noise:
         burst_steps: how many steps it lasts.
         burst_factors: the least and the most times as long that a rank takes meanwhile, drawn evenly for each burst.
         ranks_per_machine: how many neighbours have a burst in common; 1 is each its own.
-
-    Raises:
-        ValueError: naming the attribute, its value and what is allowed.
     """
 
     deviation: float = 0.0
@@ -40,15 +35,6 @@ class Noise:
     burst_steps: int = 10
     burst_factors: tuple[float, float] = (1.3, 2.0)
     ranks_per_machine: int = 1
-
-    def __post_init__(self) -> None:
-        number("deviation", self.deviation, least=0.0)
-        number("correlation", self.correlation, least=0.0, below=1.0)
-        number("burst_rate", self.burst_rate, least=0.0, most=1.0)
-        at_least("burst_steps", self.burst_steps, 1)
-        number("burst_factors", self.burst_factors[0], above=0.0)
-        number("burst_factors", self.burst_factors[1], least=self.burst_factors[0])
-        at_least("ranks_per_machine", self.ranks_per_machine, 1)
 
 
 class NoiseSource:

@@ -6,7 +6,7 @@
 A layer's seconds are those of its multiplications at a share of the device's peak, of the bytes that its other
 operations move through memory, and of starting its kernels. Bytes that are kept are those of Korthikanti et al. (2022,
 Reducing Activation Recomputation, Eq. 1 and 2), with 2 bytes an element. Attention keeps its scores, as Megatron-LM's
-did in 2023, unless it is fused (FlashAttention).
+did in 2023.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import numpy as np
 
 from zeroresize.policy.microbatches.grid_costs import LayerGrid, grid_points
 from zeroresize.policy.microbatches.micro_batch import Floats, Indices
-from zeroresize.utils.value_checks import at_least, divides
 
 LayerKind = Literal["decoder-only", "encoder", "decoder", "embedding", "head"]
 #: What is computed again in backwards.
@@ -58,7 +57,6 @@ class TransformerShape:
     Attributes:
         hidden_size, num_heads, head_size, mlp_size: D, H, C, F.
         vocabulary: tokens of the embedding and the head.
-        is_fused: whether attention keeps no scores.
     """
 
     hidden_size: int
@@ -66,7 +64,6 @@ class TransformerShape:
     head_size: int
     mlp_size: int
     vocabulary: int = 32768
-    is_fused: bool = False
 
     def parameters(self, kind: LayerKind) -> int:
         """Return how many parameters a layer has."""
@@ -95,13 +92,7 @@ def transformer_grid(
         tensor_parallel: t; heads and neurons are divided, and two all-reduces each way are added.
         recomputation: of :data:`RECOMPUTATIONS`.
         axis: which of a sample's lengths a layer with one sees.
-
-    Raises:
-        ValueError: for heads or neurons that t does not divide.
     """
-    at_least("tensor_parallel", tensor_parallel, 1)
-    divides("num_heads", shape.num_heads, "tensor_parallel", tensor_parallel)
-    divides("mlp_size", shape.mlp_size, "tensor_parallel", tensor_parallel)
     points = grid_points(sizes, lengths)
     values = _values(shape, kind, *points, device, tensor_parallel, recomputation)
     table_shape = (len(sizes), *map(len, lengths))
@@ -137,12 +128,12 @@ def _values(
         flops = flops + 4.0 * rows * (query + key) * width * inner
         core_flops = core_flops + 4.0 * rows * query * key * inner
         scores = scores + rows * query * key * shape.num_heads / t
-    score_bytes = 0.0 if shape.is_fused else 5.0 * scores
+    score_bytes = 5.0 * scores
     elementwise = tokens * (len(attentions) * (7.0 * width + 6.0 * inner) + 9.0 * width + 4.0 * shape.mlp_size / t)
-    forward_moved = 2.0 * elementwise + (0.0 if shape.is_fused else 10.0) * scores
+    forward_moved = 2.0 * elementwise + 10.0 * scores
     num_kernels = 12 + 8 * len(attentions)
     forward_s = _seconds(flops + core_flops, forward_moved, num_kernels, device)
-    core_s = _seconds(core_flops, (0.0 if shape.is_fused else 10.0) * scores, 5 * len(attentions), device)
+    core_s = _seconds(core_flops, 10.0 * scores, 5 * len(attentions), device)
     backward_s = _seconds(2.0 * (flops + core_flops), 2.0 * forward_moved, 2 * num_kernels, device)
     if t > 1:
         reduced = 2.0 * (t - 1) / t * (2.0 * tokens * width) / device.link_bytes_per_s

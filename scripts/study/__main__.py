@@ -3,41 +3,95 @@
 A grid is a YAML file: a configuration of vit_examples, seeds, and named cells, each with overrides of it. Every
 (cell, seed) is one run of ``vit_examples.train`` in a folder of its own, and one row of a CSV file. What has a finished
 folder or a row never runs again (delete both to repeat it), so a study that was stopped goes on where it was, also on
-another machine; a killed study loses at most the run that was under way, and where runs write checkpoints
-(``output.save_every``) no more than what came after the newest (a run that has failed after its last one begins anew).
-What is finished with other settings, the grid's or its configuration's, or has checkpoints of such, is an error, before
-anything runs. Where a run fails the others go on, and the end tells why.
-Grids called ``…_8gpu`` are at the paper's scale; ``scripts.study.plot`` draws the table.
+another machine; where runs write checkpoints (``output.save_every``) from the newest. What is there with other settings
+is an error, before anything runs. Where a run fails the others go on, and the end tells why. ``scripts.study.plot``
+draws the table.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import shutil
 import signal
+import statistics
 import sys
-from contextlib import ExitStack
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from scripts.study.grid import Cell, Study, read_study
-from scripts.study.progress import StudyProgress
-from scripts.study.table import (
-    all_rows,
-    known_rows,
-    only_writer,
-    require_checkpoints_of_cells,
-    results_table,
-    write_csv,
-)
 from vit_examples.harness.run_folder import empty
 from vit_examples.launch import started, train_command
 
+Rows = dict[tuple[str, str], dict[str, Any]]
+NEEDED_COLUMNS = ("cell", "seed", "test_accuracy")
+
+
+def read_table(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file of a study.
+
+    Raises:
+        ValueError: if it is something else, or a row is cut off.
+        OSError: if it cannot be read.
+    """
+    with path.open(newline="", encoding="utf-8") as stream:
+        reader = csv.DictReader(stream)
+        rows = list(reader)
+    if missing := [name for name in NEEDED_COLUMNS if name not in (reader.fieldnames or ())]:
+        raise ValueError(f"{path}: not a table of scripts.study: the columns {missing} are missing")
+    for number, row in enumerate(rows, 2):
+        if None in row or None in row.values():
+            raise ValueError(f"{path}, row {number}: another number of values than columns: correct or delete that row")
+    return rows
+
+
+def step_column(rows: list[Mapping[str, Any]]) -> tuple[str, str]:
+    """The column that tells the step time of all rows alike, and what it is: the mean, which older rows lack."""
+    has_means = all(row.get("mean_step_ms") or not row.get("step_ms") for row in rows)
+    return ("mean_step_ms", "mean step") if has_means else ("step_ms", "median step")
+
+
+def all_rows(study: Study, table: Path) -> Rows:
+    """The study's finished runs by (cell, seed), in the order of its cells, and behind them what else ``table`` holds.
+
+    Raises:
+        ValueError: if a run is there with other settings than this study's, or the table is damaged.
+    """
+    rows: Rows = {(row["cell"], row["seed"]): row for row in read_table(table)} if table.exists() else {}
+    for cell in study.cells:
+        row = cell.row() or rows.get(cell.key)
+        there = row.get("settings") if row is not None else cell.settings_there if cell.checkpoint else cell.settings
+        if there != cell.settings:
+            raise ValueError(
+                f"cell {cell.name!r}, seed {cell.seed} is there with other settings, in {table} or {cell.folder}:\n"
+                f"  then {there}\n  now  {cell.settings}\ngive another --csv and --output, or delete it there"
+            )
+        if row is not None:
+            rows[cell.key] = row
+    of_study = {cell.key: rows.pop(cell.key) for cell in study.cells if cell.key in rows}
+    return of_study | rows
+
+
+def write_csv(rows: Rows, path: Path) -> None:
+    """Write the table at once, so that a killed study never leaves half of it; without rows there is none."""
+    if not rows:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.tmp")
+    with unfinished.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, fieldnames=list(dict.fromkeys(key for row in rows.values() for key in row)))
+        writer.writeheader()
+        writer.writerows(rows.values())
+    unfinished.replace(path)
+
 
 def run_cell(study: Study, cell: Cell) -> None:
-    """Train one cell, from its newest checkpoint if it can go on from there, or else in an emptied folder.
+    """Train one cell, from its newest checkpoint if there is one, or else in an emptied folder.
 
     Its output is at the end of ``train.log``. Checkpoints are deleted when it is finished.
 
@@ -45,8 +99,7 @@ def run_cell(study: Study, cell: Cell) -> None:
         RuntimeError: if training fails, with what its log says of the reason, or another run is at that folder.
     """
     command = train_command(study.config, (*cell.overrides, "output.progress=false"), cell.ranks)
-    goes_on = cell.can_go_on(study.base)
-    if goes_on:
+    if cell.can_go_on:
         command.append("--resume")
     else:
         try:
@@ -54,105 +107,92 @@ def run_cell(study: Study, cell: Cell) -> None:
         except ValueError as error:
             raise RuntimeError(str(error)) from error
         cell.settings_file.write_text(cell.settings, encoding="utf-8")
-        cell.base_file.write_text(study.base, encoding="utf-8")
     log = cell.folder / "train.log"
     size_before = log.stat().st_size if log.exists() else 0
     with started(command, log, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}) as process:
         code = process.wait()
     if code:
-        cell.summary_file.unlink(missing_ok=True)  # where only the end of a run failed: it is not finished
-        said = log.read_bytes()[size_before:].decode("utf-8", errors="replace")
-        hint = f" (if its checkpoint no longer loads, delete {cell.folder})" if goes_on else ""
-        raise RuntimeError(
-            f"cell {cell.name!r}, seed {cell.seed} failed with code {code}{hint}; from {log}:\n"
-            f"{reason_in(said.splitlines())}"
-        )
-    shutil.rmtree(cell.checkpoint_folder, ignore_errors=True)
-
-
-def reason_in(lines: list[str]) -> str:
-    """The mistakes that ranks name (several ranks name the same one: once), or else the end of the log."""
-    mistakes: dict[str, str] = {}
-    for line in lines:
-        if line.startswith("error (rank"):
-            mistakes.setdefault(line.partition("): ")[2], line)
-    return "\n".join(mistakes.values() or lines[-30:])
+        (cell.folder / "summary.json").unlink(missing_ok=True)  # where only the end of a run failed: it is not finished
+        lines = log.read_bytes()[size_before:].decode("utf-8", errors="replace").splitlines()
+        mistakes: dict[str, str] = {}
+        for line in lines:
+            if line.startswith("error (rank"):  # several ranks name the same mistake: once
+                mistakes.setdefault(line.partition("): ")[2], line)
+        reason = "\n".join(mistakes.values() or lines[-30:])
+        raise RuntimeError(f"cell {cell.name!r}, seed {cell.seed} failed with code {code}; from {log}:\n{reason}")
+    shutil.rmtree(cell.folder / "checkpoints", ignore_errors=True)
 
 
 def run_study(study: Study, table: Path, console: Console) -> list[str]:
     """Run what is not finished yet, writing the table after every run; returns what failed.
 
     Raises:
-        ValueError: if a finished run or a checkpoint is of other settings, or another study writes this table or runs
-            this grid.
+        ValueError: if a run is there with other settings.
     """
     failures = []
-    with ExitStack() as held:
-        for path in (table, *{cell.folder.parent.parent for cell in study.cells}):
-            held.enter_context(only_writer(path))
-        rows = known_rows(study, table)
-        require_checkpoints_of_cells(study, rows)
-        for cell in study.cells:
-            if cell.row() is not None:  # and the study was killed before it deleted them
-                shutil.rmtree(cell.checkpoint_folder, ignore_errors=True)
+    rows = all_rows(study, table)
+    write_csv(rows, table)
+    to_run = [cell for cell in study.cells if cell.key not in rows]
+    for number, cell in enumerate(to_run, 1):
+        console.print(f"{number} of {len(to_run)}: {cell.name}, seed {cell.seed}", highlight=False)
+        try:
+            run_cell(study, cell)
+        except RuntimeError as error:
+            failures.append(str(error))
         write_csv(all_rows(study, table), table)
-        to_run = [cell for cell in study.cells if cell.key not in rows]
-        progress = held.enter_context(StudyProgress(len(study.cells), len(study.cells) - len(to_run), console))
-        for cell in to_run:
-            progress.begin(f"{cell.name}, seed {cell.seed}")
-            has_failed = False
-            try:
-                run_cell(study, cell)
-            except RuntimeError as error:
-                failures.append(str(error))
-                has_failed = True
-            write_csv(all_rows(study, table), table)
-            progress.end(has_failed=has_failed)
     return failures
+
+
+def results_table(study: Study, rows: Rows) -> Table:
+    """Step time and test accuracy a cell: means and standard deviations over the seeds, accuracy against the first."""
+    of_study = [rows[cell.key] for cell in study.cells if cell.key in rows]
+    column, label = step_column(of_study)
+    table = Table("cell", "seeds", f"{label}, ms", "accuracy, %", "against the first", title=study.name)
+    first = None
+    for name in dict.fromkeys(row["cell"] for row in of_study):
+        own = [row for row in of_study if row["cell"] == name]
+        step_ms = [float(row[column]) for row in own if row.get(column)]
+        accuracy = [100 * float(row["test_accuracy"]) for row in own if row.get("test_accuracy") not in ("", None)]
+        first = statistics.fmean(accuracy) if accuracy and first is None else first
+        difference = f"{statistics.fmean(accuracy) - first:+.1f}" if accuracy and first is not None else "-"
+        table.add_row(name, str(len(own)), _with_spread(step_ms, 0), _with_spread(accuracy, 1), difference)
+    return table
+
+
+def _with_spread(values: list[float], digits: int) -> str:
+    if not values:
+        return "-"
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.{digits}f}{spread}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("grid", type=Path, help="a YAML file, such as those in scripts/study/grids")
-    parser.add_argument("--config", help="of vit_examples, instead of the grid's")
-    parser.add_argument("--ranks", type=int, help="instead of the grid's, and of its cells'")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="in every cell, as vit_examples.train"
     )
     parser.add_argument("--output", type=Path, default=Path("runs/studies"), help="where the runs go")
     parser.add_argument("--csv", type=Path, help="where the table goes (default: beside the runs)")
-    parser.add_argument("--dry-run", action="store_true", help="check the grid, list the runs, train nothing")
-    parser.add_argument("--report", action="store_true", help="tabulate what is finished, train nothing")
-    arguments = parser.parse_args()
+    parser.add_argument("--dry-run", action="store_true", help="list and tabulate the runs, train nothing")
+    options = parser.parse_args()
     console = Console()
-    try:
-        study = read_study(
-            arguments.grid,
-            arguments.output.resolve(),
-            config=arguments.config,
-            ranks=arguments.ranks,
-            changes=arguments.set,
-        )
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    table = arguments.csv or arguments.output / f"{study.name}.csv"
     failures: list[str] = []
     try:
-        rows = known_rows(study, table)
-        if arguments.dry_run:
-            require_checkpoints_of_cells(study, rows)
-            for cell in study.cells:
-                state = "done" if cell.key in rows else "to do"
-                console.print(f"{state}  {cell.name}, seed {cell.seed}", highlight=False)
-            return
-        if not arguments.report:
+        study = read_study(options.grid, options.output.resolve(), changes=options.set)
+        table = options.csv or options.output / f"{study.name}.csv"
+        if not options.dry_run:
             failures = run_study(study, table, console)
-            rows = known_rows(study, table)
+        rows = all_rows(study, table)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: the same command goes on where it was\n")
         sys.exit(128 + signal.SIGINT)
+    if options.dry_run:
+        for cell in study.cells:
+            state = "done" if cell.key in rows else "to do"
+            console.print(f"{state}  {cell.name}, seed {cell.seed}", highlight=False)
     console.print(results_table(study, rows))
     if failures:
         sys.exit("\n".join(f"error: {failure}" for failure in failures))

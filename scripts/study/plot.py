@@ -12,62 +12,21 @@ import argparse
 import re
 import statistics
 import sys
-from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from scripts.study.columns import read_table, step_time
+from scripts.study.__main__ import read_table, step_column
 
-NEEDED_COLUMNS = ("cell", "step_ms", "test_accuracy")
-
-
-@dataclass(frozen=True)
-class Point:
-    """One cell: where it is drawn, and its values, one a seed.
-
-    Attributes:
-        x: None for a line across.
-        values: by the label of the axis that shows them, the same labels for every cell.
-    """
-
-    line: str
-    x: float | None
-    values: dict[str, tuple[float, ...]]
-
-
-def read_points(table: Path, x: str, only: str = "") -> list[Point]:
-    """The cells of a study's table whose names match ``only``, in its order.
-
-    Raises:
-        ValueError: if no cell's name tells ``x``, or it is no study's table.
-    """
-    try:
-        wanted = re.compile(only)
-    except re.error as error:
-        raise ValueError(f"--only {only!r}: not a regular expression: {error}") from error
-    rows = [row for row in read_table(table, NEEDED_COLUMNS) if wanted.search(row["cell"])]
-    by_cell: dict[str, list[dict[str, str]]] = defaultdict(list)
-    for row in rows:
-        by_cell[row["cell"]].append(row)
-    step_column, step_label = step_time(rows)
-    points = []
-    for cell, rows in by_cell.items():
-        values = {
-            f"{step_label}, ms": tuple(float(row[step_column]) for row in rows if row.get(step_column)),
-            "test accuracy, %": tuple(100 * float(row["test_accuracy"]) for row in rows if row["test_accuracy"]),
-        }
-        points.append(Point(*place_of(cell, x), values))
-    if all(point.x is None for point in points):
-        raise ValueError(f"{table}: no cell's name holds '{x}=' and a number; there are {list(by_cell)[:5]}")
-    return points
+#: [cells] of a line: where it is drawn, None for across, and the rows of its seeds.
+Lines = dict[str, list[tuple[float | None, list[dict[str, str]]]]]
 
 
 def place_of(cell: str, x: str) -> tuple[str, float | None]:
@@ -83,63 +42,65 @@ def place_of(cell: str, x: str) -> tuple[str, float | None]:
     return re.sub(r"\s+", " ", line).strip(" ,"), place
 
 
-def draw(points: list[Point], x: str) -> Figure:
-    """One panel a quantity."""
-    quantities = list(points[0].values)
-    figure, panels = pyplot.subplots(1, len(quantities), figsize=(12, 4.5), layout="constrained")
-    for axes, label in zip(panels, quantities, strict=True):
-        draw_quantity(axes, points, label)
-        axes.set_xlabel(x)
-        axes.set_ylabel(label)
+def lines_of(rows: list[dict[str, str]], x: str) -> Lines:
+    """The cells of a study's rows.
+
+    Raises:
+        ValueError: if no cell's name tells ``x``.
+    """
+    lines: Lines = {}
+    for cell in dict.fromkeys(row["cell"] for row in rows):
+        line, place = place_of(cell, x)
+        lines.setdefault(line, []).append((place, [row for row in rows if row["cell"] == cell]))
+    if all(place is None for cells in lines.values() for place, _ in cells):
+        raise ValueError(f"no cell's name holds '{x}=' and a number; there are {list(lines)[:5]}")
+    return lines
+
+
+def draw(rows: list[dict[str, str]], x: str) -> Figure:
+    """One panel a quantity: lines with error bars, and lines across with a band."""
+    lines, (column, label) = lines_of(rows, x), step_column(rows)
+    figure, panels = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    quantities = ((column, f"{label}, ms", 1.0), ("test_accuracy", "test accuracy, %", 100.0))
+    for axes, (name, quantity, factor) in zip(panels, quantities, strict=True):
+        for number, (line, cells) in enumerate(lines.items()):
+            color = f"C{number % 10}"
+            with_it = [(place, of_cell) for place, of_cell in cells if any(row.get(name) for row in of_cell)]
+            told = [(place, *_mean_and_spread(of_cell, name, factor)) for place, of_cell in with_it]
+            if points := sorted(point for point in told if point[0] is not None):
+                places, means, spreads = zip(*points, strict=True)
+                axes.errorbar(places, means, yerr=spreads, label=line, color=color, marker="o", capsize=3)
+            for _, mean, spread in (point for point in told if point[0] is None):
+                axes.axhline(mean, label=line, color=color, linestyle="--", linewidth=1)
+                axes.axhspan(mean - spread, mean + spread, color=color, alpha=0.12)
+        axes.set(xlabel=x, ylabel=quantity)
         axes.grid(alpha=0.3)
     panels[0].set_ylim(bottom=0)
-    lines = {
+    handles = {
         label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(lines.values(), lines, loc="outside right center", fontsize="small")
+    figure.legend(handles.values(), handles, loc="outside right center", fontsize="small")
     return figure
 
 
-def draw_quantity(axes: Axes, points: list[Point], quantity: str) -> None:
-    """Lines with error bars, and lines across with a band."""
-    for number, line in enumerate(dict.fromkeys(point.line for point in points)):
-        color = f"C{number % 10}"
-        line_points = sorted((point.x, *summary(point.values[quantity])) for point in points
-                     if point.line == line and point.x is not None and point.values[quantity])  # fmt: skip
-        if line_points:
-            places, means, spreads = zip(*line_points, strict=True)
-            axes.errorbar(places, means, yerr=spreads, label=line, color=color, marker="o", capsize=3, linewidth=1.2)
-            continue
-        for point in points:
-            if point.line == line and point.values[quantity]:
-                mean, spread = summary(point.values[quantity])
-                axes.axhline(mean, label=line, color=color, linestyle="--", linewidth=1)
-                axes.axhspan(mean - spread, mean + spread, color=color, alpha=0.12)
-
-
-def summary(values: tuple[float, ...]) -> tuple[float, float]:
-    """Mean and standard deviation."""
+def _mean_and_spread(rows: list[Mapping[str, Any]], name: str, factor: float) -> tuple[float, float]:
+    values = [factor * float(row[name]) for row in rows if row.get(name)]
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path, help="a CSV file of scripts.study")
-    parser.add_argument("--x", default="χ", help="what the cells' names tell, such as χ, γ or λ")
+    parser.add_argument("--x", default="χ", help="what the cells' names tell, such as χ or γ")
     parser.add_argument("--only", default="", help="cells whose names match this regular expression")
     parser.add_argument("--output", type=Path, help="the picture (default: beside the table, as PNG)")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
+    output = options.output or options.table.with_suffix(".png")
     try:
-        points = read_points(arguments.table, arguments.x, only=arguments.only)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    output = arguments.output or arguments.table.with_suffix(".png")
-    figure = draw(points, arguments.x)
-    try:
-        figure.savefig(output, dpi=130)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {output}: cannot be written: {error}")
-    pyplot.close(figure)
+        rows = [row for row in read_table(options.table) if re.search(options.only, row["cell"])]
+        draw(rows, options.x).savefig(output, dpi=130)
+    except (ValueError, OSError, re.error) as error:
+        sys.exit(f"error: {options.table}: {error}")
     print(f"written to {output}")
 
 

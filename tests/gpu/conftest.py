@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers import processes
 
-from scripts.bench.devices import join_ranks
+from scripts.bench.common import join_ranks
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.naive_messages import naive_instructions
 from helpers.processes import told_by_survivors
 from torch import nn
 from torch.nn import functional as F
 
-from scripts.simulated.naive_messages import naive_instructions
 from zeroresize.plan.partition import Partition
 from zeroresize.runtime.activations import Activation, as_tuple, find_activations
 from zeroresize.runtime.adaptive_schedule import adaptive_orders

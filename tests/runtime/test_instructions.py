@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 from helpers.instruction_events import step_by_events
+from helpers.naive_messages import naive_instructions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.simulated.naive_messages import naive_instructions
 from zeroresize.runtime.adaptive_schedule import adaptive_orders
 from zeroresize.runtime.check import DeadlockError, check
 from zeroresize.runtime.communication import instructions_of, planned_instructions

@@ -1,7 +1,6 @@
 """The table of scripts/bench/scenarios.py, and how it compares two versions."""
 
 import csv
-import json
 import re
 import sys
 
@@ -23,16 +22,14 @@ def bench(monkeypatch, capsys):
 @pytest.mark.slow
 def test_table_files_and_comparison_say_the_same(bench, tmp_path):
     chosen = ("--only", "few products", "--modes", "mig", "zero-pri")
-    table = bench(*chosen, "--csv", tmp_path / "before.csv", "--json", tmp_path / "before.json")
+    table = bench(*chosen, "--csv", tmp_path / "before.csv")
     assert table.count("products 10 %") == 4 and table.count("products 40 %") == 2
     with (tmp_path / "before.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    of_json = json.loads((tmp_path / "before.json").read_text(encoding="utf-8"))
-    assert [row["mode"] for row in rows] == [row["mode"] for row in of_json] == ["zero-pri", "mig"] * 3
-    for row, same in zip(rows, of_json, strict=True):
-        assert float(row["step / off"]) == same["step / off"]
-        assert len(same["released"]) == same["recoveries"] == int(row["recoveries"]) == 1
-        assert f"{same['step / off']:.3f}" in table
+    assert [row["mode"] for row in rows] == ["zero-pri", "mig"] * 3
+    for row in rows:
+        assert int(row["recoveries"]) == 1
+        assert f"{float(row['step / off']):.3f}" in table
     assert bench(*chosen, "--before", tmp_path / "before.csv") == table
 
 

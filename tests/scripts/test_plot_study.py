@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from matplotlib import pyplot
 
-from scripts.study.plot import draw, place_of, read_points
+from scripts.study.__main__ import read_table
+from scripts.study.plot import draw, place_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +46,7 @@ def table(tmp_path):
 
 
 def test_means_and_spreads_are_drawn_in_order_and_other_cells_across(table):
-    figure = draw(read_points(table, "χ"), "χ")
+    figure = draw(read_table(table), "χ")
     times, accuracy = figure.axes
     assert [axes.get_ylabel() for axes in figure.axes] == ["median step, ms", "test accuracy, %"]  # it knows no mean
     lines = {container.get_label(): container[0] for container in times.containers}
@@ -68,7 +69,7 @@ def test_step_times_are_means_where_every_row_tells_them_and_else_medians(tmp_pa
         (["A χ=8,0,300,,0.5"], "median step, ms", [100, 200, 300]),
     ):
         path.write_text("\n".join(["cell,seed,step_ms,mean_step_ms,test_accuracy", *rows, *more]))
-        figure = draw(read_points(path, "χ"), "χ")
+        figure = draw(read_table(path), "χ")
         assert figure.axes[0].get_ylabel() == label
         assert figure.axes[0].containers[0][0].get_ydata().tolist() == expected
         pyplot.close(figure)
@@ -89,26 +90,20 @@ def test_the_command_writes_a_picture_or_says_what_is_wrong(table, tmp_path):
 
 def test_another_table_is_refused_by_the_columns_that_it_lacks(tmp_path):
     (tmp_path / "other.csv").write_text("cell,step_ms\nA χ=2,1.0\n")
-    with pytest.raises(ValueError, match=r"not a table of scripts.study: the columns \['test_accuracy'\] are missing"):
-        read_points(tmp_path / "other.csv", "χ")
+    with pytest.raises(
+        ValueError, match=r"not a table of scripts.study: the columns \['seed', 'test_accuracy'\] are missing"
+    ):
+        read_table(tmp_path / "other.csv")
 
 
-@pytest.mark.parametrize(
-    ("cell", "only", "message"),
-    [
-        ("A χ=1/0", "", "cell 'A χ=1/0': χ=1/0 is no number"),
-        ("A χ=1.2.3", "", "is no number"),
-        ("A χ=2", "(", "--only"),
-    ],
-)
-def test_what_cannot_be_placed_or_searched_for_is_told(tmp_path, cell, only, message):
-    (tmp_path / "study.csv").write_text(f"cell,step_ms,test_accuracy\n{cell},1.0,0.5\n")
-    with pytest.raises(ValueError, match=re.escape(message)):
-        read_points(tmp_path / "study.csv", "χ", only=only)
+@pytest.mark.parametrize("place", ["1/0", "1.2.3"])
+def test_a_place_that_is_no_number_is_told(place):
+    with pytest.raises(ValueError, match=re.escape(f"cell 'A χ={place}': χ={place} is no number")):
+        place_of(f"A χ={place}", "χ")
 
 
 def test_a_cell_that_only_one_panel_shows_is_in_the_legend(tmp_path):
-    (tmp_path / "study.csv").write_text("cell,step_ms,test_accuracy\nA χ=2,1.0,0.5\nB χ=2,,0.5\n")
-    figure = draw(read_points(tmp_path / "study.csv", "χ"), "χ")
+    (tmp_path / "study.csv").write_text("cell,seed,step_ms,test_accuracy\nA χ=2,0,1.0,0.5\nB χ=2,0,,0.5\n")
+    figure = draw(read_table(tmp_path / "study.csv"), "χ")
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["A", "B"]
     pyplot.close(figure)

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from scripts.bench.scenario import CALIBRATIONS, COURSES, NOISES, Scenario, believed_cost
-from scripts.bench.scenario_figures import figures, mean_figures
+from scripts.simulated.figures import figures, mean_figures
+from scripts.simulated.scenario import CALIBRATIONS, COURSES, NOISES, Scenario, believed_cost
 from scripts.simulated.training import Simulation
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.tensor.costs import ResizingCost

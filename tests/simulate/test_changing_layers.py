@@ -104,8 +104,3 @@ def test_routing_leaves_stages_as_idle_as_the_paper_says(case, static, best):
             divided = balanced_partition(PipelineLoad.of(work, 16))
             idles.append((idle(work, Partition.uniform(LAYERS, 16).boundaries), idle(work, divided.boundaries)))
     assert np.mean(idles, axis=0).tolist() == pytest.approx([static, best], abs=0.015)
-
-
-def test_too_few_steps_are_refused():
-    with pytest.raises(ValueError, match="num_steps"):
-        pruned(10, 24)

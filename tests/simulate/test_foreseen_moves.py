@@ -84,8 +84,3 @@ def test_work_that_changes_in_every_step_is_taken_together():
     static = simulate_pipeline(loads, PipelineCluster(STAGES), EVEN, num_microbatches=MICRO)
     trace = foreseen(loads, 1e-3)
     assert trace.total_s < static.total_s and trace.num_moves <= 16
-
-
-def test_a_negative_delay_is_named():
-    with pytest.raises(ValueError, match="delay"):
-        foreseen(loads_of(0), 0.0, delay=-1)

@@ -58,20 +58,3 @@ def test_equal_seeds_give_equal_noise():
     noise = {"deviation": 0.1, "correlation": 0.5, "burst_rate": 0.1}
     assert (factors(seed=3, **noise) == factors(seed=3, **noise)).all()
     assert (factors(seed=3, **noise) != factors(seed=4, **noise)).any()
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("deviation", -0.1),
-        ("correlation", 1.0),
-        ("burst_rate", 1.5),
-        ("burst_steps", 0),
-        ("burst_factors", (2.0, 1.0)),
-        ("burst_factors", (0.0, 1.0)),
-        ("ranks_per_machine", 0),
-    ],
-)
-def test_noise_that_cannot_be_names_what_is_wrong(name, value):
-    with pytest.raises(ValueError, match=name):
-        Noise(**{name: value})

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.bench.scenario import NOISES
+from scripts.simulated.scenario import NOISES
 from scripts.simulated.training import Cluster, settling, simulate, unbalanced_step_s
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.tensor.costs import ResizingCost

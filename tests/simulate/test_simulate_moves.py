@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from scripts.bench.measured_cost import COST
+from scripts.simulated.scenario import COST
 from scripts.simulated.training import Cluster, Noise, simulate
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.ownership import SegmentWork

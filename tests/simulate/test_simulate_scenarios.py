@@ -9,8 +9,8 @@ import itertools
 
 import pytest
 
-from scripts.bench.scenario import CALIBRATIONS, Scenario
-from scripts.bench.scenario_figures import mean_figures
+from scripts.simulated.figures import mean_figures
+from scripts.simulated.scenario import CALIBRATIONS, Scenario
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.tensor.costs import MigrationCost
 

@@ -178,15 +178,3 @@ def test_no_division_is_faster_than_the_oracle(schedule):
         best = np.minimum(best, trace.step_s)
     assert (oracle <= 1.01 * best).all() and oracle.mean() <= 1.003 * best.mean()
     assert (oracle >= best - 1e-12).all()
-
-
-def test_what_does_not_belong_together_is_named():
-    with pytest.raises(ValueError, match="do not belong together"):
-        LayerLoads(np.ones((2, 3)), np.ones((2, 4)), np.ones(3))
-    with pytest.raises(ValueError, match="backward_s must be finite and not negative"):
-        LayerLoads(np.ones((2, 3)), -np.ones((2, 3)), np.ones(3))
-    with pytest.raises(ValueError, match=r"speeds must be above 0, \[60 steps, 4 stages\]"):
-        balanced(loads_of(), PipelineCluster(4, np.ones((3, 4))))
-    with pytest.raises(ValueError, match="another number of micro-batches"):
-        rule = RebalancingRule("time", "1f1b", MICRO, EVERY)
-        simulate_pipeline(loads_of(), PipelineCluster(4), UNIFORM, num_microbatches=16, rule=rule)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from helpers.paced_layers import Pace, paced_cost_model, paced_layers, sequences_of
 from torch import nn
 
 from lm_examples.llama import token_loss
-from scripts.bench.paced_layers import Pace, paced_cost_model, paced_layers, sequences_of
 from zeroresize.plan.length_range import LengthRange
 from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.model import SwitchableModel

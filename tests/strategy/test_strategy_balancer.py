@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.paced_layers import Pace, paced_cost_model, paced_layers, sequences_of
 from helpers.states import resumed, values_of
 from torch import nn
 
 from lm_examples.llama import token_loss
-from scripts.bench.paced_layers import Pace, paced_cost_model, paced_layers, sequences_of
 from zeroresize.measure.clocks import HostClock
 from zeroresize.plan.length_range import LengthRange, with_limits
 from zeroresize.plan.strategy import Strategy

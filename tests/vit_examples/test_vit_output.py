@@ -283,3 +283,21 @@ def test_the_missing_4_bit_kernel_is_not_warned_of(colossalai_module) -> None:
     import vit_examples.host_colossalai  # noqa: F401
 
     assert logging.getLogger("bitsandbytes.backends.cpu.ops").level == logging.ERROR
+
+
+def test_a_file_of_columns_is_never_seen_unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is there while it is being written is not taken for it."""
+    seen: list[Path] = []
+    write_bytes = Path.write_bytes
+
+    def write(path: Path, content: bytes) -> None:
+        write_bytes(path, content[: len(content) // 2])
+        seen.extend(tmp_path.glob("columns-rank*.npz"))
+        write_bytes(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    log = BalanceLog(tmp_path, 0, from_step=0)
+    log.epoch(SimpleNamespace(pruned_steps=lambda: {"up": numpy.arange(3)}))
+    log.close()
+    assert seen == []
+    assert numpy.load(tmp_path / "columns-rank0.npz")["up"].tolist() == [0, 1, 2]

@@ -5,11 +5,11 @@ import time
 
 import numpy as np
 import pytest
+from helpers.dynamic_programming import dynamic_programming_partition
 from helpers.pipelines import all_partitions, fastest_possible, fits_into, loads, slowest_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.simulated.dynamic_programming import dynamic_programming_partition
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.centralized import StageFiller, balanced_partition
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad

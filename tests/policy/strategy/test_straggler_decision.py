@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
+from helpers.simulated_stragglers import simulate_stragglers
 from helpers.states import resumed
 from helpers.strategies import FormulaCosts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.simulated.strategy_stragglers import simulate_stragglers
 from zeroresize.plan.layout import unit_bounds
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.moves.move_cost import MoveCost

@@ -7,10 +7,10 @@ import time
 import numpy as np
 import pytest
 from helpers.strategies import least_volumes, switch_cases
+from helpers.switch_bound import lower_bound
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.simulated.switch_bound import lower_bound
 from zeroresize.plan.layout import TensorSpec, UnitDivision
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.switches.slices import common_slices

@@ -43,7 +43,7 @@ class PaperModel:
         return ("embedding", *("encoder",) * self.num_blocks, *("decoder",) * self.num_blocks, "head")
 
 
-def paper_model(kind: str, num_devices: int, *, is_fused: bool = False) -> PaperModel:
+def paper_model(kind: str, num_devices: int) -> PaperModel:
     """Return the model that the paper trains on so many devices (Table 1)."""
     if kind == "gpt":
         blocks, width, heads, neurons = {
@@ -52,9 +52,9 @@ def paper_model(kind: str, num_devices: int, *, is_fused: bool = False) -> Paper
             16: (40, 5140, 40, 20560),
             32: (16, 12288, 96, 49152),
         }[num_devices]
-        return PaperModel(kind, blocks, TransformerShape(width, heads, 128, neurons, is_fused=is_fused))
+        return PaperModel(kind, blocks, TransformerShape(width, heads, 128, neurons))
     blocks = {4: 12, 8: 24, 16: 48, 32: 96}[num_devices]
-    return PaperModel(kind, blocks, TransformerShape(1024, 128, 128, 65536, is_fused=is_fused))
+    return PaperModel(kind, blocks, TransformerShape(1024, 128, 128, 65536))
 
 
 @dataclass(frozen=True)

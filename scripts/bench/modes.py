@@ -1,0 +1,197 @@
+"""Balancing modes side by side: torchrun --nproc-per-node 2 -m scripts.bench.modes
+
+Copies of a ViT under Colossal-AI, one a mode, train in the same processes and take turns in short windows, so that a
+drift of the machine hits all alike; the last rank sleeps after each matrix multiplication. For each χ the closed loops
+settle, then told are: the step as a ratio to the homogeneous one and to the work-conserving bound T* (which no exact
+scheme that moves products can beat), what share of the group's products is moved, lent and dropped, and the step that
+the plan in force predicts. With ``--ratios`` ZERO-Rd is also pinned to each of these. Before and after, traces tell in
+how many updates the slow rank's plan settles, and is let go: what it spares the rank.
+
+``--kind contend`` makes the straggler by real competitors for its core (they slow everything, and --chi 2 and 4 mean 1
+and 3 of them). Four ranks on two cores want ``--everyone 8``: ranks that share a core slow each other, and where one
+sleeps its neighbour is fast, so all sleep seven times as long as they multiply, and χ comes on top of that.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch.distributed as dist
+
+import zeroresize as zr
+from scripts.bench.colossalai_ranks import ColossalAIRanks, Trainer
+from scripts.bench.common import (
+    gather_from_ranks,
+    in_turns,
+    interval_of_ratio,
+    parser_of,
+    save,
+    shortest_step_s,
+    show,
+    slowness_of,
+)
+from vit_examples.config import ModelConfig
+from vit_examples.contention import Contention
+from zeroresize.injection.slow_layers import SlowLayers
+
+MODES = ("exact", "mig", "zero-rd", "zero-pri", "zero-pridiff", "semi")
+_SHARES = ("pruned", "lent", "owned")
+
+
+@dataclass
+class Copy:
+    """A model in training under one configuration.
+
+    Attributes:
+        shares: [steps][3] of this rank, as _SHARES, in the steps of the last windows.
+        predicted_s: of the plan then in force.
+    """
+
+    trainer: Trainer
+    balancer: zr.Balancer
+    slowness: SlowLayers
+    shares: list[list[float]]
+    predicted_s: float = 0.0
+
+    def window(self, num_steps: int) -> list[float]:
+        """Seconds of some steps after one that is not counted."""
+        self.trainer.step()
+        seconds = []
+        for _ in range(num_steps):
+            self.predicted_s = self.balancer.plan.predicted_step_s
+            seconds.append(self.trainer.timed_step())
+            metrics = self.balancer.metrics()
+            self.shares.append([metrics[f"balance/{name}_share"] for name in _SHARES])
+        return seconds
+
+    def pinned(self, rank: int, ratio: float, num_steps: int) -> list[float]:
+        """The same with a rank's ratio held."""
+        self.balancer.pin(rank, ratio)
+        try:
+            return self.trainer.window(num_steps)
+        finally:
+            self.balancer.release()
+
+    def updates(self, number: int) -> list[float]:
+        """What the plan after each update spares the last rank."""
+        spared = []
+        for _ in range(number):
+            for _ in range(self.balancer.config.update_every):
+                self.trainer.step()
+            plan = self.balancer.plan.ranks[-1]
+            spared.append(1.0 - plan.owned * (1.0 - plan.spared))
+        return spared
+
+    def group_shares(self) -> dict[str, float]:
+        """Shares of the group's products that are dropped, lent, and computed away from home; collective."""
+        pruned, lent, owned = map(statistics.median, zip(*self.shares, strict=True))
+        here = {"dropped": pruned * owned, "lent": lent * owned, "moved": max(owned - 1.0, 0.0)}
+        return {name: statistics.fmean(gather_from_ranks(share)) for name, share in here.items()}
+
+
+class Bench:
+    """A copy a mode, one in mode "off", and who is slow."""
+
+    def __init__(self, options: Any, stack: ExitStack) -> None:
+        self.ranks = ColossalAIRanks(pin=options.kind == "sleep")  # contention pins by itself
+        self.everyone, self.copies = options.everyone, dict[str, Copy]()
+        shape = ModelConfig(hidden_size=options.hidden, depth=options.depth, num_heads=options.heads)
+        for mode in ("off", *options.modes):
+            trainer = self.ranks.trainer(shape, batch_size=options.batch)
+            config = zr.BalanceConfig(mode=mode, update_every=options.update_every)
+            balancer = self.ranks.balance(trainer, config)
+            self.copies[mode] = Copy(trainer, balancer, slowness_of(trainer.model), [])
+        self.contention = Contention(core_index=self.ranks.rank) if options.kind == "contend" else None
+        for slowness in [self.contention] if self.contention else [copy.slowness for copy in self.copies.values()]:
+            stack.enter_context(slowness)
+
+    def slow(self, chi: float, *copies: Copy) -> None:
+        """Make the last rank slow, in these copies or in all."""
+        own = chi if self.ranks.rank == self.ranks.num_ranks - 1 else 1.0
+        if self.contention is not None:
+            self.contention.chi = own
+        for copy in copies or self.copies.values():
+            copy.slowness.chi = self.everyone * own
+
+    def updates(self, number: int) -> dict[str, list[float]]:
+        return {mode: copy.updates(number) for mode, copy in self.copies.items() if mode != "off"}
+
+    def compare(self, chi: float, ratios: Sequence[float], rounds: int, num_steps: int) -> dict[str, list[float]]:
+        """Seconds of the steps in every setting, all taking turns."""
+        off, last = self.copies["off"], self.ranks.num_ranks - 1
+        for copy in self.copies.values():
+            copy.shares.clear()
+
+        def homogeneous() -> list[float]:
+            self.slow(1.0, off)
+            seconds = off.window(2 * num_steps)
+            self.slow(chi, off)
+            return seconds
+
+        settings = {"homogeneous": homogeneous, "Baseline": lambda: off.window(max(num_steps // 2, 1))}
+        settings |= {mode: lambda mode=mode: self.copies[mode].window(num_steps) for mode in self.copies}
+        del settings["off"]
+        if "zero-rd" in self.copies:
+            zero = self.copies["zero-rd"]
+            for ratio in ratios:
+                settings[f"fixed {ratio:g}"] = lambda ratio=ratio: zero.pinned(last, ratio, num_steps)
+        return {name: [*chain.from_iterable(windows)] for name, windows in in_turns(settings, rounds).items()}
+
+
+def report(bench: Bench, chi: float, seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    homogeneous_s = medians["homogeneous"]
+    chis = [1.0] * (bench.ranks.num_ranks - 1) + [chi]
+    bound_s = shortest_step_s(bench.copies["off"].balancer, chis, homogeneous_s)
+    rows, cells = [], []
+    for name, step_s in medians.items():
+        low, high = interval_of_ratio(seconds[name], seconds["homogeneous"])
+        row = {"chi": chi, "setting": name, "step": step_s / homogeneous_s, "interval": [low, high]}
+        row["to_bound"], shares, predicted = step_s / bound_s, {}, ""
+        if name in bench.copies:
+            shares = bench.copies[name].group_shares()
+            predicted = f"{bench.copies[name].predicted_s / step_s:.3f}"
+        rows.append(row | shares)
+        share_cells = [f"{shares[what]:.3f}" if shares else "" for what in ("moved", "lent", "dropped")]
+        interval = f"[{low:.3f}, {high:.3f}]"
+        cells.append([name, f"{row['step']:.3f}", interval, f"{row['to_bound']:.3f}", *share_cells, predicted])
+    if bench.ranks.rank == 0:
+        title = f"χ = {chi:g}: homogeneous {1e3 * homogeneous_s:.0f} ms, T* {bound_s / homogeneous_s:.3f} of it"
+        headings = ["mode", "step / homogeneous", "95 %", "step / T*", "moved", "lent", "dropped"]
+        show(title, [*headings, "predicted / measured"], cells)
+    return rows
+
+
+def main() -> None:
+    sizes = {"hidden": 768, "depth": 2, "heads": 12, "batch": 16, "everyone": 1.0, "update_every": 5, "settle": 6}
+    parser = parser_of(__doc__, **sizes, chi=[2.0, 4.0, 8.0], rounds=3, steps=6)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["exact", "mig", "zero-pridiff", "semi"])
+    parser.add_argument("--ratios", type=float, nargs="+", default=[], help="to which zero-rd is pinned")
+    parser.add_argument("--kind", choices=("sleep", "contend"), default="sleep")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        bench = Bench(options, stack)
+        bench.slow(1.0)
+        bench.updates(3)
+        for chi in options.chi:
+            bench.slow(chi)
+            traces = {"appears": bench.updates(options.settle)}
+            rows += report(bench, chi, bench.compare(chi, options.ratios, options.rounds, options.steps))
+            bench.slow(1.0)
+            traces["recovers"] = bench.updates(4)
+            for name, spared in traces.items() if bench.ranks.rank == 0 else ():
+                for mode, values in spared.items():
+                    print(f"χ = {chi:g}, {mode}, spared when it {name}: " + " ".join(f"{own:.2f}" for own in values))
+    if bench.ranks.rank == 0:
+        save("modes", {"arguments": vars(options), "rows": rows})
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
