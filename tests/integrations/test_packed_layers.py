@@ -218,7 +218,7 @@ def cuts_seen_in(model, group):
     """What check_parallel() sees of cuts while a forward runs."""
     with Recorder(model, Ranks(group, torch.device("cpu"))) as recorder:
         model(torch.randn(2, 3, WIDTH))
-    return recorder.cuts
+    return {layer: next(iter(blocks.values())) for layer, blocks in recorder.blocks.items()}
 
 
 def test_layers_that_were_cut_across_their_parts_are_refused_in_every_word(run_ranks):

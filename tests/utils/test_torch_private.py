@@ -18,7 +18,7 @@ pytestmark = pytest.mark.versions
 
 PACKAGE = Path(torch_private.__file__).parents[1]
 #: Private names of Python's own library that are used.
-OF_PYTHON = {"_current_frames", "_getframe", "_make"}
+OF_PYTHON = {"_current_frames", "_exit", "_getframe", "_make", "_register_atexit", "_replace"}
 #: Of transformers and Colossal-AI.
 OF_HOSTS = {"_attn_implementation", "_compute_grad_norm", "_origin_length"}
 
