@@ -117,3 +117,26 @@ def test_arguments_of_one_rank_alone_are_refused_on_all(run_ranks):
             zr.check_parallel(model, torch.ones(3, SIZE), loss, reference=model.state_dict())
 
     run_ranks(check, 2)
+
+
+def test_other_modes_and_other_orders_of_weights_are_seen(run_ranks):
+    def causes(rank, group):
+        model = Gated()
+        model.norm = nn.LayerNorm(SIZE)
+        model.norm.weight.data.uniform_(0.5, 1.5)
+        split_by_layer(model, group, 2)
+        batch = torch.ones(3, SIZE)
+        model.train(rank == 0)
+        modes = zr.check_parallel(model, batch, loss)
+        model.train()
+        if rank == 1:
+            model.norm.weight.data.copy_(model.norm.weight.data.roll(2))
+        return [each.cause for each in modes], [each.cause for each in zr.check_parallel(model, batch, of_norm)]
+
+    for modes, orders in run_ranks(causes, 2):
+        assert modes == ["inputs differ between ranks"]
+        assert "parameters differ between ranks" in orders
+
+
+def of_norm(model, batch):
+    return model.norm(model(batch)).square().mean()

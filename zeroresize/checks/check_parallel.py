@@ -12,7 +12,17 @@ from torch import Tensor, nn
 
 from zeroresize.checks.apart import Apart, Loss, gradients_aside
 from zeroresize.checks.divided import Part, group_of_model, parts_of
-from zeroresize.checks.finding import ACTIVATIONS, DRAWS, GRADIENTS, INPUTS, REFERENCE, SUM, ParallelFinding, finding
+from zeroresize.checks.finding import (
+    ACTIVATIONS,
+    DRAWS,
+    GRADIENTS,
+    INPUTS,
+    OF_GRADIENTS,
+    REFERENCE,
+    SUM,
+    ParallelFinding,
+    finding,
+)
 from zeroresize.checks.forward_checks import (
     find_cut_packed_weights,
     find_differing_activations,
@@ -192,7 +202,7 @@ class _Check:
                 self.gradients = gradients
         if self._is_causal():
             findings += find_later_tokens(self.apart, self._rounding)
-        if not findings:
+        if all(each.cause in OF_GRADIENTS for each in findings):  # which explain no other loss
             findings += other_than_reference
 
     def _is_forward_wrong(self) -> bool:
@@ -200,6 +210,10 @@ class _Check:
 
     def _other_inputs(self, events: Sequence[Event]) -> ParallelFinding | None:
         root = [event.inputs for event in events if not event.module and not event.operation]
+        modes = self._ranks.share([name for name, module in self.apart.inner.named_modules() if module.training])
+        if any(mode != modes[0] for mode in modes):
+            trains = " and ".join(f"{len(mode)} modules on rank {rank}" for rank, mode in enumerate(modes[:4]))
+            return finding(INPUTS, f"other modules are in train() on some ranks: {trains}")
         for numbers in (self._ranks.share(numbers_in(self.apart.batch)), *root[:1]):
             if are_all_alike(numbers, self._alike):
                 continue

@@ -21,8 +21,11 @@ NORM = "clipping norm is not the undivided one"
 UNREAD = "parameter is never read"
 REFERENCE = "differs from the reference"
 
+#: What only a backward does.
+OF_GRADIENTS = frozenset({GRADIENTS, PARTIAL, MULTIPLIED, DERIVATIVE, BACKWARDS, NORM, UNREAD})
+
 _REMEDIES = {
-    INPUTS: "give every rank of the group the same batch: samplers divide over data-parallel ranks only",
+    INPUTS: "give every rank of the group the same batch and mode: samplers divide over data-parallel ranks only",
     PARAMETERS: "seed the ranks alike before the model is made, or load one checkpoint on all; mark a shard of a layer "
     "of your own by tensor_model_parallel=True",
     ACTIVATIONS: "let this layer compute alike what all ranks hold, or sum or gather over the group what it divides",

@@ -16,7 +16,7 @@ def differing_gradients(sums: Mapping[str, Sequence[Sequence[float]]], tolerance
     A factor that all gradients of a rank have, as clipping gives, does not count.
 
     Args:
-        sums: of each parameter's gradient, in the model's order, every rank's of even and of odd elements, and norm.
+        sums: of each parameter's gradient, in the model's order, every rank's plain one, that by place, and norm.
         tolerance: what they may differ by, of their norm, or of what is small beside the largest.
 
     Returns:

@@ -49,7 +49,7 @@ _STEPPING = ("torch", "colossalai", "accelerate", "transformers", "zeroresize")
 _IN_STEP = ". All is well if the optimizer's step, which is not a known one, does so itself"
 _DRAW_ALIKE = "Draw alike what is random before it; zeroresize.check_parallel names the cause"
 _OTHER_CAUSES = ", unless the targets, or what is random outside of the layers, differ between the ranks"
-#: Of one rank's parameter the sums of its even and of its odd elements, and its norm; None where it has none such.
+#: Of one rank's parameter the sums of its elements, plain and by place, and its norm; None where it has none such.
 _Sums = Sequence[float] | None
 
 
@@ -297,8 +297,7 @@ def _description(sums: Sequence[_Sums], most: float) -> str:
     if few:
         return f"on {named_ranks(few)}, other than on most ranks"
     digests = [
-        f"{named_ranks(ranks)}: sum {even + odd:.8g} and norm {norm:.8g}"
-        for (even, odd, norm), ranks in groups[:MOST_NAMED]
+        f"{named_ranks(ranks)}: sum {total:.8g} and norm {norm:.8g}" for (total, _, norm), ranks in groups[:MOST_NAMED]
     ]
     return f"({', '.join(digests)}{', …' if groups[MOST_NAMED:] else ''})"
 
