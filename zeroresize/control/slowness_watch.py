@@ -11,8 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from zeroresize.comm.cpu_group import GatheredNumbers
-from zeroresize.comm.exchange import Exchange
+from zeroresize.comm.exchange import Exchange, GatheredNumbers
 from zeroresize.policy.slowness.group_slowness import TOLERANCE, GroupSlowness, WatchReport
 from zeroresize.policy.slowness.lines import lines_of
 from zeroresize.policy.slowness.windows import StepWindow, WatchedStep, window_of
