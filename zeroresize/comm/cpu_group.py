@@ -50,8 +50,7 @@ class CpuGroup(SecondGroup):
             ``where``.
 
     Attributes:
-        rank, size: this rank within the new group, and how many ranks that has.
-        ranks: the new group's ranks, counted over the whole world.
+        rank, size, ranks: this rank within the new group, how many ranks that has, and which of the whole world.
         time_limit: how long every wait may last.
         where: this rank's whereabouts, for errors of waits here and of the layers' collectives over ``process_group``.
         words: tell what the ranks do, where one waits long or fails.
@@ -84,8 +83,8 @@ class CpuGroup(SecondGroup):
     def abort(self) -> None:
         """End what is under way, with an error on the ranks that wait for it; the group is of no use afterwards.
 
-        A wait that ends by its time limit closes gloo's connections, which its own ``abort()`` does not. A rank that
-        has closed its connection cannot be waited for, so each of the others is tried.
+        Leaving the group would wait for it. A wait that ends by its time limit closes gloo's connections, which its own
+        ``abort()`` does not. A rank that has closed its connection cannot be waited for, so each of the others is tried.
         """
         for offset in range(1, self.size):
             with suppress(RuntimeError):

@@ -29,13 +29,14 @@ class Exchange:
         counts_forwards: whether all ranks make equally many training forwards; replicas need not.
 
     Attributes:
+        group: the ranks.
         where: this rank's whereabouts, which the owner of the exchange keeps up to date.
         ranks: the ranks that take part, in the order of the group, counted over the whole world.
         words: tell what the ranks do, where one waits long or fails.
     """
 
     def __init__(self, group: CpuGroup, *, counts_forwards: bool = True) -> None:
-        self._group, self._counts_forwards = group, counts_forwards
+        self.group, self._counts_forwards = group, counts_forwards
         self.where, self.ranks, self.words = group.where, group.ranks, group.words
         self._posted: _PendingNumbers | None = None
 
@@ -47,7 +48,7 @@ class Exchange:
         """
         if self._posted is not None:
             raise RuntimeError("post() was called twice without collect() in between")
-        self._posted = _PendingNumbers(self._group, numbers, _POSTED)
+        self._posted = _PendingNumbers(self.group, numbers, _POSTED)
 
     def collect(self) -> list[list[float]] | None:
         """Wait for the numbers that every rank has posted, and return them in the order of the group; collective.
@@ -63,13 +64,6 @@ class Exchange:
             return None
         posted, self._posted = self._posted, None  # cleared even if waiting fails, so a state can still be saved
         return self._received(posted)
-
-    def start_gathering(self, numbers: Sequence[float]) -> GatheredNumbers:
-        """Start sending numbers to every rank that nobody waits for; equally many on all ranks, without whereabouts.
-
-        What the ranks have started is matched in the order in which they did.
-        """
-        return GatheredNumbers(self._group, numbers)
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return every rank's numbers at once, in the order of the group; a rank may have fewer than others.
@@ -89,18 +83,14 @@ class Exchange:
         """
         return meet_by(self._exchange)(*numbers)
 
-    def abort(self) -> None:
-        """End what is under way, before :meth:`close`: leaving the group waits for it."""
-        self._group.abort()
-
     def close(self) -> None:
         """Leave the group."""
         self._posted = None
         self.words.close()
-        self._group.close()
+        self.group.close()
 
     def _exchange(self, numbers: Sequence[float]) -> list[list[float]]:
-        return self._received(_PendingNumbers(self._group, numbers, _MET))
+        return self._received(_PendingNumbers(self.group, numbers, _MET))
 
     def _received(self, pending: _PendingNumbers) -> list[list[float]]:
         """Every rank's numbers, without the whereabouts, which must be the same on all ranks.
@@ -125,7 +115,8 @@ class GatheredNumbers:
     """Numbers that are gathered on every rank, and asked for rather than waited for.
 
     They travel by a collective, which does not tell who did not come: only a wait can end messages from rank to rank.
-    Its cost grows with the number of ranks, not with its square.
+    Its cost grows with the number of ranks, not with its square. All ranks send equally many, without whereabouts; what
+    they have started is matched in the order in which they did.
     """
 
     def __init__(self, group: CpuGroup, numbers: Sequence[float]) -> None:
@@ -162,13 +153,12 @@ class _PendingNumbers:
         self._sent: dict[int, dist.Work] = {}
         self._failures: dict[int, RuntimeError] = {}
         self._awaited: list[int] = []  # what has not come yet, in the order of the waits
-        for peer in range(group.size):
-            if peer != group.rank:
-                try:
-                    self._received[peer] = group.recv([self._parts[peer]], peer, tag)
-                    self._sent[peer] = group.send([sent], peer, tag)
-                except RuntimeError as error:  # it has left
-                    self._failures[peer] = error
+        for peer in (*range(group.rank), *range(group.rank + 1, group.size)):
+            try:
+                self._received[peer] = group.recv([self._parts[peer]], peer, tag)
+                self._sent[peer] = group.send([sent], peer, tag)
+            except RuntimeError as error:  # it has left
+                self._failures[peer] = error
 
     def wait(self) -> list[list[float]]:
         """Wait for every rank's numbers and return them, in the order of the group.

@@ -112,8 +112,7 @@ class Rendezvous:
             ends_at: when waiting ends, by the monotonic clock; None for the time limit from now on.
 
         Raises:
-            RuntimeError: if not all ranks come within the time limit, naming those that did not; or if one has failed
-                before it could, naming it.
+            RuntimeError: naming the ranks that did not come within the time limit, or have failed before they could.
         """
         keys = self._keys(where)
         limit = self.time_limit if ends_at is None else _until(ends_at)

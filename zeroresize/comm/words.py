@@ -36,8 +36,6 @@ WAIT_S = 2.0
 _END_S = 2.0
 #: Of the seconds after which a wait is warned of: a wait is long after this part of them.
 _LONG = 0.25
-#: Where words are left.
-_WORD = "word"
 #: What a rank does, of which it leaves a word.
 _WAITS, _STANDS_STILL, _HAS_FAILED = "waits", "stands still", "has failed"
 #: Code of these packages is not the user's.
@@ -130,15 +128,18 @@ class Words:
             logger.info("all ranks have come after %.0f s: training goes on", time.monotonic() - wait.began)
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for a collective, of gloo on the CPU: only its waits can be interrupted.
+        """Wait for a collective, of gloo on the CPU: only its waits can be interrupted, and it goes on meanwhile.
 
         Raises:
             RuntimeError: if the collective fails.
             ValueError: as :meth:`raise_met`.
         """
         with self.waiting("the other ranks in a collective"):
-            while not _has_ended(work, self.look_s):
+            while not work.is_completed():
+                with suppress(RuntimeError):  # of the wait, or of the collective: then it has ended
+                    work.wait(timedelta(seconds=self.look_s))
                 self.raise_met()
+            work.wait()
 
     def raise_later(self, error: ValueError) -> None:
         """Log what a thread has met, and let the next :meth:`raise_met` of this process raise it."""
@@ -146,12 +147,8 @@ class Words:
         self._met.append(str(error))
 
     def raise_met(self) -> None:
-        """Raise what a thread has met, once.
-
-        Raises:
-            ValueError: as given to :meth:`raise_later`.
-        """
-        while self._met:
+        """Raise the ValueError that a thread has met, once."""
+        if self._met:
             raise ValueError(self._met.pop())
 
     def fail(self, failed: str, *, waits: bool = True) -> str:
@@ -248,11 +245,11 @@ class Words:
         )
 
     def _leave(self, word: Word | None) -> None:
-        self._ask(lambda: self._rendezvous.leave(_WORD, json.dumps(word) if word else ""), None)
+        self._ask(lambda: self._rendezvous.leave("word", json.dumps(word) if word else ""), None)
 
     def _read(self) -> list[Word | None]:
         """Return the words of all ranks; nothing where the store does not answer."""
-        texts: list[str | None] = self._ask(lambda: self._rendezvous.read(_WORD), [])
+        texts: list[str | None] = self._ask(lambda: self._rendezvous.read("word"), [])
         return [Word(*json.loads(text)) if text else None for text in texts]
 
     def _ask(self, call: Callable[[], _T], otherwise: _T) -> _T:
@@ -280,16 +277,6 @@ def _end(ended: threading.Event, thread: threading.Thread) -> None:
     ended.set()
     if thread.is_alive() and thread is not threading.current_thread():
         thread.join(_END_S)
-
-
-def _has_ended(work: dist.Work, limit_s: float) -> bool:
-    try:
-        work.wait(timedelta(seconds=limit_s))
-    except RuntimeError:
-        if not work.is_completed():
-            return False  # gloo's collectives go on when a wait for them ends
-        work.wait()
-    return True
 
 
 def _line_of_program(thread: int | None) -> str:
