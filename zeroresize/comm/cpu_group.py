@@ -84,7 +84,7 @@ class CpuGroup(SecondGroup):
         """End what is under way, with an error on the ranks that wait for it; the group is of no use afterwards.
 
         Leaving the group would wait for it. A wait that ends by its time limit closes gloo's connections, which its own
-        ``abort()`` does not. A rank that has closed its connection cannot be waited for, so each of the others is tried.
+        ``abort()`` does not. A rank that has closed its connection cannot be waited for, so each other one is tried.
         """
         for offset in range(1, self.size):
             with suppress(RuntimeError):
