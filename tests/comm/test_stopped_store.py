@@ -17,11 +17,11 @@ from helpers import pipelines, strategies
 from helpers.virtual_training import Run
 
 import zeroresize as zr
-from zeroresize.comm import failure_reports, rendezvous
+from zeroresize.comm import rendezvous, words
 from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.rendezvous import Rendezvous
+from zeroresize.comm.second_groups import WeightGroup
 from zeroresize.comm.side_groups import destroy_side_group, free_group_number, make_side_group
-from zeroresize.comm.weight_group import WeightGroup
 from zeroresize.config.keys import MOVING_MODES
 from zeroresize.pipeline import repack
 from zeroresize.plan.strategy import Strategy
@@ -35,7 +35,7 @@ STORE_IS_GONE = "the job's store cannot be reached"
 @pytest.fixture(autouse=True)
 def reports_are_not_waited_for(monkeypatch):
     """They cannot be read here."""
-    monkeypatch.setattr(failure_reports, "WAIT_S", 0.2)
+    monkeypatch.setattr(words, "WAIT_S", 0.2)
 
 
 class Job:
@@ -109,7 +109,7 @@ def test_epoch_end_names_the_rank_that_is_stopped(run_ranks):
 
     for text in run_ranks(train, 3, timeout_s=30)[1:]:
         at = "balancer.epoch_end(), after 8 calls of balancer.step()"
-        assert f"ranks [0] of the group did not come to {at} within 2 s" in text
+        assert f"ranks [0] of the group did not come to {at}: nothing came within 2 s" in text
         assert STORE_IS_GONE in text
 
 
@@ -127,7 +127,7 @@ def test_training_names_where_each_rank_is(run_ranks, mode):
         return message
 
     for rank, text in enumerate(run_ranks(train, 3, timeout_s=30)[1:], start=1):
-        assert "failed" in text and f"This rank, {rank}, was at: training, after 8 calls of balancer.step()" in text
+        assert "failed" in text and f"rank {rank}: training, after 8 calls of balancer.step()" in text
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Which layers meet the other ranks over the size of a batch, and when a forgotten step is warned of."""
 
-import contextlib
 import logging
 from types import SimpleNamespace
 
@@ -17,9 +16,7 @@ class Alone:
 
     def __init__(self):
         self.where = Whereabouts()
-        self.waiting = SimpleNamespace(
-            left_if_long=lambda text: contextlib.nullcontext(), look_when_stuck=lambda progress, look: None
-        )
+        self.words = SimpleNamespace(moved=lambda: None, raise_met=lambda: None)
         self.met = []
 
     def meet(self, *numbers):

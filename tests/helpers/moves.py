@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from helpers import parallel_layers, pipelines, strategies
-from zeroresize.comm import failure_reports
+from zeroresize.comm import words
 from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
 from zeroresize.pipeline import move_layers, moving_during_backward, moving_layers_during_backward, repack
@@ -160,7 +160,7 @@ class UnitsOfABalancer(Units):
     """The ranks meet over a group of their own beside the one that units travel over."""
 
     def start(self):
-        failure_reports.WAIT_S = 0.2  # for what other ranks that fail may report
+        words.WAIT_S = 0.2  # for what other ranks that fail may report
         self.meet = Exchange(CpuGroup(self.group, {})).meet
         super().start()
 

@@ -11,15 +11,14 @@ import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.long_waits import is_looked_at, look, wait_looking
-from zeroresize.utils.torch_private import backends_of, timeout_of
+from zeroresize.utils.torch_private import backend_of, backends_of, timeout_of
 
 _T = TypeVar("_T")
 
@@ -102,18 +101,32 @@ def time_limit(process_group: ProcessGroup) -> timedelta:
 
 
 class Explainer(Protocol):
-    """An explainer knows more about a failure than which ranks were waited for."""
+    """An explainer knows what the ranks of a group do: their :class:`~zeroresize.comm.words.Words`."""
 
-    def tell(self, failed: str, /, *, waits: bool) -> str:
-        """Return the end of an error, with what each rank was doing; see :func:`explanation`."""
+    def wait(self, work: dist.Work, /) -> None: ...
 
-
-_explainers: weakref.WeakKeyDictionary[ProcessGroup, weakref.WeakSet[Explainer]] = weakref.WeakKeyDictionary()
+    def fail(self, failed: str, /, *, waits: bool) -> str: ...
 
 
-def explain_failures(process_group: ProcessGroup, explainer: Explainer) -> None:
-    """End errors of transfers over ``process_group`` with the text of ``explainer`` for as long as that lives."""
-    _explainers.setdefault(process_group, weakref.WeakSet()).add(explainer)
+_explainers: weakref.WeakKeyDictionary[ProcessGroup, list[weakref.ref[Explainer]]] = weakref.WeakKeyDictionary()
+
+
+def explain(process_group: ProcessGroup, explainer: Explainer) -> None:
+    """Let ``explainer`` wait for collectives over ``process_group``, and end errors, for as long as it lives."""
+    _explainers.setdefault(process_group, []).append(weakref.ref(explainer))
+
+
+def _explainer_of(process_group: ProcessGroup) -> Explainer | None:
+    """The newest that lives."""
+    weak = _explainers.get(process_group, [])
+    return next((explainer for ref in reversed(weak) if (explainer := ref()) is not None), None)
+
+
+def _waits_for(tensor: Tensor, process_group: ProcessGroup) -> Explainer | None:
+    """Return who waits for a collective of ``tensor``; None where waits cannot be interrupted, as on a GPU."""
+    if torch.compiler.is_compiling() or not tensor.is_cpu or not _explainers:
+        return None
+    return _explainer_of(process_group) if backend_of(process_group, tensor.device).name() == "gloo" else None
 
 
 def explanation(process_group: ProcessGroup, failed: str, *, waits: bool = True) -> str:
@@ -121,10 +134,13 @@ def explanation(process_group: ProcessGroup, failed: str, *, waits: bool = True)
 
     Args:
         failed: what failed on this rank.
-        waits: whether to wait some seconds for the reports of others that fail, too.
+        waits: whether to wait some seconds for others that fail, too.
+
+    Raises:
+        ValueError: if the ranks were given batches of different size, which explains the failure.
     """
-    explanations = [explainer.tell(failed, waits=waits) for explainer in _explainers.get(process_group, ())]
-    return "".join(explanations[-1:])
+    explainer = _explainer_of(process_group)
+    return "" if explainer is None else explainer.fail(failed, waits=waits)
 
 
 class NamedWork:
@@ -136,7 +152,7 @@ class NamedWork:
         process_group: the group whose ranks take part.
         peer: the only other rank, within the group; None for all of them.
         layer: the name of the layer, if known.
-        tensor: the tensor that a collective of all ranks fills, for waits in which somebody looks what the others do.
+        tensor: the tensor that a collective of all ranks fills, for waits that can be explained.
 
     Raises:
         RuntimeError: if the transfer cannot be started; it names all of these.
@@ -155,8 +171,8 @@ class NamedWork:
     ) -> None:
         self._description = what, process_group, peer, layer
         work = _named_if_it_fails(start, *self._description)
-        looks = tensor is not None and is_looked_at(process_group, tensor)
-        self._wait = partial(wait_looking, work, process_group) if looks else work.wait
+        explainer = None if tensor is None else _waits_for(tensor, process_group)
+        self._wait = work.wait if explainer is None else partial(explainer.wait, work)
 
     def wait(self) -> None:
         """Wait until the transfer is done.
@@ -176,7 +192,6 @@ def _named_if_it_fails(
     except torch.cuda.OutOfMemoryError:  # no other rank is to blame
         raise
     except RuntimeError as error:
-        look(process_group)
         ranks = group_ranks(process_group)
         peers = [rank for rank in range(len(ranks)) if rank != group_rank(process_group)] if peer is None else [peer]
         in_layer = f", in layer {layer}" if layer is not None else ""
@@ -194,16 +209,13 @@ def all_reduce(tensor: Tensor, process_group: ProcessGroup, layer: str | None = 
     Raises:
         RuntimeError: if the all-reduce fails; it names the ranks, and ``layer`` if that is known.
     """
-    if group_size(process_group) > 1:
-        call = partial(_all_reduce, tensor, process_group)
-        _named_if_it_fails(call, "an all-reduce with", process_group, None, layer)
-
-
-def _all_reduce(tensor: Tensor, process_group: ProcessGroup) -> None:
-    if is_looked_at(process_group, tensor):
-        wait_looking(dist.all_reduce(tensor, group=process_group, async_op=True), process_group)
+    what, call = "an all-reduce with", partial(dist.all_reduce, tensor, group=process_group)
+    if group_size(process_group) == 1:
+        return
+    if _waits_for(tensor, process_group) is None:
+        _named_if_it_fails(call, what, process_group, None, layer)
     else:
-        dist.all_reduce(tensor, group=process_group)
+        NamedWork(partial(call, async_op=True), what, process_group, None, layer, tensor).wait()
 
 
 def start_all_reduce(tensor: Tensor, process_group: ProcessGroup, layer: str | None = None) -> NamedWork | None:
@@ -255,38 +267,24 @@ def start_reduce(tensor: Tensor, root: int, process_group: ProcessGroup, layer: 
     return NamedWork(start, "a reduce with", process_group, None, layer, tensor)
 
 
-def start_send(
+def _start_message(
+    kind: Literal["send", "recv"],
     tensor: Tensor,
-    receiver: int,
+    peer: int,
     process_group: ProcessGroup,
     layer: str | None = None,
     over: Channel | None = None,
     tag: int = 0,
 ) -> list[NamedWork]:
-    """Start sending ``tensor`` to rank ``receiver`` within the group, unless it is empty.
-
-    Returns:
-        What to wait for.
-    """
+    """Start a message to or from rank ``peer`` within the group, unless it is empty, and return what to wait for."""
     if tensor.numel() == 0:
         return []
-    start = partial((over or process_group).send, [tensor], receiver, tag)
-    return [NamedWork(start, "sending to", process_group, receiver, layer)]
+    start = partial(getattr(over or process_group, kind), [tensor], peer, tag)
+    return [NamedWork(start, "sending to" if kind == "send" else "receiving from", process_group, peer, layer)]
 
 
-def start_receive(
-    tensor: Tensor,
-    sender: int,
-    process_group: ProcessGroup,
-    layer: str | None = None,
-    over: Channel | None = None,
-    tag: int = 0,
-) -> list[NamedWork]:
-    """Start receiving ``tensor`` from rank ``sender`` within the group, as :func:`start_send` sends it."""
-    if tensor.numel() == 0:
-        return []
-    start = partial((over or process_group).recv, [tensor], sender, tag)
-    return [NamedWork(start, "receiving from", process_group, sender, layer)]
+#: ``(tensor, peer, process_group, layer, over, tag)`` start to send ``tensor``, or to fill it.
+start_send, start_receive = partial(_start_message, "send"), partial(_start_message, "recv")
 
 
 def start_messages(
@@ -359,33 +357,16 @@ def gather_from_tp_region(x: Tensor, process_group: ProcessGroup) -> Tensor:
 
     The gradient of ``x`` is this rank's slice of the gradient.
     """
-    return x if group_size(process_group) == 1 else _GatherFromTpRegion.apply(x, process_group)
+    if group_size(process_group) == 1:
+        return x
+    parts = all_gather(x.detach().contiguous(), process_group)
+    parts[group_rank(process_group)] = x
+    return torch.cat(parts, dim=-1)
 
 
 def scatter_to_tp_region(x: Tensor, process_group: ProcessGroup) -> Tensor:
     """Take this rank's slice of ``x`` on the last dimension; collective in backward, which gathers the gradient."""
     return x if group_size(process_group) == 1 else _ScatterToTpRegion.apply(x, process_group)
-
-
-def _all_gather_last_dim(x: Tensor, process_group: ProcessGroup) -> Tensor:
-    return torch.cat(all_gather(x.contiguous(), process_group), dim=-1)
-
-
-def _own_slice_of_last_dim(x: Tensor, process_group: ProcessGroup) -> Tensor:
-    return x.chunk(group_size(process_group), dim=-1)[group_rank(process_group)].contiguous()
-
-
-class _GatherFromTpRegion(torch.autograd.Function):
-    """y = [x_0 … x_(R−1)] on the last dimension; dx = this rank's slice of dy."""
-
-    @staticmethod
-    def forward(ctx, x, process_group):
-        ctx.process_group = process_group
-        return _all_gather_last_dim(x, process_group)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return _own_slice_of_last_dim(dy, ctx.process_group), None
 
 
 class _ScatterToTpRegion(torch.autograd.Function):
@@ -394,8 +375,8 @@ class _ScatterToTpRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, process_group):
         ctx.process_group = process_group
-        return _own_slice_of_last_dim(x, process_group)
+        return x.chunk(group_size(process_group), dim=-1)[group_rank(process_group)].contiguous()
 
     @staticmethod
     def backward(ctx, dy):
-        return _all_gather_last_dim(dy, ctx.process_group), None
+        return torch.cat(all_gather(dy.contiguous(), ctx.process_group), dim=-1), None

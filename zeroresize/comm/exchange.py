@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 
-from zeroresize.comm.cpu_group import CpuGroup, GatheredNumbers, NotAllCameError, PendingNumbers
+import torch
+import torch.distributed as dist
+
+from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.meeting import gather, meet_by
 from zeroresize.comm.whereabouts import Whereabouts, require_same_whereabouts
 
@@ -24,18 +29,16 @@ class Exchange:
         counts_forwards: whether all ranks make equally many training forwards; replicas need not.
 
     Attributes:
+        group: the ranks.
         where: this rank's whereabouts, which the owner of the exchange keeps up to date.
         ranks: the ranks that take part, in the order of the group, counted over the whole world.
-        waiting: the note of what a rank waits for, where that takes long.
-        wait_warnings: warn of long waits for other ranks.
+        words: tell what the ranks do, where one waits long or fails.
     """
 
     def __init__(self, group: CpuGroup, *, counts_forwards: bool = True) -> None:
-        self._group, self._counts_forwards = group, counts_forwards
-        self.where, self.ranks = group.where, group.ranks
-        self.waiting, self.wait_warnings = group.waiting, group.wait_warnings
-        self._posted: PendingNumbers | None = None
-        self._posted_at = ""
+        self.group, self._counts_forwards = group, counts_forwards
+        self.where, self.ranks, self.words = group.where, group.ranks, group.words
+        self._posted: _PendingNumbers | None = None
 
     def post(self, numbers: Sequence[float]) -> None:
         """Send this rank's numbers; all ranks must send equally many.
@@ -45,8 +48,7 @@ class Exchange:
         """
         if self._posted is not None:
             raise RuntimeError("post() was called twice without collect() in between")
-        self._posted = self._group.start_sending([*self.where.as_numbers(), *numbers], _POSTED)
-        self._posted_at = str(self.where)
+        self._posted = _PendingNumbers(self.group, numbers, _POSTED)
 
     def collect(self) -> list[list[float]] | None:
         """Wait for the numbers that every rank has posted, and return them in the order of the group; collective.
@@ -61,14 +63,7 @@ class Exchange:
         if self._posted is None:
             return None
         posted, self._posted = self._posted, None  # cleared even if waiting fails, so a state can still be saved
-        return self._received(posted, self._posted_at)
-
-    def start_gathering(self, numbers: Sequence[float]) -> GatheredNumbers:
-        """Start sending numbers to every rank that nobody waits for; equally many on all ranks, without whereabouts.
-
-        What the ranks have started is matched in the order in which they did.
-        """
-        return self._group.start_gathering(numbers)
+        return self._received(posted)
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return every rank's numbers at once, in the order of the group; a rank may have fewer than others.
@@ -88,61 +83,114 @@ class Exchange:
         """
         return meet_by(self._exchange)(*numbers)
 
-    def abort(self) -> None:
-        """End what is under way, before :meth:`close`: leaving the group waits for it."""
-        self._group.abort()
-
     def close(self) -> None:
         """Leave the group."""
         self._posted = None
-        self._group.close()
+        self.words.close()
+        self.group.close()
 
     def _exchange(self, numbers: Sequence[float]) -> list[list[float]]:
-        here = self._group.start_sending([*self.where.as_numbers(), *numbers], _MET)
-        return self._received(here, str(self.where))
+        return self._received(_PendingNumbers(self.group, numbers, _MET))
 
-    def _announced(self) -> str:
-        number = self.where.num_work_changes
-        if not number:
-            return ""
-        times = "once" if number == 1 else f"{number} times"
-        return f" (profile_next() or load_state_dict() was called {times} here: it must be on every rank)"
-
-    def _received(self, under_way: PendingNumbers, started_at: str) -> list[list[float]]:
+    def _received(self, pending: _PendingNumbers) -> list[list[float]]:
         """Every rank's numbers, without the whereabouts, which must be the same on all ranks.
 
         Raises:
             RuntimeError: if not all ranks have come, or not to the same place; the others can read why.
         """
-        try:
-            table = under_way.wait()
-        except NotAllCameError as error:
-            limit_s, missing, whose = self._group.time_limit.total_seconds(), error.ranks, self._group.whose
-            in_job = [self._group.ranks[rank] for rank in missing]
-            who = f"ranks {missing} of {whose} (ranks {in_job} of the job)"
-            if error.waited_s < _EARLY * limit_s:
-                after = f" after {error.waited_s:.0f} s" if error.waited_s >= 1.0 else ""
-                why = (
-                    f": a connection to {who} closed{after}, before the time limit of {limit_s:g} s. One of them may "
-                    "have ended, failed before, or let go of its Balancer, as where the function that made it returned"
-                )
-            else:
-                why = (
-                    f" within {limit_s:g} s: exchanging the balancer's numbers with {who} failed: one of them may have "
-                    f"died, failed before, made other calls{self._announced()}, or be busy, as with a checkpoint, for "
-                    f"longer than the time limit of their process group, {limit_s:g} s (timeout=... where it is made)"
-                )
-            raise RuntimeError(
-                f"ranks {missing} of {whose} did not come to {started_at}{why}"
-                f"{self._group.reports.tell(f'ranks {missing} did not come')}"
-            ) from error.__cause__
+        table = pending.wait()
         num_of_place = Whereabouts.NUM_NUMBERS
         places = [Whereabouts.of_numbers(numbers[:num_of_place]) for numbers in table]
-        self._group.reports.last_heard = places
+        self.words.last_heard = places
         try:
             require_same_whereabouts(places, counts_forwards=self._counts_forwards)
         except RuntimeError as error:
-            self._group.reports.tell(str(error), waits=False)
+            self.words.fail(str(error), waits=False)
             raise
-        self._group.reports.withdraw()
+        self.words.withdraw()
         return [numbers[num_of_place:] for numbers in table]
+
+
+class GatheredNumbers:
+    """Numbers that are gathered on every rank, and asked for rather than waited for.
+
+    They travel by a collective, which does not tell who did not come: only a wait can end messages from rank to rank.
+    Its cost grows with the number of ranks, not with its square. All ranks send equally many, without whereabouts; what
+    they have started is matched in the order in which they did.
+    """
+
+    def __init__(self, group: CpuGroup, numbers: Sequence[float]) -> None:
+        sent = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        self._parts = [torch.empty_like(sent) for _ in range(group.size)]
+        self._work = group.allgather(self._parts, sent)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the numbers of all ranks are there, or something has failed."""
+        return bool(self._work.is_completed())
+
+    def take(self) -> list[list[float]]:
+        """Return the numbers of every rank, in the order of the group, once it has ended.
+
+        Raises:
+            RuntimeError: if a rank has died, or did not send its numbers within the time limit.
+        """
+        self._work.wait()
+        return [part.tolist() for part in self._parts]
+
+
+class _PendingNumbers:
+    """Numbers on their way from every rank to every other, behind the whereabouts of their sender.
+
+    They travel from rank to rank, since a collective could not tell who did not come.
+    """
+
+    def __init__(self, group: CpuGroup, numbers: Sequence[float], tag: int) -> None:
+        self._group, self._started_at = group, str(group.where)
+        sent = torch.tensor([*group.where.as_numbers(), *numbers], dtype=torch.float64, device="cpu")
+        self._parts = [sent if peer == group.rank else torch.empty_like(sent) for peer in range(group.size)]
+        self._received: dict[int, dist.Work] = {}
+        self._sent: dict[int, dist.Work] = {}
+        self._failures: dict[int, RuntimeError] = {}
+        self._awaited: list[int] = []  # what has not come yet, in the order of the waits
+        for peer in (*range(group.rank), *range(group.rank + 1, group.size)):
+            try:
+                self._received[peer] = group.recv([self._parts[peer]], peer, tag)
+                self._sent[peer] = group.send([sent], peer, tag)
+            except RuntimeError as error:  # it has left
+                self._failures[peer] = error
+
+    def wait(self) -> list[list[float]]:
+        """Wait for every rank's numbers and return them, in the order of the group.
+
+        Raises:
+            RuntimeError: if ranks did not send theirs within the time limit, or have died; it names them.
+        """
+        began, limit_s = time.monotonic(), self._group.time_limit.total_seconds()
+        with self._group.words.waiting("the numbers of the other ranks", lambda: self._awaited):
+            for works in (self._received, self._sent):
+                self._awaited = list(works)
+                for peer, work in works.items():
+                    left_s = began + limit_s - time.monotonic()
+                    try:
+                        work.wait(timedelta(seconds=max(left_s, 0.001)))
+                    except RuntimeError as error:
+                        self._failures.setdefault(peer, error)
+                    self._awaited.remove(peer)
+                if self._failures:  # gloo's time limit closes all connections: what is sent fails with all
+                    raise self._not_all_came(time.monotonic() - began) from next(iter(self._failures.values()))
+        return [part.tolist() for part in self._parts]
+
+    def _not_all_came(self, waited_s: float) -> RuntimeError:
+        limit_s, words, missing = self._group.time_limit.total_seconds(), self._group.words, sorted(self._failures)
+        if waited_s < _EARLY * limit_s:
+            why = f"a connection closed after {waited_s:.1f} s, before the time limit of {limit_s:g} s"
+        else:
+            why = f"nothing came within {limit_s:g} s, the time limit of their process group (timeout=...)"
+        number = self._group.where.num_work_changes
+        announced = f" (profile_next() or load_state_dict() was called {number} times here)" if number else ""
+        return RuntimeError(
+            f"{words.named(missing)} did not come to {self._started_at}: {why}. One of them may have died, failed "
+            f"before, let go of its Balancer, made other calls{announced}, or be busy for longer, as with a checkpoint"
+            f"{words.fail(f'ranks {missing} did not come')}"
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,12 +32,12 @@ _SHARE_OF_LIMIT = 0.4
 _GRACE = timedelta(seconds=1)
 #: Seconds for which the store is asked at least.
 _LEAST_S = 0.1
-#: As many as a connection takes, with the one that waits for it.
-_NUM_THREADS = 4
-#: Begins what a rank leaves in place of a message that memory kept it from.
-_RAN_OUT = "\0out of memory: "
-#: Begins what a rank leaves in place of a message where it failed otherwise.
+#: Begins what a rank leaves in place of a message where it failed.
 _FAILED = "\0failed: "
+STORE_IS_GONE = (
+    "the job's store cannot be reached: the process that keeps it, usually rank 0's or torchrun's own, is stopped or "
+    "gone"
+)
 #: What a rank leaves where it has waited in vain.
 _OVER = "over"
 
@@ -47,9 +46,8 @@ class Rendezvous:
     """The ranks' own part of the default group's store, for one purpose.
 
     It needs no rank outside ``process_group``, only the process that keeps the store, so it is safe under DP × TP.
-    (``torch.distributed.new_group`` with local synchronisation is not: it names a group after how many groups a rank
-    knows, and hangs where ranks know different ones.) Waits may last as long as those in ``process_group``: a rank that
-    is late to one, as after a checkpoint, is late to both.
+    Waits may last as long as those in ``process_group``: a rank that is late to one, as after a checkpoint, is late to
+    both.
 
     Args:
         process_group: the group of these ranks.
@@ -114,8 +112,7 @@ class Rendezvous:
             ends_at: when waiting ends, by the monotonic clock; None for the time limit from now on.
 
         Raises:
-            RuntimeError: if not all ranks come within the time limit, naming those that did not; or if one has failed
-                before it could, naming it.
+            RuntimeError: naming the ranks that did not come within the time limit, or have failed before they could.
         """
         keys = self._keys(where)
         limit = self.time_limit if ends_at is None else _until(ends_at)
@@ -128,8 +125,8 @@ class Rendezvous:
         try:
             messages = within(limit + _GRACE, exchange)
         except Exception as error:
-            self._require_memory(error, keys)
-            raise RuntimeError(f"{self._give_up(keys)} did not come to {self._purpose} {self._limit_text}") from error
+            self._require_memory(error, where)
+            raise RuntimeError(f"{self._give_up(where)} did not come to {self._purpose} {self._limit_text}") from error
         self._require_all(messages)
         return messages
 
@@ -146,23 +143,29 @@ class Rendezvous:
         left = limit - first
         if missing and all(rank in missing for rank in range(self.rank)):
             logger.warning(
-                "rank %d of %s has waited for %.0f s to %s: ranks %s have not come. They may be busy, as with loading, "
-                "may have failed, or do not make the same calls. It waits for %.0f s more, until the time limit of the "
-                "process group (timeout=... where that is made), and then fails",
-                self.rank,
-                self.whose,
-                first.total_seconds(),
-                self._purpose,
-                missing,
-                left.total_seconds(),
+                f"rank {self.rank} of {self.whose} has waited for {first.total_seconds():.0f} s to {self._purpose}: "
+                f"ranks {missing} have not come. They may be busy, have failed, or do not make the same calls. It "
+                f"fails in {left.total_seconds():.0f} s, at the time limit of the process group"
             )
         self.store.wait(keys, left)
+
+    def leave(self, where: str, text: str) -> None:
+        """Leave a text at ``where`` for the others; an error if the store does not answer."""
+        within(_GRACE, lambda: self.store.set(f"{where}/{self.rank}", text))
+
+    def read(self, where: str) -> list[str | None]:
+        """Return what each rank has left at ``where``, or None; an error if the store does not answer."""
+        keys, store = self._keys(where), self.store
+        return within(_GRACE, lambda: [store.get(key).decode() if store.check([key]) else None for key in keys])
 
     def fail(self, where: str, error: Exception) -> None:
         """Let the others' :meth:`exchange` at ``where`` fail at once, naming this rank; not collective."""
         with suppress(Exception):  # then they wait for the time limit
-            key = self._keys(where)[self.rank]
-            within(_GRACE, lambda: self.store.set(key, _FAILED + reason(error)))
+            text = _FAILED + reason(error)
+            if is_out_of_memory(error):  # no thread may be left to wait for the store in
+                self.store.set(f"{where}/{self.rank}", text)
+            else:
+                self.leave(where, text)
 
     def connect(self, make: Callable[[], _T], destroy: Callable[[_T], object] | None = None) -> _T:
         """Return what ``make()`` makes, which connects the ranks over the store, once all of them have it; collective.
@@ -178,31 +181,21 @@ class Rendezvous:
             RuntimeError: if a rank does not come, ``make`` fails on one, or takes longer than the time limit.
         """
         ends_at = time.monotonic() + self.time_limit.total_seconds()
-        where = "connected"
-        keys = self._keys("ready")
-        try:
-            _try_threads()
-        except Exception as error:
-            self._require_memory(error, keys)
-            raise
         self.exchange("ready", ends_at=ends_at)
-        keys = self._keys(where)
+        where = "connected"
         try:
             made = within(_until(ends_at) + _GRACE, _on_this_device(make), destroy)
         except Exception as error:
-            self._require_memory(error, keys)
-            left: list[str] = []
+            self._require_memory(error, where)
+            left: list[str | None] = []
             with suppress(Exception):  # a store that does not answer is named below
-                left = within(_GRACE, lambda: self._left(keys))
+                left = self.read(where)
             self._require_all(left)
             if time.monotonic() < ends_at:  # the others still wait
-                message = _FAILED + reason(error)
-                with suppress(Exception):
-                    within(_GRACE, lambda: self.store.set(keys[self.rank], message))
+                self.fail(where, error)
             raise RuntimeError(
                 f"all ranks of {self.whose} came to {self._purpose}, but could not be connected {self._limit_text}; or "
-                "the job's store cannot be reached: the process that keeps it, usually rank 0's or torchrun's own, is "
-                f"stopped or gone ({error})"
+                f"{STORE_IS_GONE} ({error})"
             ) from error
         try:
             self.exchange(where, ends_at=ends_at)
@@ -215,24 +208,18 @@ class Rendezvous:
     def _keys(self, where: str) -> list[str]:
         return [f"{where}/{rank}" for rank in range(self.size)]
 
-    def _require_memory(self, error: Exception, keys: list[str]) -> None:
+    def _require_memory(self, error: Exception, where: str) -> None:
         """Tell the others where memory kept this rank from coming: they would wait for it."""
         if is_out_of_memory(error):
-            with suppress(Exception):  # no thread may be left to wait for the store in
-                self.store.set(keys[self.rank], _RAN_OUT + reason(error))
+            self.fail(where, error)
             raise RuntimeError(f"out of memory, so this rank cannot {self._purpose}: {reason(error)}") from error
 
-    def _left(self, keys: list[str]) -> list[str]:
-        """Return what ranks have left so far."""
-        return [self.store.get(key).decode() if self.store.check([key]) else "" for key in keys]
-
-    def _require_all(self, messages: list[str]) -> None:
+    def _require_all(self, messages: Sequence[str | None]) -> None:
         """Raise what other ranks have left in place of a message."""
-        for mark, what in ((_RAN_OUT, "ran out of memory"), (_FAILED, "failed")):
-            reasons = {rank: text.removeprefix(mark) for rank, text in enumerate(messages) if text.startswith(mark)}
-            if reasons:
-                first = next(iter(reasons.values()))
-                raise RuntimeError(f"ranks {list(reasons)} of {self.whose} {what} to {self._purpose}: {first}")
+        failed = {rank: text for rank, text in enumerate(messages) if text is not None and text.startswith(_FAILED)}
+        if failed:
+            first = next(iter(failed.values())).removeprefix(_FAILED)
+            raise RuntimeError(f"ranks {list(failed)} of {self.whose} failed to {self._purpose}: {first}")
 
     @property
     def _limit_text(self) -> str:
@@ -242,20 +229,13 @@ class Rendezvous:
             "where it is made): they may have died, or be busy for longer, as with a checkpoint"
         )
 
-    def _give_up(self, keys: list[str]) -> str:
+    def _give_up(self, where: str) -> str:
         """Let ranks that come later skip this meeting, and return who has not come."""
-
-        def give_up() -> list[int]:
-            self.store.set(_OVER, "")
-            return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-
         try:
-            missing = within(_GRACE, give_up)
+            within(_GRACE, lambda: self.store.set(_OVER, ""))
+            missing = [rank for rank, text in enumerate(self.read(where)) if text is None]
         except Exception:
-            return (
-                "the job's store cannot be reached: the process that keeps it, usually rank 0's or torchrun's own, is "
-                "stopped or gone, or other ranks"
-            )
+            return f"{STORE_IS_GONE}, or other ranks"
         return f"ranks {missing} of {self.whose}"
 
 
@@ -280,17 +260,3 @@ def _on_this_device(call: Callable[[], _T]) -> Callable[[], _T]:
             return call()
 
     return run
-
-
-def _try_threads() -> None:
-    """Whether there is memory for those of a connection: who fails while others connect leaves them waiting."""
-    may_end, threads = threading.Event(), []
-    try:
-        for _ in range(_NUM_THREADS):
-            thread = threading.Thread(target=may_end.wait, daemon=True)
-            thread.start()
-            threads.append(thread)
-    finally:
-        may_end.set()
-        for thread in threads:
-            thread.join()

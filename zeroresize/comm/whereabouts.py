@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 
 
 class Call(enum.Enum):
@@ -51,8 +51,8 @@ class Whereabouts:
 
     def as_numbers(self) -> list[float]:
         """Return the whereabouts as ``NUM_NUMBERS`` numbers, without ``batch``, to be sent to other ranks."""
-        counts = self.num_steps, self.epoch, self.num_forwards, self.num_optimizer_steps, self.num_work_changes
-        return [float(_CALLS.index(self.call)), *map(float, counts)]
+        call, *counts, _ = astuple(self)
+        return [float(_CALLS.index(call)), *map(float, counts)]
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[float]) -> Whereabouts:
@@ -81,45 +81,38 @@ def require_same_whereabouts(ranks: Sequence[Whereabouts], *, counts_forwards: b
     def differ(*what: str) -> bool:
         return len({tuple(getattr(rank, name) for name in what) for rank in ranks}) > 1
 
+    def by_rank(text_of: Callable[[Whereabouts], str]) -> str:
+        return "; ".join(f"rank {rank}: {text_of(where)}" for rank, where in enumerate(ranks))
+
     if differ("call"):
-        raise RuntimeError(f"the ranks of the group made different calls: {_by_rank(map(str, ranks))}")
+        raise RuntimeError(f"the ranks of the group made different calls: {by_rank(str)}")
     if ranks[0].call in _UNCOUNTED:
         return
     if differ("num_work_changes"):
-        by_rank = _by_rank(
-            f"{where.num_work_changes} {'time' if where.num_work_changes == 1 else 'times'}" for where in ranks
-        )
         raise RuntimeError(
             "balancer.profile_next() or load_state_dict() was called on some ranks only, or unequally often: "
-            f"{by_rank}; call it on every rank alike, between the same two steps"
+            f"{by_rank(lambda where: f'{where.num_work_changes} times')}; call it on every rank alike, between the "
+            "same two steps"
         )
+    # Ranks that meet at an update have equal counts of steps, so their counts of forwards tell.
     if differ("num_steps", *(["num_forwards"] if counts_forwards else [])):
-        # Ranks that meet at an update have equal counts of steps, so their counts of forwards tell.
-        is_enough = differ("num_steps")
-        by_rank = _by_rank(
-            f"{where.num_steps} calls"
-            + ("" if is_enough else f" in {where.num_forwards} training forwards of its layers")
-            for where in ranks
+        counts = by_rank(
+            lambda where: f"{where.num_steps} calls in {where.num_forwards} training forwards of its layers"
         )
-        announced = ", and announce changes between the same two steps" if ranks[0].num_work_changes else ""
         raise RuntimeError(
-            f"the ranks of the group did not call balancer.step() equally often: {by_rank}; call it once after "
-            f"every optimizer step, and load_state_dict with what was saved together, on every rank{announced}"
+            f"the ranks of the group did not call balancer.step() equally often: {counts}; call it once after every "
+            "optimizer step, and load_state_dict with what was saved together, on every rank"
         )
     if differ("num_optimizer_steps"):
-        by_rank = _by_rank(f"{where.num_optimizer_steps} steps" for where in ranks)
         raise RuntimeError(
-            f"the ranks of the group did not make equally many optimizer steps: {by_rank}. A loss scaler skips "
-            "a step where gradients overflow, and each rank sees those of its own shards only, so scale and weights "
-            "have come apart: use zeroresize.GradScaler in its place, and begin again from a checkpoint"
+            "the ranks of the group did not make equally many optimizer steps: "
+            f"{by_rank(lambda where: f'{where.num_optimizer_steps} steps')}. A loss scaler skips a step where "
+            "gradients overflow, and each rank sees those of its own shards only, so scale and weights have come "
+            "apart: use zeroresize.GradScaler in its place, and begin again from a checkpoint"
         )
     if differ("epoch"):
-        by_rank = _by_rank(f"{where.epoch} epochs had ended at {where}" for where in ranks)
         raise RuntimeError(
-            f"the ranks of the group did not call balancer.epoch_end() equally often: {by_rank}; call it at the "
-            "end of an epoch, on every rank"
+            "the ranks of the group did not call balancer.epoch_end() equally often: "
+            f"{by_rank(lambda where: f'{where.epoch} epochs had ended at {where}')}; call it at the end of an epoch, "
+            "on every rank"
         )
-
-
-def _by_rank(texts: Iterable[str]) -> str:
-    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))

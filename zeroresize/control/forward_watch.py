@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import weakref
@@ -14,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from zeroresize.comm.collectives import explain
 from zeroresize.comm.exchange import Exchange
-from zeroresize.comm.long_waits import look_in_long_waits, warn_in_long_waits
 from zeroresize.comm.whereabouts import Call
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_of
@@ -39,15 +38,14 @@ class ForwardWatch:
     not watched.
 
     Where T changes on some ranks only, these wait, and the others wait for them in the layer's collective. After some
-    seconds they look why, and come: so all ranks learn all T. In waits that cannot be interrupted (for one rank's
-    message, or on a GPU) a thread comes for them, so the ranks that wait here learn it at once, and the others by their
-    log, and when their wait ends.
+    seconds a thread looks why, and comes for them: so all ranks learn all T. Waits that cannot be interrupted (for one
+    rank's message, or on a GPU) raise it when they end; until then the log tells.
 
     Args:
         layers: balanced layers by name.
         exchange: with the other ranks.
         compares: whether batches are compared.
-        groups: the process groups of the layers' collectives, in whose waits this rank looks for the others.
+        groups: the process groups of the layers' collectives, whose long waits and errors are explained.
     """
 
     def __init__(
@@ -69,13 +67,12 @@ class ForwardWatch:
         self._num_changes = self._num_forwards = 0
         self._num_calls = self._num_met = 0  # alike on all ranks, as all layers are collective
         self._has_stepped = self._has_warned = False
-        self._comparing, self._different = threading.Lock(), ""
+        self._comparing = threading.Lock()
         for name, layer in layers.items():
             layer.watch_forward = _calling(weakref.ref(self), name)
-        for group in groups if compares else ():
-            look_in_long_waits(group, self._come_if_awaited, 2.0 * exchange.waiting.long_s)
-            warn_in_long_waits(group, exchange.wait_warnings.during)
-        exchange.waiting.look_when_stuck(self._progress, self._come_in_thread)
+        for group in groups:
+            explain(group, exchange.words)
+        exchange.words.come = weakref.WeakMethod(self._come_if_awaited)
 
     def step_is_called(self) -> None:
         """Note that ``balancer.step()`` is called."""
@@ -96,6 +93,7 @@ class ForwardWatch:
         if self._compares:
             self._compare_if_changed(name, num_tokens)
         self._num_calls += 1  # only now has this rank passed the comparison
+        self._exchange.words.moved()
 
     def _compare_if_changed(self, name: str, num_tokens: int) -> None:
         if self._met is not None and self._met[0] == name:  # another forward of the model
@@ -114,63 +112,47 @@ class ForwardWatch:
         for layer in self._layers.values():
             layer.watch_forward = None
 
-    def _progress(self) -> object:
-        return self._num_calls, self._num_met
+    def _come_if_awaited(self, num_met: int, call: int, name: str) -> None:
+        """In a thread: where another rank waits to compare a T that has not changed here, come to it.
 
-    def _come_if_awaited(self) -> None:
-        """In a long wait: where other ranks wait to compare a T that has not changed here, come to them.
-
-        Raises:
-            ValueError: if T differ.
+        Args:
+            num_met: how often the other rank has met, this time included.
+            call: the layer's number among all that it has called.
+            name: the layer's name.
         """
-        if not self._compares or not self._comparing.acquire(blocking=False):
-            return
-        try:
-            self._require_alike()
-            num_passed = self._num_calls  # before it reads: in a thread it may go on meanwhile
-            token_counts = self._exchange.waiting.read()
-            num_met, call, name = json.loads(token_counts) if token_counts else (0, 0, "")
-            if num_met > self._num_met and call <= num_passed:
-                self._meet(name, self._tokens.get(name, 0))
-        finally:
-            self._comparing.release()
-
-    def _come_in_thread(self) -> None:
-        try:
-            self._come_if_awaited()
-        except ValueError as error:
-            logger.error("%s", error)
-
-    def _require_alike(self) -> None:
-        """Raises the ValueError that a thread has met."""
-        if self._different:
-            raise ValueError(self._different)
+        if self._compares and self._comparing.acquire(blocking=False):
+            try:
+                if num_met > self._num_met and call <= self._num_calls:
+                    self._meet(name, self._tokens.get(name, 0))
+            except ValueError as error:
+                self._exchange.words.raise_later(error)
+            finally:
+                self._comparing.release()
 
     def _compare(self, name: str, num_tokens: int) -> None:
         with self._comparing:
-            self._require_alike()
+            self._exchange.words.raise_met()
             self._meet(name, num_tokens)
 
     def _meet(self, name: str, num_tokens: int) -> None:
-        where = self._exchange.where
+        where, words = self._exchange.where, self._exchange.words
         call, where.call = where.call, Call.FORWARD
         where.batch = f"{num_tokens} tokens in layer {name}, {self._tokens.get(name, 'none')} before"
         self._num_met += 1
+        words.meeting = self._num_met, self._num_calls + 1, name
         try:
-            with self._exchange.waiting.left_if_long(json.dumps([self._num_met, self._num_calls + 1, name])):
-                table = self._exchange.meet(num_tokens, self._names.index(name))
+            table = self._exchange.meet(num_tokens, self._names.index(name))
         finally:
-            where.call = call
+            where.call, words.meeting = call, None
         if any(row != table[0] for row in table):
             counts_by_rank = "; ".join(
                 f"rank {rank}: {tokens:.0f} tokens in layer {self._names[int(layer)]}"
                 for rank, (tokens, layer) in enumerate(table)
             )
-            self._different = (
+            raise ValueError(
                 f"the ranks of the group were given different batches: {counts_by_rank}; every rank of a "
                 "tensor-parallel group must be given the same batch"
             )
-            self._require_alike()
 
     def _expect_step(self, weight: Tensor) -> None:
         """A forward of training with ``weight``, which an optimizer step before it has changed."""

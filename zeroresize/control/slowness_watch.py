@@ -11,8 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from zeroresize.comm.cpu_group import GatheredNumbers
-from zeroresize.comm.exchange import Exchange
+from zeroresize.comm.exchange import Exchange, GatheredNumbers
 from zeroresize.policy.slowness.group_slowness import TOLERANCE, GroupSlowness, WatchReport
 from zeroresize.policy.slowness.lines import lines_of
 from zeroresize.policy.slowness.windows import StepWindow, WatchedStep, window_of
@@ -106,7 +105,7 @@ class SlownessWatch:
         Where another rank has made fewer steps, what is under way is ended, as leaving the ranks would wait for it.
         """
         if self.is_waiting:
-            self._exchange.abort()
+            self._exchange.group.abort()
         self._is_over = True
         self._pending.clear()
 
@@ -115,7 +114,7 @@ class SlownessWatch:
         if len(self._pending) >= _MOST_PENDING:
             raise RuntimeError(f"other ranks are {len(self._pending)} rounds of {self._update_every} steps behind")
         # Never left out: the ranks' rounds meet in the order in which they are started.
-        self._pending.append(self._exchange.start_gathering(window.as_numbers()))
+        self._pending.append(GatheredNumbers(self._exchange.group, window.as_numbers()))
 
     def _take_what_has_come(self) -> None:
         while self._pending and self._pending[0].has_ended:

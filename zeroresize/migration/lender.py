@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import Channel, broadcast, group_rank, group_size, world_size
-from zeroresize.comm.weight_group import WeightGroup
+from zeroresize.comm.second_groups import WeightGroup
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segments import all_segments, shard_shape
 from zeroresize.migration.broadcast_reduce import BroadcastReduce
