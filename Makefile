@@ -92,12 +92,13 @@ test-versions: $(VERSIONS_STAMPS)  ## run a small suite with the oldest and the 
 demo: setup  ## train a small ViT with one slow rank, with and without balancing
 	@$(BIN)/python -m vit_examples.demo
 
-lint: setup  ## ruff, ruff format, mypy and the import rules
+lint: setup  ## ruff, ruff format, mypy, the import rules and the limits of size
 	@echo "Linting"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python scripts/size.py
 
 format: setup  ## let ruff repair and format the code
 	@$(BIN)/ruff check --fix .

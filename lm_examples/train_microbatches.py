@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m lm_examples.train_microbatches --config gpt
 
-The loop is :func:`train`; what planning adds to an ordinary one are ``Planners``, which plan in processes of their own,
-and ``MicroBatchTrainer``. ``--dry-run`` checks a configuration on any machine, without torchrun.
+The loop is :func:`train`; what planning adds to an ordinary one are ``RunPlanners``, which plan in processes of their
+own, and ``MicroBatchTrainer``. ``--dry-run`` checks a configuration on any machine, without torchrun.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ def test_times_for_as_much_work_are_compared_where_the_user_counts_it(run_ranks)
                     virtual.forward_and_backward()
                     virtual.sum_gradients()  # or a rank is many steps ahead, and what it sends is not there in time
                     virtual.optimizer.step()
-                    virtual.watch.step(work=1000 * virtual.chi if counts else None)
+                    virtual.watch.step(work=torch.tensor(1000 * virtual.chi) if counts else None)
             reports.append((virtual.watch.report().slow, [line for line in lines if "slower than" in line]))
             with pytest.raises(ValueError, match=r"work=-1 is not allowed"):
                 virtual.watch.step(work=-1)

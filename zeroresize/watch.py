@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import as_process_group, group_rank, group_size
@@ -105,13 +105,14 @@ class Watch:
         finalizer.atexit = False
         self._detach = finalizer
 
-    def step(self, work: float | None = None) -> None:
+    def step(self, work: float | Tensor | None = None) -> None:
         """Tell that a step of training is over, on every rank; only where no optimizer was given.
 
         Args:
             work: how much this rank had to do in it: samples, tokens, or what else takes equally long, counted alike on
                 all ranks. Then times for as much work are compared, so that a rank with longer rows is not slow; with 0
-                the step does not count. None where all ranks have as much.
+                the step does not count. A tensor of one number is read, which waits for its device. None where all
+                ranks have as much.
 
         Raises:
             ValueError: for work that is no number from 0 on.
@@ -124,6 +125,8 @@ class Watch:
                 "step() is for watches without an optimizer: this one hears the steps of its optimizer. To count work, "
                 "leave the optimizer out"
             )
+        if isinstance(work, Tensor) and work.numel() == 1:
+            work = work.item()
         if work is not None:
             value_checks.number("work", work, least=0.0)
         self._end_step(math.nan if work is None else float(work))

@@ -85,7 +85,6 @@ class MicroBatchesConfig:
         most_rows: rows of a micro-batch up to which costs are measured.
         workers: planner processes of each host.
         ahead: iterations that they may be ahead; None for as many as keep them busy.
-        store: address of a Redis server; None for a store that rank 0 keeps.
     """
 
     method: str = "dynamic"
@@ -99,7 +98,6 @@ class MicroBatchesConfig:
     most_rows: int = 64
     workers: int = 1
     ahead: int | None = None
-    store: str | None = None
 
     def __post_init__(self) -> None:
         each_at_least("microbatches", self, ("most_rows", "workers"), 1)

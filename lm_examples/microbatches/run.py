@@ -199,7 +199,7 @@ def _start(
     grids = {way: table.grids[way] for way in config.microbatches.recompute}
     table = replace(table, grids=grids)
     planner = IterationPlanner(config.lengths, table, boundaries, config.options)
-    store = share_store(model.process_group, config.microbatches.store)
+    store = share_store(model.process_group)
     step = 0 if state is None else state.step
     planners = RunPlanners(
         planner,

@@ -1,5 +1,7 @@
 """Mistakes in how training is set up, which train something, only not what was meant."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -284,3 +286,61 @@ def test_devices_of_several_models_are_told_once_something_is_drawn(run_ranks, m
         assert train(rank, group, "AB", 0.0) == train(rank, group, "AA", 0.1) == []
 
     run_ranks(check, 2)
+
+
+class Noisy(nn.Module):
+    """Two pairs of parallel layers, and dropout between them."""
+
+    def __init__(self, group, dropout):
+        super().__init__()
+        self.first, self.dropout, self.second = Pair(group), dropout, Pair(group)
+
+    def forward(self, x):
+        return self.second(self.dropout(self.first(x)))
+
+
+def stepped(model, group, seed, config):
+    """A balancer after three steps in which ``seed`` draws what is dropped."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    balancer = balanced(model, group, config, optimizer=optimizer)
+    torch.manual_seed(seed)
+    for _ in range(3):
+        model(torch.ones(8, FEATURES)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        balancer.step()
+    return balancer
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_no_unit_leaves_home_where_replicated_activations_differ(run_ranks, differs):
+    """As where a host draws otherwise on each rank what it drops behind a row-parallel layer."""
+
+    def train(rank, group):
+        model = Noisy(group, nn.Dropout(0.1))
+        with caught_log_lines() as lines:
+            balancer = stepped(model, group, rank if differs else 0, zr.BalanceConfig(mode="off"))
+            with (
+                pytest.raises(RuntimeError, match="nothing has changed")
+                if differs
+                else contextlib.nullcontext() as error
+            ):
+                balancer.move([1.0, 3.0])
+            with balancer.at_home():
+                pass  # to save is always allowed
+            balancer.close(at_home=True)
+        return str(error.value) if differs else "", [line for line in lines if "should have alike differ" in line]
+
+    for rank, (error, lines) in enumerate(run_ranks(train, 2, timeout_s=30)):
+        assert ("activations that all ranks of the group should have alike differ" in error) == differs
+        assert ("the input of second.up" in error) == differs
+        assert len([line for line in lines if "No unit leaves its home" in line]) == (differs and rank == 0)
+
+
+def test_dropout_that_no_module_tells_is_refused_as_what_it_is(run_ranks):
+    def train(rank, group):
+        model = Noisy(group, lambda x: nn.functional.dropout(x, 0.1))
+        with pytest.raises(ValueError, match=r"(?s)gradients of .*For activations that .*Draw alike what is random"):
+            stepped(model, group, rank, zr.BalanceConfig(mode="off"))
+
+    run_ranks(train, 2, timeout_s=30)

@@ -83,6 +83,13 @@ CASES = {
     "seen when it is computed": Case(looking, mean),
     "a mean by the user's count": Case(of_mask, mean, counted),
     "probabilities": Case(functools.partial(of_probabilities, reduction="sum"), of_probabilities),
+    "scaled, as a gradient scaler does": Case(
+        lambda outputs, targets: F.cross_entropy(outputs, targets) * torch.tensor(4.0),
+        lambda outputs, targets: mean(outputs, targets) * 4.0,
+    ),
+    "a part of several backwards": Case(
+        lambda outputs, targets: flattened(outputs, targets) / 3, lambda outputs, targets: mean(outputs, targets) / 3
+    ),
     "sum of squares": Case(
         lambda outputs, targets: F.mse_loss(outputs[:, 0], targets.double(), reduction="sum"),
         lambda outputs, targets: F.mse_loss(outputs[:, 0], targets.double()),

@@ -1,22 +1,20 @@
-"""Functions that plan, for tests of planners, and planners that start as fast as this process forks."""
+"""Functions that plan, for tests of planners, and planners that start fast."""
 
 from __future__ import annotations
 
 import json
-import math
-import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import threading
 import time
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from zeroresize.microbatch import planner_process
+from zeroresize.microbatch import planners
 
 
 def text_of(iteration):
@@ -36,18 +34,27 @@ def limits_text(iteration):
     return json.dumps({name: os.environ.get(name) for name in names})
 
 
+def stop_at_1(iteration):
+    """A planner stands still with iteration 1."""
+    if iteration == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return text_of(iteration)
+
+
 @dataclass(frozen=True)
 class RecordedPlan:
     """Plans as :func:`text_of`, and leaves a line with the process in a file of the iteration's name.
 
     Attributes:
         slow: iterations that take until there is a file ``go`` in the folder.
-        deadly, invalid, broken: iterations that kill the process, raise a ValueError, or another error.
+        deadly, stopped: iterations that kill or stop the process.
+        invalid, broken: iterations that raise a ValueError, or another error.
     """
 
     folder: Path
     slow: tuple[int, ...] = ()
     deadly: tuple[int, ...] = ()
+    stopped: tuple[int, ...] = ()
     invalid: tuple[int, ...] = ()
     broken: tuple[int, ...] = ()
 
@@ -58,6 +65,8 @@ class RecordedPlan:
             time.sleep(0.01)
         if iteration in self.deadly:
             os.kill(os.getpid(), signal.SIGKILL)
+        if iteration in self.stopped:
+            os.kill(os.getpid(), signal.SIGSTOP)
         if iteration in self.invalid:
             raise ValueError("sample 3 has 17 tokens: at most 16 fit")
         if iteration in self.broken:
@@ -92,64 +101,21 @@ def _raise(text):
     raise OSError(text)
 
 
-class ForkedProcess:
-    """A process forked from this one, to be used by several threads as one that ``subprocess`` has started."""
-
-    def __init__(self, target):
-        self._process = multiprocessing.get_context("fork").Process(target=target)
-        self._process.start()
-        self._lock = threading.Lock()
-        self.pid = self._process.pid
-
-    def wait(self, timeout=math.inf):
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            with self._lock:
-                code = self._process.exitcode
-            if code is not None:
-                return code
-            time.sleep(0.005)
-        raise subprocess.TimeoutExpired("planners", timeout)
-
-    def kill(self):
-        with self._lock:
-            self._process.kill()
+def fork_planners(monkeypatch):
+    """Let planners start at once in this process and its forks: from one process that has imported everything."""
+    forkserver.set_forkserver_preload(["zeroresize.microbatch.planners"])
+    forkserver.ensure_running()
+    monkeypatch.setattr(forkserver._forkserver, "ensure_running", lambda: None)  # a fork cannot ask for it
+    monkeypatch.setattr(planners, "_START_METHOD", "forkserver")
 
 
-class ReadyProcesses:
-    """Processes whose children plan, as copies of this one, which has imported everything.
-
-    They are made at once by the thread that makes this, and wait for what they are to do: a process that is forked by
-    one of several threads may hang.
-    """
-
-    def __init__(self, number):
-        self._ready = []
-        for _ in range(number):
-            self._ready.append(self._forked())
-
-    def start(self):
-        """What :func:`zeroresize.microbatch.planners.start_process` does."""
-        return self._ready.pop(0)
-
-    def end(self):
-        """End those that were not started."""
-        for connection, process in self._ready:
-            connection.close()
-            process.kill()
-            process.wait()
-
-    def _forked(self):
-        here, there = multiprocessing.Pipe()
-        not_its = [here, *(connection for connection, _ in self._ready)]
-
-        def main():
-            for connection in not_its:
-                connection.close()
-            planner_process.main(there.fileno())
-
-        with there:
-            return here, ForkedProcess(main)
+def error_of(call):
+    """The name of the class and the text of what is raised, within 10 s."""
+    began = time.monotonic()
+    with pytest.raises(Exception) as caught:
+        call()
+    assert time.monotonic() - began < 10.0
+    return type(caught.value).__name__, str(caught.value)
 
 
 def wait_until(condition, limit_s=10.0):

@@ -15,6 +15,8 @@ from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.resharding.agreement import CannotMoveError
 from zeroresize.resharding.units.moving_units import move_units
 
+pytestmark = pytest.mark.slow
+
 OFF = zr.BalanceConfig(mode="off")
 #: Those whose attention looks its function up.
 LOOKING_UP = [kind for kind in KINDS if kind not in ("Bert", "Roberta")]

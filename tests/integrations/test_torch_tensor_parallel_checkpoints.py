@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 import zeroresize as zr
 
+pytestmark = pytest.mark.slow
+
 EXACT = zr.BalanceConfig(mode="exact")
 
 

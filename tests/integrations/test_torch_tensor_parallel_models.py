@@ -26,6 +26,8 @@ from zeroresize.convert import balanced_layers
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segments import owned_segments
 
+pytestmark = pytest.mark.slow
+
 EXACT = zr.BalanceConfig(mode="exact")
 
 

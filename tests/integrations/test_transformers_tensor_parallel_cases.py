@@ -11,6 +11,8 @@ import zeroresize as zr
 from zeroresize.convert import balanced_layers
 from zeroresize.layers.local_parts import local_of
 
+pytestmark = pytest.mark.slow
+
 EXACT = zr.BalanceConfig(mode="exact")
 KINDS = ("llama", "qwen2", "mistral")
 

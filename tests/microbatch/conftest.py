@@ -1,35 +1,31 @@
-"""Instruction stores, each test on both kinds."""
+"""An instruction store, and planners that start at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from helpers.planning import ReadyProcesses
-from helpers.stores import KINDS, StoreKeeper
+from helpers.planning import fork_planners
+from helpers.stores import StoreKeeper
 
-from zeroresize.microbatch import planners
+from zeroresize.microbatch.shared_store import SharedStore
 
 
-@pytest.fixture(params=KINDS)
-def keeper(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreKeeper]:
-    """A store of each kind, and the process that keeps it."""
-    keeper = StoreKeeper(request.param, tmp_path)
+@pytest.fixture
+def keeper() -> Iterator[StoreKeeper]:
+    """A store, and the process that keeps it."""
+    keeper = StoreKeeper()
     yield keeper
     keeper.end()
 
 
 @pytest.fixture
-def store(keeper: StoreKeeper):
-    """A store of each kind."""
+def store(keeper: StoreKeeper) -> SharedStore:
+    """A store that another process keeps."""
     return keeper.store
 
 
 @pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Planners start at once, without importing everything again; three times at most."""
-    processes = ReadyProcesses(3)
-    monkeypatch.setattr(planners, "start_process", processes.start)
-    yield
-    processes.end()
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planners start at once, without importing everything again."""
+    fork_planners(monkeypatch)

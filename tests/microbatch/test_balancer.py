@@ -16,6 +16,8 @@ from zeroresize.plan.strategy import Strategy
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 from zeroresize.strategy.model import SwitchableModel
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 CPU = torch.device("cpu")
 NUM_SAMPLES = 24
 #: Seconds of the table's costs are so many of the clock's, so that what changes take does not matter.

@@ -11,6 +11,8 @@ from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.microbatches.micro_batch import MicroBatch
 from zeroresize.strategy.model import SwitchableModel
 
+pytestmark = pytest.mark.slow
+
 #: Classes that do not count, besides padding.
 UNCOUNTED = 9
 

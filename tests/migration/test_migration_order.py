@@ -7,6 +7,8 @@ from helpers.compiled import assert_same_training, compiled, weights_of
 from helpers.virtual_training import Run
 from torch._dynamo import compiled_autograd
 
+pytestmark = pytest.mark.slow
+
 LENDING = {"mode": "mig", "ratio": 0.5, "ranks": [0]}
 
 

@@ -150,7 +150,7 @@ class Unknown(nn.Module):
     ("loss", "warning"),
     [
         (plain_mean, None),
-        (plain_sum, "no mean over samples"),
+        (plain_sum, "nothing else is known"),
         (ignoring, "ignores targets"),
         (Unknown(), "ignores targets"),
     ],

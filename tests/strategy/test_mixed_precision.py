@@ -18,6 +18,8 @@ from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.placement.placement import Placement
 from zeroresize.strategy.trainer import StrategyTrainer
 
+pytestmark = pytest.mark.slow
+
 BF16 = torch.bfloat16
 
 

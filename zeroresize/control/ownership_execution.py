@@ -250,7 +250,8 @@ class OwnershipExecution:
             if verdict is not None and self._tells:
                 logger.info("step %d: %s", num_steps, verdict)
             return
-        move = self._change_hands(units, plan.owned)
+        check = parts.start_check if plan.owned != units.home else None
+        move = self._change_hands(units, plan.owned, check.why_units_stay if check is not None else None)
         if move is not None:
             comparing_s = self._compare()
             parts.decision.moved(move.most_bytes, move.seconds, comparing_s)
@@ -267,14 +268,18 @@ class OwnershipExecution:
                 )
                 logger.info("step %d: %s", num_steps, line)
 
-    def _change_hands(self, units: OwnedUnits, shares: Sequence[float]) -> Move | None:
-        """Divide the units by ``shares``; what is known of columns, and their statistic, follows; collective."""
+    def _change_hands(self, units: OwnedUnits, shares: Sequence[float], why_not: str | None = None) -> Move | None:
+        """Divide the units by ``shares``; what is known of columns, and their statistic, follows; collective.
+
+        Args:
+            why_not: why this rank refuses; None if it does not.
+        """
         if tuple(shares) == units.shares:
             return None
         parts, before = self._parts, [segment.owned for segment in units.segments]
         parts.plan_execution.take_back()
         try:
-            move = units.move(shares)
+            move = units.move(shares, why_not)
         except BaseException:
             parts.columns.follow(gathers=False)  # also where the error tells that units have moved
             raise

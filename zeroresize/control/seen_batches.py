@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,22 +18,41 @@ from zeroresize.utils.fingerprint import fingerprint
 _MOST_TOKENS = 256
 #: Of its norm: what the ranks' inputs of a layer may differ by in sum, at least, and in machine epsilons.
 _TOLERANCE, _ROUNDINGS = 1e-3, 8.0
+#: The same behind products, which some devices compute in TF32.
+_TOLERANCE_WITHIN = 1e-2
 #: Sums of whole numbers are taken modulo this, so that many of them add up exactly in float64.
 _MODULUS = 2**40
-#: Whether a difference is a mistake: surely; unless random draws differ; unless it is meant.
-_SURELY, _UNLESS_DRAWN, _UNLESS_MEANT = range(3)
+#: Whether a difference is a mistake of batches: surely; unless random draws differ; unless it is meant; or it is one
+#: within the model.
+_SURELY, _UNLESS_DRAWN, _UNLESS_MEANT, _WITHIN = range(4)
 _REMEDIES = ", and draw alike what is random before the layers", "; all is well if each rank is meant to have its own"
 
 
+class Difference(NamedTuple):
+    """What the ranks of a group do not have alike.
+
+    Attributes:
+        batches: an error's text about batches; empty where those are alike.
+        is_certain: whether that is surely a mistake.
+        only_warns: whether it may be meant.
+        within: inputs of layers that differ.
+    """
+
+    batches: str
+    is_certain: bool
+    only_warns: bool
+    within: tuple[str, ...]
+
+
 class SeenBatches:
-    """Sums up what all ranks of a group should be given alike, until they compare it.
+    """Sums up what all ranks of a group should have alike, until they compare it.
 
     Of the model's inputs that are the whole numbers, such as token ids, unless each rank is given its part of the
-    sequences; and what a column-parallel layer multiplies, which all ranks have whole.
+    sequences; and what column-parallel layers multiply, which all ranks have whole.
 
     Args:
-        model, layer: whose inputs they are; of a row-parallel layer nothing is compared.
-        name: of the layer.
+        model: whose inputs they are.
+        first: the name of the layer that begins a forward.
         num_ranks: of the group.
 
     Attributes:
@@ -42,10 +61,9 @@ class SeenBatches:
         unhook: looks at the model no more.
     """
 
-    def __init__(self, model: nn.Module, name: str, layer: BalancedLinear, num_ranks: int) -> None:
+    def __init__(self, model: nn.Module, first: str, num_ranks: int) -> None:
         self.is_due, self.rounding = True, 0.0
-        self._model, self._num_ranks = weakref.ref(model), num_ranks
-        self._input, self._is_column_parallel = f"the input of {name}", layer.is_column_parallel
+        self._model, self._first, self._num_ranks = weakref.ref(model), first, num_ranks
         #: Sums, of how many elements, what is rounding, and whether a difference is a mistake.
         self._seen: dict[str, tuple[Tensor, int, float, int]] = {}
         self._taken: dict[float, tuple[str, float, int]] = {}
@@ -58,18 +76,20 @@ class SeenBatches:
     def __getstate__(self) -> dict[str, Any]:
         return {}  # its layers tell that a model is not to be pickled
 
-    def layer_begins(self, x: Tensor) -> None:
-        """Look at what the layer is called with, [..., K]."""
+    def layer_begins(self, name: str, layer: BalancedLinear, x: Tensor) -> None:
+        """Look at what a layer is called with, [..., K]."""
         if self._looks:
             num_tokens = x.shape[:-1].numel()
-            for name, numbers in self._inputs:
+            for label, numbers in self._inputs:
                 if numbers.numel() * self._num_ranks != num_tokens:  # else a rank's part of the sequences
                     doubt = _SURELY if numbers.numel() == num_tokens else _UNLESS_MEANT
-                    self._add(name, numbers, _placed_sums(numbers), 0.0, doubt)
-            if self._is_column_parallel and x.is_floating_point():
+                    self._add(label, numbers, _placed_sums(numbers), 0.0, doubt)
+            if layer.is_column_parallel and x.is_floating_point():
                 self.rounding = _ROUNDINGS * torch.finfo(x.dtype).eps
                 some = x.reshape(-1, x.shape[-1])[:: max(1, num_tokens // _MOST_TOKENS)]
-                self._add(self._input, x, sums_of(some), max(_TOLERANCE, self.rounding), _UNLESS_DRAWN)
+                is_first = name == self._first
+                tolerance = max(_TOLERANCE if is_first else _TOLERANCE_WITHIN, self.rounding)
+                self._add(f"the input of {name}", x, sums_of(some), tolerance, _UNLESS_DRAWN if is_first else _WITHIN)
         self._inputs.clear()
 
     def take(self) -> list[float]:
@@ -82,14 +102,17 @@ class SeenBatches:
         self._seen.clear()
         return [number for key, row in zip(self._taken, rows, strict=True) for number in (key, *row)]
 
-    def difference(self, tables: Sequence[Mapping[float, Sequence[float]]]) -> tuple[str, bool, bool]:
-        """Tell how ranks' batches differ by what each has taken, by key; whether surely, and only as may be meant."""
+    def difference(self, tables: Sequence[Mapping[float, Sequence[float]]]) -> Difference:
+        """Compare what the ranks have taken, by key."""
         differing: list[str] = []
+        within: list[str] = []
         doubts = set[int]()
         for key, (name, tolerance, doubt) in self._taken.items():
             if all(key in table for table in tables):  # else of other sizes, which layers compare
                 groups = alike([distance_of_sums(table[key], tables[0][key]) > tolerance for table in tables])
-                if len(groups) > 1:
+                if len(groups) > 1 and doubt in (_UNLESS_DRAWN, _WITHIN):
+                    within.append(f"{name}{at_fault(groups)}")
+                if len(groups) > 1 and doubt != _WITHIN:
                     differing.append(f"{name}{at_fault(groups)}")
                     doubts.add(doubt)
         is_certain, only_warns = _SURELY in doubts, doubts == {_UNLESS_MEANT}
@@ -99,7 +122,7 @@ class SeenBatches:
             "of a tensor-parallel group must be given the same batch (samplers divide them over data-parallel ranks "
             f"only){remedy}"
         )
-        return text if differing else "", is_certain, only_warns
+        return Difference(text if differing else "", is_certain, only_warns, tuple(within))
 
     def _model_begins(self, model: nn.Module, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> None:
         if torch.compiler.is_compiling() or not model.training or model is not self._model():  # but a copy

@@ -26,7 +26,7 @@ from zeroresize.checks.replicated import (
 from zeroresize.comm.collectives import group_rank
 from zeroresize.comm.exchange import Exchange
 from zeroresize.control.device_models import DeviceModels
-from zeroresize.control.seen_batches import SeenBatches
+from zeroresize.control.seen_batches import Difference, SeenBatches
 from zeroresize.control.setup_checks import HINT, MOST_NAMED, Layers, check_data_parallelism
 from zeroresize.optim.optimizers import hook_steps, stepped_gradients, torch_optimizer
 from zeroresize.utils.alike import minority, named_ranks
@@ -48,6 +48,7 @@ _GRADIENT_TOLERANCE = 1e-2
 #: Packages whose steps take gradients as they are, and sum none over ranks before.
 _STEPPING = ("torch", "colossalai", "accelerate", "transformers", "zeroresize")
 _IN_STEP = ". All is well if the optimizer's step, which is not a known one, does so itself"
+_DRAW_ALIKE = "Draw alike what is random before it; zeroresize.check_parallel names the cause"
 _OTHER_CAUSES = ", unless the targets, or what is random outside of the layers, differ between the ranks"
 #: Of one rank's parameter the sums of its even and of its odd elements, and its norm; None where it has none such.
 _Sums = Sequence[float] | None
@@ -68,6 +69,10 @@ class StartCheck:
         optimizer: what steps it.
         process_group: their tensor-parallel group.
         exchange: with its ranks.
+
+    Attributes:
+        why_units_stay: why no unit may leave its home now, as it would compute with something else on another rank;
+            None where it may.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class StartCheck:
     ) -> None:
         self._model, self._layers, self._group, self._exchange = model, layers, process_group, exchange
         self._optimizer = optimizer
+        self.why_units_stay: str | None = None
         self._at_start: dict[str, list[float]] | None = None
         self._devices: DeviceModels | None = None
         self._next_step, self._num_tries_left = _FIRST_STEP, 0
@@ -82,17 +88,22 @@ class StartCheck:
         self._warned: set[str] = set()
         columns = [name for name, layer in layers.items() if layer.is_column_parallel]
         name = next(iter([*columns, *layers]))
-        first = layers[name]
-        self._batches = SeenBatches(model, name, first, len(exchange.ranks))
-        first.watch_start = _calling(weakref.WeakMethod(self._forward_begins))
-        self._undo: list[Callable[[], object]] = [self._batches.unhook, partial(setattr, first, "watch_start", None)]
+        self._first = name
+        self._batches = SeenBatches(model, name, len(exchange.ranks))
+        self._undo: list[Callable[[], object]] = [self._batches.unhook]
+        for name, layer in layers.items():
+            if layer.is_column_parallel or name == self._first:
+                layer.watch_start = _calling(weakref.WeakMethod(self._layer_begins), name)
+                self._undo.append(partial(setattr, layer, "watch_start", None))
         self.close = weakref.finalize(self, _call_all, self._undo)
         self.close.atexit = False
 
-    def _forward_begins(self, x: Tensor) -> None:
-        self._batches.layer_begins(x)
-        if self._has_begun:
-            return
+    def _layer_begins(self, name: str, x: Tensor) -> None:
+        self._batches.layer_begins(name, self._layers[name], x)
+        if name == self._first and not self._has_begun:
+            self._training_begins()
+
+    def _training_begins(self) -> None:
         self._has_begun = True
         with suppress(ValueError):  # a wrapper that hides its optimizer
             # Only now, so that the hooks of others that reduce gradients are called before it.
@@ -122,7 +133,7 @@ class StartCheck:
                 "ranks alike before the model is built, or load the same checkpoint on all. A shard of a layer of "
                 f"your own is left out where its parameter has tensor_model_parallel=True; {HINT}"
             )
-        self._judge(*other_batches)
+        self._judge_batches(other_batches)
         self._devices = DeviceModels(next(iter(self._layers.values())).local_weight.device, self._exchange)
 
     def step_is_called(self, num_steps: int) -> None:
@@ -158,8 +169,9 @@ class StartCheck:
             most = min(rounding, _TOLERANCE)
             if _above(more, most):
                 drifted[name] = _description(sums[name], most)
-        if other_batches[0]:
-            self._warn("batches", f"step {num_steps}: {other_batches[0]}; {HINT}")
+        self._note_inputs(other_batches)
+        if other_batches.batches:
+            self._warn("batches", f"step {num_steps}: {other_batches.batches}; {HINT}")
         elif drifted:
             self._warn(
                 "drift",
@@ -184,7 +196,7 @@ class StartCheck:
         gathered, other_batches = self._gathered(
             replicated, stepped_gradients(self._optimizer, replicated) if steps else {}
         )
-        self._judge(*other_batches)
+        self._judge_batches(other_batches)
         sums = {name: of_ranks for name, of_ranks in gathered.items() if any(of_ranks)}
         numbers = [number for of_ranks in sums.values() for each in of_ranks for number in each or ()]
         if not all(map(any, zip(*sums.values(), strict=True))) or not sums or not all(map(math.isfinite, numbers)):
@@ -196,15 +208,38 @@ class StartCheck:
         )
         if differing:
             is_known = _begins_with_gradients(self._optimizer)
+            cause = (
+                f"For {self.why_units_stay}. {_DRAW_ALIKE}"
+                if self.why_units_stay is not None and not is_certain
+                else "Each is a part of a sum, as its layer works on what is divided over the ranks"
+                f"{'' if is_certain else _OTHER_CAUSES}. Sum it over the group once a step, behind the last backward "
+                "and before clipping, and the gradient of its layer's whole input in every backward; or divide the "
+                f"layer as those beside it{'' if is_known else _IN_STEP}"
+            )
             self._judge(
                 f"the gradients of {len(differing)} of {len(sums)} parameters that all ranks of the group hold alike "
                 f"differ between the ranks in the first optimizer step: {', '.join(differing[:MOST_NAMED])}"
-                f"{', …' * (len(differing) > MOST_NAMED)}. Each is a part of a sum, as its layer works on what is "
-                f"divided over the ranks{'' if is_certain else _OTHER_CAUSES}. Sum it over the group once a step, "
-                "behind the last backward and before clipping, and the gradient of its layer's whole input in every "
-                f"backward; or divide the layer as those beside it{'' if is_known else _IN_STEP}",
+                f"{', …' * (len(differing) > MOST_NAMED)}. {cause}",
                 is_certain,
                 only_warns=not is_known,
+            )
+
+    def _judge_batches(self, difference: Difference) -> None:
+        self._judge(difference.batches, difference.is_certain, difference.only_warns)
+        self._note_inputs(difference)
+
+    def _note_inputs(self, difference: Difference) -> None:
+        """Let units stay where replicated activations differ, until they are seen to be alike again."""
+        names = difference.within
+        self.why_units_stay = None
+        if names:
+            self.why_units_stay = (
+                "activations that all ranks of the group should have alike differ between them: "
+                f"{', '.join(names[:MOST_NAMED])}{', …' * (len(names) > MOST_NAMED)}"
+            )
+            self._warn(
+                "inputs",
+                f"{self.why_units_stay}. No unit leaves its home. {_DRAW_ALIKE}; {HINT}",
             )
 
     def _judge(self, difference: str, is_certain: bool, only_warns: bool = False) -> None:
@@ -226,7 +261,7 @@ class StartCheck:
 
     def _gathered(
         self, replicated: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
-    ) -> tuple[dict[str, list[_Sums]], tuple[str, bool, bool]]:
+    ) -> tuple[dict[str, list[_Sums]], Difference]:
         """Return every rank's sums of a tensor of each parameter, and how their batches differ; collective."""
         keys = {name: key_of_parameter(name, parameter) for name, parameter in replicated.items()}
         rows = [[keys[name], *row[1:]] for name, row in zip(tensors, sums_of_parameters(tensors), strict=True)]
@@ -280,11 +315,11 @@ def _named(differing: Mapping[str, str]) -> str:
     return f"{'; '.join(differences)}{'; …' if len(differing) > MOST_NAMED else ''}"
 
 
-def _calling(method: weakref.WeakMethod[Any]) -> Any:
+def _calling(method: weakref.WeakMethod[Any], name: str) -> Any:
     def call(x: Tensor) -> None:
         alive = method()
         if alive is not None:
-            alive(x)
+            alive(name, x)
 
     return call
 

@@ -28,6 +28,7 @@ from zeroresize.layers.functional import (
 from zeroresize.layers.shared_products import SharedProducts
 from zeroresize.plan.layer import LayerPlan
 from zeroresize.utils.torch_private import (
+    constant_in_graphs,
     current_compilation,
     keep_order_in_graphs,
     let_shapes_of_parameters_vary,
@@ -171,7 +172,7 @@ def _tell_compilation() -> None:
         )
 
 
-_graph_begins = torch.compiler.assume_constant_result(_tell_compilation)
+_graph_begins = constant_in_graphs(_tell_compilation)
 
 
 def _forward(kind: Any, x: Tensor, w_NK: Tensor, bias_N: Any, number: Tensor, is_training: bool, sums: bool) -> Any:

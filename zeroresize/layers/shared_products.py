@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from zeroresize.comm.collectives import NamedWork
-from zeroresize.utils.torch_private import in_compiled_autograd
+from zeroresize.utils.torch_private import in_compiled_autograd, not_in_graphs
 
 #: Computes this rank's own part of a product when it is called.
 OwnProduct = Callable[[], Tensor]
@@ -66,7 +65,7 @@ class SharedProducts(Protocol):
         """Compute (dx [T, K], dw [N, K]) as :meth:`column_backward`; ``kept`` is from :meth:`row_forward`."""
 
 
-@torch.compiler.disable
+@not_in_graphs
 def require_eager_autograd() -> None:
     """Raise if compiled autograd runs the current backward.
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from zeroresize.utils.torch_private import hooks_of, is_flat_parameter, is_tensor_of_tensors, parameters_of
@@ -52,3 +53,9 @@ def _makers_of_weight(layer: Any) -> list[str]:
     hooks = hooks_of(layer, "forward_pre").values()
     names = {"name", "_tensor_name"}  # as weight_norm and spectral_norm, and pruning, call what they make
     return [type(hook).__name__ for hook in hooks if "weight" in {getattr(hook, name, None) for name in names}]
+
+
+def is_wrapped_by_fsdp(module: nn.Module) -> bool:
+    """Return whether ``FullyShardedDataParallel`` or ``fully_shard`` has a module, without importing them."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel | fsdp.FSDPModule)

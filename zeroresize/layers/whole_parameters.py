@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
+
+from zeroresize.layers.weight_checks import is_wrapped_by_fsdp
 
 
 def require_whole_parameters(layers: Sequence[nn.Module]) -> None:
@@ -20,7 +21,7 @@ def require_whole_parameters(layers: Sequence[nn.Module]) -> None:
     """
     for number, layer in enumerate(layers):
         for path, module in layer.named_modules():
-            if isinstance(module, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
+            if isinstance(module, DistributedDataParallel) or is_wrapped_by_fsdp(module):
                 raise ValueError(
                     f"{path_of(number, path)} is inside {type(module).__name__}, which keeps buckets or shards of "
                     "these parameters, so layers cannot move: pass the layers themselves, and average gradients of "

@@ -41,7 +41,7 @@ __all__ = [
     "share_store",
 ]
 
-#: Planners need little of this: everything is imported where it is asked for.
+#: Everything is imported where it is asked for.
 _MODULES = {
     "CostTable": "zeroresize.microbatch.cost_table",
     "DoesNotFitError": "zeroresize.policy.microbatches.planning_options",

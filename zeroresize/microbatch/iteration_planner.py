@@ -18,7 +18,7 @@ class IterationPlanner:
 
     Attributes:
         lengths_of: returns [N, A] tokens of the samples of an iteration, in their order; a function of a module, or an
-            object that can be pickled, which should not need torch.
+            object that can be pickled.
         table: costs of the model's layers.
         boundaries: [S + 1] of the pipeline's stages.
         options: of planning.

@@ -1,82 +1,260 @@
-"""The ranks of a job get one instruction store, and learn which of them start planners."""
+"""Where planners leave the plans of iterations, and ranks fetch them (DynaPipe, section 3: instruction store)."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import socket
-from dataclasses import dataclass, field
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, TypeVar
 
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, TCPStore
 
 from zeroresize.comm.collectives import require_group
 from zeroresize.comm.rendezvous import Rendezvous
-from zeroresize.microbatch.embedded_store import EmbeddedStore
-from zeroresize.microbatch.open_store import open_store
-from zeroresize.microbatch.store import InstructionStore
+from zeroresize.utils.deadline import within
+from zeroresize.utils.memory_errors import reason
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_PLAN, _FAILURE = b"P", b"F"
+#: zlib's fastest level makes a plan a few times smaller in about a millisecond.
+_LEVEL = 1
+#: Bytes that a value may have: TCPStore closes the connection of who sends 8 MiB.
+MOST_BYTES = 8 * 2**20 - 1024
+#: Seconds between two questions for a plan: they begin at the first and double up to the second.
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.05
+#: Seconds within which a store has to answer.
+_ANSWER_S = 30.0
+_LOOPBACK = "127.0.0.1"
 
 
-@dataclass(frozen=True)
+class StoreError(RuntimeError):
+    """Tells that an instruction store cannot be reached."""
+
+
+class PlanningError(RuntimeError):
+    """Tells that there is no plan of an iteration, and why."""
+
+
+def plan_value(text: str) -> bytes:
+    """Return what the store keeps of a plan."""
+    return _PLAN + zlib.compress(text.encode(), _LEVEL)
+
+
+def failure_value(kind: str, text: str) -> bytes:
+    """Return what the store keeps in place of a plan: the name of an error's class, and what it said."""
+    return _FAILURE + json.dumps({"kind": kind, "text": text}).encode()
+
+
 class SharedStore:
-    """Describe a rank's part of a store that the ranks of a job share.
+    """Keeps the plans of iterations from when they are made until they have been carried out, for all ranks of a job.
+
+    It is made by :func:`share_store`. Values are compressed text, of which nothing is unpickled or run.
+
+    Args:
+        store: torch's; this rank's connection to it.
+        address: where it is, for messages.
+        rendezvous: of the ranks that share it; None where this one leaves alone.
+        answer_s: seconds within which it has to answer.
 
     Attributes:
-        store: this rank's connection to it.
         host: the number of this rank's host, in the order of the ranks.
         num_hosts: how many hosts the ranks are on.
-        is_first_of_host: whether this is the host's first rank: it starts the host's
-            :class:`~zeroresize.microbatch.planners.Planners`.
+        is_first_of_host: whether this is the host's first rank, which starts the host's planners.
+        warn_after_s: seconds after which a wait for a plan is warned of; may be set.
     """
 
-    store: InstructionStore
-    host: int
-    num_hosts: int
-    is_first_of_host: bool
-    _rendezvous: Rendezvous = field(repr=False, compare=False)
+    def __init__(
+        self,
+        store: Any,
+        address: str,
+        *,
+        host: int = 0,
+        num_hosts: int = 1,
+        is_first_of_host: bool = True,
+        rendezvous: Rendezvous | None = None,
+        answer_s: float = _ANSWER_S,
+    ) -> None:
+        self.host, self.num_hosts, self.is_first_of_host = host, num_hosts, is_first_of_host
+        self.warn_after_s = 10.0
+        self._store, self._address, self._rendezvous = store, address, rendezvous
+        self._limit = timedelta(seconds=answer_s)
+        self._num_series = 0
+
+    def new_series(self) -> int:
+        """Return the number of a series of plans, the same on all ranks if they call this equally often."""
+        self._num_series += 1
+        return self._num_series
+
+    def put(self, series: int, iteration: int, value: bytes) -> None:
+        """Leave the plan of an iteration, or a failure in its place.
+
+        Args:
+            value: of at most :data:`MOST_BYTES`.
+
+        Raises:
+            StoreError: if the store cannot be reached.
+        """
+        self._ask(lambda store: store.set(_key(series, iteration), value), f"leave the plan of iteration {iteration}")
+
+    def get(self, series: int, iteration: int, timeout_s: float, doing: Callable[[], str], *, warns: bool) -> str:
+        """Wait for the plan of an iteration and return it.
+
+        Args:
+            series: of the plans.
+            timeout_s: seconds to wait at most.
+            doing: tells what planners do, for messages.
+            warns: whether to warn after :attr:`warn_after_s` seconds and whenever twice as many have passed; of many
+                ranks that wait for the same plan it is enough that one does.
+
+        Raises:
+            ValueError: what the planner raised, if it was one, naming the iteration.
+            PlanningError: if its planner failed otherwise, or it does not come in time.
+            StoreError: if the store cannot be reached.
+        """
+        began, next_warning_s, pause_s = time.monotonic(), self.warn_after_s, _LEAST_PAUSE_S
+        key, purpose = _key(series, iteration), f"fetch the plan of iteration {iteration}"
+        while True:
+            value = self._ask(lambda store: store.get(key) if store.check([key]) else None, purpose)
+            if value is not None:
+                return _text_of(iteration, value)
+            waited_s = time.monotonic() - began
+            if waited_s > timeout_s:
+                raise PlanningError(
+                    f"no plan of iteration {iteration} came to {self._address} within {timeout_s:g} s: {doing()}"
+                )
+            if waited_s > next_warning_s and warns:
+                next_warning_s = 2.0 * waited_s
+                logger.warning(
+                    "the plan of iteration %d has been waited for since %.1f s, at %s: %s. Training goes on when it "
+                    "comes, or fails after %g s",
+                    iteration,
+                    waited_s,
+                    self._address,
+                    doing(),
+                    timeout_s,
+                )
+            time.sleep(pause_s)
+            pause_s = min(2.0 * pause_s, _MOST_PAUSE_S)
+
+    def drop(self, places: Iterable[tuple[int, int]]) -> None:
+        """Drop plans, each by its series and iteration.
+
+        Raises:
+            StoreError: if the store cannot be reached.
+        """
+        keys = [_key(*place) for place in places]
+        if keys:
+            self._ask(lambda store: [store.delete_key(key) for key in keys], "drop plans")
 
     def close(self) -> None:
         """Leave the store once all ranks have come to this, so that nobody loses it early; collective.
 
-        Planners are closed before. After an error on one rank, ``store.close()`` waits for nobody.
+        Planners are closed before.
 
         Raises:
             RuntimeError: if a rank does not come; this one has left then, too.
         """
         try:
-            self._rendezvous.exchange("closed")
+            if self._rendezvous is not None:
+                self._rendezvous.exchange("closed")
         finally:
-            self.store.close()
+            self._store = None
+
+    def _ask(self, call: Callable[[Any], _T], purpose: str) -> _T:
+        """Return what the store answers; one whose process is stopped would never do."""
+        store = self._store
+        if store is None:
+            raise StoreError(f"{self._asked(purpose)}: it is closed here")
+        try:
+            return within(self._limit, lambda: call(store))
+        except (RuntimeError, TimeoutError) as error:
+            raise StoreError(
+                f"{self._asked(purpose)}: {reason(error)}. The process that keeps it, rank 0's, has ended, is stopped, "
+                "or cannot be reached from here"
+            ) from error
+
+    def _asked(self, purpose: str) -> str:
+        return f"the instruction store at {self._address} was asked to {purpose}"
 
 
-def share_store(process_group: ProcessGroup, address: str | None = None) -> SharedStore:
-    """Make an instruction store for a run and open it on all ranks; collective.
+def share_store(process_group: ProcessGroup) -> SharedStore:
+    """Make an instruction store in the memory of the group's first rank and open it on all ranks; collective.
 
-    It ends where the group's first rank closes it: call :meth:`SharedStore.close` on all ranks.
-
-    Args:
-        process_group: the ranks that carry out plans together.
-        address: of a Redis server, for jobs of several hosts whose plans are not to depend on rank 0; None for a store
-            that rank 0 keeps. That of rank 0 counts.
+    It ends where that rank closes it: call :meth:`SharedStore.close` on all ranks. Ranks of one host reach it by
+    loopback, and nobody else does; those of several hosts by the network of the first one, named by ``MASTER_ADDR``,
+    whose other users have to be trusted: the store asks nobody who they are.
 
     Raises:
-        ValueError: on rank 0, for an address of another kind.
         RuntimeError: if the store cannot be made or opened on a rank, or one does not come; on all ranks.
     """
     rendezvous = Rendezvous(require_group(process_group), "share an instruction store")
     names = rendezvous.exchange("hosts", socket.gethostname())
     hosts = list(dict.fromkeys(names))
-    made: InstructionStore | None = None
+    made: TCPStore | None = None
+    address = ""
     if rendezvous.rank == 0:
+        name = _LOOPBACK if len(hosts) == 1 else os.environ.get("MASTER_ADDR", hosts[0])
         try:
-            made = open_store(address) if address is not None else EmbeddedStore(host=_name_for(hosts))
+            made = served_store(name)
         except Exception as error:
             rendezvous.fail("address", error)
             raise
-    shared_address = rendezvous.exchange("address", "" if made is None else made.address)[0]
-    store = rendezvous.connect(lambda: made or open_store(shared_address), InstructionStore.close)
-    name = names[rendezvous.rank]
-    return SharedStore(store, hosts.index(name), len(hosts), names.index(name) == rendezvous.rank, rendezvous)
+        address = f"{name}:{made.port}"
+        if name != _LOOPBACK:
+            logger.warning("plans come by %s, which asks nobody who they are: all in its network is trusted", address)
+    address = rendezvous.exchange("address", address)[0]
+    name, _, port = address.rpartition(":")
+    limit = timedelta(seconds=_ANSWER_S)
+    store = rendezvous.connect(lambda: made or TCPStore(name, int(port), timeout=limit, wait_for_workers=False))
+    here = names[rendezvous.rank]
+    return SharedStore(
+        store,
+        address,
+        host=hosts.index(here),
+        num_hosts=len(hosts),
+        is_first_of_host=names.index(here) == rendezvous.rank,
+        rendezvous=rendezvous,
+    )
 
 
-def _name_for(hosts: list[str]) -> str:
-    """By what the ranks on these hosts reach the first."""
-    return "127.0.0.1" if len(hosts) == 1 else os.environ.get("MASTER_ADDR", hosts[0])
+def served_store(name: str = _LOOPBACK) -> TCPStore:
+    """Make a store that this process serves, in a thread without Python.
+
+    On loopback the socket is made here: torch would listen on all interfaces.
+
+    Args:
+        name: of this host, by which others reach it.
+
+    Raises:
+        OSError, RuntimeError: if it cannot be made.
+    """
+    limit = timedelta(seconds=_ANSWER_S)
+    if name != _LOOPBACK:
+        return TCPStore(name, 0, is_master=True, timeout=limit, wait_for_workers=False)
+    listener = socket.create_server((name, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        name, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def _key(series: int, iteration: int) -> str:
+    return f"plan/{series}/{iteration}"
+
+
+def _text_of(iteration: int, value: bytes) -> str:
+    kind, content = value[:1], value[1:]
+    if kind == _PLAN:
+        return zlib.decompress(content).decode()
+    failure = json.loads(content)
+    error = ValueError if failure["kind"] == ValueError.__name__ else PlanningError
+    text = failure["text"].removeprefix(f"iteration {iteration}: ")  # it is named already
+    raise error(f"iteration {iteration} cannot be planned: {text}")

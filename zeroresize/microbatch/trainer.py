@@ -45,7 +45,7 @@ class MovableBatch(Batch, Protocol):
 
 
 class Plans(Protocol):
-    """Where plans come from, such as a :class:`~zeroresize.microbatch.plan_source.PlanSource`."""
+    """Where plans come from, such as :class:`~zeroresize.microbatch.run_planners.RunPlanners`."""
 
     def plan(self, iteration: int, batch: str, /) -> IterationPlan: ...
 

@@ -471,9 +471,10 @@ class Pipeline:
         row: tuple[float, ...] | Exception = (0.0, 0.0)
         try:
             if self._is_last:
-                rows = self._meet_replicas(self.loss.counted, 0.0)
-                total = total_count(rows) / len(rows)
-                row = self.loss.total / total if self.loss.num_unforeseen else 1.0, not self.loss.is_plain
+                rows = self._meet_replicas(self.loss.counted, self.loss.num_unforeseen)
+                total = total_count([(count, 0.0) for count, _ in rows]) / len(rows)
+                is_unforeseen = any(number for _, number in rows)  # alike on all replicas, which meet again or not
+                row = self.loss.total / total if is_unforeseen else 1.0, is_unforeseen
         except Exception as error:  # the other stages must hear of any
             row = error
         factor, meets_after = meet_prepared(meet_over(self.process_group, self.device), row, "a step")[-1]

@@ -1,23 +1,18 @@
 """A loss as the mean over all that counts in a step, however the step is cut into micro-batches.
 
 A micro-batch's loss is a mean over those of its targets that count, or their sum. How many count is known before the
-first backward where the targets tell: a loss that keeps nothing from call to call is called with them and a stand-in
-for the outputs, and what it gives ``cross_entropy``, or another loss of torch, shows which of them count. Else what it
-gives that when it runs, or its (sum, count), shows it, and gradients are scaled once after the last backward.
+first backward where the user tells it of the targets, and where the loss is torch's ``cross_entropy`` or another one of
+torch, as a function, a module or a ``partial``. Else what a loss gives those when it runs, or its (sum, count), shows
+it, and gradients are scaled once after the last backward.
 """
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import logging
 import math
-import re
-import sys
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from zeroresize.utils.torch_private import leaves_of, map_leaves
+from zeroresize.utils.torch_private import leaves_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +35,16 @@ _CROSS_ENTROPIES = [
 _WEIGHTED_ELEMENTS = F.binary_cross_entropy, F.binary_cross_entropy_with_logits  # their mean is over all elements
 _ELEMENTS = F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, *_WEIGHTED_ELEMENTS
 _SIGNATURES = {loss: inspect.signature(loss) for loss in (*_CROSS_ENTROPIES, *_ELEMENTS)}
-#: What may be read of a loss that is called more often than asked for, and what its code may not do.
-_SETTINGS = int, float, complex, str, tuple, Tensor, types.ModuleType, torch.dtype, torch.device
-_STORES = ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "STORE_SUBSCR", "DELETE_GLOBAL", "DELETE_DEREF")
-_REAL = {Tensor.dtype.__get__, Tensor.device.__get__}  # type: ignore[attr-defined]
+_FUNCTIONS = {
+    nn.CrossEntropyLoss: F.cross_entropy,
+    nn.NLLLoss: F.nll_loss,
+    nn.MSELoss: F.mse_loss,
+    nn.L1Loss: F.l1_loss,
+    nn.SmoothL1Loss: F.smooth_l1_loss,
+    nn.HuberLoss: F.huber_loss,
+    nn.BCELoss: F.binary_cross_entropy,
+    nn.BCEWithLogitsLoss: F.binary_cross_entropy_with_logits,
+}
 
 
 class CountedLoss(nn.Module):
@@ -64,7 +65,6 @@ class CountedLoss(nn.Module):
             before: where there are any, gradients and losses are to be multiplied by ``total`` / what counts in all.
         can_be_empty: whether the targets may be such that nothing counts.
         is_foreseen: whether :meth:`prepare` knew what counts; None before the first one.
-        is_plain: whether the loss has returned numbers of which nothing is known.
     """
 
     def __init__(self, loss: Loss, count: Count | None = None, *, averages: bool) -> None:
@@ -72,9 +72,8 @@ class CountedLoss(nn.Module):
         self._loss, self._count, self._averages = loss, count, averages
         self._parts: list[tuple[float, bool]] = []
         self.number, self.total, self.counted, self.num_unforeseen = 0, 1.0, 0.0, 0
-        self.can_be_empty, self.is_plain = count is not None, False
+        self.can_be_empty, self._is_plain = count is not None, False
         self.is_foreseen: bool | None = None
-        self._may_be_tried = _keeps_nothing(loss)
         self._doubt: str | None = None
 
     def prepare(self, targets: Sequence[Any], sizes: Sequence[float]) -> list[float]:
@@ -90,8 +89,7 @@ class CountedLoss(nn.Module):
         """
         self._parts = []
         for number, (each, size) in enumerate(zip(targets, sizes, strict=True)):
-            is_tried = self._may_be_tried and self.is_foreseen is not False
-            term = _foreseen(self._loss, each) if is_tried else None
+            term = _foreseen(self._loss, each)
             is_foreseen = self._count is not None or term is not None
             if self.is_foreseen not in (None, is_foreseen):
                 raise ValueError(
@@ -101,10 +99,18 @@ class CountedLoss(nn.Module):
             self.is_foreseen = is_foreseen
             count = size if term is None else term.count
             if self._count is not None:
-                count = float(self._count(each))
+                count = self._counted_by_user(each, number)
             self.can_be_empty |= term is not None and term.can_be_empty
             self._parts.append((_checked(count, number), not self._averages if term is None else term.sums))
         return [count for count, _ in self._parts]
+
+    def _counted_by_user(self, targets: Any, number: int) -> float:
+        assert self._count is not None
+        try:
+            return float(self._count(targets))
+        except Exception as error:
+            kind = type(error).__name__
+            raise ValueError(f"count= fails for the targets of micro-batch {number}: {kind}: {error}") from error
 
     @property
     def kind(self) -> float:
@@ -128,13 +134,13 @@ class CountedLoss(nn.Module):
             value = self._loss(outputs, targets)
             value, sums = (value[0], True) if isinstance(value, tuple) else (value, sums)
         elif not self.is_foreseen:
-            term = _Term(self._loss(outputs, targets)) if self.is_plain else _watched(self._loss, outputs, targets)
+            term = _Term(self._loss(outputs, targets)) if self._is_plain else _watched(self._loss, outputs, targets)
             value = term.value
             if term.count is not None:
                 count, sums = _checked(term.count, number), term.sums
                 self.num_unforeseen += 1
-            elif not self.is_plain:
-                self.is_plain, self._doubt = True, self._doubt_of(term, outputs, targets)
+            elif not self._is_plain:
+                self._is_plain, self._doubt = True, self._doubt_of(term)
         self.counted += count
         if not count:  # a mean over nothing would be NaN
             return sum(x.flatten()[:0].sum() for x in leaves_of(outputs) if x.requires_grad) + torch.zeros(())
@@ -149,34 +155,15 @@ class CountedLoss(nn.Module):
             logger.warning("%s", self._doubt)
         self._doubt = None
 
-    def _doubt_of(self, term: _Term, outputs: Any, targets: Any) -> str | None:
+    def _doubt_of(self, term: _Term) -> str | None:
         if term.ignores or _has_ignore_index(self._loss):
             reason = "ignores targets, in a way that is not recognised"
-        elif not self._averages:
-            reason = "returns a number of which nothing else is known"
-        elif not self._may_be_tried:
-            reason = "may keep something from call to call, so that it is not tried, and nothing else is known of it"
-        elif not self._is_mean_of_samples(term.value, outputs, targets):
-            reason = "is no mean over samples"
-        else:
+        elif self._averages and "Mean" in str(getattr(term.value, "grad_fn", "")):
             return None
+        else:
+            reason = "returns a number of which nothing else is known"
         taken = "the mean over a micro-batch's samples" if self._averages else "the sum over all tokens"
         return f"the loss {reason}; it is taken for {taken}. Return (sum, count), or give count=, a function of targets"
-
-    def _is_mean_of_samples(self, value: Any, outputs: Any, targets: Any) -> bool:
-        """Whether two halves of a micro-batch give its loss, as far as can be seen."""
-        try:
-            half, size = len(targets) // 2, len(targets)
-            devices = [value.device] if value.is_cuda else []
-            with torch.no_grad(), torch.random.fork_rng(devices):
-                first, second = (
-                    float(self._loss(*map_leaves(lambda tensor, part=part: tensor[part], (outputs, targets))))
-                    for part in (slice(half), slice(half, None))
-                )
-            mean, whole = (half * first + (size - half) * second) / size, float(value.detach())
-        except Exception:  # a loss that wants whole micro-batches tells nothing
-            return True
-        return not half or math.isclose(mean, whole, rel_tol=math.sqrt(torch.finfo(value.dtype).eps))
 
 
 @torch.no_grad()
@@ -217,18 +204,6 @@ class _Term(NamedTuple):
     ignores: bool = False
 
 
-class _Outputs(Tensor):
-    """In place of outputs that are not there yet: whatever is computed of it is another one."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func in _REAL:
-            return super().__torch_function__(func, types, args, kwargs or {})
-        return torch.empty(0).as_subclass(_Outputs)
-
-
 class _Watch(TorchFunctionMode):
     """Keeps the calls of torch's losses, and what they return."""
 
@@ -250,14 +225,24 @@ def _watched(loss: Loss, outputs: Any, targets: Any) -> _Term:
         value = loss(outputs, targets)
     if isinstance(value, tuple) and len(value) == 2:
         total, count = value
-        return _Term(total, None if isinstance(count, _Outputs) else count)
+        if isinstance(count, Tensor) and count.requires_grad:
+            raise ValueError("loss returns (sum, count) of which the count has a gradient: is it (count, sum)?")
+        return _Term(total, count)
     ignores = False
     for result, func, given in watch.calls:
         term = _term_of(value, func, given)
-        if result is value:
+        if result is value or (len(watch.calls) == 1 and _is_multiple(value, result)):
             return term
         ignores |= term.ignores
     return _Term(value, ignores=ignores)
+
+
+def _is_multiple(value: Any, loss: Any) -> bool:
+    """Whether a scalar is another one times a number, such as the scale of a gradient scaler."""
+    made_by = getattr(value, "grad_fn", None)
+    inputs = [each for each, _ in made_by.next_functions] if made_by is not None else []
+    is_scaled = made_by is not None and made_by.name() in ("MulBackward0", "DivBackward0") and value.numel() == 1
+    return is_scaled and inputs[0] is loss.grad_fn and not any(inputs[1:])
 
 
 def _term_of(value: Any, func: Any, given: inspect.BoundArguments) -> _Term:
@@ -281,53 +266,19 @@ def _term_of(value: Any, func: Any, given: inspect.BoundArguments) -> _Term:
 
 
 def _foreseen(loss: Loss, targets: Any) -> _Term | None:
-    """What the targets alone tell; None where they do not, or the loss looks at what the outputs are."""
-    interpreted = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    try:
-        with interpreted, torch.no_grad(), torch.random.fork_rng([]):
-            term = _watched(loss, torch.empty(0).as_subclass(_Outputs), targets)
-            return None if term.count is None else term._replace(count=float(term.count))
-    except Exception:  # of whatever kind: the loss was made for other outputs
+    """What the targets alone tell of one of torch's losses; None for others."""
+    settings: Mapping[str, Any] = {}
+    function: Any = loss
+    if isinstance(loss, functools.partial) and not loss.args:
+        function, settings = loss.func, loss.keywords
+    elif type(loss) in _FUNCTIONS:
+        function = _FUNCTIONS[type(loss)]
+        names = _SIGNATURES[function].parameters
+        settings = {name: getattr(loss, name) for name in names if hasattr(loss, name)}
+    if function not in _FUNCTIONS.values() or not isinstance(targets, Tensor):
         return None
-
-
-def _keeps_nothing(value: Any, seen: frozenset[int] = frozenset()) -> bool:
-    """Whether a loss is made of torch's functions and losses, and settings: then more calls change nothing."""
-    value = getattr(value, "_torchdynamo_orig_callable", value)  # of a compiled one
-    if value is None or id(value) in seen or isinstance(value, _SETTINGS):
-        return True
-    if isinstance(value, functools.partial):
-        if _is_of_torch(value.func):  # its tensors are given to torch alone
-            return True
-        return all(_keeps_nothing(each, seen) for each in (value.func, *value.args, *value.keywords.values()))
-    if not isinstance(value, types.FunctionType) or _is_of_torch(value):
-        return _is_of_torch(value)
-    codes = [value.__code__]
-    for code in codes:
-        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    if any(each.opname in _STORES for code in codes for each in dis.get_instructions(code)):
-        return False
-    names = {name for code in codes for name in code.co_names}
-    if any(re.fullmatch(r"[a-z]\w*_", name) for name in names):  # in place
-        return False
-    cells = value.__closure__ or ()
-    if any(cell == types.CellType() for cell in cells):  # filled later
-        return False
-    read = [cell.cell_contents for cell in cells]
-    read += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    read += [value.__globals__[name] for name in names if name in value.__globals__]
-    return all(_keeps_nothing(each, seen | {id(value)}) for each in read)
-
-
-def _is_of_torch(value: Any) -> bool:
-    """Whether it is a function, class or loss of torch, or built in."""
-    if isinstance(value, nn.Module):
-        kind: Any = None if next(value.parameters(), None) is not None else type(value)
-    else:
-        kind = value if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType) else None
-    is_method = not isinstance(getattr(value, "__self__", None), types.ModuleType | None)
-    place = str(getattr(kind, "__module__", None) or "builtins").partition(".")[0]
-    return kind is not None and not is_method and place in ("torch", "builtins")
+    term = _term_of(None, function, _SIGNATURES[function].bind(None, targets, **settings))
+    return None if term.count is None else term._replace(count=float(term.count))
 
 
 def _has_ignore_index(loss: Any) -> bool:

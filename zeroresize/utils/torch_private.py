@@ -204,6 +204,18 @@ def keep_order_in_graphs(operator: Any) -> None:
         register(operator, effects.EffectType.ORDERED)
 
 
+def not_in_graphs(function: Any) -> Any:
+    """Keep dynamo out of a function, as ``torch.compiler.disable`` does, without importing dynamo."""
+    function._torchdynamo_disable = True
+    return function
+
+
+def constant_in_graphs(function: Any) -> Any:
+    """Let dynamo call a function once for a graph, without importing it: ``torch.compiler.assume_constant_result``."""
+    function._dynamo_marked_constant = True
+    return function
+
+
 def current_compilation() -> tuple[int, int] | None:
     """Return which frame dynamo compiles now, and how often it has before: ``_guards.CompileContext``.
 
@@ -592,11 +604,6 @@ def hooks_of_saved_tensors() -> tuple[Callable[[Tensor], Any], Callable[[Any], T
 def leaves_of(value: Any) -> list[Any]:
     """Return what stands in nested containers, in order."""
     return _pytree.tree_leaves(value)
-
-
-def map_leaves(function: Any, value: Any) -> Any:
-    """Return nested containers with ``function`` of what stands in them."""
-    return _pytree.tree_map(function, value)
 
 
 def base_of(tensor: Tensor) -> Tensor:

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from zeroresize.integrations.hidden_state import restored
 from zeroresize.kernels.probe import Probes
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.weight_checks import is_flat_parameters, is_sharded
+from zeroresize.layers.weight_checks import is_flat_parameters, is_sharded, is_wrapped_by_fsdp
 from zeroresize.utils.torch_private import buffers_of, hooks_of, is_dtensor, parameters_of
 
 
@@ -24,7 +23,7 @@ def require_replaceable(model: nn.Module, who: str = "check_segments") -> None:
     Raises:
         ValueError: naming one that cannot.
     """
-    is_fully_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    is_fully_sharded = any(is_wrapped_by_fsdp(module) for module in model.modules())
     for name, parameter in model.named_parameters():
         is_whole = not is_sharded(parameter) or (is_dtensor(parameter) and not is_fully_sharded)
         if is_flat_parameters(parameter) or not is_whole:

@@ -190,8 +190,12 @@ class OwnedUnits:
         """Return why units may not move now, though they might at the start, as far as this rank knows."""
         return next(filter(None, (check() for check in self.checks)), None)
 
-    def move(self, shares: Sequence[float]) -> Move | None:
+    def move(self, shares: Sequence[float], why_not: str | None = None) -> Move | None:
         """Divide the units by ``shares``; None where that is how they are divided already.
+
+        Args:
+            shares: of every rank.
+            why_not: why this rank refuses; None if it does not.
 
         Raises:
             CannotMoveError: on every rank, if something on one of them cannot move, as state of the optimizer that has
@@ -205,7 +209,7 @@ class OwnedUnits:
             return None
         if self.why_not_divisible is not None:
             raise CannotMoveError(f"nothing has changed: {self.why_not_divisible}")
-        self._require_same()
+        self._require_willing(why_not or self.why_not_now())
         targets = {
             segment.name: segment.owned.with_counts(unit_counts(after, work))
             for segment, work in zip(self.segments, self.works, strict=True)
@@ -248,9 +252,8 @@ class OwnedUnits:
         self.moves.append(move)
         return move
 
-    def _require_same(self) -> None:
-        """Raises CannotMoveError on every rank if a check on one of them says why; collective."""
-        why = self.why_not_now()
+    def _require_willing(self, why: str | None) -> None:
+        """Raises CannotMoveError on every rank if one of them says why; collective."""
         if any(row[0] for row in meet_unchanged(self.meet, float(why is not None), 0.0)):
             raise CannotMoveError(f"nothing has changed: {self.gather_reasons(why)}")
 

@@ -1,0 +1,235 @@
+"""Every rank gets the plan of its iteration, or all ranks get an error: none goes on alone, and none hangs."""
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from helpers.planning import error_of, is_alive, wait_until
+from helpers.processes import told_by_survivors
+
+from zeroresize.microbatch.run_planners import RunPlanners
+from zeroresize.microbatch.shared_store import SharedStore, plan_value, served_store, share_store
+from zeroresize.policy.microbatches.iteration_plan import IterationPlan, ReplicaPlan
+from zeroresize.policy.microbatches.micro_batch import MicroBatch
+from zeroresize.runtime.instructions import Instruction, Kind
+
+CPU = torch.device("cpu")
+
+
+def plan_of(iteration, model="model", batch=None):
+    instructions = (Instruction(Kind.FORWARD, 0), Instruction(Kind.BACKWARD, 0))
+    replica = ReplicaPlan((MicroBatch(((0,), (1,)), (7,)),), (instructions,), 1.5, (8.0,))
+    return IterationPlan(iteration, model, batch or f"batch {iteration}", "none", (replica,))
+
+
+def plan_text(iteration):
+    if iteration == 3:
+        raise ValueError("sample 1 has 9 tokens: at most 8 fit")
+    return plan_of(iteration).to_json()
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans as :func:`plan_text`."""
+
+    fingerprint: str = "model"
+    text: Callable[[int], str] = plan_text
+
+    def __call__(self, iteration):
+        return self.text(iteration)
+
+
+def test_all_ranks_get_the_same_plans_of_planners(run_ranks, forked):
+    def train(rank, group):
+        store = share_store(group)
+        planners = RunPlanners(Planner(), store, group, CPU, first=1, last=6, num_workers=2)
+        assert (planners._planners is None) == (rank == 1)
+        for iteration in (1, 2):
+            assert planners.plan(iteration, f"batch {iteration}") == plan_of(iteration)
+        errors = [error_of(lambda: planners.plan(3, "batch 3"))]
+        assert planners.plan(4, "batch 4") == plan_of(4)
+        errors += [error_of(lambda n=n: planners.plan(n, "")) for n in (3, 7)]
+        assert bool(planners.seconds()) == (rank == 0)
+        planners.close()
+        store.close()
+        return errors
+
+    first, second = run_ranks(train, 2)
+    assert first == second
+    assert first == [
+        ("ValueError", "iteration 3 cannot be planned: sample 1 has 9 tokens: at most 8 fit"),
+        (
+            "ValueError",
+            "the plan of iteration 3 is wanted, but plans before iteration 4 were dropped; where training is resumed, "
+            "make new planners",
+        ),
+        ("ValueError", "the plan of iteration 7 is wanted, but planners plan up to 6"),
+    ]
+
+
+def test_other_plans_come_after_a_restart_and_none_of_those_before(run_ranks, forked):
+    def train(rank, group):
+        store = share_store(group)
+        planners = RunPlanners(Planner(), store, group, CPU)
+        assert planners.plan(0, "batch 0") == plan_of(0)
+        planners.restart(Planner("other", other_text), 0)
+        for iteration in (0, 1):
+            assert planners.plan(iteration, f"batch {iteration}") == plan_of(iteration, "other")
+        error = error_of(lambda: planners.restart(Planner("other", lambda iteration: ""), 2))
+        planners.close()
+        store.close()
+        return error[1]
+
+    first, second = run_ranks(train, 2)
+    assert "cannot be given to other processes" in first and "ranks [0] of the group failed before" in second
+
+
+def other_text(iteration):
+    return plan_of(iteration, "other").to_json()
+
+
+def left_by_hand(keeper, group, **options):
+    """What fetches plans that are left in a store by hand, for the first series, on this rank."""
+    store = keeper.another(is_first_of_host=False)
+    return RunPlanners(Planner(), store, group, CPU, **options)
+
+
+@pytest.fixture
+def keeper(keeper):
+    """With the plans of two iterations."""
+    for iteration in (1, 2):
+        keeper.store.put(1, iteration, plan_value(plan_of(iteration).to_json()))
+    return keeper
+
+
+def fail_on_rank_1(keeper, run_ranks, fetch):
+    """The errors of both ranks for iteration 1, which only rank 1 cannot get; iteration 2 comes to both."""
+
+    def train(rank, group):
+        planners = left_by_hand(keeper, group)
+        error = error_of(lambda: planners.plan(1, "batch 1") if rank == 0 else fetch(planners))
+        if rank == 1:
+            planners._store = keeper.another()
+        assert planners.plan(2, "batch 2") == plan_of(2)
+        return error
+
+    errors = run_ranks(train, 2)
+    assert errors[0] == (
+        "CannotMoveError",
+        "nothing has moved or changed: ranks [1] of the group failed before; their errors tell why",
+    )
+    return errors[1]
+
+
+def test_a_plan_of_other_samples_is_refused_on_all_ranks(run_ranks, keeper):
+    name, text = fail_on_rank_1(keeper, run_ranks, lambda planners: planners.plan(1, "another batch"))
+    assert name == "ValueError"
+    assert text.startswith(
+        "the plan of iteration 1 was made for other samples: the fingerprint of their lengths is batc"
+    )
+    assert "that of this rank's another batch" in text
+
+
+def test_a_rank_that_has_lost_the_store_stops_all_ranks(run_ranks, keeper):
+    def lose(planners):
+        planners._store.close()
+        planners.plan(1, "batch 1")
+
+    name, text = fail_on_rank_1(keeper, run_ranks, lose)
+    assert name == "CannotMoveError"
+    assert "was asked to fetch the plan of iteration 1: it is closed here" in text
+
+
+def test_plans_of_another_model_and_of_nothing_are_refused(run_ranks, keeper):
+    keeper.store.put(1, 3, plan_value(plan_of(4).to_json()))
+    keeper.store.put(1, 4, plan_value("{}"))
+
+    def train(rank, group):
+        planners = left_by_hand(keeper, group)
+        planners._model = "mine"
+        return [error_of(lambda n=n: planners.plan(n, "batch")) for n in (1, 3, 4)]
+
+    for errors in run_ranks(train, 2):
+        assert [name for name, _ in errors] == ["ValueError"] * 3
+        (_, model), (_, iteration), (_, nothing) = errors
+        assert "iteration 1 was made for another model" in model and "is model, that of this rank mine" in model
+        assert iteration == "the plan of iteration 3 is wanted, and this is one of 4"
+        assert nothing.startswith("this is no plan of an iteration")
+
+
+def test_ranks_with_different_plans_do_not_go_on(run_ranks):
+    def train(rank, group):
+        store = SharedStore(served_store(), "here", is_first_of_host=False)
+        store.put(1, 1, plan_value(plan_of(1).to_json() + " " * rank))
+        return error_of(lambda: RunPlanners(Planner(), store, group, CPU).plan(1, "batch 1"))
+
+    for name, text in run_ranks(train, 2):
+        assert name == "RuntimeError" and "the ranks of the group differ in the plan of iteration 1" in text
+
+
+def test_a_plan_that_does_not_come_ends_all_ranks(run_ranks, keeper):
+    def train(rank, group):
+        planners = left_by_hand(keeper, group, timeout_s=0.5)
+        return error_of(lambda: planners.plan(5, "batch 5"))
+
+    for name, text in run_ranks(train, 2):
+        assert name == "CannotMoveError" and "no plan of iteration 5 came to" in text
+
+
+def test_a_rank_that_dies_is_named_by_the_others(tmp_path, keeper):
+    def train(rank, group):
+        planners = left_by_hand(keeper, group)
+        planners.plan(1, "batch 1")
+        if rank == 1:
+            os._exit(0)
+        return str(error_of(lambda: planners.plan(2, "batch 2")))
+
+    texts = told_by_survivors(train, 3, tmp_path)
+    assert sorted(texts) == [0, 2]
+    for text in texts.values():
+        assert "ranks [1] of the group (ranks [1] of the job) did not come" in text
+
+
+def test_the_rank_that_keeps_plans_dies_and_the_others_raise(tmp_path, forked):
+    """Its planners end with it."""
+
+    def train(rank, group):
+        store = share_store(group)
+        planners = RunPlanners(Planner(text=only_the_first), store, group, CPU)
+        planners.plan(0, "batch 0")
+        if rank == 0:
+            (worker,) = planners._planners._workers
+            (tmp_path / "process").write_text(str(worker._processes[0].pid))
+            os.kill(os.getpid(), 9)
+        return str(error_of(lambda: planners.plan(1, "batch 1")))
+
+    texts = told_by_survivors(train, 3, tmp_path)
+    assert sorted(texts) == [1, 2] and all("the instruction store at 127.0.0.1" in text for text in texts.values())
+    process = int((tmp_path / "process").read_text())
+    wait_until(lambda: not is_alive(process), 3.0)
+
+
+def test_planners_that_are_slow_or_closed_end_all_ranks(run_ranks, forked):
+    def train(rank, group):
+        store = share_store(group)
+        slow = RunPlanners(Planner(text=never), store, group, CPU, timeout_s=2.0)
+        slow_error = error_of(lambda: slow.plan(0, "batch 0"))
+        closed = RunPlanners(Planner(text=never), store, group, CPU)
+        closed.close()
+        return slow_error, error_of(lambda: closed.plan(0, "batch 0"))
+
+    for slow, closed in run_ranks(train, 2):
+        assert slow[0] == closed[0] == "CannotMoveError"
+        assert "3 of the planners of host 0 have failed, the last took longer than 0.5 s" in slow[1]
+        assert "iteration 0 cannot be planned: the planners of host 0 have ended" in closed[1]
+
+
+def never(iteration):
+    threading.Event().wait()
+
+
+def only_the_first(iteration):
+    return never(iteration) if iteration else plan_text(iteration)
