@@ -11,7 +11,6 @@ import torch.distributed as dist
 from helpers import sleeping_layers
 from helpers.sleeping_layers import MICRO, Pace, layers_of, undivided_losses
 from torch import nn
-from torch.distributed.pipelining import ScheduleGPipe
 
 from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, Repack, automatic_repacking
 from zeroresize.policy.moves.move_cost import MoveCost
@@ -31,7 +30,7 @@ class Training:
             nn.functional.mse_loss,
             num_microbatches=MICRO,
             process_group=group,
-            schedule=ScheduleGPipe,
+            schedule="gpipe",
         )
         self.optimizer = torch.optim.AdamW(self.pipeline.parameters(), lr=0.01)
         self.balancer = PipelineBalancer(

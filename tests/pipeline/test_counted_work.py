@@ -13,9 +13,9 @@ from zeroresize.pipeline import Pipeline, PipelineBalancer
 from zeroresize.pipeline.counted_work import CountedBlock, GivenRows, WorkCounter
 
 
-def pipeline_of(layers, is_known=True):
+def pipeline_of(layers):
     """What a counter looks at of a pipeline."""
-    return types.SimpleNamespace(layers=layers, present=range(len(layers)), knows_shapes=is_known)
+    return types.SimpleNamespace(layers=layers, present=range(len(layers)))
 
 
 def counted(counter, counts, *blocks):

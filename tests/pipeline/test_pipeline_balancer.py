@@ -17,7 +17,6 @@ from helpers import sleeping_layers
 from helpers.processes import caught_log_lines, told_by_survivors
 from helpers.sleeping_layers import BACKWARD_S, FORWARD_S, MICRO, Pace, layers_of, undivided_losses
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.pipeline import (
@@ -43,7 +42,7 @@ from zeroresize.resharding.agreement import NotEnoughMemoryError
 class Training:
     """A pipeline of sleeping layers, its balancer, and what both did."""
 
-    def __init__(self, group, num_layers, boundaries=None, schedule=ScheduleGPipe, **options):
+    def __init__(self, group, num_layers, boundaries=None, schedule="gpipe", **options):
         self.pace, self.records, self.losses, self.step = Pace(), [], [], 0
         self.pace.keep_time()
         self.pipeline = Pipeline(
@@ -155,7 +154,7 @@ def test_a_straggling_stage_gets_fewer_layers_and_gets_them_back(run_ranks):
 
 def test_work_that_shifts_to_later_layers_is_followed(run_ranks):
     def check(rank, group):
-        training = Training(group, 9, schedule=Schedule1F1B)
+        training = Training(group, 9, schedule="1f1b")
         boundaries = [training.train(4)]
         for first in (7, 5):
             training.pace.of_layers = {number: 4.0 for number in range(first, 9)}
