@@ -17,7 +17,7 @@ class Training:
     """Steps of two batches each; before each of them it is told where layers are to move."""
 
     def __init__(self, group, name="AdamW", **options):
-        self.pipeline = pipeline_of(group, loss=half_the_loss, **options)
+        self.pipeline = pipeline_of(group, loss=half_the_loss, count=torch.numel, **options)
         self.optimizer = OPTIMIZERS[name](groups_of(self.pipeline.named_parameters()))
         self.decay = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.losses, self.step = [], 0
@@ -201,8 +201,8 @@ def test_extra_state_and_what_is_unused_or_frozen(run_ranks):
             with moving_during_backward(pipeline, boundaries, optimizer=optimizer) as move:
                 pipeline.step(x, target=x)
             assert not move.was_repeated
-            shapes, steps = 1, pipelines.MICRO * (step + 2)
-            assert [layers[number].count for number in pipeline.present] == [shapes + steps] * len(pipeline.present)
+            num_forwards = pipelines.MICRO * (step + 2)
+            assert [layers[number].count for number in pipeline.present] == [num_forwards] * len(pipeline.present)
             optimizer.step()
         return [layers[number].used.weight.grad is None for number in pipeline.present]
 
