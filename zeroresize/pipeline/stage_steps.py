@@ -24,7 +24,7 @@ from zeroresize.runtime.boundaries import Boundary, boundary_of, from_text, mess
 from zeroresize.runtime.communication import instructions_of
 from zeroresize.runtime.counted_loss import CountedLoss
 from zeroresize.runtime.executor import Executor
-from zeroresize.runtime.instructions import Instruction
+from zeroresize.runtime.instructions import Instruction, Kind
 from zeroresize.runtime.messages import StageMessages
 from zeroresize.runtime.schedules import Schedule
 from zeroresize.runtime.stage import forward_instructions, weights_cast_anew
@@ -95,10 +95,12 @@ class StageSteps:
         prepare(targets, [boundary[0].shape[0] for boundary in inputs])
         instructions = instructions_of(self._schedule, self._num_stages, len(inputs))[self._stage]
         losses: list[Tensor] = []
+        watchers = self._layers.watchers
+        watchers.step_begins(len(inputs))
 
         def finish(microbatch: int, ys: Any) -> tuple[Tensor, ...]:
             self._loss.number = microbatch
-            loss = self._loss(ys, targets[microbatch])
+            loss = watchers.call(len(self._layers.layers), self._loss, ys, targets[microbatch])
             losses.append(loss)
             return (loss,)
 
@@ -139,7 +141,7 @@ class StageSteps:
         messages = None
         if self._num_stages > 1:
             messages = StageMessages(self._group, self._device, keys, self._before, self._behind)
-        executor = Executor(forward, messages, trains=trains)
+        executor = Executor(forward, messages, trains=trains, on_computed=self._computed)
         try:
             if trains not in self._tried:
                 self._first_forward(executor, inputs[0], trains=trains)
@@ -147,6 +149,10 @@ class StageSteps:
         except BaseException:
             self._has_failed = True
             raise
+
+    def _computed(self, instruction: Instruction) -> None:
+        if instruction.kind is Kind.BACKWARD:
+            self._layers.watchers.backward_ends()
 
     def _first_forward(self, executor: Executor, inputs: Boundary, *, trains: bool) -> None:
         """Of all stages; collective."""
