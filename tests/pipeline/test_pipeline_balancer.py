@@ -171,6 +171,23 @@ def test_work_that_shifts_to_later_layers_is_followed(run_ranks):
         assert step_s(load, Partition(boundaries)) <= 1.05 * step_s(load, balanced_partition(load))
 
 
+def test_stages_are_balanced_that_are_more_than_micro_batches(run_ranks):
+    def check(rank, group):
+        pace = Pace()
+        pace.keep_time()
+        pipeline = Pipeline(layers_of(9, pace), nn.functional.mse_loss, num_microbatches=2, process_group=group)
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.01)
+        balancer = PipelineBalancer(pipeline, optimizer, profile_every=2, max_measuring=math.inf)
+        pace.of_layers = {7: 4.0, 8: 4.0}
+        for step in range(12):
+            x, target = sleeping_layers.batch(step)
+            with balancer.step():
+                pipeline.step(x, target=target)
+        return pipeline.boundaries
+
+    assert [boundaries[2] for boundaries in run_ranks(check, 3)] == [8] * 3
+
+
 def test_a_move_that_must_be_repeated_and_does_not_fit_then_leaves_layers_where_they_are(run_ranks, monkeypatch):
     def check(rank, group):
         training = Training(group, 8, profile_every=1, move_during_backward=True)
