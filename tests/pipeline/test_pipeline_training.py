@@ -142,8 +142,8 @@ def test_frozen_layers_in_front_send_nothing_back(run_ranks):
         for number in range(4):
             pipeline.layers[number].requires_grad_(True)
         pipeline.step(words, target=target)
-        assert all(one.grad is not None for number in pipeline.present for one in pipeline.layers[number].parameters()
-                   if one.requires_grad)  # fmt: skip
+        learning = [each for number in pipeline.present for each in pipeline.layers[number].parameters()]
+        assert all(each.grad is not None for each in learning if each.requires_grad)
         return learns, has_gradient
 
     (learns, first), (of_others, second) = run_ranks(check, 2)

@@ -83,7 +83,7 @@ class StageMessages(Generic[Key]):
         key = self._keys[instruction.microbatch]
         known = self._known[instruction.kind.peer]
         if key not in known:
-            known[key] = self._told(instruction)
+            known[key] = self._read_header(instruction)
         boundary = known[key]
         if instruction.kind is Kind.RECV_GRAD_START:
             boundary = tuple(tensor for tensor in boundary if tensor.requires_grad)
@@ -117,7 +117,7 @@ class StageMessages(Generic[Key]):
             raise ValueError(f"stage {self._stage} hands on too many tensors: {len(data)} bytes describe them")
         return torch.frombuffer(bytearray(data.ljust(_HEADER_BYTES)), dtype=torch.uint8).to(self._where)
 
-    def _told(self, instruction: Instruction) -> Boundary:
+    def _read_header(self, instruction: Instruction) -> Boundary:
         """What the stage before tells of its next activations."""
         header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=self._where)
         self._start(instruction, [header], sends=False)
