@@ -8,8 +8,7 @@ on every rank, whatever layers do, and hooks and references stay.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,6 @@ from zeroresize.layers.whole_parameters import path_of
 from zeroresize.pipeline.layer_watchers import Watchers
 from zeroresize.plan.partition import Partition
 from zeroresize.resharding.parameter_state import emptied, replace_data
-from zeroresize.runtime.boundaries import Boundary, boundary_of
 from zeroresize.utils.torch_private import buffers_of, parameters_of
 
 #: Fills the tensors of a layer, by its number, that was built on the meta device.
@@ -45,7 +43,6 @@ class StageLayers(nn.Module):
         super().__init__()
         self.layers, self.present = nn.ModuleList(layers), present
         self.watchers = Watchers()
-        self._described: dict[int, Boundary] | None = None
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return what the last present layer returns."""
@@ -54,37 +51,12 @@ class StageLayers(nn.Module):
             tensors = self.run(number, tensors)
         return tensors[0] if len(tensors) == 1 else tensors
 
-    @contextmanager
-    def describing(self) -> Iterator[dict[int, Boundary]]:
-        """Keep what layers return within the block, by their numbers, and name one that fails in a RuntimeError."""
-        self._described = {}
-        try:
-            yield self._described
-        finally:
-            self._described = None
-
     def run(self, number: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run one layer and return its outputs, contiguous, so that they can be sent.
 
         Raises:
             ValueError: if it returns anything else than tensors with dimensions.
         """
-        if self._described is None:
-            return self._outputs(number, inputs)
-        try:
-            outputs = self._outputs(number, inputs)
-        except Exception as error:
-            given = ", ".join(f"{one.dtype} {list(one.shape)}" for one in inputs)
-            raise RuntimeError(
-                f"layers.{number} ({type(self.layers[number]).__name__}), called with ({given}), raises "
-                f"{type(error).__name__}: {error}. A layer of a pipeline gets what the layer before it returns and "
-                "nothing else: one that wants more, such as a decoder layer of transformers, needs a module around it "
-                "that makes it"
-            ) from error
-        self._described[number] = boundary_of(outputs)
-        return outputs
-
-    def _outputs(self, number: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         outputs = self.watchers.call(number, self.layers[number], *inputs)
         tensors = tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
         if not all(isinstance(one, Tensor) and one.dim() for one in tensors):

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import broadcast, group_rank, group_size, message_device
+from zeroresize.pipeline.layer_watchers import LayerWatcher
 from zeroresize.pipeline.stage_layers import StageLayers
 from zeroresize.resharding.agreement import gather_texts, meet_over, meet_prepared
 from zeroresize.runtime.activations import as_tuple
@@ -144,7 +145,7 @@ class StageSteps:
         executor = Executor(forward, messages, trains=trains, on_computed=self._computed)
         try:
             if trains not in self._tried:
-                self._first_forward(executor, inputs[0], trains=trains)
+                self._first_forward(executor, trains=trains)
             executor.carry_out(instructions)
         except BaseException:
             self._has_failed = True
@@ -154,22 +155,16 @@ class StageSteps:
         if instruction.kind is Kind.BACKWARD:
             self._layers.watchers.backward_ends()
 
-    def _first_forward(self, executor: Executor, inputs: Boundary, *, trains: bool) -> None:
+    def _first_forward(self, executor: Executor, *, trains: bool) -> None:
         """Of all stages; collective."""
-        failure: Exception | None = None
-        num_bytes = [0.0] * (len(self._layers.layers) + 1)
-        with self._layers.describing() as handed_on:
+        text, failure = "", None
+        with _Seen(self._layers) as seen:
             try:
                 executor.first_forward()
             except Exception as error:  # the others must hear of any
-                failure = error
-        for number, boundary in handed_on.items():
-            num_bytes[number + 1] = message_bytes(boundary)
-        if self._stage == 0:
-            num_bytes[0] = message_bytes(inputs)
-        table = self._meet(float(failure is not None), *num_bytes)
+                text, failure = f"the first forward fails on stage {self._stage}: {seen.described(error)}", error
+        table = self._meet(float(failure is not None), *seen.num_bytes)
         if any(has_failed for has_failed, *_ in table):
-            text = "" if failure is None else f"the first forward fails on stage {self._stage}: {failure}"
             texts = gather_texts(text, self._meet, self._group, message_device(self._group, self._device))
             raise RuntimeError(next(filter(None, texts))) from failure
         self._tried.add(trains)
@@ -228,3 +223,35 @@ class StageSteps:
         for known in (self._inputs, self._before, self._behind):
             known.clear()
         self._has_failed = False
+
+
+class _Seen(LayerWatcher):
+    """What layers are given, and the loss.
+
+    Attributes:
+        num_bytes: [L + 1] of messages with it.
+    """
+
+    def __init__(self, layers: StageLayers) -> None:
+        super().__init__(layers.watchers)
+        self._layers, self.num_bytes = layers.layers, [0.0] * (len(layers.layers) + 1)
+        self._last: tuple[int, Boundary] | None = None
+
+    def begins(self, number: int, is_forward: bool, inputs: Sequence[Any]) -> None:
+        boundary = boundary_of(as_tuple(inputs[0]) if number == len(self._layers) else inputs)
+        self._last, self.num_bytes[number] = (number, boundary), message_bytes(boundary)
+
+    def described(self, error: Exception) -> str:
+        """An error, by the layer that was run last."""
+        kind = f"{type(error).__name__}: {error}"
+        if self._last is None:
+            return kind
+        number, inputs = self._last
+        given = ", ".join(f"{each.dtype} {list(each.shape)}" for each in inputs)
+        if number == len(self._layers):
+            return f"the loss, called with ({given}), raises {kind}"
+        return (
+            f"layers.{number} ({type(self._layers[number]).__name__}), called with ({given}), raises {kind}. A layer "
+            "of a pipeline gets what the layer before returns and nothing else: one that wants more, such as a decoder "
+            "layer of transformers, needs a module around it that makes it"
+        )
