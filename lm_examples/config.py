@@ -83,18 +83,15 @@ class PipelineConfig:
     Attributes:
         boundaries: which layers each stage begins with: equally many for each (``uniform``), equally many parameters
             (``parameters``), or a list as [0, 4, 10]: stage s has the layers from entry s up to entry s + 1.
-        executor: "torch" for the schedules of torch.distributed.pipelining, "runtime" for this package's own.
         timeout_s: seconds after which a message that does not come fails.
     """
 
     schedule: str = "1f1b"
-    executor: str = "torch"
     boundaries: str | tuple[int, ...] = "parameters"
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         one_of("pipeline.schedule", self.schedule, SCHEDULES)
-        one_of("pipeline.executor", self.executor, ("torch", "runtime"))
         number("pipeline.timeout_s", self.timeout_s, above=0.0, most=LONGEST_TIMEOUT_S)
         if isinstance(self.boundaries, list | tuple):
             for boundary in self.boundaries:
@@ -329,12 +326,6 @@ class RunConfig:
                 Partition.of(self.pipeline.boundaries, self.num_layers, num_stages)
             except ValueError as error:
                 raise ValueError(f"pipeline.boundaries: {error}") from error
-        needs_all = (self.pipeline.schedule, self.pipeline.executor) == ("1f1b", "torch")
-        if needs_all and self.training.micro_batches < num_stages:
-            raise ValueError(
-                f"training.micro_batches={self.training.micro_batches} is too small: schedule 1f1b needs at least one "
-                f"for each of the {num_stages} stages"
-            )
         limits = self.balance.memory_limits
         if limits is not None and len(limits) != num_stages:
             raise ValueError(f"balance.memory_limits are {len(limits)}, not one of each of {num_stages} stages")

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from lm_examples.build import build_layers, first_boundaries
 from lm_examples.cases.dynamic_case import DynamicCase
@@ -28,11 +27,6 @@ from vit_examples.harness.checkpoint_files import load_checkpoint
 from vit_examples.harness.run_folder import as_json
 from vit_examples.harness.step_clock import StepClock
 from zeroresize.pipeline import Pipeline, PipelineBalancer, ProfileRecord, RebalancingRecord
-
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "torch": {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe},
-    "runtime": {"1f1b": "1f1b", "gpipe": "gpipe"},
-}
 
 
 @dataclass
@@ -137,7 +131,7 @@ def _build(config: RunConfig, text: Text, process_group: ProcessGroup, saved: Sa
         num_microbatches=config.training.micro_batches,
         process_group=process_group,
         boundaries=_boundaries(config, layers, dist.get_world_size(process_group), saved),
-        schedule=SCHEDULES[config.pipeline.executor][config.pipeline.schedule],
+        schedule=config.pipeline.schedule,
     )
     training, balance = config.training, config.balance
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=training.lr, weight_decay=training.weight_decay)

@@ -102,7 +102,6 @@ class Freezing(DynamicCase):
         if after == before:
             return False
         self._freeze(optimizer)
-        pipeline.refresh()
         return True
 
     def figures(self, pipeline: Pipeline) -> dict[str, float]:

@@ -221,7 +221,7 @@ class LayersDuringBackward(Layers):
 
     def assert_unchanged(self):
         super().assert_unchanged()
-        assert not any(module._forward_hooks for module in self.pipeline.module.modules())
+        assert not self.pipeline.module.watchers.everyone
 
     def _move(self, boundaries):
         options = {"optimizer": self.optimizer, "max_bytes": MAX_BYTES}

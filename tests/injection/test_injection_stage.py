@@ -72,7 +72,7 @@ def test_layers_of_a_slow_stage_take_chi_times_as_long_those_that_arrive_too(run
                 profiles.append(profiler.gather())
         with LayerProfiler(pipeline) as profiler:
             pipeline.step(x, target=x)
-        assert not any(one._forward_hooks or one._forward_pre_hooks for one in pipeline.layers)
+        assert not pipeline.module.watchers.everyone
         return profiles, profiler.gather(), slow.num_products
 
     (slowed, free, none_slowed), (_, _, num_slowed) = run_ranks(check, 2)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from helpers import language_models
 from helpers.language_models import BATCH, MICRO, Run, batch, layers_of, model_of
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.cases.freezing import Freezing
@@ -110,7 +109,7 @@ def reference(model, plan):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("schedule", [Schedule1F1B, ScheduleGPipe])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_frozen_stages_train_as_a_model_whose_first_parameters_are_not_stepped(run_ranks, num_ranks, schedule):
     """Whole stages freeze and thaw, and layers move between."""
@@ -131,12 +130,10 @@ def test_frozen_layers_have_no_backward_and_less_memory(run_ranks):
         profiles = []
         for _ in range(4):
             run.train(1)
-            assert run.pipeline.knows_shapes == (not run.has_changed[-1])
-            if run.pipeline.knows_shapes:
-                tokens, following = batch(run.case.model, 0)
-                with LayerProfiler(run.pipeline, run.optimizer) as profiler:
-                    run.pipeline.step(tokens, target=following)
-                profiles.append(profiler.gather())
+            tokens, following = batch(run.case.model, 0)
+            with LayerProfiler(run.pipeline, run.optimizer) as profiler:
+                run.pipeline.step(tokens, target=following)
+            profiles.append(profiler.gather())
         return profiles, run.case.figures(run.pipeline)
 
     (first, *_, last), figures = run_ranks(check, 2)[0]

@@ -59,7 +59,6 @@ def test_mistakes_are_named_with_what_is_allowed(values, message):
     ("values", "num_stages", "message"),
     [
         ({"model": {"num_blocks": 1}}, 4, "model.num_blocks=1 makes 3 layers, embedding and head included: 4 stages"),
-        ({"training": {"batch_size": 6, "micro_batches": 2}}, 3, "training.micro_batches=2 is too small"),
         ({"pipeline": {"boundaries": [0, 4, 9]}}, 2, "pipeline.boundaries: boundaries [0, 4, 9] do not divide 10"),
         ({"balance": {"memory_limits": [1e9]}}, 2, "balance.memory_limits are 1, not one of each of 2 stages"),
         ({"straggler": {"stage": 2}}, 2, "straggler.chi={2: 2.0}: rank 2 is not one of the group's 2"),

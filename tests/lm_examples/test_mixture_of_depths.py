@@ -5,7 +5,6 @@ import torch
 from helpers import language_models
 from helpers.language_models import Run, layers_of, model_of
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from lm_examples.cases.mixture_of_depths import MixtureOfDepths, MixtureOfDepthsOptions, RoutedBlock
 from lm_examples.gpt import Block
@@ -111,9 +110,7 @@ def test_the_predictor_may_choose_none_or_all(bias):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("num_ranks", "schedule", "routing"), [(2, Schedule1F1B, "predictor"), (3, ScheduleGPipe, "router")]
-)
+@pytest.mark.parametrize(("num_ranks", "schedule", "routing"), [(2, "1f1b", "predictor"), (3, "gpipe", "router")])
 def test_losses_are_the_same_wherever_layers_are(run_ranks, num_ranks, schedule, routing):
     def make():
         return case(routing=routing)

@@ -5,7 +5,6 @@ import torch
 from helpers import language_models
 from helpers.language_models import Run, layers_of, model_of
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.nn import functional as F
 
 from lm_examples.cases.mixture_of_experts import (
@@ -122,7 +121,7 @@ def test_work_follows_the_busiest_expert_and_a_capacity_bounds_it(monkeypatch):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("num_ranks", "schedule", "factor"), [(2, Schedule1F1B, None), (3, ScheduleGPipe, 1.0)])
+@pytest.mark.parametrize(("num_ranks", "schedule", "factor"), [(2, "1f1b", None), (3, "gpipe", 1.0)])
 def test_losses_are_the_same_wherever_layers_are(run_ranks, num_ranks, schedule, factor):
     def make():
         return case(capacity_factor=factor)

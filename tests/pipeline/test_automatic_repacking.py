@@ -12,7 +12,6 @@ from helpers import sleeping_layers
 from helpers.sleeping_layers import MICRO, Pace, layers_of, undivided_losses
 from helpers.states import values_of
 from torch import nn
-from torch.distributed.pipelining import ScheduleGPipe
 
 from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, Repack, automatic_repacking
 from zeroresize.policy.moves.move_cost import MoveCost
@@ -32,7 +31,7 @@ class Training:
             nn.functional.mse_loss,
             num_microbatches=MICRO,
             process_group=group,
-            schedule=ScheduleGPipe,
+            schedule="gpipe",
         )
         self.optimizer = torch.optim.AdamW(self.pipeline.parameters(), lr=0.01)
         self.balancer = PipelineBalancer(

@@ -45,7 +45,7 @@ def test_speeds_and_memory_limits_count():
     ("options", "message"),
     [
         ({"num_stages": 7}, "6 layers"),
-        ({"num_microbatches": 1}, "too few"),
+        ({"num_microbatches": 0}, "num_microbatches=0"),
         ({"memory_limits": [10.0, 10.0]}, "no partition of 6 layers over 2 stages fits"),
         ({"speeds": [1.0]}, "speeds"),
         ({"boundaries": (0, 6)}, "do not divide"),

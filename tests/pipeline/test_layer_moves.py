@@ -178,10 +178,9 @@ def test_buffers_that_layers_share_stay_everywhere(run_ranks, what):
 def test_nothing_travels_where_nothing_changes(run_ranks):
     def check(rank, group):
         pipeline, optimizer = trained(group)
-        before, schedules = held(pipeline, optimizer), pipeline._schedules
+        before = held(pipeline, optimizer)
         report = move_layers(pipeline, pipeline.boundaries, optimizer=optimizer)
         assert_same(held(pipeline, optimizer), before)
-        assert pipeline._schedules is schedules
         return report.num_layers, report.sent_bytes, report.num_rounds
 
     assert run_ranks(check, 2) == [(0, 0, 0)] * 2

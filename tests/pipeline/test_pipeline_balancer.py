@@ -18,7 +18,6 @@ from helpers.processes import caught_log_lines, told_by_survivors
 from helpers.sleeping_layers import BACKWARD_S, FORWARD_S, MICRO, Pace, layers_of, undivided_losses
 from helpers.states import values_of
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.pipeline import (
@@ -44,7 +43,7 @@ from zeroresize.resharding.agreement import NotEnoughMemoryError
 class Training:
     """A pipeline of sleeping layers, its balancer, and what both did."""
 
-    def __init__(self, group, num_layers, boundaries=None, schedule=ScheduleGPipe, **options):
+    def __init__(self, group, num_layers, boundaries=None, schedule="gpipe", **options):
         self.pace, self.records, self.losses, self.step = Pace(), [], [], 0
         self.pace.keep_time()
         self.pipeline = Pipeline(
@@ -161,7 +160,7 @@ def test_a_straggling_stage_gets_fewer_layers_and_gets_them_back(run_ranks):
 
 def test_work_that_shifts_to_later_layers_is_followed(run_ranks):
     def check(rank, group):
-        training = Training(group, 9, schedule=Schedule1F1B)
+        training = Training(group, 9, schedule="1f1b")
         boundaries = [training.train(4)]
         for first in (7, 5):
             training.pace.of_layers = {number: 4.0 for number in range(first, 9)}
@@ -176,6 +175,23 @@ def test_work_that_shifts_to_later_layers_is_followed(run_ranks):
         load = PipelineLoad.of([4.0 if number >= first else 1.0 for number in range(9)], 3)
         # Among partitions with equally slow stages the last bits of measured seconds decide.
         assert step_s(load, Partition(boundaries)) <= 1.05 * step_s(load, balanced_partition(load))
+
+
+def test_stages_are_balanced_that_are_more_than_micro_batches(run_ranks):
+    def check(rank, group):
+        pace = Pace()
+        pace.keep_time()
+        pipeline = Pipeline(layers_of(9, pace), nn.functional.mse_loss, num_microbatches=2, process_group=group)
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.01)
+        balancer = PipelineBalancer(pipeline, optimizer, profile_every=2, max_measuring=math.inf)
+        pace.of_layers = {7: 4.0, 8: 4.0}
+        for step in range(12):
+            x, target = sleeping_layers.batch(step)
+            with balancer.step():
+                pipeline.step(x, target=target)
+        return pipeline.boundaries
+
+    assert [boundaries[2] for boundaries in run_ranks(check, 3)] == [8] * 3
 
 
 def test_a_move_that_must_be_repeated_and_does_not_fit_then_leaves_layers_where_they_are(run_ranks, monkeypatch):
@@ -464,7 +480,7 @@ def test_a_step_that_fails_leaves_nothing_behind(run_ranks):
         with pytest.raises(ArithmeticError), training.balancer.step():
             raise ArithmeticError
         assert training.balancer.steps == 1
-        assert not any(one._forward_hooks for one in training.pipeline.module.modules())
+        assert not training.pipeline.module.watchers.everyone
         training.train(4)
         return training.losses
 

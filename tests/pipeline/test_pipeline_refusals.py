@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B
 from torch.nn import functional
 
 from zeroresize.pipeline import Pipeline
@@ -113,7 +112,7 @@ def test_a_pipeline_refuses_a_batch_without_samples_on_every_rank(run_ranks):
     def refusals(rank, group):
         given = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
         kinds = []
-        for schedule in ("1f1b", "gpipe", Schedule1F1B):
+        for schedule in ("1f1b", "gpipe"):
             for is_first in (True, False):
                 layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
                 pipeline = Pipeline(
@@ -130,4 +129,4 @@ def test_a_pipeline_refuses_a_batch_without_samples_on_every_rank(run_ranks):
                 kinds.append(str(schedule))
         return len(kinds)
 
-    assert run_ranks(refusals, 2) == [6, 6]
+    assert run_ranks(refusals, 2) == [4, 4]

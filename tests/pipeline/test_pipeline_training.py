@@ -50,7 +50,7 @@ def check_against_undivided(run_ranks, num_ranks, name, schedule):
         torch.testing.assert_close(tensors[name], tensor, rtol=1e-10, atol=1e-10, msg=name)
 
 
-@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B, "gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_two_stages_train_as_the_undivided_model(run_ranks, name, schedule):
     check_against_undivided(run_ranks, 2, name, schedule)
@@ -59,13 +59,12 @@ def test_two_stages_train_as_the_undivided_model(run_ranks, name, schedule):
 @pytest.mark.parametrize(
     ("num_ranks", "name", "schedule"),
     [
-        (3, "AdamW, foreach, amsgrad", Schedule1F1B),
-        (3, "AdamW", "1f1b"),
-        pytest.param(1, "SGD", ScheduleGPipe, marks=pytest.mark.slow),
-        pytest.param(2, "AdamW, fused", Schedule1F1B, marks=pytest.mark.slow),
-        pytest.param(3, "Adafactor", ScheduleGPipe, marks=pytest.mark.slow),
-        pytest.param(4, "AdamW", Schedule1F1B, marks=pytest.mark.slow),
-        pytest.param(4, "SGD", ScheduleGPipe, marks=pytest.mark.slow),
+        (3, "AdamW, foreach, amsgrad", "1f1b"),
+        pytest.param(1, "SGD", "gpipe", marks=pytest.mark.slow),
+        pytest.param(2, "AdamW, fused", "1f1b", marks=pytest.mark.slow),
+        pytest.param(3, "Adafactor", "gpipe", marks=pytest.mark.slow),
+        pytest.param(4, "AdamW", "1f1b", marks=pytest.mark.slow),
+        pytest.param(4, "SGD", "gpipe", marks=pytest.mark.slow),
     ],
 )
 def test_other_numbers_of_stages_and_optimizers_do_too(run_ranks, num_ranks, name, schedule):
@@ -123,23 +122,8 @@ def test_evaluation_between_training_steps_and_layers_built_on_the_meta_device(r
     torch.testing.assert_close({**first, **second}, whole)
 
 
-def test_finding_shapes_changes_neither_buffers_nor_random_numbers(run_ranks):
-    def check(rank, group):
-        pipeline = pipeline_of(group, layers=[*layers_of()[:4], nn.Dropout(), *layers_of()[5:]])
-        before, state = held(pipeline, None), torch.get_rng_state()
-        pipeline._ready(batch(0)[:1])
-        pipelines.assert_same(held(pipeline, None), before)
-        assert torch.equal(torch.get_rng_state(), state)
-        return [[one.shape for one in boundary] for boundary in pipeline._boundary_shapes]
-
-    first, second = run_ranks(check, 2)
-    assert first == second
-    inside = [(2, 3, 6)]
-    assert first == [[(2, 3)], *[inside] * 6, [(2, 3, 11)]]
-
-
 def test_frozen_layers_in_front_send_nothing_back(run_ranks):
-    """After refresh() the stages behind compute no gradients that nobody wants."""
+    """The stages behind compute no gradients that nobody wants."""
 
     def check(rank, group):
         pipeline = pipeline_of(group, (0, 3, 7))
@@ -149,16 +133,21 @@ def test_frozen_layers_in_front_send_nothing_back(run_ranks):
             pipeline.layers[number].requires_grad_(False)
         for parameter in pipeline.parameters():
             parameter.grad = None
-        pipeline.refresh()
         pipeline.step(words, target=target)
-        stage = pipeline._schedules[0]._stage
         has_gradient = {name.split(".")[1] for name, one in pipeline.named_parameters() if one.grad is not None}
+        sent = pipeline._steps._behind or pipeline._steps._before
+        learns = [boundary[0].requires_grad for boundary in sent.values()]
         move_layers(pipeline, (0, 5, 7), optimizer=None)
         pipeline.step(words, target=target)
-        return stage.grad_recv_info, has_gradient
+        for number in range(4):
+            pipeline.layers[number].requires_grad_(True)
+        pipeline.step(words, target=target)
+        learning = [each for number in pipeline.present for each in pipeline.layers[number].parameters()]
+        assert all(each.grad is not None for each in learning if each.requires_grad)
+        return learns, has_gradient
 
-    (infos, first), (_, second) = run_ranks(check, 2)
-    assert all(info.buffer is None for of_micro in infos.values() for info in of_micro)
+    (learns, first), (of_others, second) = run_ranks(check, 2)
+    assert learns == of_others == [True, False]
     assert (first, second) == (set(), {"4", "5", "6"})
 
 
@@ -183,8 +172,11 @@ def test_a_checkpoint_of_the_whole_model_is_loaded_stage_by_stage(run_ranks):
         ({"boundaries": (0, 3, 6)}, r"do not divide 7 layers over 2 stages: they must be 3 rising"),
         ({"boundaries": (0, 0, 7)}, "so that every stage has at least one layer"),
         ({"layers": [nn.Linear(2, 2)]}, "1 layers cannot be divided over 2 stages"),
-        ({"schedule": ScheduleInterleaved1F1B}, "schedule=ScheduleInterleaved1F1B is for several stages on a rank"),
-        ({"num_microbatches": 1}, "num_microbatches=1 is too small: Schedule1F1B needs at least one for each"),
+        ({"schedule": ScheduleInterleaved1F1B}, "schedule='ScheduleInterleaved1F1B' is not allowed"),
+        ({"schedule": Schedule1F1B}, r'schedule=Schedule1F1B is torch\'s: give schedule="1f1b"'),
+        ({"schedule": ScheduleGPipe}, r'schedule=ScheduleGPipe is torch\'s: give schedule="gpipe"'),
+        ({"schedule": "zb"}, "schedule='zb' is not allowed"),
+        ({"num_microbatches": 0}, "num_microbatches=0"),
     ],
 )
 def test_what_does_not_fit_is_an_error_before_anything_is_changed(run_ranks, options, expected):
@@ -228,20 +220,27 @@ def test_a_shared_buffer_on_the_meta_device_is_an_error(run_ranks):
 
 def test_a_layer_that_fails_in_the_first_forward_is_told_to_all(run_ranks):
     class Failing(nn.Module):
+        fails = True
+
         def forward(self, x):
-            raise ArithmeticError("no such number")
+            if self.fails:
+                raise ArithmeticError("no such number")
+            return x
 
     def check(rank, group):
-        pipeline = pipeline_of(group, (0, 2, 4, 5), layers=[*layers_of()[:3], Failing(), nn.ReLU()])
+        failing = Failing()
+        pipeline = pipeline_of(group, (0, 2, 4, 5), layers=[*layers_of()[:3], failing, layers_of()[-1]])
         words, target = batch(0)
         with pytest.raises(RuntimeError) as caught:
             pipeline.step(words, target=target)
+        failing.fails = False
+        assert pipeline.step(words, target=target) is None or rank == 2
         return str(caught.value)
 
     first, *others = run_ranks(check, 3)
     assert others == [first] * 2
     assert re.search(
-        r"layers of stage 1: layers\.3 \(Failing\), called with \(torch\.\S+ \[.*\]\), raises Arith", first
+        r"first forward fails on stage 1: layers\.3 \(Failing\), called with \(torch\.\S+ \[.*\]\), raises Arith", first
     )
     assert "ArithmeticError: no such number" in first
 
@@ -260,19 +259,5 @@ def test_a_decoder_layer_that_wants_more_than_the_one_before_returns_is_told_on_
         words = torch.zeros(4, 5, dtype=torch.int64)
         with pytest.raises(RuntimeError, match=r"layers\.1 \(LlamaDecoderLayer\), called with .* raises TypeError: .*"):
             pipeline.step(words, target=words)
-
-    run_ranks(check, 2)
-
-
-def test_a_batch_of_another_shape_is_an_error_on_the_first_stage(run_ranks):
-    def check(rank, group):
-        pipeline = pipeline_of(group)
-        words, target = batch(0)
-        pipeline.step(words, target=target)
-        if rank == 0:
-            with pytest.raises(ValueError, match=r"have the shapes \[\(7, 3\)\], but \[\(8, 3\)\] are expected"):
-                pipeline.step(words[:7])
-        pipeline.refresh()
-        pipeline.step(words[:4], target=target[:4])
 
     run_ranks(check, 2)

@@ -5,7 +5,6 @@ import math
 import pytest
 from helpers.sleeping_layers import MICRO, batch
 from test_pipeline_balancer import Training
-from torch.distributed.pipelining import Schedule1F1B
 
 from zeroresize.pipeline import stage_links
 from zeroresize.policy.moves.move_cost import MoveCost
@@ -20,7 +19,7 @@ def test_layers_leave_the_stages_beside_a_slow_link(run_ranks, monkeypatch):
     monkeypatch.setattr(stage_links, "measure_neighbour_links", slow_before_the_last)
 
     def check(rank, group, measure_links):
-        training = Training(group, 12, (0, 4, 8, 12), Schedule1F1B, measure_links=measure_links)
+        training = Training(group, 12, (0, 4, 8, 12), "1f1b", measure_links=measure_links)
         return training.train(30), training.losses
 
     (moved, losses), *_ = reversed(run_ranks(check, 3, True))
@@ -32,7 +31,7 @@ def test_layers_leave_the_stages_beside_a_slow_link(run_ranks, monkeypatch):
 
 def test_all_ranks_know_what_messages_take(run_ranks):
     def check(rank, group):
-        training = Training(group, 6, (0, 3, 6), Schedule1F1B, measure_links=True)
+        training = Training(group, 6, (0, 3, 6), "1f1b", measure_links=True)
         training.train(8)
         messages = training.balancer._rebalancing.rule.messages
         return messages.links, messages.num_bytes

@@ -234,7 +234,7 @@ def test_what_layers_hand_on_otherwise_than_on_the_meta_device_is_named(run_rank
         stage, _ = stage_of(layers, group)
         if rank == 0:
             with pytest.raises(
-                ValueError, match=r"stage 0 hands on torch.float32 .* micro-batch 0, where .* torch.float64"
+                ValueError, match=r"stage 0 hands on torch.float32 .* of micro-batch 0, where torch.float64"
             ):
                 stage.train(planned("1f1b", 2, batches)[rank], batches, loss_of)
 
@@ -255,4 +255,4 @@ def test_shapes_follow_each_size():
     target = Activation(("size", "target", WIDTH), torch.float64)
     activations = activations_of(layers_of())
     assert activations == [(source,)] * 3 + [(source, target)] * (NUM_LAYERS - 4)
-    assert target.num_bytes({"size": 2, "source": 3, "target": 4}) == 2 * 4 * WIDTH * 8
+    assert target.of({"size": 2, "source": 3, "target": 4}).num_bytes == 2 * 4 * WIDTH * 8

@@ -138,7 +138,7 @@ def test_a_dead_stage_is_named_by_its_neighbours(tmp_path):
 
 def test_activations_are_those_between_whole_layers():
     assert activations_of() == [(Activation(("tokens", 8), torch.float64),)] * 4
-    assert activations_of()[0][0].num_bytes({"tokens": 3}) == 192
+    assert activations_of()[0][0].of({"tokens": 3}).num_bytes == 192
 
 
 class Returns(nn.Module):
@@ -172,7 +172,7 @@ def test_dimensions_follow_the_sizes_that_they_have():
     square, pair = activations_between(layers)
     assert square == (Activation(("tokens", "tokens"), torch.float64),)
     assert pair == (Activation(("tokens",), torch.float64), Activation((), torch.float64))
-    assert square[0].shape({"tokens": 4}) == (4, 4) and pair[1].num_bytes({"tokens": 4}) == 8
+    assert square[0].of({"tokens": 4}).shape == (4, 4) and pair[1].of({"tokens": 4}).num_bytes == 8
 
 
 def test_shapes_of_a_recurrent_layer_are_found_by_few_tokens():

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from zeroresize.injection.delay import Delay, Delayed, Delays
-from zeroresize.pipeline.layer_timing import LayerTiming
+from zeroresize.pipeline.layer_watchers import LayerWatcher
 from zeroresize.pipeline.pipeline import Pipeline
 
 
-class SlowStage(Delayed):
+class SlowStage(LayerWatcher, Delayed):
     """While active, whatever layers this rank runs take ``chi`` times as long, forward and backward.
 
     Enter it before a block is profiled: then the profile sees the slowness. A layer is held up by what it took, so one
@@ -22,20 +23,14 @@ class SlowStage(Delayed):
     """
 
     def __init__(self, pipeline: Pipeline, delays: Delays | None = None) -> None:
-        super().__init__(delays)
+        Delayed.__init__(self, delays)
+        LayerWatcher.__init__(self, pipeline.module.watchers)
         self._pipeline = pipeline
-        self._spans = LayerTiming(pipeline, self._begins, self._ends)
 
-    def __enter__(self) -> None:
-        self._spans.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._spans.__exit__(*error)
-
-    def _begins(self, number: int, is_forward: bool) -> None:
+    def begins(self, number: int, is_forward: bool, inputs: Sequence[Any]) -> None:
         self._delay.begins()
 
-    def _ends(self, number: int, is_forward: bool) -> None:
+    def ends(self, number: int, is_forward: bool) -> None:
         self._delay.ends((number, is_forward))
 
     @property

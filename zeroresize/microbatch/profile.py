@@ -204,7 +204,7 @@ class LayerProbe:
     def _given(self, sizes: Mapping[str, int], batch: Batch) -> Any:
         if self._handed is None:
             return batch.inputs
-        tensors = [activation.empty(sizes, self._device).normal_() for activation in self._handed]
+        tensors = [activation.of(sizes).empty(self._device).normal_() for activation in self._handed]
         return as_argument(tuple(tensor.requires_grad_() for tensor in tensors))
 
     def _run(self, x: Any, batch: Batch) -> Any:

@@ -1,6 +1,6 @@
-"""Pipelines whose layers move between stages: train by torch's schedules, measure each layer, move, train on.
+"""Pipelines whose layers move between stages: train, measure each layer, move, train on.
 
-- :class:`Pipeline` is one rank's stage: ``step`` and ``evaluate`` run ``Schedule1F1B`` or ``ScheduleGPipe``.
+- :class:`Pipeline` is one rank's stage: ``step`` and ``evaluate`` run batches of any shape, by 1F1B or GPipe.
 - :class:`LayerProfiler` measures seconds and bytes of every layer in one iteration, for all ranks.
 - :func:`move_layers` gives the stages other layers, between two steps, all or nothing.
 - :func:`moving_during_backward` does it while the stages compute.

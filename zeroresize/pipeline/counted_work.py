@@ -104,7 +104,6 @@ class WorkCounter:
         self._counts: dict[int, _Counts] = {}
         self._seconds_per_count: dict[int, tuple[float, float]] = {}
         self._begun_with: range = range(0)
-        self._is_whole = True
         self._error: Exception | None = None
 
     def begin_block(self) -> None:
@@ -112,7 +111,6 @@ class WorkCounter:
         if self._count is None:
             return
         self._begun_with = self._pipeline.present
-        self._is_whole = self._pipeline.knows_shapes  # finding shapes runs layers once more
         if self._rows is not None:
             self._rows.reset()
 
@@ -122,8 +120,7 @@ class WorkCounter:
             return
         for number in self._begun_with:
             count = self._checked_count(number)
-            if self._is_whole:
-                self._counts.setdefault(number, _Counts()).add(count)
+            self._counts.setdefault(number, _Counts()).add(count)
         for here in (self._counts, self._seconds_per_count):
             for number in [one for one in here if one not in self._pipeline.present]:
                 del here[number]

@@ -20,6 +20,7 @@ from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing_proposal import By, RebalancingRule
 from zeroresize.runtime.schedules import Schedule
+from zeroresize.utils.value_checks import at_least
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,10 @@ def plan_pipeline(
         boundaries: [S + 1] to be told of instead of the best ones; they need not fit into the limits.
 
     Raises:
-        ValueError: for fewer layers than stages, or fewer micro-batches than the schedule needs; for speeds, limits or
-            boundaries that do not fit; if no boundaries fit into the limits.
+        ValueError: for fewer layers than stages, or no micro-batch; for speeds, limits or boundaries that do not fit;
+            if no boundaries fit into the limits.
     """
+    at_least("num_microbatches", num_microbatches, 1)
     uniform = Partition.uniform(len(layers), num_stages)
     of_time = PipelineLoad.of([one.forward_s + one.backward_s for one in layers], num_stages, speeds=speeds)
     limits = None if memory_limits is None else tuple(map(float, memory_limits))

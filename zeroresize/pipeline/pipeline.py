@@ -1,16 +1,14 @@
-"""Each rank runs one stage of a pipeline whose layers may move, by torch's schedules or by this package's runtime."""
+"""Each rank runs one stage of a pipeline whose layers may move."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from zeroresize.comm.collectives import (
     as_process_group,
@@ -24,10 +22,7 @@ from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.meeting import Meet
 from zeroresize.comm.side_groups import destroy_side_group
 from zeroresize.layers.whole_parameters import require_whole_parameters
-from zeroresize.pipeline.boundary_shapes import Boundary, find_boundaries, message_bytes
 from zeroresize.pipeline.first_boundaries import divided_by_parameters
-from zeroresize.pipeline.layer_shapes import LayerShapes
-from zeroresize.pipeline.runtime_schedule import Make, RuntimeSchedule
 from zeroresize.pipeline.stage_layers import (
     Initialize,
     StageLayers,
@@ -36,6 +31,7 @@ from zeroresize.pipeline.stage_layers import (
     require_ties_within_stages,
     tensors_by_layer,
 )
+from zeroresize.pipeline.stage_steps import Make, StageSteps
 from zeroresize.plan.partition import Partition
 from zeroresize.resharding.agreement import meet_over, meet_prepared, require_same
 from zeroresize.runtime.counted_loss import Count, CountedLoss, Loss, multiply_gradients, total_count
@@ -65,10 +61,8 @@ class Pipeline:
         process_group: one rank for each stage, or a one-dimensional ``DeviceMesh`` of them.
         boundaries: stage ``s`` gets the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``; None to
             divide their parameters as evenly as possible.
-        schedule: of torch.distributed.pipelining, for one stage on each rank: Schedule1F1B or ScheduleGPipe. Or "1f1b"
-            or "gpipe" by this package's own runtime: then batches may differ in shape from step to step, need not
-            divide into equal micro-batches, and may be fewer micro-batches than stages; layers have to run on the meta
-            device.
+        schedule: "1f1b", by which a stage keeps activations of at most as many micro-batches as there are stages from
+            it on, or "gpipe": all forwards, then all backwards.
         device: for the stage's tensors; None for the CPU.
         initialize: ``initialize(number, layer)`` fills the tensors of a layer of this stage that was built on the meta
             device.
@@ -90,8 +84,8 @@ class Pipeline:
 
     Raises:
         ValueError: for boundaries that do not fit, such as fewer layers than stages; layers in wrappers; a parameter
-            of layers on different stages; layers on the meta device without ``initialize``; too few micro-batches for
-            the schedule, or another kind of schedule.
+            of layers on different stages; layers on the meta device without ``initialize``; another schedule, such as a
+            class of torch.distributed.pipelining.
         RuntimeError: on every rank, if they differ in layers, boundaries, micro-batches or schedule.
     """
 
@@ -103,7 +97,7 @@ class Pipeline:
         num_microbatches: int,
         process_group: ProcessGroup,
         boundaries: Sequence[int] | None = None,
-        schedule: type[PipelineScheduleSingle] | Schedule = Schedule1F1B,
+        schedule: Schedule = "1f1b",
         device: torch.device | str | None = None,
         initialize: Initialize | None = None,
         count: Count | None = None,
@@ -119,10 +113,6 @@ class Pipeline:
         self.replicas = as_process_group(replicas)
         self._meets_before = self._meets_after = True  # until the last stage has told whether it needs to
         self.num_steps = 0
-        self._boundary_shapes: list[Boundary] | None = None
-        self._schedules: tuple[PipelineScheduleSingle, PipelineScheduleSingle] | None = None
-        self._layer_shapes: LayerShapes | None = None  # where the runtime's schedules run
-        self._runtime: RuntimeSchedule | None = None
         self._joined: Meet | None = None
         self._side_group: CpuGroup | None = None
         alike: tuple[float, float] | Exception
@@ -138,21 +128,8 @@ class Pipeline:
             require_ties_within_stages(layers, self.boundaries)
             require_initialize(layers, self._present(), initialize)
             at_least("num_microbatches", num_microbatches, 1)
-            if isinstance(schedule, str):
-                one_of("schedule", schedule, get_args(Schedule))
-                self._layer_shapes = LayerShapes(layers)
-            elif not issubclass(schedule, PipelineScheduleSingle):
-                raise ValueError(
-                    f"schedule={schedule.__name__} is for several stages on a rank; here each rank has one: use "
-                    "Schedule1F1B or ScheduleGPipe"
-                )
-            if schedule is Schedule1F1B and num_microbatches < self.num_stages:
-                raise ValueError(
-                    f"num_microbatches={num_microbatches} is too small: Schedule1F1B needs at least one for each of "
-                    f"the {self.num_stages} stages"
-                )
-            name = schedule if isinstance(schedule, str) else schedule.__name__
-            self.description = fingerprint(str([num_microbatches, name, _description(layers)]))
+            _require_schedule(schedule)
+            self.description = fingerprint(str([num_microbatches, schedule, _description(layers)]))
             alike = (fingerprint(str([self.boundaries, self.description])), 0.0)
         except Exception as error:  # the others must hear of any
             alike = error
@@ -160,6 +137,8 @@ class Pipeline:
         table = meet_prepared(meet, alike)
         require_same([one for one, *_ in table], "layers, boundaries, micro-batches or schedule", meet)
         self.module = StageLayers(layers, self._present())
+        self._steps = StageSteps(schedule, self.module, self.device, self.loss)
+        self._steps.follow(process_group)
         place(layers, self.module.present, self.device, initialize)
         self.tensors = tensors_by_layer(layers)
 
@@ -176,13 +155,6 @@ class Pipeline:
                 "where pipeline.is_released, call torch.distributed.destroy_process_group() and end the process"
             )
         return self._group
-
-    @property
-    def schedule_name(self) -> Literal["1f1b", "gpipe"]:
-        """Return in which order stages run micro-batches, whoever runs them."""
-        if isinstance(self.schedule, str):
-            return self.schedule
-        return "1f1b" if issubclass(self.schedule, Schedule1F1B) else "gpipe"
 
     @property
     def is_released(self) -> bool:
@@ -249,11 +221,11 @@ class Pipeline:
         """Run forward and backward of one batch, and add the gradients to those there are; collective.
 
         Every rank calls it. The first stage must be given the inputs and the last one the target; what other stages
-        are given is not used. The first call finds the shapes between layers, by one more forward.
+        are given is not used. Under ``torch.autocast``, which every rank then enters, layers hand on what it gives.
 
         Args:
-            inputs: [B, …] each; of one shape in all steps under torch's schedules. Under the runtime's of any, and
-                micro-batches differ by at most one sample; of fewer samples than micro-batches each is one.
+            inputs: [B, …] each, of any shape; micro-batches differ by at most one sample, and of fewer samples than
+                micro-batches each is one.
             target: [B, …].
 
         Returns:
@@ -262,36 +234,24 @@ class Pipeline:
         Raises:
             ValueError: where gradients are off, as under ``torch.no_grad()``: :meth:`evaluate` runs the forward alone.
                 On the last stage, where no target counts; the others raise a RuntimeError then.
-                For a batch without samples, and of fewer than micro-batches under torch's schedules: on all ranks that
-                are given it, and in the first step on the others, too.
-                On the first stage, for inputs of another shape than before or that cannot be split; the other stages
-                wait for their process group's time limit then, unless it is the first step.
+                For a batch without samples.
+            RuntimeError: where another stage has such an error, or does not come. In the first step also where a layer
+                or the loss fails on any stage, on all of them.
         """
         _require_gradients("step")
-        if isinstance(self.schedule, str):
-            return self._run_microbatches(
-                lambda: (
-                    _split(self._stage_inputs(inputs), self.num_microbatches),
-                    [each for (each,) in _split([] if target is None else [target], self.num_microbatches)],
-                )
+        return self._run_microbatches(
+            lambda: (
+                _split(self._stage_inputs(inputs), self.num_microbatches),
+                [each for (each,) in _split([] if target is None else [target], self.num_microbatches)],
             )
-        self.num_steps += 1
-        schedule, _ = self._ready(inputs)
-        self._require_samples(() if target is None else (target,))
-        target = self._stage_target(target)
-        targets = [] if target is None else target.tensor_split(self.num_microbatches)
-        self._count(targets, [len(each) for each in targets])
-        losses: list[Tensor] = []
-        with self._gradients_apart():
-            schedule.step(*self._stage_inputs(inputs), target=target, losses=losses, return_outputs=False)
-            return self._scaled(torch.stack(losses).sum().detach() if losses else None)
+        )
 
     def step_microbatches(
         self, microbatches: Sequence[Sequence[Tensor]], targets: Sequence[Tensor | None] = ()
     ) -> Tensor | None:
         """Run forward and backward of micro-batches that differ in shape, as :meth:`step`; collective.
 
-        What counts is known as in :meth:`step`. The runtime's schedules only.
+        What counts is known as in :meth:`step`.
 
         Args:
             microbatches: [M] the inputs of each, on the first stage; as many as there are, whatever
@@ -302,10 +262,7 @@ class Pipeline:
             The loss, the mean over all that counts, on the last stage.
 
         Raises:
-            ValueError: where no target counts, as :meth:`step`.
-            ValueError: where gradients are off; under a schedule of torch; without micro-batches, for another number
-                of targets, for layers that do not run on the meta device, and under autocast.
-            RuntimeError: where another stage has such an error, or does not come.
+            ValueError, RuntimeError: as :meth:`step`; also without micro-batches and for another number of targets.
         """
         _require_gradients("step_microbatches")
         return self._run_microbatches(lambda: (microbatches if self.stage == 0 else [], targets))
@@ -313,32 +270,27 @@ class Pipeline:
     def evaluate(self, *inputs: Tensor) -> Any:
         """Run the forward of one batch without gradients; return the outputs on the last stage, None on the others.
 
-        Every rank calls it, as :meth:`step`, with inputs of the same shape. The caller decides on
-        ``pipeline.layers.eval()``.
+        Every rank calls it, as :meth:`step`. The caller decides on ``pipeline.layers.eval()``.
         """
-        if isinstance(self.schedule, str):
-            return self._evaluated(inputs)
-        _, schedule = self._ready(inputs)
-        with torch.no_grad():
-            return schedule.step(*self._stage_inputs(inputs))
+        _ = self.process_group  # an error where this rank was released
+        outputs = self._steps.evaluate(lambda: (_split(self._stage_inputs(inputs), self.num_microbatches), []))
+        joined = [torch.cat(of_each) for of_each in zip(*outputs, strict=True)]
+        return None if not joined else joined[0] if len(joined) == 1 else tuple(joined)
 
     def refresh(self) -> None:
-        """Find the shapes between layers anew at the next step.
+        """Find what layers hand to each other anew at the next step.
 
-        To be called on every rank before batches of another shape, and after layers were frozen or thawed.
+        To be called on every rank after anything but the shapes of batches, ``requires_grad`` of parameters and
+        autocast has changed it.
         """
-        self._boundary_shapes = self._schedules = None
-        if self._layer_shapes is not None:
-            self._layer_shapes.refresh()
+        self._steps.refresh()
 
     def follow(self, boundaries: Sequence[int]) -> None:
-        """Run other layers from now on, which must be there; :func:`~zeroresize.pipeline.move_layers` calls it.
-
-        The shapes between layers are known, so torch's stage and schedule are built anew without running anything.
-        """
+        """Run other layers from now on, which must be there; :func:`~zeroresize.pipeline.move_layers` calls it."""
         self.boundaries = tuple(boundaries)
         self.module.present = self._present()
-        self._schedules = self._runtime = None
+        if self._group is not None:
+            self._steps.follow(self._group)
 
     def follow_to(self, boundaries: Sequence[int], process_group: ProcessGroup | None) -> None:
         """Run other layers, as :meth:`follow`, over the stages of another group.
@@ -379,69 +331,32 @@ class Pipeline:
 
     @property
     def message_bytes(self) -> tuple[float, ...]:
-        """Return [L + 1] bytes of a micro-batch's message at each boundary, as :func:`message_bytes` counts them.
+        """Return [L + 1] bytes of a micro-batch's message at each boundary, the mean of both directions.
+
+        They are those of the first micro-batch of the first step.
 
         Raises:
-            RuntimeError: before the first step, which finds the shapes.
+            RuntimeError: before that.
         """
-        if self._boundary_shapes is None:
+        if self._steps.message_bytes is None:
             raise RuntimeError("the shapes of messages are not known before the first step of the pipeline")
-        return message_bytes(self._boundary_shapes)
+        return self._steps.message_bytes
 
     @property
     def knows_shapes(self) -> bool:
-        """Return whether the next step knows the shapes between layers already."""
-        return self._boundary_shapes is not None
+        """Return whether a step has shown what layers hand to each other."""
+        return self._steps.message_bytes is not None
 
     @property
     def meet_device(self) -> torch.device:
         """Return the device on which small messages between the stages must lie."""
         return message_device(self.process_group, self.device)
 
-    def _ready(self, inputs: Sequence[Tensor]) -> tuple[PipelineScheduleSingle, PipelineScheduleSingle]:
-        """The schedules of training and of evaluation."""
-        group = self.process_group
-        if self._boundary_shapes is None:
-            self._boundary_shapes = find_boundaries(
-                self.module, lambda: self._first_microbatch(inputs), self.device, group
-            )
-        self._require_samples(inputs)
-        if self.stage == 0:
-            self._require_known_shapes(inputs)
-        if self._schedules is None:
-            first, last = (self._boundary_shapes[number] for number in (self.present.start, self.present.stop))
-            stage = PipelineStage(
-                self.module,
-                self.stage,
-                self.num_stages,
-                self.device,
-                input_args=tuple(one.example("meta") for one in first),
-                output_args=tuple(one.example("meta") for one in last),
-                group=group,
-            )
-            assert not isinstance(self.schedule, str)
-            training = self.schedule(stage, self.num_microbatches, loss_fn=self.loss, scale_grads=False)
-            self._schedules = training, self.schedule(stage, self.num_microbatches)
-        return self._schedules
-
-    def _ready_runtime(self) -> RuntimeSchedule:
-        if not isinstance(self.schedule, str) or self._layer_shapes is None:
-            raise ValueError(
-                f"schedule={self.schedule} takes equal micro-batches of one batch, by step(): give the pipeline "
-                f'schedule="{self.schedule_name}" for others'
-            )
-        if self._runtime is None:
-            self._runtime = RuntimeSchedule(
-                self.schedule, self.module, self._layer_shapes, self.process_group, self.device, self.loss
-            )
-        return self._runtime
-
     def _run_microbatches(self, make: Make) -> Tensor | None:
-        runtime = self._ready_runtime()
+        _ = self.process_group  # an error where this rank was released
         self.num_steps += 1
         with self._gradients_apart():
-            loss, self._boundary_shapes = runtime.step(make, self._count)
-            return self._scaled(loss)
+            return self._scaled(self._steps.step(make, self._count))
 
     def _count(self, targets: Sequence[Any], sizes: Sequence[float]) -> None:
         """Learn what the micro-batches count, before the first forward; collective, where that may be nothing."""
@@ -507,48 +422,21 @@ class Pipeline:
     def _is_last(self) -> bool:
         return self.stage == self.num_stages - 1
 
-    def _evaluated(self, inputs: Sequence[Tensor]) -> Any:
-        outputs, self._boundary_shapes = self._ready_runtime().evaluate(
-            lambda: (_split(self._stage_inputs(inputs), self.num_microbatches), [])
-        )
-        joined = [torch.cat(of_each) for of_each in zip(*outputs, strict=True)]
-        return None if not joined else joined[0] if len(joined) == 1 else tuple(joined)
-
-    def _first_microbatch(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        self._require_samples(inputs)
-        return [one.chunk(self.num_microbatches)[0] for one in inputs]
-
-    def _require_samples(self, tensors: Sequence[Tensor]) -> None:
-        """Torch's schedules need a sample for each micro-batch; asked of what other stages are given, too."""
-        for tensor in tensors:
-            if len(tensor) < self.num_microbatches:
-                raise ValueError(
-                    f"a batch of {len(tensor)} samples is too small: there must be at least one for each of the "
-                    f"num_microbatches={self.num_microbatches}. Leave the step out on all ranks; or, where the batch "
-                    f'is not empty, give the pipeline schedule="{self.schedule_name}", which takes fewer'
-                )
-
-    def _require_known_shapes(self, inputs: Sequence[Tensor]) -> None:
-        assert self._boundary_shapes is not None
-        expected = [(self.num_microbatches * one.shape[0], *one.shape[1:]) for one in self._boundary_shapes[0]]
-        shapes = [tuple(one.shape) for one in inputs]
-        if shapes != expected:
-            raise ValueError(
-                f"inputs have the shapes {shapes}, but {expected} are expected: batches must be of one shape and split "
-                f'into {self.num_microbatches} equal micro-batches. Pipeline(schedule="{self.schedule_name}") takes '
-                "batches of any shape; else call pipeline.refresh() on every rank before each change of shape"
-            )
-
     def _stage_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         return inputs if self.stage == 0 else ()
-
-    def _stage_target(self, target: Tensor | None) -> Tensor | None:
-        return target if self._is_last else None
 
     def _present(self) -> range:
         if self._group is None:
             return range(0)
         return range(self.boundaries[self.stage], self.boundaries[self.stage + 1])
+
+
+def _require_schedule(schedule: object) -> None:
+    names = {"Schedule1F1B": "1f1b", "ScheduleGPipe": "gpipe"}
+    name = getattr(schedule, "__name__", None)
+    if name in names:
+        raise ValueError(f'schedule={name} is torch\'s: give schedule="{names[name]}", which this package runs itself')
+    one_of("schedule", schedule if name is None else name, get_args(Schedule))
 
 
 def _require_gradients(method: str) -> None:

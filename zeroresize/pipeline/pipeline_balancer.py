@@ -204,7 +204,7 @@ class PipelineBalancer:
             groups = require_stepping_all(pipeline, optimizer)
             rule = RebalancingRule(
                 by,
-                pipeline.schedule_name,
+                pipeline.schedule,
                 pipeline.num_microbatches,
                 1 if self._cadence.measures_all else max(self._cadence.least, 2),
                 min_saving,

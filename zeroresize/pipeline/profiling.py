@@ -1,6 +1,6 @@
-"""Each layer's seconds and bytes in one iteration are measured by hooks that are there only meanwhile.
+"""Each layer's seconds and bytes in one iteration are measured.
 
-Seconds are those of :class:`~zeroresize.pipeline.layer_timing.LayerTiming`.
+Seconds of forward and backward are those of :mod:`~zeroresize.pipeline.layer_watchers`.
 
 **Activations** are the distinct tensors that autograd saves in a layer's forward, without parameters and buffers. What
 two neighbours both save counts for both, so the figures do not depend on which of them share a stage. What a layer
@@ -14,17 +14,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from zeroresize.comm.collectives import all_reduce
 from zeroresize.measure.saved_bytes import SavedBytes
-from zeroresize.pipeline.layer_timing import LayerTiming
+from zeroresize.pipeline.layer_watchers import LayerWatcher
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 
@@ -34,7 +31,7 @@ Scale = Callable[[int, float, float], tuple[float, float]]
 _NUM_FIGURES = len(fields(LayerProfile))
 
 
-class LayerProfiler:
+class LayerProfiler(LayerWatcher):
     """Measures one iteration of a pipeline within a ``with`` block, but not the first one or after ``refresh``::
 
         with LayerProfiler(pipeline, optimizer) as profiler:
@@ -54,32 +51,21 @@ class LayerProfiler:
         *,
         counts_activations: bool = True,
     ) -> None:
+        super().__init__(pipeline.module.watchers)
         self._pipeline, self._optimizer, self._counts_activations = pipeline, optimizer, counts_activations
-        self._spans = LayerTiming(pipeline, self._span_begins, self._span_ends)
         self._begun: list[_Mark] = []
         self._measured: list[tuple[int, bool, _Mark, _Mark]] = []  # layer, whether forward, begin, end
         self._saved: dict[int, SavedBytes] = {}
-        self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> LayerProfiler:
-        self._spans.__enter__()
-        for number in self._pipeline.present if self._counts_activations else ():
-            layer = self._pipeline.layers[number]
-            self._handles += [
-                layer.register_forward_pre_hook(partial(self._count_saved, number), prepend=True),
-                layer.register_forward_hook(partial(self._saved_counted, number), always_call=True),
-            ]
         self._boundaries = self._pipeline.boundaries
         self._begin = self._mark()
+        super().__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._end = self._mark()
-        self._spans.__exit__(kind, error, trace)
-        for handle in self._handles:
-            handle.remove()
+        super().__exit__(*error)
         self._bytes = {number: self._bytes_of(self._pipeline.layers[number]) for number in self._pipeline.present}
 
     def gather(self) -> PipelineProfile:
@@ -129,19 +115,15 @@ class LayerProfiler:
         stage_s = tuple(own[0] for own in figures)
         return PipelineProfile(tuple(layers), stage_s, self._boundaries, math.fsum(own[1] for own in figures))
 
-    def _count_saved(self, number: int, layer: nn.Module, inputs: Any) -> None:
-        if number not in self._saved:  # of one micro-batch
-            self._saved[number] = SavedBytes(layer, inputs)
-
-    def _saved_counted(self, number: int, layer: nn.Module, inputs: Any, outputs: Any) -> None:
-        if number in self._saved:
-            self._saved[number].end()
-
-    def _span_begins(self, number: int, is_forward: bool) -> None:
+    def begins(self, number: int, is_forward: bool, inputs: Sequence[Any]) -> None:
+        if self._counts_activations and is_forward and number in self._pipeline.present and number not in self._saved:
+            self._saved[number] = SavedBytes(self._pipeline.layers[number], inputs)  # of one micro-batch
         self._begun.append(self._mark())
 
-    def _span_ends(self, number: int, is_forward: bool) -> None:
+    def ends(self, number: int, is_forward: bool) -> None:
         self._measured.append((number, is_forward, self._begun.pop(), self._mark()))
+        if is_forward and number in self._saved:
+            self._saved[number].end()
 
     def _mark(self) -> _Mark:
         return _Mark(self._pipeline.device)

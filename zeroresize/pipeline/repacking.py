@@ -112,7 +112,7 @@ def repack(
         if profile is not None:
             rule = RebalancingRule(
                 "time",
-                pipeline.schedule_name,
+                pipeline.schedule,
                 pipeline.num_microbatches,
                 num_steps=1,
                 memory_limits=None if memory_limits is None else tuple(map(float, memory_limits)),

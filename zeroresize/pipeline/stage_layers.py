@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from zeroresize.layers.references import read_parameters
 from zeroresize.layers.whole_parameters import path_of
+from zeroresize.pipeline.layer_watchers import Watchers
 from zeroresize.plan.partition import Partition
 from zeroresize.resharding.parameter_state import emptied, replace_data
 from zeroresize.utils.torch_private import buffers_of, parameters_of
@@ -35,11 +36,13 @@ class StageLayers(nn.Module):
     Attributes:
         layers: all of them, so names are ``layers.7.…`` on every stage.
         present: the numbers of those of this stage; may be set.
+        watchers: of what they compute.
     """
 
     def __init__(self, layers: Sequence[nn.Module], present: range) -> None:
         super().__init__()
         self.layers, self.present = nn.ModuleList(layers), present
+        self.watchers = Watchers()
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return what the last present layer returns."""
@@ -54,7 +57,7 @@ class StageLayers(nn.Module):
         Raises:
             ValueError: if it returns anything else than tensors with dimensions.
         """
-        outputs = self.layers[number](*inputs)
+        outputs = self.watchers.call(number, self.layers[number], *inputs)
         tensors = tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
         if not all(isinstance(one, Tensor) and one.dim() for one in tensors):
             kinds = [f"a {one.dim()}-dimensional tensor" if isinstance(one, Tensor) else type(one) for one in tensors]

@@ -25,8 +25,6 @@ class LayerTransfer:
 class Partition:
     """Divide layers into consecutive ones for every stage, at least one each.
 
-    This is the division that ``torch.distributed.pipelining`` wants.
-
     Attributes:
         boundaries: [S + 1]: stage s has the layers ``boundaries[s]`` to ``boundaries[s + 1] - 1``.
 

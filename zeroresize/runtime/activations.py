@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from zeroresize.runtime.boundaries import TensorShape
+
 #: What is found by runs of different sizes; no two are equal, so that a dimension tells which size it follows.
 _SIZES = (5, 7, 11, 13, 17, 19, 23, 29)
 
@@ -42,24 +44,14 @@ class Activation:
 
     Attributes:
         dims: of its shape: numbers, and names of the sizes of a micro-batch.
-        requires_grad: whether a gradient comes back.
     """
 
     dims: tuple[int | str, ...]
     dtype: torch.dtype
-    requires_grad: bool = True
 
-    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape that it has for a micro-batch of these sizes."""
-        return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in self.dims)
-
-    def empty(self, sizes: Mapping[str, int], device: torch.device) -> Tensor:
-        """Make one, not initialized."""
-        return torch.empty(self.shape(sizes), dtype=self.dtype, device=device)
-
-    def num_bytes(self, sizes: Mapping[str, int]) -> int:
-        """Return its bytes for a micro-batch of these sizes."""
-        return self.dtype.itemsize * torch.Size(self.shape(sizes)).numel()
+    def of(self, sizes: Mapping[str, int]) -> TensorShape:
+        """Return what it is for a micro-batch of these sizes."""
+        return TensorShape(tuple(dim if isinstance(dim, int) else sizes[dim] for dim in self.dims), self.dtype)
 
     def __str__(self) -> str:
         return f"{self.dtype} [{', '.join(map(str, self.dims))}]"

@@ -24,7 +24,7 @@ Order = Sequence[Operation]
 
 
 def order_of(schedule: Schedule, stage: int, num_stages: int, num_microbatches: int) -> list[Operation]:
-    """Return what a stage does in a step, in the order of ``ScheduleGPipe`` or ``Schedule1F1B``.
+    """Return what a stage does in a step.
 
     GPipe: all forwards, then all backwards. 1F1B: S − stage forwards, or all if there are fewer, then a backward and a
     forward in turn, then the backwards that are left; a stage so never keeps activations of more than S − stage

@@ -1,8 +1,7 @@
 """Runs a rank's neighbouring layers for the micro-batches of a step.
 
 What a forward draws at random is a function of the stage's seed and the number of the micro-batch. Under
-``torch.autocast`` stages hand on activations, and gradients, in the dtype that they have without it, and a backward
-runs outside of it.
+``torch.autocast`` stages hand on activations, and gradients, in the dtype that they have without it.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ RECOMPUTATIONS = ("none", "attention", "layers")
 
 
 @contextmanager
-def _weights_cast_anew() -> Iterator[None]:
+def weights_cast_anew() -> Iterator[None]:
     """Make autocast forget what it has cast, before and after: an optimizer or a switch changes the weights."""
     torch.clear_autocast_cache()
     try:
@@ -80,25 +79,24 @@ class Stage:
             for module in layer.modules():
                 if hasattr(module, "recompute"):
                     module.recompute = recompute == "attention"  # type: ignore[assignment]
+        self._group = None if process_group is None or group_size(process_group) == 1 else process_group
         self._number, self._num_stages = 0, 1
-        before: HandedOn | None = None
-        self._handed_on: HandedOn | None = None
-        messages = None
-        if process_group is not None and group_size(process_group) > 1:
-            self._number, self._num_stages = group_rank(process_group), group_size(process_group)
+        self._before: HandedOn = ()
+        self._behind: HandedOn = ()
+        if self._group is not None:
+            self._number, self._num_stages = group_rank(self._group), group_size(self._group)
             if self._number:
-                before = activations[first - 1]
+                self._before = activations[first - 1]
             if not self.is_last:
-                self._handed_on = activations[first + len(layers) - 1]
-            messages = StageMessages(process_group, before, self._handed_on, device)
-        self._executor = Executor(messages, on_computed)
+                self._behind = activations[first + len(layers) - 1]
+        self._on_computed = on_computed
 
     @property
     def is_last(self) -> bool:
         """Whether it is the last stage."""
         return self._number == self._num_stages - 1
 
-    @_weights_cast_anew()
+    @weights_cast_anew()
     def train(self, instructions: Sequence[Instruction], batches: Sequence[Batch], loss: LossPart) -> Tensor:
         """Run micro-batches forward and backward as told; gradients are added to those of the parameters.
 
@@ -110,22 +108,39 @@ class Stage:
             The sum of the losses, a float64 scalar; zero on other stages than the last one.
 
         Raises:
-            ValueError, RuntimeError: as :meth:`Executor.run <zeroresize.runtime.executor.Executor.run>`.
+            ValueError, RuntimeError: as :meth:`~zeroresize.runtime.executor.Executor.carry_out`.
         """
-        return self._run(instructions, batches, loss, keeps=True)
+        return self._run(instructions, batches, loss, trains=True)
 
     @torch.no_grad()
-    @_weights_cast_anew()
+    @weights_cast_anew()
     def evaluate(self, batches: Sequence[Batch], loss: LossPart) -> Tensor:
         """Return the sum of the losses as :meth:`train` does, without gradients; errors as there."""
-        return self._run(forward_instructions(self._number, self._num_stages, len(batches)), batches, loss, keeps=False)
+        return self._run(
+            forward_instructions(self._number, self._num_stages, len(batches)), batches, loss, trains=False
+        )
 
     def _run(
-        self, instructions: Sequence[Instruction], batches: Sequence[Batch], loss: LossPart, *, keeps: bool
+        self, instructions: Sequence[Instruction], batches: Sequence[Batch], loss: LossPart, *, trains: bool
     ) -> Tensor:
-        computation = _Computation(self, batches, loss if self.is_last else None, keeps=keeps)
-        self._executor.run(instructions, computation, [batch.sizes for batch in batches])
-        return computation.total
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+
+        def forward(microbatch: int, xs: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+            ys = as_tuple(self._forward(microbatch, xs, batches[microbatch], loss if self.is_last else None))
+            if self.is_last:
+                total.add_(ys[0].detach())
+            return ys
+
+        messages = None
+        if self._group is not None:
+            before, behind = (
+                {number: tuple(one.of(batch.sizes) for one in handed) for number, batch in enumerate(batches)}
+                for handed in (self._before, self._behind)
+            )
+            messages = StageMessages(self._group, self._device, list(before), before, behind)
+        with torch.set_grad_enabled(trains):
+            Executor(forward, messages, trains=trains, on_computed=self._on_computed).carry_out(instructions)
+        return total
 
     def _forward(self, number: int, xs: tuple[Tensor, ...] | None, batch: Batch, loss: LossPart | None) -> Tensors:
         """What is handed on, or the loss on the last stage, of this micro-batch."""
@@ -136,9 +151,9 @@ class Stage:
                 x = checkpoint(layer, x, batch, use_reentrant=False) if is_again else layer(x, batch)
             if loss is not None:
                 return loss(x, batch)
-        if self._handed_on is None or not autocast_dtype(self._device.type):
+        if self.is_last or not autocast_dtype(self._device.type):
             return x
-        return tuple(y.to(handed.dtype) for y, handed in zip(as_tuple(x), self._handed_on, strict=True))
+        return tuple(y.to(handed.dtype) for y, handed in zip(as_tuple(x), self._behind, strict=True))
 
 
 def forward_instructions(stage: int, num_stages: int, num_microbatches: int) -> list[Instruction]:
@@ -155,29 +170,3 @@ def forward_instructions(stage: int, num_stages: int, num_microbatches: int) -> 
     if num_microbatches and stage + 1 < num_stages:
         instructions.append(Instruction(Kind.WAIT_SEND_ACT, num_microbatches - 1))
     return instructions
-
-
-class _Computation:
-    """Of one step.
-
-    Attributes:
-        total: float64, the sum of losses.
-    """
-
-    def __init__(self, stage: Stage, batches: Sequence[Batch], loss: LossPart | None, *, keeps: bool) -> None:
-        self._stage, self._batches, self._loss, self._keeps = stage, batches, loss, keeps
-        self.total = torch.zeros((), dtype=torch.float64, device=stage._device)
-
-    def forward(self, microbatch: int, xs: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
-        with torch.set_grad_enabled(self._keeps):
-            ys = as_tuple(self._stage._forward(microbatch, xs, self._batches[microbatch], self._loss))
-        if self._loss is not None:
-            self.total.add_(ys[0].detach())
-        return ys
-
-    def backward(self, ys: tuple[Tensor, ...], dys: tuple[Tensor, ...] | None) -> None:
-        gradients = [None] * len(ys) if dys is None else list(dys)
-        needed = [(y, dy) for y, dy in zip(ys, gradients, strict=True) if y.requires_grad]
-        if needed:
-            with torch.autocast(self._stage._device.type, enabled=False):  # it computes in the types of its forward
-                torch.autograd.backward([y for y, _ in needed], [dy for _, dy in needed])

@@ -4,6 +4,7 @@ import itertools
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,8 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from zeroresize.policy.pipeline.bubbles import imbalance, simulated_step
 from zeroresize.policy.pipeline.simulated_steps import simulated_steps
-from zeroresize.runtime.schedules import order_of
+from zeroresize.runtime.schedules import order_of, orders_of
+from zeroresize.runtime.timeline import step_seconds
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 both = pytest.mark.parametrize("schedule", SCHEDULES)
@@ -141,13 +143,21 @@ def test_1f1b_waits_for_its_messages_by_hand():
     assert step.idle_s == (6.0, 6.0)
 
 
+@both
+@given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=6), st.integers(1, 8))
+def test_steps_take_as_long_as_operations_one_by_one_also_with_few_micro_batches(schedule, stages, num_microbatches):
+    forward_s, backward_s = (list(column) for column in zip(*stages, strict=True))
+    of_each = (np.broadcast_to(one, (num_microbatches, len(stages))) for one in (forward_s, backward_s))
+    expected = step_seconds(orders_of(schedule, len(stages), num_microbatches), *of_each)
+    assert simulated_step(forward_s, backward_s, num_microbatches, schedule=schedule).step_s == expected
+
+
 def test_what_is_no_pipeline_is_an_error():
     for wrong, message in [
         (([1.0], [1.0, 1.0], 2), "do not belong to one pipeline"),
         (([], [], 2), "do not belong to one pipeline"),
         (([1.0, -1.0], [1.0, 1.0], 2), "finite and not negative"),
         (([1.0, math.nan], [1.0, 1.0], 2), "finite and not negative"),
-        (([1.0, 1.0], [1.0, 1.0], 1), "1 micro-batches are too few for 2 stages"),
     ]:
         with pytest.raises(ValueError, match=message):
             simulated_step(*wrong)

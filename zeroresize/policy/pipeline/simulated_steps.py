@@ -1,7 +1,7 @@
 """How long steps of a pipeline take, operation by operation, of many divisions of its layers at once.
 
 ``C`` cases, such as divisions of layers or steps of a training, ``L`` layers, ``S`` stages, ``M`` micro-batches. Times
-are seconds. The schedules are those of ``torch.distributed.pipelining``.
+are seconds.
 
 Operations that wait for none of each other make a level. A step has about 2 (M + S) levels, so thousands of operations
 take hundreds of array operations, each over all cases.
@@ -44,7 +44,7 @@ def simulated_steps(
 
     Raises:
         ValueError: for numbers that are negative or not finite, or not as many as stages, and as
-            :func:`~zeroresize.runtime.schedules.order_of`; for 1F1B with fewer micro-batches than stages, as in torch.
+            :func:`~zeroresize.runtime.schedules.order_of`.
     """
     forward, backward = (np.asarray(seconds, dtype=np.float64) for seconds in (forward_s, backward_s))
     if forward.ndim != 2 or not forward.shape[1] or backward.shape != forward.shape:
@@ -61,8 +61,6 @@ def simulated_steps(
     wires = np.broadcast_to(wires, (num_cases, num_stages - 1))
     if not all((np.isfinite(seconds) & (seconds >= 0.0)).all() for seconds in (forward, backward, wires)):
         raise ValueError("times of stages and of communication are finite and not negative")
-    if schedule == "1f1b" and num_microbatches < num_stages:
-        raise ValueError(f"{num_microbatches} micro-batches are too few for {num_stages} stages and schedule '1f1b'")
     levels = _levels_of(schedule, num_stages, num_microbatches)
     steps_s = np.empty(num_cases)
     for begin in range(0, num_cases, _TOGETHER):
