@@ -24,13 +24,13 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 55_900,
-    "package files": 414,
-    "package code lines": 34_500,
-    "tests lines": 61_500,
+    "package lines": 55_100,
+    "package files": 408,
+    "package code lines": 34_000,
+    "tests lines": 61_400,
     "examples lines": 16_800,
-    "docs lines": 4_650,
-    "tuning constants": 372,
+    "docs lines": 4_630,
+    "tuning constants": 371,
 }
 
 
