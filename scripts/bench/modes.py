@@ -112,11 +112,11 @@ class Bench:
 
     def slow(self, chi: float, *copies: Copy) -> None:
         """Make the last rank slow, in these copies or in all."""
-        own = chi if self.ranks.rank == self.ranks.num_ranks - 1 else 1.0
+        slowness = chi if self.ranks.rank == self.ranks.num_ranks - 1 else 1.0
         if self.contention is not None:
-            self.contention.chi = own
+            self.contention.chi = slowness
         for copy in copies or self.copies.values():
-            copy.slowness.chi = self.everyone * own
+            copy.slowness.chi = self.everyone * slowness
 
     def updates(self, number: int) -> dict[str, list[float]]:
         return {mode: copy.updates(number) for mode, copy in self.copies.items() if mode != "off"}

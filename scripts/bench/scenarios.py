@@ -111,9 +111,9 @@ def print_table(rows: Sequence[dict[str, Any]], before: dict[tuple[str, ...], di
         lines = []
         for row in rows_of_section:
             new, old = cells(row), cells(before.get(key_of(row), row))
-            told = [now if now == then else f"{now} ({then})" for now, then in zip(new, old, strict=True)]
+            compared = [now if now == then else f"{now} ({then})" for now, then in zip(new, old, strict=True)]
             products = "" if section != "few products" else f", products {100 * row['products']:.0f} %"
-            lines.append([row["scenario"] + products, *(row[name] for name in KEYS[2:7]), *told])
+            lines.append([row["scenario"] + products, *(row[name] for name in KEYS[2:7]), *compared])
         show(section, (*KEYS[1:7], *figures, "dropped", "lent"), lines, width=250 if before else 190)
 
 

@@ -150,12 +150,12 @@ def results_table(study: Study, rows: Rows) -> Table:
     table = Table("cell", "seeds", f"{label}, ms", "accuracy, %", "against the first", title=study.name)
     first = None
     for name in dict.fromkeys(row["cell"] for row in of_study):
-        own = [row for row in of_study if row["cell"] == name]
-        step_ms = [float(row[column]) for row in own if row.get(column)]
-        accuracy = [100 * float(row["test_accuracy"]) for row in own if row.get("test_accuracy") not in ("", None)]
+        rows = [row for row in of_study if row["cell"] == name]
+        step_ms = [float(row[column]) for row in rows if row.get(column)]
+        accuracy = [100 * float(row["test_accuracy"]) for row in rows if row.get("test_accuracy") not in ("", None)]
         first = statistics.fmean(accuracy) if accuracy and first is None else first
         difference = f"{statistics.fmean(accuracy) - first:+.1f}" if accuracy and first is not None else "-"
-        table.add_row(name, str(len(own)), _with_spread(step_ms, 0), _with_spread(accuracy, 1), difference)
+        table.add_row(name, str(len(rows)), _with_spread(step_ms, 0), _with_spread(accuracy, 1), difference)
     return table
 
 

@@ -119,15 +119,15 @@ def read_study(path: Path, output: Path, *, changes: Sequence[str] = ()) -> Stud
     idle = set(shared)
     cells: dict[Path, Cell] = {}
     for seed in document.get("seeds", [0]):
-        for name, own in grid_cells.items():
+        for name, of_cell in grid_cells.items():
             folder = output / path.stem / slug(name) / f"seed{seed}"
-            own = dict(own or {})
-            num_ranks = own.pop("ranks", document.get("ranks", 2))
-            settings = {**shared, **own, **changed}
+            of_cell = dict(of_cell or {})
+            num_ranks = of_cell.pop("ranks", document.get("ranks", 2))
+            settings = {**shared, **of_cell, **changed}
             if taken := [key for key in _STUDY_KEYS if key in settings]:
                 raise ValueError(f"{path}, cell {name!r}: {taken} are set by the study itself, by 'seeds' and --output")
             values = {**settings, **dict(zip(_STUDY_KEYS, (seed, seed, str(folder)), strict=True))}
-            idle_here = _without_effect(config, values) & (shared.keys() - own.keys())
+            idle_here = _without_effect(config, values) & (shared.keys() - of_cell.keys())
             idle &= idle_here
             overrides = tuple(f"{key}={as_yaml(value)}" for key, value in values.items() if key not in idle_here)
             try:

@@ -66,11 +66,11 @@ def draw(rows: list[dict[str, str]], x: str) -> Figure:
         for number, (line, cells) in enumerate(lines.items()):
             color = f"C{number % 10}"
             with_it = [(place, of_cell) for place, of_cell in cells if any(row.get(name) for row in of_cell)]
-            told = [(place, *_mean_and_spread(of_cell, name, factor)) for place, of_cell in with_it]
-            if points := sorted(point for point in told if point[0] is not None):
+            drawn = [(place, *_mean_and_spread(of_cell, name, factor)) for place, of_cell in with_it]
+            if points := sorted(point for point in drawn if point[0] is not None):
                 places, means, spreads = zip(*points, strict=True)
                 axes.errorbar(places, means, yerr=spreads, label=line, color=color, marker="o", capsize=3)
-            for _, mean, spread in (point for point in told if point[0] is None):
+            for _, mean, spread in (point for point in drawn if point[0] is None):
                 axes.axhline(mean, label=line, color=color, linestyle="--", linewidth=1)
                 axes.axhspan(mean - spread, mean + spread, color=color, alpha=0.12)
         axes.set(xlabel=x, ylabel=quantity)

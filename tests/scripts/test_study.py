@@ -354,12 +354,12 @@ def test_rows_without_a_mean_step_make_all_be_told_by_medians(tmp_path: Path) ->
     rows = study.all_rows(both, table)
     assert list(rows) == [old.key, new.key]
     assert (rows[old.key]["commit"], rows[old.key]["mean_step_ms"]) == ("", "")
-    for of_table, label, told in (
+    for of_table, label, text in (
         (rows, "median step, ms", "150 ± 71"),
         ({new.key: rows[new.key]}, "mean step, ms", "110"),
     ):
         column = study.results_table(both, of_table).columns[2]
-        assert (column.header, [*column.cells]) == (label, [told])
+        assert (column.header, [*column.cells]) == (label, [text])
 
 
 def test_a_folder_in_which_a_run_is_writing_is_not_cleared(

@@ -199,7 +199,8 @@ class Planners:
                 self._failed(task.place, outcome)
             else:
                 self._seconds.append((task.place[1], outcome[0]))
-                self._leave(task.place, outcome[1])
+                if task.place[0] == self._wanted.number:  # else nobody waits for it any more
+                    self._leave(task.place, outcome[1])
 
     def _failed(self, place: tuple[int, int], how: str) -> None:
         """What was not planned is planned again, but not for ever."""
