@@ -22,8 +22,11 @@ def divide_units(units: OwnedUnits, shares: Sequence[float]) -> None:
         ValueError: if the optimizer does not let units be divided; on every rank.
         RuntimeError: as :meth:`~zeroresize.resharding.units.owned_units.OwnedUnits.move`.
     """
-    if units.why_not_movable is not None:
-        raise ValueError(f"shares={list(shares)}: units cannot be divided so: {units.why_not_movable}")
+    why, here = units.why_not_divisible, units.why_not_stepped()
+    if any(is_refused for is_refused, *_ in units.meet(float(here is not None))):
+        why = why or units.gather_reasons(here)
+    if why is not None:
+        raise ValueError(f"shares={list(shares)}: units cannot be divided so: {why}")
     units.move(shares)
     units.forget_moves()
     for segment in units.segments:

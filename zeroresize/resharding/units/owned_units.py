@@ -332,8 +332,8 @@ class OwnedUnits:
                     )
         return None
 
-    def _why_not_stepped(self) -> str | None:
-        """Where a trained parameter of the units is stepped by something else, whose state would not move along."""
+    def why_not_stepped(self) -> str | None:
+        """Return which trained parameter of the units something else steps, whose state would not move along."""
         stepped = self._stepped()
         if stepped is None:
             return None
@@ -354,7 +354,7 @@ class OwnedUnits:
             return "the optimizer is a ZeroRedundancyOptimizer, whose replicas keep different parts of its state"
         if self.why_not_divisible is not None:
             return self.why_not_divisible
-        if (why := self._why_not_stepped()) is not None:
+        if (why := self.why_not_stepped()) is not None:
             return why
         fixed = (why_of_fixed_size(name, one) for name, one in self._parameters.items())
         if reason := next(filter(None, fixed), None):
