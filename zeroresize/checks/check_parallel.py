@@ -33,7 +33,7 @@ from zeroresize.checks.forward_checks import (
 )
 from zeroresize.checks.gradient_checks import GradientCheck, local_gradients
 from zeroresize.checks.model_checks import find_backwards_that_do_not_add_up, find_broken_ties, find_other_norm
-from zeroresize.checks.recording import Event, Recorder, are_alike, are_all_alike, numbers_in
+from zeroresize.checks.recording import Numbers, Recorder, are_alike, are_all_alike, numbers_in
 from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.resharding.ranks import Ranks
 from zeroresize.resharding.segments.in_float64 import require_replaceable
@@ -96,7 +96,7 @@ def check_parallel(
     if ranks.size == 1:
         logger.info("check_parallel: the process group has one rank, so there is nothing to check")
         return []
-    given = ranks.share([name for name, one in (("reference", reference), ("clip", clip)) if one is not None])
+    given = ranks.share([name for name, value in (("reference", reference), ("clip", clip)) if value is not None])
     if any(each != given[0] for each in given):
         raise ValueError(f"check_parallel: given were {given} by rank: give the same arguments on every rank")
     if clip is None and hasattr(optimizer, "_compute_grad_norm"):  # Colossal-AI's
@@ -161,7 +161,7 @@ class _Check:
 
     def run(self) -> None:
         model, ranks, findings = self.apart.inner, self._ranks, self.findings
-        if (others := self._other_inputs([])) is not None:  # ranks whose sizes differ could not meet in a layer
+        if (others := self._other_batches()) is not None:  # ranks whose sizes differ could not meet in a layer
             findings.append(others)
             return
         self.parts, differing = parts_of(model, ranks)
@@ -169,7 +169,8 @@ class _Check:
         self.apart.recorded(recorder)
         events = recorder.events_of_ranks()
         self.has_computed = True
-        if (others := self._other_inputs(events)) is not None:
+        read = next((event.inputs for event in events if not event.module and not event.operation), [])
+        if (others := self._other_inputs(read)) is not None:
             findings.append(others)
             return
         findings += differing
@@ -208,22 +209,24 @@ class _Check:
     def _is_forward_wrong(self) -> bool:
         return any(each.cause in (ACTIVATIONS, SUM) for each in self.findings)
 
-    def _other_inputs(self, events: Sequence[Event]) -> ParallelFinding | None:
-        root = [event.inputs for event in events if not event.module and not event.operation]
+    def _other_batches(self) -> ParallelFinding | None:
         modes = self._ranks.share([name for name, module in self.apart.inner.named_modules() if module.training])
         if any(mode != modes[0] for mode in modes):
             trains = " and ".join(f"{len(mode)} modules on rank {rank}" for rank, mode in enumerate(modes[:4]))
             return finding(INPUTS, f"other modules are in train() on some ranks: {trains}")
-        for numbers in (self._ranks.share(numbers_in(self.apart.batch)), *root[:1]):
-            if are_all_alike(numbers, self._alike):
-                continue
-            rows = list(zip(*numbers, strict=False))
-            at = next((at for at, row in enumerate(rows) if not are_all_alike([[of] for of in row], self._alike)), None)
-            if at is None:
-                return finding(INPUTS, f"the ranks have {list(map(len, numbers))} tensors and values")
-            of_ranks = [f"rank {rank}: shape {shape}, {sums}" for rank, (shape, *sums) in enumerate(rows[at][:4])]
-            return finding(INPUTS, f"number {at} of what the loss is given differs, by sums: {'; '.join(of_ranks)}")
-        return None
+        return self._other_inputs(self._ranks.share(numbers_in(self.apart.batch)))
+
+    def _other_inputs(self, of_ranks: Sequence[Numbers]) -> ParallelFinding | None:
+        if are_all_alike(of_ranks, self._alike):
+            return None
+        rows = enumerate(zip(*of_ranks, strict=False))
+        at, row = next(
+            ((at, row) for at, row in rows if not are_all_alike([[each] for each in row], self._alike)), (0, ())
+        )
+        if not row:
+            return finding(INPUTS, f"the ranks have {list(map(len, of_ranks))} tensors and values")
+        figures = [f"rank {rank}: shape {shape}, {sums}" for rank, (shape, *sums) in enumerate(row[:4])]
+        return finding(INPUTS, f"number {at} of what the loss is given differs, by sums: {'; '.join(figures)}")
 
     def _vary_constants(self) -> None:
         """New biases and norms are constants, with which a bias that counts twice would not show."""
