@@ -139,6 +139,16 @@ def test_after_a_step_it_is_known_what_a_function_counts_that_gives_torchs_the_v
     assert shifting.is_foreseen is False
 
 
+def test_a_loss_that_masks_some_targets_itself_is_not_known_from_a_step_in_which_it_masks_none():
+    def masking(outputs, targets):
+        return F.cross_entropy(outputs, targets.masked_fill(targets == 0, -100))
+
+    counted, outputs = CountedLoss(masking, averages=True), torch.randn(8, WORDS, 5, requires_grad=True)
+    for targets in (TARGETS.masked_fill(TARGETS == 0, 1), TARGETS.masked_fill(TARGETS == 1, 0)):
+        torch.testing.assert_close(run(counted, outputs, targets), masking(outputs, targets))
+        assert counted.is_foreseen is False
+
+
 def test_a_loss_that_counts_otherwise_than_it_did_is_refused():
     kept = [TARGETS]
     counted = CountedLoss(lambda y, x: F.cross_entropy(y, kept[-1]), averages=True)

@@ -281,11 +281,11 @@ def _term_of(value: Any, func: Any, given: inspect.BoundArguments) -> _Term:
 
 
 def _is_of(call: _Call, targets: Any) -> bool:
-    """Whether these targets are what the loss of torch was given, in whatever shape."""
+    """Whether these targets are what the loss of torch was given, in whatever shape: no copy, which may mask some."""
     target = call.given["target"]
-    is_alike = isinstance(targets, Tensor) and target.numel() == targets.numel()
     is_class = call.function in _ELEMENTS or not target.is_floating_point()
-    return is_alike and is_class and torch.equal(target.reshape(-1), targets.reshape(-1).to(target.dtype))
+    is_whole = isinstance(targets, Tensor) and target.numel() == targets.numel()
+    return is_class and is_whole and target.data_ptr() == targets.data_ptr()
 
 
 def _foreseen(loss: Loss, targets: Any, learned: _Call | None) -> _Term | None:
