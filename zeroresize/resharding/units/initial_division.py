@@ -18,14 +18,15 @@ logger = logging.getLogger(__name__)
 def divide_units(units: OwnedUnits, shares: Sequence[float]) -> None:
     """Divide the units of all segments by ``shares``, on which all ranks have agreed; collective.
 
+    Args:
+        units: on which :meth:`~zeroresize.resharding.units.owned_units.OwnedUnits.agree` was called.
+        shares: of every rank.
+
     Raises:
         ValueError: if the optimizer does not let units be divided; on every rank.
         RuntimeError: as :meth:`~zeroresize.resharding.units.owned_units.OwnedUnits.move`.
     """
-    why, here = units.why_not_divisible, units.why_not_stepped()
-    if any(is_refused for is_refused, *_ in units.meet(float(here is not None))):
-        why = why or units.gather_reasons(here)
-    if why is not None:
+    if (why := units.why_not_divisible or units.why_not_stepped) is not None:
         raise ValueError(f"shares={list(shares)}: units cannot be divided so: {why}")
     units.move(shares)
     units.forget_moves()

@@ -76,6 +76,7 @@ class OwnedUnits:
         checks: each tells why units may not move now, though they might at the start; None where they may. They may
             answer otherwise on other ranks.
         why_not_divisible: why the optimizer does not let units be divided unevenly; None where it does.
+        why_not_stepped: which of their parameters something else steps, whose state would not move along; or None.
         why_not_movable: why no unit may change hands, for that or another reason; None where they may.
     """
 
@@ -104,6 +105,7 @@ class OwnedUnits:
         ]
         self._owned_by: tuple[tuple[float, ...], float] = self.home, 1.0
         self.why_not_divisible = self._why_not_divisible()
+        self.why_not_stepped = self._why_not_stepped()
         self.why_not_movable = self._why_not_movable(replicas)
 
     @property
@@ -160,13 +162,11 @@ class OwnedUnits:
         Raises:
             ValueError: on every rank, if units are away though the optimizer does not let them be divided.
         """
-        reasons_here = self.why_not_divisible is not None, self.why_not_movable is not None
-        table = self.meet(*map(float, reasons_here))
-        indivisible, immovable = ([rank for rank, row in enumerate(table) if row[kind]] for kind in (0, 1))
-        if 0 < len(indivisible) < self._num_ranks:
-            self.why_not_divisible = self.gather_reasons(self.why_not_divisible)
-        if 0 < len(immovable) < self._num_ranks:
-            self.why_not_movable = self.gather_reasons(self.why_not_movable)
+        names = "why_not_divisible", "why_not_stepped", "why_not_movable"
+        table = self.meet(*(float(getattr(self, name) is not None) for name in names))
+        for name, of_ranks in zip(names, zip(*table, strict=True), strict=True):
+            if 0 < sum(of_ranks) < self._num_ranks:
+                setattr(self, name, self.gather_reasons(getattr(self, name)))
         if self.why_not_divisible is not None and not self.is_home:
             raise ValueError(f"units are divided by the shares {list(self.shares)}: {self.why_not_divisible}")
 
@@ -332,8 +332,7 @@ class OwnedUnits:
                     )
         return None
 
-    def why_not_stepped(self) -> str | None:
-        """Return which trained parameter of the units something else steps, whose state would not move along."""
+    def _why_not_stepped(self) -> str | None:
         stepped = self._stepped()
         if stepped is None:
             return None
@@ -354,8 +353,8 @@ class OwnedUnits:
             return "the optimizer is a ZeroRedundancyOptimizer, whose replicas keep different parts of its state"
         if self.why_not_divisible is not None:
             return self.why_not_divisible
-        if (why := self.why_not_stepped()) is not None:
-            return why
+        if self.why_not_stepped is not None:
+            return self.why_not_stepped
         fixed = (why_of_fixed_size(name, one) for name, one in self._parameters.items())
         if reason := next(filter(None, fixed), None):
             return reason
