@@ -19,7 +19,7 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.shards import is_marked_as_shard
 from zeroresize.resharding.ranks import Ranks
-from zeroresize.utils.torch_private import is_dtensor
+from zeroresize.utils.torch_private import is_dividing, is_dtensor
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _description(parameter: Tensor) -> list[Any]:
 def _is_shard(parameter: Tensor, owner: nn.Module, name: str) -> bool | None:
     """None where neither the parameter nor its layer tells."""
     if is_dtensor(parameter):
-        return any(hasattr(placement, "dim") for placement in parameter.placements)  # type: ignore[attr-defined]
+        return any(map(is_dividing, parameter.placements))  # type: ignore[attr-defined]
     if is_marked_as_shard(parameter) or hasattr(parameter, "shard_fn"):  # the second of Colossal-AI's fused layers
         return True
     kind = kind_of_layer(owner)
@@ -111,7 +111,7 @@ def kind_of_layer(module: nn.Module) -> str:
     is_embedding = hasattr(module, "num_embeddings")
     if is_dtensor(weight):
         placement = weight.placements[-1]  # type: ignore[attr-defined]
-        if not hasattr(placement, "dim"):  # a strided shard is no Shard
+        if not is_dividing(placement):
             return ""
         kinds = {0: "embedding", 1: ""} if is_embedding else {0: "column", 1: "row"}
         return kinds[placement.dim % 2]

@@ -110,10 +110,11 @@ class SeenBatches:
         for key, (name, tolerance, doubt) in self._taken.items():
             if all(key in table for table in tables):  # else of other sizes, which layers compare
                 groups = alike([distance_of_sums(table[key], tables[0][key]) > tolerance for table in tables])
+                text = f"{name}{at_fault(groups)}"
                 if len(groups) > 1 and doubt in (_UNLESS_DRAWN, _WITHIN):
-                    within.append(f"{name}{at_fault(groups)}")
+                    within.append(text)
                 if len(groups) > 1 and doubt != _WITHIN:
-                    differing.append(f"{name}{at_fault(groups)}")
+                    differing.append(text)
                     doubts.add(doubt)
         is_certain, only_warns = _SURELY in doubts, doubts == {_UNLESS_MEANT}
         remedy = "" if is_certain else _REMEDIES[only_warns]

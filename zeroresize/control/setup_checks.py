@@ -21,6 +21,7 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.weight_checks import is_flat_parameters, why_no_whole_weight
 from zeroresize.measure.step_timer import LayerTimer
 from zeroresize.optim.optimizers import not_stepped
+from zeroresize.resharding.segments.search_segments import first_of
 from zeroresize.utils.torch_private import running_ddp
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ def check_layers(
     unknown = not_stepped(optimizer, weights)
     if unknown and len(unknown) == len(weights):
         raise ValueError(
-            f"the optimizer does not step the weights of {_named(unknown)}, nor any other layer's: make it from the "
+            f"the optimizer does not step the weights of {first_of(unknown)}, nor any other layer's: make it from the "
             "parameters that the model has now"
         )
     check_optimizer(unknown, is_error=config.start_checks)
@@ -118,8 +119,8 @@ def check_optimizer(unknown: Sequence[str], *, is_error: bool) -> None:
     if not unknown:
         return
     message = (
-        f"the optimizer does not step the weights of {_named(unknown)}, which want gradients: was it made before they "
-        "were?"
+        f"the optimizer does not step the weights of {first_of(unknown)}, which want gradients: was it made before "
+        "they were?"
     )
     if is_error:
         raise ValueError(
@@ -152,7 +153,3 @@ def check_data_parallelism(model: nn.Module, layers: Layers, process_group: Proc
                 "shards of the layers: give it the data-parallel group (process_group=...), whose ranks hold the same "
                 f"shards, or leave it away where there is no data parallelism; {HINT}"
             )
-
-
-def _named(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:MOST_NAMED])}{', …' if names[MOST_NAMED:] else ''}"

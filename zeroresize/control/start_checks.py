@@ -28,6 +28,7 @@ from zeroresize.control.device_models import DeviceModels
 from zeroresize.control.seen_batches import Difference, SeenBatches
 from zeroresize.control.setup_checks import HINT, MOST_NAMED, Layers, check_data_parallelism
 from zeroresize.optim.optimizers import hook_steps, stepped_gradients, torch_optimizer
+from zeroresize.resharding.segments.search_segments import first_of
 from zeroresize.utils.alike import minority, named_ranks
 
 logger = logging.getLogger(__name__)
@@ -217,8 +218,7 @@ class StartCheck:
             )
             self._judge(
                 f"the gradients of {len(differing)} of {len(sums)} parameters that all ranks of the group hold alike "
-                f"differ between the ranks in the first optimizer step: {', '.join(differing[:MOST_NAMED])}"
-                f"{', …' * (len(differing) > MOST_NAMED)}. {cause}",
+                f"differ between the ranks in the first optimizer step: {first_of(differing)}. {cause}",
                 is_certain,
                 only_warns=not is_known,
             )
@@ -233,8 +233,7 @@ class StartCheck:
         self.why_units_stay = None
         if names:
             self.why_units_stay = (
-                "activations that all ranks of the group should have alike differ between them: "
-                f"{', '.join(names[:MOST_NAMED])}{', …' * (len(names) > MOST_NAMED)}"
+                f"activations that all ranks of the group should have alike differ between them: {first_of(names)}"
             )
             self._warn(
                 "inputs",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroresize.layers.module_names import qualified_name
-from zeroresize.utils.torch_private import is_dtensor, local_tensor_of, parameters_of
+from zeroresize.utils.torch_private import is_dividing, is_dtensor, local_tensor_of, parameters_of
 
 _REMEDY = (
     "Split both alike (the same style and ranks), or leave both whole; where they are to be independent, give one a "
@@ -149,7 +149,7 @@ def _common(tensor: Any, other: Any) -> Tensor | None:
             return None
     if is_dtensor(other) and not (is_dtensor(tensor) and tensor.placements == other.placements):
         placement, mesh = other.placements[0], other.device_mesh
-        if hasattr(placement, "split_factor"):
+        if is_dividing(placement) and not placement.is_shard():
             return None
         if placement.is_shard():
             parts = local.detach().chunk(mesh.size(), dim=placement.dim)

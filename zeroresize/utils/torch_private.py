@@ -388,6 +388,11 @@ def strided_shard(dim: int, num_parts: int) -> Any:
     return sys.modules["torch.distributed.tensor"].placement_types._StridedShard(dim, split_factor=num_parts)
 
 
+def is_dividing(placement: Any) -> bool:
+    """Return whether each rank holds a part by it: by a ``Shard``, or a :func:`strided_shard`, which is none."""
+    return hasattr(placement, "dim")
+
+
 def classes_of_checkpoint_index() -> tuple[Any, Any]:
     """Return what an index of torch.distributed.checkpoint names under private names, to read one.
 
