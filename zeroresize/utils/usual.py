@@ -1,13 +1,14 @@
 """What is usual among a few measurements: interruptions lengthen steps, and must not look like slowness.
 
 All three wings filter single interruptions by this one rule: of two the shorter, of three the middle one. Units take it
-over the steps of an interval under one plan (:mod:`zeroresize.policy.tensor.estimation.change_of_level` splits them
-where the level changes), layers over the newest profiles of each layer, strategies over the newest steps of each rank.
+over the steps of an interval under one plan (:mod:`zeroresize.policy.speed.change_of_level` splits them where the
+level changes), layers over the newest profiles of each layer, strategies over the newest steps of each rank.
 
 What comes after it differs, as the questions do:
 
-- **Units**: a Kalman filter (:mod:`zeroresize.policy.tensor.estimation.estimator`) tells what pruning costs apart from
-  what a rank is slow by. It knows its own variance, so a jump is what exceeds so many standard deviations.
+- **Units**: a meter (:mod:`zeroresize.policy.speed.meter`) follows each part of a step and learns its noise, so a jump
+  is what exceeds so many standard deviations. What two plans take beside each other tells what pruning costs
+  (:mod:`zeroresize.policy.tensor.estimation.estimator`).
 - **Layers**: work varies as routed tokens do, or jumps as a freeze does, and which is not known; so means of several
   memories compete (:mod:`zeroresize.policy.pipeline.running_profile`). They are judged by what they forecast, and there
   is no threshold of a jump.
