@@ -12,8 +12,8 @@ What comes after it differs, as the questions do:
 - **Layers**: work varies as routed tokens do, or jumps as a freeze does, and which is not known; so means of several
   memories compete (:mod:`zeroresize.policy.pipeline.running_profile`). They are judged by what they forecast, and there
   is no threshold of a jump.
-- **Strategies**: work changes its layout at each switch, and only a rank's speed is asked for, of which little is known
-  at once; so a jump is a factor, and a mean that forgets follows what is none
+- **Strategies**: work changes its layout at each switch, and only a rank's speed is asked for: the same meter follows
+  seconds per unit of work, and what is told of it changes by no little
   (:mod:`zeroresize.policy.strategy.stragglers.rank_speeds`).
 """
 

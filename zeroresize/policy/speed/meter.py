@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from zeroresize.policy.speed.noise import JUMP, Noise
 from zeroresize.utils.usual import usual_of
 
-#: Standard deviation of a jump's logarithm: a factor of 4.
-JUMP_SIZE = math.log(4.0)
 #: Logarithms of seconds stay within these.
 _LEAST, _MOST = math.log(2e-9), math.log(0.5e6)
 
@@ -63,6 +61,11 @@ class SpeedMeter:
         self.level, self.variance = bounded(level), variance
         self.noise.forget_last(math.nan)
 
+    def is_jump(self, values: Sequence[float]) -> bool:
+        """Whether the logarithms of some steps of the same work differ too much for noise."""
+        variance = self.variance + self.noise.of_steps(len(values))
+        return (usual_of(values) - self.level) ** 2 > JUMP**2 * variance
+
     def take(
         self, values: Sequence[float], change: float = 0.0, change_variance: float = 0.0, *, is_alike: bool = True
     ) -> Reading:
@@ -83,9 +86,7 @@ class SpeedMeter:
         surprise, of_level = value - self.level - change, self.variance + variance
         before = self.variance + change_variance
         has_jumped = surprise**2 > JUMP**2 * (before + variance)
-        if has_jumped:
-            before += max(JUMP_SIZE, abs(surprise)) ** 2
-        gain = before / (before + variance)
+        gain = 1.0 if has_jumped else before / (before + variance)
         self.level = bounded(self.level + change + gain * surprise)
         self.variance = gain * variance
         if has_jumped or not is_alike:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from zeroresize.plan.group import Shares
 from zeroresize.policy.speed.change_of_level import change_of_level
-from zeroresize.policy.speed.meter import JUMP_SIZE, SpeedMeter, bounded
+from zeroresize.policy.speed.meter import SpeedMeter, bounded
 from zeroresize.policy.speed.noise import JUMP
 from zeroresize.policy.tensor.costs import ResizingCost
 from zeroresize.policy.tensor.estimation.cost_curve import CostCurve
@@ -47,6 +47,8 @@ _COMPARISON_ERROR, _REFERENCE_ERROR = 0.04, 0.1
 _REFERENCE_PRIOR = 0.3
 #: A rank's speed jumps in that share of the intervals.
 _HAZARD = 0.05
+#: Standard deviation of a jump's logarithm: a factor of 4.
+_JUMP_SIZE = math.log(4.0)
 
 
 @dataclass(eq=False)
@@ -238,7 +240,7 @@ class RankEstimator:
 
 def _share_of_jumps(surprise: float, variance: float) -> float:
     """Return how likely a surprise under a new plan comes from a jump of speed, by Bayes."""
-    jump = _HAZARD * _density(surprise, variance + JUMP_SIZE**2)
+    jump = _HAZARD * _density(surprise, variance + _JUMP_SIZE**2)
     return jump / (jump + (1.0 - _HAZARD) * _density(surprise, variance) + 1e-300)
 
 
