@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zeroresize.policy.strategy.stragglers.decision import StragglerDecision, StrategyCosts
+from zeroresize.policy.strategy.stragglers.candidates import StrategyCosts
+from zeroresize.policy.strategy.stragglers.decision import StragglerDecision
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,6 @@ def simulate_stragglers(
             continue
         proposal = decision.update(known_speeds[-1 - delay])
         if proposal is not None:
-            decision.made(proposal)
+            decision.made(proposal, known_speeds[-1 - delay])
             switches.append((number, proposal.candidate.key, proposal.switch_s))
     return StragglerRun(tuple(steps_s), tuple(switches))

@@ -8,7 +8,7 @@ import pytest
 from zeroresize.plan.layout import TensorSpec, UnitDivision
 from zeroresize.plan.length_range import LengthRange, with_limits
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.step_plan import Visit, plan_visits
+from zeroresize.policy.strategy.packing import Visit, plan_visits
 from zeroresize.policy.strategy.switches.switch_order import tour_seconds
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.strategy.switch_tour import SwitchTour

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -27,11 +26,9 @@ from zeroresize.policy.microbatches.replica_plans import replica_plans
 from zeroresize.policy.microbatches.replicas import shared_by_stages
 from zeroresize.policy.moves.move_cost import most_bytes
 from zeroresize.policy.strategy.costs.cost_model import pipeline_seconds
-from zeroresize.policy.strategy.stragglers.changed_strategies import ModelDivision
+from zeroresize.policy.strategy.stragglers.candidates import ModelDivision
 from zeroresize.policy.strategy.switches.switch_plan import plan_weights
 
-#: Iterations are expected to be like so many of the newest ones.
-SAMPLE = 4
 #: Of the heaviest layer's work, at least.
 _LEAST_WORK = 1e-6
 
@@ -65,7 +62,7 @@ class PlannedModel:
 class ReplannedCosts:
     """Tell what a training's iterations and switches take.
 
-    It is a :class:`~zeroresize.policy.strategy.stragglers.decision.StrategyCosts` of one range, all lengths.
+    It is a :class:`~zeroresize.policy.strategy.stragglers.candidates.StrategyCosts` of one range, all lengths.
 
     Args:
         model: what is trained.
@@ -80,18 +77,13 @@ class ReplannedCosts:
         self.optimizer_strategy = 0
         self._model, self._options = model, options
         self._costs_of = lru_cache(maxsize=64)(lambda boundaries: costs_of(boundaries))
-        self._plans: deque[IterationPlan] = deque(maxlen=SAMPLE)
+        self._plans: tuple[IterationPlan, ...] = ()
         self._layout_of = lru_cache(maxsize=64)(self._layout)
         self._prices_of = lru_cache(maxsize=256)(self._prices)
 
-    def expect(self, plan: IterationPlan) -> None:
-        """Expect iterations like this one, which is the newest."""
-        self._plans.append(plan)
-        self._prices_of.cache_clear()
-
-    def forget(self) -> None:
-        """Expect nothing of the iterations so far, which were planned otherwise."""
-        self._plans.clear()
+    def expect(self, plans: Sequence[IterationPlan]) -> None:
+        """Expect iterations like those of these plans, which were made for the strategy in force."""
+        self._plans = tuple(plans)
         self._prices_of.cache_clear()
 
     @property
@@ -117,8 +109,9 @@ class ReplannedCosts:
             strategy, lambda _, stage_s: _slowest_s(shared_by_stages(stage_s, slowness_DS), stage_s, slowness_DS)
         )
 
-    def as_planned_s(self, strategy: Strategy, speeds: Sequence[float]) -> float:
+    def as_planned_s(self, strategies: Sequence[Strategy], speeds: Sequence[float]) -> float:
         """Return the same of the plans as they are, made for this strategy's division, when ranks had other speeds."""
+        (strategy,) = strategies
         slowness_DS = self.slowness_of(strategy, speeds)
 
         def seconds(plan: IterationPlan, stage_s: Floats) -> float:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,6 @@ import numpy as np
 from zeroresize.plan.layout import Indices
 from zeroresize.plan.length_range import LengthRange
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.costs.candidate_strategies import default_thresholds
 from zeroresize.policy.strategy.costs.cost_model import CostModel, Floats, batch_sums
 from zeroresize.policy.strategy.costs.forecast import (
     Pack,
@@ -35,9 +34,6 @@ from zeroresize.policy.strategy.costs.forecast import (
 )
 from zeroresize.utils.value_checks import at_least, number
 
-#: ``fits(strategy, optimizer_strategy, tokens)``: whether memory suffices to train micro-batches of so many tokens.
-Fits = Callable[[Strategy, Strategy, int], bool]
-
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -47,12 +43,10 @@ class SearchResult:
         best: of all ranges and the optimizer's strategies; every range with the ``max_tokens`` for which it was found
             to fit.
         static: of one range.
-        num_visited: how many beginnings of ranges were looked at.
     """
 
     best: StepForecast
     static: StepForecast
-    num_visited: int
 
     @property
     def ranges(self) -> tuple[LengthRange, ...]:
@@ -70,6 +64,45 @@ class SearchResult:
         return self.static.step_s / self.best.step_s
 
 
+def candidate_strategies(
+    num_ranks: int, num_layers: int, units: Sequence[int], ranks_per_node: int | None = None
+) -> list[Strategy]:
+    """Return all (dp, tp, pp) on the first ``num_ranks`` ranks whose layers and units divide.
+
+    Args:
+        num_layers: every stage has at least one.
+        units: of the layers' segments, such as heads and feed-forward neurons: tp divides each number.
+        ranks_per_node: where given, a tensor-parallel group lies in one node or fills whole ones.
+
+    Raises:
+        ValueError: for numbers below 1.
+    """
+    for key, value in (
+        ("num_ranks", num_ranks),
+        ("num_layers", num_layers),
+        *(("units", num_units) for num_units in units),
+    ):
+        at_least(key, value, 1)
+    per_node = num_ranks if ranks_per_node is None else ranks_per_node
+    at_least("ranks_per_node", per_node, 1)
+    strategies = []
+    for tp in _divisors(num_ranks):
+        is_whole = per_node % tp == 0 or tp % per_node == 0
+        if is_whole and not any(num_units % tp for num_units in units):
+            stages = [pp for pp in _divisors(num_ranks // tp) if pp <= num_layers]
+            strategies += [Strategy(num_ranks // (tp * pp), tp, pp) for pp in stages]
+    return strategies
+
+
+def default_thresholds(longest: int, shortest: int = 256) -> list[int]:
+    """Return the longest length and its halves, rising, down to ``shortest``."""
+    at_least("longest", longest, 1)
+    thresholds = [longest]
+    while thresholds[-1] // 2 >= max(shortest, 1):
+        thresholds.append(thresholds[-1] // 2)
+    return thresholds[::-1]
+
+
 def search_strategies(
     sample: Sequence[Sequence[int]],
     candidates: Sequence[Strategy],
@@ -80,7 +113,6 @@ def search_strategies(
     pack: Pack = packed_by_work,
     max_ranges: int = 4,
     max_tokens: int | None = None,
-    fits: Fits | None = None,
 ) -> SearchResult:
     """Search for the ranges, their strategies and the optimizer's strategy with which a step takes least.
 
@@ -95,11 +127,6 @@ def search_strategies(
         pack: how sequences are packed into micro-batches and these dealt to replicas, as in training.
         max_ranges: at most so many.
         max_tokens: of a micro-batch; None: as many as the longest sequence of its range may have.
-        fits: ``fits(strategy, optimizer_strategy, tokens)`` tells whether memory suffices to train micro-batches of so
-            many tokens, such as :meth:`OverlappedSwitches.fits
-            <zeroresize.policy.strategy.costs.overlap.OverlappedSwitches.fits>` of the optimizer's strategy; None for
-            :meth:`CostModel.fits <zeroresize.policy.strategy.costs.cost_model.CostModel.fits>` in ``memory_limit``.
-            Switches keep ``memory_limit`` either way.
 
     Raises:
         ValueError: if thresholds do not rise, no candidate is given or one is given twice, the sample has a sequence
@@ -115,19 +142,16 @@ def search_strategies(
     limits = [max_tokens or up_to for up_to in thresholds]
     table = _WorkTable.of(sample, candidates, cost, thresholds, limits, pack)
     static, optimizer_strategies = _BestRanges(), list[_OptimizerStrategy]()
-
-    def fits_limit(strategy: Strategy, optimizer_strategy: Strategy, tokens: int) -> bool:
-        return cost.fits(strategy, optimizer_strategy, tokens, memory_limit)
-
-    fits = fits or fits_limit
     for place, optimizer_strategy in enumerate(candidates):
-        is_allowed = [[fits(one, optimizer_strategy, limit) for one in candidates] for limit in limits]
+        is_allowed = [
+            [cost.fits(one, optimizer_strategy, limit, memory_limit) for one in candidates] for limit in limits
+        ]
         optimizer_strategies.append(
             _OptimizerStrategy(optimizer_strategy, np.where(np.array(is_allowed)[None], table.work_s, np.inf), cost)
         )
         static_s = float(optimizer_strategies[-1].work_s[0, -1, place]) + optimizer_strategies[-1].reduction_s
         static.offer(static_s, optimizer_strategy, [(len(thresholds), optimizer_strategy)])
-    best, num_visited = copy.copy(static), 0
+    best = copy.copy(static)
     for option in sorted(optimizer_strategies, key=lambda one: one.least_s.min()):
         useful = np.flatnonzero(option.least_s < best.step_s)
         if not useful.size:
@@ -149,7 +173,7 @@ def search_strategies(
             option.reduction_s,
             max_ranges,
         )
-        num_visited += branches.explore(best)
+        branches.explore(0, 0.0, [], [0] * len(sample), best)
     if static.optimizer_strategy is None or best.optimizer_strategy is None:
         raise ValueError(
             f"none of the strategies {[str(one) for one in candidates]} trains all lengths up to {thresholds[-1]} in "
@@ -160,9 +184,7 @@ def search_strategies(
         ranges = [LengthRange(thresholds[end - 1], one, limits[end - 1]) for end, one in best.ranges]
         return forecast_step(ranges, optimizer_strategy, sample, cost, pack)
 
-    return SearchResult(
-        forecast(best.optimizer_strategy, best), forecast(static.optimizer_strategy, static), num_visited
-    )
+    return SearchResult(forecast(best.optimizer_strategy, best), forecast(static.optimizer_strategy, static))
 
 
 class _BestRanges:
@@ -265,7 +287,6 @@ class _Branches:
         self._entry_s = np.where(np.eye(len(switch_s), dtype=bool), np.inf, switch_s).min(axis=0)
         self._size = len(self._work_s)
         self._remaining_s = self._least_work()
-        self._num_visited = 0
 
     def _least_work(self) -> Floats:
         """[max_ranges + 1, K + 1]: the least work behind a threshold in so many ranges at most, without switches."""
@@ -277,15 +298,16 @@ class _Branches:
                 least[count, begin] = (by_range[begin, begin:] + least[count - 1, begin + 1 :]).min()
         return least
 
-    def explore(self, best: _BestRanges) -> int:
-        """Offer what is better; returns how many branches were looked at."""
-        self._explore(0, 0.0, [], [0] * len(self._is_present), best)
-        return self._num_visited
-
-    def _explore(
+    def explore(
         self, begin: int, work_s: float, ranges: list[tuple[int, int]], used: list[int], best: _BestRanges
     ) -> None:
-        self._num_visited += 1
+        """Offer what is better: the ranges that are chosen, and any behind them.
+
+        Args:
+            begin: the threshold behind which nothing is chosen yet.
+            work_s: of the ranges that are chosen, as (end, candidate).
+            used: [B] the candidates in use of each mini-batch, as bits.
+        """
         if begin == self._size:
             tours_s = sum(map(self._tours.seconds, used)) / len(used)
             named_ranges = [(end, self._strategies[one]) for end, one in ranges]
@@ -306,7 +328,7 @@ class _Branches:
             now = [mask | int(is_there) << candidate for mask, is_there in zip(used, present, strict=True)]
             if bound_s + sum(map(self._least_switches, now)) / len(now) < best.step_s:
                 spent_s = work_s + float(self._work_s[begin, last, candidate])
-                self._explore(last + 1, spent_s, [*ranges, (last + 1, candidate)], now, best)
+                self.explore(last + 1, spent_s, [*ranges, (last + 1, candidate)], now, best)
 
     def _least_switches(self, used: int) -> float:
         """What the strategies whose bits are set cost to enter, and the optimizer's to come back to, at least."""
@@ -334,3 +356,7 @@ def _check(candidates: list[Strategy], thresholds: list[int]) -> None:
         at_least("thresholds", up_to, 1)
     if not thresholds or any(after <= before for before, after in itertools.pairwise(thresholds)):
         raise ValueError(f"thresholds={thresholds} are not allowed: at least one is needed, and they rise")
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

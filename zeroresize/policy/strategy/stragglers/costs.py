@@ -19,7 +19,7 @@ from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.costs.forecast import packed_by_work
 from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
-from zeroresize.policy.strategy.stragglers.changed_strategies import ModelDivision
+from zeroresize.policy.strategy.stragglers.candidates import ModelDivision
 from zeroresize.policy.strategy.switches.switch_order import cheapest_order, tour_seconds
 
 #: Of the heaviest layer's work, at least.
@@ -29,7 +29,7 @@ _LEAST_WORK = 1e-6
 class StragglerCosts:
     """Tell what a training's steps and switches take.
 
-    It is a :class:`~zeroresize.policy.strategy.stragglers.decision.StrategyCosts`.
+    It is a :class:`~zeroresize.policy.strategy.stragglers.candidates.StrategyCosts`.
 
     Args:
         cost: of the model and the cluster; whether ranks are slow there does not count.
