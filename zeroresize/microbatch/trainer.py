@@ -25,8 +25,7 @@ from zeroresize.runtime.activations import Batch, BatchOf
 from zeroresize.runtime.counted_loss import Count, Loss, total_count
 from zeroresize.runtime.random_numbers import seed_of
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.optimizer_checks import require_ready_to_train
-from zeroresize.strategy.step_trainer import StepTrainer
+from zeroresize.strategy.step_trainer import StepTrainer, require_ready_to_train
 
 
 class MovableBatch(Batch, Protocol):

@@ -1,22 +1,15 @@
-"""Whether an optimizer may step, and steps, the parts of a model that its strategy leaves to this rank."""
+"""Whether an optimizer may step the parts of a model that its strategy leaves to this rank."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
-from torch.optim import Optimizer
 
-from zeroresize.comm.meeting import Meet
 from zeroresize.optim.independence import why_not_by_parameter, why_not_elementwise
 from zeroresize.optim.optimizers import require_stepping
 from zeroresize.plan.layout import TensorSpec
 from zeroresize.plan.strategy import Strategy
-from zeroresize.resharding.agreement import meet_prepared
-
-if TYPE_CHECKING:
-    from zeroresize.strategy.model import SwitchableModel
 
 
 def require_divisible(
@@ -50,42 +43,3 @@ def require_divisible(
             f"the optimizer's strategy {optimizer_strategy} divides what it steps, but {reason}. Or choose "
             "another optimizer_strategy="
         )
-
-
-def require_ready_to_train(model: SwitchableModel, optimizer: Optimizer) -> None:
-    """Check that the optimizer steps the model's parameters and no others, and that no gradients are left.
-
-    Raises:
-        ValueError: naming the parameters that are not as they must be.
-    """
-    held = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    parameters = dict(model.named_parameters())
-    missing = [name for name, one in parameters.items() if one.requires_grad and id(one) not in held]
-    num_others = len(held - {id(one) for one in parameters.values()})
-    if missing or num_others:
-        raise ValueError(
-            f"the optimizer does not step the parameters of its strategy {model.optimizer_strategy}: it lacks "
-            f"{', '.join([f'{len(missing)} of them', *missing[:3]])}, and has {num_others} others; make it of "
-            "model.parameters()"
-        )
-    left = [name for name, one in parameters.items() if one.grad is not None]
-    if left:
-        raise ValueError(
-            f"{left} have gradients, to which the step's would be added: call optimizer.zero_grad() or "
-            "model.abandon() before"
-        )
-
-
-def require_fitting_optimizer(model: SwitchableModel, optimizer: Optimizer, meet: Meet) -> None:
-    """Check that the optimizer may step what its strategy leaves to the ranks; collective.
-
-    Raises:
-        ValueError: as :func:`require_divisible`; the other ranks may raise a
-            RuntimeError, as one that the strategy leaves out has nothing to step.
-    """
-    prepared: tuple[float, float] | Exception = 0.0, 0.0
-    try:
-        require_divisible(optimizer, model.optimizer_strategy, dict(model.named_parameters()), model.tensors)
-    except ValueError as error:  # the others must hear of it
-        prepared = error
-    meet_prepared(meet, prepared)

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from zeroresize.comm.collectives import all_reduce, message_device
-from zeroresize.resharding.agreement import meet_over
+from zeroresize.comm.meeting import Meet
+from zeroresize.resharding.agreement import meet_over, meet_prepared
 from zeroresize.runtime.activations import Batch, BatchOf, find_activations
 from zeroresize.runtime.counted_loss import Count, CountedLoss, Loss, multiply_gradients, total_count
 from zeroresize.runtime.instructions import Instruction
 from zeroresize.runtime.stage import Stage
 from zeroresize.strategy.gradient_clipping import clip_grad_norm_, grad_norm
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.optimizer_checks import require_fitting_optimizer
+from zeroresize.strategy.optimizer_checks import require_divisible
 from zeroresize.strategy.switching.switch import SwitchReport
 from zeroresize.utils.value_checks import number
 
@@ -54,7 +55,7 @@ class StepTrainer:
         self.model, self.optimizer, self.num_steps = model, optimizer, 0
         self._loss, self._grad_clip, self._seed = CountedLoss(loss, count, averages=False), grad_clip, seed
         self._meet = meet_over(model.process_group, model.device)
-        require_fitting_optimizer(model, optimizer, self._meet)
+        _require_fitting_optimizer(model, optimizer, self._meet)
         self._activations = find_activations(model.whole_layers, hollow, sizes)
 
     def _require_no_failure(self) -> None:
@@ -168,3 +169,42 @@ def _evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module in modules:
             module.training = True
+
+
+def require_ready_to_train(model: SwitchableModel, optimizer: torch.optim.Optimizer) -> None:
+    """Check that the optimizer steps the model's parameters and no others, and that no gradients are left.
+
+    Raises:
+        ValueError: naming the parameters that are not as they must be.
+    """
+    held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    parameters = dict(model.named_parameters())
+    missing = [name for name, one in parameters.items() if one.requires_grad and id(one) not in held]
+    num_others = len(held - {id(one) for one in parameters.values()})
+    if missing or num_others:
+        raise ValueError(
+            f"the optimizer does not step the parameters of its strategy {model.optimizer_strategy}: it lacks "
+            f"{', '.join([f'{len(missing)} of them', *missing[:3]])}, and has {num_others} others; make it of "
+            "model.parameters()"
+        )
+    left = [name for name, one in parameters.items() if one.grad is not None]
+    if left:
+        raise ValueError(
+            f"{left} have gradients, to which the step's would be added: call optimizer.zero_grad() or "
+            "model.abandon() before"
+        )
+
+
+def _require_fitting_optimizer(model: SwitchableModel, optimizer: torch.optim.Optimizer, meet: Meet) -> None:
+    """Check that the optimizer may step what its strategy leaves to the ranks; collective.
+
+    Raises:
+        ValueError: as :func:`~zeroresize.strategy.optimizer_checks.require_divisible`; the other ranks may raise a
+            RuntimeError, as one that the strategy leaves out has nothing to step.
+    """
+    prepared: tuple[float, float] | Exception = 0.0, 0.0
+    try:
+        require_divisible(optimizer, model.optimizer_strategy, dict(model.named_parameters()), model.tensors)
+    except ValueError as error:  # the others must hear of it
+        prepared = error
+    meet_prepared(meet, prepared)

@@ -12,23 +12,25 @@ from torch import Tensor
 
 from zeroresize.plan.length_range import LengthRange, as_ranges, with_limits
 from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.strategy.costs.planned_switches import PlannedSwitches
 from zeroresize.policy.strategy.packing import Visit, Work, num_tokens, plan_visits
+from zeroresize.policy.strategy.switches.switch_order import visiting_order
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.resharding.agreement import meet_prepared, require_same
 from zeroresize.runtime.communication import instructions_of
 from zeroresize.runtime.counted_loss import Count, Loss, total_count
 from zeroresize.runtime.random_numbers import seed_of
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.optimizer_checks import require_ready_to_train
 from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.step_report import RangeReport, StepReport
-from zeroresize.strategy.step_trainer import StepTrainer
-from zeroresize.strategy.switch_tour import TYPICAL_LINKS, SwitchTour
+from zeroresize.strategy.step_trainer import StepTrainer, require_ready_to_train
 from zeroresize.strategy.switching.switch import SwitchReport
 from zeroresize.utils.autocast_dtype import autocast_dtype
 from zeroresize.utils.fingerprint import digest, fingerprint
 from zeroresize.utils.value_checks import is_bool
 
+#: Of NVLink and InfiniBand, roughly. Orders depend on their ratio alone, and inside one node on neither.
+TYPICAL_LINKS = LinkSpeeds(within_bytes_per_s=200e9, between_bytes_per_s=25e9)
 #: What ranks compare before a step, in this order: the ranges' visits follow from the sequences.
 _AGREED = (
     "the sequences: every rank must be given the whole mini-batch, in one order",
@@ -114,7 +116,7 @@ class StrategyTrainer(StepTrainer):
         )
         is_bool("overlap", overlap)
         self._max_tokens, self._work, self._overlap = max_tokens, work, overlap
-        self._tour = SwitchTour(model, links, overlap=overlap)
+        self._switches = PlannedSwitches(model.tensors, model.nodes, links, model.num_layers)
         self.use(ranges)
 
     @property
@@ -135,7 +137,7 @@ class StrategyTrainer(StepTrainer):
                 raise ValueError(
                     f"length range {length_range}: the model's strategies are {known}; add(strategy) takes another"
                 )
-        self._tour.order(list(dict.fromkeys(one.strategy for one in wanted)))
+        self._order(list(dict.fromkeys(one.strategy for one in wanted)))
         self._ranges = wanted
 
     def change_strategies(self, strategies: Sequence[Strategy], optimizer_strategy: Strategy) -> int:
@@ -251,7 +253,16 @@ class StrategyTrainer(StepTrainer):
             require_ready_to_train(self.model, self.optimizer)
         lengths = [len(one) - 1 for one in sequences]
         visits = {one.strategy: one for one in plan_visits(lengths, self.ranges, self._work)}
-        return [visits[strategy] for strategy in self._tour.order(list(visits))]
+        return [visits[strategy] for strategy in self._order(list(visits))]
+
+    def _order(self, strategies: Sequence[Strategy]) -> list[Strategy]:
+        """The strategies by the tour whose switches take least, the optimizer's first where it is one of them."""
+        return visiting_order(
+            strategies,
+            self.model.optimizer_strategy,
+            lambda stops: self._switches.seconds(stops, 0),
+            overlap=self._overlap,
+        )
 
     def _run(
         self,

@@ -22,10 +22,9 @@ from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.microbatches.iteration_plan import IterationPlan
 from zeroresize.policy.microbatches.micro_batch import Floats, MicroBatch, MicroBatchCosts, Prices, shapes_of
 from zeroresize.policy.microbatches.planning_options import PlanningOptions
-from zeroresize.policy.microbatches.replica_plans import replica_plans
-from zeroresize.policy.microbatches.replicas import shared_by_stages
-from zeroresize.policy.moves.move_cost import most_bytes
+from zeroresize.policy.microbatches.replicas import replica_plans, shared_by_stages
 from zeroresize.policy.strategy.costs.cost_model import pipeline_seconds
+from zeroresize.policy.strategy.costs.planned_switches import most_bytes_of
 from zeroresize.policy.strategy.stragglers.candidates import ModelDivision
 from zeroresize.policy.strategy.switches.switch_plan import plan_weights
 
@@ -149,8 +148,7 @@ class ReplannedCosts:
         """Return the bytes of weights and optimizer state that the busiest rank sends or receives."""
         layouts = self._layout_of(before[0]), self._layout_of(after[0])
         plan = plan_weights(*layouts, self._model.tensors, self._model.nodes)
-        sent, received = plan.sent_within + plan.sent_between, plan.received_within + plan.received_between
-        return most_bytes(sent.tolist(), received.tolist()) * (1.0 + self._model.optimizer_ratio)
+        return most_bytes_of(plan) * (1.0 + self._model.optimizer_ratio)
 
     def slowness_of(self, strategy: Strategy, speeds: Sequence[float]) -> Floats:
         """Return [D, S] χ of each stage of each replica: of its slowest shard, by what of the work that has."""

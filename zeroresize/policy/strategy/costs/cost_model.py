@@ -13,11 +13,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroresize.plan.layout import Indices, Layout, TensorSpec
+from zeroresize.plan.layout import Indices, TensorSpec
 from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
-from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
-from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES, LinkSpeeds, SwitchPlan, fused_seconds
+from zeroresize.policy.strategy.costs.planned_switches import PlannedSwitches
+from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES, LinkSpeeds, SwitchPlan
 from zeroresize.utils.value_checks import at_least, number
 
 Floats = NDArray[np.float64]
@@ -161,21 +161,15 @@ class CostModel:
         Args:
             optimizer_strategy: its number among the strategies.
         """
-        seconds = np.zeros((len(strategies), len(strategies)))
-        for before, after in itertools.permutations(range(len(strategies)), 2):
-            plans = self._plans_of(strategies[before], strategies[after], strategies[optimizer_strategy])
-            seconds[before, after] = fused_seconds(plans, self.links)
-        return seconds
+        return self._switches.seconds(strategies, optimizer_strategy)
 
     def weight_plan(self, before: Strategy, after: Strategy) -> SwitchPlan:
         """Plan the switch of the weights alone."""
-        return self._plan(before, after, gradients=False)
+        return self._switches.weights(before, after)
 
     def weight_bytes(self, strategy: Strategy) -> Indices:
         """Return [R] bytes of weights of each rank."""
-        if strategy not in self._weight_bytes:
-            self._weight_bytes[strategy] = self._layout(strategy).rank_bytes(self.tensors)
-        return self._weight_bytes[strategy]
+        return self._switches.weight_bytes(strategy)
 
     def memory_bytes(self, strategy: Strategy, optimizer_strategy: Strategy, tokens: int) -> Floats:
         """Return [R] the most bytes that each rank holds while this strategy trains micro-batches of so many tokens.
@@ -207,7 +201,7 @@ class CostModel:
             self.weight_bytes(before),
             self.weight_bytes(after),
             self.weight_bytes(optimizer_strategy),
-            self._plans_of(before, after, optimizer_strategy),
+            self._switches.plans(before, after, optimizer_strategy),
             is_optimizer_strategy=before == optimizer_strategy,
             optimizer_ratio=self.optimizer_ratio,
             max_bytes=self.max_message_bytes,
@@ -241,35 +235,8 @@ class CostModel:
         return max(share * one for share, one in zip(shares, slowness, strict=True))
 
     @cached_property
-    def _layouts(self) -> dict[Strategy, Layout]:
-        return {}
-
-    @cached_property
-    def _weight_bytes(self) -> dict[Strategy, Indices]:
-        return {}
-
-    @cached_property
-    def _plans(self) -> dict[tuple[Strategy, Strategy, bool], SwitchPlan]:
-        return {}
-
-    def _layout(self, strategy: Strategy) -> Layout:
-        if strategy not in self._layouts:
-            self._layouts[strategy] = strategy.layout(self.tensors, self.num_ranks, self.layers.num_layers)
-        return self._layouts[strategy]
-
-    def _plans_of(self, before: Strategy, after: Strategy, optimizer_strategy: Strategy) -> list[SwitchPlan]:
-        """Of the weights, and of the gradients that do not lie under the optimizer's strategy."""
-        plans = [self.weight_plan(before, after)]
-        return (
-            plans if before == optimizer_strategy else [*plans, self._plan(before, optimizer_strategy, gradients=True)]
-        )
-
-    def _plan(self, before: Strategy, after: Strategy, *, gradients: bool) -> SwitchPlan:
-        key = before, after, gradients
-        if key not in self._plans:
-            plan = plan_gradients if gradients else plan_weights
-            self._plans[key] = plan(self._layout(before), self._layout(after), self.tensors, self.nodes)
-        return self._plans[key]
+    def _switches(self) -> PlannedSwitches:
+        return PlannedSwitches(self.tensors, self.nodes, self.links, self.layers.num_layers)
 
 
 def switch_bytes(

@@ -19,6 +19,7 @@ from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.costs.forecast import packed_by_work
 from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
+from zeroresize.policy.strategy.costs.planned_switches import most_bytes_of
 from zeroresize.policy.strategy.stragglers.candidates import ModelDivision
 from zeroresize.policy.strategy.switches.switch_order import cheapest_order, tour_seconds
 
@@ -132,11 +133,7 @@ class StragglerCosts:
         """
         old_strategy, new_strategy = before[self.optimizer_strategy], after[self.optimizer_strategy]
         if (old_strategy, new_strategy) not in self._price:
-            plan = self._cost.weight_plan(old_strategy, new_strategy)
-            most = max(
-                int((getattr(plan, f"{way}_within") + getattr(plan, f"{way}_between")).max())
-                for way in ("sent", "received")
-            )
+            most = most_bytes_of(self._cost.weight_plan(old_strategy, new_strategy))
             self._price[old_strategy, new_strategy] = most * (1.0 + self._cost.optimizer_ratio)
         return self._price[old_strategy, new_strategy]
 
