@@ -56,12 +56,8 @@ def test_the_tour_is_the_shortest_from_the_optimizer_strategy_by_what_switches_s
         shortest = min(tour_seconds(seconds, [of(optimizer_strategy), *one]) for one in itertools.permutations(others))
         assert tour_seconds(seconds, [of(one) for one in order]) == pytest.approx(shortest)
         without = [one for one in strategies if one != optimizer_strategy]
-        assert (
-            order_of(without, overlap=False) == order[1:]
-        )  # the optimizer's is passed, though nothing is done
+        assert order_of(without, overlap=False) == order[1:]  # the optimizer's is passed, though nothing is done
         hidden = [[0.0] * len(seconds) if own == of(optimizer_strategy) else row for own, row in enumerate(seconds)]
         shortest = min(tour_seconds(hidden, [of(optimizer_strategy), *one]) for one in itertools.permutations(others))
         assert tour_seconds(hidden, list(map(of, order_of(strategies, overlap=True)))) == pytest.approx(shortest)
-        assert (
-            order_of(without, overlap=True) == order[1:]
-        )  # hidden only where the optimizer's trains
+        assert order_of(without, overlap=True) == order[1:]  # hidden only where the optimizer's trains
