@@ -72,10 +72,11 @@ class ChangeRecord:
         return asdict(self)
 
     def scalars(self) -> dict[str, float]:
-        """Return numbers under ``straggler/``, by name."""
+        """Return numbers under ``strategy/`` or ``microbatch/``, by name."""
+        prefix = "strategy" if self.kind == "strategies" else "microbatch"
         numbers = "step_s", "expected_step_s", "change_s", "moved_bytes"
-        return {"straggler/left_out": float(len(self.left_out))} | {
-            f"straggler/{name}": float(getattr(self, name)) for name in numbers
+        return {f"{prefix}/left_out": float(len(self.left_out))} | {
+            f"{prefix}/{name}": float(getattr(self, name)) for name in numbers
         }
 
 

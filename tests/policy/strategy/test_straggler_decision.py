@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.simulated_stragglers import simulate_stragglers
 from helpers.states import resumed
 from helpers.strategies import FormulaCosts
 from hypothesis import given, settings
@@ -172,11 +171,6 @@ def test_nothing_is_worked_out_while_no_rank_is_slow_the_original_is_in_force_an
     assert decider.update(EVEN) is None and costs.calls == calls
 
 
-def test_speeds_that_are_none_are_refused():
-    with pytest.raises(ValueError, match="above zero"):
-        offered([Strategy(2, 2, 1)], (1.0, 0.0, 1.0, 1.0))
-
-
 def test_units_move_inside_the_group_where_that_suffices_and_the_rank_is_left_out_where_not():
     mildly, badly = decision(switch_s=0.0), decision(switch_s=0.0)
     assert mildly.update(one_slow(1.5)).candidate.kind == "shares"
@@ -298,17 +292,6 @@ def test_its_state_goes_on_where_it_was_saved():
     run(second, steps[30:])
     _, switched = run(whole, steps)
     assert len(switched) >= 2 and second.state == whole.state
-
-
-def test_simulated_training_is_shortest_where_everything_may_be_done():
-    speeds = [EVEN] * 20 + [one_slow(4.0)] * 60 + [EVEN] * 40
-    seconds = {}
-    for kinds in ((), ("shares",), ("shares", "rearrange", "leave out")):
-        run = simulate_stragglers(decision(switch_s=0.2, kinds=kinds), FormulaCosts([1.0]), speeds, delay=2)
-        seconds[len(kinds)] = run.seconds
-        assert len(run.steps_s) == 120 and [what.split()[0] for _, what, _ in run.switches][-1:] in ([], ["original"])
-        assert all(step > 22 for step, *_ in run.switches)
-    assert seconds[3] < seconds[1] < seconds[0]
 
 
 @pytest.mark.parametrize("options", [{"tolerance": -0.1}, {"min_saving": 1.0}, {"min_saving": "x"}])

@@ -43,26 +43,12 @@ class ModelDivision:
         unit_counts: of its segments, such as heads and neurons: each shard needs one of each.
         nodes: [R] on which node each rank is, so that tensor-parallel groups stay within nodes; empty for one node.
         degrees: tensor-parallel ones whose costs are known; empty for the powers of two.
-
-    Raises:
-        ValueError: for a model without layers, or work or units that are not above zero.
     """
 
     layer_work: tuple[float, ...]
     unit_counts: tuple[int, ...]
     nodes: tuple[int, ...] = ()
     degrees: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.layer_work or min(self.layer_work) <= 0.0 or not np.isfinite(self.layer_work).all():
-            raise ValueError(f"layer_work={list(self.layer_work)}: a number above zero is needed for each layer")
-        if any(units < 1 for units in self.unit_counts):
-            raise ValueError(f"unit_counts={list(self.unit_counts)}: a segment has at least one unit")
-
-    @property
-    def num_layers(self) -> int:
-        """Return L, the most stages."""
-        return len(self.layer_work)
 
     @property
     def most_shards(self) -> int:
@@ -136,12 +122,7 @@ def candidates(
         original: [G] as the caller gave them.
         in_force: [G] as they are now.
         speeds: [R], above zero.
-
-    Raises:
-        ValueError: for speeds that are not above zero.
     """
-    if not all(0.0 < speed < np.inf for speed in speeds):
-        raise ValueError(f"speeds={list(speeds)} are not allowed: wanted are finite numbers above zero")
     taken = set(itertools.chain.from_iterable(one.ranks for one in in_force))
     idle = tuple(rank for rank in range(len(speeds)) if rank not in taken)
     offered = [Candidate("stay", idle, tuple(in_force)), Candidate("original", (), tuple(original))]

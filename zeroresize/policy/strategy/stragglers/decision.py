@@ -12,16 +12,14 @@ Pure: the same speeds give the same decisions on every rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import get_args
 
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.rental import MIN_SAVING, Option, Reason, Rental, Verdict
 from zeroresize.policy.strategy.stragglers.candidates import (
     Candidate,
-    Kind,
     ModelDivision,
     StrategyCosts,
     candidates,
@@ -86,7 +84,6 @@ class StragglerDecision:
         tolerance: see :data:`TOLERANCE`.
         min_saving: see :data:`~zeroresize.policy.moves.rental.MIN_SAVING`.
         cost: of a switch, until one was made; a strategy that the model does not have is one setup.
-        kinds: of candidates that may be chosen, beside to stay and to go back.
         as_planned_s: tells the seconds of a step by the plans that there are, where steps are planned ahead for the
             speeds that ranks had, and can be planned anew. Every change pays for that, too.
 
@@ -107,7 +104,6 @@ class StragglerDecision:
         tolerance: float = TOLERANCE,
         min_saving: float = MIN_SAVING,
         cost: MoveCost = _COST,
-        kinds: Collection[Kind] = get_args(Kind),
         as_planned_s: Callable[[Sequence[Strategy], Sequence[float]], float] | None = None,
         replan: MoveCost = REPLAN_COST,
     ) -> None:
@@ -116,7 +112,7 @@ class StragglerDecision:
         self.original = tuple(original)
         self.state = StragglerState(self.original, cost)
         self.verdict = Verdict(Reason.NOTHING_SAVES)
-        self._model, self._costs, self._kinds = model, costs, {"stay", "original", *kinds}
+        self._model, self._costs = model, costs
         self._tolerance, self._min_saving = tolerance, min_saving
         self._as_planned_s, self._replan, self._is_planned_evenly = as_planned_s, replan, True
         self._changed: tuple[tuple[Strategy, ...], tuple[Strategy, ...]] = self.original, self.original
@@ -136,7 +132,7 @@ class StragglerDecision:
         if self._last is None or self._last[0] != key:  # speeds mostly stay, and to look at all candidates takes long
             stay, *others = candidates(self.original, self.in_force, speeds, self._model, self._costs)
             now_s = (self._as_planned_s or self._costs.step_s)(self.in_force, speeds)
-            proposals = [self._propose(one, speeds, now_s) for one in others if one.kind in self._kinds]
+            proposals = [self._propose(one, speeds, now_s) for one in others]
             if self._as_planned_s is not None:
                 proposals.append(self._propose(replace(stay, kind="replan"), speeds, now_s))
             ranked = sorted(proposals, key=lambda one: one.step_s)
@@ -144,15 +140,15 @@ class StragglerDecision:
         owed_s = self.state.rental.owed_s
         return tuple(replace(one, owed_s=owed_s.get(one.candidate.key, 0.0)) for one in self._last[1])
 
-    def update(self, speeds: Sequence[float], num_steps: int = 1) -> StrategyProposal | None:
-        """Take steps made at these speeds and return what is to be put in force now, None where everything stays.
+    def update(self, speeds: Sequence[float]) -> StrategyProposal | None:
+        """Take a step made at these speeds and return what is to be put in force now, None where everything stays.
 
         Whoever is given one calls :meth:`made`, or :meth:`refuse`. Nothing is worked out where there is nothing to do:
         no rank is slow, the original strategies are in force and planned for that, and nothing is owed.
         """
         state, is_even = self.state, not slow_ranks(self.original, speeds)
         if is_even and self._is_planned_evenly and self.in_force == self.original and not state.rental.owed_s:
-            self.verdict = state.rental.decide((), 0.0, num_steps)
+            self.verdict = state.rental.decide((), 0.0, 1)
             return None
         stay, *others = self.what_if(speeds)
         best_s = min(one.step_s for one in (stay, *others))
@@ -168,7 +164,7 @@ class StragglerDecision:
             for key, strategies in state.owed_for.items()
             if key not in allowed
         ]
-        self.verdict = state.rental.decide(options, stay.step_s, num_steps, self._min_saving)
+        self.verdict = state.rental.decide(options, stay.step_s, 1, self._min_saving)
         state.owed_for |= {key: one.candidate.strategies for key, one in allowed.items()}
         state.owed_for = {key: state.owed_for[key] for key in state.rental.owed_s}
         if not self.verdict.is_due or self.verdict.option is None:
