@@ -21,12 +21,12 @@ from zeroresize.runtime.communication import instructions_of
 from zeroresize.runtime.counted_loss import Count, Loss, total_count
 from zeroresize.runtime.random_numbers import seed_of
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.packed import Packed
+from zeroresize.strategy.packed import Packed, digest_of, require_sequences
 from zeroresize.strategy.step_report import RangeReport, StepReport
 from zeroresize.strategy.step_trainer import StepTrainer, require_ready_to_train
 from zeroresize.strategy.switching.switch import SwitchReport
 from zeroresize.utils.autocast_dtype import autocast_dtype
-from zeroresize.utils.fingerprint import digest, fingerprint
+from zeroresize.utils.fingerprint import fingerprint
 from zeroresize.utils.value_checks import is_bool
 
 #: Of NVLink and InfiniBand, roughly. Orders depend on their ratio alone, and inside one node on neither.
@@ -214,7 +214,7 @@ class StrategyTrainer(StepTrainer):
             visits = self._visits(sequences, trains)
             options = [str(self.model.optimizer_strategy), trains, self._grad_clip, self._overlap, self._seed]
             options += [self.num_steps, str(autocast_dtype(self.model.device.type))]
-            parts = _digest_of(sequences), str([list(map(str, self.ranges)), str(visits)]), json.dumps(options)
+            parts = digest_of(sequences), str([list(map(str, self.ranges)), str(visits)]), json.dumps(options)
             packed = [self._packed(visit, sequences) for visit in visits]
             count = self._count(visits, packed)
             prepared: tuple[float, ...] | Exception = *map(fingerprint, parts), count
@@ -248,7 +248,7 @@ class StrategyTrainer(StepTrainer):
             raise ValueError(
                 f"the model is under {self.model.current}, not the optimizer's strategy: abandon() gets it there"
             )
-        _require_sequences(sequences)
+        require_sequences(sequences)
         if trains:
             require_ready_to_train(self.model, self.optimizer)
         lengths = [len(one) - 1 for one in sequences]
@@ -301,28 +301,3 @@ class StrategyTrainer(StepTrainer):
             return torch.zeros(3, dtype=torch.float64)
         instructions = instructions_of("1f1b", num_stages, len(micro_batches))[position.stage] if trains else None
         return self._computed(micro_batches, seed_of(seed, position.replica, position.stage), instructions)
-
-
-def _require_sequences(sequences: Sequence[Tensor]) -> None:
-    """Check that a mini-batch is a list of rows [length + 1] of int64, of at least two tokens each.
-
-    Raises:
-        ValueError: naming what is given instead.
-    """
-    rows: object = sequences
-    if isinstance(rows, Tensor) or not sequences:
-        given = "one tensor" if isinstance(rows, Tensor) else "empty"
-        raise ValueError(f"sequences are {given}: a list of rows [length + 1] is needed, without padding")
-    wrong = [
-        index
-        for index, row in enumerate(sequences)
-        if not isinstance(row, Tensor) or row.dtype != torch.int64 or row.dim() != 1 or len(row) < 2 or row.is_meta
-    ]
-    if wrong:
-        raise ValueError(f"sequences {wrong} are no tensors [length + 1] of int64, of at least two tokens")
-
-
-def _digest_of(sequences: Sequence[Tensor]) -> str:
-    """Return a hash of the sequences' lengths and tokens, the same on ranks that were given the same."""
-    lengths = json.dumps([len(sequence) for sequence in sequences])
-    return digest(lengths, torch.cat([sequence.cpu() for sequence in sequences]).numpy().tobytes()).hex()
