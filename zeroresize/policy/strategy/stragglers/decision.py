@@ -151,14 +151,18 @@ class StragglerDecision:
             self.verdict = state.rental.decide((), 0.0, 1)
             return None
         stay, *others = self.what_if(speeds)
-        best_s = min(one.step_s for one in (stay, *others))
+        best_s = min(proposal.step_s for proposal in (stay, *others))
         suffices = any(
-            one.candidate.kind == "shares" or (one.candidate.kind in ("stay", "replan") and self._is_modest)
-            for one in (stay, *others)
-            if one.step_s <= (1.0 + self._tolerance) * best_s
+            proposal.candidate.kind == "shares" or (proposal.candidate.kind in ("stay", "replan") and self._is_modest)
+            for proposal in (stay, *others)
+            if proposal.step_s <= (1.0 + self._tolerance) * best_s
         )
-        allowed = {one.candidate.key: one for one in others if one.candidate.kind in _MODEST or not suffices}
-        options = [Option(key, one.saving_s, 2.0 * one.switch_s) for key, one in allowed.items()]
+        allowed = {
+            proposal.candidate.key: proposal
+            for proposal in others
+            if proposal.candidate.kind in _MODEST or not suffices
+        }
+        options = [Option(key, proposal.saving_s, 2.0 * proposal.switch_s) for key, proposal in allowed.items()]
         options += [  # owed, and not offered now, as no rank is slow or something else suffices
             Option(key, stay.step_s - self._costs.step_s(strategies, speeds), math.inf)
             for key, strategies in state.owed_for.items()
