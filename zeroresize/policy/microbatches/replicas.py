@@ -170,48 +170,32 @@ def _improved(
     for _ in range(2 * len(seconds)):
         times = [_replica_s(part, seconds, factor, fill) for part, factor in zip(now, slowness, strict=True)]
         slowest = max(range(len(now)), key=times.__getitem__)
-        longest = [_two_longest(part, seconds) for part in now]
-        totals = [sum(seconds[number] for number in part) for part in now]
-
-        def after(
-            replica: int,
-            given: int | None,
-            taken: int | None,
-            totals: list[float] = totals,
-            longest: list[tuple[float, float]] = longest,
-        ) -> float:
-            total_s = totals[replica]
-            most_s, _ = longest[replica]
-            if given is not None:
-                total_s -= seconds[given]
-                most_s = longest[replica][seconds[given] >= most_s]  # the second one where the longest is given
-            if taken is not None:
-                total_s += seconds[taken]
-                most_s = max(most_s, seconds[taken])
-            return slowness[replica] * float(total_s + fill * most_s)
-
-        best: tuple[float, int, int, int | None] = times[slowest] * (1.0 - _LEAST_GAIN), -1, -1, None
+        total_s, given_G, longest_G, _ = _without_each(now[slowest], seconds)
+        best_s, chosen = times[slowest] * (1.0 - _LEAST_GAIN), (-1, 0, 0)
         for other in range(len(now)):
-            if other == slowest:
+            if other == slowest or not len(given_G):
                 continue
-            for given, taken in itertools.product(now[slowest], [None, *now[other]]):
-                if taken is not None and seconds[taken] >= seconds[given]:
-                    continue
-                larger = max(after(slowest, given, taken), after(other, taken, given))
-                if larger < best[0]:
-                    best = larger, other, given, taken
-        _, other, given, taken = best
+            other_s, taken_T, longest_T, most_s = _without_each(now[other], seconds)
+            taken_T, longest_T = np.append(0.0, taken_T), np.append(most_s, longest_T)  # nothing is taken, or one is
+            left_GT = total_s - given_G[:, None] + taken_T + fill * np.maximum(longest_G[:, None], taken_T)
+            grown_GT = other_s - taken_T + given_G[:, None] + fill * np.maximum(longest_T, given_G[:, None])
+            larger_GT = np.maximum(slowness[slowest] * left_GT, slowness[other] * grown_GT)
+            larger_GT[:, 1:][taken_T[1:] >= given_G[:, None]] = np.inf
+            given, taken = divmod(int(larger_GT.argmin()), len(taken_T))
+            if larger_GT[given, taken] < best_s:
+                best_s, chosen = float(larger_GT[given, taken]), (other, given, taken)
+        other, given, taken = chosen
         if other < 0:
             break
-        now[slowest].remove(given)
-        now[other].append(given)
-        if taken is not None:
-            now[other].remove(taken)
-            now[slowest].append(taken)
+        now[other].append(now[slowest].pop(given))
+        if taken:
+            now[slowest].append(now[other].pop(taken - 1))
     return now
 
 
-def _two_longest(part: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    longest = sorted((seconds[number] for number in part), reverse=True)[:2]
-    most_s, second_s = [*longest, 0.0, 0.0][:2]
-    return most_s, second_s
+def _without_each(part: Sequence[int], seconds: Sequence[float]) -> tuple[float, Floats, Floats, float]:
+    """The seconds of all micro-batches, of each, of the longest without each, and of the longest of all."""
+    seconds_M = np.array([seconds[number] for number in part], dtype=np.float64)
+    second_s, most_s = np.sort(np.append([0.0, 0.0], seconds_M))[-2:].tolist()
+    longest_M: Floats = np.where(seconds_M >= most_s, second_s, most_s)
+    return sum(seconds_M.tolist()), seconds_M, longest_M, most_s
