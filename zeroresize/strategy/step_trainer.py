@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from zeroresize.comm.collectives import all_reduce, message_device
 from zeroresize.comm.meeting import Meet
+from zeroresize.optim.gradient_clipping import norm_of_replicated, scale_gradients
 from zeroresize.resharding.agreement import meet_over, meet_prepared
 from zeroresize.runtime.activations import Batch, BatchOf, find_activations
 from zeroresize.runtime.counted_loss import Count, CountedLoss, Loss, multiply_gradients, total_count
 from zeroresize.runtime.instructions import Instruction
 from zeroresize.runtime.stage import Stage
-from zeroresize.strategy.gradient_clipping import clip_grad_norm_, grad_norm
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.optimizer_checks import require_divisible
 from zeroresize.strategy.switching.switch import SwitchReport
@@ -157,6 +157,30 @@ class StepTrainer:
     def _synchronize(self) -> None:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
+
+
+@torch.no_grad()
+def grad_norm(model: SwitchableModel) -> Tensor:
+    """Return the 2-norm of all gradients as one vector, on every rank, in float64; collective, behind ``collect()``.
+
+    Each element counts once, however many ranks hold it.
+    """
+    dp, tp = model.optimizer_strategy.dp, model.optimizer_strategy.tp
+    num_holders = {spec.name: dp if spec.division is not None else dp * tp for spec in model.tensors}
+    parameters = ((parameter, num_holders[name]) for name, parameter in model.named_parameters())
+    return norm_of_replicated(parameters, model.process_group, model.device)
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: SwitchableModel, max_norm: float) -> Tensor:
+    """Do to the undivided model's gradients what ``torch.nn.utils.clip_grad_norm_`` does; as :func:`grad_norm`.
+
+    Returns:
+        The norm before.
+    """
+    norm = grad_norm(model)
+    scale_gradients(list(model.parameters()), max_norm, norm)
+    return norm
 
 
 @contextmanager
