@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from zeroresize.plan.layout import unit_bounds
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.moves.rental import FIRST_PAUSE
+from zeroresize.policy.moves.rental import FIRST_PAUSE, Reason
 from zeroresize.policy.strategy.stragglers.candidates import (
     ModelDivision,
     arrangements,
@@ -267,8 +267,9 @@ def test_after_a_switch_that_could_not_be_made_nothing_is_tried_for_a_while():
     decider, slow = decision(switch_s=0.0), one_slow(8.0)
     assert decider.update(slow) is not None
     decider.refuse()
-    waited = next(step for step in range(100) if decider.update(slow) is not None)
-    assert waited == FIRST_PAUSE - 1
+    assert decider.update(slow) is None and decider.verdict.reason is Reason.PAUSED
+    waited = 1 + next(step for step in range(100) if decider.update(slow) is not None)
+    assert waited == FIRST_PAUSE - 1 and decider.verdict.reason is Reason.DUE
     decider.refuse()
     assert next(step for step in range(100) if decider.update(slow) is not None) == 2 * FIRST_PAUSE - 1
     assert decider.in_force == decider.original
