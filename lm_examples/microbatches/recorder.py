@@ -12,7 +12,7 @@ from rich.table import Table
 from lm_examples.microbatches.config import RunConfig
 from lm_examples.microbatches.config_file import READER
 from vit_examples.harness.run_record import RunRecord
-from zeroresize.microbatch.balancer import ReplanRecord
+from zeroresize.strategy.straggler_balancing import ChangeRecord
 
 
 class Recorder(RunRecord):
@@ -37,7 +37,7 @@ class Recorder(RunRecord):
         text = f"loss {numbers['loss']:.4f}, {1e3 * numbers['step_s']:.0f} ms/step"
         self.tell(step, text, f", {numbers['micro_batches']:.0f} micro-batches")
 
-    def change(self, record: ReplanRecord) -> None:
+    def change(self, record: ChangeRecord) -> None:
         """What became of samples and layers, as ranks were slow."""
         self.write("changes", record.to_dict())
         milliseconds = f"{1e3 * record.step_s:.0f} -> {1e3 * record.expected_step_s:.0f} ms expected"

@@ -18,7 +18,7 @@ from lm_examples.switching.config import RunConfig
 from lm_examples.switching.recorder import lengths_table
 from lm_examples.switching.search import candidates_of
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.costs.switch_memory import switch_bytes
+from zeroresize.policy.strategy.costs.cost_model import switch_bytes
 from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
 
 

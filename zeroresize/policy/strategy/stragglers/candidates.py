@@ -8,8 +8,8 @@ Pure: the same speeds give the same candidates on every rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -19,9 +19,10 @@ from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.pipeline.centralized import balanced_partition
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 
-#: "stay": as it is; "shares": units move within tensor-parallel groups; "rearrange": ranks change places, layers
-#: stages; "leave out": the slowest ranks do nothing; "original": as the caller gave the strategies.
-Kind = Literal["stay", "shares", "rearrange", "leave out", "original"]
+#: "stay": as it is; "replan": planned anew for the speeds that ranks have; "shares": units move within tensor-parallel
+#: groups; "rearrange": ranks change places, layers stages; "leave out": the slowest ranks do nothing; "original": as
+#: the caller gave the strategies.
+Kind = Literal["stay", "replan", "shares", "rearrange", "leave out", "original"]
 #: A rank this much slower than the fastest one is slow; the same as what is believed to be noise elsewhere.
 SLOW_BELOW = 0.9
 #: No more than this share of the ranks is left out.
@@ -42,26 +43,12 @@ class ModelDivision:
         unit_counts: of its segments, such as heads and neurons: each shard needs one of each.
         nodes: [R] on which node each rank is, so that tensor-parallel groups stay within nodes; empty for one node.
         degrees: tensor-parallel ones whose costs are known; empty for the powers of two.
-
-    Raises:
-        ValueError: for a model without layers, or work or units that are not above zero.
     """
 
     layer_work: tuple[float, ...]
     unit_counts: tuple[int, ...]
     nodes: tuple[int, ...] = ()
     degrees: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.layer_work or min(self.layer_work) <= 0.0 or not np.isfinite(self.layer_work).all():
-            raise ValueError(f"layer_work={list(self.layer_work)}: a number above zero is needed for each layer")
-        if any(units < 1 for units in self.unit_counts):
-            raise ValueError(f"unit_counts={list(self.unit_counts)}: a segment has at least one unit")
-
-    @property
-    def num_layers(self) -> int:
-        """Return L, the most stages."""
-        return len(self.layer_work)
 
     @property
     def most_shards(self) -> int:
@@ -89,8 +76,8 @@ class Candidate:
         return f"{self.kind} {' '.join(map(str, self.left_out))}".strip()
 
 
-class RangeCosts(Protocol):
-    """Tell what one range of lengths takes in a step.
+class StrategyCosts(Protocol):
+    """Tell what steps and switches take, as far as is known before.
 
     Attributes:
         optimizer_strategy: the number of the range under whose strategy the optimizer steps.
@@ -104,11 +91,20 @@ class RangeCosts(Protocol):
         Rank r is ``speeds[r]`` times as fast as the model of costs says.
         """
 
+    def step_s(self, strategies: Sequence[Strategy], speeds: Sequence[float]) -> float:
+        """Return the seconds of a step under these strategies, one of each range, with the switches in it."""
+
     def fits(self, number: int, strategy: Strategy, optimizer_strategy: Strategy) -> bool:
         """Whether memory suffices to train range ``number`` under a strategy with the optimizer in this one."""
 
     def switches_fit(self, strategies: Sequence[Strategy]) -> bool:
         """Whether memory suffices for the switches between the strategies of all ranges."""
+
+    def switch_bytes(self, before: Sequence[Strategy], after: Sequence[Strategy]) -> float:
+        """Return the bytes that the busiest rank sends or receives when training goes on under others.
+
+        These are weights and the optimizer's state, where the optimizer's strategy is another; 0 otherwise.
+        """
 
 
 def candidates(
@@ -116,7 +112,7 @@ def candidates(
     in_force: Sequence[Strategy],
     speeds: Sequence[float],
     model: ModelDivision,
-    costs: RangeCosts,
+    costs: StrategyCosts,
 ) -> list[Candidate]:
     """Return what could be in force now, of each kind the best for each range; "stay" is the first.
 
@@ -126,24 +122,24 @@ def candidates(
         original: [G] as the caller gave them.
         in_force: [G] as they are now.
         speeds: [R], above zero.
-
-    Raises:
-        ValueError: for speeds that are not above zero.
     """
-    if not all(0.0 < speed < np.inf for speed in speeds):
-        raise ValueError(f"speeds={list(speeds)} are not allowed: wanted are finite numbers above zero")
-    offered = [Candidate("stay", _left_out(in_force, speeds), tuple(in_force))]
-    offered.append(Candidate("original", (), tuple(original)))
+    taken = set(itertools.chain.from_iterable(one.ranks for one in in_force))
+    idle = tuple(rank for rank in range(len(speeds)) if rank not in taken)
+    offered = [Candidate("stay", idle, tuple(in_force)), Candidate("original", (), tuple(original))]
     slow = slow_ranks(original, speeds)
     if slow:
-        shares = [{with_shares(one, one.ranks, speeds, model), one} for one in original]
+        shares = [{_with_shares(one, speeds, model), one} for one in original]
         rearranged = [arrangements(one.degrees, one.ranks, speeds, model) | {one} for one in original]
         offered += _best("shares", (), shares, speeds, costs)
         offered += _best("rearrange", (), rearranged, speeds, costs)
-    for left_out in _sets_to_leave_out(slow, speeds):
+    for size in range(1, min(len(slow), int(MOST_LEFT_OUT * len(speeds))) + 1):
+        left_out = tuple(sorted(slow[:size]))
         smaller = [_on_the_rest(one, left_out, speeds, model) for one in original]
         offered += _best("leave out", left_out, smaller, speeds, costs)
-    return _without_repetition(offered)
+    first: dict[tuple[Strategy, ...], Candidate] = {}
+    for candidate in offered:
+        first.setdefault(candidate.strategies, candidate)
+    return list(first.values())
 
 
 def smaller_degrees(degrees: tuple[int, int, int], num_ranks: int, model: ModelDivision) -> list[tuple[int, int, int]]:
@@ -189,13 +185,9 @@ def arrangements(
     return strategies
 
 
-def with_shares(strategy: Strategy, ranks: Sequence[int], speeds: Sequence[float], model: ModelDivision) -> Strategy:
-    """Return the strategy with shares by the speeds.
-
-    Units move inside the tensor-parallel groups, and nothing else does.
-    """
-    shares = _shares(strategy.degrees, ranks, speeds, model, by_speed=True)
-    return Strategy(*strategy.degrees, tuple(ranks), shares, strategy.boundaries)
+def _with_shares(strategy: Strategy, speeds: Sequence[float], model: ModelDivision) -> Strategy:
+    """The strategy with shares by the speeds: units move inside the tensor-parallel groups, and nothing else does."""
+    return replace(strategy, shares=_shares(strategy.degrees, strategy.ranks, speeds, model, by_speed=True))
 
 
 def _within_nodes(ranks: Sequence[int], tp: int, nodes: Sequence[int]) -> list[int]:
@@ -280,12 +272,6 @@ def slow_ranks(strategies: Sequence[Strategy], speeds: Sequence[float]) -> list[
     return sorted((rank for rank in ranks if speeds[rank] < SLOW_BELOW * fastest), key=lambda rank: speeds[rank])
 
 
-def _sets_to_leave_out(slow: Sequence[int], speeds: Sequence[float]) -> Iterator[tuple[int, ...]]:
-    """The slowest ranks, one more at a time; equally slow ones together as well as apart."""
-    for size in range(1, min(len(slow), int(MOST_LEFT_OUT * len(speeds))) + 1):
-        yield tuple(sorted(slow[:size]))
-
-
 def _on_the_rest(
     strategy: Strategy, left_out: Sequence[int], speeds: Sequence[float], model: ModelDivision
 ) -> set[Strategy]:
@@ -301,8 +287,8 @@ def _best(
     left_out: tuple[int, ...],
     options: Sequence[set[Strategy]],
     speeds: Sequence[float],
-    costs: RangeCosts,
-) -> Iterator[Candidate]:
+    costs: StrategyCosts,
+) -> list[Candidate]:
     """The fastest strategy of the optimizer that fits, and for each other range the fastest option that fits beside it.
 
     Nothing where there is none.
@@ -314,25 +300,14 @@ def _best(
         # Of equally fast ones that which is told most shortly, on all ranks alike.
         ranked.append(sorted(possible, key=lambda one: (seconds_of[one], len(str(one)), str(one))))
     for optimizer_strategy in ranked[costs.optimizer_strategy]:
-        chosen = [
-            next((one for one in strategies if costs.fits(number, one, optimizer_strategy)), None)
+        fitting = [
+            [one for one in strategies if costs.fits(number, one, optimizer_strategy)][:1]
             for number, strategies in enumerate(
-                [*ranked[: costs.optimizer_strategy], [optimizer_strategy], *ranked[costs.optimizer_strategy + 1 :]]
+                [optimizer_strategy] if number == costs.optimizer_strategy else strategies
+                for number, strategies in enumerate(ranked)
             )
         ]
-        strategies_of = tuple(one for one in chosen if one is not None)
-        if len(strategies_of) == len(chosen) and costs.switches_fit(strategies_of):
-            yield Candidate(kind, left_out, strategies_of)
-            return
-
-
-def _left_out(strategies: Sequence[Strategy], speeds: Sequence[float]) -> tuple[int, ...]:
-    taken = set(itertools.chain.from_iterable(one.ranks for one in strategies))
-    return tuple(rank for rank in range(len(speeds)) if rank not in taken)
-
-
-def _without_repetition(offered: Sequence[Candidate]) -> list[Candidate]:
-    first: dict[tuple[Strategy, ...], Candidate] = {}
-    for candidate in offered:
-        first.setdefault(candidate.strategies, candidate)
-    return list(first.values())
+        chosen = tuple(itertools.chain.from_iterable(fitting))
+        if len(chosen) == len(ranked) and costs.switches_fit(chosen):
+            return [Candidate(kind, left_out, chosen)]
+    return []
