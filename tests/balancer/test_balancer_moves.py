@@ -393,6 +393,7 @@ def test_a_model_that_was_changed_after_converting_stays_as_it_is(run_ranks):
     assert run_ranks(train, 2) == [(96, 48)] * 2
 
 
+@pytest.mark.slow
 def test_chi_that_changes_while_units_travel_is_followed(run_ranks, monkeypatch):
     def train(rank, group):
         run = exact_run(group)
