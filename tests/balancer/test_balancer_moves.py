@@ -293,13 +293,13 @@ def test_shares_from_the_start(run_ranks):
     assert [result[2] for result in results] == pytest.approx([4 / 3, 2 / 3])
 
 
-@pytest.mark.parametrize("shares", [(1, 2, 3), (0, 0), (-1, 2), "auto", (float("nan"), 1.0)])
-def test_shares_that_are_none_are_refused_before_anything_moves(run_ranks, shares):
+def test_shares_that_are_none_are_refused_before_anything_moves(run_ranks):
     def train(rank, group):
         run = exact_run(group)
-        with pytest.raises(ValueError, match=rf"^move\(shares={re.escape(repr(shares))}\) is not allowed: "):
-            run.balancer.move(shares)
-        run.steps(1)
+        for shares in [(1, 2, 3), (0, 0), (-1, 2), "auto", (float("nan"), 1.0)]:
+            with pytest.raises(ValueError, match=rf"^move\(shares={re.escape(repr(shares))}\) is not allowed: "):
+                run.balancer.move(shares)
+            run.steps(1)
         return counts(run)
 
     assert run_ranks(train, 2) == [(96, 96)] * 2

@@ -198,13 +198,13 @@ def test_a_balancer_that_was_dropped_leaves_no_hooks(run_ranks, config):
         assert left == of_any < attached
 
 
-@pytest.mark.parametrize("config", LEAVES_HOOKS, ids=lambda config: "-".join(config.values()))
-def test_a_balancer_that_could_not_be_made_leaves_no_hooks(run_ranks, config):
+def test_a_balancer_that_could_not_be_made_leaves_no_hooks(run_ranks):
     def train(rank, group):
         run = Run(group, mode="off")
         run.balancer.close()
-        with pytest.raises(ValueError, match="do not agree on seed"):
-            balancer_of(run, group, zr.BalanceConfig(**{"mode": "zero-pri", "seed": rank, **config}))
+        for config in LEAVES_HOOKS:
+            with pytest.raises(ValueError, match="do not agree on seed"):
+                balancer_of(run, group, zr.BalanceConfig(**{"mode": "zero-pri", "seed": rank, **config}))
         return hooks_of(run)
 
     assert run_ranks(train, 2) == [[]] * 2

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import parallel_layers
+from helpers.processes import for_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
@@ -69,14 +70,6 @@ class Case:
         return plan_keeping(self.keeps[rank], self.num_columns, self.imputation)
 
 
-def for_both_kinds(check):
-    def check_both(rank, group):
-        for kind in KINDS:
-            check(rank, group, kind)
-
-    return check_both
-
-
 def products(kind, x, w_NK, bias_N, plan, group, last=None):
     if kind == "column":
         return column_parallel_products(x, w_NK, bias_N, ProductContext(plan, group, Probes(), last))
@@ -91,13 +84,13 @@ def assert_all_close(computed, expected):
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_products_and_gradients_equal_the_formulas(run_ranks, num_ranks):
-    def check(rank, group):
-        for kind, imputation, leading in itertools.product(KINDS, ("zero", "average"), LEADING_SHAPES):
-            case = Case(kind, [[0, 3], [2], [1, 2, 3, 4]][:num_ranks], leading, imputation=imputation)
-            y, dx, *rest = case.expected(rank)
-            if kind == "column":
-                dx = sum(case.expected(other)[1] for other in range(num_ranks))
-            assert_all_close(case.computed(rank, group), (y, dx, *rest))
+    @for_each(itertools.product(KINDS, ("zero", "average"), LEADING_SHAPES))
+    def check(rank, group, kind, imputation, leading):
+        case = Case(kind, [[0, 3], [2], [1, 2, 3, 4]][:num_ranks], leading, imputation=imputation)
+        y, dx, *rest = case.expected(rank)
+        if kind == "column":
+            dx = sum(case.expected(other)[1] for other in range(num_ranks))
+        assert_all_close(case.computed(rank, group), (y, dx, *rest))
 
     run_ranks(check, num_ranks)
 
@@ -105,6 +98,7 @@ def test_products_and_gradients_equal_the_formulas(run_ranks, num_ranks):
 def test_same_imputes_what_this_rank_computed_in_its_previous_backward(run_ranks):
     """Also across a change of plan, and beginning again after a change of shape."""
 
+    @for_each([(kind,) for kind in KINDS])
     def check(rank, group, kind):
         last = LastGradients()
         before = [(None, None), (None, None)]  # dx and dw of the previous step by rank
@@ -124,7 +118,7 @@ def test_same_imputes_what_this_rank_computed_in_its_previous_backward(run_ranks
                 gradient.zero_()  # as clipping may change it: what the next step imputes must not notice
             before = [(own_dx, dw_NK) for _, own_dx, dw_NK, _ in expected]
 
-    run_ranks(for_both_kinds(check), 2)
+    run_ranks(check, 2)
 
 
 def test_any_shape_and_any_kept_columns(run_ranks):
@@ -142,7 +136,8 @@ def test_any_shape_and_any_kept_columns(run_ranks):
 def test_kept_columns_pass_finite_differences(run_ranks):
     """The pruned forward is a function of the kept columns only, and their gradients are its derivatives."""
 
-    def check(group, kind, imputation):
+    @for_each(itertools.product(KINDS, IMPUTATIONS))
+    def check(rank, group, kind, imputation):
         keep, num_columns = [0, 2, 3], 5
         plan = plan_keeping(keep, num_columns, imputation)
 
@@ -160,16 +155,13 @@ def test_kept_columns_pass_finite_differences(run_ranks):
             of_kept, [operand.requires_grad_() for operand in kept_operands[:2]] + kept_operands[2:]
         )
 
-    def check_all(rank, group):
-        for case in itertools.product(KINDS, IMPUTATIONS):
-            check(group, *case)
-
-    run_ranks(check_all, 1)
+    run_ranks(check, 1)
 
 
 def test_finite_differences_through_the_collectives(run_ranks):
     """With zeros imputed, all gradients are the derivatives of what the pruned group computes together."""
 
+    @for_each([(kind,) for kind in KINDS])
     def check(rank, group, kind):
         case = Case(kind, [[0, 3], [2]], (3,))
         x, w_NK = case.x[rank].clone(), case.w_NK[rank].clone()
@@ -202,11 +194,12 @@ def test_finite_differences_through_the_collectives(run_ranks):
         assert_close(dx, numerical_gradient(x, together if kind == "column" else each_alone), rtol=1e-7, atol=1e-7)
         assert_close(dw_NK, numerical_gradient(w_NK, each_alone), rtol=1e-7, atol=1e-7)
 
-    run_ranks(for_both_kinds(check), 2)
+    run_ranks(check, 2)
 
 
 def test_operands_in_any_memory_layout(run_ranks):
-    def check(group, kind, has_plan):
+    @for_each(itertools.product(KINDS, (True, False)))
+    def check(rank, group, kind, has_plan):
         case = Case(kind, [[0, 3] if has_plan else range(5)], (2, 3))
         case.plan = lambda rank: plan_keeping([0, 3], 5) if has_plan else None
         layouts = {
@@ -221,24 +214,22 @@ def test_operands_in_any_memory_layout(run_ranks):
         case.dy[0] = torch.ones(1, 1, 1, dtype=torch.float64).expand(2, 3, 4)  # what sum().backward() makes
         assert_all_close(case.computed(0, group), case.expected(0))
 
-    def check_all(rank, group):
-        for case in itertools.product(KINDS, (True, False)):
-            check(group, *case)
-
-    run_ranks(check_all, 1)
+    run_ranks(check, 1)
 
 
 def test_inputs_are_never_changed(run_ranks):
+    @for_each([(kind,) for kind in KINDS])
     def check(rank, group, kind):
         case = Case(kind, [[0, 3], [2]], (3,), imputation="average")
         x, dy = case.x[rank].clone(), case.dy[rank].clone()
         case.computed(rank, group, x=x, dy=dy)
         assert torch.equal(x, case.x[rank]) and torch.equal(dy, case.dy[rank])
 
-    run_ranks(for_both_kinds(check), 2)
+    run_ranks(check, 2)
 
 
 def test_only_what_learns_gets_a_gradient(run_ranks):
+    @for_each(itertools.product(KINDS, (True, False), (True, False)))
     def check(rank, group, kind, x_learns, w_learns):
         case = Case(kind, [[0, 3], [2]], (3,))
         x, w_NK = case.x[rank].requires_grad_(x_learns), case.w_NK[rank].requires_grad_(w_learns)
@@ -254,19 +245,16 @@ def test_only_what_learns_gets_a_gradient(run_ranks):
         assert_close(x.grad, dx if x_learns else None)
         assert_close(w_NK.grad, dw_NK if w_learns else None)
 
-    def check_all(rank, group):
-        for case in itertools.product(KINDS, (True, False), (True, False)):
-            check(rank, group, *case)
-
-    run_ranks(check_all, 2)
+    run_ranks(check, 2)
 
 
 def test_no_bias_is_a_zero_bias(run_ranks):
+    @for_each([(kind,) for kind in KINDS])
     def check(rank, group, kind):
         x, w_NK = randn(3, 5, seed=0), randn(4, 5, seed=1)
         assert_close(products(kind, x, w_NK, None, None, group), F.linear(x, w_NK))
 
-    run_ranks(for_both_kinds(check), 1)
+    run_ranks(check, 1)
 
 
 def test_a_second_derivative_is_an_error_not_a_wrong_number(run_ranks):
