@@ -57,6 +57,19 @@ def test_a_recovered_rank_lets_go_though_every_epoch_ends_with_an_evaluation_in_
         assert ratios[-1] == 0.0
 
 
+@pytest.mark.parametrize("update_every", [1, 2])
+def test_a_long_evaluation_changes_no_plan(run_ranks, update_every):
+    def train(rank, group):
+        run = Run(group, chi={1: 4.0}, update_every=update_every)
+        before = run.updates(8)[-1]
+        run.time.now += 1e4
+        return before, run.updates(6)
+
+    for before, after in run_ranks(train, 2):
+        assert before[1] > 0.4
+        assert all(abs(ratios[1] - before[1]) < 0.1 for ratios in after)
+
+
 @pytest.mark.parametrize("mode", ["zero-rd", "mig", "semi"])
 def test_training_with_layers_in_eval_balances_nothing_and_says_so_once(run_ranks, mode):
     def train(rank, group):

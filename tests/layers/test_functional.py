@@ -9,7 +9,6 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from helpers import parallel_layers
 from helpers.processes import for_each
 from hypothesis import given, settings
@@ -246,15 +245,6 @@ def test_only_what_learns_gets_a_gradient(run_ranks):
         assert_close(w_NK.grad, dw_NK if w_learns else None)
 
     run_ranks(check, 2)
-
-
-def test_no_bias_is_a_zero_bias(run_ranks):
-    @for_each([(kind,) for kind in KINDS])
-    def check(rank, group, kind):
-        x, w_NK = randn(3, 5, seed=0), randn(4, 5, seed=1)
-        assert_close(products(kind, x, w_NK, None, None, group), F.linear(x, w_NK))
-
-    run_ranks(check, 1)
 
 
 def test_a_second_derivative_is_an_error_not_a_wrong_number(run_ranks):

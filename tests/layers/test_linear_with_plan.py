@@ -28,15 +28,6 @@ def test_a_pruned_pair_equals_one_with_masked_weights_under_autocast(run_ranks):
     run_ranks(check, 2)
 
 
-def test_a_pair_without_plans_equals_the_whole_one(run_ranks):
-    def check(rank, group):
-        pair = PrunedPair(group, torch.float64)
-        pair.model[0].plan = pair.model[2].plan = None
-        pair.assert_equals(pair.whole)
-
-    run_ranks(check, 2)
-
-
 def test_evaluation_computes_in_full_and_training_prunes_again(run_ranks):
     def check(rank, group):
         pair = PrunedPair(group, torch.float64)
