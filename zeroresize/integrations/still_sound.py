@@ -95,6 +95,6 @@ def _are_only_in(holder: nn.Module, layers: Sequence[Any], model: nn.Module) -> 
 
 
 def _traced(holder: nn.Module, name: str) -> TracedModule:
-    module = TracedModule(holder, name, num_times=1)
+    module = TracedModule(holder, name)
     known = _shared.get()
     return module if known is None else known.setdefault(holder, module)
