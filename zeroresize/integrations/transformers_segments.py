@@ -177,7 +177,8 @@ def _require_unmixed(module: Any, segment: Segment) -> None:
     row: Any = segment.row
     parts = segment.parts if isinstance(segment.parts, int) else 1
     units = row.even_shape[1] // segment.unit_size
-    rows = {layer: (layer.even_shape[0] // units // parts,) * parts for layer in segment.column}
+    columns: list[Any] = list(segment.column)
+    rows = {layer: (layer.even_shape[0] // units // parts,) * parts for layer in columns}
     try:
         with _without_flash_attention(module):
             call = partial(_call, module)
