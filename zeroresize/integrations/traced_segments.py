@@ -8,6 +8,7 @@ again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,3 +90,47 @@ def _line_of(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     message = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return message + place_of(error)
+
+
+@dataclass(frozen=True)
+class TracedAgain:
+    """Traces the module that holds a segment as ``convert`` did; called, it tells what is not as it was.
+
+    Attributes:
+        model: that the segment was found in.
+        holder, name: the module whose forward proves the segment, and its name in the model.
+        row: the layer that ends the segment.
+        reading: what tracing read at convert.
+    """
+
+    model: nn.Module
+    holder: nn.Module
+    name: str
+    row: Any
+    reading: TracedSegment
+
+    def __call__(self) -> str | None:
+        holder_name = f"{self.name or 'the model'} ({type(self.holder).__name__})"
+        if not _are_only_in(self.holder, (*self.reading.columns, self.row), self.model):
+            return f"{holder_name} was changed after convert: it, or a layer in it, is now elsewhere in the model"
+        try:
+            now = TracedModule(self.holder, self.name).segment_of(self.row)
+        except NotProven as error:
+            return f"it was changed after convert: {error}"
+        if now.columns != self.reading.columns:
+            return f"{holder_name} was changed after convert: other layers come before"
+        if len(now.dropouts) > len(self.reading.dropouts) or now.has_other_dropout > self.reading.has_other_dropout:
+            return f"{holder_name} was changed after convert: it has dropout that it did not have"
+        return None
+
+
+def _are_only_in(holder: nn.Module, layers: Sequence[Any], model: nn.Module) -> bool:
+    """Tell whether the model has the holder, and every way from the model to the layers passes it."""
+    seen: set[nn.Module] = set()
+    todo = [model]
+    while todo:
+        module = todo.pop()
+        if module not in seen:
+            seen.add(module)
+            todo += [] if module is holder else module.children()
+    return holder in seen and seen.isdisjoint(layers)

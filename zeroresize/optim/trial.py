@@ -78,10 +78,8 @@ def state_after_step(optimizer: Optimizer, tensor: Tensor) -> list[Tensor]:
         NoTrialError: if a copy of it cannot step.
     """
     likes = [like for like in _likes_of(optimizer, [tensor], num_alike=1) if like.is_wanted]
-    stepped = _stepped(optimizer, likes, [steps[:2] for steps in _drawn(likes)])
-    return [
-        kept for kept in stepped.states[0].values() if _is_whole(kept) and kept.shape == stepped.parameters[0].shape
-    ]
+    ((parameters, states, _),) = _stepped(optimizer, likes, [steps[:2] for steps in _drawn(likes)])
+    return [kept for kept in states[0].values() if _is_whole(kept) and kept.shape == parameters[0].shape]
 
 
 def _why_differs(at: int, mask: Tensor, expected: _Stepped, others: _Stepped, *, by_element: bool) -> str | None:
