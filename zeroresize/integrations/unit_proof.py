@@ -8,7 +8,7 @@ times. Nothing is sent, and what the model holds is put back.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from zeroresize.integrations.forward_graphs import ForwardTracer, forward_traces
 from zeroresize.integrations.module_state import nothing_kept
 from zeroresize.layers.muted_draws import MutedDraws
 from zeroresize.layers.unit_dropout import UnitDropout
+from zeroresize.utils.torch_private import is_compiled_module
 
 #: How many units there are, and which of them remain, in which order.
 NUM_UNITS, KEPT = 12, (7, 2, 3, 11, 5)
@@ -165,7 +166,9 @@ def require_unmixed_in_call(
             raise _Reached
 
         x = torch.ones(*_BATCH, row.even_shape[0], dtype=torch.float64, device=stimulus.device)
-        with own_hooks_off(module), nothing_kept(module, but_for_attributes=True), torch.no_grad():
+        is_compiled = any(map(is_compiled_module, module.modules()))
+        eagerly = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+        with own_hooks_off(module), nothing_kept(module, but_for_attributes=True), torch.no_grad(), eagerly:
             if on_change is not None:
                 on_change(list(range(len(stimulus.units))))
             for layer in columns:
