@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 
 from zeroresize.integrations.changed_modules import own_hooks_off
 from zeroresize.integrations.forward_graphs import ForwardTracer, forward_traces
 from zeroresize.integrations.module_state import nothing_kept
-from zeroresize.layers.muted_draws import MutedDraws
 from zeroresize.layers.unit_dropout import UnitDropout
 from zeroresize.utils.torch_private import is_compiled_module
 
@@ -86,8 +86,8 @@ class Stimulus:
         gradients: Sequence[Tensor | None] = [None] * len(outputs)
         if x.requires_grad:
             self._is_in_backward = True
-            weights_of_x = weights.view_as(x).to(x.dtype)
-            gradients = torch.autograd.grad(x, outputs, weights_of_x, retain_graph=True, allow_unused=True)
+            weighted_sum = (x * weights.view_as(x)).sum()
+            gradients = torch.autograd.grad(weighted_sum, outputs, retain_graph=True, allow_unused=True)
             self._is_in_backward = False
         self.results.append((x.detach().reshape(weights.shape).double(), self._rows))
         for (output, rows), gradient in zip(self._outputs, gradients, strict=True):
@@ -113,7 +113,7 @@ def require_unmixed(
     """
     whole, part = (Stimulus(columns, row, num_rows, units) for units in (range(NUM_UNITS), KEPT))
     for stimulus in (whole, part):
-        with MutedDraws(everywhere=True):
+        with _WithoutDropout():
             compute(stimulus)
     if not part.results or [rows for _, rows in whole.results] != [rows for _, rows in part.results]:
         raise MixesUnitsError("where there are fewer units the layers are called otherwise")
@@ -194,7 +194,7 @@ class _StimulatedTracer(ForwardTracer):
         if m is self._stimulus.row:
             self._stimulus.record(*args, *kwargs.values())
             return self.create_proxy("call_module", self.path_of_module(m), (), {})
-        if isinstance(m, nn.Dropout | UnitDropout):
+        if isinstance(m, UnitDropout):
             return args[0]
         is_computed = args and all(isinstance(value, Tensor) for value in (*args, *kwargs.values()))
         return forward(*args, **kwargs) if is_computed else super().call_module(m, forward, args, kwargs)
@@ -219,6 +219,18 @@ class _Around(fx.Proxy):
         if orig_method in (Tensor.to, Tensor.type_as) and isinstance(args[0], Tensor):
             return args[0]
         return super().__torch_function__(orig_method, types, args, kwargs)
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Lets functions of torch drop nothing."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if args and getattr(func, "__name__", "").strip("_").endswith("dropout"):
+            return args[0]
+        return func(*args, **(kwargs | {"dropout_p": 0.0} if "dropout_p" in kwargs else kwargs))
 
 
 def _features_of(units: Sequence[int], rows: Rows) -> Tensor:

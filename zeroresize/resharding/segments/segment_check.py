@@ -23,7 +23,6 @@ from zeroresize.integrations.keyed_dropout import KeyedDropout, drops
 from zeroresize.integrations.module_state import restored
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_in_graph, local_of
-from zeroresize.layers.muted_draws import MutedDraws, require_drawn_alike
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segment_draws import streams_of_all
 from zeroresize.layers.segments import owned_segments
@@ -31,6 +30,7 @@ from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.resharding.ranks import Ranks
 from zeroresize.resharding.segments.in_float64 import in_float64, require_replaceable, to_float64
+from zeroresize.resharding.segments.muted_draws import MutedDraws, require_drawn_alike
 from zeroresize.resharding.units.moving_units import move_units
 
 _T = TypeVar("_T")

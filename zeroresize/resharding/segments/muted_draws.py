@@ -23,21 +23,17 @@ _WITHOUT_DRAWS = {"dropout_p": 0.0, "train": False, "training": False}
 class MutedDraws(DispatchMode):
     """Mutes draws while the block lasts; integers, such as numbers of calls, are drawn.
 
-    Args:
-        everywhere: whether those outside of segments' streams are muted, too.
-
     Attributes:
         draws: the stream, operator and shape of each.
     """
 
-    def __init__(self, *, everywhere: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._everywhere = everywhere
         self.draws: list[tuple[int, str, tuple[int, ...]]] = []
 
     def __torch_dispatch__(self, func: Operator, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded not in func.tags or not (self._everywhere or is_within_segment()):
+        if torch.Tag.nondeterministic_seeded not in func.tags or not is_within_segment():
             return func(*args, **kwargs)
         names = arguments_of_operator(func)
         given, switches = dict(zip(names, args, strict=False)) | kwargs, _WITHOUT_DRAWS.keys() & names
