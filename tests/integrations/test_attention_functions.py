@@ -159,8 +159,8 @@ def test_heads_stay_where_what_the_forward_calls_was_replaced(run_ranks, monkeyp
                     patch.setattr(home, name, replaced)
                     reason = segments[0].why_even()
                     assert (reason is None) == is_sound and (is_sound or BY_NUMBERS in reason), (name, reason)
-                    found, _ = attention_of(split(build("Llama", attention), group), group)
-                    assert len(found) == (DEPTH if is_sound else 0), name
+                    again, _ = attention_of(split(build("Llama", attention), group), group)
+                    assert len(again) == (DEPTH if is_sound else 0), name
 
     run_ranks(in_first_rank(check), 2)
 

@@ -86,7 +86,8 @@ class Stimulus:
         gradients: Sequence[Tensor | None] = [None] * len(outputs)
         if x.requires_grad:
             self._is_in_backward = True
-            weighted_sum = (x * weights.view_as(x)).sum()
+            with torch.enable_grad():  # x may be an output itself
+                weighted_sum = (x * weights.view_as(x)).sum()
             gradients = torch.autograd.grad(weighted_sum, outputs, retain_graph=True, allow_unused=True)
             self._is_in_backward = False
         self.results.append((x.detach().reshape(weights.shape).double(), self._rows))
