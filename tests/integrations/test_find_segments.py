@@ -117,9 +117,9 @@ def experts(layers):
 
     def forward(self, x):
         y = torch.zeros_like(x)
-        for number, one in enumerate(self.experts):
+        for number, expert_there in enumerate(self.experts):
             mask = (x.sum(-1) > 0).long() == number
-            y[mask] = one(x[mask])
+            y[mask] = expert_there(x[mask])
         return y
 
     return module(forward, experts=nn.ModuleList([expert(), expert()]))
