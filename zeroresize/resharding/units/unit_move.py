@@ -13,7 +13,6 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.comm.collectives import group_rank, group_size, message_device
-from zeroresize.integrations.still_sound import asked_together
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.dtensor_guards import guard_dtensors
 from zeroresize.layers.functional import LastGradients
@@ -72,12 +71,11 @@ class UnitMove(Transaction):
         require_rebuildable(data_parallel)
         self._wrappers = data_parallel
         self.moving: list[tuple[OwnedSegment, OwnershipMap, OwnershipMap]] = []
-        with asked_together():
-            for segment in segments:
-                after = targets.get(segment.name, segment.owned)
-                _require_fitting(segment, after, group_size(process_group))
-                if after != segment.owned:
-                    self.moving.append((segment, segment.owned, after))
+        for segment in segments:
+            after = targets.get(segment.name, segment.owned)
+            _require_fitting(segment, after, group_size(process_group))
+            if after != segment.owned:
+                self.moving.append((segment, segment.owned, after))
         self._plans = [transfer_plan(before, after) for _, before, after in self.moving]
         self._contents = [contents_of(segment, optimizer, self._rank) for segment, *_ in self.moving]
         _require_disjoint(self._contents)
