@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zeroresize.strategy.placement.placement import Placement
 from zeroresize.strategy.placement.whole_layers import WholeTensor
-from zeroresize.strategy.switching.flow_transport import Ends
+from zeroresize.strategy.switching.flows import FlowEnds
 
 
 class Relocation:
@@ -55,17 +55,13 @@ class Relocation:
         for number, dtype in self._made.items():
             self._new[number] = torch.empty(self._after.parameters[number].shape, dtype=dtype, device=device)
 
-    def ends(self, dtype: torch.dtype | None = None) -> Ends:
-        """Return where the flow begins and ends; what this rank has of its new tensors already is copied now.
-
-        Args:
-            dtype: in which the flow travels; None for that of the tensors.
-        """
+    def ends(self) -> FlowEnds:
+        """Return where the flow begins and ends; what this rank has of its new tensors already is copied now."""
         rank, before, after = self._rank, self._before, self._after
         sources: dict[int, Tensor | None] = {
-            number: before.stack(number, self._tensors[number], tensor, rank) for number, tensor in self._held.items()
+            number: stack_of(before, number, self._tensors, tensor, rank) for number, tensor in self._held.items()
         }
-        targets = {number: after.stack(number, self._tensors[number], one, rank) for number, one in self._new.items()}
+        targets = {number: stack_of(after, number, self._tensors, one, rank) for number, one in self._new.items()}
         for number, target in targets.items():
             old, new = (one.layout.units_of(number, rank) for one in (before, after))
             source = sources.get(number)
@@ -74,6 +70,11 @@ class Relocation:
                 continue
             begin, end = max(old.start, new.start), min(old.stop, new.stop)
             if source is not None and begin < end:
-                kept = source.narrow(2, begin - old.start, end - begin)
-                target.narrow(2, begin - new.start, end - begin).copy_(kept)
-        return Ends(sources, targets, before.layout.begins[:, rank], after.layout.begins[:, rank], dtype=dtype)
+                kept = source.narrow(1, begin - old.start, end - begin)
+                target.narrow(1, begin - new.start, end - begin).copy_(kept)
+        return FlowEnds(sources, targets, before.layout.begins[:, rank], after.layout.begins[:, rank])
+
+
+def stack_of(placement: Placement, number: int, tensors: Sequence[WholeTensor], data: Tensor, rank: int) -> Tensor:
+    """View a contiguous tensor of a parameter's shape as [pre, units, inner]."""
+    return placement.stack(number, tensors[number], data, rank).flatten(0, 1)
