@@ -17,8 +17,8 @@ from helpers.processes import told_by_survivors
 from torch import nn
 
 from zeroresize.pipeline import move_layers, moving_during_backward, moving_layers
-from zeroresize.pipeline.finished_layers import FinishedLayers
 from zeroresize.pipeline.layer_contents import TensorNote
+from zeroresize.pipeline.layer_move_during_backward import FinishedLayers
 from zeroresize.resharding import agreement
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 

@@ -8,16 +8,18 @@ does not fit into its room, makes the move outdated.
 
 from __future__ import annotations
 
-import threading
+from collections import Counter
 from collections.abc import Sequence
+from threading import Event
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeroresize.comm.collectives import Channel
-from zeroresize.pipeline.finished_layers import FinishedLayers
 from zeroresize.pipeline.layer_contents import TensorNote, bytes_of
 from zeroresize.pipeline.layer_move import LayerMove
+from zeroresize.pipeline.layer_watchers import LayerWatcher
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.resharding.agreement import bytes_up_to_peak
 from zeroresize.utils.torch_private import version_of
@@ -50,7 +52,7 @@ class LayerMoveDuringBackward(LayerMove):
         self.finished = FinishedLayers(pipeline, num_steps)
         self._as_sent = {number: list(map(_Sent, tensors)) for number, (_, tensors) in self._sent.items()}
         self._was_finished: set[int] = set()
-        self._may_begin, self._is_dropped = threading.Event(), False
+        self._may_begin, self._is_dropped = Event(), False
 
     @property
     def needed_bytes(self) -> int:
@@ -112,6 +114,54 @@ class LayerMoveDuringBackward(LayerMove):
         note, tensors = self._described(number)
         sent = self._as_sent[number]
         return note == self._sent[number][0] and all(map(_Sent.is_still, sent, tensors))
+
+
+class FinishedLayers(LayerWatcher):
+    """Watches within a ``with`` block when a stage is done with each layer, and its gradients are final.
+
+    Args:
+        num_steps: of the pipeline within the block.
+    """
+
+    def __init__(self, pipeline: Pipeline, num_steps: int) -> None:
+        super().__init__(pipeline.module.watchers)
+        self._device, self._steps_left, self._num_microbatches = pipeline.device, num_steps, 0
+        self._open, self._counts = set(pipeline.present), Counter[int]()
+        self._finished = {number: Event() for number in pipeline.present}
+        self._on_device: dict[int, torch.cuda.Event] = {}
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for number in self._finished:
+            self._finish(number)
+
+    def wait(self, number: int) -> None:
+        """Wait until this stage is done with a layer; on a GPU its current stream then waits for the device."""
+        self._finished[number].wait()
+        if number in self._on_device:
+            self._on_device[number].wait()
+
+    def step_begins(self, num_microbatches: int) -> None:
+        self._steps_left, self._num_microbatches = self._steps_left - 1, num_microbatches
+        self._counts.clear()
+
+    def backward_reaches(self, number: int | None) -> None:
+        behind = {each for each in self._open if number is None or each > number}
+        self._counts.update(behind)
+        self._open -= behind
+        for each in behind:
+            if not self._steps_left and self._counts[each] == self._num_microbatches:
+                self._finish(each)
+        if number is None:
+            self._open = set(self._finished)
+
+    def _finish(self, number: int) -> None:
+        if self._finished[number].is_set():
+            return
+        if self._device.type == "cuda":
+            self._on_device[number] = torch.cuda.Event()
+            self._on_device[number].record(torch.cuda.current_stream(self._device))
+        self._finished[number].set()
 
 
 class _Sent:

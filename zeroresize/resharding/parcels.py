@@ -32,7 +32,7 @@ class Parcel:
         num_units: how many.
         unit_elements: elements of one unit.
         dtype: of the elements as they travel.
-        turn: parcels of a later turn travel in later rounds.
+        turn: parcels of a later turn are read once those of earlier ones are in place.
     """
 
     routes: tuple[Pair, ...]
@@ -167,12 +167,14 @@ class RankRounds:
         rank: this one.
         max_bytes: of its messages at once; a single unit may be larger.
         rounds: its pieces in each, by (sender, receiver), in the order in which they are put in place.
+        turns: the turn of each round.
     """
 
     parcels: Sequence[Parcel]
     rank: int
     max_bytes: int
     rounds: Sequence[Mapping[Pair, Sequence[Piece]]]
+    turns: Sequence[int]
 
     @classmethod
     def of(cls, parcels: Sequence[Parcel], rank: int, max_bytes: int, order: Sequence[int] | None = None) -> RankRounds:
@@ -185,7 +187,7 @@ class RankRounds:
         def turn(pair: Pair) -> tuple[int, Pair]:
             return (0 if order is None else order[pair[0]]), pair
 
-        rounds = []
+        rounds, turns = [], []
         for pieces in plan_rounds(parcels, max(max_bytes // 2, 1)):
             by_pair: dict[Pair, list[Piece]] = {}
             for piece in pieces:
@@ -193,7 +195,8 @@ class RankRounds:
                     if rank in pair:
                         by_pair.setdefault(pair, []).append(piece)
             rounds.append({pair: by_pair[pair] for pair in sorted(by_pair, key=turn)})
-        return cls(parcels, rank, max_bytes, rounds)
+            turns.append(parcels[pieces[0].parcel].turn)
+        return cls(parcels, rank, max_bytes, rounds, turns)
 
     def sizes(self, pieces: Sequence[Piece]) -> list[int]:
         """Return the bytes of each piece of a message."""

@@ -1,7 +1,7 @@
 """Ranks of a group send each other parcels, round after round in bounded memory.
 
-While one round travels, the next is packed. A pair of ranks has one message in a round. All messages of a round are
-posted before any is awaited, so no order of the pairs can let ranks wait for each other.
+While one round travels, the next one of its turn is packed. A pair of ranks has one message in a round. All messages of
+a round are posted before any is awaited, so no order of the pairs can let ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ class Transport:
                 errors.append(error)
 
         for number, round_ in enumerate(self._rounds):
+            while under_way and self._plan.turns[number] != self._plan.turns[number - 1]:
+                finish()
             messages = self._messages(round_, self._buffers[number % self._num_buffers])
             sends, receives = {}, {}
             for pair, message in messages.items():

@@ -29,11 +29,13 @@ class Flow:
         transfers: between different ranks.
         dtypes: of the elements as they travel, by the number of the tensor; other tensors do not travel.
         kept: what stays on its rank, and is added there in its turn; None for nothing.
+        turn: a flow of a later turn takes along what those of earlier ones have added.
     """
 
     transfers: SliceTransfers
     dtypes: Mapping[int, torch.dtype]
     kept: SliceTransfers | None = None
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class FlowRounds:
                 if tensors[tensor].spec.division is None:  # a unit for every element
                     end = num_units = math.prod(shape)
                 unit_elements = math.prod(shape) // max(num_units, 1)
-                parcels.append(Parcel(tuple(pairs), end - begin, unit_elements, flow.dtypes[tensor]))
+                parcels.append(Parcel(tuple(pairs), end - begin, unit_elements, flow.dtypes[tensor], flow.turn))
                 slices.append((number, tensor, begin))
         lists = [one for flow in flows for one in (flow.transfers, flow.kept) if one is not None]
         columns = [(one.tensors, one.begins, one.ends, one.sources, one.destinations) for one in lists]

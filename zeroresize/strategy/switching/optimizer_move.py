@@ -60,25 +60,26 @@ class RankOptimizer:
         for number, parameter in optimizer_placement.masters.items():
             if parameter.grad is not None:
                 raise ValueError(f"{tensors[number].spec.name} has a gradient: call optimizer.zero_grad() before")
+        self._states = {
+            number: ParameterState(tensors[number].spec.name, one, one, self.optimizer)
+            for number, one in optimizer_placement.masters.items()
+        }
 
     def description(self) -> str:
         """Describe all that the other ranks must know."""
-        numbers = self._optimizer_placement.masters
-        return json.dumps([self._group_of, [[number, asdict(self._described(number))] for number in numbers]])
+        described = [[number, asdict(state.description())] for number, state in self._states.items()]
+        return json.dumps([self._group_of, described])
 
     @property
     def held_bytes(self) -> int:
         """Return the bytes of the optimizer's tensors."""
-        if self.optimizer is None:
-            return 0
-        states = [self._parameter_state(number) for number in self._optimizer_placement.masters]
-        held = [value for state in states for _, _, value in state.entries()]
+        held = [value for state in self._states.values() for _, _, value in state.entries()]
         return sum(one.numel() * one.element_size() for one in held if isinstance(one, Tensor))
 
     def held(self, key: str) -> dict[int, Tensor]:
         """Return the optimizer's tensors of one kind, by the number of the tensor."""
-        states = {number: self._parameter_state(number) for number in self._optimizer_placement.masters}
-        return {number: state.tensors[STATE + key] for number, state in states.items() if STATE + key in state.tensors}
+        what = STATE + key
+        return {number: state.tensors[what] for number, state in self._states.items() if what in state.tensors}
 
     def install(self, after: Placement, group_of: dict[int, int], state: dict[int, dict[str, Any]]) -> None:
         """Give the optimizer the parameters of another strategy in the same groups, and their state."""
@@ -94,13 +95,6 @@ class RankOptimizer:
         for number, values in state.items():
             if number in group_of:
                 set_state(self.optimizer, after.masters[number], values)
-
-    def _described(self, number: int) -> Description:
-        return self._parameter_state(number).description()
-
-    def _parameter_state(self, number: int) -> ParameterState:
-        parameter = self._optimizer_placement.masters[number]
-        return ParameterState(self._tensors[number].spec.name, parameter, parameter, self.optimizer)
 
 
 class OptimizerMove(Transaction):

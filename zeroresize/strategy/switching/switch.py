@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,16 +59,16 @@ class SwitchRoute:
 
     Attributes:
         rounds: of this rank.
-        sum_rounds: of this rank, before these: gradients that its node sums before they leave it; None for none.
         has_weights, has_gradients: what travels.
+        has_sums: whether nodes sum gradients before they leave them.
         types: in which it travels.
         fingerprint: the same on ranks with the same plan.
     """
 
     rounds: FlowRounds
-    sum_rounds: FlowRounds | None
     has_weights: bool
     has_gradients: bool
+    has_sums: bool
     types: TravelTypes
     fingerprint: float
 
@@ -94,7 +93,8 @@ class SwitchRoute:
             max_bytes: of messages that a rank sends and receives at once.
         """
         specs = [one.spec for one in tensors]
-        flows, sums = list[Flow](), list[Flow]()
+        flows: list[Flow] = []
+        has_sums = False
         if after is not None:
             transfers = plan_weights(before.layout, after.layout, specs, nodes).transfers
             flows.append(Flow(transfers, {number: types.weights or one.dtype for number, one in enumerate(tensors)}))
@@ -103,21 +103,20 @@ class SwitchRoute:
             learning = {number: one.dtype for number, one in enumerate(tensors) if one.requires_grad}
             dtypes = {number: types.gradients or dtype for number, dtype in learning.items()}
             flows.append(Flow(plan.transfers, dtypes, plan.kept))
-            sums = [Flow(plan.summed, learning)] if len(plan.summed) else []
+            # In the type in which gradients are held: so what then leaves the node is rounded once.
+            flows.append(Flow(plan.summed, learning, turn=-1))
+            has_sums = len(plan.summed) > 0
         # Partial gradients are added in the order of the replicas that they come from: on ranks that hold the same
         # the sums are the same to the last bit.
-        order = before.layout.replicas.tolist()
-        rounds, sum_rounds = (
-            FlowRounds.of(travelling, tensors, rank, order, max_bytes) for travelling in (flows, sums)
-        )
+        rounds = FlowRounds.of(flows, tensors, rank, before.layout.replicas.tolist(), max_bytes)
         way = [None if one is None else one.strategy.as_dict() for one in (before, after, optimizer_placement)]
         return cls(
             rounds,
-            sum_rounds if sums else None,
             after is not None,
             optimizer_placement is not None,
+            has_sums,
             types,
-            fingerprint(json.dumps([way, max_bytes, str(types), rounds.fingerprint, sum_rounds.fingerprint])),
+            fingerprint(json.dumps([way, max_bytes, str(types), rounds.fingerprint])),
         )
 
 
@@ -172,7 +171,7 @@ class Switch(Transaction):
         self._zeros: dict[int, Tensor] = {}
         self._without_before = [
             number
-            for number, master in (before.masters.items() if route.sum_rounds else ())
+            for number, master in (before.masters.items() if route.has_sums else ())
             if master.requires_grad and master.grad is None
         ]
         of_before = (before.masters[number] for number in self._without_before)
@@ -187,18 +186,14 @@ class Switch(Transaction):
 
     @property
     def needed_bytes(self) -> int:
-        meanwhile = bytes_up_to_peak(self._device) if self._is_beside else 0
-        return meanwhile + self.new_bytes + sum(one.buffer_bytes for one in self._transports)
+        return super().needed_bytes + (bytes_up_to_peak(self._device) if self._is_beside else 0)
 
     def agree(self, descriptions: Iterable[str] | None) -> None:
         """Lay out the rounds of the route, which is planned by what all ranks know."""
         self.transport = Transport(self._route.rounds.rounds, self._group)
-        sums = self._route.sum_rounds
-        self._sums = None if sums is None else Transport(sums.rounds, self._group)
 
     def allocate(self) -> None:
-        for transport in self._transports:
-            transport.allocate(message_device(self._group, self._device))
+        self.transport.allocate(message_device(self._group, self._device))
         if self._weights is not None:
             self._weights.allocate(self._device)
         for number in self._without:
@@ -219,44 +214,26 @@ class Switch(Transaction):
         if self._has_gradients:
             before.drop_gradients()
 
-    def figures(self, begin: float) -> dict[str, Any]:
-        figures = super().figures(begin)
-        for key in ("sent_bytes", "received_bytes", "num_rounds", "buffer_bytes"):
-            figures[key] = sum(getattr(transport, key) for transport in self._transports)
-        return figures
-
     def send_and_receive(self) -> Exception | None:
-        failure = self._sum_within_nodes()
         ends = [] if self._weights is None else [self._weights.ends()]
         if self._has_gradients:
-            ends.append(self._partial_gradients())
-        return self._route.rounds.carry_out(self.transport, ends) or failure
-
-    @property
-    def _transports(self) -> list[Transport]:
-        return [self.transport] if self._sums is None else [self._sums, self.transport]
-
-    def _sum_within_nodes(self) -> Exception | None:
-        """In the type in which gradients are held: so what then leaves the node is rounded once."""
-        if self._sums is None or self._route.sum_rounds is None:
-            return None
-        stacks = {number: one for number, one in self._gradient_stacks().items() if one is not None}
-        begins = self._before.layout.begins[:, self._rank]
-        return self._route.sum_rounds.carry_out(self._sums, [FlowEnds(stacks, stacks, begins, begins, adds=True)])
+            ends += self._partial_gradients()
+        return self._route.rounds.carry_out(self.transport, ends)
 
     def _gradient_stacks(self) -> dict[int, Tensor | None]:
         """Of the strategy that is left, by the number of the tensor."""
         stacks: dict[int, Tensor | None] = {}
         for number, parameter in self._before.masters.items():
             gradient = self._zeros.get(number, parameter.grad)
-            if gradient is not None and self._route.sum_rounds and not gradient.is_contiguous():
+            if gradient is not None and self._route.has_sums and not gradient.is_contiguous():
                 gradient = parameter.grad = gradient.contiguous()  # of which a stack is a view
             stacks[number] = (
                 None if gradient is None else stack_of(self._before, number, self._tensors, gradient, self._rank)
             )
         return stacks
 
-    def _partial_gradients(self) -> FlowEnds:
+    def _partial_gradients(self) -> list[FlowEnds]:
+        """Where they leave and arrive, and where those of a node are summed before."""
         before, optimizer_placement, rank = self._before, self._optimizer_placement, self._rank
         sources, targets = self._gradient_stacks(), {}
         for number, parameter in optimizer_placement.masters.items():
@@ -266,4 +243,8 @@ class Switch(Transaction):
             if gradient is not None:
                 targets[number] = stack_of(optimizer_placement, number, self._tensors, gradient, rank)
         begins = before.layout.begins[:, rank], optimizer_placement.layout.begins[:, rank]
-        return FlowEnds(sources, targets, *begins, adds=True)
+        sums = {number: stack for number, stack in sources.items() if stack is not None}
+        return [
+            FlowEnds(sources, targets, *begins, adds=True),
+            FlowEnds(sums, sums, begins[0], begins[0], adds=True),
+        ]
