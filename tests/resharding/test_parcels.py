@@ -1,5 +1,7 @@
 """Rounds that carry every unit once and obey a bound, and units that are copied to where they belong."""
 
+import itertools
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from zeroresize.resharding.parcels import Parcel, RankRounds, copy_units, plan_rounds, sent_and_received
 
 NUM_RANKS = 4
-PAIRS = [(one, other) for one in range(NUM_RANKS) for other in range(NUM_RANKS)]
+PAIRS = list(itertools.product(range(NUM_RANKS), repeat=2))
 parcels_of = st.builds(
     Parcel,
     st.lists(st.sampled_from(PAIRS), min_size=1, max_size=3, unique=True).map(tuple),
@@ -45,11 +47,11 @@ def test_both_ends_of_every_message_know_the_same_of_it(parcels, max_bytes):
     assert len({len(one.rounds) for one in by_rank}) == 1
     sent = [0] * NUM_RANKS
     for number in range(len(by_rank[0].rounds)):
-        for rank, own in enumerate(by_rank):
-            for pair, pieces in own.rounds[number].items():
+        for rank, of_rank in enumerate(by_rank):
+            for pair, pieces in of_rank.rounds[number].items():
                 assert rank in pair and all(pieces == by_rank[peer].rounds[number][pair] for peer in pair)
-                size = own.message_bytes(own.rounds[number])[pair]
-                assert size == 0 if pair[0] == pair[1] else size == sum(own.sizes(pieces))
+                size = of_rank.message_bytes(of_rank.rounds[number])[pair]
+                assert size == 0 if pair[0] == pair[1] else size == sum(of_rank.sizes(pieces))
                 sent[rank] += size if pair[0] == rank else 0
     assert sent == sent_and_received(parcels, NUM_RANKS)[0]
     assert sum(sent) == sum(sent_and_received(parcels, NUM_RANKS)[1])

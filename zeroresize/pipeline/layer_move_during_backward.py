@@ -83,8 +83,8 @@ class LayerMoveDuringBackward(LayerMove):
             self._was_finished.add(number)
             note_now, tensors_now = self._described(number)
             if note_now == note:
-                for place, one in enumerate(note.tensors):
-                    if not one.is_constant:
+                for place, tensor_note in enumerate(note.tensors):
+                    if not tensor_note.is_constant:
                         tensors[place], self._as_sent[number][place] = tensors_now[place], _Sent(tensors_now[place])
         return tensors[index]
 

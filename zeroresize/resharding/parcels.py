@@ -142,7 +142,7 @@ def copy_units(
     if isinstance(at, int) and isinstance(of, int):
         runs = [(at, of, num_units)] if num_units else []
     else:
-        at, of = (one + np.arange(num_units) if isinstance(one, int) else one for one in (at, of))
+        at, of = (places + np.arange(num_units) if isinstance(places, int) else places for places in (at, of))
         begins = np.flatnonzero((np.diff(of, prepend=-2) != 1) | (np.diff(at, prepend=-2) != 1))
         if len(begins) > _MOST_RUNS and not adds:
             gathered = source.index_select(1, torch.from_numpy(of).to(source.device)).to(target.device)

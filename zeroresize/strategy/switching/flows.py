@@ -93,9 +93,10 @@ class FlowRounds:
                 unit_elements = math.prod(shape) // max(num_units, 1)
                 parcels.append(Parcel(tuple(pairs), end - begin, unit_elements, flow.dtypes[tensor], flow.turn))
                 slices.append((number, tensor, begin))
-        lists = [one for flow in flows for one in (flow.transfers, flow.kept) if one is not None]
-        columns = [(one.tensors, one.begins, one.ends, one.sources, one.destinations) for one in lists]
-        fingerprint = digest(*(np.ascontiguousarray(one).tobytes() for of_list in columns for one in of_list)).hex()
+        lists = [transfers for flow in flows for transfers in (flow.transfers, flow.kept) if transfers is not None]
+        columns = [column for each in lists for column in (each.tensors, each.begins, each.ends)]
+        columns += [column for each in lists for column in (each.sources, each.destinations)]
+        fingerprint = digest(*(np.ascontiguousarray(column).tobytes() for column in columns)).hex()
         return cls(RankRounds.of(parcels, rank, max_bytes, order), slices, fingerprint)
 
     def carry_out(self, transport: Transport, ends: Sequence[FlowEnds]) -> Exception | None:

@@ -61,8 +61,8 @@ class RankOptimizer:
             if parameter.grad is not None:
                 raise ValueError(f"{tensors[number].spec.name} has a gradient: call optimizer.zero_grad() before")
         self._states = {
-            number: ParameterState(tensors[number].spec.name, one, one, self.optimizer)
-            for number, one in optimizer_placement.masters.items()
+            number: ParameterState(tensors[number].spec.name, master, master, self.optimizer)
+            for number, master in optimizer_placement.masters.items()
         }
 
     def description(self) -> str:
