@@ -23,8 +23,7 @@ from zeroresize.resharding.transaction import Transaction
 from zeroresize.resharding.transport import Transport
 from zeroresize.strategy.placement.placement import Placement
 from zeroresize.strategy.placement.whole_layers import WholeTensor
-from zeroresize.strategy.switching.flows import Flow, FlowRounds
-from zeroresize.strategy.switching.relocation import Relocation
+from zeroresize.strategy.switching.flows import Flow, FlowRounds, Relocation
 from zeroresize.utils.fingerprint import fingerprint
 
 

@@ -21,8 +21,7 @@ from zeroresize.resharding.transaction import MoveReport, Transaction
 from zeroresize.resharding.transport import Transport
 from zeroresize.strategy.placement.placement import Placement
 from zeroresize.strategy.placement.whole_layers import WholeTensor
-from zeroresize.strategy.switching.flows import Flow, FlowEnds, FlowRounds
-from zeroresize.strategy.switching.relocation import Relocation, stack_of
+from zeroresize.strategy.switching.flows import Flow, FlowEnds, FlowRounds, Relocation, stack_of
 from zeroresize.utils.fingerprint import fingerprint
 
 
