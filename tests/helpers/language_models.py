@@ -15,7 +15,7 @@ from lm_examples.config_file import READER
 from lm_examples.data import Text, batches_of
 from lm_examples.gpt import ModelConfig
 from lm_examples.run import prepare
-from zeroresize.pipeline import Pipeline, move_layers, moving_layers, moving_layers_during_backward, profiling
+from zeroresize.pipeline import Pipeline, move_layers, moving_layers, profiling
 from zeroresize.utils.json_lines import read_json_lines
 
 MICRO, BATCH = 4, 8
@@ -201,7 +201,7 @@ def keep_time():
     def sleep(seconds):
         now[0] += seconds
 
-    for module in (moving_layers, moving_layers_during_backward, profiling, pace):
+    for module in (moving_layers, profiling, pace):
         module.time = types.SimpleNamespace(perf_counter=lambda: now[0], sleep=sleep)
 
 

@@ -25,7 +25,7 @@ from zeroresize.pipeline import (
     Pipeline,
     PipelineBalancer,
     layer_move_during_backward,
-    moving_layers_during_backward,
+    moving_layers,
     pipeline_balancer,
 )
 from zeroresize.pipeline.layer_move_during_backward import LayerMoveDuringBackward
@@ -205,8 +205,8 @@ def test_a_move_that_must_be_repeated_and_does_not_fit_then_leaves_layers_where_
             raise NotEnoughMemoryError("too little")
 
         # Something has always changed after it was sent, as far as the first move knows.
-        monkeypatch.setattr(LayerMoveDuringBackward, "_has_changed", lambda _: True)
-        monkeypatch.setattr(moving_layers_during_backward, "move_layers", refuse)
+        monkeypatch.setattr(LayerMoveDuringBackward, "is_outdated", True)
+        monkeypatch.setattr(moving_layers, "move_layers", refuse)
         training.pace.of_rank = 3.0 if rank == 1 else 1.0
         while not refused:
             training.train(1)

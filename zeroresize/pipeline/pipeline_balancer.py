@@ -20,8 +20,7 @@ from zeroresize.pipeline.automatic_repacking import AutomaticRepacking, Repack
 from zeroresize.pipeline.balancer_checks import require_cadence, require_no_ties, require_stepping_all
 from zeroresize.pipeline.counted_work import CountWork, WorkCounter
 from zeroresize.pipeline.measuring import Measuring
-from zeroresize.pipeline.moving_layers import LayerMoveReport, move_layers
-from zeroresize.pipeline.moving_layers_during_backward import MoveDuringBackward, moving_during_backward
+from zeroresize.pipeline.moving_layers import LayerMoveReport, MoveDuringBackward, move_layers, moving_during_backward
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.profiling import LayerProfiler
 from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord

@@ -6,7 +6,7 @@ DynMo, section 3.4: layers are packed onto as few devices as hold them, communic
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
 from zeroresize.policy.pipeline.repacking_decision import RepackingRule
 from zeroresize.resharding.agreement import meet_prepared
+from zeroresize.resharding.parcels import sent_and_received
 from zeroresize.resharding.transaction import prepare_transaction, receive_transaction
 
 
@@ -187,7 +188,7 @@ def _move_and_follow(
         seconds = _gather_slowest(pipeline.meet(), begin)
         move.commit()
     remaining = tuple(ranks[stage] for stage in move.stages)
-    streams = move.stream_bytes
+    sent, received = sent_and_received(move.parcels, len(ranks))
     return RepackingReport(
         pipeline.is_released,
         move.stages,
@@ -195,15 +196,10 @@ def _move_and_follow(
         tuple(one for one in ranks if one not in remaining),
         remaining,
         move.num_layers,
-        sum(streams.values()),
-        int(most_bytes(*(_of_ranks(streams, end, len(ranks)) for end in (0, 1)))),
+        sum(sent),
+        int(most_bytes(sent, received)),
         seconds,
     )
-
-
-def _of_ranks(streams: Mapping[tuple[int, int], int], end: int, num_ranks: int) -> list[float]:
-    """[R] bytes of the streams that begin, or with ``end`` 1 end, at each rank."""
-    return [float(sum(size for pair, size in streams.items() if pair[end] == rank)) for rank in range(num_ranks)]
 
 
 def _make_remaining_group(pipeline: Pipeline, stages: Sequence[int], begin: float) -> tuple[ProcessGroup | None, float]:

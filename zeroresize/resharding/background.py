@@ -1,4 +1,4 @@
-"""Work beside what a rank computes, such as a switch's messages: a thread, and on a GPU a stream of its own."""
+"""Work beside what a rank computes, such as the messages of a move: a thread, and on a GPU a stream of its own."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class BackgroundCall(Generic[_T]):
     def __init__(
         self, call: Callable[[], _T], device: torch.device, wait_before: Callable[[], object] = lambda: None
     ) -> None:
-        self._call, self._device, self._wait_before = call, device, wait_before
+        self._device = device
         self._result: _T
         self._error: BaseException | None = None
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
-        self._thread = threading.Thread(target=self._run, name="zeroresize switch", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(call, wait_before), name="zeroresize move", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -48,11 +48,11 @@ class BackgroundCall(Generic[_T]):
             raise self._error
         return self._result
 
-    def _run(self) -> None:
+    def _run(self, call: Callable[[], _T], wait_before: Callable[[], object]) -> None:
         try:
-            self._wait_before()
+            wait_before()
             with torch.no_grad(), torch.cuda.stream(self._stream):
-                self._result = self._call()
+                self._result = call()
                 if self._stream is not None:
                     self._stream.synchronize()
         except BaseException as error:
