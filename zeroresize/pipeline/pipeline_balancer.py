@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +27,8 @@ from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
 from zeroresize.pipeline.replicas import PipelineReplicas
 from zeroresize.pipeline.stage_links import StageLinks
 from zeroresize.pipeline.units_before_layers import StageUnits, UnitsFirst
-from zeroresize.policy.moves.least_saving import MIN_SAVING
 from zeroresize.policy.moves.move_cost import MoveCost, most_bytes
+from zeroresize.policy.moves.rental import MIN_SAVING
 from zeroresize.policy.pipeline.message_delays import PipelineMessages
 from zeroresize.policy.pipeline.pipeline_load import NothingFitsError
 from zeroresize.policy.pipeline.profile_cadence import (
@@ -290,7 +289,7 @@ class PipelineBalancer:
             self._wanted = None
         self._measuring.forget_work()
         self._rebalancing.expect_other_work(self.steps)
-        self._cadence.work_changed(self.steps, at_once=self._rebalancing.follows)
+        self._cadence.work_changed(self.steps)
         if self._repacking is not None:
             self._repacking.decision.expect_other_work()
 
@@ -455,7 +454,8 @@ class PipelineBalancer:
         if not self._pipeline.is_released:
             self._tells = self._pipeline.stage == 0
             self._connect()
-        self._record(released.proposal, released.report.moved_bytes, released.report.seconds)
+        proposal, report = released
+        self._record(proposal, report.moved_bytes, report.seconds)
         return True
 
     def _connect(self) -> None:
@@ -484,18 +484,13 @@ class PipelineBalancer:
             num_bytes, seconds = self._replicas.gather_most(num_bytes, seconds)
         self._rebalancing.learn(num_bytes, seconds)
         if self._tells:
-            slowest = max(range(len(proposal.stage_s)), key=proposal.stage_s.__getitem__)
             logger.info(
-                "step %d: stage %d takes %.1f times as long as the mean: %s: %.1f MB, %.2f s; expected step %.0f -> "
-                "%.0f ms",
+                "step %d: %s: %.1f MB, %.2f s; %s",
                 self.steps,
-                slowest,
-                proposal.stage_s[slowest] / (fmean(proposal.stage_s) or 1.0),
                 described(proposal.transfers),
                 moved_bytes / 1e6,
                 seconds,
-                1e3 * proposal.step_s,
-                1e3 * proposal.expected_step_s,
+                proposal.reason,
             )
         self._record(proposal, moved_bytes, seconds)
 

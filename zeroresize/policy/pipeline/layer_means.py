@@ -15,7 +15,6 @@ import numpy as np
 
 from zeroresize.policy.pipeline.pipeline_load import Floats, Indices, Mask
 from zeroresize.policy.pipeline.profiles import PipelineProfile
-from zeroresize.policy.pipeline.running_profile import NUM_RECENT, typical_of
 
 #: Seconds that differ by less than this share from their mean are noise, however small noise has been.
 LEAST_SURPRISE = 0.1
@@ -23,6 +22,8 @@ LEAST_SURPRISE = 0.1
 _BEYOND_NOISE = 4.0
 #: Profiles that a mean remembers, so that what drifts is followed.
 _MEMORY = 16
+#: Profiles of a layer of which the middle one counts: an interrupted one is not it.
+_NUM_RECENT = 3
 
 
 class LayerMeans:
@@ -31,7 +32,7 @@ class LayerMeans:
     def __init__(self, num_layers: int) -> None:
         self._stages_L: Indices = np.full(num_layers, -1)
         self._num_L: Indices = np.zeros(num_layers, dtype=np.int64)
-        self._recent: Floats = np.full((NUM_RECENT, num_layers, 2), np.inf)
+        self._recent: Floats = np.full((_NUM_RECENT, num_layers, 2), np.inf)
         self._means: Floats = np.zeros((num_layers, 2))
         self._noise = 0.0  # mean distance of logarithms from their means
 
@@ -56,11 +57,11 @@ class LayerMeans:
             self._noise += (distance - self._noise) / min(int(self._num_L.max()), _MEMORY)
         self._num_L = self._num_L + 1
         self._recent = np.concatenate((now[None], self._recent[:-1]))
-        typical = typical_of(self._recent, self._num_L)
-        begins_anew_L = (self._num_L <= NUM_RECENT - 1) | self._is_surprise(typical)
+        typical = _typical(self._recent, self._num_L)
+        begins_anew_L = (self._num_L < _NUM_RECENT) | self._is_surprise(typical)
         weights_L = np.where(begins_anew_L, 1.0, 1.0 / np.minimum(self._num_L, _MEMORY))
         self._means = self._means + weights_L[:, None] * (typical - self._means)
-        self._num_L = np.where(begins_anew_L, np.minimum(self._num_L, NUM_RECENT - 1), self._num_L)
+        self._num_L = np.where(begins_anew_L, np.minimum(self._num_L, _NUM_RECENT - 1), self._num_L)
         return profile.with_layer_s(self._means)
 
     def _follow_moves(self, now: Floats, stages_L: Indices, speeds: Floats) -> None:
@@ -88,3 +89,10 @@ class LayerMeans:
         totals, means = seconds.sum(axis=1), self._means.sum(axis=1)
         counts = (totals > 0.0) & (means > 0.0)
         return np.log(np.where(counts, totals, 1.0) / np.where(counts, means, 1.0))
+
+
+def _typical(recent: Floats, num_L: Indices) -> Floats:
+    """[L, 2] of the last profiles [3, L, 2], the newest first: the shorter ones of two, the middle ones of three."""
+    middle = np.minimum(num_L, _NUM_RECENT) - 1 >> 1
+    typical: Floats = np.take_along_axis(np.sort(recent, axis=0), middle[None, :, None], axis=0)[0]
+    return typical
