@@ -94,7 +94,7 @@ class PipelineBalancer:
     What a profile costs is measured, too: by how much longer its block keeps the processor busy than others, and what
     is spent on sending, reading and deciding.
 
-    With ``profile_every=1`` and ``max_measuring=math.inf`` every block is measured, and running figures decide.
+    With ``profile_every=1`` and ``max_measuring=math.inf`` every block is measured.
 
     A stage that becomes slow gets fewer layers, and gets them back when it recovers; see
     :mod:`zeroresize.policy.pipeline.layer_costs` for how slow devices and heavy layers are told apart.
@@ -107,8 +107,7 @@ class PipelineBalancer:
             wants, 10 to 1,000.
         max_measuring: share of the steps' time that measuring may cost, unless it takes over 1,000 times as much;
             ``math.inf`` for any. Until the cost is known, after two profiles, ten blocks lie between two at least. What
-            :meth:`profile_next` asks for is measured at once, unless four such changes in a row have moved nothing, or
-            one has left layers where they are worse than at first.
+            :meth:`profile_next` asks for is measured at once, unless four such changes in a row have moved nothing.
         count_work: for work that changes in every step, as with routing: ``count_work(layer)`` returns how much a layer
             did in the block that is over, in any unit that its seconds are proportional to, and begins anew; it is
             called for each layer of this rank behind every block, and must not wait for a device. "tokens" counts the

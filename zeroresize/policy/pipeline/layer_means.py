@@ -9,7 +9,6 @@ what they say. A single interruption is not among two.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -42,14 +41,12 @@ class LayerMeans:
         differs_L = (self._num_L == 0) | (self._stages_L != profile.stages) | self._is_surprise(now)
         return profile.with_layer_s(np.where(differs_L[:, None], now, self._means))
 
-    def after(self, profile: PipelineProfile, speeds: Sequence[float] | Floats) -> PipelineProfile:
-        """Return the mean seconds, with the bytes of ``profile``.
-
-        Args:
-            speeds: [S] of devices, as far as is known: what moved is expected to take that much longer or shorter.
-        """
-        now, stages_L = profile.layer_s, profile.stages
-        self._follow_moves(now, stages_L, np.asarray(speeds))
+    def after(self, profile: PipelineProfile) -> PipelineProfile:
+        """Return the mean seconds, with the bytes of ``profile``; what has moved is measured anew."""
+        now = profile.layer_s
+        moved_L, self._stages_L = self._stages_L != profile.stages, profile.stages
+        self._num_L = np.where(moved_L, 0, self._num_L)
+        self._recent[:, moved_L] = np.inf
         is_known_L = self._num_L > 1
         if is_known_L.any():
             distances = np.minimum(np.abs(self._differences(now)[is_known_L]), self._most)
@@ -63,17 +60,6 @@ class LayerMeans:
         self._means = self._means + weights_L[:, None] * (typical - self._means)
         self._num_L = np.where(begins_anew_L, np.minimum(self._num_L, _NUM_RECENT - 1), self._num_L)
         return profile.with_layer_s(self._means)
-
-    def _follow_moves(self, now: Floats, stages_L: Indices, speeds: Floats) -> None:
-        """What has moved takes as long as its mean says by the devices' speeds, or is not known any more."""
-        moved_L = (self._stages_L != stages_L) & (self._num_L > 0)
-        scale_L = np.where(moved_L, speeds[self._stages_L] / speeds[stages_L], 1.0)
-        self._means = self._means * scale_L[:, None]
-        self._recent = self._recent * scale_L[:, None]
-        forgotten_L = moved_L & self._is_surprise(now)
-        self._num_L = np.where(forgotten_L, 0, self._num_L)
-        self._recent[:, forgotten_L] = np.inf
-        self._stages_L = stages_L
 
     def _is_surprise(self, seconds: Floats) -> Mask:
         """[L] whether seconds [L, 2] differ from their mean by more than noise."""

@@ -195,9 +195,8 @@ class Rebalancing:
             trial = None  # somebody else has moved layers since
         if evidence.means is None:
             evidence.means = LayerMeans(len(profile.layers))
-        speeds = np.ones(len(profile.boundaries) - 1) if self.costs is None else self.costs.speeds
         surprised = evidence.means.surprised(profile)
-        means = evidence.means.after(profile, speeds)
+        means = evidence.means.after(profile)
         costs = self._costs_after(means)
         now = Partition(profile.boundaries)
         if trial is None:
