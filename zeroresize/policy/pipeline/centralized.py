@@ -42,7 +42,7 @@ def balanced_partition(load: PipelineLoad) -> Partition:
     begins = []
     for stage in range(load.num_stages):
         candidates = np.maximum(slowest_s[:, None], _stage_times(load, stage))
-        begins.append(candidates.argmin(axis=0))
+        begins.append(num_layers - candidates[::-1].argmin(axis=0))  # of equals the last: first stages have more
         slowest_s = candidates.min(axis=0)
     if not math.isfinite(slowest_s[num_layers]):
         raise NothingFitsError(_what_is_missing(load))
@@ -114,7 +114,7 @@ class StageChoices:
             if stage != self._keep and before[left, boundaries[-1]] <= wanted_s:
                 continue
             candidates = np.maximum(before[left - 1], _stage_times(self._load, stage)[:, boundaries[-1]])
-            boundaries.append(int(candidates.argmin()))
+            boundaries.append(self._load.num_layers - int(candidates[::-1].argmin()))
             stages.append(stage)
         return tuple(stages[::-1]), Partition(tuple(boundaries[::-1]))
 
