@@ -1,5 +1,6 @@
 """Single interruptions are no slowness, by one rule for all wings."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +25,7 @@ def test_profiles_of_a_layer_are_filtered_so(seconds):
     means = LayerMeans(1)
     for taken_s in seconds:
         profile = means.after(PipelineProfile((LayerProfile(taken_s, 0.0, 1, 1, 2, 1),), (taken_s,), (0, 1)))
-    assert profile.layers[0].forward_s == usual_of(seconds)
+    assert profile.layers[0].forward_s == pytest.approx(usual_of(seconds))
 
 
 @given(st.integers(0, 2), st.floats(1.2, 100.0))
