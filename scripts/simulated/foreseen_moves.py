@@ -21,9 +21,8 @@ from scripts.simulated.pipeline_training import (
 )
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.pipeline_load import Floats, Indices, PipelineLoad
-from zeroresize.policy.pipeline.rebalancing_proposal import bytes_of_transfers
 from zeroresize.policy.pipeline.shortest_step import shortest_partition
-from zeroresize.policy.pipeline.simulated_steps import simulated_steps, stage_sums
+from zeroresize.runtime.simulated_steps import simulated_steps, stage_sums
 
 #: Spans at most; work that changes in every step is taken together.
 _MOST_SPANS = 16
@@ -127,12 +126,9 @@ def _changes(loads: LayerLoads, speeds: Floats) -> NDArray[np.bool_]:
 
 def _prices(candidates: Sequence[Partition], loads: LayerLoads, cluster: PipelineCluster) -> Floats:
     """[C, C] seconds of a move from the row's division to the column's, 0 on the diagonal."""
-    layers = profile_of(loads.forward_s[0], loads.backward_s[0], loads.layer_bytes, candidates[0]).layers
-    moving_L = np.array([float(layer.bytes_at_rest) for layer in layers])
+    profile = profile_of(loads.forward_s[0], loads.backward_s[0], loads.layer_bytes, candidates[0])
     links = cluster.move or cluster.links
     price_s = np.zeros((len(candidates), len(candidates)))
     for (row, before), (column, after) in itertools.permutations(enumerate(candidates), 2):
-        price_s[row, column] = links.seconds(
-            bytes_of_transfers(before.transfers_to(after), moving_L, cluster.num_stages)
-        )
+        price_s[row, column] = links.seconds(profile.bytes_of(before.transfers_to(after)))
     return price_s

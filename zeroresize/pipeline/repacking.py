@@ -21,12 +21,12 @@ from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.release_hooks import Release, ReleaseHook, tell_outside
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import most_bytes
-from zeroresize.policy.pipeline.fewer_stages import Repacking, repacked
+from zeroresize.policy.pipeline.centralized import Repacking, repacked
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
-from zeroresize.policy.pipeline.repacking_decision import RepackingRule
+from zeroresize.policy.pipeline.repacking_decision import repacking_onto, repacking_onto_fewest
 from zeroresize.resharding.agreement import meet_prepared
 from zeroresize.resharding.parcels import sent_and_received
 from zeroresize.resharding.transaction import prepare_transaction, receive_transaction
@@ -118,8 +118,8 @@ def repack(
                 num_steps=1,
                 memory_limits=None if memory_limits is None else tuple(map(float, memory_limits)),
             )
-            repacking_rule = RepackingRule(rule, LayerCosts.first(profile), profile, keep)
-            return repacking_rule.on_fewest() if num_stages is None else repacking_rule.on(num_stages)
+            known = rule, LayerCosts.first(profile), profile, keep
+            return repacking_onto_fewest(*known) if num_stages is None else repacking_onto(num_stages, *known)
         if num_stages is None or memory_limits is not None:
             raise ValueError("memory_limits, or no num_stages, are not possible without profile=: it tells bytes")
         load = PipelineLoad.of([1.0] * len(pipeline.layers), pipeline.num_stages)

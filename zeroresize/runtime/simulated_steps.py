@@ -1,14 +1,13 @@
-"""How long steps of a pipeline take, operation by operation, of many divisions of its layers at once.
+"""How long steps of a pipeline take, with their messages, for many divisions of its layers at once.
 
 ``C`` cases, such as divisions of layers or steps of a training, ``L`` layers, ``S`` stages, ``M`` micro-batches. Times
-are seconds.
-
-Operations that wait for none of each other make a level. A step has about 2 (M + S) levels, so thousands of operations
-take hundreds of array operations, each over all cases.
+are seconds. What waits for what is told by :func:`~zeroresize.runtime.timeline.timeline`: operations that would end
+together if each took equally long wait for none of each other, and are simulated together.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,11 +15,48 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroresize.policy.pipeline.pipeline_load import Floats, Indices
-from zeroresize.runtime.schedules import Operation, Schedule, order_of
+from zeroresize.runtime.schedules import Operation, Order, Schedule, orders_of
+from zeroresize.runtime.timeline import Floats, timeline
+
+Indices = NDArray[np.int64]
 
 #: Cases that are simulated together: their times then fit into a core's cache.
 _TOGETHER = 256
+
+
+@dataclass(frozen=True)
+class PipelineStep:
+    """Describe a step of a pipeline.
+
+    Attributes:
+        step_s: seconds from the first forward to the last backward.
+        idle_s: [S] of these the seconds in which a stage computes nothing.
+    """
+
+    step_s: float
+    idle_s: tuple[float, ...]
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Return the share of the devices' time that is idle, 0 to 1."""
+        return math.fsum(self.idle_s) / (len(self.idle_s) * self.step_s) if self.step_s else 0.0
+
+
+def simulated_step(
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    num_microbatches: int,
+    *,
+    schedule: Schedule = "1f1b",
+    communication_s: float | Sequence[float] = 0.0,
+) -> PipelineStep:
+    """Simulate one step as :func:`simulated_steps` does; arguments and errors are the same, for a single case."""
+    steps_s = simulated_steps(
+        [forward_s], [backward_s], num_microbatches, schedule=schedule, communication_s=communication_s
+    )
+    step_s = float(steps_s[0])
+    busy_s = (num_microbatches * (forward + backward) for forward, backward in zip(forward_s, backward_s, strict=True))
+    return PipelineStep(step_s, tuple(max(step_s - seconds, 0.0) for seconds in busy_s))
 
 
 def simulated_steps(
@@ -34,9 +70,9 @@ def simulated_steps(
     """Return [C] seconds from the first forward of a step to its last backward.
 
     An operation starts when the stage has done what comes before it in its order and the activation or gradient that
-    it needs has arrived. Each direction of a boundary carries one message after the other. As in torch a stage waits
-    until its messages are sent when it turns from forwards to backwards or back. A send does not wait for its receiver,
-    as with buffers.
+    it needs has arrived. Each direction of a boundary carries one message after the other. A stage waits until its
+    messages are sent when it turns from forwards to backwards or back. A send does not wait for its receiver, as with
+    buffers.
 
     Args:
         forward_s, backward_s: [C, S] seconds of one micro-batch on every stage.
@@ -126,49 +162,41 @@ def _simulate(
 
 @lru_cache(maxsize=64)
 def _levels_of(schedule: Schedule, num_stages: int, num_microbatches: int) -> tuple[_Level, ...]:
-    orders = [order_of(schedule, stage, num_stages, num_microbatches) for stage in range(num_stages)]
-    nobody = 2 * num_stages * num_microbatches
-    rows: list[list[tuple[int, ...]]] = []
-    level_of: dict[tuple[int, Operation], int] = {}
-    next_level, done = [0] * num_stages, [0] * num_stages
-    ready = list(range(num_stages))
-    while ready:
-        stage = ready.pop()
-        order = orders[stage]
-        while done[stage] < len(order):
-            operation = order[done[stage]]
-            sender, receiver = (stage - 1, stage + 1) if operation.is_forward else (stage + 1, stage - 1)
-            level = next_level[stage]
-            if 0 <= sender < num_stages:
-                if (sender, operation) not in level_of:
-                    break
-                level = max(level, level_of[sender, operation] + 1)
-            done[stage] += 1
-            level_of[stage, operation], next_level[stage] = level, level + 1
-            has_receiver = 0 <= receiver < num_stages
-            turns = done[stage] < len(order) and order[done[stage]].is_forward != operation.is_forward
-            rows += [[] for _ in range(level + 1 - len(rows))]
-            rows[level].append(
-                (
-                    stage,
-                    stage if operation.is_forward else num_stages + stage,
-                    _place(stage, operation, num_stages, num_microbatches),
-                    _place(receiver, operation, num_stages, num_microbatches) if has_receiver else nobody,
-                    min(stage, receiver) if has_receiver else num_stages - 1,
-                    int(turns and has_receiver),
-                )
-            )
-            if has_receiver:
-                ready.append(receiver)
+    orders = orders_of(schedule, num_stages, num_microbatches)
+    equal_s = np.ones((num_microbatches, num_stages))
+    line = timeline(orders, equal_s, equal_s)
+    rows: list[list[tuple[int, ...]]] = [[] for _ in range(round(line.step_s))]
+    num_done = [0] * num_stages
+    for (stage, operation), end_s in zip(line.operations, line.ends_s, strict=True):
+        num_done[stage] += 1
+        is_turn = _is_turn(orders[stage], num_done[stage])
+        rows[round(end_s) - 1].append(_row(stage, operation, num_stages, num_microbatches, is_turn=is_turn))
     return tuple(_level_of(np.array(row, dtype=np.int64)) for row in rows)
+
+
+def _is_turn(order: Order, num_done: int) -> bool:
+    """Whether the stage turns behind so many operations."""
+    return num_done < len(order) and order[num_done].is_forward != order[num_done - 1].is_forward
+
+
+def _row(
+    stage: int, operation: Operation, num_stages: int, num_microbatches: int, *, is_turn: bool
+) -> tuple[int, int, int, int, int, int]:
+    """What :class:`_Level` has of one operation."""
+
+    def place(at: int) -> int:
+        return kind(at) * num_microbatches + operation.microbatch
+
+    def kind(at: int) -> int:
+        return at if operation.is_forward else num_stages + at
+
+    receiver = stage + 1 if operation.is_forward else stage - 1
+    if not 0 <= receiver < num_stages:
+        return stage, kind(stage), place(stage), 2 * num_stages * num_microbatches, num_stages - 1, 0
+    return stage, kind(stage), place(stage), place(receiver), min(stage, receiver), int(is_turn)
 
 
 def _level_of(operations: Indices) -> _Level:
     """Of operations, [K, 6]."""
     stages, kinds, inputs, outputs, wires, turns = operations.T
     return _Level(stages, kinds, inputs, outputs, wires, turns.astype(np.bool_))
-
-
-def _place(stage: int, operation: Operation, num_stages: int, num_microbatches: int) -> int:
-    """Of what the operation needs on the stage."""
-    return (stage if operation.is_forward else num_stages + stage) * num_microbatches + operation.microbatch

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from zeroresize.policy.pipeline.bubbles import imbalance, simulated_step
-from zeroresize.policy.pipeline.simulated_steps import simulated_steps
 from zeroresize.runtime.schedules import order_of, orders_of
+from zeroresize.runtime.simulated_steps import simulated_step, simulated_steps
 from zeroresize.runtime.timeline import step_seconds
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -167,12 +166,6 @@ def test_what_is_no_pipeline_is_an_error():
         simulated_step([1.0], [1.0], 1, schedule="chimera")
     with pytest.raises(ValueError, match="do not belong"):
         simulated_step([1.0, 1.0], [1.0, 1.0], 2, communication_s=[1.0, 1.0])
-
-
-def test_imbalance():
-    assert imbalance([1.0, 2.0, 3.0]) == 1.0
-    assert imbalance([2.0, 2.0]) == 0.0
-    assert imbalance([0.0, 0.0]) == 0.0
 
 
 @both
