@@ -96,7 +96,7 @@ def test_work_that_shrinks_layer_by_layer_is_followed():
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("period", "least"), [(400, 0.75), (100, 0.3)])
+@pytest.mark.parametrize(("period", "least"), [(400, 0.80), (100, 0.3)])
 def test_heavy_work_that_wanders_is_followed(period, least):
     def wandering(step, random):
         distance = np.abs(np.arange(NUM_LAYERS) - step / period * NUM_LAYERS % NUM_LAYERS)

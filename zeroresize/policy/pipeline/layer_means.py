@@ -20,7 +20,7 @@ LEAST_SURPRISE = 0.1
 #: So many times as far as noise usually differs from a mean is none.
 _BEYOND_NOISE = 4.0
 #: Profiles that a mean remembers, so that what drifts is followed.
-_MEMORY = 16
+_MEMORY = 6
 #: Profiles of a layer of which the middle one counts: an interrupted one is not it.
 _NUM_RECENT = 3
 
