@@ -34,8 +34,8 @@ class ConfigReader(Generic[_Config]):
     Attributes:
         program: its module.
         description: what it does, for ``--help``.
-        kind_of: tells the configuration's dataclass by what the file says. Its fields that are dataclasses are sections;
-            one with a method ``from_dict`` reads its own values.
+        kind_of: tells the configuration's dataclass by what the file says. Fields that are dataclasses are sections,
+            of which one with a method ``from_dict`` reads its own values.
         folder: of the files that come along.
         default: name of the file that is taken if none is asked for.
         flags: short forms of ``--set``: the keys that each sets, separated by spaces, and the type of its values.

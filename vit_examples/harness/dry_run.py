@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-_LEAST_WIDTH = 130  # of the table
+_LEAST_WIDTH = 150  # of the table
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ def show_needs(title: str, needs: Mapping[str, Sequence[Needs]], notes: Sequence
             first = end
     console = Console()
     console.width = max(console.width, _LEAST_WIDTH)
-    console.print(table)
+    if needs:
+        console.print(table)
     for note in notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)

@@ -74,13 +74,20 @@ def empty(*folders: Path) -> None:
 
 
 def begin_run(
-    config: Any, layout: Mapping[str, Any], process_group: ProcessGroup | None, held: ExitStack, *, resume: bool
+    config: Any,
+    layout: Mapping[str, Any],
+    process_group: ProcessGroup | None,
+    held: ExitStack,
+    *,
+    resume: bool,
+    digest: str = "",
 ) -> tuple[Path, dict[str, Any]] | None:
     """Take the output folder, and find what to go on from; collective.
 
     Args:
         layout: what a checkpoint's tensors depend on, as JSON has it.
         held: keeps other runs out of the folder until it is closed.
+        digest: of what else must be the same on all ranks, such as the data.
 
     Returns:
         The newest checkpoint and what of it is no tensor; None where the run begins anew.
@@ -90,8 +97,9 @@ def begin_run(
             be overwritten, or a checkpoint that does not fit.
     """
     folder = Path(config.output.folder)
-    if len(set(of_all_ranks(json.dumps(plain(config), default=str), process_group))) > 1:
-        raise ValueError("the ranks do not agree on the configuration")
+    for what, value in (("the configuration", json.dumps(plain(config), default=str)), ("the data", digest)):
+        if len(set(of_all_ranks(value, process_group))) > 1:
+            raise ValueError(f"the ranks do not agree on {what}")
     agreed(lambda: held.enter_context(claimed(folder)), process_group, first_only=True)
     checkpoint = of_all_ranks(newest(checkpoint_folder(config)), process_group)[0]
 
