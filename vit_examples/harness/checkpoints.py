@@ -143,8 +143,16 @@ def load_checkpoint(
     """
     groups = torch_optimizer(tensors[1]).param_groups
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    reader = zr.CheckpointReader(checkpoint)
+
+    def read_index() -> None:
+        try:
+            reader.read_metadata()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{checkpoint}: cannot be loaded: {error}\n{_way_out(checkpoint)}") from error
+
+    agreed(read_index, process_group)  # dcp.load would log an error of it with tracebacks
     try:
-        reader = zr.CheckpointReader(checkpoint)
         dcp.load(_saved(*tensors, balancer), storage_reader=reader, process_group=process_group)
     except CheckpointException as error:
         _raise_interrupt(error, process_group)
