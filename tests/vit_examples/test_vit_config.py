@@ -113,7 +113,7 @@ def test_what_the_ranks_cannot_run_is_refused(overrides: list[str], num_ranks: i
 def test_a_pin_that_the_balancer_would_refuse_is_refused_before_training() -> None:
     for balance, message in (
         ({"mode": "mig"}, "mode='mig' cannot pin"),
-        ({"mode": "zero-rd", "max_ratio": 0.4}, "exc"),
+        ({"mode": "zero-pridiff", "max_ratio": 0.4}, "exceeds max_ratio"),
     ):
         with pytest.raises(ValueError, match=f"straggler.pin_ratio=0.5: .*{message}"):
             RunConfig(straggler=StragglerConfig(chi={1: 2.0}, pin_ratio=0.5), balance=BalanceConfig(**balance))

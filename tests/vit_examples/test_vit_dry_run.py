@@ -81,7 +81,7 @@ def test_ranks_hold_what_the_dry_run_says(run_ranks: Callable[..., list[Any]]) -
 
 
 def test_memory_limits_are_obeyed_told_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = dry_run(tiny_config("balance.shares=auto", "balance.memory_limits=[200000, 100000]"), 2)
+    first, second = dry_run(tiny_config("balance.shares=auto", "balance.memory_limits=[250000, 125000]"), 2)
     assert first.parameters > second.parameters
     assert "shares are measured when training begins; these are by memory" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"balance\.memory_limits, activations not counted"):

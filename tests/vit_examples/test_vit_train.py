@@ -238,7 +238,7 @@ def test_a_summary_that_cannot_be_written_ends_the_run_with_one_line(pictures: P
     run = forked_training(arguments, tmp_path / "said", lambda: full_when(RunRecord, "close"))
     assert run.returncode == 1, run.stderr
     summary = tmp_path / "run" / "summary.json"
-    assert f"error: the run is complete, but {summary}: cannot be written: File too large" in run.stderr
+    assert f"error (rank 0): the run is complete, but {summary}: cannot be written: File too large" in run.stderr
     assert '"test_accuracy": ' in run.stderr and "Traceback" not in run.stderr
     assert (tmp_path / "run" / "checkpoints" / "epoch-00000001").is_dir()
 

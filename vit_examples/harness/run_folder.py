@@ -9,7 +9,7 @@ import math
 import platform
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -211,6 +211,8 @@ class RunRecord:
             unfinished.write_text(json.dumps(whole, indent=1, default=str), encoding="utf-8")
             unfinished.replace(self._summary)
         except OSError as error:
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
             said = json.dumps(without_nan(summary), default=str)
             raise SummaryNotWrittenError(
                 f"the run is complete, but {self._summary}: cannot be written: {error.strerror}; it would say {said}"
