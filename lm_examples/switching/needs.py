@@ -1,78 +1,24 @@
-"""What a run would need, found out on any machine: no process group, the model on torch's meta device."""
+"""What ranks need under each strategy, counted with the model on torch's meta device."""
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from lm_examples.documents import MiniBatches, load_documents
-from lm_examples.recorder import stage_names
+from lm_examples.build import stage_names
 from lm_examples.switching.config import RunConfig
-from lm_examples.switching.recorder import lengths_table
 from lm_examples.switching.search import candidates_of
+from vit_examples.harness.dry_run import Needs
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.costs.cost_model import switch_bytes
 from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
 
 
-@dataclass(frozen=True)
-class RankNeeds:
-    """Bytes of one rank under one strategy; ``activations`` are an estimate.
-
-    Attributes:
-        layers: in words; empty for a rank that is left out.
-        weights: that compute, and in mixed precision those that the optimizer steps.
-        gradients: under the strategy and, where it is not the optimizer's, those that wait under the optimizer's.
-        optimizer: AdamW's state, under the optimizer's strategy.
-        activations: of all micro-batches that the rank keeps at once.
-        switch: all that is held in a switch from or to another strategy, at most; there are no activations then.
-    """
-
-    layers: str
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    switch: int = 0
-
-    @property
-    def total(self) -> int:
-        """The most at any time, in training or in a switch."""
-        return max(self.weights + self.gradients + self.optimizer + self.activations, self.switch)
-
-
-def dry_run(
-    config: RunConfig, num_ranks: int = 4, *, console: Console | None = None
-) -> dict[Strategy, list[RankNeeds]]:
-    """Check ``config`` for so many ranks and print, on rank 0 if under torchrun, what each needs under each strategy.
-
-    Raises:
-        ValueError: naming what does not fit.
-    """
-    if num_ranks < 1:
-        raise ValueError(f"--ranks {num_ranks}: at least 1 is needed")
-    config.validate_ranks(num_ranks)
-    documents = load_documents(config.data)
-    needs = needs_of(config, num_ranks)
-    if os.environ.get("RANK", "0") == "0":
-        console = console or Console()
-        if not config.strategies.search:
-            batches = MiniBatches(documents, tokens=config.training.tokens, seed=config.training.seed)
-            console.print(lengths_table(config.ranges, batches.sampled_lengths()))
-        console.print(_table(config, needs))
-    if not config.strategies.search:
-        require_memory(config, needs)
-    return needs
-
-
-def needs_of(config: RunConfig, num_ranks: int) -> dict[Strategy, list[RankNeeds]]:
+def needs_of(config: RunConfig, num_ranks: int) -> dict[Strategy, list[Needs]]:
     """[R] of each rank, by strategy; of all that a search could find, each as the optimizer's."""
     if config.strategies.search:
         return {one: rank_needs(config, one, one, num_ranks) for one in candidates_of(config, num_ranks)}
@@ -111,7 +57,7 @@ def _switch_bytes(config: RunConfig, used: Sequence[Strategy], num_ranks: int) -
     return {one: own.tolist() for one, own in most.items()}
 
 
-def rank_needs(config: RunConfig, strategy: Strategy, optimizer_strategy: Strategy, num_ranks: int) -> list[RankNeeds]:
+def rank_needs(config: RunConfig, strategy: Strategy, optimizer_strategy: Strategy, num_ranks: int) -> list[Needs]:
     """[R] of each rank while ``strategy`` is in force."""
     tensors, partition = config.tensors(), strategy.partition(config.num_layers)
     here, of_optimizer = (
@@ -128,14 +74,15 @@ def rank_needs(config: RunConfig, strategy: Strategy, optimizer_strategy: Strate
             part = config.training.computing_dtype.itemsize / tensors[0].itemsize
             weights = round(part * here[rank]) + of_optimizer[rank]
         position = strategy.position_of(rank)
-        layers, activations = "", 0.0
+        layers, activations = "left out", 0.0
         if position is not None:
             share = (strategy.shares[position.shard] if strategy.shares else 1.0) / strategy.tp
             stage_layers = partition.layers_of(position.stage)
             layers = names[position.stage]
             activations = sum(token_bytes(config, number, share) for number in stage_layers) * tokens
             activations *= strategy.pp - position.stage
-        needs.append(RankNeeds(layers, weights, gradients, 2 * of_optimizer[rank], round(activations)))
+        parameters = here[rank] // tensors[0].itemsize
+        needs.append(Needs(layers, parameters, weights, gradients, 2 * of_optimizer[rank], round(activations)))
     return needs
 
 
@@ -161,7 +108,7 @@ def token_bytes(config: RunConfig, number: int, share: float = 1.0) -> float:
     return (6 * model.hidden_size + model.head_size + share * divided) * dtype.itemsize
 
 
-def require_memory(config: RunConfig, needs: Mapping[Strategy, Sequence[RankNeeds]]) -> None:
+def require_memory(config: RunConfig, needs: Mapping[Strategy, Sequence[Needs]]) -> None:
     """Raises ValueError, naming rank and strategy, where more than ``strategies.memory_limit`` is needed."""
     limit = config.strategies.memory_limit
     for strategy, of_ranks in needs.items():
@@ -173,32 +120,3 @@ def require_memory(config: RunConfig, needs: Mapping[Strategy, Sequence[RankNeed
                 f"strategies.memory_limit={limit:g}: rank {rank} needs {total / 1e6:,.1f} MB {where} {strategy}: "
                 "choose more tp or pp, another strategy of the optimizer, or smaller training.max_tokens"
             )
-
-
-def _table(config: RunConfig, needs: Mapping[Strategy, Sequence[RankNeeds]]) -> Table:
-    training = config.training
-    computing = f", computed in {training.compute_dtype}" if training.compute_dtype else ""
-    title = f"{training.dtype}{computing}, micro-batches of {training.max_tokens} tokens unless a range says otherwise"
-    table = Table(title=title, title_justify="left")
-    for heading in ("strategy", "ranks", "layers"):
-        table.add_column(heading, justify="right" if heading == "ranks" else "left")
-    for heading in ("weights", "gradients", "AdamW", "activations, estimated", "a switch", "at most"):
-        table.add_column(heading, justify="right")
-    for strategy, of_ranks in needs.items():
-        first = 0
-        for of_rank, equal in itertools.groupby(of_ranks):
-            end = first + len(list(equal))
-            ranks = f"{first} to {end - 1}" if end > first + 1 else str(first)
-            sizes = (
-                of_rank.weights,
-                of_rank.gradients,
-                of_rank.optimizer,
-                of_rank.activations,
-                of_rank.switch,
-                of_rank.total,
-            )
-            texts = [f"{size / 1e6:,.1f} MB" for size in sizes]
-            name = "" if first else str(strategy)
-            table.add_row(name, ranks, of_rank.layers or "left out", *texts, end_section=end == len(of_ranks))
-            first = end
-    return table
