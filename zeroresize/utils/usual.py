@@ -9,9 +9,8 @@ What comes after it differs, as the questions do:
 - **Units**: a meter (:mod:`zeroresize.policy.speed.meter`) follows each part of a step and learns its noise, so a jump
   is what exceeds so many standard deviations. What two plans take beside each other tells what pruning costs
   (:mod:`zeroresize.policy.tensor.estimation.estimator`).
-- **Layers**: work varies as routed tokens do, or jumps as a freeze does, and which is not known; so means of several
-  memories compete (:mod:`zeroresize.policy.pipeline.running_profile`). They are judged by what they forecast, and there
-  is no threshold of a jump.
+- **Layers**: work varies as routed tokens do, or jumps as a freeze does; so a mean goes on until the newest profiles
+  differ from it by more than noise, which is learned (:mod:`zeroresize.policy.pipeline.layer_means`).
 - **Strategies**: work changes its layout at each switch, and only a rank's speed is asked for: the same meter follows
   seconds per unit of work, and what is told of it changes by no little
   (:mod:`zeroresize.policy.strategy.stragglers.rank_speeds`).

@@ -1,0 +1,103 @@
+import math
+
+import pytest
+
+from zeroresize.policy.moves.rental import FIRST_PAUSE, LONGEST_PAUSE, MOST_DOUBT, Option, Reason, Rental
+
+STEP_S = 1.0
+
+
+def test_option_is_due_once_staying_has_cost_its_price():
+    rental = Rental()
+    option = Option("move", saving_s=0.25, price_s=2.0)
+    verdicts = [rental.decide([option], STEP_S, num_steps=2) for _ in range(4)]
+    assert [verdict.reason for verdict in verdicts] == [Reason.NOT_YET] * 3 + [Reason.DUE]
+    assert [verdict.owed_s for verdict in verdicts] == [0.5, 1.0, 1.5, 2.0]
+    assert [verdict.is_due for verdict in verdicts] == [False, False, False, True]
+
+
+def test_what_is_owed_falls_where_changing_would_have_lost_and_noise_counts_as_nothing():
+    rental = Rental()
+    rental.decide([Option("move", 0.5, 10.0)], STEP_S, 2)
+    assert rental.owed_s == {"move": 1.0}
+    assert rental.decide([Option("move", 0.01, 10.0)], STEP_S, 50).reason is Reason.NOTHING_SAVES
+    assert rental.owed_s == {"move": 1.0}
+    rental.decide([Option("move", -0.25, 10.0)], STEP_S, 2)
+    assert rental.owed_s == {"move": 0.5}
+    rental.decide([Option("move", -0.25, 10.0)], STEP_S, 20)
+    assert rental.owed_s == {}
+
+
+def test_of_several_the_best_that_is_due_and_the_rest_stays_owed():
+    rental = Rental()
+    options = [Option("little", 0.1, 0.1), Option("much", 0.5, 3.0), Option("worse", -0.5, 0.0)]
+    assert rental.decide(options, STEP_S, 2).option == options[0]
+    verdict = rental.decide(options, STEP_S, 4)
+    assert verdict.option == options[1] and verdict.is_due
+    rental.settle("little")
+    assert rental.owed_s == {"much": pytest.approx(2.4)}
+    rental.settle()
+    assert rental.owed_s == {}
+
+
+def test_nearest_to_its_price_is_named_while_none_is_due():
+    rental = Rental()
+    verdict = rental.decide([Option("dear", 0.5, 100.0), Option("cheap", 0.1, 1.0)], STEP_S, 1)
+    assert verdict.option is not None and verdict.option.name == "cheap" and not verdict.is_due
+    assert "0.1 of 1 s" in str(verdict) and Reason.NOT_YET.value in str(verdict)
+
+
+def test_forgotten_where_not_offered_any_more():
+    rental = Rental()
+    rental.decide([Option("move", 0.5, 10.0)], STEP_S, 10)
+    assert rental.decide([], STEP_S, 1).option is None
+    assert rental.owed_s == {}
+
+
+def test_work_that_is_known_to_last_pays_one_way_at_once():
+    option = Option("move", saving_s=0.1, price_s=2.0, lasts_steps=10.0)
+    assert Rental().decide([option], STEP_S, 1).reason is Reason.LASTS
+    assert not Rental().decide([Option("move", 0.1, 2.0, lasts_steps=9.0)], STEP_S, 1).is_due
+
+
+def test_what_cannot_stay_is_changed_though_it_saves_nothing():
+    verdict = Rental().decide([Option("fit", -0.5, 100.0, is_needed=True)], STEP_S, 1)
+    assert verdict.reason is Reason.NEEDED and verdict.is_due
+
+
+def test_changes_that_disappoint_double_prices_until_one_does_not():
+    rental = Rental()
+    for factor in (2.0, 4.0):
+        rental.judge(is_kept=False)
+        assert rental.decide([Option("move", 0.5, 1.0)], STEP_S, 0).needed_s == factor
+    for _ in range(10):
+        rental.judge(is_kept=False)
+    assert rental.doubt == MOST_DOUBT
+    rental.judge(is_kept=True)
+    assert rental.decide([Option("move", 0.5, 1.0)], STEP_S, 2).is_due
+
+
+def test_refused_changes_pause_twice_as_long_each_time():
+    rental, option = Rental(), Option("move", 0.5, 0.1)
+    for pause in (FIRST_PAUSE, 2 * FIRST_PAUSE):
+        rental.refuse()
+        reasons = [rental.decide([option], STEP_S, 1).reason for _ in range(pause)]
+        assert reasons == [Reason.PAUSED] * (pause - 1) + [Reason.DUE]
+    for _ in range(20):
+        rental.refuse()
+    assert rental.pause == LONGEST_PAUSE
+    rental.succeed()
+    rental.refuse()
+    assert rental.pause == FIRST_PAUSE
+
+
+def test_staying_and_changing_take_at_most_twice_the_best_in_hindsight():
+    for num_updates in range(1, 60):
+        rental, option, total_s, is_changed = Rental(), Option("move", 0.25, 4.0), 0.0, False
+        for _ in range(num_updates):
+            total_s += 0.0 if is_changed else option.saving_s
+            if not is_changed and rental.decide([option], STEP_S, 1).is_due:
+                is_changed, total_s = True, total_s + option.price_s
+        best_s = min(num_updates * option.saving_s, option.price_s)
+        assert total_s <= 2.0 * best_s + 1e-9
+        assert math.isfinite(total_s)
