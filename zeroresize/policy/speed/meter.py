@@ -89,8 +89,6 @@ class SpeedMeter:
         gain = 1.0 if has_jumped else before / (before + variance)
         self.level = bounded(self.level + change + gain * surprise)
         self.variance = gain * variance
-        if has_jumped or not is_alike:
-            self.noise.forget_last(value)
-        else:
-            self.noise.learn(value)
+        learn = self.noise.learn if is_alike and not has_jumped else self.noise.forget_last
+        learn(value)
         return Reading(surprise, of_level, has_jumped)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroresize.plan.group import Shares
+from zeroresize.policy.speed.noise import JUMP
 from zeroresize.policy.tensor.costs import ResizingCost
 
 Floats = NDArray[np.float64]
@@ -94,6 +95,12 @@ class CostCurve:
     def variance(self, gradient: Floats) -> float:
         """Return the variance of what has this gradient."""
         return float(gradient @ self._p @ gradient)
+
+    def explains(self, gradient: Floats, surprise: float, variance: float) -> bool:
+        """Whether a curve within the bounds can be behind what :meth:`learn` would be told."""
+        change = self._p @ gradient * (surprise / (self.variance(gradient) + variance))
+        left = surprise - gradient @ (np.clip(self._x + change, self._least, self._most) - self._x)
+        return bool(left**2 <= JUMP**2 * variance)
 
     def learn(self, gradient: Floats, surprise: float, variance: float, doubt: float = 0.0) -> None:
         """Take what two plans took beside each other.

@@ -2,15 +2,13 @@
 
 A step has two parts: the multiplications of the balanced layers, and the rest. A :class:`SpeedMeter` follows each under
 the plan in force. Steps under one plan tell the speed; two plans beside each other tell the curve of what plans cost
-(:class:`CostCurve`), as a step at full work does beside those of a plan that spares the rank something. By that curve
-the times at full work follow from those under the plan. Of the rest the share ρ moves along with units: a rank that
-owns f takes (1 − ρ + ρ f) of it.
+(:class:`CostCurve`), by which the times at full work follow from those under the plan. Of the rest the share ρ moves
+along with units: a rank that owns f takes (1 − ρ + ρ f) of it.
 
 What surprises under a new plan more than noise and all that is unknown of the curve is a jump of speed. What surprises
-less informs the curve, which stays in doubt by how likely it was the speed. After a move products are timed at even
-shares and at those in force in turn (:meth:`RankEstimator.compare`): then the curve is known, and surprises are speed.
-A rank that owns nothing computes nothing that tells its speed: a reference product does
-(:meth:`RankEstimator.learn_reference`), by what it took when steps told the speed.
+less informs the curve, which stays in doubt by how likely it was the speed. Products compared after a move
+(:meth:`RankEstimator.compare`) tell the curve: then surprises are speed. Of a rank that owns nothing a reference
+product tells the speed (:meth:`RankEstimator.learn_reference`), by what it took when steps told it.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from dataclasses import dataclass, field
 
 from zeroresize.plan.group import Shares
 from zeroresize.policy.speed.change_of_level import change_of_level
-from zeroresize.policy.speed.meter import SpeedMeter, bounded
+from zeroresize.policy.speed.meter import Reading, SpeedMeter, bounded
 from zeroresize.policy.speed.noise import JUMP
 from zeroresize.policy.tensor.costs import ResizingCost
 from zeroresize.policy.tensor.estimation.cost_curve import CostCurve
@@ -65,10 +63,9 @@ class RankEstimator:
     _rest: SpeedMeter = field(default_factory=SpeedMeter, init=False)
     _gemm: SpeedMeter = field(default_factory=SpeedMeter, init=False)
     _gather_fill: SpeedMeter = field(default_factory=SpeedMeter, init=False)
-    #: Under which plan the multiplications were measured last, and what the rank owned when the rest was.
+    #: The plan of the last multiplications, whether it was forced, and what the rank owned when the rest was measured.
     _shares: Shares = field(default_factory=Shares, init=False)
     _owned: float = field(default=1.0, init=False)
-    #: Whether that plan tells of others.
     _is_forced: bool = field(default=False, init=False)
     #: Whether the speed of the multiplications has jumped since the rest was measured.
     _has_jumped: bool = field(default=False, init=False)
@@ -131,9 +128,7 @@ class RankEstimator:
             return
         executed, gradient = self._curve.executed(Shares(owned=owned))
         surprise, variance = math.log(ratio) - executed, _COMPARISON_ERROR**2
-        if surprise**2 > JUMP**2 * (
-            self._curve.variance(gradient) + variance
-        ):  # what was seen outweighs what was believed
+        if surprise**2 > JUMP**2 * (self._curve.variance(gradient) + variance):  # what was seen outweighs beliefs
             self._curve.widen(surprise**2)
         self._curve.learn(gradient, surprise, variance)
 
@@ -176,17 +171,22 @@ class RankEstimator:
         """Steps of one plan at one speed."""
         shares = steps[-1].shares
         rest, gemm = zip(*map(log_parts, steps), strict=True)
+        (part, slope), (part_before, slope_before) = map(self._rest_part, (shares.owned, self._owned))
+        change, change_variance = math.log(part / part_before), (slope - slope_before) ** 2 * self._moving_rest[1]
+        reading = self._rest.take(rest, change, change_variance, is_alike=shares.owned == self._owned)
         if shares.computes:
-            self._learn_gemm(gemm, steps[-1], is_new_interval=is_new_interval)
+            self._learn_gemm(gemm, steps[-1], reading, is_new_interval=is_new_interval)
             self._learn_gather_fill(steps)
-        self._learn_rest(rest, shares.owned)
+        if not (reading.has_jumped or self._has_jumped):
+            self._learn_moving_rest(math.exp(change + reading.surprise), reading.variance, shares.owned)
+        self._owned, self._has_jumped = shares.owned, False
 
-    def _learn_gemm(self, values: Sequence[float], step: StepTimes, *, is_new_interval: bool) -> None:
+    def _learn_gemm(self, values: Sequence[float], step: StepTimes, rest: Reading, *, is_new_interval: bool) -> None:
         """Logarithms of the seconds of multiplying, of the plan of ``step``."""
         if step.shares.work == self._shares.work:
             has_jumped = self._gemm.take(values).has_jumped
         else:
-            has_jumped = self._learn_of_another_plan(values, step, is_new_interval=is_new_interval)
+            has_jumped = self._learn_plan(values, step, rest, is_new_interval=is_new_interval)
         if has_jumped:
             self._has_jumped = True
             self._curve.widen()
@@ -196,17 +196,20 @@ class RankEstimator:
             self._reference = self._first_reference - full, _REFERENCE_ERROR**2 + variance
             self._first_reference = None
 
-    def _learn_of_another_plan(self, values: Sequence[float], step: StepTimes, *, is_new_interval: bool) -> bool:
+    def _learn_plan(self, values: Sequence[float], step: StepTimes, rest: Reading, *, is_new_interval: bool) -> bool:
         """The same, of a plan unlike the one before. Whether the speed has jumped, and not the curve been wrong."""
         (executed, gradient), (before, gradient_before) = map(self._curve.executed, (step.shares, self._shares))
         contrast = gradient - gradient_before
         unknown = self._curve.variance(contrast)
         reading = self._gemm.take(values, executed - before, unknown, is_alike=False)
+        # Where the rest, which pruning does not touch, has jumped alike, or no curve is so, it was the speed.
+        has_jumped = reading.has_jumped or (rest.has_jumped and 0.5 < reading.surprise / rest.surprise < 2.0)
         is_forced = step.is_forced or self._is_forced  # odd numbers of columns cost more, which tells nothing of others
-        if not (reading.has_jumped or is_forced):
+        has_jumped |= not (is_forced or self._curve.explains(contrast, reading.surprise, reading.variance))
+        if not (has_jumped or is_forced):
             doubt = _share_of_jumps(reading.surprise, reading.variance + unknown) if is_new_interval else 0.0
             self._curve.learn(contrast, reading.surprise, reading.variance, doubt)
-        return reading.has_jumped
+        return has_jumped
 
     def _learn_gather_fill(self, steps: Sequence[StepTimes]) -> None:
         """How many times as long as in the calibration gathers and fills take, where there are enough to tell."""
@@ -222,27 +225,19 @@ class RankEstimator:
         part = 1.0 - self._moving_rest[0] * (1.0 - owned)
         return part, (owned - 1.0) / part
 
-    def _learn_rest(self, values: Sequence[float], owned: float) -> None:
-        """Logarithms of the seconds of the rest. Where the products have jumped meanwhile, it is no evidence for ρ."""
-        (part, slope), (part_before, slope_before) = map(self._rest_part, (owned, self._owned))
-        mean, variance = self._moving_rest
-        change, change_variance = math.log(part / part_before), (slope - slope_before) ** 2 * variance
-        reading = self._rest.take(values, change, change_variance, is_alike=owned == self._owned)
-        ratio = math.exp(change + reading.surprise)
+    def _learn_moving_rest(self, ratio: float, variance: float, owned: float) -> None:
+        """ρ, by how many times as long the rest takes as before, at the same speed, and how sure its logarithm is."""
         divisor = 1.0 - owned - ratio * (1.0 - self._owned)
-        if owned != self._owned and divisor and not (reading.has_jumped or self._has_jumped):
-            measured_variance = ((owned - self._owned) * ratio / divisor**2) ** 2 * reading.variance
-            gain = variance / (variance + measured_variance)
+        if owned != self._owned and divisor:
+            mean, own_variance = self._moving_rest
+            measured_variance = ((owned - self._owned) * ratio / divisor**2) ** 2 * variance
+            gain = own_variance / (own_variance + measured_variance)
             measured = min(max((1.0 - ratio) / divisor, 0.0), MOST_MOVING_REST)
-            self._moving_rest = mean + gain * (measured - mean), variance * (1.0 - gain)
-        self._owned, self._has_jumped = owned, False
+            self._moving_rest = mean + gain * (measured - mean), own_variance * (1.0 - gain)
 
 
 def _share_of_jumps(surprise: float, variance: float) -> float:
-    """Return how likely a surprise under a new plan comes from a jump of speed, by Bayes."""
-    jump = _HAZARD * _density(surprise, variance + _JUMP_SIZE**2)
-    return jump / (jump + (1.0 - _HAZARD) * _density(surprise, variance) + 1e-300)
-
-
-def _density(distance: float, variance: float) -> float:
-    return math.exp(-0.5 * distance**2 / variance) / math.sqrt(variance)
+    """Return how likely a surprise under a new plan, no greater than noise, comes from a jump of speed, by Bayes."""
+    wide = variance + _JUMP_SIZE**2
+    odds = math.sqrt(variance / wide) * math.exp(0.5 * surprise**2 * (1.0 / variance - 1.0 / wide))
+    return _HAZARD * odds / (_HAZARD * odds + 1.0 - _HAZARD)
