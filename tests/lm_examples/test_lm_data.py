@@ -7,9 +7,9 @@ import pytest
 import torch
 from helpers.language_models import text_of
 
-from lm_examples.pipeline_config import RunConfig
 from lm_examples.data import Batches, Text, load_text
 from lm_examples.gpt import ModelConfig
+from lm_examples.pipeline_config import RunConfig
 from lm_examples.sections import DataConfig
 
 
