@@ -121,7 +121,7 @@ def timing(
         settle_steps: so many first steps of each, at most half, are left out.
     """
     settled = [
-        one for seconds in by_process for one in seconds[min(settle_steps, len(seconds) // 2) :]
+        step_s for seconds in by_process for step_s in seconds[min(settle_steps, len(seconds) // 2) :]
     ] or [math.nan]  # fmt: skip
     mean_s = statistics.fmean(settled)
     return {
