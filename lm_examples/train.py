@@ -54,8 +54,8 @@ def prepare(
     kind = FEEDS[config.feed]
     content, digest = agreed(lambda: data or kind.load_data(config), process_group)
     layout = kind.layout_of(config)
-    found = begin_run(config, layout, process_group, held, resume=resume, digest=digest)
-    checkpoint, state = found or (None, None)
+    checkpoint_and_state = begin_run(config, layout, process_group, held, resume=resume, digest=digest)
+    checkpoint, state = checkpoint_and_state or (None, None)
     feed = kind(config, content, process_group, state)
     if checkpoint is not None and state is not None:
         balancer = feed.balancer if state["balanced"] else None

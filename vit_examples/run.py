@@ -110,13 +110,13 @@ def prepare(config: RunConfig, *, resume: bool) -> Run:
     kind = host_class(config)
     kind.join(config)
     with ExitStack() as held:
-        found = begin_run(config, layout_of(config, num_ranks), None, held, resume=resume)
+        checkpoint_and_state = begin_run(config, layout_of(config, num_ranks), None, held, resume=resume)
         host = kind(config)
         zr.convert(host.model, process_group=host.tp_group)
         balancer = zr.Balancer(host.model, host.optimizer, config.balance, process_group=host.tp_group)
         state: dict[str, Any] = {"epochs": 0, "steps": 0, "seconds": []}
-        if found is not None:
-            checkpoint, state = found
+        if checkpoint_and_state is not None:
+            checkpoint, state = checkpoint_and_state
             load_checkpoint(checkpoint, (host.model, host.optimizer), balancer=balancer)
             host.set_loss_scale(state["loss_scale"])
         folder, steps = Path(config.output.folder), state["steps"]

@@ -120,9 +120,10 @@ def timing(
         by_process: one sequence for each process that trained a part of the run.
         settle_steps: so many first steps of each, at most half, are left out.
     """
-    settled = [
-        one for seconds in by_process for one in seconds[min(settle_steps, len(seconds) // 2) :]
-    ] or [math.nan]  # fmt: skip
+    settled: list[float] = []
+    for seconds in by_process:
+        settled += seconds[min(settle_steps, len(seconds) // 2) :]
+    settled = settled or [math.nan]
     mean_s = statistics.fmean(settled)
     return {
         "step_ms": 1e3 * statistics.median(settled),

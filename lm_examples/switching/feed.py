@@ -101,11 +101,13 @@ class StrategyFeed(Feed):
                 f"expected: {1e3 * result.best.step_s:.1f} ms a step, with one strategy {1e3 * one_s:.1f} ms"
             )
         table = Table("length", "strategy", "sequences", "tokens", title=f"{len(lengths)} sequences of a sample")
-        for begin, one in zip([0, *(one.up_to for one in self._choice.ranges)], self._choice.ranges, strict=False):
-            is_inside = (lengths > begin) & (lengths <= one.up_to)
+        for begin, length_range in zip(
+            [0, *(one.up_to for one in self._choice.ranges)], self._choice.ranges, strict=False
+        ):
+            is_inside = (lengths > begin) & (lengths <= length_range.up_to)
             shares = is_inside.mean(), lengths[is_inside].sum() / lengths.sum()
-            span = f"{begin + 1} to {one.up_to}"
-            table.add_row(span, str(one.strategy), *(f"{100 * share:.1f} %" for share in shares))
+            span = f"{begin + 1} to {length_range.up_to}"
+            table.add_row(span, str(length_range.strategy), *(f"{100 * share:.1f} %" for share in shares))
         self.record.tell(table)
 
     def train_step(self) -> None:

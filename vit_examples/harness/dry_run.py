@@ -51,14 +51,14 @@ def show_needs(title: str, needs: Mapping[str, Sequence[Needs]], notes: Sequence
         table.add_column(heading, justify="right")
     for name, of_ranks in needs.items():
         first = 0
-        for one, alike in itertools.groupby(of_ranks):
+        for need, alike in itertools.groupby(of_ranks):
             end = first + len(list(alike))
-            sizes = [one.weights, one.gradients, one.optimizer, one.activations]
-            sizes += [one.switch, one.total] if has_switches else [one.total]
+            sizes = [need.weights, need.gradients, need.optimizer, need.activations]
+            sizes += [need.switch, need.total] if has_switches else [need.total]
             ranks = str(first) if end == first + 1 else f"{first} to {end - 1}"
             texts = [f"{size / 2**20:,.1f} MiB" for size in sizes]
             is_last = end == len(of_ranks)
-            table.add_row("" if first else name, ranks, one.what, f"{one.parameters:,}", *texts, end_section=is_last)
+            table.add_row("" if first else name, ranks, need.what, f"{need.parameters:,}", *texts, end_section=is_last)
             first = end
     console = Console()
     console.width = max(console.width, _LEAST_WIDTH)

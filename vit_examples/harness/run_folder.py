@@ -108,10 +108,10 @@ def begin_run(
             raise ValueError(f"{folder} holds an earlier run: add --resume, or choose another --output")
         return None if checkpoint is None or not resume else (checkpoint, read_state(checkpoint, layout))
 
-    found = agreed(saved, process_group)
-    if resume and found is None and dist.get_rank(process_group) == 0:
+    to_resume = agreed(saved, process_group)
+    if resume and to_resume is None and dist.get_rank(process_group) == 0:
         print(f"no checkpoint in {checkpoint_folder(config)}: starting anew", flush=True)
-    return found
+    return to_resume
 
 
 def how_to_go_on(config: Any) -> str:
