@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from zeroresize.plan.group import Shares
 from zeroresize.policy.tensor.costs import ResizingCost
+from zeroresize.policy.tensor.estimation.cost_curve import CostCurve
 from zeroresize.policy.tensor.estimation.estimator import RankEstimator
 from zeroresize.policy.tensor.estimation.times import StepTimes
 from zeroresize.utils.codec import encoded
@@ -55,6 +56,18 @@ def test_a_rank_that_is_first_seen_under_a_plan_is_told_by_the_calibration(ratio
     times = learned(steps(ratio, chi=chi)).times
     assert times.gemm_s == pytest.approx(chi * GEMM_S, rel=1e-6)
     assert times.rest_s == pytest.approx(REST_S, rel=1e-6)
+
+
+@pytest.mark.parametrize("shares", [Shares(0.6), Shares(borrowed=0.5), Shares(owned=0.5), Shares(owned=1.5)])
+def test_a_rank_that_is_first_seen_under_a_plan_knows_no_more_than_the_calibration(shares):
+    """Nothing was compared with anything: what full work takes is as unsure as the curve, and ρ as before."""
+    first = [StepTimes(0.5, 0.3, 0.02 if shares.pruned else 0.0, shares)] * 5
+    estimator = learned(first, first)
+    executed_s = math.exp(estimator._curve.executed(shares)[0])
+    error = math.sqrt(CostCurve(CALIBRATED).variance(estimator._curve.executed(shares)[1]))
+    assert estimator.cost.gemm_share == pytest.approx(CALIBRATED.gemm_share) and estimator.times.moving_rest == 0.2
+    gemm_s = 0.3 / executed_s
+    assert estimator.times.deviation >= error * gemm_s / (estimator.times.rest_s + gemm_s) > 0.0
 
 
 @settings(deadline=None)

@@ -173,17 +173,18 @@ class RankEstimator:
         rest, gemm = zip(*map(log_parts, steps), strict=True)
         (part, slope), (part_before, slope_before) = map(self._rest_part, (shares.owned, self._owned))
         change, change_variance = math.log(part / part_before), (slope - slope_before) ** 2 * self._moving_rest[1]
+        is_first = not self._rest.is_known  # which stands beside no other plan
         reading = self._rest.take(rest, change, change_variance, is_alike=shares.owned == self._owned)
         if shares.computes:
             self._learn_gemm(gemm, steps[-1], reading, is_new_interval=is_new_interval)
             self._learn_gather_fill(steps)
-        if not (reading.has_jumped or self._has_jumped):
+        if not (is_first or reading.has_jumped or self._has_jumped):
             self._learn_moving_rest(math.exp(change + reading.surprise), reading.variance, shares.owned)
         self._owned, self._has_jumped = shares.owned, False
 
     def _learn_gemm(self, values: Sequence[float], step: StepTimes, rest: Reading, *, is_new_interval: bool) -> None:
         """Logarithms of the seconds of multiplying, of the plan of ``step``."""
-        if step.shares.work == self._shares.work:
+        if not self._gemm.is_known or step.shares.work == self._shares.work:
             has_jumped = self._gemm.take(values).has_jumped
         else:
             has_jumped = self._learn_plan(values, step, rest, is_new_interval=is_new_interval)
