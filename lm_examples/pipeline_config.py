@@ -17,7 +17,7 @@ from vit_examples.harness.sections import LONGEST_TIMEOUT_S, StepTrainingConfig,
 from zeroresize.injection.schedule import checked_chi
 from zeroresize.pipeline import Release, Repack
 from zeroresize.plan.partition import Partition
-from zeroresize.policy.moves.least_saving import MIN_SAVING
+from zeroresize.policy.moves.rental import MIN_SAVING
 from zeroresize.policy.pipeline.profile_cadence import MAX_MEASURING, ProfileEvery
 from zeroresize.policy.pipeline.rebalancing_proposal import By
 from zeroresize.utils.value_checks import at_least, divides, known_keys, number, one_of

@@ -19,7 +19,7 @@ from zeroresize.microbatch.profile import ProfiledShapes
 from zeroresize.plan.layout import TensorSpec
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.microbatches.planning_options import PlanningOptions
-from zeroresize.policy.moves.least_saving import MIN_SAVING
+from zeroresize.policy.moves.rental import MIN_SAVING
 from zeroresize.runtime.stage import RECOMPUTATIONS
 from zeroresize.strategy.placement.whole_layers import WholeLayers
 from zeroresize.utils.value_checks import at_least, number, one_of

@@ -7,7 +7,7 @@ from zeroresize.config import BalanceConfig
 from zeroresize.plan.group import RankPlan
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.moves.ski_rental import FIRST_PAUSE
+from zeroresize.policy.moves.rental import FIRST_PAUSE
 from zeroresize.policy.tensor.controller import Controller
 from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.moves.ski_rental import FIRST_PAUSE, LONGEST_PAUSE
+from zeroresize.policy.moves.rental import FIRST_PAUSE, LONGEST_PAUSE
 from zeroresize.policy.tensor.ownership_decision import OwnershipDecision
 from zeroresize.utils.codec import encoded
 

@@ -1,9 +1,7 @@
 """What balancing has lost against off, by its own estimate, so that it can stop before a job is worse for it.
 
 Units (:mod:`zeroresize.policy.tensor.ownership_decision`) keep it, as lending and pruning lose, too, and a division
-that came too late loses in each step until that is noticed. Layers (:mod:`zeroresize.policy.pipeline.rebalancing`) do,
-as work that changes again and again leaves them where they are wrong. Strategies do without: where these lost most in
-simulated trainings an account did not see the loss, so it would promise what it does not keep.
+that came too late loses in each step until that is noticed. Layers and strategies do without.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ _MISTRUST = 10.0
 class Account:
     """Keep account of the seconds that balancing has lost against off, less those that it has gained.
 
-    Off is where units or layers were at first.
+    Off is where units were at first.
 
     Attributes:
         lost_s: losses less gains.

@@ -14,8 +14,8 @@ from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES, PRUNING_MODES
 from zeroresize.plan.group import Loan, RankPlan, Shares, WorkloadPlan
 from zeroresize.plan.ownership import SegmentWork, owned_shares
-from zeroresize.policy.moves.least_saving import beyond_noise, is_saving
 from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.moves.rental import beyond_noise, is_saving
 from zeroresize.policy.tensor.estimation.calibration_steps import CalibrationSteps
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes, CommunicationEstimate
 from zeroresize.policy.tensor.estimation.curves import Floats, GroupTimes

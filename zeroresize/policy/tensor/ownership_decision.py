@@ -1,6 +1,6 @@
 """When a change of ownership pays: a ski rental of one candidate, the division that is wanted.
 
-:class:`~zeroresize.policy.moves.ski_rental.SkiRental` adds up what staying costs as long as the same ranks are to get
+:class:`~zeroresize.policy.moves.rental.Rental` adds up what staying costs as long as the same ranks are to get
 or give units. Units go to others when that is the price of the move there and back. They come home when it is the price
 of one way, as the way out has paid for both, or when home was surely better for some updates, however little. A
 straggler that changes place before its slowness has cost as much is never worth a move.
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares
 from zeroresize.policy.moves.account import Account
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.moves.ski_rental import FIRST_PAUSE, SkiRental
+from zeroresize.policy.moves.rental import FIRST_PAUSE, Rental
 from zeroresize.policy.tensor.rules.ownership import merged
 from zeroresize.utils.codec import UNSAVED
 
@@ -81,7 +81,7 @@ class OwnershipDecision:
     owned_before: tuple[float, ...] = field(init=False)
     is_held: bool = field(default=False, init=False)
     cost: MoveCost = field(default_factory=MoveCost, init=False)
-    rental: SkiRental = field(default_factory=SkiRental, init=False)
+    rental: Rental = field(default_factory=Rental, init=False)
     movers: frozenset[tuple[int, bool]] = field(default=frozenset(), init=False)
     gain_s: float = field(default=0.0, init=False)
     comparing_s: float = field(default=0.0, init=False)
