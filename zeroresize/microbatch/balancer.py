@@ -23,7 +23,7 @@ from zeroresize.policy.strategy.stragglers.decision import (
     StragglerDecision,
     StrategyProposal,
 )
-from zeroresize.resharding.agreement import meet_over, meet_prepared
+from zeroresize.resharding.agreement import agreed, meet_over
 from zeroresize.strategy.straggler_balancing import (
     ChangeRecord,
     StragglerBalancing,
@@ -162,11 +162,7 @@ class MicroBatchBalancer(StragglerBalancing[IterationPlan]):
 
     def _usual_lengths(self) -> tuple[int, ...]:
         """[A] the mean of the next iteration's samples; collective, as all hear where a rank cannot tell."""
-        lengths = np.zeros(0)
-        prepared: tuple[float, float] | Exception = 0.0, 0.0
-        try:
-            lengths = np.asarray(self._planners.planner.lengths_of(self._trainer.num_steps)).mean(axis=0)
-        except Exception as error:
-            prepared = error
-        meet_prepared(meet_over(self._trainer.model.process_group, self._trainer.model.device), prepared)
+        planner, model = self._planners.planner, self._trainer.model
+        meet = meet_over(model.process_group, model.device)
+        lengths, _ = agreed(meet, lambda: np.asarray(planner.lengths_of(self._trainer.num_steps)).mean(axis=0))
         return tuple(lengths.round().astype(int).tolist())

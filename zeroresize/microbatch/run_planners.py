@@ -13,7 +13,7 @@ from zeroresize.microbatch.iteration_planner import IterationPlanner
 from zeroresize.microbatch.planners import MOST_FAILURES, Planners
 from zeroresize.microbatch.shared_store import SharedStore
 from zeroresize.policy.microbatches.iteration_plan import IterationPlan
-from zeroresize.resharding.agreement import meet_over, meet_prepared, require_same
+from zeroresize.resharding.agreement import agreed, meet_over, require_same
 from zeroresize.utils.fingerprint import fingerprint
 from zeroresize.utils.value_checks import number
 
@@ -98,15 +98,14 @@ class RunPlanners:
             RuntimeError: if there is no plan, the store cannot be reached, another rank has failed, ranks have
                 different plans, or a rank does not come.
         """
-        try:
+
+        def planned() -> tuple[str, IterationPlan]:
             self._advance(iteration)
             text = self._store.get(self._series, iteration, self._timeout_s, self._doing, warns=self._is_first)
-            plan = self._checked(text, iteration, batch)
-            prepared: tuple[float, float] | Exception = fingerprint(text), 0.0
-        except Exception as error:  # the others must hear of any
-            prepared = error
+            return text, self._checked(text, iteration, batch)
+
         what = f"the plan of iteration {iteration}"
-        table = meet_prepared(self._meet, prepared, what)
+        (_, plan), table = agreed(self._meet, planned, lambda made: (fingerprint(made[0]), 0.0), what)
         require_same([row[0] for row in table], what, self._meet)
         return plan
 
@@ -137,12 +136,7 @@ class RunPlanners:
 
     def _together(self, action: Callable[[], None]) -> None:
         """All ranks hear of what fails on one."""
-        prepared: tuple[float, float] | Exception = 0.0, 0.0
-        try:
-            action()
-        except Exception as error:
-            prepared = error
-        meet_prepared(self._meet, prepared, "the planners of a run")
+        agreed(self._meet, action, what="the planners of a run")
 
     def _advance(self, iteration: int) -> None:
         if self.is_over(iteration):

@@ -20,7 +20,7 @@ from zeroresize.policy.microbatches.iteration_plan import IterationPlan
 from zeroresize.policy.microbatches.micro_batch import Indices, MicroBatch
 from zeroresize.policy.microbatches.planning import batch_fingerprint
 from zeroresize.policy.microbatches.sample_order import ordered
-from zeroresize.resharding.agreement import meet_prepared
+from zeroresize.resharding.agreement import agreed
 from zeroresize.runtime.activations import Batch, BatchOf
 from zeroresize.runtime.counted_loss import Count, Loss, total_count
 from zeroresize.runtime.random_numbers import seed_of
@@ -250,20 +250,17 @@ class MicroBatchTrainer(StepTrainer):
         position = self.model.position
         microbatches = () if position is None else of_replicas[position.replica]
         wanted = [sample for each in microbatches for sample in each.samples]
-        batches: list[Batch] = []
-        prepared: Sequence[float] | Exception
-        try:
+
+        def made() -> tuple[list[Batch], list[float]]:
             if trains:
                 require_ready_to_train(self.model, self.optimizer)
             of_samples = self._sample_check.numbers(samples, wanted, lengths_NA)
-            count = 0.0
-            if not of_samples[0]:
-                batches = [self._batch_from(samples, each).to(self.model.device) for each in microbatches]
-                count = self._count_of(batches, microbatches, lengths_NA)
-            prepared = [count, *of_samples]
-        except Exception as error:  # the others must hear of any
-            prepared = error
-        table = meet_prepared(self._meet, prepared, "micro-batches")
+            if of_samples[0]:
+                return [], [0.0, *of_samples]
+            batches = [self._batch_from(samples, each).to(self.model.device) for each in microbatches]
+            return batches, [self._count_of(batches, microbatches, lengths_NA), *of_samples]
+
+        (batches, _), table = agreed(self._meet, made, lambda made: made[1], "micro-batches")
         positions = [self.model.current.position_of(rank) for rank in range(len(table))]
         replicas = [None if each is None else each.replica for each in positions]
         self._sample_check.require([row[1:] for row in table], replicas, samples, wanted, lengths_NA)

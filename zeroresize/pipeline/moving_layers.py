@@ -14,7 +14,7 @@ from zeroresize.comm.meeting import Meet
 from zeroresize.pipeline.layer_move import LayerMove
 from zeroresize.pipeline.layer_move_during_backward import LayerMoveDuringBackward
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.resharding.agreement import meet_prepared, require_received
+from zeroresize.resharding.agreement import agreed, require_received
 from zeroresize.resharding.transaction import (
     MoveReport,
     Participants,
@@ -174,12 +174,7 @@ def _give_up(pipeline: Pipeline, move: LayerMoveDuringBackward, error: BaseExcep
 def _connect(move: LayerMoveDuringBackward, meet: Meet) -> None:
     """On all ranks or on none; collective."""
     try:
-        move.connect()
-        connected: tuple[float, float] | Exception = (0.0, 0.0)
-    except Exception as error:  # the others must hear of any
-        connected = error
-    try:
-        meet_prepared(meet, connected, f"an early move of layers to boundaries {list(move.boundaries)}")
+        agreed(meet, move.connect, what=f"an early move of layers to boundaries {list(move.boundaries)}")
     except Exception:
         move.drop()
         raise

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import broadcast, group_rank, group_size, message_device
 from zeroresize.pipeline.layer_watchers import LayerWatcher
 from zeroresize.pipeline.stage_layers import StageLayers
-from zeroresize.resharding.agreement import gather_texts, meet_over, meet_prepared
+from zeroresize.resharding.agreement import agreed, gather_texts, meet_over
 from zeroresize.runtime.activations import as_tuple
 from zeroresize.runtime.boundaries import Boundary, boundary_of, from_text, message_bytes, to_text
 from zeroresize.runtime.communication import instructions_of
@@ -176,20 +176,21 @@ class StageSteps:
     ) -> tuple[Sequence[Sequence[Tensor]], Sequence[Tensor | None], list[Boundary], list[Key]]:
         """Micro-batches and targets, where they are; [M] shapes of inputs, told by one number where they are known, and
         keys of what is handed on."""
-        microbatches: Sequence[Sequence[Tensor]] = []
-        targets: Sequence[Tensor | None] = []
-        data = b""
-        row: Sequence[float] | Exception
-        try:
+
+        def made() -> tuple[Sequence[Sequence[Tensor]], Sequence[Tensor | None], bytes]:
             microbatches, targets = make()
-            if self._stage == 0:
-                if not microbatches:
-                    raise ValueError("a step of no micro-batches: at least one is needed")
-                data = to_text([boundary_of(xs) for xs in microbatches]).encode()
-            row = fingerprint(data), len(data), len(targets), self._state(trains)
-        except Exception as error:  # the others must hear of any
-            row = error
-        table = meet_prepared(self._meet, row, "a step")
+            if self._stage:
+                return microbatches, targets, b""
+            if not microbatches:
+                raise ValueError("a step of no micro-batches: at least one is needed")
+            return microbatches, targets, to_text([boundary_of(xs) for xs in microbatches]).encode()
+
+        (microbatches, targets, data), table = agreed(
+            self._meet,
+            made,
+            lambda made: (fingerprint(made[2]), len(made[2]), len(made[1]), self._state(trains)),
+            "a step",
+        )
         (step, length, _, _), num_targets = table[0], int(table[-1][2])
         states = [state for *_, state in table]
         if _FORGOTTEN in states or max(len(self._inputs), len(self._before), len(self._behind)) >= _MOST_KEPT:

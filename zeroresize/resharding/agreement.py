@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from zeroresize.utils.alike import alike, at_fault
 from zeroresize.utils.deadline import within
 from zeroresize.utils.fingerprint import fingerprint
 from zeroresize.utils.memory_errors import is_out_of_memory, reason
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,35 @@ def meet_prepared(
         kind = NotEnoughMemoryError if all(table[rank][0] == _RAN_OUT for rank in failed) else CannotMoveError
         raise kind(f"{_NOTHING_CHANGED}: {named(failed, meet)} failed before; their errors tell why")
     return table
+
+
+def agreed(
+    meet: Meet,
+    make: Callable[[], _T],
+    numbers_of: Callable[[_T], Sequence[float]] = lambda _: (0.0, 0.0),
+    what: str = "what moves",
+) -> tuple[_T, Sequence[Sequence[float]]]:
+    """Make something on every rank, and let all know where it fails on one; collective.
+
+    Args:
+        make: called once, on this rank.
+        numbers_of: what was made: numbers that all ranks are told, the first of them not negative.
+        what: is made, for errors where memory runs out.
+
+    Returns:
+        What was made here, and the numbers of every rank, in the order of the ranks.
+
+    Raises:
+        Exception: as :func:`meet_prepared`, which is given what ``make`` raises.
+    """
+    made: Any = None
+    numbers: Sequence[float] | Exception
+    try:
+        made = make()
+        numbers = numbers_of(made)
+    except Exception as error:  # the others must hear of any
+        numbers = error
+    return made, meet_prepared(meet, numbers, what)
 
 
 def named(rows: Sequence[int], meet: Meet) -> str:

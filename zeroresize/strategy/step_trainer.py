@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zeroresize.comm.collectives import all_reduce, message_device
 from zeroresize.comm.meeting import Meet
 from zeroresize.optim.gradient_clipping import norm_of_replicated, scale_gradients
-from zeroresize.resharding.agreement import meet_over, meet_prepared
+from zeroresize.resharding.agreement import agreed, meet_over
 from zeroresize.runtime.activations import Batch, BatchOf, find_activations
 from zeroresize.runtime.counted_loss import Count, CountedLoss, Loss, multiply_gradients, total_count
 from zeroresize.runtime.instructions import Instruction
@@ -226,9 +226,5 @@ def _require_fitting_optimizer(model: SwitchableModel, optimizer: torch.optim.Op
         ValueError: as :func:`~zeroresize.strategy.optimizer_checks.require_divisible`; the other ranks may raise a
             RuntimeError, as one that the strategy leaves out has nothing to step.
     """
-    prepared: tuple[float, float] | Exception = 0.0, 0.0
-    try:
-        require_divisible(optimizer, model.optimizer_strategy, dict(model.named_parameters()), model.tensors)
-    except ValueError as error:  # the others must hear of it
-        prepared = error
-    meet_prepared(meet, prepared)
+    strategy, parameters = model.optimizer_strategy, dict(model.named_parameters())
+    agreed(meet, lambda: require_divisible(optimizer, strategy, parameters, model.tensors))

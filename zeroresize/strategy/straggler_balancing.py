@@ -21,7 +21,7 @@ from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.strategy.stragglers.decision import StragglerDecision, StragglerState, StrategyProposal
 from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds
 from zeroresize.policy.strategy.stragglers.sample_cadence import SampleCadence
-from zeroresize.resharding.agreement import NotEnoughMemoryError, meet_over, meet_prepared
+from zeroresize.resharding.agreement import NotEnoughMemoryError, agreed, meet_over
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.speed_meter import SpeedMeter
 from zeroresize.utils.codec import loaded, saved
@@ -238,10 +238,12 @@ def require_any_division(model: SwitchableModel, optimizer: torch.optim.Optimize
         ValueError: for an optimizer that does not treat elements by themselves; the other ranks may raise a
             RuntimeError.
     """
-    prepared: tuple[float, float] | Exception = 0.0, 0.0
-    reason = why_not_elementwise(optimizer, model.parameters())
-    if reason is not None:
-        prepared = ValueError(
-            f"where ranks are slow, another strategy of the optimizer may divide what it steps, but {reason}"
-        )
-    meet_prepared(meet_over(model.process_group, model.device), prepared)
+
+    def require() -> None:
+        reason = why_not_elementwise(optimizer, model.parameters())
+        if reason is not None:
+            raise ValueError(
+                f"where ranks are slow, another strategy of the optimizer may divide what it steps, but {reason}"
+            )
+
+    agreed(meet_over(model.process_group, model.device), require)

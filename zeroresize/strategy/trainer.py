@@ -16,7 +16,7 @@ from zeroresize.policy.strategy.costs.planned_switches import PlannedSwitches
 from zeroresize.policy.strategy.packing import Visit, Work, num_tokens, plan_visits
 from zeroresize.policy.strategy.switches.switch_order import visiting_order
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
-from zeroresize.resharding.agreement import meet_prepared, require_same
+from zeroresize.resharding.agreement import agreed, require_same
 from zeroresize.runtime.communication import instructions_of
 from zeroresize.runtime.counted_loss import Count, Loss, total_count
 from zeroresize.runtime.random_numbers import seed_of
@@ -210,17 +210,19 @@ class StrategyTrainer(StepTrainer):
     def _agreed_visits(self, sequences: Sequence[Tensor], *, trains: bool) -> tuple[list[Visit], list[list[Packed]]]:
         """The visits, and this rank's micro-batches of each."""
         self._require_no_failure()
-        try:
+
+        def packed_visits() -> tuple[list[Visit], list[list[Packed]]]:
             visits = self._visits(sequences, trains)
+            return visits, [self._packed(visit, sequences) for visit in visits]
+
+        def numbers_of(made: tuple[list[Visit], list[list[Packed]]]) -> list[float]:
+            visits, packed = made
             options = [str(self.model.optimizer_strategy), trains, self._grad_clip, self._overlap, self._seed]
             options += [self.num_steps, str(autocast_dtype(self.model.device.type))]
             parts = digest_of(sequences), str([list(map(str, self.ranges)), str(visits)]), json.dumps(options)
-            packed = [self._packed(visit, sequences) for visit in visits]
-            count = self._count(visits, packed)
-            prepared: tuple[float, ...] | Exception = *map(fingerprint, parts), count
-        except Exception as error:  # the others must hear of any
-            prepared = error
-        table = meet_prepared(self._meet, prepared)
+            return [*map(fingerprint, parts), self._count(visits, packed)]
+
+        (visits, packed), table = agreed(self._meet, packed_visits, numbers_of)
         for column, what in enumerate(_AGREED):
             require_same([row[column] for row in table], what, self._meet)
         self._loss.begin(total_count(row[len(_AGREED)] for row in table))

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_size, message_device
-from zeroresize.resharding.agreement import gather_texts, meet_over, meet_prepared, require_same
+from zeroresize.resharding.agreement import agreed, gather_texts, meet_over, require_same
 from zeroresize.utils.fingerprint import fingerprint
 
 _T = TypeVar("_T")
@@ -44,13 +44,7 @@ class RankAgreement:
             Exception: what ``make`` raises here.
             RuntimeError: if it failed on another rank, ranks differ in what they made, or one does not come.
         """
-        try:
-            made: _T | Exception = make()
-        except Exception as error:  # the others must hear of any
-            made = error
-        prepared = made if isinstance(made, Exception) else (fingerprint(json.dumps(describe(made))), 0.0)
-        table = meet_prepared(self.meet, prepared)
-        assert not isinstance(made, Exception)
+        made, table = agreed(self.meet, make, lambda made: (fingerprint(json.dumps(describe(made))), 0.0))
         require_same([number for number, *_ in table], what, self.meet)
         return made
 
