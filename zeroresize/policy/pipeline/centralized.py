@@ -73,8 +73,7 @@ def repacked(load: PipelineLoad, partition: Partition, num_stages: int, *, keep:
     choices = StageChoices(load, keep)
     if num_stages not in choices.possible:
         raise ValueError(choices.why_not(num_stages))
-    stages, after = choices.best(num_stages)
-    return Repacking(stages, after, partition.transfers_to(after, stages))
+    return choices.best(num_stages, partition)
 
 
 class StageChoices:
@@ -105,8 +104,8 @@ class StageChoices:
         last = self._slowest_s[-1][:, num_layers]
         self.possible = [number for number in range(1, most + 1) if math.isfinite(last[number])]
 
-    def best(self, num_stages: int) -> tuple[tuple[int, ...], Partition]:
-        """Return so many stages, ascending, and the layers of each; only where it is possible."""
+    def best(self, num_stages: int, now: Partition) -> Repacking:
+        """Return the re-packing from ``now`` onto so many stages; only where it is possible."""
         stages, boundaries = list[int](), [self._load.num_layers]
         for stage in reversed(range(self._load.num_stages)):
             left = num_stages - len(stages)
@@ -116,7 +115,8 @@ class StageChoices:
             candidates = np.maximum(before[left - 1], _stage_times(self._load, stage)[:, boundaries[-1]])
             boundaries.append(self._load.num_layers - int(candidates[::-1].argmin()))
             stages.append(stage)
-        return tuple(stages[::-1]), Partition(tuple(boundaries[::-1]))
+        after, remaining = Partition(tuple(boundaries[::-1])), tuple(stages[::-1])
+        return Repacking(remaining, after, now.transfers_to(after, remaining))
 
     def why_not(self, num_stages: int) -> str:
         """Return why so many stages cannot hold the layers."""

@@ -60,10 +60,11 @@ def repacking_onto_fewest(
     Raises:
         ValueError: if not even all stages can hold the layers.
     """
-    num_stages = len(profile.boundaries) - 1
+    num_stages, now = len(profile.boundaries) - 1, Partition(profile.boundaries)
     for number in range(min(least_stages, num_stages), num_stages):
-        if number in StageChoices(rule.load(costs, profile, number), keep, number).possible:
-            repacking = repacking_onto(number, rule, costs, profile, keep)
+        choices = StageChoices(rule.load(costs, profile, number), keep, number)
+        if number in choices.possible:
+            repacking = choices.best(number, now)
             if rule.simulated(_costs_on(costs, repacking), repacking.partition).step_s <= most_step_s:
                 return repacking
     return repacking_onto(num_stages, rule, costs, profile, keep)
