@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed import ProcessGroup
 
+from vit_examples.harness.config_reader import plain
 from vit_examples.harness.dry_run import Needs
 from vit_examples.harness.run_folder import RunRecord
 
@@ -50,9 +52,9 @@ class Feed(ABC):
         """
 
     @staticmethod
-    @abstractmethod
     def layout_of(config: Any) -> dict[str, Any]:
-        """What a checkpoint's tensors depend on, as JSON has it; not collective."""
+        """What a checkpoint's tensors depend on, as JSON has it: not how the model is spread; not collective."""
+        return json.loads(json.dumps({"model": plain(config)["model"], "dtype": config.training.dtype}))
 
     @staticmethod
     @abstractmethod
@@ -124,5 +126,24 @@ class Means:
     def take(self) -> dict[str, float]:
         """The means, and begin anew."""
         means = {name: total / self.count for name, total in self._sums.items()}
-        self.__init__()  # type: ignore[misc]
+        self.count, self._sums = 0, {}
         return means
+
+
+class StepMeans:
+    """Means over the steps since they were last taken, and over all that are settled: without this process's first.
+
+    Attributes:
+        since, settled: the two.
+    """
+
+    def __init__(self) -> None:
+        self.since, self.settled = Means(), Means()
+        self._is_first = True
+
+    def add(self, numbers: dict[str, float], *, is_last: bool) -> None:
+        """One more step; where it is the first and the last one, it counts as settled."""
+        self.since.add(numbers)
+        if is_last or not self._is_first:
+            self.settled.add(numbers)
+        self._is_first = False

@@ -108,9 +108,7 @@ class PipelineFeed(Feed):
 
     @staticmethod
     def layout_of(config: RunConfig) -> dict[str, Any]:
-        values = plain(config)
-        layout = {"model": values["model"], "dtype": config.training.dtype, "case": values["case"]}
-        return json.loads(json.dumps(layout))
+        return {**Feed.layout_of(config), "case": json.loads(json.dumps(plain(config)["case"]))}
 
     @property
     def title(self) -> str:

@@ -6,7 +6,6 @@ What planning adds to an ordinary step are ``RunPlanners``, which plan in proces
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,13 +16,12 @@ import torch
 from torch.distributed import ProcessGroup
 
 from lm_examples.data import folder_of, read_files
-from lm_examples.feed import Feed, Means
+from lm_examples.feed import Feed, StepMeans
 from lm_examples.microbatches.blocks import summed_loss
 from lm_examples.microbatches.config import RunConfig
 from lm_examples.microbatches.padding import padding_efficiency
 from lm_examples.microbatches.tasks import TaskSamples
 from lm_examples.pace import Pace
-from vit_examples.harness.config_reader import plain
 from vit_examples.harness.dry_run import Needs
 from vit_examples.harness.program import agreed
 from zeroresize.microbatch import ChangeRecord, MicroBatchBalancer
@@ -63,7 +61,7 @@ class MicroBatchFeed(Feed):
         self.model = SwitchableModel(layers, strategies=[config.parallel.strategy], process_group=process_group)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=training.lr, weight_decay=training.weight_decay)
         self._kind = PaddedBatch if config.model.kind == "gpt" else PairBatch
-        self._first_step, self._since, self._settled = self.step + 1, Means(), Means()
+        self._means = StepMeans()
         self._start()
 
     def _start(self) -> None:
@@ -112,11 +110,6 @@ class MicroBatchFeed(Feed):
         return samples, samples.digest
 
     @staticmethod
-    def layout_of(config: RunConfig) -> dict[str, Any]:
-        """How the model is spread is not among it."""
-        return json.loads(json.dumps({"model": plain(config)["model"], "dtype": config.training.dtype}))
-
-    @staticmethod
     def needs_of(config: RunConfig, num_ranks: int) -> tuple[dict[str, list[Needs]], list[str]]:
         """Samples and, where costs are known, plans of some mini-batches; what ranks need is part of a plan."""
         MicroBatchFeed.load_data(config)
@@ -161,12 +154,10 @@ class MicroBatchFeed(Feed):
             "micro_batches": float(sum(report.num_microbatches)),
             "recomputed": float(report.recomputation != "none"),
         }
-        self._since.add(numbers)
-        if self.step > self._first_step or self.step == self.config.training.steps:
-            self._settled.add(numbers)
+        self._means.add(numbers, is_last=self.step == self.config.training.steps)
 
     def numbers(self) -> dict[str, Any]:
-        return _with_ratios(self._since.take())
+        return _with_ratios(self._means.since.take())
 
     def validate(self) -> float:
         tokens = self.config.training.tokens
@@ -186,7 +177,7 @@ class MicroBatchFeed(Feed):
     def summary(self) -> dict[str, Any]:
         planned_s = list(self._planners.seconds().values())
         planning_s = statistics.fmean(planned_s) if planned_s else float("nan")
-        return {**_with_ratios(self._settled.take()), "planning_s": planning_s}
+        return {**_with_ratios(self._means.settled.take()), "planning_s": planning_s}
 
     def leave(self) -> None:
         if self._decider is not None:

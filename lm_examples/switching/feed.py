@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from typing import Any
 
@@ -12,12 +11,11 @@ from rich.table import Table
 from torch.distributed import ProcessGroup
 
 from lm_examples.documents import Documents, MiniBatches, load_documents
-from lm_examples.feed import Feed, Means
+from lm_examples.feed import Feed, StepMeans
 from lm_examples.llama import llama_layers, token_loss
 from lm_examples.switching.config import RunConfig
 from lm_examples.switching.needs import needs_of, require_memory
 from lm_examples.switching.search import Choice, chosen
-from vit_examples.harness.config_reader import plain
 from vit_examples.harness.dry_run import Needs
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.step_report import StepReport
@@ -66,17 +64,12 @@ class StrategyFeed(Feed):
             seed=training.seed,
         )
         self._trainer.num_steps = self.step
-        self._first_step, self._since, self._settled = self.step + 1, Means(), Means()
+        self._means = StepMeans()
 
     @staticmethod
     def load_data(config: RunConfig) -> tuple[Documents, str]:
         documents = load_documents(config.data)
         return documents, documents.digest
-
-    @staticmethod
-    def layout_of(config: RunConfig) -> dict[str, Any]:
-        """Strategies are not among it."""
-        return json.loads(json.dumps({"model": plain(config)["model"], "dtype": config.training.dtype}))
 
     @staticmethod
     def needs_of(config: RunConfig, num_ranks: int) -> tuple[dict[str, list[Needs]], list[str]]:
@@ -112,19 +105,17 @@ class StrategyFeed(Feed):
     def train_step(self) -> None:
         """One mini-batch, under as many strategies as its lengths ask for, and one step of the optimizer."""
         numbers = _numbers_of(self._trainer.step(self._batches.training(self.step)))
-        self._since.add(numbers)
-        if self.step > self._first_step or self.step == self.config.training.steps:
-            self._settled.add(numbers)
+        self._means.add(numbers, is_last=self.step == self.config.training.steps)
 
     def numbers(self) -> dict[str, Any]:
-        return _grouped(self._since.take())
+        return _grouped(self._means.since.take())
 
     def validate(self) -> float:
         numbers = range(self.config.training.validation_batches)
         return statistics.fmean(self._trainer.evaluate(self._batches.validation(number)) for number in numbers)
 
     def summary(self) -> dict[str, Any]:
-        return {**_grouped(self._settled.take()), "optimizer_strategy": str(self._choice.optimizer_strategy)}
+        return {**_grouped(self._means.settled.take()), "optimizer_strategy": str(self._choice.optimizer_strategy)}
 
 
 def _grouped(means: dict[str, float]) -> dict[str, Any]:
