@@ -19,7 +19,7 @@ from zeroresize.policy.strategy.stragglers.costs import StragglerCosts
 from zeroresize.policy.strategy.stragglers.decision import StragglerDecision
 from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
-from zeroresize.strategy import speed_meter
+from zeroresize.strategy import measured_speeds
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.placement import strategy_groups
@@ -173,7 +173,7 @@ def test_samples_are_spaced_by_what_working_out_takes_on_the_slowest_rank_alike_
             now_s += slowest_s * (rank == 2)
             return update(self, speeds)
 
-        monkeypatch.setattr(speed_meter, "time", SimpleNamespace(perf_counter=lambda: now_s))
+        monkeypatch.setattr(measured_speeds, "time", SimpleNamespace(perf_counter=lambda: now_s))
         monkeypatch.setattr(StragglerDecision, "update", slow_update)
         monkeypatch.setattr(StragglerCosts, "expect", lambda self, own: (samples.append(step), expect(self, own))[1])
         monkeypatch.setattr(

@@ -22,8 +22,8 @@ from zeroresize.policy.strategy.stragglers.decision import StragglerDecision, St
 from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds
 from zeroresize.policy.strategy.stragglers.sample_cadence import SampleCadence
 from zeroresize.resharding.agreement import NotEnoughMemoryError, agreed, meet_over
+from zeroresize.strategy.measured_speeds import MeasuredSpeeds
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.speed_meter import SpeedMeter
 from zeroresize.utils.codec import loaded, saved
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class StragglerBalancing(ABC, Generic[Step]):
         self._kept = tuple(model.strategies)
         self._newest: deque[Step] = deque(maxlen=SAMPLE)
         self._cadence = SampleCadence(SAMPLE)
-        self._meter = SpeedMeter(model, agreement, probe=probe, clock=clock)
+        self._meter = MeasuredSpeeds(model, agreement, probe=probe, clock=clock)
         self.close = self._meter.close
 
     @property

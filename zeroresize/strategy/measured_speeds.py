@@ -26,7 +26,7 @@ PROBE_EVERY, _PROBE_WITH_PART_EVERY = 4, 16
 _PROBE_SIZE, _PROBE_S, _PROBE_REPETITIONS = 256, 0.002, 3
 
 
-class SpeedMeter:
+class MeasuredSpeeds:
     """Learns the ranks' speeds from what their parts of steps took, waits left out, and should have taken.
 
     A rank without a part looks how fast it is by a few products. Its constructor and :meth:`end` are collective.
