@@ -163,7 +163,7 @@ def _from_parquet(folder: Path, data: DataConfig, side: int) -> list[Split]:
 
     splits = []
     for kind, names in _SPLITS.items():
-        files = next((found for name in names if (found := sorted(folder.rglob(f"{name}*.parquet")))), None)
+        files = next((paths for name in names if (paths := sorted(folder.rglob(f"{name}*.parquet")))), None)
         if files is None:
             raise ValueError(f"{folder}: no {kind}*.parquet in it; expected columns img or image, and label")
         rows: list[tuple[str, Any, Any]] = []

@@ -89,7 +89,7 @@ class Run:
         """
         assert self.record is not None
         by_rank = list(zip(*ratios, strict=True))[:_MOST_RANKS_SHOWN]
-        numbers = numbers | {f"ratio_rank{rank}": statistics.mean(own) for rank, own in enumerate(by_rank)}
+        numbers = numbers | {f"ratio_rank{rank}": statistics.mean(shares) for rank, shares in enumerate(by_rank)}
         step = self.steps - 1
         line = {"kind": "epoch", "epoch": self.epochs - 1, "step": step, "from_step": self.first_step, **numbers}
         times = {"seconds": [round(one, 6) for one in seconds]} if self.clock.is_of_each else {}

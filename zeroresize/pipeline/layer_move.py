@@ -125,12 +125,12 @@ class LayerMove(Transaction):
         self.transport = Transport(
             RankRounds.of(self.parcels, self._rank, self._max_bytes), self._pipeline.process_group
         )
-        self.new_bytes = sum(one.num_bytes for one in self.parcels if one.routes[0][1] == self._rank)
+        self.new_bytes = sum(parcel.num_bytes for parcel in self.parcels if parcel.routes[0][1] == self._rank)
 
     def allocate(self) -> None:
         self.transport.allocate(self.messages_on)
         self._new: dict[int, list[Tensor]] = {
-            number: [one.new(self._pipeline.device) for one in self._notes[number].tensors]
+            number: [note.new(self._pipeline.device) for note in self._notes[number].tensors]
             for pair, numbers in self.moving.items()
             if pair[1] == self._rank
             for number in numbers

@@ -201,10 +201,10 @@ def require_ready_to_train(model: SwitchableModel, optimizer: torch.optim.Optimi
     Raises:
         ValueError: naming the parameters that are not as they must be.
     """
-    held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = dict(model.named_parameters())
     missing = [name for name, one in parameters.items() if one.requires_grad and id(one) not in held]
-    num_others = len(held - {id(one) for one in parameters.values()})
+    num_others = len(held - {id(parameter) for parameter in parameters.values()})
     if missing or num_others:
         raise ValueError(
             f"the optimizer does not step the parameters of its strategy {model.optimizer_strategy}: it lacks "

@@ -187,7 +187,7 @@ class StragglerBalancing(ABC, Generic[Step]):
             self._decision.refuse()
         else:
             table = self._meter.exchange.meet(time.perf_counter() - begin, float(received))
-            change_s, moved_bytes = max(seconds for seconds, _ in table), int(sum(own for _, own in table))
+            change_s, moved_bytes = max(seconds for seconds, _ in table), int(sum(num_bytes for _, num_bytes in table))
             self._decision.made(proposal, speeds)
         for strategy in self._model.strategies:  # that came for slow ranks and are in no range now
             if strategy not in (*self._kept, *self.in_force, self._model.optimizer_strategy):

@@ -113,7 +113,7 @@ class Visit:
     @property
     def members(self) -> list[int]:
         """Return the numbers of all sequences of the visit."""
-        return [number for own in self.replicas for micro_batch in own for number in micro_batch]
+        return [number for replica in self.replicas for micro_batch in replica for number in micro_batch]
 
 
 def plan_visits(lengths: Sequence[int], ranges: Sequence[LengthRange], work: Work = num_tokens) -> list[Visit]:
@@ -129,23 +129,23 @@ def plan_visits(lengths: Sequence[int], ranges: Sequence[LengthRange], work: Wor
     Raises:
         ValueError: for a sequence that is longer than the last range, naming it.
     """
-    members: dict[Strategy, list[int]] = {one.strategy: [] for one in ranges}
+    members: dict[Strategy, list[int]] = {length_range.strategy: [] for length_range in ranges}
     for number, length in enumerate(lengths):
         try:
             members[ranges[range_of(ranges, length)].strategy].append(number)
         except ValueError as error:
             raise ValueError(f"sequence {number}: {error}") from error
-    return [_visit(strategy, own, lengths, ranges, work) for strategy, own in members.items() if own]
+    return [_visit(strategy, those, lengths, ranges, work) for strategy, those in members.items() if those]
 
 
 def _visit(
     strategy: Strategy, members: Sequence[int], lengths: Sequence[int], ranges: Sequence[LengthRange], work: Work
 ) -> Visit:
-    of_strategy = [one for one in ranges if one.strategy == strategy]
+    of_strategy = [length_range for length_range in ranges if length_range.strategy == strategy]
     max_tokens = max(one.max_tokens or one.up_to for one in of_strategy)
     replicas = spread_and_pack([lengths[number] for number in members], max_tokens, strategy.dp, work)
     return Visit(
         strategy,
         tuple(one.up_to for one in of_strategy),
-        tuple(tuple(tuple(members[place] for place in packed) for packed in own) for own in replicas),
+        tuple(tuple(tuple(members[place] for place in packed) for packed in replica) for replica in replicas),
     )

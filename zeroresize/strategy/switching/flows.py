@@ -165,7 +165,7 @@ class Relocation:
         }
         targets = {number: stack_of(after, number, self._tensors, one, rank) for number, one in self._new.items()}
         for number, target in targets.items():
-            old, new = (one.layout.units_of(number, rank) for one in (before, after))
+            old, new = (placement.layout.units_of(number, rank) for placement in (before, after))
             source = sources.get(number)
             if source is not None and self._tensors[number].spec.division is None:
                 target.copy_(source)

@@ -152,7 +152,7 @@ def search_strategies(
         useful = np.flatnonzero(least_s < best.step_s).tolist()
         if useful:
             kept = sorted({*useful, place})
-            strategies, optimizer_strategy = [candidates[one] for one in kept], kept.index(place)
+            strategies, optimizer_strategy = [candidates[number] for number in kept], kept.index(place)
             are_possible = cost.switches_fit(strategies, optimizer_strategy, memory_limit)
             switch_s = np.where(are_possible, cost.switch_seconds(strategies, optimizer_strategy), np.inf)
             branches = _Branches(
@@ -163,10 +163,10 @@ def search_strategies(
     def forecast(ranges: _Ranges) -> StepForecast:
         if ranges.optimizer_strategy is None:
             raise ValueError(
-                f"none of the strategies {[str(one) for one in candidates]} trains all lengths up to {thresholds[-1]} "
-                f"in {memory_limit:g} bytes a rank: choose shorter sequences, smaller micro-batches or more ranks"
+                f"none of the strategies {list(map(str, candidates))} trains all lengths up to {thresholds[-1]} in "
+                f"{memory_limit:g} bytes a rank: choose shorter sequences, smaller micro-batches or more ranks"
             )
-        named = [LengthRange(thresholds[end - 1], one, limits[end - 1]) for end, one in ranges.ranges]
+        named = [LengthRange(thresholds[end - 1], way, limits[end - 1]) for end, way in ranges.ranges]
         return forecast_step(named, ranges.optimizer_strategy, sample, cost, pack)
 
     return SearchResult(forecast(best), forecast(static))
@@ -193,16 +193,16 @@ def _work(
     size = len(thresholds)
     work_s = np.full((size, size, len(candidates)), np.inf)
     is_present = np.zeros((len(sample), size, size), dtype=np.int64)
-    lengths = [sorted(own) for own in sample]
-    cuts = [[0, *(bisect.bisect_right(own, up_to) for up_to in thresholds)] for own in lengths]
+    lengths = [sorted(batch) for batch in sample]
+    cuts = [[0, *(bisect.bisect_right(batch, up_to) for up_to in thresholds)] for batch in lengths]
     for begin, last in itertools.combinations_with_replacement(range(size), 2):
-        groups = [own[cut[begin] : cut[last + 1]] for own, cut in zip(lengths, cuts, strict=True)]
+        groups = [batch[cut[begin] : cut[last + 1]] for batch, cut in zip(lengths, cuts, strict=True)]
         is_present[:, begin, last] = [bool(group) for group in groups]
         for dp in {strategy.dp for strategy in candidates}:
             sums = [batch_sums(pack(group, limits[last], dp)) for group in groups if group]
             for place, strategy in enumerate(candidates):
                 if strategy.dp == dp:
-                    taken = (cost.summed_work_seconds(strategy, own) for own in sums)
+                    taken = (cost.summed_work_seconds(strategy, of_batch) for of_batch in sums)
                     work_s[begin, last, place] = sum(taken) / len(sample)
     return work_s, is_present
 
@@ -262,7 +262,7 @@ class _Branches:
         if begin == len(self._work_s):
             step_s = work_s + sum(map(self._tours.seconds, used)) / len(used) + self._reduction_s
             if step_s < self._best.step_s:
-                named = tuple((end, self._strategies[one]) for end, one in ranges)
+                named = tuple((end, self._strategies[number]) for end, number in ranges)
                 self._best = _Ranges(step_s, self._strategies[self._optimizer_strategy], named)
             return
         left = self._max_ranges - len(ranges)

@@ -132,10 +132,10 @@ class StragglerDecision:
         if self._last is None or self._last[0] != key:  # speeds mostly stay, and to look at all candidates takes long
             stay, *others = candidates(self.original, self.in_force, speeds, self._model, self._costs)
             now_s = (self._as_planned_s or self._costs.step_s)(self.in_force, speeds)
-            proposals = [self._propose(one, speeds, now_s) for one in others]
+            proposals = [self._propose(candidate, speeds, now_s) for candidate in others]
             if self._as_planned_s is not None:
                 proposals.append(self._propose(replace(stay, kind="replan"), speeds, now_s))
-            ranked = sorted(proposals, key=lambda one: one.step_s)
+            ranked = sorted(proposals, key=lambda proposal: proposal.step_s)
             self._last = key, (StrategyProposal(stay, now_s, 0.0, 0.0), *ranked)
         owed_s = self.state.rental.owed_s
         return tuple(replace(one, owed_s=owed_s.get(one.candidate.key, 0.0)) for one in self._last[1])
@@ -169,7 +169,7 @@ class StragglerDecision:
             if key not in allowed
         ]
         self.verdict = state.rental.decide(options, stay.step_s, 1, self._min_saving)
-        state.owed_for |= {key: one.candidate.strategies for key, one in allowed.items()}
+        state.owed_for |= {key: proposal.candidate.strategies for key, proposal in allowed.items()}
         state.owed_for = {key: state.owed_for[key] for key in state.rental.owed_s}
         if not self.verdict.is_due or self.verdict.option is None:
             return None
