@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import Waitable, group_rank, group_size, message_device, start_messages
-from zeroresize.runtime.boundaries import Boundary, boundary_of, from_text, to_text
+from zeroresize.runtime.activations import Boundary, boundary_of, from_text, to_text
 from zeroresize.runtime.instructions import Instruction, Kind
 
 #: Of a header: enough for a hundred tensors.
