@@ -13,7 +13,7 @@ from helpers.sleeping_layers import MICRO, Pace, layers_of, undivided_losses
 from helpers.states import values_of
 from torch import nn
 
-from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, Repack, automatic_repacking
+from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, Repack, pipeline_balancer
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 
@@ -172,7 +172,7 @@ def test_a_release_that_was_refused_is_not_tried_again_at_once(run_ranks, monkey
             raise NotEnoughMemoryError("no room")
 
         with monkeypatch.context() as patched:
-            patched.setattr(automatic_repacking, "carry_out_repacking", refuse)
+            patched.setattr(pipeline_balancer, "carry_out_repacking", refuse)
             training = Training(group, {"max_slowdown": 100.0}, profile_every=3)
             training.train(160)
         pauses = [after - before for before, after in itertools.pairwise(attempts)]

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from zeroresize.pipeline import Pipeline
-from zeroresize.pipeline.first_boundaries import divided_by_parameters, num_parameters
+from zeroresize.pipeline.stage_layers import divided_by_parameters, num_parameters
 
 
 def layers_of(*sizes):

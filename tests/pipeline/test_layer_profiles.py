@@ -7,7 +7,7 @@ from helpers.pipelines import batch, pipeline_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zeroresize.pipeline import LayerProfiler, move_layers, profiling
+from zeroresize.pipeline import LayerProfiler, measuring, move_layers
 
 
 class Clock:
@@ -15,7 +15,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr(profiling.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(measuring.time, "perf_counter", lambda: self.now)
 
 
 class _Passing(torch.autograd.Function):

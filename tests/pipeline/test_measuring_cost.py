@@ -9,8 +9,8 @@ import torch
 from helpers.sleeping_layers import MICRO, batch, layers_of
 from torch import nn
 
-from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, block_seconds
-from zeroresize.pipeline.block_seconds import BlockSeconds
+from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, measuring
+from zeroresize.pipeline.measuring import BlockSeconds
 from zeroresize.policy.pipeline.profile_cadence import SpentSeconds
 
 STEP_S = 1.0
@@ -21,7 +21,7 @@ class Clock:
 
     def __init__(self, monkeypatch, profile_s):
         self.now_s, self.profile_s = 0.0, profile_s
-        monkeypatch.setattr(block_seconds.time, "thread_time", lambda: self.now_s)
+        monkeypatch.setattr(measuring.time, "thread_time", lambda: self.now_s)
         enter = LayerProfiler.__enter__
 
         def entered(profiler):
@@ -116,8 +116,8 @@ def test_the_log_tells_once_when_the_interval_changes_much(run_ranks, monkeypatc
 def test_what_all_stages_wait_for_counts_by_the_wall(monkeypatch):
     seconds = BlockSeconds(torch.device("cpu"))
     wall = iter([10.0, 10.5])
-    monkeypatch.setattr(block_seconds.time, "perf_counter", lambda: next(wall))
-    with seconds.waiting():
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: next(wall))
+    with seconds.handling(by_wall=True):
         pass
     assert seconds.spent().handling_s == 0.5
 
@@ -173,7 +173,7 @@ def test_options_of_measuring_must_be_allowed_and_alike(run_ranks):
 
 def test_blocks_that_are_measured_or_move_layers_are_not_usual(monkeypatch):
     now_s = [0.0]
-    monkeypatch.setattr(block_seconds.time, "thread_time", lambda: now_s[0])
+    monkeypatch.setattr(measuring.time, "thread_time", lambda: now_s[0])
     seconds = BlockSeconds(torch.device("cpu"))
     for spent_s, is_measured, is_usual in (
         (1.0, False, True),

@@ -247,7 +247,7 @@ def test_as_few_stages_as_memory_allows(run_ranks):
         limit = 0.55 * sum(layer_bytes)
         assert max(layer_bytes) < 0.5 * limit
         options = {"memory_limits": [limit] * 4, "profile": profile}
-        with pytest.raises(ValueError, match=r"no 1 of 4 stages with stage 0 among them .* at least 2 are needed"):
+        with pytest.raises(ValueError, match=r"no 1 of 4 stages with stage 0 among them can hold"):
             training.repack(1, **options)
         with pytest.raises(ValueError, match="not even all 4 stages"):
             training.repack(None, **options | {"memory_limits": [10.0] * 4})

@@ -15,8 +15,7 @@ from scripts.simulated.changing_layers import (
     sparse_attention,
 )
 from zeroresize.plan.partition import Partition
-from zeroresize.policy.pipeline.centralized import balanced_partition
-from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
+from zeroresize.policy.pipeline.division import PipelineLoad, balanced_partition
 
 STEPS, LAYERS = 2000, 48
 

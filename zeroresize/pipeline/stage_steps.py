@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import broadcast, group_rank, group_size, message_device
-from zeroresize.pipeline.layer_watchers import LayerWatcher
-from zeroresize.pipeline.stage_layers import StageLayers
+from zeroresize.pipeline.stage_layers import LayerWatcher, StageLayers
 from zeroresize.resharding.agreement import agreed, gather_texts, meet_over
 from zeroresize.runtime.activations import Boundary, as_tuple, boundary_of, from_text, message_bytes, to_text
 from zeroresize.runtime.counted_loss import CountedLoss

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from zeroresize.plan.partition import LayerTransfer, Partition
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.pipeline.centralized import balanced_partition
-from zeroresize.policy.pipeline.rebalancing_proposal import described
+from zeroresize.policy.pipeline.division import balanced_partition
+from zeroresize.policy.pipeline.rebalancing import described
 
 
 def test_a_straggling_stage_gets_fewer_layers_and_gets_them_back():
@@ -183,7 +183,7 @@ def test_what_was_learned_goes_on_elsewhere():
     assert world.train(other, 4) == [(0, 7, 8)]
     fewer = rebalancing_of()
     fewer.go_on_from(state.on(8, 3))
-    assert fewer.costs is None and fewer.cost_of_move == rebalancing.cost_of_move
+    assert fewer.costs is None and fewer.state.cost_of_move == rebalancing.state.cost_of_move
     with pytest.raises(ValueError, match="it is of 8 layers, and the pipeline has 9"):
         state.on(9, 2)
 
@@ -224,7 +224,7 @@ def changed_again_and_again(rebalancing, begin, every, num_changes=12):
             proposal = rebalancing.update(world.profile(), step + at)
             if proposal is not None:
                 world.boundaries = proposal.after
-                spent_s += rebalancing.cost_of_move.seconds(proposal.num_bytes)
+                spent_s += rebalancing.state.cost_of_move.seconds(proposal.num_bytes)
         saved_s += (every - 5) * (even - world.step_s)
     return spent_s, saved_s
 
@@ -272,7 +272,7 @@ def told_to_and_fro(rebalancing, world, every, num_changes, begin=0):
                 proposal = rebalancing.update(world.profile(), step + at)
                 if proposal is not None:
                     world.boundaries = proposal.after
-                    rebalancing.learn(proposal.num_bytes, rebalancing.cost_of_move.seconds(proposal.num_bytes))
+                    rebalancing.learn(proposal.num_bytes, rebalancing.state.cost_of_move.seconds(proposal.num_bytes))
                     moves.append((number, proposal.after))
     return moves
 

@@ -2,9 +2,7 @@
 
 A profile costs what its block takes longer than usual, and what sending, reading and deciding take. All ranks are given
 the same figures, so all measure in the same blocks. One rule: each profile is made up for by so many blocks that it
-takes its share of them, and where there is something to look at the next one comes before.
-
-``R`` ranks.
+takes its share of them, and where there is something to look at the next one comes before. ``R`` ranks.
 """
 
 from __future__ import annotations
@@ -92,11 +90,6 @@ class ProfileCadence:
         return median(self.costs) if self.costs else math.nan
 
     @property
-    def measures_all(self) -> bool:
-        """Return whether every block is measured, whatever that costs."""
-        return self.profile_every == 1 and self.max_measuring == math.inf
-
-    @property
     def least(self) -> int:
         """Return the blocks from one regular profile to the next, at least."""
         return LEAST_BLOCKS if self.profile_every == "auto" else self.profile_every
@@ -104,9 +97,8 @@ class ProfileCadence:
     @property
     def every(self) -> int:
         """Return the blocks from one regular profile to the next, as far as is known now."""
-        if self.max_measuring < math.inf and not self.costs:
-            return max(self.least, LEAST_BLOCKS)
-        return max(self.least, self._affordable)
+        unknown = LEAST_BLOCKS if self.max_measuring < math.inf and not self.costs else 0
+        return max(self.least, unknown, self._affordable)
 
     @property
     def next_due(self) -> int:
