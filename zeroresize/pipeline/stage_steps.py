@@ -52,7 +52,7 @@ class StageSteps:
 
     Attributes:
         message_bytes: [L + 1] bytes of a micro-batch's message at each boundary, as
-            :func:`~zeroresize.runtime.boundaries.message_bytes` counts them; None before the first step.
+            :func:`~zeroresize.runtime.activations.message_bytes` counts them; None before the first step.
     """
 
     def __init__(self, schedule: Schedule, layers: StageLayers, device: torch.device, loss: CountedLoss) -> None:

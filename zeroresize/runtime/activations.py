@@ -16,12 +16,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class TensorShape:
-    """Describes a contiguous tensor of one micro-batch between two layers.
-
-    Attributes:
-        shape: of the tensor.
-        requires_grad: whether a gradient comes back.
-    """
+    """Describes a contiguous tensor of one micro-batch between two layers, and whether a gradient comes back."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,7 +24,7 @@ class TensorShape:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the tensor."""
+        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> Tensor:
@@ -50,10 +45,7 @@ def boundary_of(tensors: Sequence[Tensor]) -> Boundary:
 
 
 def message_bytes(boundary: Boundary) -> float:
-    """Return the bytes of a micro-batch's message at a boundary, the mean of both directions.
-
-    All tensors travel forward, the gradients of those that have one back.
-    """
+    """Return the bytes of a micro-batch's message at a boundary, the mean of both directions."""
     return sum(tensor.num_bytes * (1 + tensor.requires_grad) for tensor in boundary) / 2
 
 
@@ -93,11 +85,7 @@ BatchOf = Callable[[Mapping[str, int]], Batch]
 
 @dataclass(frozen=True)
 class Activation:
-    """Describes a tensor between two layers.
-
-    Attributes:
-        dims: of its shape: numbers, and names of the sizes of a micro-batch.
-    """
+    """Describes a tensor between two layers, whose dimensions are numbers, and names of the sizes of a micro-batch."""
 
     dims: tuple[int | str, ...]
     dtype: torch.dtype

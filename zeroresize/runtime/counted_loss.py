@@ -163,14 +163,7 @@ def multiply_gradients(parameters: Iterable[Tensor], factor: float) -> None:
 
 
 def total_count(counts: Iterable[float]) -> float:
-    """Return what counts in a step on all ranks.
-
-    Args:
-        counts: of each rank.
-
-    Raises:
-        ValueError: where nothing counts.
-    """
+    """Return what counts in a step, of the counts of each rank; a ValueError where that is nothing."""
     total = sum(counts)
     if not 0.0 < total < math.inf:
         raise ValueError(

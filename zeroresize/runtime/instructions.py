@@ -98,18 +98,10 @@ _MESSAGES = {
 def planned_instructions(orders: Sequence[Order], forward_s: Floats, backward_s: Floats) -> list[list[Instruction]]:
     """Return [S] instructions: a message starts on both sides when it is made, and is waited for when it is needed.
 
-    Operations are gone through as they end by the seconds that are expected. So any two neighbours start the messages
-    between them in the same order, and whatever an instruction waits for ends earlier by that plan: however long
-    operations really take, no circle of stages waits. An activation has been sent when its micro-batch's backward
-    begins, at the latest, a gradient when the next backward does, so that no more memory is kept than the schedule
-    says.
-
-    Args:
-        orders: [S] of forwards and backwards.
-        forward_s, backward_s: [M, S] seconds that are expected of each micro-batch on each stage.
-
-    Raises:
-        ValueError: as :func:`~zeroresize.runtime.simulated_steps.timeline`.
+    Operations are gone through as they end by the seconds [M, S] that are expected. So any two neighbours start the
+    messages between them in the same order, and whatever an instruction waits for ends earlier by that plan: however
+    long operations really take, no circle of stages waits. An activation has been sent when its micro-batch's backward
+    begins, at the latest, a gradient when the next backward does, so no more memory is kept than the schedule says.
     """
     num_stages = len(orders)
     stages: list[list[Instruction]] = [[] for _ in orders]
@@ -141,11 +133,7 @@ def planned_instructions(orders: Sequence[Order], forward_s: Floats, backward_s:
 
 @lru_cache(maxsize=256)
 def instructions_of(schedule: Schedule, num_stages: int, num_microbatches: int) -> tuple[tuple[Instruction, ...], ...]:
-    """Return [S] instructions of a schedule, planned as if all micro-batches took equally long.
-
-    Raises:
-        ValueError: for another schedule.
-    """
+    """Return [S] instructions of a schedule, planned as if all micro-batches took equally long."""
     if not num_microbatches:
         return ((),) * num_stages
     forward_s = np.ones((num_microbatches, num_stages))
@@ -174,11 +162,7 @@ class PlanError(ValueError):
 
 
 class DeadlockError(PlanError):
-    """Stages would wait for each other for ever.
-
-    Attributes:
-        circle: what waits for what, the last for the first; in words.
-    """
+    """Stages would wait for each other for ever: in a circle each for the next one, the last for the first."""
 
     def __init__(self, circle: Sequence[str]) -> None:
         super().__init__("deadlock: " + ", which waits for ".join([*circle, circle[0]]))
@@ -186,11 +170,9 @@ class DeadlockError(PlanError):
 
 
 def check(stages: Sequence[Sequence[Instruction]], num_microbatches: int | None = None) -> None:
-    """Prove that a step can be carried out, whatever its instructions take.
+    """Prove that a step of [S] instructions can be carried out, whatever they take.
 
-    Args:
-        stages: [S] instructions.
-        num_microbatches: M; None for as many as the first stage has forwards.
+    M is None for as many micro-batches as the first stage has forwards.
 
     Raises:
         PlanError: for a forward, a backward or a message that is missing, stands twice, or comes before what it needs.

@@ -72,8 +72,7 @@ def adaptive_orders(
     Args:
         activation_bytes: [M, S] that each micro-batch keeps on each stage from its forward to its backward.
         limits: [S] bytes at most; ``math.inf`` for no limit.
-        num_ahead: micro-batches that are under way at once, at most; None for as many as fit. With S, stages that take
-            equally long do as in 1F1B.
+        num_ahead: micro-batches that are under way at once, at most; None for as many as fit.
         workspace_bytes: [M, S] that each needs beside what is kept while it runs, forward and backward; None for none.
 
     Raises:

@@ -26,12 +26,9 @@ _TOGETHER = 256
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Describe a step.
+    """Describe a step: forwards and backwards with their stages, and when they end, as they end.
 
-    Attributes:
-        operations: all forwards and backwards with their stages, as they end; of those that end at once the one that
-            others wait for comes first.
-        ends_s: of each of them.
+    Of those that end at once the one that others wait for comes first.
     """
 
     operations: tuple[tuple[int, Operation], ...]
@@ -39,18 +36,14 @@ class Timeline:
 
     @property
     def step_s(self) -> float:
-        """Return the seconds from the first forward to the last backward."""
+        """Seconds from the first forward to the last backward."""
         return max(self.ends_s, default=0.0)
 
 
 def timeline(orders: Sequence[Order], forward_s: Floats, backward_s: Floats) -> Timeline:
     """Return when the stages compute in these orders: each as soon as it is free and has what it needs.
 
-    Messages take no time.
-
-    Args:
-        orders: [S].
-        forward_s, backward_s: [M, S] of each micro-batch on each stage.
+    Forwards and backwards take seconds [M, S], messages none.
 
     Raises:
         ValueError: for orders by which stages wait for each other, naming what each of them waits for.
@@ -110,19 +103,14 @@ def _ends_of(
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """Describe a step of a pipeline.
-
-    Attributes:
-        step_s: seconds from the first forward to the last backward.
-        idle_s: [S] of these the seconds in which a stage computes nothing.
-    """
+    """Describe a step of so many seconds, and [S] of these in which a stage computes nothing."""
 
     step_s: float
     idle_s: tuple[float, ...]
 
     @property
     def bubble_ratio(self) -> float:
-        """Return the share of the devices' time that is idle, 0 to 1."""
+        """The share of the devices' time that is idle, 0 to 1."""
         return math.fsum(self.idle_s) / (len(self.idle_s) * self.step_s) if self.step_s else 0.0
 
 
@@ -134,7 +122,7 @@ def simulated_step(
     schedule: Schedule = "1f1b",
     communication_s: float | Sequence[float] = 0.0,
 ) -> PipelineStep:
-    """Simulate one step as :func:`simulated_steps` does; arguments and errors are the same, for a single case."""
+    """Simulate one step as :func:`simulated_steps` does, for a single case."""
     steps_s = simulated_steps(
         [forward_s], [backward_s], num_microbatches, schedule=schedule, communication_s=communication_s
     )
@@ -193,11 +181,9 @@ def simulated_steps(
 
 
 def stage_sums(seconds: Floats, boundaries: Indices) -> Floats:
-    """Return [C, S] what the layers of each stage take together.
+    """Return [C, S] what the layers of each stage take together, of boundaries [C, S + 1].
 
-    Args:
-        seconds: [C, L] of each layer, or [L] where they are the same in all cases.
-        boundaries: [C, S + 1].
+    The seconds are [C, L], or [L] where they are the same in all cases.
     """
     sums = np.concatenate([np.zeros((*seconds.shape[:-1], 1)), np.cumsum(seconds, axis=-1)], axis=-1)
     return np.diff(sums[boundaries] if sums.ndim == 1 else np.take_along_axis(sums, boundaries, axis=1))

@@ -100,11 +100,7 @@ class Stage:
 
     @weights_cast_anew()
     def train(self, instructions: Sequence[Instruction], batches: Sequence[Batch], loss: LossPart) -> Tensor:
-        """Run micro-batches forward and backward as told; gradients are added to those of the parameters.
-
-        Args:
-            instructions: of this stage; those of all stages of the replica make a step, and go well together.
-            batches: [M], the same on all stages of the replica.
+        """Run micro-batches [M] forward and backward as told; gradients are added to those of the parameters.
 
         Returns:
             The sum of the losses, a float64 scalar; zero on other stages than the last one.

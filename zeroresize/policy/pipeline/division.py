@@ -101,22 +101,22 @@ class PipelineLoad:
 
     @property
     def num_layers(self) -> int:
-        """Return L."""
+        """L."""
         return len(self.costs)
 
     @property
     def num_stages(self) -> int:
-        """Return S."""
+        """S."""
         return len(self.speeds)
 
     @cached_property
     def cost_sums(self) -> Floats:
-        """Return [L + 1] costs of the first layers, of none of them to all."""
+        """[L + 1] costs of the first layers, of none of them to all."""
         return np.concatenate([[0.0], np.cumsum(self.costs)])
 
     @cached_property
     def byte_sums(self) -> Floats:
-        """Return [L + 1] bytes of the first layers, of none of them to all."""
+        """[L + 1] bytes of the first layers, of none of them to all."""
         return np.concatenate([[0.0], np.cumsum(self.layer_bytes)])
 
     def on_stages(self, stages: Sequence[int]) -> PipelineLoad:
@@ -166,9 +166,7 @@ def _checked(
 
 
 def balanced_partition(load: PipelineLoad) -> Partition:
-    """Return the partition with the fastest slowest stage, within the memory limits; exact but for rounding.
-
-    That takes S · L² operations, of all layers at once.
+    """Return the partition with the fastest slowest stage within the limits, exactly, in S · L² operations.
 
     Raises:
         NothingFitsError: if no partition fits into the memory limits.
@@ -201,15 +199,9 @@ def shortest_partition(
     schedule: Schedule,
     messages: PipelineMessages | None = None,
 ) -> Partition:
-    """Return the balanced division of layers, refined by simulated steps as far as :data:`MOST_SIMULATED` allows.
+    """Return the balanced division, refined by simulated steps as far as :data:`MOST_SIMULATED` allows.
 
-    Args:
-        load: what is divided evenly, and what must fit.
-        forward_s, backward_s: [L] seconds of a micro-batch on a device of speed 1.
-        messages: between the stages; None where they take no time.
-
-    Raises:
-        NothingFitsError: if no boundaries fit into the memory limits.
+    Layers take ``forward_s`` and ``backward_s`` [L] seconds of a micro-batch on a device of speed 1; errors as there.
     """
 
     def steps_s(boundaries: Indices) -> Floats:
@@ -226,12 +218,8 @@ def refined_partition(
 ) -> Partition:
     """Shift boundaries that follow one another by one layer, those that shorten the step most, while some do.
 
-    Args:
-        load: whose memory limits are kept.
-        partition: to begin with, within the limits.
-        steps_s: gives the seconds of a step, or in any other unit, of each of the boundaries [C, S + 1].
-        most_candidates: of how many boundaries it may be asked in a round, of several. Where these are few, fewer are
-            shifted together, or none.
+    ``steps_s`` gives the seconds of a step of each of the boundaries [C, S + 1], of at most ``most_candidates`` in one
+    of several rounds. Where these are few, fewer are shifted together, or none.
     """
     shifts, now = _shifts(partition.num_stages, most_candidates), np.array(partition.boundaries)
     shortest_s = float(steps_s(now[None])[0]) if len(shifts) else 0.0
@@ -277,7 +265,7 @@ class PipelineMessages:
         return tuple(seconds.tolist())
 
     def seconds_between(self, boundaries: Indices) -> Floats:
-        """Return [C, S − 1] what :meth:`seconds` does, for many boundaries [C, S + 1] of these layers and stages."""
+        """Return [C, S − 1] what :meth:`seconds` does, for many boundaries [C, S + 1]."""
         per_byte_s = np.array([link.seconds_per_byte for link in self.links])
         fixed_s = np.array([link.fixed_s for link in self.links])
         return np.array(self.num_bytes)[boundaries[:, 1:-1]] * per_byte_s + fixed_s
@@ -288,15 +276,11 @@ class PipelineMessages:
 
 
 def step_delays(communication_s: Sequence[float], num_microbatches: int, schedule: Schedule) -> tuple[float, ...]:
-    """Return [S − 1] seconds of a step in which stages wait for the messages over each boundary.
+    """Return [S − 1] seconds of a step in which stages wait for the messages over each boundary, of given seconds.
 
     Both directions and all micro-batches together: the ``delays`` of :meth:`PipelineLoad.of`. In 1F1B nothing is
     computed while a message travels, beside those that fill and drain the pipeline. In GPipe stages compute the next
     micro-batch meanwhile, and where they do not keep up with the link, no other division of layers does either.
-
-    Args:
-        communication_s: [S − 1] seconds of a message, in each direction.
-        num_microbatches: M.
     """
     num_waited_for = 2 * num_microbatches if schedule == "1f1b" else 0
     return tuple(num_waited_for * seconds for seconds in communication_s)

@@ -90,12 +90,12 @@ class PipelineProfile:
 
     @property
     def layer_s(self) -> Floats:
-        """Return [L, 2] seconds of each layer, forward and backward."""
+        """[L, 2] seconds of each layer, forward and backward."""
         return np.array([[layer.forward_s, layer.backward_s] for layer in self.layers])
 
     @property
     def stages(self) -> Indices:
-        """Return [L] on which stage each layer was."""
+        """[L] on which stage each layer was."""
         return np.array(Partition(self.boundaries).stages)
 
     def bytes_of(self, transfers: Sequence[LayerTransfer]) -> float:
@@ -117,28 +117,25 @@ class PipelineProfile:
 
     @property
     def computed_s(self) -> tuple[float, ...]:
-        """Return [S] seconds in which each stage computed its layers, and the last one the loss."""
+        """[S] seconds in which each stage computed its layers, and the last one the loss."""
         layer_s = [one.forward_s + one.backward_s for one in self.layers]
         stage_s = [math.fsum(layer_s[begin:end]) for begin, end in itertools.pairwise(self.boundaries)]
         return (*stage_s[:-1], stage_s[-1] + self.loss_s)
 
     @property
     def bubble_ratios(self) -> tuple[float, ...]:
-        """Return [S] the share of the iteration in which each stage computed nothing of it, 0 to 1.
-
-        The iteration lasts as long as on the stage where it takes longest.
-        """
+        """[S] the share of the iteration, as long as on the slowest stage, in which each computed nothing, 0 to 1."""
         step_s = max(self.stage_s)
         return tuple(max(1.0 - own / step_s, 0.0) if step_s else 0.0 for own in self.computed_s)
 
     @property
     def bubble_ratio(self) -> float:
-        """Return the mean of the stages' :attr:`bubble_ratios`."""
+        """The mean of the stages' :attr:`bubble_ratios`."""
         return math.fsum(self.bubble_ratios) / len(self.stage_s)
 
     @property
     def imbalance(self) -> float:
-        """Return (L_max − L_min) / mean L of the stages' :attr:`computed_s` (DynMo, section 2); 0 without any load."""
+        """(L_max − L_min) / mean L of the stages' :attr:`computed_s` (DynMo, section 2); 0 without any load."""
         mean_s = math.fsum(self.computed_s) / len(self.stage_s)
         return (max(self.computed_s) - min(self.computed_s)) / mean_s if mean_s else 0.0
 
@@ -234,7 +231,7 @@ class LayerCosts:
 
     @property
     def seconds(self) -> Floats:
-        """Return [L] seconds of each layer, forward and backward."""
+        """[L] seconds of each layer, forward and backward."""
         return np.array(self.forward_s) + np.array(self.backward_s)
 
     def on_stages(self, stages: Sequence[int], boundaries: tuple[int, ...]) -> LayerCosts:
@@ -245,11 +242,7 @@ class LayerCosts:
         return LayerCosts(forward_s, backward_s, tuple((speeds / mean).tolist()), boundaries)
 
     def after(self, profile: PipelineProfile, *, is_other_work: bool = False) -> LayerCosts:
-        """Return what is known after one more profile, of the same layers and stages.
-
-        Args:
-            is_other_work: whether layers are known to have other work than before, so that devices are as they were.
-        """
+        """Return what is known after one more profile; where that is known to be of other work, devices are as before."""
         if is_other_work:
             return LayerCosts.measured(profile, self.speeds)
         stages_L, before_L = profile.stages, np.array(Partition(self.boundaries).stages)

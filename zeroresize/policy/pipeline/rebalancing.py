@@ -114,15 +114,10 @@ class RebalancingRule:
     def propose(
         self, costs: LayerCosts, profile: PipelineProfile, cost_of_move: MoveCost, wanted: Partition | None = None
     ) -> RebalancingProposal:
-        """Return what the wanted boundaries would change; nothing where they save no more than noise.
-
-        Args:
-            costs: after ``profile``.
-            profile: the newest one.
-            wanted: boundaries that fit into the memory limits; None for those that divide best.
+        """Return what the wanted boundaries, or those that divide best, would change; nothing where that is noise.
 
         Raises:
-            ValueError: if no boundaries fit into the memory limits.
+            NothingFitsError: if no boundaries fit into the memory limits.
         """
         proposal = self.to(costs, profile, cost_of_move, wanted or self.wanted(costs, profile))
         if proposal.is_needed or proposal.saving_s > self.min_saving * proposal.step_s:
@@ -132,7 +127,7 @@ class RebalancingRule:
     def to(
         self, costs: LayerCosts, profile: PipelineProfile, cost_of_move: MoveCost, wanted: Partition
     ) -> RebalancingProposal:
-        """Return what these boundaries would change, whatever they save; arguments as of :meth:`propose`."""
+        """Return what these boundaries would change, whatever they save."""
         now = Partition(profile.boundaries)
         before = self.simulated(costs, now)
         after = before if wanted == now else self.simulated(costs, wanted)
@@ -153,7 +148,7 @@ class RebalancingRule:
         )
 
     def wanted(self, costs: LayerCosts, profile: PipelineProfile) -> Partition:
-        """Return the boundaries that divide best, whatever they save; arguments and errors as of :meth:`propose`."""
+        """Return the boundaries that divide best, whatever they save; errors as of :meth:`propose`."""
         load = self.load(costs, profile)
         if self.by != "time":
             return balanced_partition(load)
@@ -164,10 +159,9 @@ class RebalancingRule:
         return shortest_partition(load, forward_s, backward_s, self.num_microbatches, self.schedule, messages)
 
     def load(self, costs: LayerCosts, profile: PipelineProfile, num_left: int | None = None) -> PipelineLoad:
-        """Return what is divided evenly, and what must fit.
+        """Return what is divided evenly, and what must fit: bytes of a layer on the stage that keeps most activations.
 
-        Of a layer that are the bytes on the stage that keeps activations of most micro-batches, where ``num_left``
-        stages are left.
+        That is the first one of ``num_left`` stages, where only so many are to be left.
         """
         messages, is_of_time = self._messages_of(len(costs.speeds)), self.by == "time"
         delays = layer_bytes = None
@@ -248,10 +242,8 @@ class RebalancingState:
 class _Evidence:
     """What profiles of the same work say.
 
-    Attributes:
-        means: of each layer; None before the first profile.
-        trial: what one more profile must confirm.
-        settled: boundaries, and what layers [L, 2] took there while nothing was wanted.
+    A trial must be confirmed by one more profile. It is settled what layers [L, 2] took, between which boundaries and
+    by which rule, while nothing was wanted.
     """
 
     means: LayerMeans | None = None
@@ -261,12 +253,9 @@ class _Evidence:
 
 @dataclass
 class _Move:
-    """What the last move has gained against the first boundaries, by what each profile says of these.
+    """What the last move has gained against the first boundaries until a step, less what it took.
 
-    Attributes:
-        saving_s: by how many seconds a step is shorter than with these, by the last profile.
-        gained_s: until then, less what the move took.
-        step: up to which that is counted.
+    A step is shorter by ``saving_s`` than with these, by the last profile.
     """
 
     saving_s: float
@@ -310,7 +299,7 @@ class Rebalancing:
 
     @property
     def costs(self) -> LayerCosts | None:
-        """Return what is known of layers and devices; None before the first profile."""
+        """What is known of layers and devices; None before the first profile."""
         return self.state.costs
 
     @property
@@ -324,15 +313,11 @@ class Rebalancing:
         return self._evidence.trial is not None
 
     def expect_other_work(self, step: int | None = None) -> None:
-        """Expect profiles of layers whose work has changed, by what the caller did to them.
+        """Expect profiles of layers whose work has changed, by what the caller did to them after so many steps.
 
         What profiles have said is forgotten. What the boundaries have cost is still owed: they did cost that, and where
-        work changes often, moves would never be worth it otherwise.
-
-        Args:
-            step: how many steps are over; None where the caller does not count. A caller that has said so before is
-                expected to say so again after as many steps as between the last such calls, on average: for so long
-                layers stay good where they are.
+        work changes often, moves would never be worth it otherwise. A caller that has said so before is expected to say
+        so again after as many steps as between the last such calls, on average: for so long layers stay where they are.
         """
         if self._move is not None and step is not None:
             self._move.pass_to(step)
@@ -347,14 +332,10 @@ class Rebalancing:
 
         Of a move that one profile wants, the next one by itself must say that it saves, too: what was chosen for what
         one profile says, noise and interruptions included, is worth less by another one. What is made then is what
-        both want.
-
-        Args:
-            step: how many steps are over, as of :meth:`expect_other_work`.
-            messages: between the stages, as far as is known by now; None for as before.
+        both want. Messages between the stages are as before where they are None.
 
         Raises:
-            ValueError: if no boundaries fit into the memory limits.
+            NothingFitsError: if no boundaries fit into the memory limits.
         """
         self.has_learned = False
         self._num_steps = self._num_steps + self.interval if step is None else step
@@ -440,9 +421,9 @@ class Rebalancing:
         return chosen
 
     def _steps_until_told(self, step: int | None) -> float:
-        """Steps for which a move would be good until the caller is expected to change the work again.
+        """Steps for which a move would be good until the caller is expected to change the work again, or infinite.
 
-        Infinite where nobody knows. A change that is overdue is expected after as long again.
+        A change that is overdue is expected after as long again.
         """
         told_steps = self.state.told_steps
         if step is None or len(told_steps) < 2:
@@ -460,11 +441,7 @@ class Rebalancing:
             self.state.rental.judge(is_kept=move.gained_s >= 0.0)
 
     def propose(self, boundaries: tuple[int, ...]) -> RebalancingProposal | None:
-        """Return what would change from these boundaries on, by the last profile; None before there was one.
-
-        Raises:
-            ValueError: as :meth:`update`.
-        """
+        """Return what would change from these boundaries on, by the last profile; None before there was one."""
         if self.costs is None or self._profile is None:
             return None
         proposal = self._search(self.costs, replace(self._profile, boundaries=boundaries))

@@ -42,15 +42,9 @@ class Repacking:
 
 
 def repacked(load: PipelineLoad, now: Partition, num_stages: int, keep: int | None = None) -> Repacking:
-    """Return all layers on ``num_stages`` of the stages: the choice, and the division, whose slowest stage is fastest.
+    """Return all layers on so many stages, ``keep`` among them: the choice and division whose slowest stage is fastest.
 
     Of choices that are as fast the first stages stay.
-
-    Args:
-        load: of layers and of all stages.
-        now: the partition in force.
-        num_stages: how many are to be left.
-        keep: a stage that must stay; None for any.
 
     Raises:
         ValueError: for a number that cannot be left.
@@ -97,13 +91,6 @@ def repacked_onto_fewest(
     most_step_s: float = math.inf,
 ) -> Repacking:
     """Return the re-packing onto as few stages as hold the layers; onto all where no fewer do in these seconds.
-
-    Args:
-        rule: how layers are divided, and within which memory limits.
-        costs: after ``profile``, the newest one.
-        keep: a stage that must stay; None for any.
-        least_stages: no fewer than these.
-        most_step_s: that a step may take then, simulated.
 
     Raises:
         NothingFitsError: if not even all stages can hold the layers.
@@ -155,11 +142,9 @@ class RepackingDecision:
     def update(
         self, profile: PipelineProfile, rebalancing: Rebalancing, keep: int | None
     ) -> tuple[Repacking, RebalancingProposal] | None:
-        """Take a profile; return a re-packing and what it changes if this one and the last one want fewer stages.
+        """Take a profile that ``rebalancing`` has taken; return a re-packing that this one and the last one want.
 
-        Args:
-            rebalancing: which has taken the profile.
-            keep: a stage that must stay; None for any.
+        And what it changes. Stage ``keep`` must stay.
 
         Raises:
             NothingFitsError: if not even all stages can hold the layers.
