@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import types
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from zeroresize.pipeline import measuring, moving_layers
+from zeroresize.pipeline import Pipeline, PipelineBalancer, measuring, moving_layers
 from zeroresize.resharding import transaction
 
 MICRO = 4
@@ -88,3 +89,44 @@ def undivided_losses(num_layers, num_steps):
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+class Training:
+    """A pipeline of sleeping layers, its balancer, and what both did; it ends where this rank is released."""
+
+    def __init__(self, group, num_layers=8, boundaries=None, schedule="gpipe", **options):
+        self.pace, self.records, self.profiles, self.losses, self.step = Pace(), [], [], [], 0
+        self.pace.keep_time()
+        self.pipeline = Pipeline(
+            layers_of(num_layers, self.pace),
+            nn.functional.mse_loss,
+            num_microbatches=MICRO,
+            process_group=group,
+            boundaries=boundaries,
+            schedule=schedule,
+        )
+        self.optimizer = torch.optim.AdamW(self.pipeline.parameters(), lr=0.01)
+        options = {"profile_every": 4, "max_measuring": math.inf, "on_change": self.records.append} | options
+        self.balancer = PipelineBalancer(self.pipeline, self.optimizer, on_profile=self.profiles.append, **options)
+
+    def batch(self):
+        """Of this step, on this rank."""
+        return batch(self.step)
+
+    def reduce(self):
+        """Gradients with the replicas' ones."""
+
+    def train(self, num_steps):
+        """The boundaries after so many steps."""
+        for _ in range(num_steps):
+            if self.pipeline.is_released:
+                break
+            x, target = self.batch()
+            self.optimizer.zero_grad()
+            with self.balancer.step():
+                loss = self.pipeline.step(x, target=target)
+            self.reduce()
+            self.optimizer.step()
+            self.losses += [] if loss is None else [loss.item()]
+            self.step += 1
+        return self.pipeline.boundaries

@@ -10,7 +10,7 @@ from helpers.sleeping_layers import BACKWARD_S, FORWARD_S, MICRO, Pace, layers_o
 from torch import nn
 
 from zeroresize.pipeline import Pipeline, PipelineBalancer
-from zeroresize.pipeline.measuring import CountedBlock, GivenRows, WorkCounter
+from zeroresize.pipeline.measuring import GivenRows, WorkCounter
 
 
 def pipeline_of(layers):
@@ -55,13 +55,6 @@ def test_a_layer_without_work_in_the_measured_block_keeps_its_seconds_per_count(
     counter.measured_block().mean_seconds(0, 8.0, 12.0)
     counted(counter, counts, *[[4.0]] * 7, [0.0])
     assert counter.measured_block().mean_seconds(0, 0.1, 0.1) == pytest.approx((7.0, 10.5))  # of 3.5
-
-
-def test_a_layer_of_which_nothing_is_counted_keeps_its_seconds():
-    counter, counts, _ = counter_of(1)
-    counted(counter, counts, [0.0])
-    assert counter.measured_block().mean_seconds(0, 3.0, 5.0) == (3.0, 5.0)
-    assert CountedBlock().mean_seconds(0, 3.0, 5.0) == (3.0, 5.0)
 
 
 def test_layers_that_have_moved_are_counted_since_they_are_here():

@@ -1,7 +1,5 @@
 """What measuring costs decides how often layers are measured, alike on all ranks."""
 
-import json
-import logging
 import time
 
 import pytest
@@ -96,44 +94,6 @@ def test_a_hook_that_keeps_the_processor_busy_makes_profiles_rarer(run_ranks, mo
     first, second = run_ranks(check, 2)
     assert first == second
     assert first[-1][1] > 50
-
-
-def test_the_log_tells_once_when_the_interval_changes_much(run_ranks, monkeypatch):
-    def check(rank, group):
-        messages, handler = [], logging.Handler()
-        handler.emit = lambda record: messages.append(record.getMessage())
-        logger = logging.getLogger("zeroresize.pipeline")
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        _, _, train = training(group, Clock(monkeypatch, 0.198))
-        train(150)
-        return messages
-
-    first, second = run_ranks(check, 2)
-    assert first == ["step 13: layers are measured in one step of 40, as that takes 19.8 % of a step"] and second == []
-
-
-def test_what_all_stages_wait_for_counts_by_the_wall(monkeypatch):
-    seconds = BlockSeconds(torch.device("cpu"))
-    wall = iter([10.0, 10.5])
-    monkeypatch.setattr(measuring.time, "perf_counter", lambda: next(wall))
-    with seconds.handling(by_wall=True):
-        pass
-    assert seconds.spent().handling_s == 0.5
-
-
-def test_the_interval_survives_a_checkpoint(run_ranks, monkeypatch):
-    def check(rank, group):
-        clock = Clock(monkeypatch, 0.198)
-        _, _, train = training(group, clock)
-        state = json.loads(json.dumps(train(60).state_dict()))
-        resumed, records, train = training(group, clock)
-        resumed.load_state_dict(state)
-        assert resumed._rebalancing.interval == 40 and resumed.steps == 60
-        train(3)
-        return [one.profile_every for one in records]
-
-    assert run_ranks(check, 2) == [[40]] * 2
 
 
 def test_what_must_be_measured_now_does_not_wait_for_a_long_interval(run_ranks, monkeypatch):

@@ -3,8 +3,7 @@
 import math
 
 import pytest
-from helpers.sleeping_layers import MICRO, batch
-from test_pipeline_balancer import Training
+from helpers.sleeping_layers import MICRO, Training, batch
 
 from zeroresize.pipeline import measuring
 from zeroresize.policy.moves.move_cost import MoveCost

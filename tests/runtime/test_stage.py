@@ -264,15 +264,6 @@ def test_what_layers_hand_on_otherwise_than_on_the_meta_device_is_named(run_rank
     run_ranks(check_rank, 2)
 
 
-def test_a_single_stage_is_told_messages(run_ranks):
-    def check_rank(rank, group):
-        stage, _ = stage_of(layers_of(), group)
-        with pytest.raises(ValueError, match=r"RecvActStart\(0\): it has nobody"):
-            stage.train(planned("1f1b", 2, batches_of(1))[1], batches_of(1), loss_of)
-
-    run_ranks(check_rank, 1)
-
-
 def test_shapes_follow_each_size():
     source = Activation(("size", "source", WIDTH), torch.float64)
     target = Activation(("size", "target", WIDTH), torch.float64)

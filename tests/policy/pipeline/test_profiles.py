@@ -67,12 +67,6 @@ def test_a_change_of_some_layers_is_theirs():
     assert costs.seconds.tolist() == pytest.approx([1.0, 1.0, 1.0, 1.0, 5.0, 5.0])
 
 
-def test_work_that_grows_everywhere_is_no_slow_device():
-    costs = after(World([1.0, 2.0, 3.0, 4.0], [1.0, 1.0], (0, 2, 4)), {"work": [3.0, 6.0, 9.0, 12.0]})
-    assert costs.speeds == pytest.approx((1.0, 1.0))
-    assert costs.seconds.tolist() == pytest.approx([3.0, 6.0, 9.0, 12.0])
-
-
 def test_work_that_changes_differently_in_most_stages_is_no_change_of_devices():
     world = World([1.0] * 12, [1.0, 1.0, 0.5, 1.0], (0, 3, 6, 9, 12))
     pruned = [*[0.3] * 3, *[0.4] * 3, *[0.35] * 3, *[1.0] * 3]
@@ -108,12 +102,6 @@ def test_a_wrong_guess_is_found_out_by_a_move():
     costs = after(world, {"work": heavier}, {"boundaries": (0, 4, 6)})
     assert costs.speeds == pytest.approx((1.0, 1.0))
     assert costs.seconds.tolist() == pytest.approx(heavier)
-
-
-def test_layers_that_take_nothing_say_nothing():
-    costs = after(World([1.0, 0.0, 0.0, 0.0], [1.0, 1.0], (0, 2, 4)), {"work": [1.0, 1e-6, 1e-6, 0.0]})
-    assert costs.speeds == (1.0, 1.0)
-    assert costs.seconds.tolist() == pytest.approx([1.0, 1e-6, 1e-6, 0.0])
 
 
 def test_stages_that_stay_are_as_fast_as_they_were():
@@ -200,13 +188,3 @@ def test_a_layer_that_has_moved_is_measured_anew():
     mean_after(means, *[world_of().profile()] * 8)
     moved = dataclasses.replace(world_of(speeds=(1.0, 0.25)), boundaries=(0, 2, 6))
     assert mean_after(means, moved.profile())[2] == pytest.approx(12.0)
-
-
-def test_bytes_are_those_of_the_last_profile():
-    means = LayerMeans(6)
-    usual = world_of().profile()
-    mean_after(means, usual)
-    larger = dataclasses.replace(
-        usual, layers=tuple(dataclasses.replace(layer, weight_bytes=77) for layer in usual.layers)
-    )
-    assert {layer.weight_bytes for layer in means.after(larger).layers} == {77}

@@ -54,23 +54,6 @@ def test_a_simulated_step_waits_for_messages():
     assert step.step_s > rule_of(None).simulated(costs, Partition(EVEN)).step_s
 
 
-def test_messages_of_another_number_of_stages_do_not_count():
-    costs = LayerCosts.first(world_of().profile())
-    of_two = costs.on_stages((0, 1), (0, 6, 12))
-    with_messages, without = (
-        rule_of(messages).simulated(of_two, Partition((0, 6, 12))) for messages in (messages_of(0.5, 0.5), None)
-    )
-    assert with_messages == without
-
-
-def test_bytes_of_parameters_are_divided_without_waits():
-    world = world_of()
-    costs, profile = LayerCosts.first(world.profile()), world.profile()
-    rule = rule_of(messages_of(0.5, 0.0), by="parameters")
-    assert (rule.load(costs, profile).waits == 0.0).all()
-    assert (rule_of(messages_of(0.5, 0.0)).load(costs, profile).waits > 0.0).any()
-
-
 def test_small_messages_between_certain_layers_attract_boundaries():
     """Boundaries hand on a megabyte, but behind five and nine layers only a kilobyte."""
     sizes = [1e6] * 13
