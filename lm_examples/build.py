@@ -10,7 +10,7 @@ from torch import nn
 
 from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.pipeline_config import RunConfig
-from zeroresize.pipeline.first_boundaries import divided_by_parameters
+from zeroresize.pipeline.stage_layers import divided_by_parameters
 from zeroresize.plan.partition import Partition
 
 

@@ -19,7 +19,7 @@ from zeroresize.pipeline import Release, Repack
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.rental import MIN_SAVING
 from zeroresize.policy.pipeline.profile_cadence import MAX_MEASURING, ProfileEvery
-from zeroresize.policy.pipeline.rebalancing_proposal import By
+from zeroresize.policy.pipeline.rebalancing import By
 from zeroresize.utils.value_checks import at_least, divides, known_keys, number, one_of
 
 SCHEDULES = ("1f1b", "gpipe")

@@ -28,10 +28,9 @@ from scripts.simulated.pipeline_training import LayerLoads, PipelineCluster, sim
 from scripts.simulated.pipeline_training import PipelineTrace as Trace
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
+from zeroresize.policy.pipeline.division import PipelineLoad, shortest_partition
 from zeroresize.policy.pipeline.profile_cadence import LEAST_BLOCKS, MAX_MEASURING
-from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
-from zeroresize.policy.pipeline.shortest_step import shortest_partition
+from zeroresize.policy.pipeline.rebalancing import RebalancingRule
 
 FORWARD_S, BACKWARD_S, LAYER_BYTES = 0.5e-3, 1e-3, 200e6
 LINKS = MoveCost(seconds_per_byte=1e-10, fixed_s=0.05)

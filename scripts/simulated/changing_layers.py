@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zeroresize.policy.pipeline.pipeline_load import Floats
+from zeroresize.policy.pipeline.division import Floats
 
 #: Of the paper's runs.
 _ITERATIONS = 10_000

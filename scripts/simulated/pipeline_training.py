@@ -14,13 +14,10 @@ import numpy as np
 
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.pipeline.layer_costs import LayerCosts
-from zeroresize.policy.pipeline.pipeline_load import Floats, PipelineLoad
+from zeroresize.policy.pipeline.division import Floats, PipelineLoad, shortest_partition
 from zeroresize.policy.pipeline.profile_cadence import ProfileCadence
-from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
-from zeroresize.policy.pipeline.rebalancing import Rebalancing
-from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal, RebalancingRule
-from zeroresize.policy.pipeline.shortest_step import shortest_partition
+from zeroresize.policy.pipeline.profiles import LayerCosts, LayerProfile, PipelineProfile
+from zeroresize.policy.pipeline.rebalancing import Rebalancing, RebalancingProposal, RebalancingRule
 from zeroresize.runtime.schedules import Schedule
 from zeroresize.runtime.simulated_steps import simulated_steps, stage_sums
 

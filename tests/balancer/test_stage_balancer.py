@@ -3,7 +3,6 @@
 import math
 import os
 import time
-import types
 from datetime import timedelta
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from helpers import virtual_training
 from helpers.processes import told_by_survivors
+from helpers.sleeping_layers import clock_of
 from helpers.virtual_training import VirtualTime
 from torch import nn
 
@@ -19,8 +19,8 @@ from zeroresize.pipeline import (
     Pipeline,
     PipelineBalancer,
     clip_grad_norm_,
+    measuring,
     moving_layers,
-    profiling,
 )
 
 NUM_LAYERS, MICRO, BATCH, WIDTH = 6, 4, 8, virtual_training.FEATURES
@@ -87,8 +87,8 @@ class Training:
         zr.convert(layers, process_group=self.group)
         self.time = VirtualTime(0.001)
         virtual_training.keep_time(self.time, [one for layer in layers for one in (layer.up, layer.down)])
-        for module in (moving_layers, profiling):
-            module.time = types.SimpleNamespace(perf_counter=self.time.perf_counter)
+        for module in (moving_layers, measuring):
+            module.time = clock_of(self.time.perf_counter)
         self.pipeline = Pipeline(layers, nn.functional.mse_loss, num_microbatches=MICRO, process_group=pipelines[shard])
         self.optimizer = torch.optim.AdamW(self.pipeline.parameters(), lr=1e-3)
         self.units = zr.StageBalancer(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-import types
 from contextlib import ExitStack
 
 import torch
 
+from helpers.sleeping_layers import clock_of
 from lm_examples import pace, train
 from lm_examples.build import build_layers
 from lm_examples.config import READER
 from lm_examples.data import Text, batches_of
 from lm_examples.gpt import ModelConfig
-from zeroresize.pipeline import Pipeline, move_layers, moving_layers, profiling
+from zeroresize.pipeline import Pipeline, measuring, move_layers, moving_layers
 from zeroresize.utils.json_lines import read_json_lines
 
 MICRO, BATCH = 4, 8
@@ -175,8 +175,8 @@ def keep_time():
     def sleep(seconds):
         now[0] += seconds
 
-    for module in (moving_layers, profiling, pace):
-        module.time = types.SimpleNamespace(perf_counter=lambda: now[0], sleep=sleep)
+    for module in (moving_layers, measuring, pace):
+        module.time = clock_of(lambda: now[0], sleep=sleep)
 
 
 def trained(config, group, *, resume=False, data=None):

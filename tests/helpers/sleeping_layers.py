@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import time
 import types
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from zeroresize.pipeline import moving_layers, profiling
+from zeroresize.pipeline import Pipeline, PipelineBalancer, measuring, moving_layers
 from zeroresize.resharding import transaction
 
 MICRO = 4
 FORWARD_S, BACKWARD_S = 0.003, 0.004
+
+
+def clock_of(perf_counter, **others):
+    """What stands in for the module ``time``, with the processor's time as it is."""
+    return types.SimpleNamespace(perf_counter=perf_counter, thread_time=time.thread_time, **others)
 
 
 @dataclass
@@ -25,8 +32,8 @@ class Pace:
 
     def keep_time(self):
         """What balancing measures from now on, it reads off this clock."""
-        for module in (moving_layers, profiling, transaction):
-            module.time = types.SimpleNamespace(perf_counter=lambda: self.now_s)
+        for module in (moving_layers, measuring, transaction):
+            module.time = clock_of(lambda: self.now_s)
 
     def sleep(self, number, seconds):
         self.now_s += seconds * self.of_rank * self.of_layers.get(number, 1.0)
@@ -82,3 +89,44 @@ def undivided_losses(num_layers, num_steps):
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+class Training:
+    """A pipeline of sleeping layers, its balancer, and what both did; it ends where this rank is released."""
+
+    def __init__(self, group, num_layers=8, boundaries=None, schedule="gpipe", **options):
+        self.pace, self.records, self.profiles, self.losses, self.step = Pace(), [], [], [], 0
+        self.pace.keep_time()
+        self.pipeline = Pipeline(
+            layers_of(num_layers, self.pace),
+            nn.functional.mse_loss,
+            num_microbatches=MICRO,
+            process_group=group,
+            boundaries=boundaries,
+            schedule=schedule,
+        )
+        self.optimizer = torch.optim.AdamW(self.pipeline.parameters(), lr=0.01)
+        options = {"profile_every": 4, "max_measuring": math.inf, "on_change": self.records.append} | options
+        self.balancer = PipelineBalancer(self.pipeline, self.optimizer, on_profile=self.profiles.append, **options)
+
+    def batch(self):
+        """Of this step, on this rank."""
+        return batch(self.step)
+
+    def reduce(self):
+        """Gradients with the replicas' ones."""
+
+    def train(self, num_steps):
+        """The boundaries after so many steps."""
+        for _ in range(num_steps):
+            if self.pipeline.is_released:
+                break
+            x, target = self.batch()
+            self.optimizer.zero_grad()
+            with self.balancer.step():
+                loss = self.pipeline.step(x, target=target)
+            self.reduce()
+            self.optimizer.step()
+            self.losses += [] if loss is None else [loss.item()]
+            self.step += 1
+        return self.pipeline.boundaries

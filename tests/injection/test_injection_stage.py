@@ -9,7 +9,7 @@ from torch import nn
 from zeroresize.injection import StragglerInjector, round_robin
 from zeroresize.injection.delay import Delays, HostDelay
 from zeroresize.injection.slow_stage import SlowStage
-from zeroresize.pipeline import LayerProfiler, Pipeline, move_layers, profiling
+from zeroresize.pipeline import LayerProfiler, Pipeline, measuring, move_layers
 
 MICRO = 2
 
@@ -41,7 +41,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr(profiling.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(measuring.time, "perf_counter", lambda: self.now)
 
     def passes(self, seconds):
         self.now += seconds

@@ -26,7 +26,7 @@ class Slow(Block):
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    for module in ("zeroresize.pipeline.moving_layers", "zeroresize.pipeline.profiling", "lm_examples.pace"):
+    for module in ("zeroresize.pipeline.moving_layers", "zeroresize.pipeline.measuring", "lm_examples.pace"):
         monkeypatch.setattr(f"{module}.time", None)  # put back afterwards
     keep_time()
 

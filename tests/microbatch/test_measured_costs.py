@@ -21,7 +21,7 @@ from zeroresize.microbatch.profile import ProfiledShapes, kinds_of, num_points
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.microbatches.grid_costs import LayerGrid, grid_points, powers_of_two
 from zeroresize.policy.microbatches.micro_batch import MicroBatch, shapes_of
-from zeroresize.runtime.communication import instructions_of
+from zeroresize.runtime.instructions import instructions_of
 from zeroresize.runtime.stage import Stage
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.utils.codec import decoded, encoded

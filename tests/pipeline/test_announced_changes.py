@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from helpers.pipelines import batch, pipeline_of
 
-from zeroresize.comm.whereabouts import Call, Whereabouts, require_same_whereabouts
 from zeroresize.pipeline import PipelineBalancer
 
 
@@ -60,13 +59,3 @@ def test_a_rank_that_waits_in_vain_for_figures_says_what_it_has_announced(run_ra
 
     text = run_ranks(check, 2)[0]
     assert "made other calls (profile_next() or load_state_dict() was called 1 times here)" in text
-
-
-def test_changes_are_compared_before_steps():
-    before, after = (Whereabouts(Call.STEP, 3 + number, num_work_changes=number) for number in (0, 1))
-    assert Whereabouts.of_numbers(after.as_numbers()) == after and len(after.as_numbers()) == Whereabouts.NUM_NUMBERS
-    require_same_whereabouts([after, after])
-    with pytest.raises(RuntimeError, match="profile_next"):
-        require_same_whereabouts([before, after])
-    with pytest.raises(RuntimeError, match=r"step\(\) equally often"):
-        require_same_whereabouts([after, Whereabouts(Call.STEP, 5, num_work_changes=1)])

@@ -3,56 +3,26 @@
 import itertools
 import json
 import logging
-import math
 
 import pytest
-import torch
-import torch.distributed as dist
 from helpers import sleeping_layers
-from helpers.sleeping_layers import MICRO, Pace, layers_of, undivided_losses
+from helpers.sleeping_layers import MICRO, undivided_losses
 from helpers.states import values_of
-from torch import nn
 
-from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, Repack, automatic_repacking
+from zeroresize.pipeline import LayerProfiler, Repack, pipeline_balancer
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 
 NUM_LAYERS = 8
 
 
-class Training:
-    """A pipeline of sleeping layers that leaves the loop where it is released."""
+class Training(sleeping_layers.Training):
+    """It keeps what it is told when it is released."""
 
     def __init__(self, group, repack, **options):
-        self.pace, self.records, self.losses, self.step, self.released = Pace(), [], [], 0, []
-        self.pace.keep_time()
-        self.pipeline = Pipeline(
-            layers_of(NUM_LAYERS, self.pace),
-            nn.functional.mse_loss,
-            num_microbatches=MICRO,
-            process_group=group,
-            schedule="gpipe",
-        )
-        self.optimizer = torch.optim.AdamW(self.pipeline.parameters(), lr=0.01)
-        self.balancer = PipelineBalancer(
-            self.pipeline,
-            self.optimizer,
-            on_change=self.records.append,
-            repack=None if repack is None else Repack(**repack, on_release=[self.released.append]),
-            **{"profile_every": 3, "max_measuring": math.inf} | options,
-        )
-
-    def train(self, num_steps):
-        for _ in range(num_steps):
-            if self.pipeline.is_released:
-                break
-            x, target = sleeping_layers.batch(self.step)
-            self.optimizer.zero_grad()
-            with self.balancer.step():
-                loss = self.pipeline.step(x, target=target)
-            self.optimizer.step()
-            self.losses += [] if loss is None else [loss.item()]
-            self.step += 1
+        self.released = []
+        repack = None if repack is None else Repack(**repack, on_release=[self.released.append])
+        super().__init__(group, NUM_LAYERS, repack=repack, **{"profile_every": 3} | options)
 
 
 def layer_bytes_of(training):
@@ -172,7 +142,7 @@ def test_a_release_that_was_refused_is_not_tried_again_at_once(run_ranks, monkey
             raise NotEnoughMemoryError("no room")
 
         with monkeypatch.context() as patched:
-            patched.setattr(automatic_repacking, "carry_out_repacking", refuse)
+            patched.setattr(pipeline_balancer, "carry_out_repacking", refuse)
             training = Training(group, {"max_slowdown": 100.0}, profile_every=3)
             training.train(160)
         pauses = [after - before for before, after in itertools.pairwise(attempts)]
@@ -194,19 +164,6 @@ def test_nobody_is_released_by_profiles_of_work_that_is_no_more(run_ranks):
         return training.pipeline.num_stages
 
     assert run_ranks(check, 2) == [2, 2]
-
-
-def test_ranks_in_different_numbers_of_groups_release_others_all_the_same(run_ranks):
-    """Torch would name the group of those that stay differently on them."""
-
-    def check(rank, group):
-        training = Training(group, {"max_slowdown": 10.0, "least_stages": 2})
-        if rank == 1:
-            dist.new_group([1], use_local_synchronization=True)
-        training.train(12)
-        return training.pipeline.is_released, training.pipeline.num_stages
-
-    assert run_ranks(check, 3) == [(False, 2), (False, 2), (True, 2)]
 
 
 def test_options_must_be_allowed_and_alike(run_ranks):

@@ -139,39 +139,6 @@ def test_micro_batches_of_one_step_may_differ_in_shape_and_number(run_ranks):
     assert run_ranks(train, 3)[-1] == pytest.approx(undivided(steps), rel=1e-10)
 
 
-class Chosen(nn.Module):
-    """What it computes depends on values, so it does not run on the meta device."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x, mask):
-        chosen, rows = mask.flatten().nonzero().squeeze(1), x.flatten(0, 1)
-        return rows.index_add(0, chosen, self.linear(rows[chosen])).view_as(x), mask
-
-
-def test_layers_train_that_do_not_run_on_the_meta_device(run_ranks):
-    tokens, target = sample(0, 7, 5)
-
-    def layers_with():
-        torch.manual_seed(3)
-        return nn.ModuleList([Embed(), Chosen(), Chosen(), Head()]).double()
-
-    def train(rank, group):
-        model = Pipeline(layers_with(), loss_of, num_microbatches=3, process_group=group)
-        loss = model.step(tokens, target=target)
-        return {name: one.grad for name, one in model.layers.named_parameters() if one.grad is not None}, loss
-
-    (first, _), (second, loss) = run_ranks(train, 2)
-    layers = layers_with()
-    expected = loss_of(chained(layers, tokens), target)
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=1e-10)
-    for name, gradient in {**first, **second}.items():
-        torch.testing.assert_close(gradient, layers.get_parameter(name).grad, rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_under_autocast_stages_compute_bit_for_bit_what_the_undivided_model_does(run_ranks, schedule):
     """Of three stages, whose second hands bfloat16 on."""

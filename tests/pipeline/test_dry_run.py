@@ -1,4 +1,4 @@
-"""Dry runs: what a pipeline would be like, from profiles and from layers without memory."""
+"""Profiles, their records, and dry runs: what a pipeline would be like, from them and from layers without memory."""
 
 import json
 
@@ -8,6 +8,7 @@ from helpers.pipelines import World
 from torch import nn
 
 from zeroresize.pipeline import LayerProfile, ProfileRecord, plan_pipeline, profiles_on_meta
+from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.runtime.simulated_steps import simulated_step
 
 MICRO = 8
@@ -57,13 +58,6 @@ def test_what_does_not_fit_is_named(options, message):
         plan_pipeline([layer(1.0) for _ in range(6)], options.pop("num_stages"), **options)
 
 
-def test_the_layers_of_a_record_from_a_file_can_be_planned_with():
-    world = World([1.0, 2.0, 1.0, 4.0], [1.0, 1.0], (0, 2, 4))
-    line = json.dumps(ProfileRecord.of(5, world.profile(), "1f1b", MICRO).to_dict())
-    plan = plan_pipeline(ProfileRecord.from_dict(json.loads(line)).layers, 2, num_microbatches=MICRO)
-    assert plan.boundaries == (0, 3, 4) and plan.stage_s == pytest.approx((4.0, 4.0))
-
-
 def test_layers_without_memory_are_counted_as_real_ones_are():
     class Block(nn.Module):
         def __init__(self, device):
@@ -100,3 +94,32 @@ def test_layers_without_memory_are_counted_as_real_ones_are():
 def test_only_layers_without_memory_are_counted(layers, inputs, flops_per_s, message):
     with pytest.raises(ValueError, match=message):
         profiles_on_meta(layers, inputs, num_microbatches=1, flops_per_s=flops_per_s)
+
+
+def test_ratios_are_of_the_slowest_stages_step():
+    def layer(seconds):
+        return LayerProfile(seconds / 2, seconds / 2, 1, 1, 1, 1)
+
+    profile = PipelineProfile((layer(2.0), layer(1.0), layer(4.0)), (8.0, 10.0), (0, 2, 3), loss_s=1.0)
+    assert profile.computed_s == (3.0, 5.0)
+    assert profile.bubble_ratios == pytest.approx((0.7, 0.5))
+    assert profile.bubble_ratio == pytest.approx(0.6)
+    assert profile.imbalance == pytest.approx(2.0 / 4.0)
+    nothing = PipelineProfile((layer(0.0), layer(0.0)), (0.0, 0.0), (0, 1, 2))
+    assert nothing.bubble_ratios == (0.0, 0.0) and nothing.imbalance == 0.0
+
+
+def test_a_record_tells_of_layers_stages_and_bubbles_in_plain_numbers():
+    profile = World([3.0, 6.0, 3.0], [1.0, 1.0], (0, 2, 3)).profile()
+    record = ProfileRecord.of(7, profile, "gpipe", 4)
+    values = json.loads(json.dumps(record.to_dict()))
+    assert values["kind"] == "profile" and values["step"] == 7 and values["boundaries"] == [0, 2, 3]
+    assert [one["forward_s"] for one in values["layers"]] == pytest.approx([1.0, 2.0, 1.0])
+    assert values["layers"][2]["optimizer_bytes"] == 2000
+    assert ProfileRecord.from_dict(values) == record
+    assert values["stage_s"] == pytest.approx([9.0, 3.0]) and values["imbalance"] == pytest.approx(1.0)
+    # Of two stages the first takes 3/4 and 6/4 s for a micro-batch, the second a third of it: the first one's 9 s, and
+    # at its turn from forwards to backwards what the second one takes for one micro-batch.
+    assert values["simulated_step_s"] == pytest.approx(9.0 + 3.0 / 4)
+    scalars = record.scalars()
+    assert scalars["pipeline_stages/0_layers"] == 2.0 and scalars["pipeline_stages/1_bytes"] == 4100.0

@@ -1,10 +1,9 @@
 """Layers begin where their parameters are divided evenly."""
 
-import pytest
 from torch import nn
 
 from zeroresize.pipeline import Pipeline
-from zeroresize.pipeline.first_boundaries import divided_by_parameters, num_parameters
+from zeroresize.pipeline.stage_layers import divided_by_parameters
 
 
 def layers_of(*sizes):
@@ -27,16 +26,6 @@ def test_layers_that_share_parameters_are_not_parted():
     assert divided_by_parameters([first, second, *others], 2).boundaries == (0, 1, 4)
     second.weight = first.weight
     assert divided_by_parameters([first, second, *others], 2).boundaries == (0, 2, 4)
-
-
-def test_frozen_parameters_count():
-    frozen = nn.Linear(10, 1).requires_grad_(False)
-    assert num_parameters(frozen) == 11
-
-
-def test_more_stages_than_layers_are_refused():
-    with pytest.raises(ValueError, match="stages"):
-        divided_by_parameters(layers_of(1, 2), 3)
 
 
 def test_a_pipeline_begins_with_it_unless_somebody_says_so(run_ranks):

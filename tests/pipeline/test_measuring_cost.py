@@ -1,7 +1,5 @@
 """What measuring costs decides how often layers are measured, alike on all ranks."""
 
-import json
-import logging
 import time
 
 import pytest
@@ -9,8 +7,8 @@ import torch
 from helpers.sleeping_layers import MICRO, batch, layers_of
 from torch import nn
 
-from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, block_seconds
-from zeroresize.pipeline.block_seconds import BlockSeconds
+from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, measuring
+from zeroresize.pipeline.measuring import BlockSeconds
 from zeroresize.policy.pipeline.profile_cadence import SpentSeconds
 
 STEP_S = 1.0
@@ -21,7 +19,7 @@ class Clock:
 
     def __init__(self, monkeypatch, profile_s):
         self.now_s, self.profile_s = 0.0, profile_s
-        monkeypatch.setattr(block_seconds.time, "thread_time", lambda: self.now_s)
+        monkeypatch.setattr(measuring.time, "thread_time", lambda: self.now_s)
         enter = LayerProfiler.__enter__
 
         def entered(profiler):
@@ -98,44 +96,6 @@ def test_a_hook_that_keeps_the_processor_busy_makes_profiles_rarer(run_ranks, mo
     assert first[-1][1] > 50
 
 
-def test_the_log_tells_once_when_the_interval_changes_much(run_ranks, monkeypatch):
-    def check(rank, group):
-        messages, handler = [], logging.Handler()
-        handler.emit = lambda record: messages.append(record.getMessage())
-        logger = logging.getLogger("zeroresize.pipeline")
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        _, _, train = training(group, Clock(monkeypatch, 0.198))
-        train(150)
-        return messages
-
-    first, second = run_ranks(check, 2)
-    assert first == ["step 13: layers are measured in one step of 40, as that takes 19.8 % of a step"] and second == []
-
-
-def test_what_all_stages_wait_for_counts_by_the_wall(monkeypatch):
-    seconds = BlockSeconds(torch.device("cpu"))
-    wall = iter([10.0, 10.5])
-    monkeypatch.setattr(block_seconds.time, "perf_counter", lambda: next(wall))
-    with seconds.waiting():
-        pass
-    assert seconds.spent().handling_s == 0.5
-
-
-def test_the_interval_survives_a_checkpoint(run_ranks, monkeypatch):
-    def check(rank, group):
-        clock = Clock(monkeypatch, 0.198)
-        _, _, train = training(group, clock)
-        state = json.loads(json.dumps(train(60).state_dict()))
-        resumed, records, train = training(group, clock)
-        resumed.load_state_dict(state)
-        assert resumed._rebalancing.interval == 40 and resumed.steps == 60
-        train(3)
-        return [one.profile_every for one in records]
-
-    assert run_ranks(check, 2) == [[40]] * 2
-
-
 def test_what_must_be_measured_now_does_not_wait_for_a_long_interval(run_ranks, monkeypatch):
     def check(rank, group):
         balancer, records, train = training(group, Clock(monkeypatch, 0.198))
@@ -173,7 +133,7 @@ def test_options_of_measuring_must_be_allowed_and_alike(run_ranks):
 
 def test_blocks_that_are_measured_or_move_layers_are_not_usual(monkeypatch):
     now_s = [0.0]
-    monkeypatch.setattr(block_seconds.time, "thread_time", lambda: now_s[0])
+    monkeypatch.setattr(measuring.time, "thread_time", lambda: now_s[0])
     seconds = BlockSeconds(torch.device("cpu"))
     for spent_s, is_measured, is_usual in (
         (1.0, False, True),

@@ -1,12 +1,9 @@
 """Layers follow the work while a pipeline is trained, on real processes whose layers take known seconds."""
 
-import gc
 import json
 import logging
-import math
 import os
 import types
-import weakref
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -15,10 +12,9 @@ import torch
 import torch.distributed as dist
 from helpers import sleeping_layers
 from helpers.processes import caught_log_lines, told_by_survivors
-from helpers.sleeping_layers import BACKWARD_S, FORWARD_S, MICRO, Pace, layers_of, undivided_losses
+from helpers.sleeping_layers import MICRO, Pace, Training, layers_of, undivided_losses
 from helpers.states import values_of
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.pipeline import (
     LayerProfiler,
@@ -30,59 +26,15 @@ from zeroresize.pipeline import (
 )
 from zeroresize.pipeline.layer_move_during_backward import LayerMoveDuringBackward
 from zeroresize.pipeline.measuring import Measuring
-from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.pipeline.centralized import balanced_partition
-from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.resharding import agreement
 from zeroresize.resharding.agreement import NotEnoughMemoryError
-from zeroresize.runtime.simulated_steps import simulated_step
-
-
-class Training:
-    """A pipeline of sleeping layers, its balancer, and what both did."""
-
-    def __init__(self, group, num_layers, boundaries=None, schedule="gpipe", **options):
-        self.pace, self.records, self.losses, self.step = Pace(), [], [], 0
-        self.pace.keep_time()
-        self.pipeline = Pipeline(
-            layers_of(num_layers, self.pace),
-            nn.functional.mse_loss,
-            num_microbatches=MICRO,
-            process_group=group,
-            boundaries=boundaries,
-            schedule=schedule,
-        )
-        self.optimizer = torch.optim.AdamW(self.pipeline.parameters(), lr=0.01)
-        self.balancer = PipelineBalancer(
-            self.pipeline,
-            self.optimizer,
-            **{"profile_every": 4, "max_measuring": math.inf, "on_change": self.records.append} | options,
-        )
-
-    def train(self, num_steps):
-        """The boundaries after so many steps."""
-        for _ in range(num_steps):
-            x, target = sleeping_layers.batch(self.step)
-            self.optimizer.zero_grad()
-            with self.balancer.step():
-                loss = self.pipeline.step(x, target=target)
-            self.optimizer.step()
-            self.losses += [] if loss is None else [loss.item()]
-            self.step += 1
-        return self.pipeline.boundaries
 
 
 def require_alike(by_rank):
     """What ranks have decided, and what they know, is the same."""
     assert all(one == by_rank[0] for one in by_rank[1:])
     return by_rank[0]
-
-
-def step_s(load, partition):
-    """Of a 1F1B pipeline; with few micro-batches it may be shorter although the slowest stage takes longer."""
-    forward_s, backward_s = (seconds * load.stage_times(partition) for seconds in (FORWARD_S, BACKWARD_S))
-    return simulated_step(list(forward_s), list(backward_s), MICRO).step_s
 
 
 def require_undivided(losses, num_layers):
@@ -110,18 +62,6 @@ def test_moves_have_the_price_that_the_links_tell_and_learned_prices_are_kept(ru
     measured, learned, resumed = require_alike(run_ranks(check, 2))
     assert list(measured.values()) == pytest.approx([3e-10, 0.052, 0.0])
     assert resumed == learned != measured
-
-
-@pytest.mark.parametrize("during", [False, True])
-def test_links_are_measured_when_the_balancer_is_made(run_ranks, during):
-    """Between processes of one machine nothing takes as little as no time, or as much as a second for 100 MB."""
-
-    def check(rank, group):
-        training = Training(group, 2, move_during_backward=during)
-        return tuple(values_of(training.balancer.state_dict())["rebalancing"]["cost_of_move"].values())
-
-    per_byte_s, fixed_s, _ = require_alike(run_ranks(check, 2))
-    assert 0.0 < per_byte_s < 1e-8 and per_byte_s != MoveCost().seconds_per_byte and fixed_s > 0.0
 
 
 def test_a_straggling_stage_gets_fewer_layers_and_gets_them_back(run_ranks):
@@ -152,42 +92,6 @@ def test_a_straggling_stage_gets_fewer_layers_and_gets_them_back(run_ranks):
     assert "from stage 1 to 0" in messages[0] and messages[0].endswith(records[0].reason)
     assert records[0].reason.startswith("staying has cost as much as the change")
     assert len(messages) == len(records) and silent == []
-
-
-def test_work_that_shifts_to_later_layers_is_followed(run_ranks):
-    def check(rank, group):
-        training = Training(group, 9, schedule="1f1b")
-        boundaries = [training.train(4)]
-        for first in (7, 5):
-            training.pace.of_layers = {number: 4.0 for number in range(first, 9)}
-            boundaries.append(training.train(20))
-        return (boundaries, training.records, training.balancer.state_dict()), training.losses
-
-    by_rank = run_ranks(check, 3)
-    (even, *shifted), _, _ = require_alike([one for one, _ in by_rank])
-    require_undivided(by_rank[-1][1], 9)
-    assert even == (0, 3, 6, 9)
-    for first, boundaries in zip((7, 5), shifted, strict=True):
-        load = PipelineLoad.of([4.0 if number >= first else 1.0 for number in range(9)], 3)
-        # Among partitions with equally slow stages the last bits of measured seconds decide.
-        assert step_s(load, Partition(boundaries)) <= 1.05 * step_s(load, balanced_partition(load))
-
-
-def test_stages_are_balanced_that_are_more_than_micro_batches(run_ranks):
-    def check(rank, group):
-        pace = Pace()
-        pace.keep_time()
-        pipeline = Pipeline(layers_of(9, pace), nn.functional.mse_loss, num_microbatches=2, process_group=group)
-        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.01)
-        balancer = PipelineBalancer(pipeline, optimizer, profile_every=2, max_measuring=math.inf)
-        pace.of_layers = {7: 4.0, 8: 4.0}
-        for step in range(12):
-            x, target = sleeping_layers.batch(step)
-            with balancer.step():
-                pipeline.step(x, target=target)
-        return pipeline.boundaries
-
-    assert [boundaries[2] for boundaries in run_ranks(check, 3)] == [8] * 3
 
 
 def test_a_move_that_must_be_repeated_and_does_not_fit_then_leaves_layers_where_they_are(run_ranks, monkeypatch):
@@ -442,31 +346,10 @@ def test_options_must_be_allowed_and_alike(run_ranks):
         layers = [nn.Linear(4, 4) for _ in range(4)]
         layers[1].weight = layers[0].weight
         tied = Pipeline(layers, nn.functional.mse_loss, num_microbatches=MICRO, process_group=group)
-        with pytest.raises(ValueError, match="layers 0 and 1 share a parameter"):
+        with pytest.raises(ValueError, match="layers cannot be moved one by one"):
             make(tied, None)
 
     run_ranks(check, 2)
-
-
-def test_profiles_that_were_forgotten_are_let_go_of(run_ranks, monkeypatch):
-    def check(rank, group):
-        training, profilers = Training(group, 4, profile_every=1), []
-        real = training.balancer._new_profiler
-
-        def new_profiler():
-            profiler = real()
-            profilers.append(weakref.ref(profiler))
-            return profiler
-
-        monkeypatch.setattr(training.balancer, "_new_profiler", new_profiler)
-        training.train(3)
-        training.balancer.profile_next()
-        training.train(3)
-        gc.collect()
-        return len(profilers), [number for number, one in enumerate(profilers) if one() is not None]
-
-    num_made, alive = require_alike(run_ranks(check, 2))
-    assert alive == [num_made - 1]  # its figures are under way
 
 
 def test_a_step_that_fails_leaves_nothing_behind(run_ranks):
@@ -505,20 +388,5 @@ def test_optimizers_with_which_layers_cannot_move_are_refused_when_the_balancer_
             PipelineBalancer(pipeline, (torch.optim.SGD, torch.optim.LBFGS)[rank](everything))
         for kind in (torch.optim.SGD, torch.optim.Adafactor):
             PipelineBalancer(pipeline, kind(everything))
-
-    run_ranks(check, 2, timeout_s=30)
-
-
-def test_layers_that_were_wrapped_after_the_pipeline_was_made_are_refused(run_ranks):
-    def check(rank, group):
-        pipeline = Pipeline(layers_of(4, Pace()), nn.functional.mse_loss, num_microbatches=MICRO, process_group=group)
-        optimizer = torch.optim.SGD(pipeline.parameters())
-        first = pipeline.present[0]
-        pipeline.layers[first] = DistributedDataParallel(pipeline.layers[first], process_group=alone(rank))
-        with pytest.raises(ValueError, match=rf"layers\.{first} is inside DistributedDataParallel"):
-            PipelineBalancer(pipeline, optimizer)
-
-    def alone(rank):
-        return dist.new_group([rank], use_local_synchronization=True)
 
     run_ranks(check, 2, timeout_s=30)

@@ -1,6 +1,5 @@
 """What pipelines, and strategies, refuse: references to another layer's weight, and batches without samples."""
 
-import weakref
 from functools import partial
 
 import pytest
@@ -81,31 +80,6 @@ def test_references_to_another_layer_are_refused(run_ranks):
         return texts
 
     assert all("layers.0.weight" in text and "layers.2" in text for texts in run_ranks(refusals, 2) for text in texts)
-
-
-class Monitor:
-    def __init__(self, model):
-        self.model = model
-
-    def log(self, *_):
-        pass
-
-
-def test_what_holds_the_whole_model_is_no_reference(run_ranks):
-    def check(rank, group):
-        def watched():
-            torch.manual_seed(0)
-            layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-            model = nn.Sequential(*layers)
-            layers[0].register_forward_hook(Monitor(model).log)
-            layers[1].parent, layers[0].owners = weakref.ref(model), [model]
-            return layers
-
-        pipeline = Pipeline(watched(), functional.mse_loss, num_microbatches=2, process_group=group)
-        pipeline.step(torch.randn(4, WIDTH), target=torch.randn(4, WIDTH))
-        SwitchableModel(watched(), strategies=[Strategy(1, 2)], process_group=group)
-
-    run_ranks(check, 2)
 
 
 def test_a_pipeline_refuses_a_batch_without_samples_on_every_rank(run_ranks):

@@ -1,67 +1,40 @@
 """Pipelines of data-parallel replicas have the same boundaries at all times: they move alike or not at all."""
 
-import math
 import os
 import time
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
-from helpers import pipelines, sleeping_layers
+from helpers import sleeping_layers
 from helpers.processes import dying, send_half, told_by_survivors
-from helpers.sleeping_layers import MICRO, Pace, layers_of, undivided_losses
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from helpers.sleeping_layers import undivided_losses
 
-from zeroresize.pipeline import Pipeline, PipelineBalancer
 from zeroresize.resharding import agreement, transaction, transport
 
 NUM_LAYERS = 6
 
 
-class Replica:
+class Replica(sleeping_layers.Training):
     """One of two pipelines of two stages, rank by rank: 0 and 1, 2 and 3. Each trains on half of every batch."""
 
-    def __init__(self, rank, boundaries=None, num_layers=NUM_LAYERS, **options):
+    def __init__(self, rank, num_layers=NUM_LAYERS, **options):
         def group_of(ranks):
             return dist.new_group(ranks, timeout=timedelta(seconds=5))
 
         pipelines, stages = [[group_of(ranks) for ranks in own] for own in (([0, 1], [2, 3]), ([0, 2], [1, 3]))]
         self.replica, stage = divmod(rank, 2)
         self.same_stage = stages[stage]
-        self.pace, self.records, self.losses, self.step = Pace(), [], [], 0
-        self.pace.keep_time()
-        self.pipeline = Pipeline(
-            layers_of(num_layers, self.pace),
-            nn.functional.mse_loss,
-            num_microbatches=MICRO,
-            process_group=pipelines[self.replica],
-            boundaries=boundaries,
-        )
-        self.optimizer = torch.optim.AdamW(self.pipeline.parameters(), lr=0.01)
-        options = {
-            "profile_every": 4,
-            "max_measuring": math.inf,
-            "replicas": self.same_stage,
-            "on_change": self.records.append,
-        } | options
-        self.balancer = PipelineBalancer(self.pipeline, self.optimizer, **options)
+        super().__init__(pipelines[self.replica], num_layers, **{"replicas": self.same_stage} | options)
 
-    def train(self, num_steps):
-        for _ in range(num_steps):
-            x, target = (one.chunk(2)[self.replica] for one in sleeping_layers.batch(self.step))
-            self.optimizer.zero_grad()
-            with self.balancer.step():
-                loss = self.pipeline.step(x, target=target)
-            for parameter in self.pipeline.parameters():
-                if parameter.grad is not None:
-                    dist.all_reduce(parameter.grad, group=self.same_stage)
-                    parameter.grad /= 2
-            self.optimizer.step()
-            self.losses += [] if loss is None else [loss.item()]
-            self.step += 1
-        return self.pipeline.boundaries
+    def batch(self):
+        return (half.chunk(2)[self.replica] for half in super().batch())
+
+    def reduce(self):
+        for parameter in self.pipeline.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=self.same_stage)
+                parameter.grad /= 2
 
 
 def test_a_straggler_in_one_replica_moves_layers_in_both(run_ranks):
@@ -144,20 +117,3 @@ def test_replicas_must_be_alike_and_whole(run_ranks):
             Replica(rank, replicas=crossed[0] if rank in (0, 3) else crossed[1])
 
     run_ranks(check, 4)
-
-
-def test_replicas_may_be_a_device_mesh_of_one_dimension(run_ranks):
-    def check(rank, group):
-        grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
-
-        def balance(replicas, **options):
-            pipeline = pipelines.pipeline_of(grid["pp"].get_group())
-            PipelineBalancer(pipeline, torch.optim.AdamW(pipeline.parameters()), replicas=replicas, **options)
-
-        balance(grid["dp"])
-        with pytest.raises(ValueError, match="do not agree on the options of PipelineBalancer"):
-            balance(grid["dp"], profile_every=4 + rank)
-        with pytest.raises(ValueError, match="has 2 dimensions"):
-            balance(grid)
-
-    run_ranks(check, 2)

@@ -243,21 +243,3 @@ def test_a_layer_that_fails_in_the_first_forward_is_told_to_all(run_ranks):
         r"first forward fails on stage 1: layers\.3 \(Failing\), called with \(torch\.\S+ \[.*\]\), raises Arith", first
     )
     assert "ArithmeticError: no such number" in first
-
-
-def test_a_decoder_layer_that_wants_more_than_the_one_before_returns_is_told_on_all_ranks(run_ranks):
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    shape = llama.LlamaConfig(hidden_size=8, num_attention_heads=2, intermediate_size=8, num_hidden_layers=2)
-
-    def check(rank, group):
-        layers = [
-            nn.Embedding(24, 8),
-            *(llama.LlamaDecoderLayer(shape, number) for number in range(2)),
-            nn.Linear(8, 2),
-        ]
-        pipeline = pipeline_of(group, (0, 2, 4), layers=layers)
-        words = torch.zeros(4, 5, dtype=torch.int64)
-        with pytest.raises(RuntimeError, match=r"layers\.1 \(LlamaDecoderLayer\), called with .* raises TypeError: .*"):
-            pipeline.step(words, target=words)
-
-    run_ranks(check, 2)

@@ -161,41 +161,6 @@ def test_a_released_rank_that_goes_on_is_told_what_to_do(run_ranks):
     run_ranks(check, 2)
 
 
-def test_released_ranks_may_end_while_the_others_go_on_and_release_more(run_ranks):
-    """Their connections close; those of the job's default group are of no use then."""
-
-    def check(rank, group):
-        training = Training(group)
-        training.train(1)
-        for num_stages in (3, 2):
-            if training.repack(num_stages).is_released:
-                dist.destroy_process_group()
-                return
-            training.train(1)
-        dist.destroy_process_group()
-
-    run_ranks(check, 4)
-
-
-def test_a_group_made_for_those_that_stay_lasts_until_the_next_one(run_ranks):
-    """The caller's own groups stay."""
-
-    def check(rank, group):
-        training = Training(group)
-        for num_stages in (3, 2):
-            before, side_group = training.pipeline.process_group, training.pipeline.open_side_group()
-            is_released = training.repack(num_stages).is_released
-            assert not side_group.close.alive
-            known = dist.distributed_c10d._world.pg_map
-            assert group in known and (before in known) == (before is group)
-            if is_released:
-                return
-            assert training.pipeline.process_group in known
-            training.train(1)
-
-    run_ranks(check, 4)
-
-
 def test_the_ranks_of_one_pipeline_are_enough(run_ranks):
     """Its group's ranks need not be in order, and those of another one take no part."""
 
@@ -247,7 +212,7 @@ def test_as_few_stages_as_memory_allows(run_ranks):
         limit = 0.55 * sum(layer_bytes)
         assert max(layer_bytes) < 0.5 * limit
         options = {"memory_limits": [limit] * 4, "profile": profile}
-        with pytest.raises(ValueError, match=r"no 1 of 4 stages with stage 0 among them .* at least 2 are needed"):
+        with pytest.raises(ValueError, match=r"no 1 of 4 stages with stage 0 among them can hold"):
             training.repack(1, **options)
         with pytest.raises(ValueError, match="not even all 4 stages"):
             training.repack(None, **options | {"memory_limits": [10.0] * 4})

@@ -3,10 +3,9 @@
 import math
 
 import pytest
-from helpers.sleeping_layers import MICRO, batch
-from test_pipeline_balancer import Training
+from helpers.sleeping_layers import MICRO, Training, batch
 
-from zeroresize.pipeline import stage_links
+from zeroresize.pipeline import measuring
 from zeroresize.policy.moves.move_cost import MoveCost
 
 
@@ -16,7 +15,7 @@ def slow_before_the_last(*_, **__):
 
 
 def test_layers_leave_the_stages_beside_a_slow_link(run_ranks, monkeypatch):
-    monkeypatch.setattr(stage_links, "measure_neighbour_links", slow_before_the_last)
+    monkeypatch.setattr(measuring, "measure_neighbour_links", slow_before_the_last)
 
     def check(rank, group, measure_links):
         training = Training(group, 12, (0, 4, 8, 12), "1f1b", measure_links=measure_links)

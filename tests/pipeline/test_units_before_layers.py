@@ -1,20 +1,16 @@
 """Where stages are groups that even themselves out, layers wait for them: with groups that are made up."""
 
-import math
 import os
 import time
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
 from helpers import sleeping_layers
 from helpers.processes import told_by_survivors
-from helpers.sleeping_layers import MICRO, Pace, layers_of
 from helpers.states import values_of
-from torch import nn
 
-from zeroresize.pipeline import Pipeline, PipelineBalancer
+from zeroresize.pipeline import PipelineBalancer
 from zeroresize.resharding import transaction
 from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError
 
@@ -39,32 +35,10 @@ class MadeUp:
         self.calls.append("attach")
 
 
-class Training:
+class Training(sleeping_layers.Training):
     def __init__(self, group):
-        self.pace, self.units, self.step, self.profiled = Pace(), MadeUp(), 0, []
-        self.pace.keep_time()
-        self.pipeline = Pipeline(
-            layers_of(6, self.pace), nn.functional.mse_loss, num_microbatches=MICRO, process_group=group
-        )
-        self.optimizer = torch.optim.AdamW(self.pipeline.parameters(), lr=0.01)
-        self.balancer = PipelineBalancer(
-            self.pipeline,
-            self.optimizer,
-            profile_every=4,
-            max_measuring=math.inf,
-            units=self.units,
-            on_profile=lambda record: self.profiled.append(record.step),
-        )
-
-    def train(self, num_steps):
-        for _ in range(num_steps):
-            x, target = sleeping_layers.batch(self.step)
-            self.optimizer.zero_grad()
-            with self.balancer.step():
-                self.pipeline.step(x, target=target)
-            self.optimizer.step()
-            self.step += 1
-        return self.pipeline.boundaries
+        self.units = MadeUp()
+        super().__init__(group, 6, schedule="1f1b", units=self.units)
 
 
 def test_nothing_is_measured_while_any_group_has_not_settled_and_a_wanted_move_waits_for_all(run_ranks):
@@ -73,13 +47,13 @@ def test_nothing_is_measured_while_any_group_has_not_settled_and_a_wanted_move_w
         training.units.has_settled = rank == 0
         training.pace.of_rank = 3.0 if rank == 1 else 1.0
         training.train(5)
-        assert not training.profiled and not training.units.calls
+        assert not training.profiles and not training.units.calls
         training.units.has_settled = True
         while not training.units.calls:  # until a profile has wanted a move
             training.train(1)
         training.units.has_settled = rank == 1
-        seen = len(training.profiled)
-        assert training.train(5) == (0, 3, 6) and len(training.profiled) == seen
+        seen = len(training.profiles)
+        assert training.train(5) == (0, 3, 6) and len(training.profiles) == seen
         training.units.has_settled = True
         return training.train(8), training.units.calls
 
@@ -214,12 +188,3 @@ def test_a_rank_that_dies_while_units_come_home_leaves_nobody_waiting(tmp_path):
 
     (text,) = told_by_survivors(check, 2, tmp_path).values()
     assert text.startswith("nothing has moved or changed") and "ranks [1]" in text
-
-
-def test_stages_that_are_groups_and_stages_that_are_not_are_told_apart(run_ranks):
-    def check(rank, group):
-        training = Training(group)
-        with pytest.raises(RuntimeError, match="the options of PipelineBalancer"):
-            PipelineBalancer(training.pipeline, None, units=MadeUp() if rank else None)
-
-    run_ranks(check, 2)

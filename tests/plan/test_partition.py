@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroresize.plan.partition import Partition
-from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
+from zeroresize.policy.pipeline.division import PipelineLoad
 
 
 @st.composite
@@ -111,10 +111,3 @@ def test_what_cannot_be_balanced_is_an_error(wrong, message):
     arguments = {"costs": [1.0, 2.0, 3.0], "num_stages": 2, **wrong}
     with pytest.raises(ValueError, match=message):
         PipelineLoad.of(arguments.pop("costs"), arguments.pop("num_stages"), **arguments)
-
-
-def test_a_partition_of_other_layers_or_stages_is_an_error():
-    load = PipelineLoad.of([1, 2, 3], 2)
-    for partition in (Partition((0, 1, 2)), Partition((0, 3))):
-        with pytest.raises(ValueError, match="is not one of 3 layers over 2"):
-            load.check_partition(partition)

@@ -120,45 +120,6 @@ def test_counts_that_are_none_are_refused(loss, count, error):
         CountedLoss(loss, count, averages=True).prepare([TARGETS, TARGETS[:1]], [8.0, 1.0])
 
 
-def run(counted, outputs, targets):
-    counted.begin(total_count(counted.prepare([targets], [8.0])))
-    return counted(outputs, targets) * (counted.total / counted.counted if counted.num_unforeseen else 1.0)
-
-
-def test_after_a_step_it_is_known_what_a_function_counts_that_gives_torchs_the_very_targets():
-    def smoothed(outputs, targets):
-        return F.cross_entropy(outputs.movedim(1, 2).flatten(0, 1), targets.flatten(), label_smoothing=0.1) / 2
-
-    counted, outputs = CountedLoss(smoothed, averages=True), torch.randn(8, WORDS, 5, requires_grad=True)
-    for number, targets in enumerate((TARGETS, TARGETS.roll(1), TARGETS)):
-        torch.testing.assert_close(run(counted, outputs, targets), smoothed(outputs, targets))
-        assert counted.is_foreseen is (number > 0)
-    shifting = CountedLoss(lambda y, x: F.cross_entropy(y[:, :, 1:], x[:, :-1]), averages=True)
-    for _ in range(2):
-        run(shifting, outputs, TARGETS)
-    assert shifting.is_foreseen is False
-
-
-def test_a_loss_that_masks_some_targets_itself_is_not_known_from_a_step_in_which_it_masks_none():
-    def masking(outputs, targets):
-        return F.cross_entropy(outputs, targets.masked_fill(targets == 0, -100))
-
-    counted, outputs = CountedLoss(masking, averages=True), torch.randn(8, WORDS, 5, requires_grad=True)
-    for targets in (TARGETS.masked_fill(TARGETS == 0, 1), TARGETS.masked_fill(TARGETS == 1, 0)):
-        torch.testing.assert_close(run(counted, outputs, targets), masking(outputs, targets))
-        assert counted.is_foreseen is False
-
-
-def test_a_loss_that_counts_otherwise_than_it_did_is_refused():
-    kept = [TARGETS]
-    counted = CountedLoss(lambda y, x: F.cross_entropy(y, kept[-1]), averages=True)
-    outputs = torch.randn(8, WORDS, 5, requires_grad=True)
-    run(counted, outputs, TARGETS)
-    kept.append(TARGETS.clamp(min=0))
-    with pytest.raises(ValueError, match="where its targets tell"):
-        run(counted, outputs, TARGETS)
-
-
 def test_a_sum_and_a_count_that_were_exchanged_are_refused():
     counted = CountedLoss(lambda outputs, targets: (torch.ones(()), outputs.sum()), averages=True)
     counted.prepare([TARGETS], [8.0])

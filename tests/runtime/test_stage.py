@@ -1,144 +1,298 @@
-"""A pipeline of packed micro-batches of any number and size computes what the undivided model does."""
+"""Stages that carry out instructions train as the undivided model does, and wait for ever where a plan says so."""
 
+import math
 import os
+import time
+import weakref
+from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from helpers.naive_messages import naive_instructions
 from helpers.processes import told_by_survivors
 from torch import nn
+from torch.nn import functional as F
 
-from lm_examples.llama import LlamaConfig, llama_layers, token_loss
 from zeroresize.plan.partition import Partition
-from zeroresize.runtime.activations import Activation, find_activations
-from zeroresize.runtime.communication import instructions_of
+from zeroresize.runtime.activations import (
+    Activation,
+    TensorShape,
+    as_tuple,
+    find_activations,
+    from_text,
+    message_bytes,
+    to_text,
+)
+from zeroresize.runtime.instructions import DeadlockError, Kind, check, planned_instructions
+from zeroresize.runtime.schedules import adaptive_orders, orders_of
 from zeroresize.runtime.stage import Stage
-from zeroresize.strategy.packed import Packed
 
-CONFIG = LlamaConfig(num_blocks=3, hidden_size=8, num_heads=2, mlp_size=12, vocabulary=16)
+WIDTH, NUM_LAYERS = 6, 8
+
+
+class Rows:
+    """A micro-batch of [B, L, D], with another tensor [B, S, D] that layers hand on beside it."""
+
+    def __init__(self, sizes, generator=None):
+        self.sizes = dict(sizes)
+        shapes = ((sizes["size"], sizes[name], WIDTH) for name in ("source", "target"))
+        self.source, self.target = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+
+    @property
+    def inputs(self):
+        return self.source
+
+
+class Encoder(nn.Module):
+    """Source to source."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)
+
+    def forward(self, x, batch):
+        return x + self.dropout(torch.tanh(self.linear(x)))
+
+
+class Decoder(nn.Module):
+    """Source, or source and target, to both: the source passes through, unless its weights are of use there, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, batch):
+        source, target = (x, batch.target) if isinstance(x, torch.Tensor) else x
+        return source, target + torch.tanh(self.linear(target) + source.mean(dim=1, keepdim=True))
 
 
 def layers_of():
     torch.manual_seed(0)
-    return nn.ModuleList(llama_layers(CONFIG)).double()
+    return nn.ModuleList([Encoder(), Encoder(), Encoder(), *(Decoder() for _ in range(NUM_LAYERS - 3))]).double()
 
 
-def activations_of():
-    with torch.device("meta"):
-        return activations_between(nn.ModuleList(llama_layers(CONFIG)).double())
+def loss_of(x, batch):
+    return F.mse_loss(x[1], batch.target.flip(0), reduction="sum") + x[0].square().sum()
 
 
-def activations_between(layers):
-    return find_activations(layers, Packed.hollow, ["tokens"])
+def batches_of(number, seed=0):
+    generator, random = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
+    sizes = [
+        dict(zip(("size", "source", "target"), random.integers(1, 7, 3).tolist(), strict=True)) for _ in range(number)
+    ]
+    return [Rows(each, generator) for each in sizes]
 
 
-def micro_batches_of(number):
-    generator = torch.Generator().manual_seed(1)
-    lengths = [(3, 2), (9,), (1, 1, 4), (2,), (7, 3), (5,)][:number]
-    return [Packed.of([torch.randint(16, (one + 1,), generator=generator) for one in own]) for own in lengths]
+def activations_of(layers):
+    return find_activations(layers, Rows, ["size", "source", "target"])
 
 
-def undivided(layers, number):
-    total = torch.zeros((), dtype=torch.float64)
-    for packed in micro_batches_of(number):
-        x = packed.tokens
-        for layer in layers:
-            x = layer(x, packed)
-        total = total + token_loss(x, packed)
-    return total
+def work_of(batches):
+    return np.array([[math.prod(batch.sizes.values())] for batch in batches], dtype=np.float64)
 
 
-def stage_of(layers, group):
-    if group.size() == 1:
-        return Stage(list(layers), 0, activations_of(), None, torch.device("cpu")), layers
+def orders_by(schedule, num_stages, batches):
+    work = work_of(batches)
+    if schedule == "adaptive":
+        num_bytes = np.broadcast_to(work, (len(batches), num_stages))
+        return adaptive_orders(num_bytes, [2.5 * work.max()] * num_stages)
+    return orders_of(schedule, num_stages, len(batches))
+
+
+def planned(schedule, num_stages, batches):
+    seconds = np.broadcast_to(work_of(batches), (len(batches), num_stages))
+    stages = planned_instructions(orders_by(schedule, num_stages, batches), seconds, 2.0 * seconds)
+    check(stages, len(batches))
+    return stages
+
+
+def stage_of(layers, group, **options):
     boundaries = Partition.uniform(len(layers), group.size()).boundaries
     begin, end = boundaries[group.rank()], boundaries[group.rank() + 1]
     part = layers[begin:end]
-    return Stage(list(part), begin, activations_of(), group, torch.device("cpu")), part
+    return Stage(list(part), begin, activations_of(layers), group, torch.device("cpu"), 7, **options), part
 
 
-def instructions_for(group, number):
-    return instructions_of("1f1b", group.size(), number)[group.rank()]
+def gradients_of(layers, group, schedule, batches, **options):
+    stage, part = stage_of(layers, group, **options)
+    layers.zero_grad()
+    loss = stage.train(planned(schedule, group.size(), batches)[group.rank()], batches, loss_of)
+    gradients = [parameter.grad for parameter in part.parameters()]
+    return loss, part, gradients
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
-def test_stages_add_up_the_undivided_models_gradients(run_ranks, num_stages):
-    def check(rank, group):
-        layers = layers_of()
+@pytest.mark.parametrize(("num_stages", "number"), [(1, 3), (2, 7), (4, 2), (3, 0)])
+def test_schedules_add_up_the_undivided_models_gradients(run_ranks, num_stages, number):
+    """Of micro-batches whose sizes all differ, with tuples that are handed on; more or fewer than stages, or none."""
+
+    def check_rank(rank, group):
+        layers, batches = layers_of().eval(), batches_of(number)
+        total = torch.zeros((), dtype=torch.float64)
+        for batch in batches:
+            x = batch.inputs
+            for layer in layers:
+                x = layer(x, batch)
+            total = total + loss_of(x, batch)
+        if number:
+            total.backward()
         stage, part = stage_of(layers, group)
-        for number in (1, 0, 6, 3):  # with as many, fewer and more than stages; one after the other in one group
-            layers.zero_grad()
-            wanted = undivided(layers, number)
-            if number:
-                wanted.backward()
-            gradients = [parameter.grad for parameter in part.parameters()]
-            layers.zero_grad()
-            micro_batches = micro_batches_of(number)
-            for mean in (
-                stage.train(instructions_for(group, number), micro_batches, token_loss),
-                stage.evaluate(micro_batches, token_loss),
-            ):
-                assert not mean.requires_grad
-                torch.testing.assert_close(mean, wanted.detach() if stage.is_last else torch.zeros_like(mean))
-            for parameter, gradient in zip(part.parameters(), gradients, strict=True):
-                assert (gradient is None) == (number == 0)
-                torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)
-            assert all(one.grad is None for one in layers.parameters() if not any(one is p for p in part.parameters()))
-
-    run_ranks(check, num_stages)
-
-
-def test_frozen_stages_and_as_few_forwards_ahead_as_1f1b_needs(run_ranks):
-    def check(rank, group):
-        layers = layers_of()
-        for number in (0, 1, 3):
-            layers[number].requires_grad_(False)
-        stage, part = stage_of(layers, group)
-        held, most = 0, 0
-
-        def count(change):
-            def hook(*_):
-                nonlocal held, most
-                held += change
-                most = max(most, held)
-
-            return hook
-
-        part[0].register_forward_hook(count(1))
-        undivided(layers, 6).backward()
         wanted = [parameter.grad for parameter in part.parameters()]
-        layers.zero_grad()
-        held = most = 0
-        backward = torch.autograd.backward
-        torch.autograd.backward = lambda *args: (backward(*args), count(-1)())
-        if rank == 0:  # nothing to be learnt there: no backward
+        here = total.detach() if rank == num_stages - 1 else torch.zeros_like(total)
+        torch.testing.assert_close(stage.evaluate(batches, loss_of), here)
+        for schedule in ("gpipe", "1f1b", "adaptive") if number else ():
+            for recompute in ("none", "layers"):
+                loss, _, gradients = gradients_of(layers, group, schedule, batches, recompute=recompute)
+                assert not loss.requires_grad
+                torch.testing.assert_close(loss, here)
+                for gradient, expected in zip(gradients, wanted, strict=True):
+                    torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
+
+    run_ranks(check_rank, num_stages)
+
+
+def test_a_frozen_first_stage_runs_no_backward(run_ranks):
+    def check_rank(rank, group):
+        layers, batches = layers_of().eval(), batches_of(4)
+        for layer in layers[:4]:
+            layer.requires_grad_(False)
+        if rank == 0:
             torch.autograd.backward = lambda *_: pytest.fail("a frozen first stage runs backward")
-        stage.train(instructions_for(group, 6), micro_batches_of(6), token_loss)
-        for parameter, gradient in zip(part.parameters(), wanted, strict=True):
-            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)
-        assert rank == 0 or most == group.size() - rank
+        _, _, gradients = gradients_of(layers, group, "1f1b", batches)
+        assert all((gradient is None) == (rank == 0) for gradient in gradients)
 
-    run_ranks(check, 3)
+    run_ranks(check_rank, 2)
 
 
-def test_a_dead_stage_is_named_by_its_neighbours(tmp_path):
-    def check(rank, group):
-        layers = layers_of()
-        stage, part = stage_of(layers, group)
-        if rank == 1:
-            calls = []
-            part[0].register_forward_hook(lambda *_: os._exit(0) if calls else calls.append(1))
+def test_random_numbers_follow_the_micro_batch_whatever_the_schedule_and_recomputation(run_ranks):
+    def check_rank(rank, group):
+        layers, batches = layers_of(), batches_of(5)
+        expected = gradients_of(layers, group, "gpipe", batches)
+        for options in ({}, {"recompute": "layers"}):
+            loss, _, gradients = gradients_of(layers, group, "1f1b", batches, **options)
+            torch.testing.assert_close(loss, expected[0])
+            torch.testing.assert_close(gradients, expected[2], rtol=1e-10, atol=1e-12)
+        other, _, _ = gradients_of(layers, group, "1f1b", list(reversed(batches)))
+        assert rank == 0 or not torch.allclose(other, expected[0])
+
+    run_ranks(check_rank, 2)
+
+
+def test_as_much_is_kept_as_the_schedule_says(run_ranks):
+    """Counted: inputs and outputs of a stage that live at once, by its orders."""
+
+    def check_rank(rank, group):
+        layers, batches = layers_of(), batches_of(9)
+        under_way = [0]
+
+        def count(instruction):
+            under_way.append(under_way[-1] + (1 if instruction.kind is Kind.FORWARD else -1))
+            living = sum(reference() is not None for reference in outputs)
+            # the newest one is still in the hands of who called, as are those that are being sent
+            assert living <= under_way[-1] + 2
+
+        outputs = []
+        stage, part = stage_of(layers, group, on_computed=count)
+        part[-1].register_forward_hook(lambda _, inputs, output: outputs.append(weakref.ref(as_tuple(output)[-1])))
+        stage.train(planned("1f1b", group.size(), batches)[rank], batches, loss_of)
+        assert not any(reference() is not None for reference in outputs)
+        return max(under_way)
+
+    assert run_ranks(check_rank, 3) == [3, 2, 1]
+
+
+def test_a_naive_plan_waits_for_ever_for_real_where_the_check_says_so(run_ranks):
+    """Both send first, each waits for the other's receive; the same orders run with planned messages."""
+    batches = batches_of(4)
+    orders = orders_of("1f1b", 2, 4)
+    naive = naive_instructions(orders)
+    with pytest.raises(DeadlockError):
+        check(naive, 4)
+
+    def check_rank(rank, group):
+        impatient = dist.new_group(timeout=timedelta(seconds=3))
+        stage, _ = stage_of(layers_of(), impatient)
+        stage.train(planned("1f1b", 2, batches)[rank], batches, loss_of)
+        begin = time.monotonic()
+        with pytest.raises(
+            RuntimeError, match=r"Wait(SendAct|SendGrad|RecvAct|RecvGrad)\(\d\) failed, the .* of micro-batch"
+        ):
+            stage.train(naive[rank], batches, loss_of)
+        return time.monotonic() - begin
+
+    assert max(run_ranks(check_rank, 2, timeout_s=20)) < 15.0
+
+
+def test_a_stage_that_dies_between_two_instructions_is_named(tmp_path):
+    def check_rank(rank, group):
+        layers, batches = layers_of(), batches_of(6)
+        computed = []
+
+        def die(instruction):
+            computed.append(instruction)
+            if rank == 1 and len(computed) == 4:
+                os._exit(0)
+
+        stage, _ = stage_of(layers, group, on_computed=die)
         with pytest.raises(RuntimeError) as caught:
-            stage.train(instructions_for(group, 6), micro_batches_of(6), token_loss)
+            stage.train(planned("1f1b", 3, batches)[rank], batches, loss_of)
         return str(caught.value)
 
-    messages = told_by_survivors(check, 3, tmp_path)
-    assert messages.keys() == {0, 2}
-    assert all("ranks [1] of the group (ranks [1] of the job) failed" in one for one in messages.values()), messages
+    texts = told_by_survivors(check_rank, 3, tmp_path)
+    assert texts.keys() == {0, 2}
+    for text in texts.values():
+        assert "of micro-batch" in text and "with stage 1" in text and "ranks [1] of the group" in text
 
 
-def test_activations_are_those_between_whole_layers():
-    assert activations_of() == [(Activation(("tokens", 8), torch.float64),)] * 4
-    assert activations_of()[0][0].of({"tokens": 3}).num_bytes == 192
+def test_what_layers_hand_on_otherwise_than_on_the_meta_device_is_named(run_ranks):
+    class Other(Encoder):
+        def forward(self, x, batch):
+            y = super().forward(x, batch)
+            return y if x.is_meta else y.float()
+
+    def check_rank(rank, group):
+        layers, batches = layers_of(), batches_of(2)
+        layers[3] = Other().double()
+        stage, _ = stage_of(layers, group)
+        if rank == 0:
+            with pytest.raises(
+                ValueError, match=r"stage 0 hands on torch.float32 .* of micro-batch 0, where torch.float64"
+            ):
+                stage.train(planned("1f1b", 2, batches)[rank], batches, loss_of)
+
+    run_ranks(check_rank, 2)
+
+
+def test_shapes_follow_each_size():
+    source = Activation(("size", "source", WIDTH), torch.float64)
+    target = Activation(("size", "target", WIDTH), torch.float64)
+    activations = activations_of(layers_of())
+    assert activations == [(source,)] * 3 + [(source, target)] * (NUM_LAYERS - 4)
+    assert target.of({"size": 2, "source": 3, "target": 4}).num_bytes == 2 * 4 * WIDTH * 8
+
+
+IDS = TensorShape((4, 3), torch.int64, requires_grad=False)
+HIDDEN = TensorShape((4, 3, 8), torch.float32)
+HALF = TensorShape((2, 5), torch.bfloat16)
+
+
+def test_messages_have_the_bytes_of_activations_and_of_the_gradients_that_come_back():
+    # 96 bytes go forward and none comes back; 384 each way; 20 each way beside 96 forward.
+    assert [message_bytes(one) for one in ((IDS,), (HIDDEN,), (HALF, IDS), ())] == [48.0, 384.0, 68.0, 0.0]
+    assert HIDDEN.num_bytes == HIDDEN.empty(torch.device("cpu")).nbytes
+
+
+def test_a_text_tells_boundaries():
+    boundaries = [(IDS, HALF), (HIDDEN,), ()]
+    assert from_text(to_text(boundaries)) == boundaries
+
+
+class Tokens:
+    """A micro-batch of so many integers."""
+
+    def __init__(self, sizes):
+        self.sizes, self.inputs = dict(sizes), torch.arange(sizes["tokens"])
 
 
 class Returns(nn.Module):
@@ -146,7 +300,7 @@ class Returns(nn.Module):
         super().__init__()
         self.give = give
 
-    def forward(self, x, packed):
+    def forward(self, x, batch):
         return self.give(x)
 
 
@@ -164,34 +318,12 @@ class Returns(nn.Module):
 )
 def test_layers_whose_output_a_pipeline_cannot_hand_on_are_errors(give, message):
     with pytest.raises(ValueError, match=message):
-        activations_between([Returns(lambda x: x.double()), Returns(give), Returns(lambda x: x)])
+        find_activations([Returns(lambda x: x.double()), Returns(give), Returns(lambda x: x)], Tokens, ["tokens"])
 
 
 def test_dimensions_follow_the_sizes_that_they_have():
     layers = [Returns(lambda x: x[:, None].double() + x), Returns(lambda x: (x.sum(0), x.mean())), Returns(lambda x: x)]
-    square, pair = activations_between(layers)
+    square, pair = find_activations(layers, Tokens, ["tokens"])
     assert square == (Activation(("tokens", "tokens"), torch.float64),)
     assert pair == (Activation(("tokens",), torch.float64), Activation((), torch.float64))
     assert square[0].of({"tokens": 4}).shape == (4, 4) and pair[1].of({"tokens": 4}).num_bytes == 8
-
-
-def test_shapes_of_a_recurrent_layer_are_found_by_few_tokens():
-    """It computes them one after another, on the meta device too."""
-    num_tokens = []
-
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm = nn.LSTM(4, 6)
-
-        def forward(self, x, packed):
-            num_tokens.append(packed.num_tokens)
-            if packed.num_tokens > 1000:
-                pytest.fail(f"{packed.num_tokens} tokens")
-            return self.lstm(x)[0]
-
-    embedding = Returns(lambda x: x.float()[:, None].expand(-1, 4))
-    assert activations_between([embedding, Recurrent(), Returns(lambda x: x)])[1] == (
-        Activation(("tokens", 6), torch.float32),
-    )
-    assert len(num_tokens) == 2

@@ -6,17 +6,13 @@ import pytest
 from scripts.simulated.changing_layers import (
     CASES,
     SPARSITIES,
-    dense,
     depths,
-    exiting,
     experts,
     frozen,
     pruned,
-    sparse_attention,
 )
 from zeroresize.plan.partition import Partition
-from zeroresize.policy.pipeline.centralized import balanced_partition
-from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
+from zeroresize.policy.pipeline.division import PipelineLoad, balanced_partition
 
 STEPS, LAYERS = 2000, 48
 
@@ -49,17 +45,6 @@ def test_work_changes_where_a_program_would_say_so_and_nowhere_else(case):
     assert set(np.flatnonzero((np.diff(both, axis=0) != 0.0).any(axis=1)).tolist()) == layers.changes
 
 
-@pytest.mark.parametrize("case", ["sparse attention", "mixture of experts", "mixture of depths"])
-def test_routing_changes_work_in_every_step_and_nobody_says_so(case):
-    layers = CASES[case](STEPS, LAYERS)
-    assert not layers.changes
-    assert (np.diff(layers.forward, axis=0) != 0.0).any(axis=1).all()
-
-
-def test_dense_layers_never_change():
-    assert (work_of(dense(100, 24)) == 1.0).all()
-
-
 def test_pruning_leaves_what_the_paper_says_over_all_layers():
     layers = pruned(STEPS, LAYERS)
     for iteration, sparsity in SPARSITIES.items():
@@ -76,21 +61,6 @@ def test_a_static_pipeline_of_frozen_layers_idles_for_as_long_as_the_paper_says(
     assert (layers.forward == 1.0).all()
     frozen_L = layers.backward[-1] == 0.0
     assert frozen_L[: frozen_L.sum()].all()  # the front
-
-
-def test_all_tokens_pass_the_first_quarter_and_few_come_to_the_end():
-    last = exiting(STEPS, LAYERS).forward[-1]
-    assert (last[: LAYERS // 4] == 1.0).all() and (np.diff(last) <= 0.0).all()
-    assert last[-1] == pytest.approx(0.05)
-    assert last.mean() == pytest.approx(0.39, abs=0.01)
-
-
-def test_a_tenth_of_the_blocks_of_attention_is_left_in_the_middle():
-    attention = 0.75
-    work = sparse_attention(STEPS, LAYERS, attention=attention).forward
-    left = (work - (1.0 - attention)) / attention
-    assert np.median(left) == pytest.approx(0.1, rel=0.15)
-    assert left.min() > 0.0 and left.max() <= 1.0
 
 
 @pytest.mark.parametrize(

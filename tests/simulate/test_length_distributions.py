@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from lm_examples.length_distributions import BOUNDS, DISTRIBUTIONS, LengthDistribution
+from lm_examples.task_lengths import FLAN_LIKE, draw_pairs, mini_batch_of_pairs
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
@@ -26,12 +27,23 @@ def test_a_mini_batch_ends_with_the_sequence_that_brings_it_to_its_tokens():
     assert DISTRIBUTIONS["github"].mini_batch(1, 32768, np.random.default_rng(0)) == lengths[:1]
 
 
-def test_most_sequences_are_short_and_github_has_more_long_ones():
-    crawl, github = (DISTRIBUTIONS[name].shares for name in ("commoncrawl", "github"))
-    assert crawl[0] > 0.9 and (np.diff(crawl) < 0).all() and (github[1:] > crawl[1:]).all()
-
-
 @pytest.mark.parametrize(("bounds", "tokens"), [((1, 4), (1.0, 2.0)), ((1, 4, 4), (1.0, 2.0)), ((1, 4), (0.0,))])
 def test_what_is_no_distribution_is_refused(bounds, tokens):
     with pytest.raises(ValueError, match=r"rise|one positive number"):
         LengthDistribution(bounds, tokens)
+
+
+def test_cutting_later_leaves_as_many_more_tokens_as_in_the_paper():
+    joined = draw_pairs(200_000, np.random.default_rng(0)).sum(axis=1)
+    more = np.minimum(joined, 8192).sum() / np.minimum(joined, 512).sum()
+    assert more == pytest.approx(1.132, abs=0.01)
+
+
+def test_mini_batches_have_the_tokens_that_are_asked_for():
+    random = np.random.default_rng(2)
+    for joined, limits in ((True, [512]), (False, [512, 100])):
+        for num_tokens in (1, 700, 65536):
+            lengths = mini_batch_of_pairs(num_tokens, 512, random, joined=joined, max_target=100)
+            assert lengths.shape[1] == (1 if joined else 2) and (lengths >= 1).all() and (lengths <= limits).all()
+            assert lengths.sum() >= num_tokens > lengths[:-1].sum()
+    assert sum(kind.share for kind in FLAN_LIKE) == pytest.approx(1.0)

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroresize.policy.pipeline.layer_means import LayerMeans
-from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
+from zeroresize.policy.pipeline.profiles import LayerMeans, LayerProfile, PipelineProfile
 from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds
 from zeroresize.utils.usual import usual_of
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from zeroresize.injection.delay import Delay, Delayed, Delays
-from zeroresize.pipeline.layer_watchers import LayerWatcher
 from zeroresize.pipeline.pipeline import Pipeline
+from zeroresize.pipeline.stage_layers import LayerWatcher
 
 
 class SlowStage(LayerWatcher, Delayed):

@@ -23,7 +23,7 @@ from zeroresize.policy.microbatches.sample_order import ordered
 from zeroresize.resharding.agreement import agreed
 from zeroresize.runtime.activations import Batch, BatchOf
 from zeroresize.runtime.counted_loss import Count, Loss, total_count
-from zeroresize.runtime.random_numbers import seed_of
+from zeroresize.runtime.stage import seed_of
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.step_trainer import StepTrainer, require_ready_to_train
 

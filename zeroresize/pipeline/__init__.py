@@ -43,18 +43,15 @@ Stage ``s`` has the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``. A
 
 # zr.sharded_state_dict knows pipelines by it.
 import zeroresize.pipeline.pipeline_state  # noqa: F401
-from zeroresize.pipeline.automatic_repacking import Repack
 from zeroresize.pipeline.dry_run import PipelinePlan, plan_pipeline, profiles_on_meta
-from zeroresize.pipeline.gradient_clipping import clip_grad_norm_
+from zeroresize.pipeline.measuring import LayerProfiler
 from zeroresize.pipeline.moving_layers import LayerMoveReport, MoveDuringBackward, move_layers, moving_during_backward
-from zeroresize.pipeline.pipeline import Pipeline
+from zeroresize.pipeline.pipeline import Pipeline, clip_grad_norm_
 from zeroresize.pipeline.pipeline_balancer import PipelineBalancer
-from zeroresize.pipeline.profiling import LayerProfiler
 from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
-from zeroresize.pipeline.release_hooks import Release
-from zeroresize.pipeline.repacking import RepackingReport, repack
+from zeroresize.pipeline.repacking import Release, Repack, RepackingReport, repack
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
-from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal
+from zeroresize.policy.pipeline.rebalancing import RebalancingProposal
 
 __all__ = [
     "LayerMoveReport",

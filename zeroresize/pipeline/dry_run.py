@@ -15,10 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zeroresize.measure.saved_bytes import SavedBytes
 from zeroresize.plan.partition import Partition
-from zeroresize.policy.pipeline.layer_costs import LayerCosts
-from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
-from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
-from zeroresize.policy.pipeline.rebalancing_proposal import By, RebalancingRule
+from zeroresize.policy.pipeline.division import PipelineLoad
+from zeroresize.policy.pipeline.profiles import LayerCosts, LayerProfile, PipelineProfile
+from zeroresize.policy.pipeline.rebalancing import By, RebalancingRule
 from zeroresize.runtime.schedules import Schedule
 from zeroresize.utils.value_checks import at_least
 

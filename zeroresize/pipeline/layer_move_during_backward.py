@@ -19,8 +19,8 @@ from torch import Tensor
 from zeroresize.comm.collectives import Channel
 from zeroresize.pipeline.layer_contents import TensorNote, bytes_of
 from zeroresize.pipeline.layer_move import LayerMove
-from zeroresize.pipeline.layer_watchers import LayerWatcher
 from zeroresize.pipeline.pipeline import Pipeline
+from zeroresize.pipeline.stage_layers import LayerWatcher
 from zeroresize.resharding.agreement import bytes_up_to_peak
 from zeroresize.utils.torch_private import version_of
 

@@ -22,10 +22,11 @@ from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.meeting import Meet
 from zeroresize.comm.side_groups import destroy_side_group
 from zeroresize.layers.whole_parameters import require_whole_parameters
-from zeroresize.pipeline.first_boundaries import divided_by_parameters
+from zeroresize.optim.gradient_clipping import grad_norm, norm_over, scale_gradients
 from zeroresize.pipeline.stage_layers import (
     Initialize,
     StageLayers,
+    divided_by_parameters,
     place,
     require_initialize,
     require_ties_within_stages,
@@ -429,6 +430,30 @@ class Pipeline:
         if self._group is None:
             return range(0)
         return range(self.boundaries[self.stage], self.boundaries[self.stage + 1])
+
+
+@torch.no_grad()
+def clip_grad_norm_(pipeline: Pipeline, max_norm: float) -> Tensor:
+    """Scale the gradients of all stages so that their 2-norm is at most ``max_norm``; collective.
+
+    The result is that of ``torch.nn.utils.clip_grad_norm_`` on the undivided model.
+
+    With tensor parallelism inside stages the norm is taken over the stages' groups, too: see
+    :func:`zeroresize.clip_grad_norm_`.
+
+    Args:
+        max_norm: of all stages' gradients together, as one vector.
+
+    Returns:
+        The 2-norm before scaling, on every rank.
+
+    Raises:
+        ValueError: for layers of several tensor-parallel groups.
+    """
+    parameters = list(pipeline.parameters())  # of all stages' layers, so all ranks find the same groups
+    total = norm_over(grad_norm(parameters).to(pipeline.device).square(), pipeline.process_group)
+    scale_gradients(parameters, max_norm, total)
+    return total
 
 
 def _require_schedule(schedule: object) -> None:

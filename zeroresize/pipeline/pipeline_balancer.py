@@ -1,4 +1,4 @@
-"""Keeps the stages of a pipeline equally long while it is trained: profiles, decides, moves layers."""
+"""Keeps the stages of a pipeline equally long while it is trained: measures, decides, moves layers, releases ranks."""
 
 from __future__ import annotations
 
@@ -12,44 +12,34 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import all_reduce, as_process_group
+from zeroresize.comm.collectives import as_process_group
 from zeroresize.layers.whole_parameters import require_whole_parameters
 from zeroresize.measure.links import measure_move_cost
-from zeroresize.pipeline.automatic_repacking import AutomaticRepacking, Repack
-from zeroresize.pipeline.balancer_checks import require_cadence, require_no_ties, require_stepping_all
-from zeroresize.pipeline.counted_work import CountWork, WorkCounter
-from zeroresize.pipeline.measuring import Measuring
+from zeroresize.optim.independence import why_not_by_parameter
+from zeroresize.pipeline.measuring import CountWork, Measuring, StageLinks, WorkCounter
 from zeroresize.pipeline.moving_layers import LayerMoveReport, MoveDuringBackward, move_layers, moving_during_backward
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.pipeline.profiling import LayerProfiler
 from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
-from zeroresize.pipeline.replicas import PipelineReplicas
-from zeroresize.pipeline.stage_links import StageLinks
-from zeroresize.pipeline.units_before_layers import StageUnits, UnitsFirst
+from zeroresize.pipeline.repacking import Repack, RepackingReport, carry_out_repacking, stage_that_stays
+from zeroresize.pipeline.replicas import PipelineReplicas, StageUnits, have_settled, leave_layers
+from zeroresize.pipeline.stage_layers import require_ties_within_stages
 from zeroresize.policy.moves.move_cost import MoveCost, most_bytes
 from zeroresize.policy.moves.rental import MIN_SAVING
-from zeroresize.policy.pipeline.message_delays import PipelineMessages
-from zeroresize.policy.pipeline.pipeline_load import NothingFitsError
-from zeroresize.policy.pipeline.profile_cadence import (
-    MAX_MEASURING,
-    ProfileCadence,
-    ProfileEvery,
-)
+from zeroresize.policy.pipeline.division import NothingFitsError
+from zeroresize.policy.pipeline.profile_cadence import MAX_MEASURING, ProfileCadence, ProfileEvery
 from zeroresize.policy.pipeline.profiles import PipelineProfile
-from zeroresize.policy.pipeline.rebalancing import Rebalancing, RebalancingState
-from zeroresize.policy.pipeline.rebalancing_proposal import (
+from zeroresize.policy.pipeline.rebalancing import (
     By,
+    Rebalancing,
     RebalancingProposal,
     RebalancingRule,
+    RebalancingState,
     described,
 )
 from zeroresize.policy.pipeline.repacking_decision import RepackingDecision
-from zeroresize.resharding.agreement import (
-    CannotMoveError,
-    NotEnoughMemoryError,
-    meet_prepared,
-    require_same,
-)
+from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError, agreed, require_same
+from zeroresize.resharding.movable_optimizer import groups_of, require_movable_state
+from zeroresize.utils import value_checks
 from zeroresize.utils.codec import loaded, saved
 from zeroresize.utils.fingerprint import fingerprint
 
@@ -96,7 +86,7 @@ class PipelineBalancer:
     With ``profile_every=1`` and ``max_measuring=math.inf`` every block is measured.
 
     A stage that becomes slow gets fewer layers, and gets them back when it recovers; see
-    :mod:`zeroresize.policy.pipeline.layer_costs` for how slow devices and heavy layers are told apart.
+    :mod:`zeroresize.policy.pipeline.profiles` for how slow devices and heavy layers are told apart.
 
     Its constructor is collective, and so are the blocks.
 
@@ -121,7 +111,7 @@ class PipelineBalancer:
         min_saving: share of a step that a change must save at least.
         measure_links: whether every profile measures the links between stages, too, so that divisions count with what
             messages take there, as where stages are on several nodes and bandwidth changes. Stages then wait for
-            their messages in 1F1B as :mod:`~zeroresize.policy.pipeline.message_delays` says.
+            their messages in 1F1B as :mod:`~zeroresize.policy.pipeline.division` says.
         max_bytes: of messages at once in a move, as in :func:`~zeroresize.pipeline.move_layers`.
         move_during_backward: whether layers travel while the next block runs
             (:func:`~zeroresize.pipeline.moving_during_backward`), or at its end where memory does not suffice before;
@@ -169,21 +159,22 @@ class PipelineBalancer:
         repack: Repack | None = None,
     ) -> None:
         self.steps = 0
+        self._pipeline, self._optimizer, self._units, self._repack = pipeline, optimizer, units, repack
+        self._max_bytes, self._on_change, self._on_profile = max_bytes, on_change, on_profile
         self._moves_during_backward = move_during_backward and units is None
         self._wanted: RebalancingProposal | None = None
         self._has_warned = False  # that nothing fits
         self._steps_of_block = 1
-        self._pipeline, self._optimizer = pipeline, optimizer
-        self._max_bytes, self._on_change, self._on_profile = max_bytes, on_change, on_profile
-        self._cadence = ProfileCadence(profile_every, max_measuring)
-        self._replicas: PipelineReplicas | None = None
-        self._units = None if units is None else UnitsFirst(units)
+        self._cadence = cadence = ProfileCadence(profile_every, max_measuring)
         options = ""
-        self._repacking = None if repack is None else AutomaticRepacking(repack)
-        alike: tuple[float, float] | Exception
-        try:
-            require_cadence(profile_every, max_measuring)
-            counter = WorkCounter(pipeline, count_work)
+        replicas_group: ProcessGroup | None = None
+
+        def checked() -> tuple[WorkCounter, RebalancingRule, list[int | None]]:
+            nonlocal options, replicas_group
+            if profile_every != "auto":
+                value_checks.at_least("profile_every", profile_every, 1, otherwise='"auto"')
+            if max_measuring != math.inf:
+                value_checks.number("max_measuring", max_measuring, above=0.0)
             if not (memory_limits is None or isinstance(memory_limits, Sequence)):
                 raise ValueError(f"memory_limits={memory_limits!r} is not allowed: bytes of each stage are needed")
             limits = None if memory_limits is None else tuple(map(float, memory_limits))
@@ -193,41 +184,46 @@ class PipelineBalancer:
                 raise ValueError("repack needs memory_limits, or a max_slowdown: nothing else would keep any stage")
             if repack is not None and (replicas is not None or units is not None):
                 raise ValueError("repack is for pipelines by themselves: not with replicas or units beside them")
-            replicas_group: ProcessGroup | None = as_process_group(replicas)
+            replicas_group = as_process_group(replicas)
             if units is not None and replicas is None and units.num_ranks > 1:
                 raise ValueError(f"units of {units.num_ranks} ranks need these ranks as replicas=")
-            require_no_ties(pipeline)
-            require_whole_parameters(list(pipeline.layers))
-            groups = require_stepping_all(pipeline, optimizer)
-            rule = RebalancingRule(
-                by,
-                pipeline.schedule,
-                pipeline.num_microbatches,
-                1 if self._cadence.measures_all else max(self._cadence.least, 2),
-                min_saving,
-                limits,
-            )
+            counter = WorkCounter(pipeline, count_work)
+            groups = _movable_groups(pipeline, optimizer)
+            measures_all = profile_every == 1 and max_measuring == math.inf
+            num_steps = 1 if measures_all else max(cadence.least, 2)
+            rule = RebalancingRule(by, pipeline.schedule, pipeline.num_microbatches, num_steps, min_saving, limits)
             options = (
-                f"{rule}, {self._cadence}, count_work={'a function' if callable(count_work) else count_work}, "
+                f"{rule}, {cadence}, count_work={'a function' if callable(count_work) else count_work}, "
                 f"measure_links={measure_links}, max_bytes={max_bytes}, move_during_backward={move_during_backward}"
             )
-            alike = fingerprint(f"{options} {replicas is None} {units is None} {repack} {groups}"), 0.0
-        except Exception as error:  # the others must hear of any
-            alike = error
+            return counter, rule, groups
+
+        def told(made: tuple[WorkCounter, RebalancingRule, list[int | None]]) -> tuple[float, float]:
+            return fingerprint(f"{options} {replicas is None} {units is None} {repack} {made[-1]}"), 0.0
+
         meet = pipeline.meet()
-        table = meet_prepared(meet, alike)
-        require_same([one for one, *_ in table], _OPTIONS, meet)
+        (counter, rule, _), table = agreed(meet, checked, told)
+        require_same([row[0] for row in table], _OPTIONS, meet)
+        self._replicas: PipelineReplicas | None = None
         if replicas_group is not None:
             self._replicas = PipelineReplicas(pipeline, replicas_group, options)
             pipeline.replicas = replicas_group  # what counts in a step is that of all of them
         self._links = StageLinks(pipeline, self._replicas) if measure_links else None
-        self._tells = pipeline.stage == 0 and (self._replicas is None or self._replicas.is_first)
-        # Where every step may be measured, only what decisions need is.
-        counts_activations = rule.num_steps > 1 or rule.memory_limits is not None
-        self._measuring = Measuring(pipeline, optimizer, self._cadence, counter, counts_activations=counts_activations)
+        self._measuring = Measuring(
+            pipeline,
+            optimizer,
+            cadence,
+            counter,
+            self._replicas,
+            # Where every step may be measured, only what decisions need is.
+            counts_activations=rule.num_steps > 1 or rule.memory_limits is not None,
+        )
         self._connect()
         self._rebalancing = Rebalancing(rule, self._measure_cost())
-        self._rebalancing.interval = self._cadence.every
+        self._rebalancing.interval = cadence.every
+        self._repacking = (
+            RepackingDecision() if repack is None else RepackingDecision(repack.least_stages, repack.max_slowdown)
+        )
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -242,13 +238,16 @@ class PipelineBalancer:
         self._measuring.begin_block()
         knows_shapes = self._pipeline.knows_shapes
         # The first step finds shapes by running layers once more.
-        is_due = self._cadence.is_due(self.steps) and knows_shapes and not self._ask_if_units_move()
-        profiler = self._new_profiler() if is_due else None
-        proposal, self._wanted = self._wanted, None
-        move, is_over = None, False
+        is_due = self._cadence.is_due(self.steps) and knows_shapes and not self._units_move()
+        profiler = self._measuring.new_profiler() if is_due else None
+        wanted, self._wanted = self._wanted, None
+        is_usual, is_over, move = wanted is None and knows_shapes, False, None
+        if wanted is not None and wanted.before != self._pipeline.boundaries:
+            wanted = None  # somebody else has moved layers
         try:
             with ExitStack() as around:
-                move = None if proposal is None else self._begin_move(proposal, around)
+                if wanted is not None:
+                    move = self._begin_move(wanted, around)
                 if profiler is not None:
                     around.enter_context(profiler)
                 num_steps = self._pipeline.num_steps
@@ -259,23 +258,20 @@ class PipelineBalancer:
             if not is_over:
                 raise
             self._stay(error)
-        self._measuring.end_block(profiler, is_usual=proposal is None and knows_shapes)
+            wanted = None
+        self._measuring.end_block(profiler, is_usual=is_usual)
         if is_due:
             self._cadence.measured(self.steps)
         self.steps += 1
-        if proposal is not None and move is not None and move.report is not None:
-            self._finish_move(proposal, move.report)
-        elif proposal is not None and move is None and proposal.before == self._pipeline.boundaries:
-            self._move(proposal)
-        gathered = self._measuring.exchange(self.steps)
-        if gathered is not None:
-            self._measuring.learn_cost(gathered, self._replicas, log_step=self.steps if self._tells else None)
+        if move is not None and move.report is not None and wanted is not None:
+            self._finish_move(wanted, move.report)
+        elif wanted is not None:
+            self._move(wanted)
+        profile = self._measuring.exchange(self.steps)
+        if profile is not None:
             self._rebalancing.interval = self._cadence.blocks_to_next(self.steps)
-            if gathered.profile.boundaries == self._pipeline.boundaries:
-                self._balance(gathered.profile)
-
-    def _new_profiler(self) -> LayerProfiler:
-        return self._measuring.new_profiler()
+            if profile.boundaries == self._pipeline.boundaries:
+                self._balance(profile)
 
     def profile_next(self) -> None:
         """Measure layers in the next two blocks, as their work has changed; to be called on every rank alike.
@@ -288,8 +284,7 @@ class PipelineBalancer:
         self._measuring.forget_work()
         self._rebalancing.expect_other_work(self.steps)
         self._cadence.work_changed(self.steps)
-        if self._repacking is not None:
-            self._repacking.decision.expect_other_work()
+        self._repacking.expect_other_work()
 
     def what_if(self) -> RebalancingProposal | None:
         """Return what moving layers would save now, by the last profile; None before there was one.
@@ -314,8 +309,7 @@ class PipelineBalancer:
         learned = loaded(_State, state, "state", self._state)
         rebalancing = learned.rebalancing.on(len(self._pipeline.layers), self._pipeline.num_stages)
         self._rebalancing.go_on_from(rebalancing)
-        if self._repacking is not None:
-            self._repacking.decision = learned.repacking
+        self._repacking = learned.repacking
         self._measuring.forget_work()
         self.steps, self._wanted = learned.steps, None
         self._cadence.begin_anew(learned.costs_of_profiles)
@@ -323,88 +317,81 @@ class PipelineBalancer:
 
     @property
     def _state(self) -> _State:
-        repacking = RepackingDecision() if self._repacking is None else self._repacking.decision
-        return _State(self.steps, self._cadence.costs, self._rebalancing.state, repacking)
+        return _State(self.steps, self._cadence.costs, self._rebalancing.state, self._repacking)
 
     def _balance(self, profile: PipelineProfile) -> None:
+        """Decide after a profile, and carry that out or keep it for the next block."""
         proposal = self._decide(profile)
         if self._release(profile) or proposal is None:
             return
-        if self._ask_if_units_move():  # they have begun since the profile was measured
+        if self._units_move():  # they have begun since the profile was measured
             self._rebalancing.drop()
-            return
-        if self._moves_during_backward:
+        elif self._moves_during_backward:
             self._wanted = proposal
-            return
-        self._move(proposal)
+        else:
+            self._move(proposal)
 
     def _decide(self, profile: PipelineProfile) -> RebalancingProposal | None:
-        messages = None
+        messages = proposal = None
         if self._links is not None and self._pipeline.knows_shapes:
-            with self._measuring.seconds.waiting():
+            with self._measuring.seconds.handling(by_wall=True):
                 messages = self._links.measure(self._steps_of_block)
         with self._measuring.seconds.handling():
             if self._replicas is not None:
                 profile = self._replicas.gather_slowest(profile)
             if self._on_profile is not None:
-                self._on_profile(self._record_of(profile))
-            proposal = self._wanted_by(profile, messages)
+                rule, cadence = self._rebalancing.rule, self._cadence
+                self._on_profile(
+                    ProfileRecord.of(
+                        self.steps,
+                        profile,
+                        rule.schedule,
+                        rule.num_microbatches,
+                        profile_every=cadence.every,
+                        profile_cost=cadence.cost,
+                    )
+                )
+            try:
+                proposal = self._rebalancing.update(profile, self.steps, messages)
+            except NothingFitsError as error:  # on every rank; training does not need layers to move
+                if self._measuring.tells and not self._has_warned:
+                    logger.warning("step %d: layers stay where they are: %s", self.steps, error)
+                self._has_warned = True
         if self._rebalancing.looks_again:
             self._look_again()
             if self._units is not None:
                 self._units.watch()
         return proposal
 
-    def _wanted_by(self, profile: PipelineProfile, messages: PipelineMessages | None) -> RebalancingProposal | None:
-        try:
-            return self._rebalancing.update(profile, self.steps, messages)
-        except NothingFitsError as error:  # on every rank; training does not need layers to move
-            if self._tells and not self._has_warned:
-                logger.warning("step %d: layers stay where they are: %s", self.steps, error)
-            self._has_warned = True
-            return None
-
     def _look_again(self) -> None:
         """Measure the next block to confirm the last profile, unless another profile is on its way already."""
         if not self._measuring.is_under_way:
             self._cadence.look_again(self.steps - 1)
 
-    def _record_of(self, profile: PipelineProfile) -> ProfileRecord:
-        rule, cadence = self._rebalancing.rule, self._cadence
-        return ProfileRecord.of(
-            self.steps,
-            profile,
-            rule.schedule,
-            rule.num_microbatches,
-            profile_every=cadence.every,
-            profile_cost=cadence.cost,
-        )
-
     def _move(self, proposal: RebalancingProposal) -> None:
         """Between two steps."""
         try:
             if self._units is not None:
-                self._units.leave(proposal.after, self._pipeline.meet())
+                leave_layers(self._units, proposal.after, self._pipeline.meet())
         except (CannotMoveError, NotEnoughMemoryError) as error:
             self._stay(error)
             return
+        report = None
         try:
             report = move_layers(self._pipeline, proposal.after, optimizer=self._optimizer, max_bytes=self._max_bytes)
-        except (ValueError, CannotMoveError, NotEnoughMemoryError) as error:  # on every rank: nothing has moved
+        except NotEnoughMemoryError as error:
+            self._stay(error)
+        except (ValueError, CannotMoveError):  # on every rank: nothing has moved
             if self._units is not None:
                 self._units.attach()
-            if not isinstance(error, NotEnoughMemoryError):
-                raise
-            self._stay(error)
-            return
+            raise
         if self._units is not None:
             self._units.attach()
-        self._finish_move(proposal, report)
+        if report is not None:
+            self._finish_move(proposal, report)
 
     def _begin_move(self, proposal: RebalancingProposal, around: ExitStack) -> MoveDuringBackward | None:
-        """None where layers are not to move within the block: somebody else has moved some, or not all fits then."""
-        if proposal.before != self._pipeline.boundaries:
-            return None
+        """None where not all fits beside what the block computes with."""
         move = moving_during_backward(
             self._pipeline,
             proposal.after,
@@ -415,46 +402,85 @@ class PipelineBalancer:
         try:
             return around.enter_context(move)
         except NotEnoughMemoryError as error:
-            if self._tells:
+            if self._measuring.tells:
                 logger.info("step %d: layers do not move before the end of the step: %s", self.steps, error)
             return None
 
-    def _finish_move(self, proposal: RebalancingProposal, report: LayerMoveReport) -> None:
-        self._cadence.moved(self.steps - 1)
-        self._measuring.forget_costs()
-        self._tell(proposal, report)
-
-    def _ask_if_units_move(self) -> bool:
-        """Collective where stages are groups."""
-        return self._units is not None and not self._units.ask_whether_settled(self._pipeline.meet())
-
     def _stay(self, error: RuntimeError) -> None:
         self._rebalancing.refuse()
-        if self._tells:
+        if self._measuring.tells:
             logger.warning("step %d: layers stay where they are: %s", self.steps, error)
 
+    def _finish_move(self, proposal: RebalancingProposal, report: LayerMoveReport) -> None:
+        self._cadence.moved(self.steps - 1)
+        self._measuring.seconds.forget()
+        rows = self._pipeline.meet()(report.seconds, report.sent_bytes, report.received_bytes)
+        seconds, sent, received = zip(*rows, strict=True)
+        # Stages come to a move one after the other, as their steps end, and end it together.
+        num_stages = self._pipeline.num_stages
+        of_pipelines = [seconds[begin : begin + num_stages] for begin in range(0, len(seconds), num_stages)]
+        slowest_s = max(map(min, of_pipelines))
+        self._rebalancing.learn(most_bytes(sent, received), slowest_s)
+        self._record(proposal, described(proposal.transfers), int(sum(sent)), slowest_s)
+
     def _release(self, profile: PipelineProfile) -> bool:
-        """Whether the pipeline has fewer stages now."""
-        if self._repacking is None:
+        """Whether the pipeline has fewer stages now; what moves cost is not learned: most is making a process group."""
+        if self._repack is None:
             return False
         with self._measuring.seconds.handling():
-            released = self._repacking.release(
-                profile, self._rebalancing, self._pipeline, self._optimizer, step=self.steps, max_bytes=self._max_bytes
-            )
-        if self._repacking.decision.looks_again:
-            self._look_again()
-        if released is None:
-            return False
+            wanted = self._repacking.update(profile, self._rebalancing, stage_that_stays(self._pipeline))
+            if self._repacking.looks_again:
+                self._look_again()
+            if wanted is None:
+                return False
+            repacking, proposal = wanted
+            tells = self._measuring.tells
+            try:
+                report = carry_out_repacking(
+                    self._pipeline,
+                    self._optimizer,
+                    lambda: repacking,
+                    max_bytes=self._max_bytes,
+                    on_release=self._repack.on_release,
+                    step=self.steps,
+                )
+            except NotEnoughMemoryError as error:
+                self._repacking.rental.refuse()
+                if tells:
+                    logger.warning("step %d: no rank is released: %s", self.steps, error)
+                return False
+        self._follow(report)
+        text = (
+            f"{len(report.stages)} of {len(proposal.stage_s)} stages go on, ranks {list(report.released)} are released"
+        )
+        self._record(proposal, text, report.moved_bytes, report.seconds)
+        return True
+
+    def _follow(self, report: RepackingReport) -> None:
+        """Go on with the stages that are left."""
+        self._repacking.rental.succeed()
+        self._rebalancing.continue_on(report.stages, report.boundaries)
         self._cadence.moved(self.steps - 1)
         self._wanted = None
-        self._measuring.forget_costs()
+        self._measuring.seconds.forget()
         self._measuring.disconnect()
         if not self._pipeline.is_released:
-            self._tells = self._pipeline.stage == 0
             self._connect()
-        proposal, report = released
-        self._record(proposal, report.moved_bytes, report.seconds)
-        return True
+
+    def _record(self, proposal: RebalancingProposal, text: str, moved_bytes: int, seconds: float) -> None:
+        """Tell what has moved, in the log and to the user."""
+        if self._measuring.tells:
+            logger.info(
+                "step %d: %s: %.1f MB, %.2f s; %s", self.steps, text, moved_bytes / 1e6, seconds, proposal.reason
+            )
+        if self._on_change is not None:
+            self._on_change(
+                RebalancingRecord(**vars(proposal), step=self.steps, moved_bytes=moved_bytes, seconds=seconds)
+            )
+
+    def _units_move(self) -> bool:
+        """Collective where stages are groups."""
+        return self._units is not None and not have_settled(self._units, self._pipeline.meet())
 
     def _connect(self) -> None:
         """Make the groups that messages beside the pipeline's own take; collective."""
@@ -470,30 +496,23 @@ class PipelineBalancer:
             return measured
         return MoveCost(*self._replicas.gather_most(measured.seconds_per_byte, measured.fixed_s))
 
-    def _tell(self, proposal: RebalancingProposal, report: LayerMoveReport) -> None:
-        table = torch.zeros(self._pipeline.num_stages, 3, dtype=torch.float64)
-        table[self._pipeline.stage] = torch.tensor([report.sent_bytes, report.received_bytes, report.seconds])
-        whole = table.to(self._pipeline.meet_device)
-        all_reduce(whole, self._pipeline.process_group)
-        sent, received, stage_seconds = zip(*whole.tolist(), strict=True)
-        # Stages come to a move one after the other, as their steps end, and end it together.
-        moved_bytes, num_bytes, seconds = int(sum(sent)), most_bytes(sent, received), min(stage_seconds)
-        if self._replicas is not None:
-            num_bytes, seconds = self._replicas.gather_most(num_bytes, seconds)
-        self._rebalancing.learn(num_bytes, seconds)
-        if self._tells:
-            logger.info(
-                "step %d: %s: %.1f MB, %.2f s; %s",
-                self.steps,
-                described(proposal.transfers),
-                moved_bytes / 1e6,
-                seconds,
-                proposal.reason,
-            )
-        self._record(proposal, moved_bytes, seconds)
 
-    def _record(self, proposal: RebalancingProposal, moved_bytes: int, seconds: float) -> None:
-        if self._on_change is not None:
-            self._on_change(
-                RebalancingRecord(**vars(proposal), step=self.steps, moved_bytes=moved_bytes, seconds=seconds)
-            )
+def _movable_groups(pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> list[int | None]:
+    """The number of each parameter's group in the optimizer, None for those in none.
+
+    Raises:
+        ValueError: for layers, or an optimizer, with which layers cannot move.
+    """
+    layers = list(pipeline.layers)
+    try:
+        require_ties_within_stages(layers, range(len(layers) + 1))
+    except ValueError as error:
+        raise ValueError(f"layers cannot be moved one by one, so make one of those that share: {error}") from error
+    require_whole_parameters(layers)
+    if require_movable_state(optimizer, dict(pipeline.named_parameters())) is None:
+        return []
+    reason = why_not_by_parameter(optimizer, pipeline.parameters())
+    if reason is not None:
+        raise ValueError(f"layers cannot move to other stages: {reason}")
+    groups = groups_of(optimizer)
+    return [groups.get(id(each)) for each in pipeline.parameters()]

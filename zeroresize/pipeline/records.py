@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
-from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal
+from zeroresize.policy.pipeline.rebalancing import RebalancingProposal
 from zeroresize.runtime.schedules import Schedule
 from zeroresize.runtime.simulated_steps import simulated_step
 from zeroresize.utils.codec import decoded

@@ -5,31 +5,92 @@ DynMo, section 3.4: layers are packed onto as few devices as hold them, communic
 
 from __future__ import annotations
 
+import logging
+import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_ranks
-from zeroresize.comm.meeting import Meet
 from zeroresize.comm.side_groups import destroy_side_group, free_group_number, make_side_group
 from zeroresize.pipeline.layer_move import LayerMove
 from zeroresize.pipeline.moving_layers import participants_of
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.pipeline.release_hooks import Release, ReleaseHook, tell_outside
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import most_bytes
-from zeroresize.policy.pipeline.centralized import Repacking, repacked
-from zeroresize.policy.pipeline.layer_costs import LayerCosts
-from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
-from zeroresize.policy.pipeline.profiles import PipelineProfile
-from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
-from zeroresize.policy.pipeline.repacking_decision import repacking_onto, repacking_onto_fewest
+from zeroresize.policy.pipeline.division import PipelineLoad
+from zeroresize.policy.pipeline.profiles import LayerCosts, PipelineProfile
+from zeroresize.policy.pipeline.rebalancing import RebalancingRule
+from zeroresize.policy.pipeline.repacking_decision import Repacking, repacked, repacked_onto_fewest
 from zeroresize.resharding.agreement import meet_prepared
 from zeroresize.resharding.parcels import sent_and_received
 from zeroresize.resharding.transaction import prepare_transaction, receive_transaction
+from zeroresize.utils.value_checks import at_least, number
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Release:
+    """Describes the release of this rank. Ranks are counted over the whole job.
+
+    Attributes:
+        rank: this one.
+        released: all that are released with it.
+        remaining: of its pipeline.
+        moved_bytes: that the re-packing has moved, of all ranks together.
+        step: after which it was, where that is known.
+    """
+
+    rank: int
+    released: tuple[int, ...]
+    remaining: tuple[int, ...]
+    moved_bytes: int
+    step: int | None = None
+
+
+#: Tells the outside of a release, so that the device can be used by others; called on the rank that is released, once
+#: it has given everything away. Whatever it takes or raises, the ranks that stay train on.
+ReleaseHook = Callable[[Release], object]
+
+
+@dataclass(frozen=True)
+class Repack:
+    """Says when a :class:`~zeroresize.pipeline.PipelineBalancer` packs a pipeline onto fewer ranks.
+
+    After each profile as few stages are left as hold the layers within the balancer's ``memory_limits``, as DynMo does
+    whenever memory allows. That makes best use of devices, as a pipeline with fewer stages has fewer bubbles: steps per
+    second and rank rise. But each step takes longer, unless work has become less. ``max_slowdown`` bounds that: with
+    1.0 devices are given back as a model shrinks, and steps never take longer than at the beginning.
+
+    A released rank does not come back in this job, so a profile that wants fewer stages is followed by another one,
+    and both must. The loss of the step after which it leaves may be known to it alone, as the last stage: a program
+    that shows losses does so before it leaves the loop, or shares them within the block.
+
+    Attributes:
+        least_stages: that always stay.
+        max_slowdown: how many times as long as in the first profile of all a step may take, as simulated.
+        on_release: called on every rank that is released, with a :class:`~zeroresize.pipeline.Release`.
+
+    Raises:
+        ValueError: for values that are not allowed.
+    """
+
+    least_stages: int = 1
+    max_slowdown: float = math.inf
+    on_release: Sequence[ReleaseHook] = field(default=(), repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        at_least("least_stages", self.least_stages, 1)
+        if self.max_slowdown != math.inf:
+            number("max_slowdown", self.max_slowdown, above=0.0)
+        if not isinstance(self.on_release, list | tuple) or not all(map(callable, self.on_release)):
+            raise ValueError(
+                f"on_release={self.on_release!r} is not allowed: a list is needed of functions that take a Release"
+            )
 
 
 @dataclass(frozen=True)
@@ -107,38 +168,21 @@ def repack(
     """
 
     def decided() -> Repacking:
-        if profile is not None and profile.boundaries != pipeline.boundaries:
+        now, keep = Partition(pipeline.boundaries), stage_that_stays(pipeline)
+        if profile is None:
+            if num_stages is None or memory_limits is not None:
+                raise ValueError("memory_limits, or no num_stages, are not possible without profile=: it tells bytes")
+            return repacked(PipelineLoad.of([1.0] * now.num_layers, now.num_stages), now, num_stages, keep)
+        if profile.boundaries != pipeline.boundaries:
             raise ValueError(f"the profile is of boundaries {profile.boundaries}, but they are {pipeline.boundaries}")
-        keep = stage_that_stays(pipeline)
-        if profile is not None:
-            rule = RebalancingRule(
-                "time",
-                pipeline.schedule,
-                pipeline.num_microbatches,
-                num_steps=1,
-                memory_limits=None if memory_limits is None else tuple(map(float, memory_limits)),
-            )
-            known = rule, LayerCosts.first(profile), profile, keep
-            return repacking_onto_fewest(*known) if num_stages is None else repacking_onto(num_stages, *known)
-        if num_stages is None or memory_limits is not None:
-            raise ValueError("memory_limits, or no num_stages, are not possible without profile=: it tells bytes")
-        load = PipelineLoad.of([1.0] * len(pipeline.layers), pipeline.num_stages)
-        return repacked(load, Partition(pipeline.boundaries), num_stages, keep=keep)
+        limits = None if memory_limits is None else tuple(map(float, memory_limits))
+        rule = RebalancingRule("time", pipeline.schedule, pipeline.num_microbatches, 1, memory_limits=limits)
+        costs = LayerCosts.first(profile)
+        if num_stages is None:
+            return repacked_onto_fewest(rule, costs, profile, keep)
+        return repacked(rule.load(costs, profile, num_stages), now, num_stages, keep)
 
-    return _repack(pipeline, optimizer, decided, max_bytes, on_release, step)
-
-
-def carry_out_repacking(
-    pipeline: Pipeline,
-    optimizer: object | None,
-    repacking: Repacking,
-    *,
-    max_bytes: int = 64 * 2**20,
-    on_release: Sequence[ReleaseHook] = (),
-    step: int | None = None,
-) -> RepackingReport:
-    """Re-pack as :func:`repack` does, by a decision that was made already and is the same on every rank."""
-    return _repack(pipeline, optimizer, lambda: repacking, max_bytes, on_release, step)
+    return carry_out_repacking(pipeline, optimizer, decided, max_bytes=max_bytes, on_release=on_release, step=step)
 
 
 def stage_that_stays(pipeline: Pipeline) -> int | None:
@@ -147,20 +191,29 @@ def stage_that_stays(pipeline: Pipeline) -> int | None:
     return ranks.index(0) if 0 in ranks else None
 
 
-def _repack(
+def carry_out_repacking(
     pipeline: Pipeline,
     optimizer: object | None,
     decide: Callable[[], Repacking],
+    *,
     max_bytes: int,
-    on_release: Sequence[ReleaseHook],
+    on_release: Iterable[ReleaseHook],
     step: int | None,
 ) -> RepackingReport:
+    """Re-pack as :func:`repack` does, by a decision that is made on every rank, where it may raise errors."""
     rank = group_ranks(pipeline.process_group)[pipeline.stage]
     report = _move_and_follow(pipeline, optimizer, decide, max_bytes)
     if pipeline.is_released:
         if pipeline.device.type == "cuda":
             torch.cuda.empty_cache()
-        tell_outside(on_release, Release(rank, report.released, report.remaining, report.moved_bytes, step))
+        release = Release(rank, report.released, report.remaining, report.moved_bytes, step)
+        for hook in on_release:
+            try:
+                hook(release)
+            except Exception as error:
+                logger.warning(
+                    "rank %d is released, but the outside has not been told: %s: %s", rank, type(hook).__name__, error
+                )
     return report
 
 
@@ -185,7 +238,7 @@ def _move_and_follow(
         move.install()
         pipeline.follow_to(move.boundaries, group)
     else:
-        seconds = _gather_slowest(pipeline.meet(), begin)
+        seconds = max(row[0] for row in pipeline.meet()(time.perf_counter() - begin, 0.0))
         move.commit()
     remaining = tuple(ranks[stage] for stage in move.stages)
     sent, received = sent_and_received(move.parcels, len(ranks))
@@ -212,21 +265,17 @@ def _make_remaining_group(pipeline: Pipeline, stages: Sequence[int], begin: floa
         RuntimeError: on every rank that lives, if one dies or cannot make it; then no rank has it.
     """
     meet, group = pipeline.meet(), None
-    free = [number for number, *_ in meet_prepared(meet, (float(free_group_number()), 0.0))]
-    failure = None
+    free = [free_number for free_number, *_ in meet_prepared(meet, (float(free_group_number()), 0.0))]
+    row: tuple[float, float] | Exception
     try:
         if pipeline.stage in stages:
             group = make_side_group(pipeline.process_group, stages, int(max(free)))
+        row = time.perf_counter() - begin, 0.0
     except Exception as error:  # the others must hear of any
-        failure = error
+        row = error
     try:
-        return group, _gather_slowest(meet, begin, failure)
+        return group, max(seconds for seconds, *_ in meet_prepared(meet, row))
     except Exception:
         if group is not None:
             destroy_side_group(group)
         raise
-
-
-def _gather_slowest(meet: Meet, begin: float, failure: Exception | None = None) -> float:
-    table = meet_prepared(meet, failure or (time.perf_counter() - begin, 0.0))
-    return max(seconds for seconds, *_ in table)

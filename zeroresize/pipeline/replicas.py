@@ -1,23 +1,27 @@
-"""Pipelines of the same layers beside each other, which move their layers alike, and only together.
+"""Ranks beside those of a pipeline: pipelines of the same layers, and the tensor-parallel group of a stage.
 
-Data parallelism has them, one for each part of the batch, and tensor parallelism within stages, one for each rank of a
-stage: a layer's shards are on the same rank of every stage. ``R`` pipelines of ``S`` stages.
+Pipelines beside each other move their layers alike, and only together. Data parallelism has them, one for each part of
+the batch, and tensor parallelism within stages, one for each rank of a stage: a layer's shards are on the same rank of
+every stage. ``R`` pipelines of ``S`` stages. A stage's tensor-parallel group evens out its ranks by itself before
+layers move. Whoever balances such a group is above this package, so it comes in as :class:`StageUnits`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, fields
+from typing import Protocol
 
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank
 from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
+from zeroresize.comm.meeting import Meet
 from zeroresize.comm.replicas import ranks_with_replicas
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
-from zeroresize.resharding.agreement import MeetReplicas
+from zeroresize.resharding.agreement import CannotMoveError, MeetReplicas, NotEnoughMemoryError, agreed
 
 _NUM_FIGURES = len(fields(LayerProfile))
 
@@ -58,17 +62,9 @@ class PipelineReplicas:
         pipeline.join(MeetReplicas(self._exchange.meet, self._exchange.ranks))
         self.is_first = group_rank(group) == 0
 
-    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return what each rank gives [R · S], pipeline by pipeline; collective.
-
-        Raises:
-            RuntimeError: if a rank does not come, naming it.
-        """
-        return self._exchange.gather(numbers)
-
     def gather_most(self, *numbers: float) -> list[float]:
         """Return the largest of each of the numbers that ranks give; collective."""
-        return [max(column) for column in zip(*self.gather(numbers), strict=True)]
+        return [max(column) for column in zip(*self._exchange.gather(numbers), strict=True)]
 
     def gather_slowest(self, profile: PipelineProfile) -> PipelineProfile:
         """Return of every figure the largest in any of the pipelines, as they wait for the slowest of them; collective.
@@ -82,7 +78,7 @@ class PipelineReplicas:
         stage, num_stages = self._pipeline.stage, self._pipeline.num_stages
         stage_layers = profile.layers[profile.boundaries[stage] : profile.boundaries[stage + 1]]
         figures = [float(one) for layer in stage_layers for one in astuple(layer)]
-        table = self.gather([profile.stage_s[stage], profile.loss_s, *figures])
+        table = self._exchange.gather([profile.stage_s[stage], profile.loss_s, *figures])
         largest = [
             [max(column) for column in zip(*table[number::num_stages], strict=True)] for number in range(num_stages)
         ]
@@ -93,3 +89,56 @@ class PipelineReplicas:
         )
         stage_s = tuple(seconds for seconds, *_ in largest)
         return PipelineProfile(layers, stage_s, profile.boundaries, max(loss_s for _, loss_s, *_ in largest))
+
+
+class StageUnits(Protocol):
+    """Balances the tensor-parallel group of this rank's stage, by units of the layers that the stage has.
+
+    :class:`zeroresize.StageBalancer` implements it. Its methods but :meth:`watch` are collective over the group; its
+    properties are the same on all ranks of the group.
+    """
+
+    @property
+    def num_ranks(self) -> int:
+        """Return how many ranks the group has."""
+
+    @property
+    def has_settled(self) -> bool:
+        """Return whether what happened before the last :meth:`watch` leads to no more changes within the group."""
+
+    def watch(self) -> None:
+        """Settle anew, as something may have changed."""
+
+    def leave(self, boundaries: Sequence[int]) -> None:
+        """Bring all units home and let go of the layers, if this stage has others within these boundaries.
+
+        Raises:
+            RuntimeError: if the units cannot come home; nothing has been let go of then.
+        """
+
+    def attach(self) -> None:
+        """Balance the layers that the stage has now."""
+
+
+def have_settled(units: StageUnits, meet: Meet) -> bool:
+    """Return whether the groups of all stages have settled; collective over all ranks that ``meet``."""
+    return not any(unsettled for unsettled, *_ in meet(0.0 if units.has_settled else 1.0, 0.0))
+
+
+def leave_layers(units: StageUnits, boundaries: Sequence[int], meet: Meet) -> None:
+    """Let the groups of stages that get other layers let go of them; collective over all ranks that ``meet``.
+
+    Raises:
+        CannotMoveError, NotEnoughMemoryError: on every rank, if the units of some cannot come home; all groups
+            balance as before then.
+        RuntimeError: if a rank does not come.
+        Exception: what else letting go raises on this rank; the others then raise a CannotMoveError.
+    """
+    try:
+        agreed(meet, lambda: units.leave(boundaries))
+    except (CannotMoveError, NotEnoughMemoryError) as error:
+        cause = error.__cause__
+        if cause is not None and not isinstance(cause, CannotMoveError | NotEnoughMemoryError):
+            raise cause from None
+        units.attach()
+        raise

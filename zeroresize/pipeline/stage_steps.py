@@ -17,18 +17,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import broadcast, group_rank, group_size, message_device
-from zeroresize.pipeline.layer_watchers import LayerWatcher
-from zeroresize.pipeline.stage_layers import StageLayers
+from zeroresize.pipeline.stage_layers import LayerWatcher, StageLayers
 from zeroresize.resharding.agreement import agreed, gather_texts, meet_over
-from zeroresize.runtime.activations import as_tuple
-from zeroresize.runtime.boundaries import Boundary, boundary_of, from_text, message_bytes, to_text
-from zeroresize.runtime.communication import instructions_of
+from zeroresize.runtime.activations import Boundary, as_tuple, boundary_of, from_text, message_bytes, to_text
 from zeroresize.runtime.counted_loss import CountedLoss
 from zeroresize.runtime.executor import Executor
-from zeroresize.runtime.instructions import Instruction, Kind
+from zeroresize.runtime.instructions import Instruction, Kind, forward_instructions, instructions_of
 from zeroresize.runtime.messages import StageMessages
 from zeroresize.runtime.schedules import Schedule
-from zeroresize.runtime.stage import forward_instructions, weights_cast_anew
+from zeroresize.runtime.stage import weights_cast_anew
 from zeroresize.utils.autocast_dtype import autocast_dtype
 from zeroresize.utils.fingerprint import fingerprint
 
@@ -55,7 +52,7 @@ class StageSteps:
 
     Attributes:
         message_bytes: [L + 1] bytes of a micro-batch's message at each boundary, as
-            :func:`~zeroresize.runtime.boundaries.message_bytes` counts them; None before the first step.
+            :func:`~zeroresize.runtime.activations.message_bytes` counts them; None before the first step.
     """
 
     def __init__(self, schedule: Schedule, layers: StageLayers, device: torch.device, loss: CountedLoss) -> None:

@@ -1,9 +1,11 @@
-"""What layers hand to each other for micro-batches of any size, found by running them on the meta device."""
+"""What layers hand to each other: the tensors of a micro-batch between two layers, and how they follow its sizes."""
 
 from __future__ import annotations
 
 import copy
 import itertools
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,10 +13,53 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from zeroresize.runtime.boundaries import TensorShape
 
-#: What is found by runs of different sizes; no two are equal, so that a dimension tells which size it follows.
-_SIZES = (5, 7, 11, 13, 17, 19, 23, 29)
+@dataclass(frozen=True)
+class TensorShape:
+    """Describes a contiguous tensor of one micro-batch between two layers, and whether a gradient comes back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Make such a tensor, not initialized."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}{' with gradient' if self.requires_grad else ''}"
+
+
+#: All tensors between two layers, before the first or behind the last one.
+Boundary = tuple[TensorShape, ...]
+
+
+def boundary_of(tensors: Sequence[Tensor]) -> Boundary:
+    """Return what is known of these tensors, in their order."""
+    return tuple(TensorShape(tuple(one.shape), one.dtype, one.requires_grad) for one in tensors)
+
+
+def message_bytes(boundary: Boundary) -> float:
+    """Return the bytes of a micro-batch's message at a boundary, the mean of both directions."""
+    return sum(tensor.num_bytes * (1 + tensor.requires_grad) for tensor in boundary) / 2
+
+
+def to_text(boundaries: Sequence[Boundary]) -> str:
+    """Return boundaries as a text for :func:`from_text`."""
+    return json.dumps([[(one.shape, str(one.dtype)[6:], one.requires_grad) for one in each] for each in boundaries])
+
+
+def from_text(text: str) -> list[Boundary]:
+    """Return the boundaries of a text that :func:`to_text` has made."""
+    return [
+        tuple(TensorShape(tuple(shape), getattr(torch, dtype), requires_grad) for shape, dtype, requires_grad in each)
+        for each in json.loads(text)
+    ]
 
 
 class Batch(Protocol):
@@ -40,11 +85,7 @@ BatchOf = Callable[[Mapping[str, int]], Batch]
 
 @dataclass(frozen=True)
 class Activation:
-    """Describes a tensor between two layers.
-
-    Attributes:
-        dims: of its shape: numbers, and names of the sizes of a micro-batch.
-    """
+    """Describes a tensor between two layers, whose dimensions are numbers, and names of the sizes of a micro-batch."""
 
     dims: tuple[int | str, ...]
     dtype: torch.dtype
@@ -60,6 +101,9 @@ class Activation:
 #: All that a layer hands to the next one.
 HandedOn = tuple[Activation, ...]
 
+#: What is learned by runs of different sizes; no two are equal, so that a dimension tells which size it follows.
+_SIZES = (5, 7, 11, 13, 17, 19, 23, 29)
+
 
 def as_tuple(tensors: Tensors) -> tuple[Tensor, ...]:
     """Return what a layer returned as a tuple."""
@@ -74,7 +118,8 @@ def as_argument(tensors: tuple[Tensor, ...]) -> Tensors:
 def find_activations(layers: Sequence[nn.Module], batch_of: BatchOf, sizes: Sequence[str]) -> list[HandedOn]:
     """Return [L − 1] what layer l hands to layer l + 1; nothing is computed.
 
-    Layers are run once with a micro-batch of small sizes, and once more for each size that is then another.
+    Layers are run on the meta device, once with a micro-batch of small sizes, and once more for each size that is then
+    another.
 
     Args:
         layers: [L], whole, on any device; they stay as they are.
@@ -86,25 +131,21 @@ def find_activations(layers: Sequence[nn.Module], batch_of: BatchOf, sizes: Sequ
             tensors whose dimensions are fixed or one of the sizes.
     """
     first = dict(zip(sizes, _SIZES, strict=False))
-    others = [{**first, name: _SIZES[len(sizes)]} for name in sizes]
+    runs = [first, *({**first, name: _SIZES[len(sizes)]} for name in sizes)]
     with torch.device("meta"):
-        batches = [batch_of(each) for each in (first, *others)]
+        batches = [batch_of(each) for each in runs]
     xs = [batch.inputs for batch in batches]
     activations: list[HandedOn] = []
     with torch.no_grad():
         for number, layer in enumerate(layers[:-1]):
             name, hollow = f"layer {number} ({type(layer).__name__})", _on_meta(layer)
             xs = [_called(name, hollow, x, batch) for x, batch in zip(xs, batches, strict=True)]
-            activations.append(_followed(name, [as_tuple(x) for x in xs], [first, *others]))
+            activations.append(_followed(name, list(map(as_tuple, xs)), runs, sizes))
     return activations
 
 
 def _called(name: str, layer: nn.Module, x: Any, batch: Batch) -> Tensors:
-    """Its output.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Its output."""
     try:
         output = layer(x, batch)
     except Exception as error:
@@ -123,33 +164,27 @@ def _called(name: str, layer: nn.Module, x: Any, batch: Batch) -> Tensors:
     return output
 
 
-def _followed(name: str, outputs: Sequence[tuple[Tensor, ...]], sizes: Sequence[Mapping[str, int]]) -> HandedOn:
-    """What layers return as they follow sizes, of the first run and those that differ in one size each."""
-    first, *others = outputs
-    activations = []
-    for place, tensor in enumerate(first):
-        dims: list[int | str] = list(tensor.shape)
-        for (size, of_run), output in zip(_changed(sizes), others, strict=True):
-            other = output[place] if len(output) == len(first) else None
-            shape = None if other is None or other.dtype != tensor.dtype or other.dim() != tensor.dim() else other.shape
-            for number, dim in enumerate(tensor.shape):
-                if shape is not None and shape[number] == dim:
-                    continue
-                if shape is None or dim != sizes[0][size] or shape[number] != of_run[size]:
-                    raise ValueError(
-                        f"{name} returns {_kind_of(as_argument(first))} for {_named(sizes[0])} and "
-                        f"{_kind_of(as_argument(output))} for {_named(of_run)}: layers before the last one must return "
-                        "as many tensors of the same types each time, whose dimensions are fixed or one of these sizes"
-                    )
-                dims[number] = size
-        activations.append(Activation(tuple(dims), tensor.dtype))
-    return tuple(activations)
-
-
-def _changed(sizes: Sequence[Mapping[str, int]]) -> list[tuple[str, Mapping[str, int]]]:
-    """The size that each run but the first differs in, and all of its sizes."""
-    first, *others = sizes
-    return [(next(name for name in first if other[name] != first[name]), other) for other in others]
+def _followed(
+    name: str, outputs: Sequence[tuple[Tensor, ...]], runs: Sequence[Mapping[str, int]], sizes: Sequence[str]
+) -> HandedOn:
+    """What a layer returns as it follows sizes, of the first run and of those that differ in one size each."""
+    first = outputs[0]
+    dims: list[list[int | str]] = [list(tensor.shape) for tensor in first]
+    for size, run, output in zip(sizes, runs[1:], outputs[1:], strict=True):
+        is_alike = [(one.dtype, one.dim()) for one in output] == [(one.dtype, one.dim()) for one in first]
+        for place, (tensor, other) in enumerate(zip(first, output, strict=False)):
+            for number, (dim, there) in enumerate(zip(tensor.shape, other.shape, strict=False)):
+                if (dim, there) == (runs[0][size], run[size]):
+                    dims[place][number] = size
+                elif dim != there:
+                    is_alike = False
+        if not is_alike:
+            raise ValueError(
+                f"{name} returns {_kind_of(as_argument(first))} for {_named(runs[0])} and "
+                f"{_kind_of(as_argument(output))} for {_named(run)}: layers before the last one must return as many "
+                "tensors of the same types each time, whose dimensions are fixed or one of these sizes"
+            )
+    return tuple(Activation(tuple(of_tensor), tensor.dtype) for of_tensor, tensor in zip(dims, first, strict=True))
 
 
 def _named(sizes: Mapping[str, int]) -> str:

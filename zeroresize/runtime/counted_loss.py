@@ -2,8 +2,8 @@
 
 A micro-batch's loss is a mean over those of its targets that count, or their sum. How many count is known before the
 first backward where the user tells it of the targets, and where the loss is torch's ``cross_entropy`` or another one of
-torch, as a function, a module or a ``partial``; and after a step in which it gave those the very targets. Else what a
-loss gives those when it runs, or its (sum, count), shows it, and gradients are scaled once after the last backward.
+torch, as a function, a module or a ``partial``. Else what a loss gives those when it runs, or its (sum, count), shows
+it, and gradients are scaled once after the last backward.
 """
 
 from __future__ import annotations
@@ -70,13 +70,9 @@ class CountedLoss(nn.Module):
     def __init__(self, loss: Loss, count: Count | None = None, *, averages: bool) -> None:
         super().__init__()
         self._loss, self._count, self._averages = loss, count, averages
-        self._parts: list[tuple[float, bool]] = []
+        self._parts: list[tuple[float, bool]] = []  # what each micro-batch counts, and whether the loss is a sum
         self.number, self.total, self.counted, self.num_unforeseen = 0, 1.0, 0.0, 0
-        self.can_be_empty, self._is_plain = True, False
-        self.is_foreseen = False
-        #: A loss of torch that is given the targets as they are, and how; and what was seen of that in this step.
-        self._learned: _Call | None = None
-        self._seen: list[_Call | None] = []
+        self.can_be_empty, self.is_foreseen, self._is_plain = True, False, False
         self._doubt: str | None = None
 
     def prepare(self, targets: Sequence[Any], sizes: Sequence[float]) -> list[float]:
@@ -89,28 +85,24 @@ class CountedLoss(nn.Module):
         Raises:
             ValueError: for a count that is no number of at least 0.
         """
-        if self._learned is None and self._seen and None not in self._seen:
-            self._learned = self._seen[0]
-        self._parts, self._seen, are_foreseen, can_be_empty = [], [], [], self._count is not None
+        self._parts = []
+        self.is_foreseen, self.can_be_empty = True, self._count is not None
         for number, (each, size) in enumerate(zip(targets, sizes, strict=True)):
-            term = _foreseen(self._loss, each, self._learned)
-            are_foreseen.append(self._count is not None or term is not None)
+            term = _foreseen(self._loss, each)
+            self.is_foreseen &= self._count is not None or term is not None
+            self.can_be_empty |= term is not None and term.can_be_empty
             count = size if term is None else term.count
             if self._count is not None:
-                count = self._counted_by_user(each, number)
-            can_be_empty |= term is not None and term.can_be_empty
+                try:
+                    count = float(self._count(each))
+                except Exception as error:
+                    kind = type(error).__name__
+                    raise ValueError(
+                        f"count= fails for the targets of micro-batch {number}: {kind}: {error}"
+                    ) from error
             self._parts.append((_checked(count, number), not self._averages if term is None else term.sums))
-        self.is_foreseen = all(are_foreseen)
-        self.can_be_empty = can_be_empty or not (self.is_foreseen or self._is_plain)
+        self.can_be_empty |= not (self.is_foreseen or self._is_plain)
         return [count for count, _ in self._parts]
-
-    def _counted_by_user(self, targets: Any, number: int) -> float:
-        assert self._count is not None
-        try:
-            return float(self._count(targets))
-        except Exception as error:
-            kind = type(error).__name__
-            raise ValueError(f"count= fails for the targets of micro-batch {number}: {kind}: {error}") from error
 
     def begin(self, total: float) -> None:
         """Divide the sums of micro-batches by so much from now on, in a step that begins."""
@@ -126,16 +118,11 @@ class CountedLoss(nn.Module):
         self.number += 1
         value: Any = None
         if self.is_foreseen and count:
-            term = (
-                _Term(self._loss(outputs, targets))
-                if self._learned is None
-                else self._as_learned(outputs, targets, count)
-            )
-            value, sums = (term.value[0], True) if isinstance(term.value, tuple) else (term.value, sums)
+            value = self._loss(outputs, targets)
+            value, sums = (value[0], True) if isinstance(value, tuple) else (value, sums)
         elif not self.is_foreseen:
             term = _Term(self._loss(outputs, targets)) if self._is_plain else _watched(self._loss, outputs, targets)
             value = term.value
-            self._seen.append(term.call if term.call is not None and _is_of(term.call, targets) else None)
             if term.count is not None:
                 count, sums = _checked(term.count, number), term.sums
                 self.num_unforeseen += 1
@@ -149,15 +136,6 @@ class CountedLoss(nn.Module):
             raise ValueError(f"loss returns {kind}: one number is needed, or (sum, count)")
         return value.reshape(()) * ((1.0 if sums else count) / self.total)
 
-    def _as_learned(self, outputs: Any, targets: Any, count: float) -> _Term:
-        term = _watched(self._loss, outputs, targets)
-        if term.count is None or not math.isclose(float(term.count), count, rel_tol=1e-6):
-            raise ValueError(
-                f"loss counts {term.count} in micro-batch {self.number - 1}, where its targets tell {count:g}, as they "
-                "did right in earlier steps. Return (sum, count), or give count="
-            )
-        return term
-
     def warn(self) -> None:
         """Warn once, where numbers of which nothing is known are probably not what they are taken for."""
         if self._doubt is not None:
@@ -165,7 +143,8 @@ class CountedLoss(nn.Module):
         self._doubt = None
 
     def _doubt_of(self, term: _Term) -> str | None:
-        if term.ignores or _has_ignore_index(self._loss):
+        modules = self._loss.modules() if isinstance(self._loss, nn.Module) else []
+        if term.ignores or any(hasattr(module, "ignore_index") for module in modules):
             reason = "ignores targets, in a way that is not recognised"
         elif self._averages and "Mean" in str(getattr(term.value, "grad_fn", "")):
             return None
@@ -184,14 +163,7 @@ def multiply_gradients(parameters: Iterable[Tensor], factor: float) -> None:
 
 
 def total_count(counts: Iterable[float]) -> float:
-    """Return what counts in a step on all ranks.
-
-    Args:
-        counts: of each rank.
-
-    Raises:
-        ValueError: where nothing counts.
-    """
+    """Return what counts in a step, of the counts of each rank; a ValueError where that is nothing."""
     total = sum(counts)
     if not 0.0 < total < math.inf:
         raise ValueError(
@@ -199,13 +171,6 @@ def total_count(counts: Iterable[float]) -> float:
             "have weight 0. Leave the batch out, on all ranks"
         )
     return total
-
-
-class _Call(NamedTuple):
-    """Of a loss of torch, with what it was given."""
-
-    function: Any
-    given: Mapping[str, Any]
 
 
 class _Term(NamedTuple):
@@ -216,7 +181,6 @@ class _Term(NamedTuple):
     sums: bool = True
     can_be_empty: bool = True
     ignores: bool = False
-    call: _Call | None = None
 
 
 class _Watch(TorchFunctionMode):
@@ -247,7 +211,7 @@ def _watched(loss: Loss, outputs: Any, targets: Any) -> _Term:
     for result, func, given in watch.calls:
         term = _term_of(value, func, given)
         if result is value or (len(watch.calls) == 1 and _is_multiple(value, result)):
-            return term._replace(call=_Call(func, given.arguments))
+            return term
         ignores |= term.ignores
     return _Term(value, ignores=ignores)
 
@@ -280,25 +244,11 @@ def _term_of(value: Any, func: Any, given: inspect.BoundArguments) -> _Term:
     return _Term(value, count, sums, ignores=not bool(counts.all()))
 
 
-def _is_of(call: _Call, targets: Any) -> bool:
-    """Whether these targets are what the loss of torch was given, in whatever shape: no copy, which may mask some."""
-    target = call.given["target"]
-    is_class = call.function in _ELEMENTS or not target.is_floating_point()
-    is_whole = isinstance(targets, Tensor) and target.numel() == targets.numel()
-    return is_class and is_whole and target.data_ptr() == targets.data_ptr()
-
-
-def _foreseen(loss: Loss, targets: Any, learned: _Call | None) -> _Term | None:
-    """What the targets alone tell of one of torch's losses, or of one that was learned; None for others."""
+def _foreseen(loss: Loss, targets: Any) -> _Term | None:
+    """What the targets alone tell of one of torch's losses; None for others."""
     settings: Mapping[str, Any] = {}
     function: Any = loss
-    if learned is not None:
-        function, settings = (
-            learned.function,
-            {name: value for name, value in learned.given.items() if name not in ("input", "target")},
-        )
-        targets = targets.reshape(-1) if isinstance(targets, Tensor) else targets
-    elif isinstance(loss, functools.partial) and not loss.args:
+    if isinstance(loss, functools.partial) and not loss.args:
         function, settings = loss.func, loss.keywords
     elif type(loss) in _FUNCTIONS:
         function = _FUNCTIONS[type(loss)]
@@ -308,13 +258,6 @@ def _foreseen(loss: Loss, targets: Any, learned: _Call | None) -> _Term | None:
         return None
     term = _term_of(None, function, _SIGNATURES[function].bind(None, targets, **settings))
     return None if term.count is None else term._replace(count=float(term.count))
-
-
-def _has_ignore_index(loss: Any) -> bool:
-    if isinstance(loss, functools.partial):
-        return "ignore_index" in loss.keywords or _has_ignore_index(loss.func)
-    modules = loss.modules() if isinstance(loss, nn.Module) else [loss]
-    return any(hasattr(module, "ignore_index") for module in modules)
 
 
 def _checked(count: Any, number: int) -> float:

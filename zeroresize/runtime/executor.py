@@ -56,8 +56,7 @@ class Executor:
     def first_forward(self) -> None:
         """Carry out the forward of the first micro-batch ahead of all else, with messages of unknown shapes.
 
-        Raises:
-            Exception: what the forward raises; the stages behind raise a RuntimeError then.
+        Where it fails the stages behind raise a RuntimeError.
         """
         self._done = _FIRST
         messages = self._messages

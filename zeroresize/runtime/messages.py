@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import Waitable, group_rank, group_size, message_device, start_messages
-from zeroresize.runtime.boundaries import Boundary, boundary_of, from_text, to_text
+from zeroresize.runtime.activations import Boundary, boundary_of, from_text, to_text
 from zeroresize.runtime.instructions import Instruction, Kind
 
 #: Of a header: enough for a hundred tensors.
@@ -26,12 +26,9 @@ Key = TypeVar("Key", bound=Hashable)
 class StageMessages(Generic[Key]):
     """Starts a stage's messages in a step and waits for them.
 
-    Args:
-        process_group: the pipeline's, first stage first.
-        device: on which activations are computed. They travel over the CPU where the group cannot send from there.
-        keys: [M] of the micro-batches.
-        before, behind: what this stage is handed, and hands on, as far as it is known; the rest is added. Both stages
-            at a boundary know the same of it.
+    Of micro-batches, by their keys [M], it is known ``before`` and ``behind`` what this stage is handed and hands on,
+    on both sides of a boundary the same; the rest is added. Messages travel over the CPU where the group, whose first
+    rank is the first stage, cannot send from ``device``.
     """
 
     def __init__(
@@ -50,12 +47,7 @@ class StageMessages(Generic[Key]):
         self._under_way: dict[Instruction, tuple[list[Tensor], list[Waitable]]] = {}
 
     def send(self, instruction: Instruction, tensors: tuple[Tensor, ...]) -> None:
-        """Start sending what a micro-batch has brought forth.
-
-        Raises:
-            ValueError: for activations that are not what they are known to be.
-            RuntimeError: if the message cannot be started, naming the other stage.
-        """
+        """Start sending what a micro-batch has brought forth; activations must be what they are known to be."""
         sent = [tensor.detach().contiguous().to(self._where) for tensor in tensors]
         if instruction.kind is Kind.SEND_ACT_START:
             known, key = self._known[1], self._keys[instruction.microbatch]
@@ -72,12 +64,7 @@ class StageMessages(Generic[Key]):
         self._finish(Instruction(instruction.kind.wait, instruction.microbatch))
 
     def receive(self, instruction: Instruction) -> None:
-        """Start receiving; where the shape is not known, wait for it.
-
-        Raises:
-            ValueError: where no stage is on that side.
-            RuntimeError: if the message cannot be started, or its shape does not come, naming the other stage.
-        """
+        """Start receiving; where the shape is not known, wait for it."""
         if not (self.has_before if instruction.kind.peer < 0 else self.has_behind):
             raise ValueError(f"stage {self._stage} is told {instruction}, and has no stage on that side")
         key = self._keys[instruction.microbatch]
@@ -90,11 +77,9 @@ class StageMessages(Generic[Key]):
         self._start(instruction, [tensor.empty(self._where) for tensor in boundary], sends=False)
 
     def wait(self, instruction: Instruction) -> tuple[Any, ...]:
-        """Wait for what was started.
+        """Wait for what was started, and return the tensors of the boundary where something is received.
 
-        Returns:
-            Where something is received, the tensors of the boundary on the stage's device: activations that require
-            gradients as those sent did; gradients, or None for those that have none.
+        They are activations that require gradients as those sent did, or gradients, None for those that have none.
 
         Raises:
             RuntimeError: if the other stage does not come, naming it.

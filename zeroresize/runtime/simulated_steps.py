@@ -1,8 +1,9 @@
-"""How long steps of a pipeline take, with their messages, for many divisions of its layers at once.
+"""When the stages of a pipeline compute what, and how long steps take: one by one, or many divisions of layers at once.
 
 ``C`` cases, such as divisions of layers or steps of a training, ``L`` layers, ``S`` stages, ``M`` micro-batches. Times
-are seconds. What waits for what is told by :func:`~zeroresize.runtime.timeline.timeline`: operations that would end
-together if each took equally long wait for none of each other, and are simulated together.
+are seconds. :func:`timeline` goes through operations one by one, each micro-batch of its own length. What it says of
+operations that all take equally long tells which of them wait for none of each other: these :func:`simulated_steps`
+simulates together, for all cases.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroresize.runtime.schedules import Operation, Order, Schedule, orders_of
-from zeroresize.runtime.timeline import Floats, timeline
+from zeroresize.runtime.schedules import Floats, Operation, Order, Schedule, orders_of
 
 Indices = NDArray[np.int64]
 
@@ -24,21 +24,93 @@ Indices = NDArray[np.int64]
 _TOGETHER = 256
 
 
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Describe a step: forwards and backwards with their stages, and when they end, as they end.
+
+    Of those that end at once the one that others wait for comes first.
+    """
+
+    operations: tuple[tuple[int, Operation], ...]
+    ends_s: tuple[float, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds from the first forward to the last backward."""
+        return max(self.ends_s, default=0.0)
+
+
+def timeline(orders: Sequence[Order], forward_s: Floats, backward_s: Floats) -> Timeline:
+    """Return when the stages compute in these orders: each as soon as it is free and has what it needs.
+
+    Forwards and backwards take seconds [M, S], messages none.
+
+    Raises:
+        ValueError: for orders by which stages wait for each other, naming what each of them waits for.
+    """
+    operations, ends_s = _ends_of(orders, forward_s, backward_s)
+    by_end = sorted(range(len(operations)), key=ends_s.__getitem__)  # stable: what is needed comes first
+    return Timeline(tuple(operations[place] for place in by_end), tuple(ends_s[place] for place in by_end))
+
+
+def step_seconds(orders: Sequence[Order], forward_s: Floats, backward_s: Floats) -> float:
+    """Return the seconds from the first forward to the last backward; as :func:`timeline`, in less time."""
+    return max(_ends_of(orders, forward_s, backward_s)[1], default=0.0)
+
+
+def _ends_of(
+    orders: Sequence[Order], forward_s: Floats, backward_s: Floats
+) -> tuple[list[tuple[int, Operation]], list[float]]:
+    """All operations with their stages, each behind those that it needs, and when they end."""
+    num_stages, num_microbatches = len(orders), len(forward_s)
+    last = num_stages - 1
+    seconds = {True: np.asarray(forward_s).tolist(), False: np.asarray(backward_s).tolist()}
+    free_s, done = [0.0] * num_stages, [0] * num_stages
+    end_of: dict[bool, list[list[float | None]]] = {
+        which: [[None] * num_microbatches for _ in range(num_stages)] for which in (True, False)
+    }
+    operations: list[tuple[int, Operation]] = []
+    ends_s: list[float] = []
+    ready = list(range(num_stages))
+    while ready:
+        stage = ready.pop()
+        order, begin_s, number = orders[stage], free_s[stage], done[stage]
+        while number < len(order):
+            operation = order[number]
+            is_forward, microbatch = operation
+            if not is_forward or stage:
+                if is_forward:
+                    needed_s = end_of[True][stage - 1][microbatch]
+                else:
+                    needed_s = end_of[stage == last][min(stage + 1, last)][microbatch]
+                if needed_s is None:
+                    break
+                begin_s = max(begin_s, needed_s)
+            begin_s += seconds[is_forward][microbatch][stage]
+            end_of[is_forward][stage][microbatch] = begin_s
+            operations.append((stage, operation))
+            ends_s.append(begin_s)
+            number += 1
+            receiver = stage + 1 if is_forward else stage - 1
+            if 0 <= receiver < num_stages:
+                ready.append(receiver)
+        free_s[stage], done[stage] = begin_s, number
+    waiting = {stage: order[done[stage]] for stage, order in enumerate(orders) if done[stage] < len(order)}
+    if waiting:
+        raise ValueError(f"stages wait for each other in these orders: {waiting}")
+    return operations, ends_s
+
+
 @dataclass(frozen=True)
 class PipelineStep:
-    """Describe a step of a pipeline.
-
-    Attributes:
-        step_s: seconds from the first forward to the last backward.
-        idle_s: [S] of these the seconds in which a stage computes nothing.
-    """
+    """Describe a step of so many seconds, and [S] of these in which a stage computes nothing."""
 
     step_s: float
     idle_s: tuple[float, ...]
 
     @property
     def bubble_ratio(self) -> float:
-        """Return the share of the devices' time that is idle, 0 to 1."""
+        """The share of the devices' time that is idle, 0 to 1."""
         return math.fsum(self.idle_s) / (len(self.idle_s) * self.step_s) if self.step_s else 0.0
 
 
@@ -50,7 +122,7 @@ def simulated_step(
     schedule: Schedule = "1f1b",
     communication_s: float | Sequence[float] = 0.0,
 ) -> PipelineStep:
-    """Simulate one step as :func:`simulated_steps` does; arguments and errors are the same, for a single case."""
+    """Simulate one step as :func:`simulated_steps` does, for a single case."""
     steps_s = simulated_steps(
         [forward_s], [backward_s], num_microbatches, schedule=schedule, communication_s=communication_s
     )
@@ -109,11 +181,9 @@ def simulated_steps(
 
 
 def stage_sums(seconds: Floats, boundaries: Indices) -> Floats:
-    """Return [C, S] what the layers of each stage take together.
+    """Return [C, S] what the layers of each stage take together, of boundaries [C, S + 1].
 
-    Args:
-        seconds: [C, L] of each layer, or [L] where they are the same in all cases.
-        boundaries: [C, S + 1].
+    The seconds are [C, L], or [L] where they are the same in all cases.
     """
     sums = np.concatenate([np.zeros((*seconds.shape[:-1], 1)), np.cumsum(seconds, axis=-1)], axis=-1)
     return np.diff(sums[boundaries] if sums.ndim == 1 else np.take_along_axis(sums, boundaries, axis=1))
@@ -136,7 +206,7 @@ class _Level:
     inputs: Indices
     outputs: Indices
     wires: Indices
-    turns: NDArray[np.bool_]
+    turns: Indices
 
 
 def _simulate(
@@ -165,38 +235,16 @@ def _levels_of(schedule: Schedule, num_stages: int, num_microbatches: int) -> tu
     orders = orders_of(schedule, num_stages, num_microbatches)
     equal_s = np.ones((num_microbatches, num_stages))
     line = timeline(orders, equal_s, equal_s)
-    rows: list[list[tuple[int, ...]]] = [[] for _ in range(round(line.step_s))]
+    levels: list[list[tuple[int, ...]]] = [[] for _ in range(round(line.step_s))]
     num_done = [0] * num_stages
-    for (stage, operation), end_s in zip(line.operations, line.ends_s, strict=True):
+    for (stage, (is_forward, microbatch)), end_s in zip(line.operations, line.ends_s, strict=True):
         num_done[stage] += 1
-        is_turn = _is_turn(orders[stage], num_done[stage])
-        rows[round(end_s) - 1].append(_row(stage, operation, num_stages, num_microbatches, is_turn=is_turn))
-    return tuple(_level_of(np.array(row, dtype=np.int64)) for row in rows)
-
-
-def _is_turn(order: Order, num_done: int) -> bool:
-    """Whether the stage turns behind so many operations."""
-    return num_done < len(order) and order[num_done].is_forward != order[num_done - 1].is_forward
-
-
-def _row(
-    stage: int, operation: Operation, num_stages: int, num_microbatches: int, *, is_turn: bool
-) -> tuple[int, int, int, int, int, int]:
-    """What :class:`_Level` has of one operation."""
-
-    def place(at: int) -> int:
-        return kind(at) * num_microbatches + operation.microbatch
-
-    def kind(at: int) -> int:
-        return at if operation.is_forward else num_stages + at
-
-    receiver = stage + 1 if operation.is_forward else stage - 1
-    if not 0 <= receiver < num_stages:
-        return stage, kind(stage), place(stage), 2 * num_stages * num_microbatches, num_stages - 1, 0
-    return stage, kind(stage), place(stage), place(receiver), min(stage, receiver), int(is_turn)
-
-
-def _level_of(operations: Indices) -> _Level:
-    """Of operations, [K, 6]."""
-    stages, kinds, inputs, outputs, wires, turns = operations.T
-    return _Level(stages, kinds, inputs, outputs, wires, turns.astype(np.bool_))
+        following = orders[stage][num_done[stage] : num_done[stage] + 1]
+        is_turn = any(operation.is_forward != is_forward for operation in following)
+        # Of [2 S] durations, and [2 S, M] places, those of forwards come first.
+        kind, receiver = (stage, stage + 1) if is_forward else (num_stages + stage, stage - 1)
+        place, output, wire = kind * num_microbatches + microbatch, 2 * num_stages * num_microbatches, num_stages - 1
+        if 0 <= receiver < num_stages:
+            output, wire = place + (receiver - stage) * num_microbatches, min(stage, receiver)
+        levels[round(end_s) - 1].append((stage, kind, place, output, wire, is_turn and wire < num_stages - 1))
+    return tuple(_Level(*np.array(level, dtype=np.int64).T) for level in levels)

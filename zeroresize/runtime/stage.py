@@ -1,13 +1,15 @@
 """Runs a rank's neighbouring layers for the micro-batches of a step.
 
-What a forward draws at random is a function of the stage's seed and the number of the micro-batch. Under
-``torch.autocast`` stages hand on activations, and gradients, in the dtype that they have without it.
+What a forward draws at random is a function of the stage's seed and the number of the micro-batch, so that ranks that
+hold copies of what is not divided drop the same elements of it, whatever they drew before. Under ``torch.autocast``
+stages hand on activations, and gradients, in the dtype that they have without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -18,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.runtime.activations import Batch, HandedOn, Tensors, as_argument, as_tuple
 from zeroresize.runtime.executor import Executor
-from zeroresize.runtime.instructions import Instruction, Kind
+from zeroresize.runtime.instructions import Instruction, forward_instructions
 from zeroresize.runtime.messages import StageMessages
-from zeroresize.runtime.random_numbers import drawing_from, seed_of
 from zeroresize.utils.autocast_dtype import autocast_dtype
+from zeroresize.utils.mixed_bits import mixed
 from zeroresize.utils.value_checks import one_of
 
 #: Of the last layer's output and its micro-batch, its part of the step's loss.
@@ -98,11 +100,7 @@ class Stage:
 
     @weights_cast_anew()
     def train(self, instructions: Sequence[Instruction], batches: Sequence[Batch], loss: LossPart) -> Tensor:
-        """Run micro-batches forward and backward as told; gradients are added to those of the parameters.
-
-        Args:
-            instructions: of this stage; those of all stages of the replica make a step, and go well together.
-            batches: [M], the same on all stages of the replica.
+        """Run micro-batches [M] forward and backward as told; gradients are added to those of the parameters.
 
         Returns:
             The sum of the losses, a float64 scalar; zero on other stages than the last one.
@@ -156,17 +154,18 @@ class Stage:
         return tuple(y.to(handed.dtype) for y, handed in zip(as_tuple(x), self._behind, strict=True))
 
 
-def forward_instructions(stage: int, num_stages: int, num_microbatches: int) -> list[Instruction]:
-    """Return what a stage does where a model is evaluated: forwards only, each sent before the next one is."""
-    instructions: list[Instruction] = []
-    for number in range(num_microbatches):
-        if stage:
-            instructions += [Instruction(Kind.RECV_ACT_START, number), Instruction(Kind.WAIT_RECV_ACT, number)]
-        instructions.append(Instruction(Kind.FORWARD, number))
-        if stage + 1 < num_stages:
-            if number:
-                instructions.append(Instruction(Kind.WAIT_SEND_ACT, number - 1))
-            instructions.append(Instruction(Kind.SEND_ACT_START, number))
-    if num_microbatches and stage + 1 < num_stages:
-        instructions.append(Instruction(Kind.WAIT_SEND_ACT, num_microbatches - 1))
-    return instructions
+def seed_of(*numbers: int) -> int:
+    """Return 64 bits of a hash of these numbers, in this order."""
+    return reduce(mixed, numbers, 0)
+
+
+@contextmanager
+def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
+    """Start torch's generators of the CPU and of ``device`` from a seed of 64 bits; afterwards they are as before."""
+    on_cuda = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_cuda else []):
+        torch.default_generator.manual_seed(seed)
+        if on_cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield

@@ -17,9 +17,9 @@ from zeroresize.policy.strategy.packing import Visit, Work, num_tokens, plan_vis
 from zeroresize.policy.strategy.switches.switch_order import visiting_order
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.resharding.agreement import agreed, require_same
-from zeroresize.runtime.communication import instructions_of
 from zeroresize.runtime.counted_loss import Count, Loss, total_count
-from zeroresize.runtime.random_numbers import seed_of
+from zeroresize.runtime.instructions import instructions_of
+from zeroresize.runtime.stage import seed_of
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed, digest_of, require_sequences
 from zeroresize.strategy.step_report import RangeReport, StepReport

@@ -10,7 +10,7 @@ What comes after it differs, as the questions do:
   is what exceeds so many standard deviations. What two plans take beside each other tells what pruning costs
   (:mod:`zeroresize.policy.tensor.estimation.estimator`).
 - **Layers**: work varies as routed tokens do, or jumps as a freeze does; so a mean goes on until the newest profiles
-  differ from it by more than noise, which is learned (:mod:`zeroresize.policy.pipeline.layer_means`).
+  differ from it by more than noise, which is learned (:mod:`zeroresize.policy.pipeline.profiles`).
 - **Strategies**: work changes its layout at each switch, and only a rank's speed is asked for: the same meter follows
   seconds per unit of work, and what is told of it changes by no little
   (:mod:`zeroresize.policy.strategy.stragglers.rank_speeds`).

@@ -18,8 +18,7 @@ from zeroresize.policy.microbatches.planning import batch_fingerprint, plan_iter
 from zeroresize.policy.microbatches.planning_options import DoesNotFitError, PlanningOptions
 from zeroresize.policy.microbatches.sample_order import ordered
 from zeroresize.policy.microbatches.stage_costs import StageCosts
-from zeroresize.runtime.check import check
-from zeroresize.runtime.instructions import Kind
+from zeroresize.runtime.instructions import Kind, check
 
 
 class GrowingCosts:

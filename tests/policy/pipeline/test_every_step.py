@@ -10,7 +10,7 @@ import pytest
 from helpers.pipelines import World, rebalancing_of
 
 from zeroresize.plan.partition import Partition
-from zeroresize.policy.pipeline.centralized import balanced_partition
+from zeroresize.policy.pipeline.division import balanced_partition
 from zeroresize.policy.pipeline.profiles import LayerProfile
 
 NUM_LAYERS, EVEN, MOVE_S = 16, (0, 4, 8, 12, 16), 0.005

@@ -45,13 +45,6 @@ def test_profiles_stay_within_their_share_and_between_the_bounds(cost, share, pr
         assert (len(last) - 1) * cost <= share * (last[-1] - last[0]) * (1 + 1e-9)
 
 
-def test_the_interval_is_the_least_one_that_takes_half_of_the_share():
-    cadence = ProfileCadence("auto", 0.01)
-    cadence.begin_anew([0.2] * 5)
-    assert cadence.every == 40
-    assert due_blocks(cadence, 121, 0.2) == [0, 40, 80, 120]
-
-
 @pytest.mark.parametrize(("profile_every", "due"), [("auto", [0, 10, 20]), (1, [0, 10, 20]), (25, [0, 25])])
 def test_while_the_cost_is_unknown_ten_blocks_lie_between_two_profiles_at_least(profile_every, due):
     cadence = ProfileCadence(profile_every, 0.01)
@@ -129,29 +122,6 @@ def test_after_four_changes_in_a_row_that_moved_nothing_regular_profiles_suffice
     assert cadence.next_due == 202
     cadence.work_changed(210)
     assert cadence.is_due(210)
-
-
-@given(st.lists(st.integers(0, 400), max_size=60), st.floats(0.01, 1.0))
-def test_however_often_one_looks_again_regular_profiles_are_put_off_by_two_intervals_at_most(extra, cost):
-    cadence = ProfileCadence("auto", 0.01)
-    for _ in range(5):
-        cadence.learn(cost)
-    for block in range(400):
-        if cadence.is_due(block):
-            cadence.measured(block)
-            assert block < cadence.next_due <= block + max(LEAST_BLOCKS, 2 * cadence.every)
-        if block in extra:
-            cadence.look_again(block)
-
-
-def test_known_costs_are_taken_over_and_the_next_block_is_measured():
-    known = ProfileCadence("auto", 0.01)
-    for _ in range(5):
-        known.learn(0.4)
-    cadence = ProfileCadence("auto", 0.01)
-    cadence.measured(30)
-    cadence.begin_anew(known.costs)
-    assert cadence.is_due(0) and cadence.every == known.every == 80
 
 
 def test_a_profile_costs_what_stages_take_longer_and_what_the_slowest_one_decides():

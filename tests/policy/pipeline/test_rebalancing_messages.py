@@ -8,11 +8,9 @@ from helpers.pipelines import NUM_MICROBATCHES, World, all_partitions, rebalanci
 
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.pipeline.layer_costs import LayerCosts
-from zeroresize.policy.pipeline.message_delays import PipelineMessages
-from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
+from zeroresize.policy.pipeline.division import PipelineLoad, PipelineMessages, shortest_partition
+from zeroresize.policy.pipeline.profiles import LayerCosts
 from zeroresize.policy.pipeline.repacking_decision import RepackingDecision
-from zeroresize.policy.pipeline.shortest_step import shortest_partition
 from zeroresize.runtime.simulated_steps import simulated_step
 
 EVEN = (0, 4, 8, 12)
@@ -54,23 +52,6 @@ def test_a_simulated_step_waits_for_messages():
     expected = simulated_step(third, [2 * one for one in third], NUM_MICROBATCHES, communication_s=seconds)
     assert step.step_s == pytest.approx(expected.step_s)
     assert step.step_s > rule_of(None).simulated(costs, Partition(EVEN)).step_s
-
-
-def test_messages_of_another_number_of_stages_do_not_count():
-    costs = LayerCosts.first(world_of().profile())
-    of_two = costs.on_stages((0, 1), (0, 6, 12))
-    with_messages, without = (
-        rule_of(messages).simulated(of_two, Partition((0, 6, 12))) for messages in (messages_of(0.5, 0.5), None)
-    )
-    assert with_messages == without
-
-
-def test_bytes_of_parameters_are_divided_without_waits():
-    world = world_of()
-    costs, profile = LayerCosts.first(world.profile()), world.profile()
-    rule = rule_of(messages_of(0.5, 0.0), by="parameters")
-    assert (rule.load(costs, profile).waits == 0.0).all()
-    assert (rule_of(messages_of(0.5, 0.0)).load(costs, profile).waits > 0.0).any()
 
 
 def test_small_messages_between_certain_layers_attract_boundaries():

@@ -19,7 +19,7 @@ from zeroresize.policy.microbatches.planned_micro_batches import planned_micro_b
 from zeroresize.policy.microbatches.planning_options import DoesNotFitError, PlanningOptions
 from zeroresize.policy.microbatches.replicas import replica_plans
 from zeroresize.policy.microbatches.sample_order import ordered
-from zeroresize.runtime.check import check
+from zeroresize.runtime.instructions import check
 
 #: Of so many choices of micro-batches, the best with their order as it is, clusters are permuted.
 _PERMUTED = 3

@@ -15,7 +15,7 @@ from zeroresize.policy.microbatches.iteration_plan import ReplicaPlan
 from zeroresize.policy.microbatches.micro_batch import Floats, MicroBatch, MicroBatchCosts, shapes_of
 from zeroresize.policy.microbatches.planning_options import PlanningOptions
 from zeroresize.policy.microbatches.schedule_choice import shortest_schedule
-from zeroresize.runtime.communication import planned_instructions
+from zeroresize.runtime.instructions import planned_instructions
 
 #: Gains below this share of the slowest replica's time are rounding.
 _LEAST_GAIN = 1e-9

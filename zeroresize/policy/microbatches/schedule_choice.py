@@ -13,9 +13,8 @@ from typing import Literal
 import numpy as np
 
 from zeroresize.policy.microbatches.micro_batch import Floats, Indices
-from zeroresize.runtime.adaptive_schedule import adaptive_orders
-from zeroresize.runtime.schedules import Operation, orders_of
-from zeroresize.runtime.timeline import peak_bytes, step_seconds
+from zeroresize.runtime.schedules import Operation, adaptive_orders, orders_of, peak_bytes
+from zeroresize.runtime.simulated_steps import step_seconds
 
 #: "1f1b"; "adaptive": memory-aware cyclic scheduling, or 1F1B where that is shorter and fits.
 ScheduleName = Literal["1f1b", "adaptive"]

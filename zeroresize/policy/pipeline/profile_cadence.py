@@ -2,9 +2,7 @@
 
 A profile costs what its block takes longer than usual, and what sending, reading and deciding take. All ranks are given
 the same figures, so all measure in the same blocks. One rule: each profile is made up for by so many blocks that it
-takes its share of them, and where there is something to look at the next one comes before.
-
-``R`` ranks.
+takes its share of them, and where there is something to look at the next one comes before. ``R`` ranks.
 """
 
 from __future__ import annotations
@@ -88,29 +86,23 @@ class ProfileCadence:
 
     @property
     def cost(self) -> float:
-        """Return how many steps a profile takes; NaN while it is not known."""
+        """How many steps a profile takes; NaN while it is not known."""
         return median(self.costs) if self.costs else math.nan
 
     @property
-    def measures_all(self) -> bool:
-        """Return whether every block is measured, whatever that costs."""
-        return self.profile_every == 1 and self.max_measuring == math.inf
-
-    @property
     def least(self) -> int:
-        """Return the blocks from one regular profile to the next, at least."""
+        """Blocks from one regular profile to the next, at least."""
         return LEAST_BLOCKS if self.profile_every == "auto" else self.profile_every
 
     @property
     def every(self) -> int:
-        """Return the blocks from one regular profile to the next, as far as is known now."""
-        if self.max_measuring < math.inf and not self.costs:
-            return max(self.least, LEAST_BLOCKS)
-        return max(self.least, self._affordable)
+        """Blocks from one regular profile to the next, as far as is known now."""
+        unknown = LEAST_BLOCKS if self.max_measuring < math.inf and not self.costs else 0
+        return max(self.least, unknown, self._affordable)
 
     @property
     def next_due(self) -> int:
-        """Return the block that is measured next, counted from 0."""
+        """The block that is measured next, counted from 0."""
         if self._asked:
             return self._asked[0]
         return 0 if self._last is None else self._last + max(self.every, self._owed + self._affordable)
@@ -149,9 +141,8 @@ class ProfileCadence:
     def work_changed(self, block: int) -> None:
         """Look at this block and the one behind it, as layers have other work from this block on.
 
-        What the first one wants is confirmed by the second one, which is measured before the first one's figures are
-        known: so layers are in place a step earlier. Where several such changes in a row have moved nothing, the
-        regular profiles suffice.
+        The second one, which confirms what the first one wants, is measured before the first one's figures are known:
+        so layers are in place a step earlier. Where several such changes in a row have moved nothing, regular ones do.
         """
         self._num_unfollowed += 1
         self._asked = (block, block + 1) if self._num_unfollowed <= _UNFOLLOWED else ()
@@ -161,8 +152,5 @@ class ProfileCadence:
         self._asked = (block + 1,)
 
     def moved(self, block: int) -> None:
-        """Look at what has become of layers that have moved behind this block.
-
-        The block that follows allocates, so unless all blocks are measured it is the one after that.
-        """
+        """Look at layers that have moved behind this block, but not in the next one, which allocates."""
         self._asked, self._num_unfollowed = (block + (2 if self.every > 1 else 1),), 0

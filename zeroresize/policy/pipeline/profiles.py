@@ -1,4 +1,19 @@
-"""What was measured of a pipeline in one iteration: seconds and bytes of every layer, and of the stages around them."""
+"""What was measured of a pipeline's layers, what it says over several profiles, and what of it is their devices.
+
+``L`` layers, ``S`` stages. A :class:`PipelineProfile` is one iteration. :class:`LayerMeans` averages noise over
+profiles that lie some steps apart, and follows what changes for good. :class:`LayerCosts` tells heavy work from slow
+devices, as a layer is measured only where it is, so its seconds alone do not tell. Two things do:
+
+- **All layers of a stage, at least 3, change by one factor, while those of most other stages do not**: then its device
+  has changed, not their work. That is a guess, but where the caller has said that it was the work. Where a device is
+  taken to be slower or faster than others, any number of layers tells that it is as fast as others again, or nearly.
+  A layer that is alone on its stage, but for some that take next to nothing, and takes much longer, while all other
+  stages are as before, tells so, too.
+- **A layer has moved**: then it has been measured on two devices, and tells which is faster. So a wrong guess is found
+  out by the first move that it leads to.
+
+At first all devices are taken to be equally fast.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +26,26 @@ import numpy as np
 
 from zeroresize.plan.partition import LayerTransfer, Partition
 from zeroresize.policy.moves.move_cost import most_bytes
-from zeroresize.policy.pipeline.pipeline_load import Floats, Indices
+from zeroresize.policy.pipeline.division import Floats, Indices, Mask
+
+#: Seconds that differ by less than this share from what is expected are noise, however small noise has been, and say
+#: nothing of devices.
+NOISE = 0.1
+#: So many times as far as noise usually differs from a mean is none.
+_BEYOND_NOISE = 4.0
+#: Profiles that a mean remembers, so that what drifts is followed.
+_MEMORY = 6
+#: Profiles of a layer of which the middle one counts: an interrupted one is not it.
+_NUM_RECENT = 3
+#: Fewer layers of a stage say nothing of its device: two of them often change alike by chance.
+_LEAST_TELLING = 3
+#: The logarithm of how many times as long a layer takes that is alone on its stage, where its device may be slow.
+_MUCH_LONGER = math.log(1.5)
+#: Layers that take less than this share of their stage's mean layer say nothing of its device.
+_LEAST_SHARE = 0.1
+#: Decimals of speeds. Logarithms and exponentials differ in their last bits from processor to processor, and where
+#: layers are all alike the last bit would decide which of several equally good divisions a rank finds.
+_DECIMALS = 9
 
 
 @dataclass(frozen=True)
@@ -56,12 +90,12 @@ class PipelineProfile:
 
     @property
     def layer_s(self) -> Floats:
-        """Return [L, 2] seconds of each layer, forward and backward."""
+        """[L, 2] seconds of each layer, forward and backward."""
         return np.array([[layer.forward_s, layer.backward_s] for layer in self.layers])
 
     @property
     def stages(self) -> Indices:
-        """Return [L] on which stage each layer was."""
+        """[L] on which stage each layer was."""
         return np.array(Partition(self.boundaries).stages)
 
     def bytes_of(self, transfers: Sequence[LayerTransfer]) -> float:
@@ -83,27 +117,181 @@ class PipelineProfile:
 
     @property
     def computed_s(self) -> tuple[float, ...]:
-        """Return [S] seconds in which each stage computed its layers, and the last one the loss."""
+        """[S] seconds in which each stage computed its layers, and the last one the loss."""
         layer_s = [one.forward_s + one.backward_s for one in self.layers]
         stage_s = [math.fsum(layer_s[begin:end]) for begin, end in itertools.pairwise(self.boundaries)]
         return (*stage_s[:-1], stage_s[-1] + self.loss_s)
 
     @property
     def bubble_ratios(self) -> tuple[float, ...]:
-        """Return [S] the share of the iteration in which each stage computed nothing of it, 0 to 1.
-
-        The iteration lasts as long as on the stage where it takes longest.
-        """
+        """[S] the share of the iteration, as long as on the slowest stage, in which each computed nothing, 0 to 1."""
         step_s = max(self.stage_s)
         return tuple(max(1.0 - own / step_s, 0.0) if step_s else 0.0 for own in self.computed_s)
 
     @property
     def bubble_ratio(self) -> float:
-        """Return the mean of the stages' :attr:`bubble_ratios`."""
+        """The mean of the stages' :attr:`bubble_ratios`."""
         return math.fsum(self.bubble_ratios) / len(self.stage_s)
 
     @property
     def imbalance(self) -> float:
-        """Return (L_max − L_min) / mean L of the stages' :attr:`computed_s` (DynMo, section 2); 0 without any load."""
+        """(L_max − L_min) / mean L of the stages' :attr:`computed_s` (DynMo, section 2); 0 without any load."""
         mean_s = math.fsum(self.computed_s) / len(self.stage_s)
         return (max(self.computed_s) - min(self.computed_s)) / mean_s if mean_s else 0.0
+
+
+class LayerMeans:
+    """Average one profile after another.
+
+    A layer's mean goes on until two of its last three profiles differ from it by more than noise: then it begins anew
+    with what they say. A single interruption is not among two.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._stages_L: Indices = np.full(num_layers, -1)
+        self._num_L: Indices = np.zeros(num_layers, dtype=np.int64)
+        self._recent: Floats = np.full((_NUM_RECENT, num_layers, 2), np.inf)
+        self._means: Floats = np.zeros((num_layers, 2))
+        self._noise = 0.0  # mean distance of logarithms from their means
+
+    def surprised(self, profile: PipelineProfile) -> PipelineProfile:
+        """Return what is known before ``profile``, but for layers of which it says something else: these as it says."""
+        now = profile.layer_s
+        differs_L = (self._num_L == 0) | (self._stages_L != profile.stages) | self._is_surprise(now)
+        return profile.with_layer_s(np.where(differs_L[:, None], now, self._means))
+
+    def after(self, profile: PipelineProfile) -> PipelineProfile:
+        """Return the mean seconds, with the bytes of ``profile``; what has moved is measured anew."""
+        now = profile.layer_s
+        moved_L, self._stages_L = self._stages_L != profile.stages, profile.stages
+        self._num_L = np.where(moved_L, 0, self._num_L)
+        self._recent[:, moved_L] = np.inf
+        is_known_L = self._num_L > 1
+        if is_known_L.any():
+            distances = np.minimum(np.abs(self._differences(now)[is_known_L]), self._most)
+            self._noise += (float(np.median(distances)) - self._noise) / min(int(self._num_L.max()), _MEMORY)
+        self._num_L = self._num_L + 1
+        self._recent = np.concatenate((now[None], self._recent[:-1]))
+        # The shorter one of two profiles, the middle one of three.
+        middle = np.minimum(self._num_L, _NUM_RECENT) - 1 >> 1
+        typical: Floats = np.take_along_axis(np.sort(self._recent, axis=0), middle[None, :, None], axis=0)[0]
+        begins_anew_L = (self._num_L < _NUM_RECENT) | self._is_surprise(typical)
+        weights_L = np.where(begins_anew_L, 1.0, 1.0 / np.minimum(self._num_L, _MEMORY))
+        self._means = self._means + weights_L[:, None] * (typical - self._means)
+        self._num_L = np.where(begins_anew_L, np.minimum(self._num_L, _NUM_RECENT - 1), self._num_L)
+        return profile.with_layer_s(self._means)
+
+    def _is_surprise(self, seconds: Floats) -> Mask:
+        """[L] whether seconds [L, 2] differ from their mean by more than noise."""
+        return np.abs(self._differences(seconds)) > self._most
+
+    @property
+    def _most(self) -> float:
+        """By which logarithms differ from their mean where it is noise."""
+        return max(math.log1p(NOISE), _BEYOND_NOISE * self._noise)
+
+    def _differences(self, seconds: Floats) -> Floats:
+        """[L] logarithms of how many times as long as their mean these seconds are; 0 where one of them is 0."""
+        return _log_ratio(seconds.sum(axis=1), self._means.sum(axis=1))
+
+
+def _log_ratio(now: Floats, expected: Floats, counts: Mask | bool = True) -> Floats:
+    counts = counts & (now > 0.0) & (expected > 0.0)
+    return np.log(np.where(counts, now, 1.0) / np.where(counts, expected, 1.0))
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Hold what is known of layers and devices after a profile.
+
+    Attributes:
+        forward_s, backward_s: [L] seconds of all micro-batches on a device of speed 1.
+        speeds: [S] of the stages' devices, mean 1.
+        boundaries: [S + 1] in force when the layers were last measured.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    speeds: tuple[float, ...]
+    boundaries: tuple[int, ...]
+
+    @classmethod
+    def first(cls, profile: PipelineProfile) -> LayerCosts:
+        """Return what is known after the first profile: layers cost what they took."""
+        return cls.measured(profile, np.ones(len(profile.boundaries) - 1))
+
+    @classmethod
+    def measured(cls, profile: PipelineProfile, speeds: Sequence[float] | Floats) -> LayerCosts:
+        """Return costs that explain the measured seconds by these speeds [S] of devices."""
+        relative_S = np.round(np.asarray(speeds) / np.mean(speeds), _DECIMALS)
+        forward_s, backward_s = profile.layer_s.T * relative_S[profile.stages]
+        return cls(
+            tuple(forward_s.tolist()), tuple(backward_s.tolist()), tuple(relative_S.tolist()), profile.boundaries
+        )
+
+    @property
+    def seconds(self) -> Floats:
+        """[L] seconds of each layer, forward and backward."""
+        return np.array(self.forward_s) + np.array(self.backward_s)
+
+    def on_stages(self, stages: Sequence[int], boundaries: tuple[int, ...]) -> LayerCosts:
+        """Return what is known once only these stages are left, with the layers between ``boundaries`` [S + 1]."""
+        speeds = np.array(self.speeds)[list(stages)]
+        mean = float(speeds.mean())
+        forward_s, backward_s = (tuple(one / mean for one in seconds) for seconds in (self.forward_s, self.backward_s))
+        return LayerCosts(forward_s, backward_s, tuple((speeds / mean).tolist()), boundaries)
+
+    def after(self, profile: PipelineProfile, *, is_other_work: bool = False) -> LayerCosts:
+        """Return what is known after one more profile; where that is known to be of other work, devices are as before."""
+        if is_other_work:
+            return LayerCosts.measured(profile, self.speeds)
+        stages_L, before_L = profile.stages, np.array(Partition(self.boundaries).stages)
+        speeds, now_L = np.array(self.speeds), profile.layer_s.sum(axis=1)
+        expected_L = self.seconds / speeds[stages_L]
+        counts_L = _tell_of_device(now_L, stages_L) & _tell_of_device(expected_L, stages_L)
+        longer_L = _log_ratio(now_L, expected_L, counts_L)
+        of_stages = [counts_L & (stages_L == stage) for stage in range(len(speeds))]
+        is_alone_S = np.array([int(of_stage.sum()) == 1 for of_stage in of_stages])
+        stayed = [longer_L[of_stage & (before_L == stages_L)] for of_stage in of_stages]
+        changes_S = _changes_of_devices(stayed, is_alone_S, speeds)
+        moved_L = counts_L & (stages_L != before_L)
+        corrections_S = _corrections(longer_L - changes_S[stages_L], moved_L, stages_L, before_L, len(speeds))
+        return LayerCosts.measured(profile, speeds * np.exp(corrections_S - changes_S))
+
+
+def _changes_of_devices(longer: Sequence[Floats], is_alone_S: Mask, speeds: Floats) -> Floats:
+    """[S] by which factors devices have become slower, as logarithms, by those of each stage's layers."""
+    noise = math.log1p(NOISE)
+    medians_S = np.array([np.median(of_stage) if of_stage.size else 0.0 for of_stage in longer])
+    have_changed_S = np.abs(medians_S) > noise
+    if 2 * int(have_changed_S.sum()) > len(longer):
+        return np.zeros(len(longer))
+    slower_S = -np.log(speeds / np.median(speeds))  # than usual
+    is_back_S = np.abs(slower_S + medians_S) < np.abs(slower_S)
+    # Of a layer that is alone nothing would follow if it were heavy, and nobody would find out that its device is slow.
+    is_slow_S = is_alone_S & (medians_S > _MUCH_LONGER) & (have_changed_S.sum() == 1)
+    least_S = np.where(is_back_S | is_slow_S, 1, _LEAST_TELLING)
+    by_one_factor_S = np.array(
+        [
+            of_stage.size >= least and np.ptp(of_stage) <= 2.0 * noise
+            for of_stage, least in zip(longer, least_S.tolist(), strict=True)
+        ]
+    )
+    return np.where(have_changed_S & by_one_factor_S, medians_S, 0.0)
+
+
+def _corrections(longer_L: Floats, moved_L: Mask, stages_L: Indices, before_L: Indices, num_stages: int) -> Floats:
+    """[S] by which factors speeds were wrong, as logarithms, by the layers that moved; least squares, mean 0."""
+    pairs = sorted({(int(one), int(other)) for one, other in zip(before_L[moved_L], stages_L[moved_L], strict=True)})
+    equations, wrong = np.zeros((len(pairs), num_stages)), np.zeros(len(pairs))
+    for row, (source, destination) in enumerate(pairs):
+        equations[row, [source, destination]] = -1.0, 1.0
+        of_pair = float(np.median(longer_L[moved_L & (before_L == source) & (stages_L == destination)]))
+        wrong[row] = -of_pair if abs(of_pair) > math.log1p(NOISE) else 0.0
+    return np.linalg.lstsq(equations, wrong, rcond=None)[0].astype(np.float64) if pairs else np.zeros(num_stages)
+
+
+def _tell_of_device(seconds_L: Floats, stages_L: Indices) -> Mask:
+    """[L] whether a layer takes long enough."""
+    means = np.bincount(stages_L, weights=seconds_L) / np.maximum(np.bincount(stages_L), 1)
+    return (seconds_L > 0.0) & (seconds_L >= _LEAST_SHARE * means[stages_L])

@@ -1,8 +1,8 @@
-"""Whether layers move after a profile: what is learned from profile to profile, and what is owed for not moving.
+"""Whether layers move after a profile, and where to; pure, so ranks that are given the same profiles decide alike.
 
-Pure: every rank is given the same profiles, so all decide alike. A profile and one more that confirms it say which
-boundaries are wanted; a :class:`~zeroresize.policy.moves.rental.Rental` of two options, these and those that there were
-at first, says whether and when layers move there.
+``L`` layers, ``S`` stages. A profile and one more that confirms it say which boundaries are wanted
+(:class:`RebalancingRule`). A :class:`~zeroresize.policy.moves.rental.Rental` of two options, these and those that there
+were at first, says in a :class:`~zeroresize.policy.moves.rental.Verdict` whether and when layers move there.
 """
 
 from __future__ import annotations
@@ -10,19 +10,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import Literal, get_args
 
 import numpy as np
 
-from zeroresize.plan.partition import Partition
+from zeroresize.plan.partition import LayerTransfer, Partition
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.moves.rental import Option, Rental, Verdict
-from zeroresize.policy.pipeline.layer_costs import LayerCosts
-from zeroresize.policy.pipeline.layer_means import LayerMeans
-from zeroresize.policy.pipeline.message_delays import PipelineMessages
-from zeroresize.policy.pipeline.pipeline_load import Floats
-from zeroresize.policy.pipeline.profiles import PipelineProfile
-from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal, RebalancingRule
+from zeroresize.policy.moves.rental import MIN_SAVING, Option, Rental, Verdict
+from zeroresize.policy.pipeline.division import (
+    Floats,
+    PipelineLoad,
+    PipelineMessages,
+    balanced_partition,
+    shortest_partition,
+    step_delays,
+)
+from zeroresize.policy.pipeline.profiles import LayerCosts, LayerMeans, PipelineProfile
+from zeroresize.runtime.schedules import Schedule
+from zeroresize.runtime.simulated_steps import PipelineStep, simulated_step
+from zeroresize.utils.value_checks import at_least, number, one_of
 
+By = Literal["time", "parameters"]
 #: The options: the best boundaries by now, and those that there were at first.
 WANTED, HOME = "wanted", "home"
 #: Layers that have changed by no more than this share since nothing was wanted want nothing now.
@@ -31,6 +39,168 @@ _SETTLED = 0.01
 _IN_PLACE = 2
 #: Told changes of work that say how often there are some.
 _TOLD = 9
+
+
+@dataclass(frozen=True)
+class RebalancingProposal:
+    """Describe what other boundaries would change. Seconds are those of one profiled block.
+
+    Attributes:
+        before, after: [S + 1] boundaries; equal where nothing is to be gained.
+        stage_s: [S] seconds that stages compute before.
+        step_s, expected_step_s: before and after, simulated from the layers' seconds, and from those of messages
+            where they are measured.
+        bubble_ratio, expected_bubble_ratio: of these steps, the mean of the stages.
+        measured_bubble_ratio: of the profiled block.
+        num_bytes: that the busiest rank sends or receives.
+        price_s: of the move there and back.
+        is_needed: whether a stage is now over its memory limit.
+        reason: why layers move, or do not move now; nothing where none was decided.
+    """
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    stage_s: tuple[float, ...]
+    step_s: float
+    expected_step_s: float
+    bubble_ratio: float
+    expected_bubble_ratio: float
+    measured_bubble_ratio: float
+    num_bytes: float
+    price_s: float
+    is_needed: bool
+    reason: str = ""
+
+    @property
+    def saving_s(self) -> float:
+        """Return by how many seconds a step would be shorter."""
+        return self.step_s - self.expected_step_s
+
+    @property
+    def transfers(self) -> tuple[LayerTransfer, ...]:
+        """Return the layers that would move."""
+        return Partition(self.before).transfers_to(Partition(self.after))
+
+
+@dataclass(frozen=True)
+class RebalancingRule:
+    """Say how wanted boundaries are found.
+
+    Attributes:
+        by: what is divided evenly: seconds, or bytes of parameters. The saving is always one of seconds.
+        schedule, num_microbatches: of the pipeline.
+        num_steps: over which a change pays; those until the next profile.
+        min_saving: share of a step below which nothing changes.
+        memory_limits: [S] bytes; None for none.
+        messages: between stages, which wait for them; None where they take no time.
+
+    Raises:
+        ValueError: for values that are not allowed.
+    """
+
+    by: By
+    schedule: Schedule
+    num_microbatches: int
+    num_steps: int
+    min_saving: float = MIN_SAVING
+    memory_limits: tuple[float, ...] | None = None
+    messages: PipelineMessages | None = None
+
+    def __post_init__(self) -> None:
+        one_of("by", self.by, get_args(By))
+        at_least("profile_every", self.num_steps, 1)
+        number("min_saving", self.min_saving, least=0.0, below=1.0)
+
+    def propose(
+        self, costs: LayerCosts, profile: PipelineProfile, cost_of_move: MoveCost, wanted: Partition | None = None
+    ) -> RebalancingProposal:
+        """Return what the wanted boundaries, or those that divide best, would change; nothing where that is noise.
+
+        Raises:
+            NothingFitsError: if no boundaries fit into the memory limits.
+        """
+        proposal = self.to(costs, profile, cost_of_move, wanted or self.wanted(costs, profile))
+        if proposal.is_needed or proposal.saving_s > self.min_saving * proposal.step_s:
+            return proposal
+        return self.to(costs, profile, cost_of_move, Partition(profile.boundaries))
+
+    def to(
+        self, costs: LayerCosts, profile: PipelineProfile, cost_of_move: MoveCost, wanted: Partition
+    ) -> RebalancingProposal:
+        """Return what these boundaries would change, whatever they save."""
+        now = Partition(profile.boundaries)
+        before = self.simulated(costs, now)
+        after = before if wanted == now else self.simulated(costs, wanted)
+        num_bytes = profile.bytes_of(now.transfers_to(wanted))
+        stage_s = PipelineLoad.of(costs.seconds, now.num_stages, speeds=costs.speeds).stage_times(now)
+        return RebalancingProposal(
+            now.boundaries,
+            wanted.boundaries,
+            tuple(stage_s.tolist()),
+            before.step_s,
+            after.step_s,
+            before.bubble_ratio,
+            after.bubble_ratio,
+            profile.bubble_ratio,
+            num_bytes,
+            0.0 if wanted == now else cost_of_move.there_and_back(num_bytes),
+            not self.load(costs, profile).fits(now),
+        )
+
+    def wanted(self, costs: LayerCosts, profile: PipelineProfile) -> Partition:
+        """Return the boundaries that divide best, whatever they save; errors as of :meth:`propose`."""
+        load = self.load(costs, profile)
+        if self.by != "time":
+            return balanced_partition(load)
+        forward_s, backward_s = (
+            np.array(seconds) / self.num_microbatches for seconds in (costs.forward_s, costs.backward_s)
+        )
+        messages = self._messages_of(load.num_stages)
+        return shortest_partition(load, forward_s, backward_s, self.num_microbatches, self.schedule, messages)
+
+    def load(self, costs: LayerCosts, profile: PipelineProfile, num_left: int | None = None) -> PipelineLoad:
+        """Return what is divided evenly, and what must fit: bytes of a layer on the stage that keeps most activations.
+
+        That is the first one of ``num_left`` stages, where only so many are to be left.
+        """
+        messages, is_of_time = self._messages_of(len(costs.speeds)), self.by == "time"
+        delays = layer_bytes = None
+        if messages is not None and is_of_time:
+            delays = step_delays(messages.seconds(Partition(profile.boundaries)), self.num_microbatches, self.schedule)
+        if self.memory_limits is not None:
+            num_stages = num_left or len(profile.boundaries) - 1
+            kept = self.num_microbatches if self.schedule == "gpipe" else min(num_stages, self.num_microbatches)
+            layer_bytes = [float(one.bytes_at_rest + kept * one.activation_bytes) for one in profile.layers]
+        return PipelineLoad.of(
+            costs.seconds if is_of_time else [float(one.weight_bytes) for one in profile.layers],
+            len(costs.speeds),
+            speeds=costs.speeds,
+            delays=delays,
+            layer_bytes=layer_bytes,
+            memory_limits=self.memory_limits,
+        )
+
+    def simulated(self, costs: LayerCosts, partition: Partition) -> PipelineStep:
+        """Simulate a step with the messages of :attr:`messages`, if these are of so many stages, else without."""
+        forward_s, backward_s = (
+            (
+                PipelineLoad.of(seconds, partition.num_stages, speeds=costs.speeds).stage_times(partition)
+                / self.num_microbatches
+            ).tolist()
+            for seconds in (costs.forward_s, costs.backward_s)
+        )
+        messages = self._messages_of(partition.num_stages)
+        return simulated_step(
+            forward_s,
+            backward_s,
+            self.num_microbatches,
+            schedule=self.schedule,
+            communication_s=0.0 if messages is None else messages.seconds(partition),
+        )
+
+    def _messages_of(self, num_stages: int) -> PipelineMessages | None:
+        """Those of the pipeline, unless it is asked about one of fewer stages."""
+        return self.messages if self.messages is not None and self.messages.are_between(num_stages) else None
 
 
 @dataclass(frozen=True)
@@ -72,10 +242,8 @@ class RebalancingState:
 class _Evidence:
     """What profiles of the same work say.
 
-    Attributes:
-        means: of each layer; None before the first profile.
-        trial: what one more profile must confirm.
-        settled: boundaries, and what layers [L, 2] took there while nothing was wanted.
+    A trial must be confirmed by one more profile. It is settled what layers [L, 2] took, between which boundaries and
+    by which rule, while nothing was wanted.
     """
 
     means: LayerMeans | None = None
@@ -85,12 +253,9 @@ class _Evidence:
 
 @dataclass
 class _Move:
-    """What the last move has gained against the first boundaries, by what each profile says of these.
+    """What the last move has gained against the first boundaries until a step, less what it took.
 
-    Attributes:
-        saving_s: by how many seconds a step is shorter than with these, by the last profile.
-        gained_s: until then, less what the move took.
-        step: up to which that is counted.
+    A step is shorter by ``saving_s`` than with these, by the last profile.
     """
 
     saving_s: float
@@ -134,13 +299,8 @@ class Rebalancing:
 
     @property
     def costs(self) -> LayerCosts | None:
-        """Return what is known of layers and devices; None before the first profile."""
+        """What is known of layers and devices; None before the first profile."""
         return self.state.costs
-
-    @property
-    def cost_of_move(self) -> MoveCost:
-        """Return what moves take, as far as is known."""
-        return self.state.cost_of_move
 
     @property
     def comes_home(self) -> bool:
@@ -153,15 +313,11 @@ class Rebalancing:
         return self._evidence.trial is not None
 
     def expect_other_work(self, step: int | None = None) -> None:
-        """Expect profiles of layers whose work has changed, by what the caller did to them.
+        """Expect profiles of layers whose work has changed, by what the caller did to them after so many steps.
 
         What profiles have said is forgotten. What the boundaries have cost is still owed: they did cost that, and where
-        work changes often, moves would never be worth it otherwise.
-
-        Args:
-            step: how many steps are over; None where the caller does not count. A caller that has said so before is
-                expected to say so again after as many steps as between the last such calls, on average: for so long
-                layers stay good where they are.
+        work changes often, moves would never be worth it otherwise. A caller that has said so before is expected to say
+        so again after as many steps as between the last such calls, on average: for so long layers stay where they are.
         """
         if self._move is not None and step is not None:
             self._move.pass_to(step)
@@ -176,46 +332,36 @@ class Rebalancing:
 
         Of a move that one profile wants, the next one by itself must say that it saves, too: what was chosen for what
         one profile says, noise and interruptions included, is worth less by another one. What is made then is what
-        both want.
-
-        Args:
-            step: how many steps are over, as of :meth:`expect_other_work`.
-            messages: between the stages, as far as is known by now; None for as before.
+        both want. Messages between the stages are as before where they are None.
 
         Raises:
-            ValueError: if no boundaries fit into the memory limits.
+            NothingFitsError: if no boundaries fit into the memory limits.
         """
         self.has_learned = False
         self._num_steps = self._num_steps + self.interval if step is None else step
         if messages is not None:
             self.rule = replace(self.rule, messages=messages)
-        evidence = self._evidence
+        evidence, now = self._evidence, Partition(profile.boundaries)
         trial, evidence.trial = evidence.trial, None
-        if trial is not None and trial.before != profile.boundaries:
-            trial = None  # somebody else has moved layers since
-        if evidence.means is None:
-            evidence.means = LayerMeans(len(profile.layers))
-        surprised = evidence.means.surprised(profile)
-        means = evidence.means.after(profile)
+        evidence.means = evidence.means or LayerMeans(len(profile.layers))
+        surprised, means = evidence.means.surprised(profile), evidence.means.after(profile)
         costs = self._costs_after(means)
-        now = Partition(profile.boundaries)
-        if trial is None:
-            if self._is_settled(surprised) and self._is_settled(means):
-                return self._decide(means, costs, self.rule.propose(costs, means, self.cost_of_move, now), 0.0, step)
+        confirmed_s = 0.0
+        if trial is not None and trial.before == profile.boundaries:  # else somebody has moved layers since
+            evidence.settled = None
+            # By what this profile alone says of layers, and by what is known of devices now.
+            measured, after = LayerCosts.measured(profile, costs.speeds), Partition(trial.after)
+            confirmed_s = self.rule.simulated(measured, now).step_s - self.rule.simulated(measured, after).step_s
+            # Told work is followed at once; else what both profiles say is looked for.
+            proposal = self._search(costs, means, after if self.state.is_other_work else None)
+        elif self._is_settled(surprised) and self._is_settled(means):
+            proposal = self.rule.to(costs, means, self.state.cost_of_move, now)
+        else:
             proposal = self._search(self._costs_after(surprised), surprised)
             if proposal.transfers:
                 evidence.trial = proposal
                 return None
             evidence.settled = means.boundaries, means.layer_s, self.rule
-            return self._decide(means, costs, proposal, 0.0, step)
-        evidence.settled = None
-        # By what this profile alone says of layers, and by what is known of devices now.
-        measured = LayerCosts.measured(profile, costs.speeds)
-        confirmed_s = self.rule.saving_s(measured, now, Partition(trial.after))
-        if self.state.is_other_work:  # followed at once; else what both profiles say is looked for
-            proposal = self.rule.propose(costs, means, self.state.cost_of_move, Partition(trial.after))
-        else:
-            proposal = self._search(costs, means)
         return self._decide(means, costs, proposal, confirmed_s, step)
 
     def _is_settled(self, profile: PipelineProfile) -> bool:
@@ -223,14 +369,15 @@ class Rebalancing:
         if self._evidence.settled is None or self.rule.memory_limits is not None:
             return False
         boundaries, layer_s, rule = self._evidence.settled
-        if (boundaries, rule) != (profile.boundaries, self.rule):
-            return False
-        return bool((np.abs(profile.layer_s - layer_s) <= _SETTLED * layer_s).all())
+        is_as_before = (boundaries, rule) == (profile.boundaries, self.rule)
+        return is_as_before and bool((np.abs(profile.layer_s - layer_s) <= _SETTLED * layer_s).all())
 
-    def _search(self, costs: LayerCosts, profile: PipelineProfile) -> RebalancingProposal:
-        """What the best boundaries would change."""
-        self.num_searches += 1
-        return self.rule.propose(costs, profile, self.state.cost_of_move)
+    def _search(
+        self, costs: LayerCosts, profile: PipelineProfile, wanted: Partition | None = None
+    ) -> RebalancingProposal:
+        """What the best boundaries would change, or those that are wanted."""
+        self.num_searches += wanted is None
+        return self.rule.propose(costs, profile, self.state.cost_of_move, wanted)
 
     def _costs_after(self, profile: PipelineProfile) -> LayerCosts:
         if self.costs is None:
@@ -249,12 +396,13 @@ class Rebalancing:
         home = self.state.home or profile.boundaries
         self.state = replace(self.state, costs=costs, home=home, is_other_work=False)
         self._profile, self.has_learned = profile, True
-        rental, lasts_steps = self.state.rental, self._steps_until_told(step)
-        way_home = self.rule.to(costs, profile, self.cost_of_move, Partition(home))
+        rental = self.state.rental
+        way_home = self.rule.to(costs, profile, self.state.cost_of_move, Partition(home))
         proposals, options = {WANTED: proposal, HOME: way_home}, []
         if proposal.transfers:
             self._judge(-way_home.saving_s)
             saving_s = min(proposal.saving_s, confirmed_s)
+            lasts_steps = self._steps_until_told(step)
             options.append(Option(WANTED, saving_s, proposal.price_s, lasts_steps, proposal.is_needed))
         if home not in (profile.boundaries, proposal.after) and self.rule.load(costs, profile).fits(Partition(home)):
             # One way, and what was disappointed by going away does not make it dearer to come home.
@@ -273,9 +421,9 @@ class Rebalancing:
         return chosen
 
     def _steps_until_told(self, step: int | None) -> float:
-        """Steps for which a move would be good until the caller is expected to change the work again.
+        """Steps for which a move would be good until the caller is expected to change the work again, or infinite.
 
-        Infinite where nobody knows. A change that is overdue is expected after as long again.
+        A change that is overdue is expected after as long again.
         """
         told_steps = self.state.told_steps
         if step is None or len(told_steps) < 2:
@@ -293,11 +441,7 @@ class Rebalancing:
             self.state.rental.judge(is_kept=move.gained_s >= 0.0)
 
     def propose(self, boundaries: tuple[int, ...]) -> RebalancingProposal | None:
-        """Return what would change from these boundaries on, by the last profile; None before there was one.
-
-        Raises:
-            ValueError: as :meth:`update`.
-        """
+        """Return what would change from these boundaries on, by the last profile; None before there was one."""
         if self.costs is None or self._profile is None:
             return None
         proposal = self._search(self.costs, replace(self._profile, boundaries=boundaries))
@@ -323,3 +467,17 @@ class Rebalancing:
             self.rule = replace(self.rule, memory_limits=tuple(self.rule.memory_limits[stage] for stage in stages))
         self.state.rental.settle()
         self.go_on_from(replace(self.state, costs=costs, home=None))
+
+
+def described(transfers: Sequence[LayerTransfer]) -> str:
+    """Return a text such as "layers 7 and 8 move from stage 2 to 1, layer 3 from 1 to 0"."""
+    layers: dict[tuple[int, int], list[int]] = {}
+    for transfer in transfers:
+        layers.setdefault((transfer.source, transfer.destination), []).append(transfer.layer)
+    texts: list[str] = []
+    for (source, destination), numbers in layers.items():
+        listed = f"{numbers[0]}" if len(numbers) == 1 else f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+        verb = "" if texts else "moves " if len(numbers) == 1 else "move "
+        stage = "" if texts else "stage "
+        texts.append(f"layer{'s' * (len(numbers) > 1)} {listed} {verb}from {stage}{source} to {destination}")
+    return ", ".join(texts)

@@ -1,7 +1,9 @@
-"""Whether a pipeline is packed onto fewer stages after a profile, and onto how few, within memory and within seconds.
+"""Whether a pipeline is packed onto fewer stages after a profile, and onto which, within memory and within seconds.
 
 Nothing is owed for it, as for moves: ranks are released for good, so waiting costs nothing, and what re-packing takes
-is bounded by the memory and by a slowdown that a user allows. Two profiles must want it instead.
+is bounded by the memory and by a slowdown that a user allows. Two profiles must want it instead. DynMo's Algorithm 2
+(section 3.4.1) hands on the layers of whole stages, first fit, and lets a balancer divide them; here both are one
+search. ``L`` layers, ``S`` stages.
 """
 
 from __future__ import annotations
@@ -9,14 +11,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from zeroresize.plan.partition import Partition
+import numpy as np
+
+from zeroresize.plan.partition import LayerTransfer, Partition
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.rental import Option, Rental
-from zeroresize.policy.pipeline.centralized import Repacking, StageChoices, repacked
-from zeroresize.policy.pipeline.layer_costs import LayerCosts
-from zeroresize.policy.pipeline.profiles import PipelineProfile
-from zeroresize.policy.pipeline.rebalancing import Rebalancing
-from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal, RebalancingRule
+from zeroresize.policy.pipeline.division import NothingFitsError, PipelineLoad
+from zeroresize.policy.pipeline.profiles import LayerCosts, PipelineProfile
+from zeroresize.policy.pipeline.rebalancing import Rebalancing, RebalancingProposal, RebalancingRule
 from zeroresize.utils.codec import UNSAVED
 
 #: The shortest of so many steps is how long they were at first: one of them may have been interrupted, or the first to
@@ -24,24 +26,62 @@ from zeroresize.utils.codec import UNSAVED
 _FIRST = 3
 
 
-def repacking_onto(
-    num_stages: int, rule: RebalancingRule, costs: LayerCosts, profile: PipelineProfile, keep: int | None
-) -> Repacking:
-    """Return the re-packing onto so many stages.
+@dataclass(frozen=True)
+class Repacking:
+    """Describe which stages stay, and what they have then.
 
-    Args:
-        rule: how layers are divided, and within which memory limits.
-        costs: after ``profile``.
-        profile: the newest one.
-        keep: a stage that must stay; None for any.
+    Attributes:
+        stages: that stay, ascending; the others can be released.
+        partition: of all layers over them: its stage i is ``stages[i]`` of before.
+        transfers: layers that change stages, ascending; stages are numbered as before.
+    """
+
+    stages: tuple[int, ...]
+    partition: Partition
+    transfers: tuple[LayerTransfer, ...]
+
+
+def repacked(load: PipelineLoad, now: Partition, num_stages: int, keep: int | None = None) -> Repacking:
+    """Return all layers on so many stages, ``keep`` among them: the choice and division whose slowest stage is fastest.
+
+    Of choices that are as fast the first stages stay.
 
     Raises:
-        ValueError: if they cannot hold the layers: the message says how few can.
+        ValueError: for a number that cannot be left.
+        NothingFitsError: if so many stages cannot hold the layers.
     """
-    return repacked(rule.load(costs, profile, num_stages), Partition(profile.boundaries), num_stages, keep=keep)
+    if not 1 <= num_stages <= load.num_stages:
+        raise ValueError(f"{num_stages} stages cannot be left of {load.num_stages}: wanted are 1 to {load.num_stages}")
+    num_layers = load.num_layers
+    # By how many of the first stages come into question: [how many are taken, layers on them] the slowest one.
+    slowest_s = [np.full((num_stages + 1, num_layers + 1), np.inf)]
+    slowest_s[0][0, 0] = 0.0
+    for stage in range(load.num_stages):
+        before = slowest_s[-1]
+        after = np.full_like(before, np.inf) if stage == keep else before.copy()
+        taken = np.maximum(before[:-1, :, None], load.times_of(stage)).min(axis=1)
+        after[1:] = np.minimum(after[1:], taken)
+        slowest_s.append(after)
+    if not math.isfinite(slowest_s[-1][num_stages, num_layers]):
+        kept = "" if keep is None else f" with stage {keep} among them"
+        raise NothingFitsError(
+            f"no {num_stages} of {load.num_stages} stages{kept} can hold {load.byte_sums[-1]:.0f} bytes of layers, up "
+            f"to {load.layer_bytes.max():.0f} each, within their memory limits"
+        )
+    stages, boundaries = list[int](), [num_layers]
+    for stage in reversed(range(load.num_stages)):
+        left = num_stages - len(stages)
+        before, wanted_s = slowest_s[stage], slowest_s[stage + 1][left, boundaries[-1]]
+        if stage != keep and before[left, boundaries[-1]] <= wanted_s:
+            continue
+        candidates = np.maximum(before[left - 1], load.times_of(stage)[:, boundaries[-1]])
+        boundaries.append(num_layers - int(candidates[::-1].argmin()))
+        stages.append(stage)
+    partition, remaining = Partition(tuple(boundaries[::-1])), tuple(stages[::-1])
+    return Repacking(remaining, partition, now.transfers_to(partition, remaining))
 
 
-def repacking_onto_fewest(
+def repacked_onto_fewest(
     rule: RebalancingRule,
     costs: LayerCosts,
     profile: PipelineProfile,
@@ -52,22 +92,18 @@ def repacking_onto_fewest(
 ) -> Repacking:
     """Return the re-packing onto as few stages as hold the layers; onto all where no fewer do in these seconds.
 
-    Args:
-        rule, costs, profile, keep: as of :func:`repacking_onto`.
-        least_stages: no fewer than these.
-        most_step_s: that a step may take then, simulated.
-
     Raises:
-        ValueError: if not even all stages can hold the layers.
+        NothingFitsError: if not even all stages can hold the layers.
     """
     num_stages, now = len(profile.boundaries) - 1, Partition(profile.boundaries)
     for number in range(min(least_stages, num_stages), num_stages):
-        choices = StageChoices(rule.load(costs, profile, number), keep, number)
-        if number in choices.possible:
-            repacking = choices.best(number, now)
-            if rule.simulated(_costs_on(costs, repacking), repacking.partition).step_s <= most_step_s:
-                return repacking
-    return repacking_onto(num_stages, rule, costs, profile, keep)
+        try:
+            repacking = repacked(rule.load(costs, profile, number), now, number, keep)
+        except NothingFitsError:
+            continue
+        if rule.simulated(_costs_on(costs, repacking), repacking.partition).step_s <= most_step_s:
+            return repacking
+    return repacked(rule.load(costs, profile), now, num_stages, keep)
 
 
 def _costs_on(costs: LayerCosts, repacking: Repacking) -> LayerCosts:
@@ -106,14 +142,12 @@ class RepackingDecision:
     def update(
         self, profile: PipelineProfile, rebalancing: Rebalancing, keep: int | None
     ) -> tuple[Repacking, RebalancingProposal] | None:
-        """Take a profile; return a re-packing and what it changes if this one and the last one want fewer stages.
+        """Take a profile that ``rebalancing`` has taken; return a re-packing that this one and the last one want.
 
-        Args:
-            rebalancing: which has taken the profile.
-            keep: a stage that must stay; None for any.
+        And what it changes. Stage ``keep`` must stay.
 
         Raises:
-            ValueError: if not even all stages can hold the layers.
+            NothingFitsError: if not even all stages can hold the layers.
         """
         costs = rebalancing.costs
         if costs is None or not rebalancing.has_learned:
@@ -126,7 +160,7 @@ class RepackingDecision:
         options = []
         if len(self._first_steps_s) == _FIRST or self.max_slowdown == math.inf:
             most_step_s = self.max_slowdown * min(self._first_steps_s)
-            repacking = repacking_onto_fewest(
+            repacking = repacked_onto_fewest(
                 rule, costs, profile, keep, least_stages=self.least_stages, most_step_s=most_step_s
             )
             if len(repacking.stages) < len(profile.boundaries) - 1:
@@ -135,30 +169,17 @@ class RepackingDecision:
         self.looks_again, is_confirmed = is_wanted and not self.looks_again, is_wanted and self.looks_again
         if not is_confirmed:
             return None
-        return repacking, _proposal(repacking, rule, costs, profile, rebalancing.cost_of_move)
-
-    def refuse(self) -> None:
-        """Note that the re-packing could not be made: none is wanted for some profiles, longer after each refusal."""
-        self.rental.refuse()
-
-    def succeed(self) -> None:
-        """Note that the re-packing was made."""
-        self.rental.succeed()
+        return repacking, _proposal(repacking, rule, costs, profile, rebalancing.state.cost_of_move)
 
 
 def _proposal(
-    repacking: Repacking,
-    rule: RebalancingRule,
-    costs: LayerCosts,
-    profile: PipelineProfile,
-    cost_of_move: MoveCost,
+    repacking: Repacking, rule: RebalancingRule, costs: LayerCosts, profile: PipelineProfile, cost_of_move: MoveCost
 ) -> RebalancingProposal:
     """What the re-packing changes."""
-    as_it_is = rule.to(costs, profile, cost_of_move, Partition(profile.boundaries))
     after = rule.simulated(_costs_on(costs, repacking), repacking.partition)
     num_bytes = profile.bytes_of(repacking.transfers)
     return replace(
-        as_it_is,
+        rule.to(costs, profile, cost_of_move, Partition(profile.boundaries)),
         after=repacking.partition.boundaries,
         expected_step_s=after.step_s,
         expected_bubble_ratio=after.bubble_ratio,

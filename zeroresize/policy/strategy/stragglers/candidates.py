@@ -16,8 +16,7 @@ import numpy as np
 
 from zeroresize.plan.layout import unit_bounds
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.pipeline.centralized import balanced_partition
-from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
+from zeroresize.policy.pipeline.division import PipelineLoad, balanced_partition
 
 #: "stay": as it is; "replan": planned anew for the speeds that ranks have; "shares": units move within tensor-parallel
 #: groups; "rearrange": ranks change places, layers stages; "leave out": the slowest ranks do nothing; "original": as

@@ -1,9 +1,12 @@
-"""Heavy layers and slow devices are told apart."""
+"""What layers take over several profiles, and how heavy layers and slow devices are told apart."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 from helpers.pipelines import World
 
-from zeroresize.policy.pipeline.layer_costs import LayerCosts
+from zeroresize.policy.pipeline.profiles import LayerCosts, LayerMeans
 
 
 def after(world, *changes):
@@ -64,12 +67,6 @@ def test_a_change_of_some_layers_is_theirs():
     assert costs.seconds.tolist() == pytest.approx([1.0, 1.0, 1.0, 1.0, 5.0, 5.0])
 
 
-def test_work_that_grows_everywhere_is_no_slow_device():
-    costs = after(World([1.0, 2.0, 3.0, 4.0], [1.0, 1.0], (0, 2, 4)), {"work": [3.0, 6.0, 9.0, 12.0]})
-    assert costs.speeds == pytest.approx((1.0, 1.0))
-    assert costs.seconds.tolist() == pytest.approx([3.0, 6.0, 9.0, 12.0])
-
-
 def test_work_that_changes_differently_in_most_stages_is_no_change_of_devices():
     world = World([1.0] * 12, [1.0, 1.0, 0.5, 1.0], (0, 3, 6, 9, 12))
     pruned = [*[0.3] * 3, *[0.4] * 3, *[0.35] * 3, *[1.0] * 3]
@@ -107,12 +104,6 @@ def test_a_wrong_guess_is_found_out_by_a_move():
     assert costs.seconds.tolist() == pytest.approx(heavier)
 
 
-def test_layers_that_take_nothing_say_nothing():
-    costs = after(World([1.0, 0.0, 0.0, 0.0], [1.0, 1.0], (0, 2, 4)), {"work": [1.0, 1e-6, 1e-6, 0.0]})
-    assert costs.speeds == (1.0, 1.0)
-    assert costs.seconds.tolist() == pytest.approx([1.0, 1e-6, 1e-6, 0.0])
-
-
 def test_stages_that_stay_are_as_fast_as_they_were():
     costs = LayerCosts((1.0, 2.0, 3.0), (2.0, 4.0, 6.0), (0.6, 1.8, 0.6), (0, 1, 2, 3))
     left = costs.on_stages((1, 2), (0, 2, 3))
@@ -120,3 +111,80 @@ def test_stages_that_stay_are_as_fast_as_they_were():
     for before, after in ((1, 0), (2, 1)):
         assert left.seconds / left.speeds[after] == pytest.approx(costs.seconds / costs.speeds[before])
     assert left.forward_s == pytest.approx([one / 3 for one in (left.seconds)])
+
+
+EVEN = (1.0, 1.0)
+WORK = [1.0, 2.0, 3.0, 4.0, 1.0, 2.0]
+
+
+def world_of(work=WORK, *, speeds=EVEN, noise=0.0, seed=0):
+    return World(list(work), list(speeds), (0, 3, 6), noise=noise, seed=seed)
+
+
+def mean_after(means, *profiles):
+    for profile in profiles:
+        known = means.after(profile)
+    return seconds_of(known)
+
+
+def seconds_of(profile):
+    return [layer.forward_s + layer.backward_s for layer in profile.layers]
+
+
+def test_noise_is_averaged():
+    world, means = world_of(noise=0.05), LayerMeans(6)
+    known = mean_after(means, *(world.profile() for _ in range(16)))
+    errors = np.abs(np.array(known) / WORK - 1.025)
+    assert errors.max() < 0.012  # three standard deviations of 0.05 / √12 / √16; half of single profiles are beyond
+
+
+def test_an_interruption_of_one_profile_is_forgotten():
+    means, usual = LayerMeans(6), world_of().profile()
+    interrupted = world_of([1.0, 2.0, 30.0, 4.0, 1.0, 2.0]).profile()
+    assert mean_after(means, usual, usual, interrupted) == pytest.approx(WORK)
+    assert mean_after(means, usual) == pytest.approx(WORK)
+
+
+def test_the_first_profile_is_not_trusted_more_than_the_second():
+    means, interrupted = LayerMeans(6), world_of([1.0, 2.0, 30.0, 4.0, 1.0, 2.0]).profile()
+    mean_after(means, interrupted)
+    assert mean_after(means, world_of().profile()) == pytest.approx(WORK)
+
+
+def test_a_change_for_good_is_followed_by_two_profiles_and_leaves_no_trace():
+    means, usual = LayerMeans(6), world_of().profile()
+    other = [1.0, 2.0, 1.5, 4.0, 1.0, 2.0]
+    mean_after(means, *[usual] * 10)
+    assert mean_after(means, *[world_of(other).profile()] * 2) == pytest.approx(other)
+    assert mean_after(means, *[world_of(other).profile()] * 3) == pytest.approx(other)
+
+
+def test_what_drifts_is_followed():
+    means = LayerMeans(6)
+    for step in range(60):
+        known = mean_after(means, world_of([1.0 + 0.01 * step, 2.0, 3.0, 4.0, 1.0, 2.0]).profile())
+    assert known[0] == pytest.approx(1.59, rel=0.1)
+
+
+def test_what_surprises_is_said_at_once():
+    means, usual = LayerMeans(6), world_of().profile()
+    mean_after(means, *[usual] * 4)
+    noisy = [1.05, 2.0, 6.0, 4.0, 1.0, 2.0]
+    surprised = seconds_of(means.surprised(world_of(noisy).profile()))
+    assert surprised == pytest.approx([1.0, 2.0, 6.0, 4.0, 1.0, 2.0])  # 5 % are noise, twice as long is not
+
+
+def test_the_noise_that_there_is_does_not_surprise():
+    world, means = world_of(noise=0.15), LayerMeans(6)
+    for _ in range(20):
+        mean_after(means, world.profile())
+    known = seconds_of(means.surprised(world.profile()))
+    again = seconds_of(means.surprised(world.profile()))
+    assert known == again  # the means, whatever each of them says
+
+
+def test_a_layer_that_has_moved_is_measured_anew():
+    means = LayerMeans(6)
+    mean_after(means, *[world_of().profile()] * 8)
+    moved = dataclasses.replace(world_of(speeds=(1.0, 0.25)), boundaries=(0, 2, 6))
+    assert mean_after(means, moved.profile())[2] == pytest.approx(12.0)
