@@ -23,8 +23,7 @@ from zeroresize.control.group_decision import GroupDecision
 from zeroresize.control.memory_watch import MemoryWatch
 from zeroresize.control.optimizer_steps import OptimizerSteps
 from zeroresize.control.parts import Parts
-from zeroresize.control.plan_execution import PlanExecution
-from zeroresize.control.plan_installer import LineageTable, PlanInstaller
+from zeroresize.control.plan_execution import LineageTable, PlanExecution
 from zeroresize.control.setup import (
     Setup,
     checked_setup,
@@ -110,18 +109,17 @@ def build(
         columns = ColumnMoves(selector, statistic, setup.layers, setup.rank, exchange if knows_columns else None)
         columns.follow(gathers=False)
         # Apply.
-        installer = PlanInstaller(setup.layers, selector, config.paper.imputation)
-        attached.callback(installer.clear)
         plan_execution = PlanExecution(
             config,
             setup.rank,
             setup.num_ranks,
+            setup.layers,
             selector=selector,
-            installer=installer,
             lender=lender,
             exchange=exchange,
             units=units,
         )
+        attached.callback(plan_execution.clear)
         return Parts(
             config=config,
             process_group=setup.process_group,

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.exchange import Exchange
@@ -17,8 +18,7 @@ from zeroresize.control.forward_watch import ForwardWatch
 from zeroresize.control.group_decision import GroupDecision
 from zeroresize.control.memory_watch import MemoryWatch
 from zeroresize.control.optimizer_steps import OptimizerSteps
-from zeroresize.control.plan_execution import PlanExecution
-from zeroresize.control.plan_installer import LineageTable
+from zeroresize.control.plan_execution import LineageTable, PlanExecution
 from zeroresize.control.setup_checks import Layers
 from zeroresize.control.slowness_watch import SlownessWatch
 from zeroresize.control.start_checks import StartCheck
@@ -91,6 +91,12 @@ class Parts:
     def decides_for_replicas(self) -> bool:
         """Whether data-parallel replicas decide alike: in modes in which that may move units."""
         return self.config.mode in MOVABLE_MODES
+
+    @property
+    def tells(self) -> bool:
+        """Whether this rank writes to the log what all ranks decide alike, and replicas of the group with them."""
+        everybody = self.exchange_of_replicas
+        return self.rank == 0 and (everybody is None or everybody.ranks[0] == dist.get_rank())
 
     @property
     def device(self) -> torch.device:
