@@ -45,7 +45,7 @@ define make_environment
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow test-all test-hosts test-versions demo lint format clean
+.PHONY: help setup test test-slow test-all test-hosts test-versions demo lint release-check format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F@ '{ printf "%-15s %s\n", $$1, $$2 }'
@@ -99,6 +99,11 @@ lint: setup  ## ruff, ruff format, mypy, the import rules and the limits of size
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python scripts/size.py
+
+release-check: lint test-all test-hosts test-versions demo  ## all there is, by hand before a tag; takes an hour or more
+	@echo "Building a wheel"
+	@$(BIN)/python -m pip wheel -qq --no-deps --no-build-isolation --wheel-dir build/wheel .
+	@ls build/wheel
 
 format: setup  ## let ruff repair and format the code
 	@$(BIN)/ruff check --fix .

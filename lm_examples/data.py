@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm_examples.config import DataConfig, RunConfig
+from lm_examples.pipeline_config import RunConfig
+from lm_examples.sections import DataConfig
 
 #: Other people's packages, which some Pythons keep within their standard library's folder.
 _FOREIGN = {"site-packages", "dist-packages"}

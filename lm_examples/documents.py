@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lm_examples.config import DataConfig
 from lm_examples.data import SEPARATOR, folder_of, read_files
 from lm_examples.length_distributions import DISTRIBUTIONS, LengthDistribution
+from lm_examples.sections import DataConfig
 from zeroresize.utils.value_checks import at_least, one_of
 
 #: The token behind the last one of a document.

@@ -1,183 +1,167 @@
-"""Trains a small GPT in a pipeline whose layers move.
+"""Trains a small language model: in a pipeline whose layers move, under strategies, or in planned micro-batches.
 
     torchrun --nproc-per-node 2 -m lm_examples.train --config early_exit
+    torchrun --nproc-per-node 4 -m lm_examples.train --config switching
+    torchrun --nproc-per-node 2 -m lm_examples.train --config gpt
 
-The loop is :func:`train`; what balancing adds to an ordinary one are ``PipelineBalancer`` and the block
-``with balancer.step()``. ``--dry-run`` checks a configuration on any machine, without torchrun.
+The loop is :func:`train`. What the package adds to an ordinary step stands in ``pipeline_feed.py``,
+``switching/feed.py`` and ``microbatches/feed.py``. ``--dry-run`` checks a configuration, without torchrun.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import signal
-import statistics
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 # Ctrl-C while torch is imported: end without a traceback
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import torch
 import torch.distributed as dist
+from rich.table import Table
+from torch.distributed import ProcessGroup
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from lm_examples.config import RunConfig
-from lm_examples.config_file import READER
-from lm_examples.data import load_text
-from lm_examples.dry_run import dry_run
-from lm_examples.recorder import summary_table
-from lm_examples.run import Run, prepare
-from vit_examples.harness.all_ranks import leave_together, of_all_ranks
-from vit_examples.harness.checkpoint_files import save_checkpoint
-from vit_examples.harness.program import join, require_torchrun, run_program
-from vit_examples.harness.run_folder import checkpoint_folder
-from vit_examples.harness.step_clock import num_settling
-from zeroresize.pipeline import clip_grad_norm_
+from lm_examples.config import READER
+from lm_examples.feed import Feed
+from lm_examples.microbatches.feed import MicroBatchFeed
+from lm_examples.pipeline_feed import PipelineFeed
+from lm_examples.switching.feed import StrategyFeed
+from vit_examples.harness.checkpoints import load_checkpoint, save_checkpoint
+from vit_examples.harness.dry_run import show_needs
+from vit_examples.harness.program import agreed, join, leave_together, left_together, run_program
+from vit_examples.harness.run_folder import RunRecord, begin_run, how_to_go_on
+
+FEEDS: dict[str, type[Feed]] = {"pipeline": PipelineFeed, "strategies": StrategyFeed, "microbatches": MicroBatchFeed}
 
 
-def train(run: Run) -> dict[str, Any]:
+def prepare(
+    config: Any, process_group: ProcessGroup, held: ExitStack, *, resume: bool, data: tuple[Any, str] | None = None
+) -> Feed:
+    """Build what is trained, and continue where asked to; collective.
+
+    Args:
+        held: keeps other runs out of the output folder until it is closed.
+        data: what the feed's ``load_data`` returns; None to call it.
+
+    Raises:
+        ValueError: on every rank, for anything a user can mend, naming it.
+    """
+    config.validate_ranks(dist.get_world_size(process_group))
+    kind = FEEDS[config.feed]
+    content, digest = agreed(lambda: data or kind.load_data(config), process_group)
+    layout = kind.layout_of(config)
+    resumed = begin_run(config, layout, process_group, held, resume=resume, digest=digest)
+    checkpoint, state = resumed or (None, None)
+    feed = kind(config, content, process_group, state)
+    if checkpoint is not None and state is not None:
+        balancer = feed.balancer if state["balanced"] else None
+        load_checkpoint(checkpoint, (feed.model, feed.optimizer), process_group=process_group, balancer=balancer)
+        agreed(lambda: feed.load_state(state), process_group)
+    files = {name: ("step", feed.step) for name in ("metrics", *feed.files)}
+
+    def made() -> RunRecord:
+        return RunRecord(config, feed.title, num_steps=config.training.steps, num_done=feed.step, files=files)
+
+    feed.record = agreed(made, process_group, first_only=True)
+    return feed
+
+
+def train(feed: Feed) -> dict[str, Any]:
     """All steps that are left; returns the summary that rank 0 writes, on every rank that is not released meanwhile."""
-    training, output = run.config.training, run.config.output
-    with run.recorder or nullcontext():
-        run.clock.start()
-        while run.step < training.steps:
-            run.step += 1
-            train_step(run)
-            if run.pipeline.is_released:
-                break
-            is_validated = training.is_validated_after(run.step)
-            is_saved = output.save_every and run.step % output.save_every == 0
-            if is_validated or run.step % training.log_every == 0:
-                report(run, is_validated=is_validated)
-            if is_saved:
-                folder = checkpoint_folder(run.config)
-                save_checkpoint(
-                    folder,
-                    run.saved_state(),
-                    run.pipeline,
-                    run.optimizer,
-                    keep=output.keep,
-                    process_group=run.pipeline.process_group,
-                )
-            if is_validated or is_saved:
-                run.clock.start()
-        summary = {} if run.pipeline.is_released else summary_of(run)
-        if run.recorder is not None:
-            run.recorder.close(summary, summary_table(run.recorder.title, summary))
+    training, output = feed.config.training, feed.config.output
+    with feed.record or nullcontext():
+        if feed.record is not None:
+            feed.begin()
+        while feed.step < training.steps:
+            feed.step += 1
+            feed.train_step()
+            if feed.is_released:
+                return {}
+            if feed.record is not None:
+                feed.record.step()
+            is_validated = training.is_validated_after(feed.step)
+            if is_validated or feed.step % training.log_every == 0:
+                report(feed, is_validated=is_validated)
+            if output.save_every and feed.step % output.save_every == 0:
+                save(feed)
+        losses = {"loss": feed.loss, "validation_loss": feed.validation_loss}
+        summary = {"steps": feed.step, **feed.summary(), **losses}
+        if feed.record is not None:
+            feed.record.tell(table_of(feed.title, summary))
+    if feed.record is not None:
+        feed.record.close(summary)
     return summary
 
 
-def train_step(run: Run) -> None:
-    """Forward, backward and the optimizer's step; between them layers may move, and this rank may be released."""
-    run.pace.chi = run.config.straggler.chi_of(run.step, run.first_stage)
-    inputs, target = run.batches.training(run.step)
-    run.optimizer.zero_grad()
-    with _balanced(run):
-        loss = run.pipeline.step(inputs, target=target)
-        step_loss = None if loss is None else loss.item()
-        if run.config.repack.is_on:  # the last stage may be released with what it knows
-            step_loss = of_all_ranks(step_loss, run.pipeline.process_group)[-1]
-    if run.pipeline.is_released:
-        return
-    if run.config.training.grad_clip > 0.0:
-        clip_grad_norm_(run.pipeline, run.config.training.grad_clip)
-    run.optimizer.step()
-    is_last_stage = run.pipeline.stage == run.pipeline.num_stages - 1
-    has_changed = run.case.after_step(run.pipeline, run.optimizer, run.step, step_loss if is_last_stage else None)
-    if has_changed and run.balancer is not None:
-        run.balancer.profile_next()
-    run.losses += [] if step_loss is None else [step_loss]
-    run.clock.tick()
-    if run.recorder is not None:
-        run.recorder.step()
-
-
-@torch.no_grad()
-def validate(run: Run) -> float:
-    """Mean loss of the held-out batches, on every rank; collective."""
-    losses: list[float] = []
-    run.pipeline.layers.eval()
-    for number in range(run.config.training.validation_batches):
-        inputs, target = run.batches.validation(number)
-        outputs = run.pipeline.evaluate(inputs)
-        if outputs is not None:
-            losses.append(run.case.loss(outputs, target).item())
-    run.pipeline.layers.train()
-    return _mean(of_all_ranks(losses, run.pipeline.process_group)[-1])
-
-
-def report(run: Run, *, is_validated: bool) -> None:
-    """Bring the stages' numbers together, and write them; collective."""
-    num_steps, own_s = run.clock.num_since_lap, run.clock.lap()
-    idle = 1.0 - run.pace.lap() / (num_steps * own_s) if run.pace.sleeps_for_work and num_steps else math.nan
-    of_stage = run.losses, run.case.figures(run.pipeline), idle  # of training: validation may change them
-    validation = {}
+def report(feed: Feed, *, is_validated: bool) -> None:
+    """Bring the ranks' numbers together, and write and show them; collective."""
+    numbers = feed.numbers()
+    feed.loss = numbers["loss"]
     if is_validated:
-        validation["validation_loss"] = run.validation_loss = validate(run)
-    of_stages = of_all_ranks(of_stage, run.pipeline.process_group)
-    run.loss = _mean(of_stages[-1][0])
-    by_name: dict[str, list[float]] = {}
-    for _, figures, _ in of_stages:
-        for name, value in figures.items():
-            by_name.setdefault(name, []).append(value)
-    run.figures = {name: _mean(values) for name, values in by_name.items()}
-    run.losses.clear()
-    if run.recorder is not None:
-        numbers = {"loss": run.loss, "step_s": own_s, "boundaries": run.pipeline.boundaries, **validation}
-        if run.pace.sleeps_for_work:
-            numbers["bubble_ratio"] = _mean([idle for *_, idle in of_stages])
-        run.recorder.metrics(run.step, {**numbers, "figures": run.figures})
+        numbers["validation_loss"] = feed.validation_loss = feed.validate()
+    if feed.record is not None:
+        feed.record.write("metrics", {"step": feed.step, **numbers})
+        shown = [f"{name} {value:.4g}" for name, value in numbers.items() if isinstance(value, float)]
+        feed.record.tell(f"step {feed.step}: {', '.join(shown)}")
 
 
-def summary_of(run: Run) -> dict[str, Any]:
-    """What a run has come to; seconds are those of this rank's steps, the first of which is left out."""
-    seconds = run.clock.seconds[num_settling(run.clock.seconds, 1) :]
-    training = run.config.training
-    tokens = training.batch_size * run.config.model.context
-    return {
-        "steps": run.step,
-        "step_s": statistics.median(seconds) if seconds else math.nan,
-        "mean_step_s": _mean(seconds),
-        "tokens_per_s": tokens / _mean(seconds),
-        "loss": run.loss,
-        "validation_loss": run.validation_loss,
-        "bubble_ratio": math.nan if run.recorder is None else run.recorder.bubble_ratio,
-        "moves": 0 if run.recorder is None else run.recorder.num_moves,
-        "boundaries": run.pipeline.boundaries,
-        "figures": run.figures,
-    }
+def save(feed: Feed) -> None:
+    """Write a checkpoint; collective."""
+    save_checkpoint(
+        feed.config,
+        feed.step,
+        {**feed.state(), "balanced": feed.balancer is not None},
+        (feed.model, feed.optimizer),
+        unit="step",
+        process_group=feed.process_group,
+        balancer=feed.balancer,
+    )
 
 
-def _balanced(run: Run) -> AbstractContextManager[None]:
-    return nullcontext() if run.balancer is None else run.balancer.step()
+def table_of(title: str, summary: dict[str, Any]) -> Table:
+    """What a run has come to, a row a number; of mappings and lists a row an entry."""
+    table = Table(title=title, title_justify="left", show_header=False, min_width=len(title))
+    for name, value in summary.items():
+        entries = value.items() if isinstance(value, dict) else [("", value)]
+        for key, entry in entries:
+            table.add_row(f"{name} {key}".strip(), f"{entry:.5g}" if isinstance(entry, float) else str(entry))
+    return table
 
 
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else math.nan
+def dry_run(config: Any, num_ranks: int) -> None:
+    """Check ``config`` for so many ranks and print, on rank 0 if under torchrun, what each of them needs."""
+    config.validate_ranks(num_ranks)
+    needs, notes = FEEDS[config.feed].needs_of(config, num_ranks)
+    show_needs(f"{config.feed}, {config.training.dtype}", needs, notes)
 
 
 @record
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; see :func:`vit_examples.harness.program.run_program`."""
-    run_program(arguments, READER, dry_run=dry_run, prepare=_prepare, train=train, leave=_leave, unit="steps")
+    run_program(arguments, READER, dry_run=dry_run, run=_run, hint=how_to_go_on)
 
 
-def _prepare(config: RunConfig, resume: bool) -> Run:
-    require_torchrun("lm_examples.train --config small")
-    config.validate_stages(int(os.environ["WORLD_SIZE"]))
-    text = load_text(config)
-    return prepare(config, text, join(config.pipeline.timeout_s), resume=resume)
+def _run(config: Any, *, resume: bool) -> None:
+    config.validate_ranks(int(os.environ["WORLD_SIZE"]))
+    with ExitStack() as held:
+        feed = prepare(config, join(config.timeout_s), held, resume=resume)
 
+        def leave() -> None:
+            feed.leave()
+            if feed.process_group.size() < dist.get_world_size():  # released ranks have left
+                dist.destroy_process_group()
+            else:
+                leave_together()
 
-def _leave(run: Run) -> None:
-    run.held.close()
-    if run.config.repack.is_on:  # released ranks have left
-        dist.destroy_process_group()
-    else:
-        leave_together()
+        with left_together(leave):
+            if feed.step < config.training.steps:
+                train(feed)
+            elif feed.record is not None:
+                print(f"nothing to do: the checkpoint has {feed.step} steps, training.steps asks for no more")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 python scripts/size.py               the table
 python scripts/size.py --constants   each tuning constant, with its place
+python scripts/size.py --walk        the files between a measurement and what it changes, in four small trainings
 """
 
 from __future__ import annotations
@@ -73,7 +74,14 @@ def room_of(path: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--constants", action="store_true", help="list the tuning constants")
+    parser.add_argument("--walk", action="store_true", help="trace four walks through the package")
     arguments = parser.parse_args()
+    if arguments.walk:
+        from walks import walks  # which imports the package
+
+        for name, files in walks():
+            print(f"{name}: {len(files)} files", *(f"    {file}" for file in files), sep="\n")
+        return
     package = files_of(PACKAGE)
     tuned = [path for path in package if room_of(path) in TUNED]
     constants = {path: list(tuning_constants(path)) for path in tuned}

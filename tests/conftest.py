@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,15 +19,18 @@ import hypothesis
 import pytest
 import torch
 from helpers import processes
+from hypothesis import is_hypothesis_test
 
 torch.set_num_threads(1)
 
 # Other work on the machine must not make a property false.
 hypothesis.settings.register_profile(
-    "exploring", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "exploring", deadline=None, max_examples=200, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 #: The same cases in every run: a run that fails is about what was changed. `make test-all` looks for new ones.
-hypothesis.settings.register_profile("same cases", hypothesis.settings.get_profile("exploring"), derandomize=True)
+hypothesis.settings.register_profile(
+    "same cases", hypothesis.settings.get_profile("exploring"), derandomize=True, max_examples=10
+)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same cases"))
 
 COLOSSALAI_IS_REQUIRED = os.environ.get("ZERORESIZE_REQUIRE_COLOSSALAI") == "1"
@@ -44,6 +47,8 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _mark_exhaustive(items)
+    _mark_slow(items)
+    _limit_examples(items)
     skip_gpu = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if "colossalai_module" in getattr(item, "fixturenames", ()):
@@ -73,16 +78,38 @@ def pytest_collection_finish(session: pytest.Session) -> Iterator[None]:
 
 def _mark_exhaustive(items: list[pytest.Item]) -> None:
     """Of tests marked ``few(n)``, all cases but n, from the first to the last at equal distances."""
-    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("few"):
-            cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
-    for of_test in cases.values():
-        (number,) = of_test[0].get_closest_marker("few").args
-        kept = {round(at * (len(of_test) - 1) / max(number - 1, 1)) for at in range(number)}
-        for at, item in enumerate(of_test):
+    for cases in _cases([item for item in items if item.get_closest_marker("few")]):
+        (number,) = cases[0].get_closest_marker("few").args
+        kept = {round(at * (len(cases) - 1) / max(number - 1, 1)) for at in range(number)}
+        for at, item in enumerate(cases):
             if at not in kept:
                 item.add_marker("exhaustive")
+
+
+def _mark_slow(items: list[pytest.Item]) -> None:
+    """Of tests that start ranks, all cases between the first and the last, but for those of faults."""
+    usual = [item for item in items if not any(map(item.get_closest_marker, ("slow", "exhaustive")))]
+    of_ranks = [item for item in usual if "run_ranks" in getattr(item, "fixturenames", ())]
+    for cases in _cases([item for item in of_ranks if "fault" not in item.path.name]):
+        for item in cases[1:-1]:
+            item.add_marker("slow")
+
+
+def _cases(items: list[pytest.Item]) -> Iterable[list[pytest.Item]]:
+    """The items of each test function."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    return cases.values()
+
+
+def _limit_examples(items: list[pytest.Item]) -> None:
+    """No more examples than the profile in force has, also of tests that ask for more."""
+    most = hypothesis.settings().max_examples
+    for test in {getattr(item, "obj", None) for item in items if is_hypothesis_test(getattr(item, "obj", None))}:
+        asked = test._hypothesis_internal_use_settings
+        fewer = hypothesis.settings(asked, max_examples=min(asked.max_examples, most))
+        getattr(test, "__func__", test)._hypothesis_internal_use_settings = fewer
 
 
 @pytest.fixture

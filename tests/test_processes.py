@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.processes import RankFailure
+from helpers.processes import RankFailure, for_each
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +94,19 @@ def test_a_raising_rank_fails_with_its_own_traceback_and_ends_the_others(run_ran
     assert "KeyError: 'from the second rank'" in text
     assert "in raise_in_rank_one" in text
     assert "rank 0 of 3" not in text
+
+
+def test_cases_run_in_the_same_ranks_and_the_one_that_fails_is_named(run_ranks):
+    @for_each([(1, "a"), (2, "b")])
+    def check(rank, group, number, letter):
+        if rank == number:
+            raise KeyError("from the second rank")
+        return os.getpid(), number * letter
+
+    ((first, second),) = run_ranks(check, 1)
+    assert first[0] == second[0] and [first[1], second[1]] == ["a", "bb"]
+    with pytest.raises(RankFailure, match=r"from the second rank'\nin the case \(1, 'a'\)"):
+        run_ranks(check, 2)
 
 
 def test_a_dying_rank_is_named(run_ranks):

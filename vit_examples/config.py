@@ -1,13 +1,12 @@
-"""What one training run is: frozen dataclasses, each checked when it is built.
-
-``config_file.py`` reads them from YAML and the command line.
-"""
+"""What one training run is: frozen dataclasses, each checked when it is built, and how they are read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from vit_examples.harness.config_reader import ConfigReader
 from vit_examples.harness.sections import LONGEST_TIMEOUT_S, CommonOutputConfig, each_at_least
 from zeroresize.config import BalanceConfig
 from zeroresize.injection.schedule import SCHEDULES, SCOPES, checked_chi, round_robin
@@ -17,16 +16,6 @@ HOSTS = ("colossalai", "torch")
 PRECISIONS = ("fp32", "bf16", "fp16")
 LR_SCHEDULES = ("constant", "cosine")
 STRAGGLER_KINDS = ("none", "sleep", "contend")
-#: Sizes beyond any model's, below which numbers of parameters and bytes fit into 64 bits.
-LARGEST_SIZES = {
-    "hidden_size": 2**17,
-    "mlp_size": 2**20,
-    "depth": 10_000,
-    "num_heads": 2**17,
-    "image_size": 2**14,
-    "patch_size": 2**14,
-    "num_labels": 2**24,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +40,13 @@ class ModelConfig:
     position_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for key in ("hidden_size", "depth", "num_heads", "image_size", "patch_size", "num_labels"):
-            at_least(f"model.{key}", getattr(self, key), 1, LARGEST_SIZES[key])
+        each_at_least("model", self, ("hidden_size", "depth", "num_heads", "image_size", "patch_size", "num_labels"), 1)
         if self.num_channels != 3:
             raise ValueError(f"model.num_channels={self.num_channels!r}: pictures are loaded with 3 channels")
         number("model.position_std", self.position_std, least=0.0)
         if self.mlp_size is None:
             object.__setattr__(self, "mlp_size", 4 * self.hidden_size)
-        at_least("model.mlp_size", self.mlp_size, 1, LARGEST_SIZES["mlp_size"])
+        at_least("model.mlp_size", self.mlp_size, 1)
         divides("model.hidden_size", self.hidden_size, "model.num_heads", self.num_heads)
         divides("model.image_size", self.image_size, "model.patch_size", self.patch_size)
 
@@ -265,3 +253,21 @@ def _require_spaces(chi: Any) -> None:
     if joined:
         meant = ", ".join(": ".join(key.split(":", 1)) for key in joined)
         raise ValueError(f"straggler.chi={chi!r} is not allowed: write {{{meant}}}, with a space after the colon")
+
+
+READER = ConfigReader(
+    program="vit_examples.train",
+    description="Train a vision transformer with balanced tensor parallelism. Keys: docs/training.md.",
+    kind_of=lambda document: RunConfig,
+    folder=Path(__file__).parent / "configs",
+    default="demo",
+    flags={
+        "host": ("host", str),
+        "mode": ("balance.mode", str),
+        "epochs": ("training.epochs", int),
+        "data": ("data.source", str),
+        "output": ("output.folder", str),
+        "seed": ("training.seed balance.seed", int),
+    },
+)
+load_config = READER.load

@@ -24,11 +24,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from vit_examples.balance_log import mean_in_force
-from vit_examples.config import TrainingConfig
-from vit_examples.config_file import load_config
+from vit_examples.config import TrainingConfig, load_config
 from vit_examples.demo_picture import save_picture
-from vit_examples.harness.file_lock import locked
-from vit_examples.harness.run_folder import empty, writable
+from vit_examples.harness.run_folder import claimed, empty
 from vit_examples.launch import started, train_command
 from vit_examples.step_times import seconds_by_process, timed_steps, timing
 from zeroresize.utils.json_lines import read_json_lines
@@ -118,9 +116,7 @@ def run_all(config: str, overrides: Sequence[str], output: Path, console: Consol
     """
     settings = load_config(config, overrides)
     folders = {run.name: output / run.name.lower() for run in RUNS}
-    with writable(output):
-        output.mkdir(parents=True, exist_ok=True)
-    with locked(output / "demo.lock", f"--output {output}: another demo is writing there"):
+    with claimed(output):
         empty(*folders.values())
         order = turns(settings.training)
         console.print(introduction(order))
@@ -170,8 +166,7 @@ def results_of(folder: Path, settle_steps: int) -> dict[str, Any]:
     """What a finished run wrote, as :func:`run_all` gives it."""
     lines = read_lines(folder)
     median_ms = [
-        timing([seconds], settle_steps=settle_steps, batch_size=1, steps_per_epoch=1)["step_ms"]
-        for seconds in seconds_by_process(timed_steps(lines))
+        timing([seconds], settle_steps=settle_steps)["step_ms"] for seconds in seconds_by_process(timed_steps(lines))
     ]
     return {
         "summary": read_json(folder / "summary.json"),

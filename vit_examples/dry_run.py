@@ -2,126 +2,74 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from vit_examples.config import RunConfig
-from vit_examples.data import expand_variables, local_path, unset_variables
+from vit_examples.data import expand_variables
+from vit_examples.harness.dry_run import Needs, show_needs
 from vit_examples.model import build_vit, parallel_style
 from zeroresize.plan.ownership import SegmentWork, checked_shares, neuron_quantum, unit_counts
 from zeroresize.policy.tensor.memory import GroupMemory, HeldBytes
 
 
-@dataclass(frozen=True)
-class Requirements:
-    """Of one rank: ``parameters`` are counted, everything else is in bytes; ``activations`` are an estimate."""
-
-    parameters: int
-    weights: int
-    gradients: int
-    adamw: int
-    master_weights: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.adamw + self.master_weights + self.activations
-
-
-def dry_run(config: RunConfig, num_ranks: int) -> list[Requirements]:
+def dry_run(config: RunConfig, num_ranks: int) -> list[Needs]:
     """Check ``config`` for ``num_ranks`` ranks and print, on rank 0 if under torchrun, what each of them needs.
 
-    By even shares all need the same; a column of the table is of ranks that do. Shares that are to be measured
-    (``"auto"``) are taken to be even. With ``balance.memory_limits`` units are divided as training begins with them.
+    Shares that are to be measured (``"auto"``) are taken to be even. With ``balance.memory_limits`` units are divided
+    as training begins with them.
 
     Raises:
         ValueError: naming what does not fit.
     """
-    if num_ranks < 1:
-        raise ValueError(f"--ranks {num_ranks}: at least 1 is needed")
     config.validate_group_size(num_ranks)
     model = build_vit(config.model, num_ranks=num_ranks, seed=0, device="meta")
-    whole = sum(parameter.numel() for parameter in model.parameters())
     shares = _shares_at_start(config, model, num_ranks)
-    needed = [_requirements(config, model, _Part.of(config, shares, rank)) for rank in range(num_ranks)]
-    fitting = _fitting_shares(config, model, shares)
-    if os.environ.get("RANK", "0") == "0":
-        _print(config, num_ranks, whole, needed, fitting)
-    return needed
+    needs = [_needs(config, model, _Part.of(config, shares, rank)) for rank in range(num_ranks)]
+    training, limits = config.training, config.balance.memory_limits
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    title = f"{config.host}, {training.precision}, batch {training.batch_size} × {config.model.num_tokens} tokens"
+    notes = [f"the whole model has {whole:,} parameters", _data_line(config.data.source)]
+    over = [rank for rank, one in enumerate(needs) if limits is not None and one.total > limits[rank]]
+    if over:
+        notes.append(f"with activations ranks {over} would be over their limit (balance.memory_limits) at first")
+    if config.balance.shares == "auto":
+        notes.append(f"shares are measured when training begins; these are {'even' if limits is None else 'by memory'}")
+    notes.append(f"balance mode {config.balance.mode}: the configuration is sound")
+    show_needs(title, {f"{num_ranks} ranks": needs}, notes)
+    return needs
 
 
 def _shares_at_start(config: RunConfig, model: nn.Module, num_ranks: int) -> Sequence[float]:
-    """By which shares units are divided when training begins; activations are not known then.
-
-    Raises:
-        ValueError: if the ranks' memory does not suffice without them.
-    """
+    """By which shares units are divided when training begins; activations are not known then."""
     balance = config.balance
-    shares = (1.0,) * num_ranks if isinstance(balance.shares, str) else checked_shares(balance.shares, num_ranks)
+    measured = isinstance(balance.shares, str)
+    shares = (1.0,) * num_ranks if measured else checked_shares(balance.shares, num_ranks)
     if balance.memory_limits is None:
         return shares
-    memory = _memory(config, model, num_ranks, counts_activations=False)
-    if isinstance(balance.shares, str):
-        shares = memory.at_start
+    without, even = (_needs(config, model, _Part(part, part, 1.0 / num_ranks)) for part in (0.0, 1.0 / num_ranks))
+    fixed, whole = (one.total - one.activations for one in (without, even))
+    held = [HeldBytes(fixed, whole - fixed)] * num_ranks
+    memory = GroupMemory(balance.memory_limits, held, _segments(config, num_ranks))
+    shares = memory.at_start if measured else shares
     if (why := memory.why_too_much(shares)) is not None:
         raise ValueError(f"balance.memory_limits, activations not counted: {why}")
     return shares
 
 
-def _fitting_shares(config: RunConfig, model: nn.Module, at_start: Sequence[float]) -> Sequence[float]:
-    """The shares by which every rank fills the same part of its memory with all that training holds.
-
-    Args:
-        at_start: the shares to begin with, which stay where nothing moves units; they fit where there are no limits.
-
-    Raises:
-        ValueError: if a rank has not the memory.
-    """
-    if config.balance.memory_limits is None:
-        return at_start
-    memory = _memory(config, model, len(at_start), counts_activations=True)
-    shares = memory.evenly_filled
-    if (why := memory.why_too_much(shares)) is not None:
-        raise ValueError(f"balance.memory_limits: even where all ranks fill the same part of their memory, {why}")
-    if not config.balance.may_move and (why := memory.why_too_much(at_start)) is not None:
-        raise ValueError(
-            f"balance.memory_limits: with activations {why}, and no units move in this mode: shares that fit are "
-            f"{[round(share, 3) for share in shares]}"
-        )
-    return shares
-
-
-def _memory(config: RunConfig, model: nn.Module, num_ranks: int, *, counts_activations: bool) -> GroupMemory:
-    assert config.balance.memory_limits is not None
-    without, even = (
-        _requirements(config, model, _Part(share, share, 1.0 / num_ranks)) for share in (0.0, 1.0 / num_ranks)
-    )
-    fixed, whole = (needs.total - (0 if counts_activations else needs.activations) for needs in (without, even))
-    held = [HeldBytes(fixed, whole - fixed)] * num_ranks
-    return GroupMemory(config.balance.memory_limits, held, _segments(config, num_ranks))
-
-
-def _requirements(config: RunConfig, model: nn.Module, part: _Part) -> Requirements:
-    """Parameters and bytes of a rank that owns this part."""
+def _needs(config: RunConfig, model: nn.Module, part: _Part) -> Needs:
+    """Of a rank that owns this part."""
     parameters = sum(
         round(parameter.numel() * part.of_parameter(config, name)) for name, parameter in model.named_parameters()
     )
     # Colossal-AI's mixed precision holds 16-bit weights and fp32 masters, whose fp32 gradients replace the 16-bit ones
     # in the step; autocast on plain torch holds fp32 weights only.
     has_masters = config.host == "colossalai" and config.training.precision != "fp32"
-    return Requirements(
-        parameters=parameters,
-        weights=parameters * (2 if has_masters else 4),
-        gradients=parameters * 4,
-        adamw=parameters * 8,
-        master_weights=parameters * 4 if has_masters else 0,
-        activations=activation_bytes(config, part),
-    )
+    weights, optimizer = parameters * (2 if has_masters else 4), parameters * (12 if has_masters else 8)
+    return Needs("", parameters, weights, 4 * parameters, optimizer, activation_bytes(config, part))
 
 
 @dataclass(frozen=True)
@@ -180,91 +128,12 @@ def activation_bytes(config: RunConfig, part: _Part) -> int:
     return num_pictures * of_picture * (4 if training.precision == "fp32" else 2)
 
 
-def data_line(source: str) -> str:
+def _data_line(source: str) -> str:
     """Whether the data are here, as far as can be said without opening them."""
-    for name in unset_variables(source):
-        return f"warning: data: {source} not found on this machine: the environment variable {name} is not set"
-    expanded = expand_variables(source)
-    path = local_path(expanded)
-    if expanded == "mnist5k":
-        return f"data: {expanded}"
-    if path is None:
-        return f"data: no folder {expanded} here, so the name of a data set on the Hugging Face hub; not looked for"
-    if not path.is_dir():
-        if path.exists():
-            return f"warning: data: {expanded} is a file, not a folder"
-        return f"warning: data: {expanded} not found on this machine: no such folder"
-    return f"data: {expanded}; the pictures were not opened"
-
-
-def _print(
-    config: RunConfig, num_ranks: int, whole: int, needed: Sequence[Requirements], fitting: Sequence[float]
-) -> None:
-    """Print the table, and where limits are exceeded with activations which shares would fit."""
-    model, training, limits = config.model, config.training, config.balance.memory_limits
-    ranks_of: dict[tuple[Requirements, float | None], list[int]] = {}
-    for rank, needs in enumerate(needed):
-        ranks_of.setdefault((needs, limits[rank] if limits is not None else None), []).append(rank)
-    alike = len(ranks_of) == 1
-    table = Table(
-        title=f"{'one of ' if alike else ''}{num_ranks} ranks, {config.host}, {training.precision}, "
-        f"batch {training.batch_size} × {model.num_tokens} tokens",
-        title_justify="left",
-    )
-    shown = [needs for needs, _ in ranks_of]
-    table.add_column("what")
-    for ranks in ranks_of.values():
-        table.add_column("size" if alike else _named(ranks), justify="right")
-    table.add_row("parameters, whole model", f"{whole:,}")
-    table.add_row(
-        "parameters, this rank" if alike else "parameters, each rank",
-        *(f"{own.parameters:,}" for own in shown),
-        end_section=True,
-    )
-    rows = {
-        "weights": "weights",
-        "gradients": "gradients",
-        "AdamW moments, fp32": "adamw",
-        "master weights, fp32": "master_weights",
-        "activations, estimated": "activations",
-    }
-    for label, name in rows.items():
-        table.add_row(label, *(_gib(getattr(own, name)) for own in shown))
-    table.add_section()
-    table.add_row("together", *(_gib(own.total) for own in shown))
-    if limits is not None:
-        table.add_row("memory_limits", *(_gib(limit) for _, limit in ranks_of if limit is not None))
-    table.add_row("host memory while building (whole model, fp32)", _gib(4 * whole))
-    console = Console()
-    console.print(data_line(config.data.source), markup=False, highlight=False, soft_wrap=True)
-    console.print(table)
-    over = [rank for rank, needs in enumerate(needed) if limits is not None and needs.total > limits[rank]]
-    if over:
-        console.print(
-            f"with activations {_named(over)} would be over the limit (balance.memory_limits) until units move, after "
-            f"{2 * config.balance.update_every} steps: begin with balance.shares={[round(one, 2) for one in fitting]}",
-            highlight=False,
-            soft_wrap=True,
-        )
-    if config.balance.shares == "auto":
-        by = "even ones" if limits is None else "by memory"
-        console.print(f"shares are measured when training begins; these are {by}", highlight=False, soft_wrap=True)
-    sound = f"balance mode {config.balance.mode}: the configuration is sound"
-    console.print(sound, markup=False, highlight=False, soft_wrap=True)
-
-
-def _named(ranks: Sequence[int]) -> str:
-    """Those that need the same: a rank, or several with their runs of numbers as ranges."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    names = ", ".join(str(own[0]) if len(own) == 1 else f"{own[0]}–{own[-1]}" for own in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
-
-
-def _gib(num_bytes: float) -> str:
-    """Three decimals: they tell small models apart, and align."""
-    return f"{num_bytes / 2**30:,.3f} GiB"
+    try:
+        expanded = expand_variables(source)
+    except ValueError as error:
+        return f"warning: {error}"
+    if expanded == "mnist5k" or Path(expanded).expanduser().is_dir():
+        return f"data: {expanded}; the pictures were not opened"
+    return f"data: no folder {expanded} here, so the name of a data set on the Hugging Face hub; not looked for"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from vit_examples.config import RunConfig
-from vit_examples.harness.all_ranks import leave_together
+from vit_examples.harness.program import leave_together
 
 
 class Host(ABC):
@@ -100,6 +100,6 @@ def limit_collectives(process_group: ProcessGroup, timeout_s: float) -> None:
 
     A rank that dies ends the job at once, through torchrun; the timeout is for one that hangs.
     """
-    set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # no public name in torch 2.2 to 2.13
+    set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # no public name in torch 2.13
     if set_timeout is not None:
         set_timeout(timedelta(seconds=timeout_s), process_group)

@@ -1,10 +1,13 @@
-"""Everything of one run on one rank: what it is made of, and what it goes on from."""
+"""Everything of one run on one rank: what it is made of, what it goes on from, and what it writes."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from contextlib import ExitStack
+import statistics
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,18 +16,17 @@ import torch.distributed as dist
 
 import zeroresize as zr
 from vit_examples.balance_log import BalanceLog
-from vit_examples.checkpoint import Progress, SavedState, layout_of
-from vit_examples.config import RunConfig
-from vit_examples.config_file import READER
+from vit_examples.config import RunConfig, StragglerConfig
+from vit_examples.contention import Contention
 from vit_examples.data import Split, load_splits, num_batches
-from vit_examples.harness.all_ranks import on_all_ranks, on_first_rank
-from vit_examples.harness.begin_run import begin_run
-from vit_examples.harness.program import require_torchrun
-from vit_examples.harness.run_folder import flat_settings
-from vit_examples.harness.step_clock import StepClock
+from vit_examples.harness.checkpoints import load_checkpoint, save_checkpoint
+from vit_examples.harness.program import agreed
+from vit_examples.harness.run_folder import RunRecord, begin_run
 from vit_examples.host import Host, host_class
-from vit_examples.recorder import Recorder
-from zeroresize.comm.collectives import require_group
+from vit_examples.step_times import StepClock
+
+_ROOT = Path(__file__).resolve().parent.parent
+_MOST_RANKS_SHOWN = 16
 
 
 @dataclass
@@ -32,9 +34,11 @@ class Run:
     """What :func:`vit_examples.train.train` trains; made by :func:`prepare`.
 
     Attributes:
+        epochs, steps: done; steps are the optimizer's.
+        first_step: of this process.
         trace: which share of what its host gave it this rank does not compute, at each logged step of the epoch.
-        recorder: on the first rank, None on the others.
-        held: what keeps other runs out of the output folder; close it when all is written.
+        record: on the first rank, None on the others.
+        held: keeps other runs out of the output folder; close it when all is written.
     """
 
     config: RunConfig
@@ -42,17 +46,14 @@ class Run:
     balancer: zr.Balancer
     train: Split
     test: Split
-    progress: Progress
     clock: StepClock
     balance_log: BalanceLog
-    recorder: Recorder | None = None
+    epochs: int = 0
+    steps: int = 0
+    first_step: int = 0
+    record: RunRecord | None = None
     trace: list[float] = field(default_factory=list)
     held: ExitStack = field(default_factory=ExitStack)
-
-    @property
-    def num_done(self) -> int:
-        """How many epochs are trained."""
-        return self.progress.epochs
 
     @property
     def steps_per_epoch(self) -> int:
@@ -64,18 +65,36 @@ class Run:
     @property
     def total_steps(self) -> int:
         """Steps done, which a resumed run may have cut into epochs of another length, and those that are left."""
-        epochs_left = self.config.training.epochs - self.progress.epochs
-        return self.progress.steps + epochs_left * self.steps_per_epoch
+        return self.steps + (self.config.training.epochs - self.epochs) * self.steps_per_epoch
 
-    def saved_state(self) -> SavedState:
-        """Return what of this run is no tensor of its model."""
-        progress = dataclasses.replace(
-            self.progress,
-            step_seconds=self.clock.by_process,
-            timed_settings=timed_settings(self.config),
-            commits=self.recorder.commits if self.recorder is not None else (),
-        )
-        return SavedState(layout_of(self.config, self.host.num_ranks), progress, self.host.loss_scale())
+    def save(self) -> None:
+        """Write a checkpoint; collective."""
+        state = {
+            "layout": layout_of(self.config, self.host.num_ranks),
+            "epochs": self.epochs,
+            "steps": self.steps,
+            "seconds": self.clock.by_process,
+            "loss_scale": self.host.loss_scale(),
+        }
+        tensors = (self.host.model, self.host.optimizer)
+        save_checkpoint(self.config, self.epochs, state, tensors, unit="epoch", balancer=self.balancer)
+
+    def write_epoch(self, numbers: dict[str, float], ratios: list[list[float]], seconds: Sequence[float]) -> None:
+        """Write one epoch's line.
+
+        Args:
+            ratios: for every logged step, which share of what its host gave it each rank does not compute; negative for
+                one that owns more. Their means are added as ``ratio_rank<r>``, of 16 ranks at most.
+            seconds: of each step, where they are known.
+        """
+        assert self.record is not None
+        by_rank = list(zip(*ratios, strict=True))[:_MOST_RANKS_SHOWN]
+        numbers = numbers | {f"ratio_rank{rank}": statistics.mean(own) for rank, own in enumerate(by_rank)}
+        step = self.steps - 1
+        line = {"kind": "epoch", "epoch": self.epochs - 1, "step": step, "from_step": self.first_step, **numbers}
+        times = {"seconds": [round(one, 6) for one in seconds]} if self.clock.is_of_each else {}
+        self.record.write("metrics", {**line, "ratios": ratios, **times})
+        self.record.plot(numbers, "epoch/", step)
 
 
 def prepare(config: RunConfig, *, resume: bool) -> Run:
@@ -84,48 +103,100 @@ def prepare(config: RunConfig, *, resume: bool) -> Run:
     Raises:
         ValueError: for anything a user can mend, naming it.
     """
-    require_torchrun("vit_examples.train --config demo")
     num_ranks = int(os.environ["WORLD_SIZE"])
     config.validate_group_size(num_ranks)
     train, test = load_splits(config.data, config.model)
     num_batches(train, config.training.batch_size)
     kind = host_class(config)
     kind.join(config)
-    group = require_group(dist.group.WORLD)
-    begun = begin_run(READER, config, group, layout=layout_of(config, num_ranks), kind=SavedState, resume=resume)
-    with begun.held as held:
+    with ExitStack() as held:
+        resumed = begin_run(config, layout_of(config, num_ranks), None, held, resume=resume)
         host = kind(config)
         zr.convert(host.model, process_group=host.tp_group)
         balancer = zr.Balancer(host.model, host.optimizer, config.balance, process_group=host.tp_group)
-        progress = Progress()
-        if begun.saved is not None:
-            checkpoint, state = begun.saved
-            state.go_on(checkpoint, host, balancer)
-            progress = state.progress
-        folder = Path(config.output.folder)
-        balance_log = on_all_ranks(ValueError, lambda: BalanceLog(folder, host.rank, from_step=progress.steps), group)
+        state: dict[str, Any] = {"epochs": 0, "steps": 0, "seconds": []}
+        if resumed is not None:
+            checkpoint, state = resumed
+            load_checkpoint(checkpoint, (host.model, host.optimizer), balancer=balancer)
+            host.set_loss_scale(state["loss_scale"])
+        folder, steps = Path(config.output.folder), state["steps"]
+        balance_log = agreed(lambda: BalanceLog(folder, host.rank, from_step=steps))
         balancer.on_update = balance_log
-        is_timed_alike = progress.timed_settings == timed_settings(config)
-        clock = StepClock(host.device, progress.step_seconds if is_timed_alike else ())
-        run = Run(config, host, balancer, train, test, progress, clock, balance_log)
-        run.recorder = on_first_rank(ValueError, lambda: _recorder(run), group)
+        clock = StepClock(host.device, state["seconds"])
+        run = Run(config, host, balancer, train, test, clock, balance_log, state["epochs"], steps, steps)
+        run.record = agreed(lambda: _record(run), first_only=True)
         run.held = held.pop_all()
     return run
 
 
-def timed_settings(config: RunConfig) -> dict[str, Any]:
-    """Return what can change the time of a step, by ``section.key``: not where output goes or how long a run is."""
-    untimed = ("training.epochs", "timeout_s")
-    settings = flat_settings(READER.to_dict(config))
-    return {key: value for key, value in settings.items() if key not in untimed and not key.startswith("output.")}
+def layout_of(config: RunConfig, num_ranks: int) -> dict[str, Any]:
+    """Return what a checkpoint's tensors and balancers depend on."""
+    precision, model = config.training.precision, dataclasses.asdict(config.model)
+    return {"host": config.host, "tp_size": num_ranks, "precision": precision, "model": model}
 
 
-def _recorder(run: Run) -> Recorder:
-    return Recorder(
-        run.config,
-        num_ranks=run.host.num_ranks,
-        from_epoch=run.progress.epochs,
-        from_step=run.progress.steps,
-        total_steps=run.total_steps,
-        commits=run.progress.commits,
+def commit_of_code() -> str:
+    """Return the short hash of the commit that the code is of, with ``-dirty`` where it differs; empty if not known."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(("git", *arguments), cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    code = ("vit_examples", "zeroresize")  # training runs nothing else of the repository
+    try:
+        git("ls-files", "--error-unmatch", *code)  # it may lie, untracked, within a repository of something else
+        changes = git("status", "--porcelain", "--", *code)
+        return git("rev-parse", "--short", "HEAD") + ("-dirty" if changes else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+class Stragglers:
+    """Applies the section ``straggler``; call :meth:`set_epoch` alike on every rank before each epoch.
+
+    Args:
+        slowness: an injector, or contention; None where nobody is slowed.
+    """
+
+    def __init__(self, run: Run, slowness: zr.StragglerInjector | Contention | None) -> None:
+        self._config, self._slowness, self._balancer = run.config.straggler, slowness, run.balancer
+        self._rank, self._num_ranks = dist.get_rank(run.host.tp_group), run.host.num_ranks
+
+    def set_epoch(self, epoch: int) -> None:
+        """Slow, or pin, the ranks of ``epoch``."""
+        chi = self._config.chi_of(epoch, self._num_ranks)
+        if isinstance(self._slowness, Contention):
+            self._slowness.chi = max(chi.get(self._rank, 1.0), 1.0)
+        elif self._slowness is not None:
+            self._slowness.set_epoch(epoch)
+        if self._config.pin_ratio is not None:
+            self._balancer.release()
+            for rank in chi:
+                self._balancer.pin(rank, self._config.pin_ratio)
+
+
+@contextmanager
+def stragglers(run: Run) -> Iterator[Stragglers]:
+    """The run's stragglers; their slowness ends with the context."""
+    slowness = _slowness(run.config.straggler, run.host)
+    with slowness or nullcontext():
+        yield Stragglers(run, slowness)
+
+
+def _slowness(config: StragglerConfig, host: Host) -> zr.StragglerInjector | Contention | None:
+    if config.kind == "none":
+        return None
+    if config.kind == "contend":
+        return Contention(core_index=dist.get_rank(), device=next(host.model.parameters()).device)
+    return zr.StragglerInjector(host.model, process_group=host.tp_group, schedule=config.chi_of, scope=config.scope)
+
+
+def _record(run: Run) -> RunRecord:
+    config = run.config
+    return RunRecord(
+        config,
+        f"{config.host}, {run.host.num_ranks} ranks, balance {config.balance.mode}",
+        num_steps=run.total_steps,
+        num_done=run.steps,
+        files={"metrics": ("epoch", run.epochs - 1)},
+        first_event=run.steps,
     )

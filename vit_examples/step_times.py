@@ -1,15 +1,63 @@
-"""How long the steps of a run took, from the lines of its ``metrics.jsonl``, and what that says of its speed."""
+"""How long the steps of a run take: the clock of a training, and what the lines of its ``metrics.jsonl`` tell later."""
 
 from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from vit_examples.harness.step_clock import num_settling
+import torch
+
+
+class StepClock:
+    """Seconds of every step, by wall clock.
+
+    A GPU is synchronised at each :meth:`lap`, whose steps share the time evenly; a CPU needs no synchronisation.
+
+    Args:
+        before: seconds of steps of earlier processes, one sequence each.
+
+    Attributes:
+        seconds: of this process's steps.
+        is_of_each: whether they are measured step by step.
+    """
+
+    def __init__(self, device: torch.device, before: Sequence[Sequence[float]] = ()) -> None:
+        self.is_of_each = device.type != "cuda"
+        self._before, self.seconds = before, list[float]()
+        self._pending = self._num_told = 0
+
+    @property
+    def by_process(self) -> list[Sequence[float]]:
+        """Seconds of all steps, those of this process last."""
+        return [*self._before, self.seconds]
+
+    def start(self) -> None:
+        """The next step begins now, for example after an evaluation."""
+        self._began, self._pending = time.perf_counter(), 0
+
+    def tick(self) -> None:
+        """A step is over."""
+        self._pending += 1
+        if self.is_of_each:
+            self._time_pending()
+
+    def lap(self) -> float:
+        """Mean seconds of the steps since the last lap; NaN for none."""
+        if self._pending:  # on a GPU
+            torch.cuda.synchronize()
+            self._time_pending()
+        since, self._num_told = self.seconds[self._num_told :], len(self.seconds)
+        return statistics.fmean(since) if since else math.nan
+
+    def _time_pending(self) -> None:
+        now = time.perf_counter()
+        self.seconds += [(now - self._began) / self._pending] * self._pending
+        self._began, self._pending = now, 0
 
 
 @dataclass(frozen=True)
@@ -60,9 +108,9 @@ def seconds_by_process(steps: Sequence[TimedSteps]) -> list[list[float]]:
 
 
 def timing(
-    by_process: Sequence[Sequence[float]], *, settle_steps: int, batch_size: int, steps_per_epoch: int
+    by_process: Sequence[Sequence[float]], *, settle_steps: int, batch_size: int = 1, steps_per_epoch: int = 1
 ) -> dict[str, float]:
-    """What the seconds of a run's iterations say of its speed; NaN where there are none.
+    """What the seconds of a run's steps say of its speed; NaN where there are none.
 
     ``step_ms`` is their median, an undisturbed step, and ``mean_step_ms`` their mean, which also holds the steps before
     a plan follows a straggler. ``images_per_s`` and ``epoch_s``, the seconds of training of an epoch without evaluation
@@ -70,9 +118,11 @@ def timing(
 
     Args:
         by_process: one sequence for each process that trained a part of the run.
-        settle_steps: so many first iterations of each, at most half, are left out.
+        settle_steps: so many first steps of each, at most half, are left out.
     """
-    settled = [one for seconds in by_process for one in seconds[num_settling(seconds, settle_steps) :]] or [math.nan]
+    settled = [
+        step_s for seconds in by_process for step_s in seconds[min(settle_steps, len(seconds) // 2) :]
+    ] or [math.nan]  # fmt: skip
     mean_s = statistics.fmean(settled)
     return {
         "step_ms": 1e3 * statistics.median(settled),

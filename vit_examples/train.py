@@ -11,60 +11,46 @@ from __future__ import annotations
 import math
 import signal
 import statistics
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-if not __package__:  # started as a file: this folder's modules belong to the package beside it
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 # Ctrl-C while torch is imported: end without a traceback
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from vit_examples.checkpoint import Progress
-from vit_examples.config_file import READER
+from vit_examples.config import READER, RunConfig
 from vit_examples.data import test_batches, training_batches
 from vit_examples.dry_run import dry_run
-from vit_examples.harness.checkpoint_files import save_checkpoint
-from vit_examples.harness.program import run_program
-from vit_examples.harness.run_folder import checkpoint_folder
+from vit_examples.harness.program import left_together, of_all_ranks, run_program
+from vit_examples.harness.run_folder import how_to_go_on
 from vit_examples.model import classification_loss, num_correct
-from vit_examples.run import Run, prepare
+from vit_examples.run import Run, commit_of_code, prepare, stragglers
 from vit_examples.step_times import timing
-from vit_examples.straggling import stragglers
 
 
 def train(run: Run) -> dict[str, Any]:
     """All epochs that are left; returns (on every rank) the summary that rank 0 writes."""
     config, host = run.config, run.host
-    accuracy = math.nan
-    with stragglers(config.straggler, host, run.balancer) as slow, run.recorder or nullcontext():
-        for epoch in range(run.progress.epochs, config.training.epochs):
-            slow.set_epoch(epoch)
-            loss = train_epoch(run, epoch)
+    accuracy, commit = math.nan, commit_of_code()  # now: by the end the files may be others
+    with stragglers(run) as slow, run.record or nullcontext():
+        while run.epochs < config.training.epochs:
+            slow.set_epoch(run.epochs)
+            loss = train_epoch(run)
             if config.balance.iters_per_epoch is None:
                 run.balancer.epoch_end()
             run.balance_log.epoch(run.balancer)
             accuracy = evaluate(run)
-            report_epoch(run, epoch, loss, accuracy)
-            run.progress = Progress(epoch + 1, run.progress.steps + run.steps_per_epoch)
-            if config.output.save_every and (epoch + 1) % config.output.save_every == 0:
-                save_checkpoint(
-                    checkpoint_folder(config),
-                    run.saved_state(),
-                    host.model,
-                    host.optimizer,
-                    keep=config.output.keep,
-                    balancer=run.balancer,
-                )
+            run.epochs, run.steps = run.epochs + 1, run.steps + run.steps_per_epoch
+            report_epoch(run, loss, accuracy)
+            if config.output.save_every and run.epochs % config.output.save_every == 0:
+                run.save()
+    run.balance_log.close()
     summary = {
         **timing(
             run.clock.by_process,
@@ -73,24 +59,24 @@ def train(run: Run) -> dict[str, Any]:
             steps_per_epoch=run.steps_per_epoch,
         ),
         "test_accuracy": accuracy,
-        "epochs": run.progress.epochs,
-        "steps": run.progress.steps,
+        "epochs": run.epochs,
+        "steps": run.steps,
         "steps_timed": sum(map(len, run.clock.by_process)),
         "ranks": host.num_ranks,
         "device": host.device.type,
+        "commit": commit,
     }
-    run.balance_log.close()
-    if run.recorder is not None:
-        run.recorder.close(summary)
+    if run.record is not None:
+        run.record.close(summary)
     return summary
 
 
-def train_epoch(run: Run, epoch: int) -> float:
+def train_epoch(run: Run) -> float:
     """Train on every batch of an epoch; returns the mean loss.
 
     Logged are one step in ``output.log_every``, and the last: so the times that are logged hold every step.
     """
-    training, host, log_every = run.config.training, run.host, run.config.output.log_every
+    training, host, epoch = run.config.training, run.host, run.epochs
     losses: list[Tensor] = []
     host.model.train()
     batches = training_batches(
@@ -99,21 +85,22 @@ def train_epoch(run: Run, epoch: int) -> float:
     run.trace = []
     run.clock.start()
     for number, (images, labels) in enumerate(islice(batches, run.steps_per_epoch)):
-        step = run.progress.steps + number
+        step = run.steps + number
         lr = learning_rate(run, step)
         host.set_lr(lr)
         losses.append(backward(run, images, labels))
         host.step()
         run.balancer.step()
         run.clock.tick()
-        if run.recorder is not None:
-            run.recorder.step(f"epoch {epoch + 1}")
-        if (step + 1) % log_every == 0 or number + 1 == run.steps_per_epoch:
-            step_s = run.clock.lap()
-            balance = run.balancer.metrics()
+        if run.record is not None:
+            run.record.step()
+        if (step + 1) % run.config.output.log_every == 0 or number + 1 == run.steps_per_epoch:
+            step_s, balance = run.clock.lap(), run.balancer.metrics()
             run.trace.append(balance["balance/relieved"])
-            if run.recorder is not None:
-                run.recorder.metrics(epoch=epoch, step=step, loss=losses[-1], lr=lr, step_s=step_s, balance=balance)
+            if run.record is not None:
+                numbers = {"loss": losses[-1].item(), "lr": lr, "step_s": step_s, **balance}
+                run.record.write("metrics", {"kind": "step", "epoch": epoch, "step": step, **numbers})
+                run.record.plot(numbers, "train/", step)
     return torch.stack(losses).mean().item()
 
 
@@ -141,22 +128,23 @@ def evaluate(run: Run) -> float:
     return correct.item() / len(run.test)
 
 
-def report_epoch(run: Run, epoch: int, loss: float, accuracy: float) -> None:
-    """Bring the ranks' ratios together and write and show the epoch; collective."""
+def report_epoch(run: Run, loss: float, accuracy: float) -> None:
+    """Bring the ranks' ratios together, and write and show the epoch that has ended; collective."""
     of_this_rank = (run.trace, run.balancer.metrics()["balance/is_straggler"] > 0)
-    gathered: list[Any] = [None] * run.host.num_ranks
-    dist.all_gather_object(gathered, of_this_rank, group=run.host.tp_group)
-    if run.recorder is None:
+    gathered = of_all_ranks(of_this_rank, run.host.tp_group)
+    if run.record is None:
         return
     ratios = [list(step) for step in zip(*(trace for trace, _ in gathered), strict=True)]
-    slow_ranks = [rank for rank, (_, is_straggler) in enumerate(gathered) if is_straggler]
+    slow = " ".join(str(rank) for rank, (_, is_straggler) in enumerate(gathered) if is_straggler) or "–"
     seconds = run.clock.seconds[-run.steps_per_epoch :]
     step_ms, mean_step_ms = 1e3 * statistics.median(seconds), 1e3 * statistics.fmean(seconds)
-    last_step = run.progress.steps + run.steps_per_epoch - 1
     numbers = {"loss": loss, "step_ms": step_ms, "mean_step_ms": mean_step_ms, "test_accuracy": accuracy}
-    each = seconds if run.clock.is_of_each else []
-    run.recorder.epoch(epoch=epoch, step=last_step, numbers=numbers, ratios=ratios, seconds=each)
-    run.recorder.show_epoch(epoch + 1, loss, step_ms, accuracy, ratios[-1] if ratios else [], slow_ranks)
+    run.write_epoch(numbers, ratios, seconds)
+    work = [1.0 - ratio for ratio in ratios[-1]]
+    shown = " ".join(f"{share:.2f}" for share in work) if len(work) <= 8 else f"{min(work):.2f}–{max(work):.2f}"
+    run.record.tell(
+        f"epoch {run.epochs}: loss {loss:.3f}, {step_ms:.0f} ms/step, acc. {accuracy:.1%}, work {shown}, slow {slow}"
+    )
 
 
 def learning_rate(run: Run, step: int) -> float:
@@ -173,12 +161,16 @@ def learning_rate(run: Run, step: int) -> float:
 @record
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; see :func:`vit_examples.harness.program.run_program`."""
-    run_program(arguments, READER, dry_run=dry_run, prepare=prepare, train=train, leave=_leave, unit="epochs")
+    run_program(arguments, READER, dry_run=dry_run, run=_run, hint=how_to_go_on)
 
 
-def _leave(run: Run) -> None:
-    run.host.close()
-    run.held.close()
+def _run(config: RunConfig, *, resume: bool) -> None:
+    run = prepare(config, resume=resume)
+    with run.held, left_together(run.host.close):
+        if run.epochs < config.training.epochs:
+            train(run)
+        elif run.record is not None:
+            print(f"nothing to do: the checkpoint has {run.epochs} epochs, training.epochs asks for no more")
 
 
 if __name__ == "__main__":

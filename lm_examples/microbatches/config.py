@@ -1,7 +1,4 @@
-"""What one run of ``lm_examples.train_microbatches`` is: frozen dataclasses, each checked when it is built.
-
-``config_file.py`` reads them from YAML and the command line.
-"""
+"""What a run in planned micro-batches is: frozen dataclasses, each checked when it is built."""
 
 from __future__ import annotations
 
@@ -12,11 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from lm_examples.config import DataConfig, OutputConfig, SlowSteps, require_bytes
 from lm_examples.microbatches.blocks import ModelConfig
 from lm_examples.microbatches.gpt import gpt_layers
 from lm_examples.microbatches.t5 import t5_layers
 from lm_examples.microbatches.tasks import TaskLengths
+from lm_examples.sections import DataConfig, OutputConfig, SlowSteps, require_bytes
 from vit_examples.harness.sections import LONGEST_TIMEOUT_S, StepTrainingConfig, each_at_least
 from zeroresize.microbatch.profile import ProfiledShapes
 from zeroresize.plan.layout import TensorSpec
@@ -232,6 +229,7 @@ class StragglerConfig(SlowSteps):
 class RunConfig:
     """One run."""
 
+    feed: str = "microbatches"
     model: ModelConfig = field(default_factory=ModelConfig)
     data: TasksConfig = field(default_factory=TasksConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -285,6 +283,11 @@ class RunConfig:
         """Of the undivided model."""
         with torch.device("meta"):
             return [tensor.spec for tensor in WholeLayers(self.layers()).tensors]
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds after which a message that does not come fails."""
+        return self.parallel.timeout_s
 
     @property
     def num_layers(self) -> int:

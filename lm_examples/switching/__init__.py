@@ -1,1 +1,1 @@
-"""Training under strategies that are switched by the lengths of sequences; see ``lm_examples/train_strategies.py``."""
+"""Training under strategies that are switched by the lengths of sequences."""

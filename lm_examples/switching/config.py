@@ -1,7 +1,4 @@
-"""What one run of ``lm_examples.train_strategies`` is: frozen dataclasses, each checked when it is built.
-
-``config_file.py`` reads them from YAML and the command line.
-"""
+"""What a run under strategies is: frozen dataclasses, each checked when it is built."""
 
 from __future__ import annotations
 
@@ -10,9 +7,9 @@ from typing import Any
 
 import torch
 
-from lm_examples.config import OutputConfig, require_bytes
 from lm_examples.documents import DocumentsConfig
 from lm_examples.llama import LlamaConfig, llama_layers
+from lm_examples.sections import OutputConfig, require_bytes
 from vit_examples.harness.sections import LONGEST_TIMEOUT_S, StepTrainingConfig, each_at_least
 from zeroresize.plan.layout import TensorSpec
 from zeroresize.plan.length_range import LengthRange, as_ranges
@@ -127,6 +124,7 @@ class StrategiesConfig:
 class RunConfig:
     """One run."""
 
+    feed: str = "strategies"
     model: LlamaConfig = field(default_factory=LlamaConfig)
     data: DocumentsConfig = field(default_factory=DocumentsConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -177,6 +175,11 @@ class RunConfig:
         with torch.device("meta"):
             layers = [one.to(getattr(torch, self.training.dtype)) for one in llama_layers(self.model)]
         return [one.spec for one in WholeLayers(layers).tensors]
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds after which a message that does not come fails."""
+        return self.strategies.timeout_s
 
     @property
     def num_layers(self) -> int:

@@ -16,9 +16,13 @@ from lm_examples.documents import MiniBatches
 from lm_examples.switching.config import RunConfig
 from zeroresize.plan.length_range import LengthRange
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.costs.candidate_strategies import candidate_strategies, default_thresholds
 from zeroresize.policy.strategy.costs.cost_model import CostModel
-from zeroresize.policy.strategy.costs.search import SearchResult, search_strategies
+from zeroresize.policy.strategy.costs.search import (
+    SearchResult,
+    candidate_strategies,
+    default_thresholds,
+    search_strategies,
+)
 from zeroresize.strategy.calibrate import measure_layer_costs, measure_links
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed

@@ -8,9 +8,9 @@ state; moves have 10 GB/s and 50 ms besides, which is known from the start; a pr
 evenly divided, which is also the division by parameters.
 
 *Share* is that of what could be gained: (static - balanced) / (static - oracle). The oracle has the best division in
-every step, for nothing. *Foreseen*: share of the best moves at their price, by all that is to come. *Hindsight*: the
-best that a fixed division could have been, of the mean work, of the last step's, or the even one. *Over dense*: against
-the even division of a model whose layers all work fully, with which the paper compares early exit and sparse attention.
+every step, for nothing. *Hindsight*: the best that a fixed division could have been, of the mean work, of the last
+step's, or the even one. *Over dense*: against the even division of a model whose layers all work fully, with which the
+paper compares early exit and sparse attention.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import numpy as np
 
 from scripts.bench.common import parser_of, save, show
 from scripts.simulated import changing_layers
-from scripts.simulated.foreseen_moves import simulate_foreseen
 from scripts.simulated.pipeline_training import LayerLoads, PipelineCluster, simulate_oracle, simulate_pipeline
 from scripts.simulated.pipeline_training import PipelineTrace as Trace
 from zeroresize.plan.partition import Partition
@@ -52,8 +51,8 @@ PAPER = {
 }
 #: Of which the layers differ by chance; all but the first count their work.
 SEEDED = ("pruning", "sparse attention", "mixture of experts", "mixture of depths")
-#: Steps of ever changing work on which the oracle is asked; steps in which a change is measured and layers moved.
-_ASKED, MEASURED_AFTER = 100, 3
+#: Steps of ever changing work on which the oracle is asked.
+_ASKED = 100
 #: Share of a step of which less is not worth a share: the balancer takes less than 2 % for noise.
 _LEAST_REMOVABLE = 0.02
 
@@ -133,9 +132,6 @@ def row_of(case: str, num_layers: int, num_stages: int, num_steps: int, seed: in
     asked = 1 if job.changing.changes or case in STRAGGLERS else max(num_steps // _ASKED, 1)
     oracle = simulate_oracle(job.loads(asked), job.cluster(asked), num_microbatches=job.micro_batches)
     gain_s = (job.static(every=asked).total_s - oracle.total_s) / len(oracle.step_s)
-    foreseen = simulate_foreseen(
-        job.loads(), job.cluster(), job.even, num_microbatches=job.micro_batches, delay=MEASURED_AFTER
-    )
     static_s, balanced_s = static.total_s / num_steps, balanced.total_s / num_steps
     return {
         "dense_s": job_of("dense", num_steps, num_layers, num_stages).static().total_s / num_steps,
@@ -143,7 +139,6 @@ def row_of(case: str, num_layers: int, num_stages: int, num_steps: int, seed: in
         "hindsight_s": job.hindsight_s() / num_steps,
         "balanced_s": balanced_s,
         "oracle_s": static_s - gain_s,
-        "foreseen_s": foreseen.total_s / num_steps,
         "share": (static_s - balanced_s) / gain_s if gain_s > 0.0 else float("nan"),
         # In the last quarter; a pipeline's inherent share comes first.
         "idle": [
@@ -159,13 +154,13 @@ def cells_of(case: str, rows: Sequence[dict[str, Any]]) -> list[str]:
     """Of mean steps over the seeds; beside the share the one of the worst seed."""
     mean = {name: statistics.fmean(row[name] for row in rows) for name in rows[0] if name != "idle"}
     removable_s = mean["static_s"] - mean["oracle_s"]
-    shares = [f"({100 * removable_s / mean['static_s']:.1f} % removable)", ""]
+    share = f"({100 * removable_s / mean['static_s']:.1f} % removable)"
     if removable_s >= _LEAST_REMOVABLE * mean["static_s"]:
-        shares = [f"{(mean['static_s'] - mean[name]) / removable_s:.2f}" for name in ("balanced_s", "foreseen_s")]
-        shares[0] += f" (least {min(row['share'] for row in rows):.2f})" if len(rows) > 1 else ""
+        share = f"{(mean['static_s'] - mean['balanced_s']) / removable_s:.2f}"
+        share += f" (least {min(row['share'] for row in rows):.2f})" if len(rows) > 1 else ""
     return [
         *(f"{1e3 * mean[f'{name}_s']:.0f}" for name in ("dense", "static", "hindsight", "balanced", "oracle")),
-        *shares,
+        share,
         f"{mean['static_s'] / mean['balanced_s']:.2f}",
         f"{mean['dense_s'] / mean['balanced_s']:.2f}",
         PAPER.get(case, ""),
@@ -181,7 +176,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=cases, default=cases)
     options = parser.parse_args()
     headings = ["case", "layers x stages", "step, ms: dense", "static", "hindsight", "balanced", "oracle", "share"]
-    headings += ["foreseen", "over static", "over dense", "paper", "idle, %: inherent, static, balanced", "moves"]
+    headings += ["over static", "over dense", "paper", "idle, %: inherent, static, balanced", "moves"]
     table, results = [], []
     for case in options.only:
         for size in options.sizes:

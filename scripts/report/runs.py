@@ -77,7 +77,7 @@ class Run:
         """``step_ms``, the median, and ``mean_step_ms`` as ``summary.json`` has them, or of the steps so far."""
         settle_steps = self.setting("output", "settle_steps")
         settle_steps = OutputConfig.settle_steps if settle_steps is None else settle_steps
-        so_far = timing(seconds_by_process(self.timed), settle_steps=settle_steps, batch_size=1, steps_per_epoch=1)
+        so_far = timing(seconds_by_process(self.timed), settle_steps=settle_steps)
         return {name: self.summary.get(name) or so_far[name] for name in ("step_ms", "mean_step_ms")}
 
     def plans(self, rank: int, part: str) -> tuple[list[int], list[float]]:

@@ -14,14 +14,15 @@ import numpy as np
 
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.pipeline_load import Floats, PipelineLoad
 from zeroresize.policy.pipeline.profile_cadence import ProfileCadence
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing import Rebalancing
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal, RebalancingRule
 from zeroresize.policy.pipeline.shortest_step import shortest_partition
-from zeroresize.policy.pipeline.simulated_steps import simulated_steps, stage_sums
 from zeroresize.runtime.schedules import Schedule
+from zeroresize.runtime.simulated_steps import simulated_steps, stage_sums
 
 #: A network of 100 Gbit/s, roughly, and what ranks take to agree on a move and to install layers.
 TYPICAL_LINKS = MoveCost(1e-10, 0.05)
@@ -148,7 +149,7 @@ def simulate_pipeline(
             measured = profile_of(per_batch * of_step[0], per_batch * of_step[1], loads.layer_bytes, now)
             cadence.measured(step)
             assert rule is not None
-            cadence.learn(cluster.profiled_share + unpaid_s / rule.measured_step_s(measured))
+            cadence.learn(cluster.profiled_share + unpaid_s / rule.simulated(LayerCosts.first(measured), now).step_s)
             unpaid_s = 0.0
         if moving is None and known is not None and known.boundaries == now.boundaries:
             rebalancing.interval = cadence.blocks_to_next(step + 1)
@@ -173,7 +174,7 @@ def simulate_pipeline(
             if not rebalancing.comes_home:
                 wanted = None
             rebalancing.expect_other_work(step + 1)
-            cadence.work_changed(step + 1, at_once=rebalancing.follows)
+            cadence.work_changed(step + 1)
     trace = trace_of(loads, cluster, in_force, num_microbatches, schedule, move_s=move_s, num_moves=num_moves)
     profile_s = decided_s + cluster.profiled_share * float(np.array(trace.step_s)[is_profiled].sum())
     return replace(trace, profile_s=profile_s)

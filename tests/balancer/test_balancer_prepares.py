@@ -161,6 +161,7 @@ def test_keys_stay_for_as_long_as_units_are_away(run_ranks):
     run_ranks(check, 2)
 
 
+@pytest.mark.slow
 def test_what_is_dropped_goes_on_where_the_last_balancer_was_closed(run_ranks):
     """Not from the first mask again."""
 

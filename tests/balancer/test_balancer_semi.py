@@ -47,6 +47,7 @@ def test_stragglers_are_relieved_to_the_normal_ranks_time_and_the_others_filled_
     assert sum(shares[1] for _, shares, *_ in results) == pytest.approx(results[0][1][2], abs=0.1)
 
 
+@pytest.mark.slow
 def test_with_no_budget_training_is_exact(run_ranks):
     def train(rank, group):
         expected = Run(group, mode="off").steps(40)

@@ -29,6 +29,7 @@ def by_a_compiled_forward(model):
     compiled(model)[0](X)
 
 
+@pytest.mark.slow
 def test_units_of_what_was_captured_stay(run_ranks, monkeypatch):
     def check(rank, group, capture, ranks):
         model, optimizer, balancer = balanced(group, update_every=2)

@@ -52,6 +52,7 @@ def test_a_slow_data_loader_moves_lends_and_prunes_nothing_and_is_said_once(run_
     assert f"rank 1 by {50 * num_batches} ms" in lines[0]
 
 
+@pytest.mark.slow
 def test_a_straggler_that_is_late_too_gives_away_what_it_is_slow_in(run_ranks, said):
     """As much, lent or moved, as without being late."""
 

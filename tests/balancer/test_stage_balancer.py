@@ -20,7 +20,6 @@ from zeroresize.pipeline import (
     PipelineBalancer,
     clip_grad_norm_,
     moving_layers,
-    moving_layers_during_backward,
     profiling,
 )
 
@@ -88,7 +87,7 @@ class Training:
         zr.convert(layers, process_group=self.group)
         self.time = VirtualTime(0.001)
         virtual_training.keep_time(self.time, [one for layer in layers for one in (layer.up, layer.down)])
-        for module in (moving_layers, moving_layers_during_backward, profiling):
+        for module in (moving_layers, profiling):
             module.time = types.SimpleNamespace(perf_counter=self.time.perf_counter)
         self.pipeline = Pipeline(layers, nn.functional.mse_loss, num_microbatches=MICRO, process_group=pipelines[shard])
         self.optimizer = torch.optim.AdamW(self.pipeline.parameters(), lr=1e-3)

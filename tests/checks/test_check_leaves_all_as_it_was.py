@@ -108,6 +108,7 @@ def test_a_loss_that_is_no_scalar_is_refused(run_ranks):
     run_ranks(check, 2)
 
 
+@pytest.mark.slow
 def test_what_has_no_float64_is_checked_in_the_models_dtype(run_ranks):
     """A sound model, and a sum that is counted twice."""
 
@@ -149,6 +150,7 @@ def test_a_reducer_of_data_parallelism_does_not_run(run_ranks):
     run_ranks(check, 2)
 
 
+@pytest.mark.slow
 def test_measured_derivatives_are_the_analytic_ones(run_ranks):
     """Each by itself, of shards and of what is replicated, where the sum is made to look wrong."""
 

@@ -19,7 +19,7 @@ def plan(*ranks):
 
 def decision(**changes):
     """A move of half of a rank's units takes about 1 s."""
-    made = OwnershipDecision(2, [SegmentWork(1.0, 1000, 1)], bytes_of_units=1e9)
+    made = OwnershipDecision(2, [SegmentWork(1000, 1, 1.0)], bytes_of_units=1e9)
     made.cost = MoveCost(1e-9, 0.1)
     for name, value in changes.items():
         setattr(made, name, value)

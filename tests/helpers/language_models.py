@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 import types
-from pathlib import Path
+from contextlib import ExitStack
 
 import torch
 
-from helpers.processes import forked_training
-from lm_examples import pace, train, train_strategies
+from lm_examples import pace, train
 from lm_examples.build import build_layers
-from lm_examples.config_file import READER
+from lm_examples.config import READER
 from lm_examples.data import Text, batches_of
 from lm_examples.gpt import ModelConfig
-from lm_examples.run import prepare
-from zeroresize.pipeline import Pipeline, move_layers, moving_layers, moving_layers_during_backward, profiling
+from zeroresize.pipeline import Pipeline, move_layers, moving_layers, profiling
 from zeroresize.utils.json_lines import read_json_lines
 
 MICRO, BATCH = 4, 8
@@ -139,30 +137,6 @@ def check_that_saved_runs_go_on(run_ranks, make_case, num_before, num_after, **o
     run_ranks(check, 2)
 
 
-_SOURCES = Path(__file__).resolve().parents[2] / "lm_examples" / "cases"
-PROGRAMS = {
-    "pipeline": (train.main, ["--set=model={num_blocks: 2, hidden_size: 8, num_heads: 2, context: 8}"]),
-    "strategies": (
-        train_strategies.main,
-        [
-            "--config=switching_two_ranks",
-            "--set=model={num_blocks: 2, hidden_size: 8, num_heads: 2, mlp_size: 8}",
-            "--set=strategies={static: [1, 2, 1]}",
-            "--set=data.max_length=24",
-            "--set=training.tokens=48",
-            "--set=training.max_tokens=24",
-        ],
-    ),
-}
-
-
-def ended(program, folder, name, *arguments, before=lambda: None):
-    """How a run in ``folder`` has ended; ``name`` is that of the folder for what it says."""
-    main, sizes = PROGRAMS[program]
-    given = [f"--output={folder}", f"--data={_SOURCES}", *sizes, *arguments]
-    return forked_training(given, folder.parent / name, before, main)
-
-
 NUM_STEPS = 14
 
 
@@ -201,16 +175,20 @@ def keep_time():
     def sleep(seconds):
         now[0] += seconds
 
-    for module in (moving_layers, moving_layers_during_backward, profiling, pace):
+    for module in (moving_layers, profiling, pace):
         module.time = types.SimpleNamespace(perf_counter=lambda: now[0], sleep=sleep)
 
 
-def trained(config, group, *, resume=False):
+def trained(config, group, *, resume=False, data=None):
     """The summary of a run on this rank."""
     keep_time()
-    run = prepare(config, text_of(), group, resume=resume)
-    with run.held:
-        return train.train(run)
+    with ExitStack() as held:
+        text = text_of()
+        feed = train.prepare(config, group, held, resume=resume, data=data or (text, text.digest))
+        try:
+            return train.train(feed)
+        finally:
+            feed.leave()
 
 
 def losses_of(folder):

@@ -18,11 +18,10 @@ from helpers import parallel_layers, pipelines, strategies
 from zeroresize.comm import words
 from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
-from zeroresize.pipeline import move_layers, moving_during_backward, moving_layers_during_backward, repack
+from zeroresize.pipeline import move_layers, moving_during_backward, repack
 from zeroresize.pipeline.layer_move import LayerMove
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.plan.strategy import Strategy
-from zeroresize.resharding import transaction
 from zeroresize.resharding.units.moving_units import move_units
 from zeroresize.resharding.units.unit_move import UnitMove
 from zeroresize.strategy.model import SwitchableModel
@@ -39,13 +38,11 @@ class KindOfMove:
 
     Attributes:
         part: the class of a rank's part of the move.
-        verdict: where the ranks tell each other that they have received everything: a module and a name in it.
         computes_meanwhile: whether the pipeline's own step fails, too, where a rank is gone.
         differs_in: what ranks that move to different places are told.
     """
 
     part: type
-    verdict: tuple[object, str] = (transaction, "require_received")
     computes_meanwhile = False
     differs_in: str
     has_optimizer_state = True
@@ -207,7 +204,6 @@ class Layers(KindOfMove):
 
 
 class LayersDuringBackward(Layers):
-    verdict = (moving_layers_during_backward, "require_received")
     computes_meanwhile = True
 
     def snapshot(self):

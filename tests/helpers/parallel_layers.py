@@ -6,7 +6,6 @@ import copy
 import functools
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -107,7 +106,6 @@ LAYERS = {
     "row": ("row", {}),
     "row, x whole": ("row", {"input_is_parallel": False}),
 }
-each_layer = pytest.mark.parametrize(("kind", "options"), LAYERS.values(), ids=LAYERS.keys())
 
 #: Columns that each rank keeps of the pair's two layers; the third rank computes in full.
 KEEPS = [([0, 3, 4, 11], [1, 2]), ([2], [0, 3, 5, 7]), (None, None)]

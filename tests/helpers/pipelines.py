@@ -15,11 +15,11 @@ from torch import nn
 from zeroresize.pipeline import Pipeline, clip_grad_norm_
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.pipeline.bubbles import simulated_step
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing import Rebalancing
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
+from zeroresize.runtime.simulated_steps import simulated_step
 
 WORDS, WIDTH, LENGTH, BATCH, MICRO = 11, 6, 3, 8, 4
 NUM_LAYERS = 7

@@ -22,7 +22,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -121,6 +121,29 @@ def runner_in(folder: Path, limit_s: float = 60.0, **options: Any) -> Callable[.
         return run_ranks(fn, num_ranks, *args, timeout_s=timeout_s, scratch=scratch, **options)
 
     return run
+
+
+def for_each(cases: Iterable[Sequence[Any]]) -> Callable[[Callable[..., Any]], Callable[..., list[Any]]]:
+    """Let ``fn(rank, group, *case)`` run for one case after another in the same ranks; results are lists by case.
+
+    An error says in which case it was raised.
+    """
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
+        def run_cases(rank: int, group: dist.ProcessGroup) -> list[Any]:
+            results = []
+            for case in cases:
+                torch.set_default_dtype(torch.float32)
+                try:
+                    results.append(fn(rank, group, *case))
+                except BaseException as error:
+                    error.add_note(f"in the case {case}")
+                    raise
+            return results
+
+        return run_cases
+
+    return decorate
 
 
 def in_first_rank(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from zeroresize.pipeline import moving_layers, moving_layers_during_backward, profiling
+from zeroresize.pipeline import moving_layers, profiling
 from zeroresize.resharding import transaction
 
 MICRO = 4
@@ -25,7 +25,7 @@ class Pace:
 
     def keep_time(self):
         """What balancing measures from now on, it reads off this clock."""
-        for module in (moving_layers, moving_layers_during_backward, profiling, transaction):
+        for module in (moving_layers, profiling, transaction):
             module.time = types.SimpleNamespace(perf_counter=lambda: self.now_s)
 
     def sleep(self, number, seconds):

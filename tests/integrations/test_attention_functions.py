@@ -1,4 +1,4 @@
-"""Attention functions that a user registers in transformers, or puts in place of its own, keep heads where they are."""
+"""Heads of transformers' attention move where they are computed alike, whatever functions a user puts in its place."""
 
 import functools
 import importlib
@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.hosts import DEPTH, KINDS, build, compute, split
 from helpers.parallel_layers import hold, results
+from helpers.processes import in_first_rank
 
 import zeroresize as zr
 from zeroresize.convert import balanced_layers
@@ -17,9 +18,7 @@ from zeroresize.resharding.units.moving_units import move_units
 
 pytestmark = pytest.mark.slow
 
-OFF = zr.BalanceConfig(mode="off")
-#: Those whose attention looks its function up.
-LOOKING_UP = [kind for kind in KINDS if kind not in ("Bert", "Roberta")]
+BY_NUMBERS = "computed with numbers: "
 
 
 def alibi(module, query, key, value, attention_mask, **options):
@@ -28,7 +27,15 @@ def alibi(module, query, key, value, attention_mask, **options):
 
     slopes = torch.arange(1.0, query.shape[1] + 1.0, dtype=query.dtype).view(-1, 1, 1)
     distance = torch.arange(key.shape[2], dtype=query.dtype)
+    options["is_causal"] = False
     return sdpa_attention_forward(module, query, key, value, -slopes * distance, **options)
+
+
+def scaled(module, query, key, value, attention_mask, **options):
+    """All heads alike."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(module, query.tanh(), key, value, attention_mask, **options)
 
 
 @pytest.fixture
@@ -38,82 +45,50 @@ def attention_functions(monkeypatch):
 
     functions = dict(AttentionInterface._global_mapping)
     monkeypatch.setattr(AttentionInterface, "_global_mapping", functions)
+    functions["alibi"], functions["scaled"] = alibi, scaled
     return functions
 
 
 def attention_of(model, group):
-    """Segments of converted attention layers, and why they stay even, told by the log's reasons."""
+    """The segments of heads, and why a layer stays even."""
     zr.convert(model, process_group=group)
-    return [one for one in owned_segments(balanced_layers(model)) if one.kind != "neurons"]
+    layers = balanced_layers(model)
+    reasons = [layer.stays_even for layer in layers.values() if layer.stays_even is not None]
+    return [segment for segment in owned_segments(layers) if segment.kind != "neurons"], next(iter(reasons), None)
 
 
-def of_kinds(*kinds):
-    """The others take their time, and are of one piece of code."""
-    return [kind if kind == "Llama" else pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
-
-
-@pytest.mark.parametrize("kind", of_kinds(*LOOKING_UP))
-def test_heads_stay_where_the_user_registered_a_function_of_their_own(run_ranks, attention_functions, caplog, kind):
-    attention_functions["alibi"] = alibi
-
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("Bert", "Roberta")])
+def test_a_function_that_was_registered_is_tried_by_numbers(run_ranks, attention_functions, kind):
     def check(rank, group):
-        model = split(build(kind), group)
-        model.config._attn_implementation = "alibi"
-        assert attention_of(model, group) == []
-        assert len(owned_segments(balanced_layers(model))) == DEPTH
-        assert "the attention function 'alibi' is not known to treat heads alike" in caplog.text
+        for name in ("alibi", "scaled"):
+            model = split(build(kind), group)
+            model.config._attn_implementation = name
+            segments, reason = attention_of(model, group)
+            assert len(segments) == (DEPTH if name == "scaled" else 0), reason
+            assert name == "scaled" or BY_NUMBERS in reason
 
-    caplog.set_level("DEBUG", logger="zeroresize")
-    run_ranks(check, 2)
+    run_ranks(in_first_rank(check), 2)
 
 
-@pytest.mark.parametrize("name", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", of_kinds("Llama", "GPT2", "ViT"))
-def test_heads_stay_where_a_known_function_was_replaced(
-    run_ranks, attention_functions, monkeypatch, caplog, kind, name
-):
-    import transformers.models.gpt2.modeling_gpt2
-    import transformers.models.llama.modeling_llama
-    import transformers.models.vit.modeling_vit
-
-    modeling = getattr(transformers.models, kind.lower())
-    modeling = getattr(modeling, f"modeling_{kind.lower()}")
-    if name == "sdpa":
-        attention_functions["sdpa"] = functools.wraps(attention_functions["sdpa"])(alibi)
-    else:
-        monkeypatch.setattr(
-            modeling, "eager_attention_forward", functools.wraps(modeling.eager_attention_forward)(alibi)
-        )
-
+def test_flash_attention_moves_heads_if_it_is_that_of_transformers(run_ranks, attention_functions):
     def check(rank, group):
-        model = split(build(kind, attention=name), group)
-        assert attention_of(model, group) == []
-        assert "was registered by this name" in caplog.text or "was replaced" in caplog.text
+        for function, num_segments in ((None, DEPTH), (alibi, 0)):
+            if function is not None:
+                attention_functions["flash_attention_2"] = function
+            model = split(build("Llama"), group)
+            model.config._attn_implementation = "flash_attention_2"
+            segments, reason = attention_of(model, group)
+            assert len(segments) == num_segments and model.config._attn_implementation == "flash_attention_2"
+            assert {segment.min_units for segment in segments} <= {1}
+        assert "'flash_attention_2' is not that of transformers" in reason
 
-    caplog.set_level("DEBUG", logger="zeroresize")
-    run_ranks(check, 2)
-
-
-def test_heads_stay_where_the_forward_of_the_class_was_replaced(run_ranks, monkeypatch, caplog):
-    from transformers.models.llama.modeling_llama import LlamaAttention
-
-    forward = LlamaAttention.forward
-    monkeypatch.setattr(LlamaAttention, "forward", lambda *inputs, **options: forward(*inputs, **options))
-
-    def check(rank, group):
-        assert attention_of(split(build("Llama"), group), group) == []
-        assert "the forward of the class LlamaAttention was replaced" in caplog.text
-
-    caplog.set_level("DEBUG", logger="zeroresize")
-    run_ranks(check, 2)
+    run_ranks(in_first_rank(check), 2)
 
 
 def test_heads_do_not_move_any_more_once_the_function_has_changed(run_ranks, attention_functions):
-    attention_functions["alibi"] = alibi
-
     def check(rank, group):
         model = split(build("Llama"), group)
-        segments = attention_of(model, group)
+        segments, _ = attention_of(model, group)
         assert len(segments) == DEPTH
         num_units = len(segments[0].owned.owners)
         uneven = {segments[0].name: OwnershipMap.even(num_units, 2).with_counts([0, num_units])}
@@ -125,7 +100,7 @@ def test_heads_do_not_move_any_more_once_the_function_has_changed(run_ranks, att
         before = results(model, segments, compute("Llama"), group)
         if rank == 1:  # only one of them knows
             model.config._attn_implementation = "sdpa"
-        with pytest.raises(ValueError if rank == 0 else CannotMoveError, match=r"'alibi'|ranks \[0\]"):
+        with pytest.raises(ValueError if rank == 0 else CannotMoveError, match=rf"{BY_NUMBERS}|ranks \[0\]"):
             move(uneven)
         model.config._attn_implementation = "alibi"
         assert all(one.owned.is_even for one in segments)
@@ -137,11 +112,10 @@ def test_heads_do_not_move_any_more_once_the_function_has_changed(run_ranks, att
 
 def test_moving_such_heads_would_have_computed_something_else(run_ranks, attention_functions):
     """So that the tests above test what matters."""
-    attention_functions["alibi"] = alibi
 
     def check(rank, group):
         model = split(build("Llama", num_key_value_heads=4), group)
-        segments = attention_of(model, group)
+        segments, _ = attention_of(model, group)
         model.config._attn_implementation = "alibi"
         before = results(model, segments, compute("Llama"), group)["y"]
         hold(segments[0], OwnershipMap.even(4, 2).with_counts([1, 3]), group)
@@ -151,11 +125,15 @@ def test_moving_such_heads_would_have_computed_something_else(run_ranks, attenti
 
 
 def weighted(real):
-    def rotate(q, k, *angles, **options):
-        q, k = real(q, k, *angles, **options)
-        return q * torch.linspace(1, 2, q.shape[1], dtype=q.dtype).view(1, -1, 1, 1), k
+    """Weighs heads by their number in what a function returns, or in its first tensor."""
 
-    return functools.wraps(real)(rotate)
+    def weigh(*given, **options):
+        result = real(*given, **options)
+        y = result[0] if isinstance(result, tuple) else result
+        y = y * torch.linspace(1, 2, y.shape[1], dtype=y.dtype).view(1, -1, 1, 1)
+        return (y, *result[1:]) if isinstance(result, tuple) else y
+
+    return functools.wraps(real)(weigh)
 
 
 #: What a user may put in place of what attention calls: the module that holds it, its name and the implementation.
@@ -168,70 +146,30 @@ CALLED = [
 ]
 
 
-@pytest.mark.parametrize(("place", "name", "attention"), CALLED)
-def test_heads_stay_where_what_the_forward_calls_was_replaced(run_ranks, monkeypatch, place, name, attention):
-    """Before or after convert."""
-    home = importlib.import_module(place)
-    replaced = weighted(getattr(home, name))
+def test_heads_stay_where_what_the_forward_calls_was_replaced(run_ranks, monkeypatch):
+    """Before or after convert; one that treats heads alike does no harm."""
 
     def check(rank, group):
-        model = split(build("Llama", attention), group)
-        segment, *_ = attention_of(model, group)
-        assert segment.why_even() is None
-        monkeypatch.setattr(home, name, replaced)
-        reason = segment.why_even()
-        assert reason is not None and name in reason and "rotate of test_attention_functions" in reason
-        assert attention_of(split(build("Llama", attention), group), group) == []
+        for place, name, attention in CALLED:
+            home = importlib.import_module(place)
+            real = getattr(home, name)
+            segments, _ = attention_of(split(build("Llama", attention), group), group)
+            for replaced, is_sound in ((weighted(real), False), (functools.wraps(real)(functools.partial(real)), True)):
+                with monkeypatch.context() as patch:
+                    patch.setattr(home, name, replaced)
+                    reason = segments[0].why_even()
+                    assert (reason is None) == is_sound and (is_sound or BY_NUMBERS in reason), (name, reason)
+                    again, _ = attention_of(split(build("Llama", attention), group), group)
+                    assert len(again) == (DEPTH if is_sound else 0), name
 
-    run_ranks(check, 2)
-
-
-def test_the_rotation_of_liger_is_known(run_ranks, monkeypatch):
-    """Only its name and file are looked at: it need not be installed."""
-    from transformers.models.llama import modeling_llama
-
-    code = "def liger_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):\n    return q, k"
-    file = {"__name__": "liger_kernel.transformers.rope"}
-    exec(code, file)
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", file["liger_rotary_pos_emb"])
-
-    def check(rank, group):
-        return len(attention_of(split(build("Llama"), group), group))
-
-    assert run_ranks(check, 2) == [DEPTH] * 2
-
-
-@pytest.mark.parametrize(
-    ("kind", "attention", "version", "fewest"),
-    [
-        ("Llama", "flash_attention_2", "2.13.0", 1),
-        ("Llama", "sdpa", "2.6.0", 1),
-        ("Llama", "sdpa", "2.13.0+cpu", 0),
-        ("Llama", "eager", "2.6.0", 0),
-        ("Bert", "sdpa", "2.6.0", 1),
-        ("Bert", "eager", "2.6.0", 0),
-        ("GPT2", "flash_attention_2", "2.13.0", 1),
-        ("ViT", "sdpa", "2.6.0", 1),
-    ],
-)
-def test_kernels_that_divide_by_the_number_of_heads_always_have_one(
-    run_ranks, monkeypatch, kind, attention, version, fewest
-):
-    def check(rank, group):
-        model = split(build(kind, "sdpa" if attention == "flash_attention_2" else attention), group)
-        model.config._attn_implementation = attention
-        monkeypatch.setattr(torch, "__version__", version)
-        return {one.min_units for one in attention_of(model, group)}
-
-    assert run_ranks(check, 2) == [{fewest}] * 2
+    run_ranks(in_first_rank(check), 2)
 
 
 def test_heads_do_not_move_any_more_once_the_function_needs_one(run_ranks):
     def check(rank, group):
-        model = split(build("Llama", "eager"), group)
-        segment, *_ = attention_of(model, group)
+        segments, _ = attention_of(model := split(build("Llama", "eager"), group), group)
         model.config._attn_implementation = "flash_attention_2"
-        return segment.min_units, segment.why_even()
+        return segments[0].min_units, segments[0].why_even()
 
     for fewest, reason in run_ranks(check, 2):
         assert fewest == 0 and "switched after convert to one that cannot compute with no heads" in reason

@@ -10,7 +10,7 @@ from torch.nn.modules import module as modules_of_torch
 import zeroresize as zr
 from zeroresize import ColumnParallelLinear, RowParallelLinear
 from zeroresize.convert import balanced_layers
-from zeroresize.integrations import elementwise, traced_segments
+from zeroresize.integrations import elementwise
 from zeroresize.integrations.elementwise import register_elementwise
 from zeroresize.layers.segments import owned_segments
 from zeroresize.resharding.agreement import CannotMoveError
@@ -163,18 +163,3 @@ def test_asking_again_leaves_everything_as_it_was(run_ranks):
         balancer.close()
 
     run_ranks(check, 2)
-
-
-def test_a_module_that_holds_several_segments_is_traced_once_a_move(run_ranks, monkeypatch):
-    def check(rank, group):
-        torch.manual_seed(0)
-        blocks = [Block(group) for _ in range(3)]
-        model = nn.Sequential(*(part for block in blocks for part in (block.up, block.act, block.down)))
-        balancer = balanced(model, group)
-        calls, trace = [], traced_segments.forward_graphs
-        monkeypatch.setattr(traced_segments, "forward_graphs", lambda *given: calls.append(1) or trace(*given))
-        balancer.move((2, 1))
-        balancer.close()
-        return len(owned_segments(balanced_layers(model))), len(calls)
-
-    assert run_ranks(check, 2) == [(3, 1)] * 2

@@ -105,6 +105,26 @@ def nested(layers):
     )
 
 
+def experts(layers):
+    """Two of them, each with an argument that need not be given, and tokens that go to one or the other."""
+
+    def expert():
+        def forward(self, x, scale=None, keep=True):
+            h = F.silu(self.up(x))
+            return self.down(h if scale is None else h * 2.0)
+
+        return module(forward, up=layers.col(), down=layers.row())
+
+    def forward(self, x):
+        y = torch.zeros_like(x)
+        for number, expert_there in enumerate(self.experts):
+            mask = (x.sum(-1) > 0).long() == number
+            y[mask] = expert_there(x[mask])
+        return y
+
+    return module(forward, experts=nn.ModuleList([expert(), expert()]))
+
+
 def called_twice(layers):
     return module(lambda self, x: self.b(self.a(x).exp()) - self.b(self.a(-x).cos()), a=layers.col(), b=layers.row())
 
@@ -116,6 +136,7 @@ PROVEN = {
     "GLU": (glu, {"down": (["fc"], 2)}),
     "submodules": (nested, {"outside.fc2": (["inside.fc1"], 1)}),
     "called twice": (called_twice, {"b": (["a"], 1)}),
+    "experts": (experts, {f"experts.{n}.down": ([f"experts.{n}.up"], 1) for n in (0, 1)}),
     "two after each other": (
         lambda layers: nn.Sequential(mlp(layers, nn.SiLU()), mlp(layers, nn.Tanh())),
         {"0.2": (["0.0"], 1), "1.2": (["1.0"], 1)},

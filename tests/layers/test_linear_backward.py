@@ -1,7 +1,10 @@
 """What backward of a parallel layer holds, computes and overlaps."""
 
+import itertools
+
 import pytest
 from helpers.parallel_layers import HIDDEN, IN, Comparison, PrunedPair, plan_keeping, randn, seeded_linear
+from helpers.processes import for_each
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -34,28 +37,22 @@ def test_nothing_but_x_and_w_by_reference_is_held_for_backward(run_ranks):
     run_ranks(check, 2)
 
 
-@pytest.mark.parametrize("kind", ["column", "row"])
-def test_no_product_is_computed_for_what_is_frozen(run_ranks, kind):
+def test_no_product_is_computed_for_what_is_frozen(run_ranks):
     class CountGemms(ProductProbe):
         num_gemms = 0
 
         def gemm_begins(self, operands):
             self.num_gemms += 1
 
-    def check(rank, group):
-        for x_learns, w_learns, num_products in [
-            (True, True, 3),
-            (False, True, 2),
-            (True, False, 2),
-            (False, False, 1),
-        ]:
-            linear = seeded_linear()
-            linear.weight.requires_grad_(w_learns)
-            both, count = Comparison(kind, linear, group), CountGemms()
-            both.layer.probes.add_outermost(count)
-            both.forward(4, 5, x_learns=x_learns)
-            both.backward()
-            assert count.num_gemms == num_products
+    @for_each(itertools.product(["column", "row"], (True, False), (True, False)))
+    def check(rank, group, kind, x_learns, w_learns):
+        linear = seeded_linear()
+        linear.weight.requires_grad_(w_learns)
+        both, count = Comparison(kind, linear, group), CountGemms()
+        both.layer.probes.add_outermost(count)
+        both.forward(4, 5, x_learns=x_learns)
+        both.backward()
+        assert count.num_gemms == 1 + x_learns + w_learns
 
     run_ranks(check, 2)
 

@@ -3,15 +3,16 @@
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.parallel_layers import Comparison, each_layer, seeded_linear
+from helpers.parallel_layers import LAYERS, Comparison, seeded_linear
+from helpers.processes import for_each
 from torch import nn
 
 from zeroresize import ColumnParallelLinear, RowParallelLinear
 
 
-@each_layer
-def test_from_linear_keeps_what_the_linear_is(run_ranks, kind, options):
-    def check(rank, group):
+def test_from_linear_keeps_what_the_linear_is(run_ranks):
+    @for_each(LAYERS.values())
+    def check(rank, group, kind, options):
         linear = seeded_linear(dtype=torch.float64).eval()
         linear.bias.requires_grad_(False)
         layer = Comparison(kind, linear, group, **options).layer
@@ -88,9 +89,9 @@ def test_own_features_are_those_of_uneven_shares_on_meta(run_ranks):
     run_ranks(check, 2)
 
 
-@pytest.mark.parametrize("layer_class", [ColumnParallelLinear, RowParallelLinear])
-def test_a_layer_needs_a_group_that_this_rank_is_in(run_ranks, layer_class):
-    def check(rank, group):
+def test_a_layer_needs_a_group_that_this_rank_is_in(run_ranks):
+    @for_each([(ColumnParallelLinear,), (RowParallelLinear,)])
+    def check(rank, group, layer_class):
         with pytest.raises(ValueError, match="process_group=None is not allowed"):
             layer_class(4, 4, process_group=None)
         of_rank_0 = dist.new_group([0])

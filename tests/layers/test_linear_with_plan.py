@@ -1,15 +1,18 @@
 """Parallel layers with plans against unsharded ones with masked weights."""
 
+import itertools
+
 import pytest
 import torch
 from helpers.parallel_layers import IN, TOLERANCES, PrunedPair, bf16_autocast, close, randn
+from helpers.processes import for_each
 from torch.utils.checkpoint import checkpoint
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("dtype", TOLERANCES)
-def test_a_pruned_pair_equals_one_with_masked_weights(run_ranks, dtype, num_ranks):
-    def check(rank, group):
+def test_a_pruned_pair_equals_one_with_masked_weights(run_ranks, num_ranks):
+    @for_each([(dtype,) for dtype in TOLERANCES])
+    def check(rank, group, dtype):
         pair = PrunedPair(group, dtype)
         pair.assert_equals(pair.masked)
 
@@ -21,15 +24,6 @@ def test_a_pruned_pair_equals_one_with_masked_weights_under_autocast(run_ranks):
         pair = PrunedPair(group)
         with bf16_autocast():
             pair.assert_equals(pair.masked, precision=torch.bfloat16)
-
-    run_ranks(check, 2)
-
-
-def test_a_pair_without_plans_equals_the_whole_one(run_ranks):
-    def check(rank, group):
-        pair = PrunedPair(group, torch.float64)
-        pair.model[0].plan = pair.model[2].plan = None
-        pair.assert_equals(pair.whole)
 
     run_ranks(check, 2)
 
@@ -46,10 +40,9 @@ def test_evaluation_computes_in_full_and_training_prunes_again(run_ranks):
     run_ranks(check, 2)
 
 
-@pytest.mark.parametrize("imputation", ["zero", "average"])
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing_changes_no_gradient(run_ranks, use_reentrant, imputation):
-    def check(rank, group):
+def test_activation_checkpointing_changes_no_gradient(run_ranks):
+    @for_each(itertools.product((True, False), ["zero", "average"]))
+    def check(rank, group, use_reentrant, imputation):
         pair = PrunedPair(group, imputation=imputation)
         plain = pair.gradients(pair.model, 4, 5)
         checkpointed = pair.gradients(lambda x: checkpoint(pair.model, x, use_reentrant=use_reentrant), 4, 5)

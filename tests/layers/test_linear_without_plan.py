@@ -1,10 +1,13 @@
 """Parallel layers without a plan against the unsharded ``nn.Linear``."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers.parallel_layers import IN, OUT, TOLERANCES, Comparison, bf16_autocast, each_layer, randn, seeded_linear
+from helpers.parallel_layers import IN, LAYERS, OUT, TOLERANCES, Comparison, bf16_autocast, randn, seeded_linear
+from helpers.processes import for_each
 
 from zeroresize import ColumnParallelLinear, RowParallelLinear
 
@@ -12,40 +15,37 @@ pytestmark = pytest.mark.versions
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@each_layer
-def test_layer_equals_linear(run_ranks, kind, options, num_ranks):
-    def check(rank, group):
-        for dtype in TOLERANCES:
-            for bias in (True, False):
-                for leading in [(7,), (4, 5), (2, 3, 5), ()]:
-                    both = Comparison(kind, seeded_linear(bias=bias, dtype=dtype), group, **options)
-                    both.forward(*leading)
-                    both.backward()
-                    both.assert_close()
+def test_layer_equals_linear(run_ranks, num_ranks):
+    @for_each(itertools.product(LAYERS.values(), TOLERANCES, (True, False), [(7,), (4, 5), (2, 3, 5), ()]))
+    def check(rank, group, layer, dtype, bias, leading):
+        kind, options = layer
+        both = Comparison(kind, seeded_linear(bias=bias, dtype=dtype), group, **options)
+        both.forward(*leading)
+        both.backward()
+        both.assert_close()
 
     run_ranks(check, num_ranks)
 
 
-@pytest.mark.parametrize("backward_inside", [True, False])
-@each_layer
-def test_layer_equals_linear_under_autocast(run_ranks, kind, options, backward_inside):
-    def check(rank, group):
-        for x_dtype in (torch.float32, torch.bfloat16):
-            both = Comparison(kind, seeded_linear(), group, **options)
-            with bf16_autocast():
-                both.forward(4, 5, dtype=x_dtype)
-            with bf16_autocast(enabled=backward_inside):
-                both.backward()
-            assert (both.own_y.dtype, both.own_x.grad.dtype) == (torch.bfloat16, x_dtype)
-            assert both.layer.weight.grad.dtype == both.layer.bias.grad.dtype == torch.float32
-            both.assert_close(precision=torch.bfloat16)
+def test_layer_equals_linear_under_autocast(run_ranks):
+    @for_each(itertools.product(LAYERS.values(), (True, False), (torch.float32, torch.bfloat16)))
+    def check(rank, group, layer, backward_inside, x_dtype):
+        kind, options = layer
+        both = Comparison(kind, seeded_linear(), group, **options)
+        with bf16_autocast():
+            both.forward(4, 5, dtype=x_dtype)
+        with bf16_autocast(enabled=backward_inside):
+            both.backward()
+        assert (both.own_y.dtype, both.own_x.grad.dtype) == (torch.bfloat16, x_dtype)
+        assert both.layer.weight.grad.dtype == both.layer.bias.grad.dtype == torch.float32
+        both.assert_close(precision=torch.bfloat16)
 
     run_ranks(check, 2)
 
 
-@each_layer
-def test_autocast_leaves_float64_as_it_is(run_ranks, kind, options):
-    def check(rank, group):
+def test_autocast_leaves_float64_as_it_is(run_ranks):
+    @for_each(LAYERS.values())
+    def check(rank, group, kind, options):
         both = Comparison(kind, seeded_linear(dtype=torch.float64), group, **options)
         with bf16_autocast():
             both.forward(4, 5)
@@ -55,9 +55,9 @@ def test_autocast_leaves_float64_as_it_is(run_ranks, kind, options):
     run_ranks(check, 2)
 
 
-@each_layer
-def test_gradients_accumulate(run_ranks, kind, options):
-    def check(rank, group):
+def test_gradients_accumulate(run_ranks):
+    @for_each(LAYERS.values())
+    def check(rank, group, kind, options):
         both = Comparison(kind, seeded_linear(), group, **options)
         for micro_batch in range(3):
             both.forward(4, 5, seed=micro_batch)
@@ -67,10 +67,10 @@ def test_gradients_accumulate(run_ranks, kind, options):
     run_ranks(check, 2)
 
 
-@pytest.mark.parametrize("frozen", ["x", "weight", "bias", "weight and bias"])
-@each_layer
-def test_what_is_frozen_gets_no_gradient(run_ranks, kind, options, frozen):
-    def check(rank, group):
+def test_what_is_frozen_gets_no_gradient(run_ranks):
+    @for_each(itertools.product(LAYERS.values(), ["x", "weight", "bias", "weight and bias"]))
+    def check(rank, group, layer, frozen):
+        kind, options = layer
         linear = seeded_linear()
         linear.weight.requires_grad_("weight" not in frozen)
         linear.bias.requires_grad_("bias" not in frozen)

@@ -141,6 +141,7 @@ def test_what_is_replicated_behind_a_named_segment_is_dropped_alike(run_ranks, s
     run_ranks(lambda rank, group: check_alike(group, split), 2)
 
 
+@pytest.mark.slow
 def test_what_is_replicated_behind_a_named_segment_of_colossalai_is_dropped_alike(run_ranks, colossalai_module):
     run_ranks(lambda rank, group: check_alike(group, colossalai), 2)
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from helpers.processes import caught_log_lines
+from helpers.processes import caught_log_lines, for_each
 from helpers.virtual_training import FEATURES, Pair
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -21,12 +21,11 @@ MAKERS = {
     "spectral_norm": (spectral_norm, "SpectralNorm"),
     "pruning": (lambda layer: prune.random_unstructured(layer, "weight", amount=0.5), "RandomUnstructured"),
 }
-each_maker = pytest.mark.parametrize(("put_on", "name"), MAKERS.values(), ids=MAKERS.keys())
 
 
-@each_maker
-def test_a_layer_whose_weight_is_made_anew_is_left_alone_by_name(run_ranks, put_on, name):
-    def check(rank, group):
+def test_a_layer_whose_weight_is_made_anew_is_left_alone_by_name(run_ranks):
+    @for_each(MAKERS.values())
+    def check(rank, group, put_on, name):
         model, config = Pair(group), zr.BalanceConfig(mode="zero-pri")
         put_on(model.down)
         with caught_log_lines() as lines:
@@ -47,9 +46,9 @@ def test_a_layer_whose_weight_is_made_anew_is_left_alone_by_name(run_ranks, put_
     run_ranks(check, 2)
 
 
-@each_maker
-def test_a_balancer_refuses_a_weight_that_is_made_anew_since_converting(run_ranks, put_on, name):
-    def check(rank, group):
+def test_a_balancer_refuses_a_weight_that_is_made_anew_since_converting(run_ranks):
+    @for_each(MAKERS.values())
+    def check(rank, group, put_on, name):
         config = zr.BalanceConfig(mode="off")
         model = zr.convert(Pair(group), process_group=group)
         put_on(model.down)

@@ -1,73 +1,77 @@
-"""Configurations of the language models: what is refused, and with which words."""
+"""Configurations of language models: what comes along, what is refused, and with which words; dry runs."""
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
-from lm_examples.config import RunConfig
-from lm_examples.config_file import READER, load_config
+from lm_examples.config import READER, load_config
+from lm_examples.llama import llama_layers, token_loss
+from lm_examples.pipeline_config import RunConfig
+from lm_examples.switching.needs import needs_of, token_bytes
 from lm_examples.train import main
+from vit_examples.harness.config_reader import plain
+from zeroresize.plan.strategy import Strategy
+from zeroresize.strategy.packed import Packed
+
+SOURCES = Path(__file__).resolve().parents[2] / "lm_examples"
 
 
-@pytest.mark.parametrize("name", READER.available())
-def test_every_configuration_that_comes_along_is_whole(name):
-    config = load_config(name)
-    config.validate_stages(2)
-    config.validate_stages(4)
-    assert config.case.name == {"small": "none", "repacking": "pruning"}.get(name, name)
-    assert READER.from_dict(json.loads(json.dumps(READER.to_dict(config)))) == config
+def test_every_configuration_that_comes_along_is_whole():
+    for name in READER.names:
+        config = load_config(name)
+        config.validate_ranks(4 if name == "switching" else 2)
+        assert READER.from_dict(json.loads(json.dumps(plain(config)))) == config
+
+
+STRATEGIES = {"feed": "strategies"}
+MISTAKES = [
+    ({"modle": {}}, "unknown section 'modle' (did you mean 'model'?)"),
+    ({"feed": "rows"}, "feed='rows' is not allowed"),
+    ({"training": {"step": 3}}, "unknown training key 'step' (did you mean 'steps'?)"),
+    ({"model": []}, "expected a mapping of model keys, found list"),
+    ({"model": {"vocabulary": 200}}, "model.vocabulary=200 is not allowed"),
+    ({"training": {"batch_size": 6, "micro_batches": 4}}, "is not divisible by training.micro_batches=4"),
+    ({"training": {"lr": 0}}, "training.lr=0 is not allowed"),
+    ({"pipeline": {"boundaries": "even"}}, "pipeline.boundaries='even' is not allowed: choose one of"),
+    ({"balance": {"memory_limits": [5, -1]}}, "balance.memory_limits=-1 is not allowed"),
+    ({"straggler": {"from_step": 5, "to_step": 5}}, "straggler.to_step=5 is not allowed"),
+    ({"case": {"name": "pruned"}}, "case.name='pruned' is not allowed (did you mean 'pruning'?)"),
+    ({"case": {"nmae": "none"}}, "unknown key of case 'none' 'nmae' (did you mean 'name'?)"),
+    ({"case": "none"}, "case='none': expected a mapping such as {name: pruning}"),
+    ({"output": {"keep": 0}}, "output.keep=0 is not allowed"),
+    ({"repack": {"mode": "on"}}, "needs balance.memory_limits or repack.max_slowdown"),
+    ({"repack": {"mode": "on", "max_slowdown": 1.0}, "balance": {"mode": "off"}}, "goes with balance.mode=on"),
+    ({**STRATEGIES, "strategies": {}}, "one of ranges, static and search: true is needed, found none of them"),
+    ({**STRATEGIES, "strategies": {"static": [1, 0, 1]}}, "strategies.static: strategy tp=0 is not allowed"),
+    ({**STRATEGIES, "training": {"max_tokens": 23}}, "training.max_tokens=23 is not allowed: a micro-batch must have"),
+    ({"feed": "microbatches", "model": {"kind": "bert"}}, "model.kind='bert' is not allowed"),
+    ({"feed": "microbatches", "microbatches": {"method": "x"}}, "microbatches: "),
+]
+
+
+def test_mistakes_are_named_with_what_is_allowed():
+    for values, message in MISTAKES:
+        with pytest.raises(ValueError) as refused:
+            READER.from_dict(values)
+        assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"modle": {}}, "unknown section 'modle' (did you mean 'model'?)"),
-        ({"training": {"step": 3}}, "unknown training key 'step' (did you mean 'steps'?)"),
-        ({"model": []}, "expected a mapping of model keys, found list"),
-        ({"model": {"vocabulary": 200}}, "model.vocabulary=200 is not allowed"),
-        ({"model": {"hidden_size": 10, "num_heads": 4}}, "model.hidden_size=10 is not divisible by model.num_heads=4"),
-        ({"training": {"batch_size": 6, "micro_batches": 4}}, "is not divisible by training.micro_batches=4"),
-        ({"training": {"dtype": "int8"}}, "training.dtype='int8' is not allowed: choose one of"),
-        ({"training": {"lr": 0}}, "training.lr=0 is not allowed"),
-        ({"pipeline": {"schedule": "zb"}}, "pipeline.schedule='zb' is not allowed"),
-        ({"pipeline": {"boundaries": "even"}}, "pipeline.boundaries='even' is not allowed: choose one of"),
-        ({"pipeline": {"boundaries": [0, "a"]}}, "pipeline.boundaries='a' is not allowed"),
-        ({"balance": {"mode": "auto"}}, "balance.mode='auto' is not allowed"),
-        ({"balance": {"by": "bytes"}}, "balance.by='bytes' is not allowed"),
-        ({"balance": {"memory_limits": 5}}, "balance.memory_limits=5: a list of bytes is needed"),
-        ({"balance": {"memory_limits": [5, -1]}}, "balance.memory_limits=-1 is not allowed"),
-        ({"straggler": {"chi": 0.5}}, "straggler.chi=0.5 is not allowed"),
-        ({"straggler": {"from_step": 5, "to_step": 5}}, "straggler.to_step=5 is not allowed"),
-        ({"sleep": {"forward_s": -1}}, "sleep.forward_s=-1 is not allowed"),
-        (
-            {"case": {"name": "pruned"}},
-            "case.name='pruned' is not allowed (did you mean 'pruning'?): choose one of ['none', 'pruning'",
-        ),
-        ({"case": {"nmae": "none"}}, "unknown key of case 'none' 'nmae' (did you mean 'name'?)"),
-        ({"case": "none"}, "case='none': expected a mapping such as {name: pruning}"),
-        ({"data": {"held_out": 1}}, "data.held_out=1 is not allowed"),
-        ({"output": {"keep": 0}}, "output.keep=0 is not allowed"),
-    ],
-)
-def test_mistakes_are_named_with_what_is_allowed(values, message):
-    with pytest.raises(ValueError) as refused:
-        READER.from_dict(values)
-    assert message in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("values", "num_stages", "message"),
+    ("values", "num_ranks", "message"),
     [
         ({"model": {"num_blocks": 1}}, 4, "model.num_blocks=1 makes 3 layers, embedding and head included: 4 stages"),
         ({"pipeline": {"boundaries": [0, 4, 9]}}, 2, "pipeline.boundaries: boundaries [0, 4, 9] do not divide 10"),
         ({"balance": {"memory_limits": [1e9]}}, 2, "balance.memory_limits are 1, not one of each of 2 stages"),
         ({"straggler": {"stage": 2}}, 2, "straggler.chi={2: 2.0}: rank 2 is not one of the group's 2"),
+        ({**STRATEGIES, "strategies": {"static": [4, 1, 1]}}, 3, "strategies: strategy (4, 1, 1) needs rank 3"),
+        ({"feed": "microbatches"}, 3, "parallel: dp × tp × pp = 2 ranks are needed, and there are 3"),
     ],
 )
-def test_what_so_many_stages_cannot_run_is_refused(values, num_stages, message):
-    config = READER.from_dict(values)
+def test_what_so_many_ranks_cannot_run_is_refused(values, num_ranks, message):
     with pytest.raises(ValueError) as refused:
-        config.validate_stages(num_stages)
+        READER.from_dict(values).validate_ranks(num_ranks)
     assert message in str(refused.value)
 
 
@@ -85,42 +89,70 @@ def test_flags_and_sets_change_the_file():
     assert config.model.hidden_size == RunConfig().model.hidden_size  # the section was replaced as a whole
 
 
+def test_a_choice_on_the_command_line_takes_the_place_of_the_files():
+    for given, key in (("search=true", "search"), ("static=[1, 2, 1]", "static")):
+        strategies = load_config("switching_two_ranks", [f"strategies.{given}"]).strategies
+        assert getattr(strategies, key) and strategies.ranges is None and strategies.optimizer_strategy is None
+    case = load_config("pruning", ["case.name=freezing", "case.every=3"]).case
+    assert case.name == "freezing" and case.options.every == 3 and case.options.start == 0
+    assert load_config("pruning", ["case.name=pruning"]).case.options.start == 20
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--config=nothing"], "--config nothing: no such file; by bare name there are ["),
         (["--set=training.stps=3"], "unknown training key 'stps' (did you mean 'steps'?)"),
-        (["--set=trainin.steps=3"], "unknown section 'trainin' (did you mean 'training'?)"),
         (["--set=steps"], "--set steps: expected section.key=value"),
         (["--ranks=2"], "--ranks goes with --dry-run"),
         (["--dry-run", "--ranks=0"], "--ranks 0: at least 1 is needed"),
-        (["--dry-run", "--ranks=11"], "11 stages need at least one for each"),
+        (["--config=switching", "--dry-run", "--ranks=4", "--set=strategies.memory_limit=1e6"], "rank 0 needs "),
         (["--frobnicate"], "unrecognized arguments: --frobnicate (--help lists all arguments)"),
-        (
-            [],
-            "not set: training runs on several ranks, start it with `torchrun --nproc-per-node 2 -m lm_examples.train",
-        ),
+        ([], "start it with `torchrun --nproc-per-node 2 -m lm_examples.train`"),
     ],
 )
 def test_a_mistake_ends_the_program_with_one_line(capsys, arguments, message):
     with pytest.raises(SystemExit) as stopped:
-        main(arguments)
+        main([*arguments, f"--data={SOURCES}"])
     said = capsys.readouterr().err
     assert stopped.value.code == 2 and message in said and said.count("\n") == 1
 
 
-def test_a_mistake_in_a_file_names_the_file(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("training: {steps: -1}\n")
-    with pytest.raises(ValueError, match=r"mine\.yaml: training\.steps=-1"):
-        load_config(path)
-    path.write_text("training:\nmodel: {num_blocks: 3}\n")
-    assert load_config(path).model.num_blocks == 3
+def test_a_dry_run_tells_what_every_rank_needs(capsys):
+    for config, texts in (
+        ("small", ("case none, 1f1b", "embedding, blocks 0 to 3", "834,048")),
+        ("switching_two_ranks", ("(2, 1, 1)", "a switch", "embedding, blocks 0 to 3, head")),
+        ("gpt", ("mini-batch 0: ", "padding if all were as long")),
+    ):
+        main(["--config", config, "--dry-run", f"--data={SOURCES}", "--set=data.max_bytes=300000"])
+        said = capsys.readouterr().out
+        assert all(text in said for text in texts), said
 
 
-def test_how_often_layers_are_measured_is_chosen_by_its_cost_unless_somebody_says_so():
-    for case in ("mixture_of_experts", "mixture_of_depths", "sparse_attention"):
-        balance = load_config(case).balance
-        assert (balance.profile_every, balance.max_measuring, balance.count_work) == ("auto", 0.01, "on")
-    balance = load_config("small", ["balance.profile_every=1", "balance.max_measuring=null"]).balance
-    assert (balance.profile_every, balance.max_measuring) == (1, None)
+def test_what_ranks_need_follows_from_their_strategy():
+    config = load_config("switching_two_ranks")
+    needs = needs_of(config, 2)
+    whole = sum(one.num_bytes for one in config.tensors())
+    data_parallel, tensor_parallel = needs[Strategy(2)][0], needs[Strategy(tp=2)][0]
+    assert data_parallel.weights == whole and 0.5 * whole < tensor_parallel.weights < 0.6 * whole
+    assert data_parallel.gradients == whole + tensor_parallel.weights
+    assert data_parallel.optimizer == tensor_parallel.optimizer == 2 * tensor_parallel.weights
+    # In a switch both sets of weights, gradients at both ends, AdamW's state and messages.
+    assert 2 * whole + 4 * tensor_parallel.weights < data_parallel.switch == tensor_parallel.switch
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_activations_are_estimated_as_autograd_keeps_them(num_kv_heads):
+    config = load_config("switching", [f"model.num_kv_heads={num_kv_heads}"])
+    layers = llama_layers(config.model)
+    weights = {one.untyped_storage().data_ptr() for layer in layers for one in layer.parameters()}
+    packed = Packed.of([torch.randint(0, 256, (257,))])
+    x = packed.tokens
+    for number, layer in enumerate(layers):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda one, kept=kept: kept.append(one) or one, lambda one: one):
+            x = layer(x.detach().requires_grad_(number > 0), packed)
+            loss = token_loss(x, packed) if number == len(layers) - 1 else x
+        memories = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in kept}
+        held = sum(size for memory, size in memories.items() if memory not in weights)
+        assert loss is not None and held / 256 == pytest.approx(token_bytes(config, number), rel=0.05)

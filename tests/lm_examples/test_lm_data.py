@@ -7,9 +7,10 @@ import pytest
 import torch
 from helpers.language_models import text_of
 
-from lm_examples.config import DataConfig, RunConfig
 from lm_examples.data import Batches, Text, load_text
 from lm_examples.gpt import ModelConfig
+from lm_examples.pipeline_config import RunConfig
+from lm_examples.sections import DataConfig
 
 
 def config_of(folder, context=4, **data):

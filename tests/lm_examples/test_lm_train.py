@@ -1,23 +1,34 @@
-"""Trainings of a GPT whose layers move, on real ranks: the same losses as undivided, also after resuming elsewhere."""
+"""Trainings of language models on real ranks, of each feed: the losses of undivided training, also after resuming."""
 
-import itertools
 import json
+import os
+from contextlib import ExitStack
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from helpers.faults import put_into_planner_data, writable_by_all
 from helpers.language_models import NUM_STEPS, config_of, keep_time, losses_of, text_of, trained, undivided
+from helpers.planning import fork_planners
+from helpers.processes import forked_training
 
-from lm_examples import pace
-from lm_examples.build import build_layers
 from lm_examples.cases.dynamic_case import DynamicCase
-from lm_examples.run import prepare
-from lm_examples.train import train
-from vit_examples.harness import checkpoint_files as checkpoints
-from vit_examples.harness import step_clock
+from lm_examples.config import READER
+from lm_examples.documents import Documents, MiniBatches, Pieces
+from lm_examples.llama import llama_layers, token_loss
+from lm_examples.microbatches.blocks import summed_loss
+from lm_examples.microbatches.tasks import TaskSamples
+from lm_examples.train import main, prepare, train
+from vit_examples.harness import checkpoints
+from zeroresize.microbatch.padded import PaddedBatch, PairBatch
 from zeroresize.pipeline import LayerProfiler
-from zeroresize.pipeline.first_boundaries import num_parameters
+from zeroresize.policy.microbatches.micro_batch import MicroBatch
+from zeroresize.strategy.packed import Packed
 from zeroresize.utils.json_lines import read_json_lines
 
 STRAGGLER = {"stage": 0, "chi": 4, "from_step": 3}
+SOURCES = Path(__file__).resolve().parents[2] / "lm_examples" / "cases"
 
 
 def same(value):
@@ -34,9 +45,7 @@ def test_losses_are_those_of_undivided_training_wherever_layers_move(run_ranks, 
     assert all(one["validation_loss"] == same(validation_loss) for one in (first, *others))
     moves = [one for one in read_json_lines(tmp_path / "pipeline.jsonl") if one["kind"] == "move"]
     assert first["moves"] == len(moves) == (1 if num_stages > 1 else 0)
-    for move in moves:
-        assert move["step"] > 3 and move["after"][1] < move["before"][1]
-        assert tuple(move["after"]) == first["boundaries"] == others[-1]["boundaries"]
+    assert all(move["step"] > 3 and move["after"][1] < move["before"][1] for move in moves)
 
 
 @pytest.mark.slow
@@ -54,65 +63,14 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened_on_any_number_of_stage
     assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))  # 11 was trained again
     assert losses_of(tmp_path) == same(losses) and second["validation_loss"] == same(validation_loss)
     if before == after:
-        assert tuple(lines[10]["boundaries"]) == first["boundaries"] != (0, 4, 8)
+        assert tuple(lines[10]["boundaries"]) == tuple(first["boundaries"]) != (0, 4, 8)
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000005", "step-00000010"]
 
 
-@pytest.mark.slow
-@pytest.mark.few(1)
-@pytest.mark.parametrize("stages", [(2, 2), (2, 3)])
-def test_a_line_tells_the_mean_of_all_its_steps_also_of_those_before_a_resume(run_ranks, tmp_path, stages):
-    """The checkpoint is of step 6, and lines are of steps 4, 8 and 12."""
-
-    def run(rank, group, config, resume=False):
-        keep_time()
-        step_clock.time = pace.time
-        run = prepare(config, text_of(), group, resume=resume)
-        with run.held:
-            train(run)
-
-    sections = {"balance": {"mode": "off"}, "output": {"save_every": 6}}
-    training = {"log_every": 4, "steps": 12}
-    whole = config_of(tmp_path / "whole", training=training, **sections)
-    run_ranks(run, stages[0], whole)
-    half, rest = (
-        config_of(tmp_path / "resumed", training=training | {"steps": steps}, **sections) for steps in (7, 12)
-    )
-    run_ranks(run, stages[0], half)
-    run_ranks(run, stages[1], rest, True)
-    expected, resumed = (read_json_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "resumed"))
-    assert [line["step"] for line in resumed] == [4, 8, 12]
-    for line, of_whole in zip(resumed, expected, strict=True):
-        assert line["loss"] == same(of_whole["loss"])
-    state = json.loads((tmp_path / "resumed" / "checkpoints" / "step-00000006" / "state.json").read_text())
-    assert state["unwritten"]["seconds"] == same([expected[1]["step_s"]] * 2)  # two of the four steps
-    if stages[0] == stages[1]:  # the other two were slowed by one forward, by which a new process finds shapes
-        assert resumed[1]["step_s"] == pytest.approx(expected[1]["step_s"], rel=0.05)
-        assert resumed[1]["bubble_ratio"] == pytest.approx(expected[1]["bubble_ratio"], rel=0.05)
-
-
-def test_what_balancing_has_learned_is_resumed(run_ranks, tmp_path):
-    config = config_of(tmp_path, straggler=STRAGGLER, output={"save_every": 10})
-
-    def both(rank, group):
-        trained(config, group)
-        run = prepare(config, text_of(), group, resume=True)
-        with run.held:
-            return run.balancer.state_dict(), run.step
-
-    state, step = run_ranks(both, 2)[1]
-    saved = json.loads((tmp_path / "checkpoints" / "step-00000010" / "state.json").read_text())
-    assert step == 10 and json.loads(json.dumps(state)) == saved["balancer"]
-    values = state["state"][0]
-    assert values["rebalancing"]["costs"] and values["steps"] == 10
-
-
 def test_boundaries_that_a_user_has_changed_since_are_taken(run_ranks, tmp_path):
-    balance, output = {"mode": "off"}, {"save_every": 2}
-    before = config_of(tmp_path, training={"steps": 2}, balance=balance, output=output)
-    after = config_of(
-        tmp_path, training={"steps": 4}, balance=balance, output=output, pipeline={"boundaries": [0, 7, 8]}
-    )
+    common = {"balance": {"mode": "off"}, "output": {"save_every": 2}}
+    before = config_of(tmp_path, training={"steps": 2}, **common)
+    after = config_of(tmp_path, training={"steps": 4}, pipeline={"boundaries": [0, 7, 8]}, **common)
 
     def both(rank, group):
         return trained(before, group)["boundaries"], trained(after, group, resume=True)["boundaries"]
@@ -120,74 +78,41 @@ def test_boundaries_that_a_user_has_changed_since_are_taken(run_ranks, tmp_path)
     assert run_ranks(both, 2)[0] == ((0, 4, 8), (0, 7, 8))
 
 
-def test_stages_that_divide_parameters_evenly(run_ranks, tmp_path):
-    config = config_of(
-        tmp_path, model={"vocabulary": 1000}, training={"steps": 1}, pipeline={"boundaries": "parameters"}
-    )
-    boundaries = run_ranks(lambda rank, group: trained(config, group), 3)[0]["boundaries"]
-    sizes = [num_parameters(layer) for layer in build_layers(config, config.make_case())]
-    of_stages = [sum(sizes[begin:end]) for begin, end in itertools.pairwise(boundaries)]
-    assert max(of_stages) == sizes[-1] < sum(sizes[-2:])  # the head alone is the largest stage that there must be
+def test_what_does_not_go_on_is_refused_on_every_rank(run_ranks, tmp_path):
+    output = {"save_every": 1}
+    config = config_of(tmp_path, training={"steps": 1}, output=output)
+    others = [config_of(tmp_path, output=output, **{name: change}) for name, change in
+              (("model", {"hidden_size": 16}), ("training", {"dtype": "float32"}))]  # fmt: skip
 
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"model": {"hidden_size": 16}}, "of another layout (model differ), nothing was loaded"),
-        ({"training": {"dtype": "float32"}}, "of another layout (dtype differ)"),
-    ],
-)
-def test_a_checkpoint_of_another_model_is_refused_on_every_rank(run_ranks, tmp_path, changed, message):
-    config = config_of(tmp_path, training={"steps": 1}, output={"save_every": 1})
-    other = config_of(tmp_path, output={"save_every": 1}, **changed)
-
-    def both(rank, group):
-        trained(config, group)
-        with pytest.raises(ValueError) as refused:
-            prepare(other, text_of(), group, resume=True)
-        return str(refused.value)
-
-    for said in run_ranks(both, 2):
-        assert message in said and "--output" in said
-
-
-def test_an_earlier_run_is_not_overwritten_and_ranks_must_agree(run_ranks, tmp_path):
-    config = config_of(tmp_path, training={"steps": 1})
+    def refused(config, group, *, resume, text):
+        with pytest.raises(ValueError) as error, ExitStack() as held:
+            prepare(config, group, held, resume=resume, data=(text, text.digest))
+        return str(error.value)
 
     def check(rank, group):
-        said = []
-        for text in (text_of(seed=rank), text_of()):
-            with pytest.raises(ValueError) as refused:
-                prepare(config, text, group, resume=False)
-            said.append(str(refused.value))
-        return said
+        trained(config, group)
+        said = [refused(other, group, resume=True, text=text_of()) for other in others]
+        return [*said, *(refused(config, group, resume=False, text=text_of(seed)) for seed in (0, rank))]
 
-    (tmp_path / "metrics.jsonl").touch()
-    for differ, earlier in run_ranks(check, 2):
-        assert "do not agree on the text to train on; those that do: [[0], [1]]" in differ
+    for model, dtype, earlier, differ in run_ranks(check, 2):
+        assert all("of another layout, nothing was loaded" in said and "--output" in said for said in (model, dtype))
         assert f"{tmp_path} holds an earlier run: add --resume" in earlier
+        assert "the ranks do not agree on the data" in differ
 
 
-@pytest.mark.parametrize("step_that_fails", ["save", "write_manifest"])
-def test_a_save_that_fails_leaves_the_one_before_and_training_goes_on(
-    run_ranks, tmp_path, monkeypatch, step_that_fails
-):
+def test_a_save_that_fails_leaves_the_one_before_and_training_goes_on(run_ranks, tmp_path, monkeypatch):
     config = config_of(tmp_path, training={"steps": 4}, output={"save_every": 2, "keep": 1})
 
     def check(rank, group):
-        fails = checkpoints.dcp if step_that_fails == "save" else checkpoints
-        works, calls = getattr(fails, step_that_fails), []
+        works, calls = checkpoints.dcp.save, []
 
         def failing(*arguments, **options):
             calls.append(1)
-            if len(calls) == 2 and step_that_fails == "save":
-                (options["storage_writer"].path / "half").touch()
-                raise checkpoints.CheckpointException("", {1: (OSError("disk full"), None)})
             if len(calls) == 2:
-                raise OSError("disk full")
+                raise checkpoints.CheckpointException("", {1: (OSError("disk full"), None)})
             return works(*arguments, **options)
 
-        monkeypatch.setattr(fails, step_that_fails, failing)
+        monkeypatch.setattr(checkpoints.dcp, "save", failing)
         return trained(config, group)["steps"]
 
     assert run_ranks(check, 2) == [4, 4]
@@ -195,59 +120,236 @@ def test_a_save_that_fails_leaves_the_one_before_and_training_goes_on(
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("name", ["__1_0.distcp", "state.json", ".metadata", "manifest.json"])
-def test_a_damaged_or_missing_file_is_named_with_a_way_out(run_ranks, tmp_path, name):
+@pytest.mark.parametrize("name", ["__1_0.distcp", "state.json", ".metadata"])
+def test_a_damaged_file_is_named_with_a_way_out(run_ranks, tmp_path, name):
     config = config_of(tmp_path, training={"steps": 4}, output={"save_every": 2})
 
     def check(rank, group):
         trained(config, group)
         path = tmp_path / "checkpoints" / "step-00000004" / name
         if rank == 0:
-            path.write_bytes(path.read_bytes()[:-3] + b"abc") if name != "manifest.json" else path.unlink()
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        group.barrier().wait()
         with pytest.raises(ValueError) as refused:
-            prepare(config, text_of(), group, resume=True)
+            trained(config, group, resume=True)
         return str(refused.value)
 
     for said in run_ranks(check, 2):
-        assert name in said and "goes on from step-00000002" in said
+        assert "step-00000004" in said and "--resume goes on from what is left" in said
 
 
 def test_layers_are_measured_in_the_two_steps_after_their_work_has_changed(run_ranks, tmp_path, monkeypatch):
     config = config_of(tmp_path, balance={"profile_every": 100})
 
     def check(rank, group):
-        measured = []
-        enter = LayerProfiler.__enter__
+        measured, enter, text = [], LayerProfiler.__enter__, text_of()
         monkeypatch.setattr(DynamicCase, "after_step", lambda own, pipeline, optimizer, step, loss: step in (4, 5))
         keep_time()
-        run = prepare(config, text_of(), group, resume=False)
-        monkeypatch.setattr(LayerProfiler, "__enter__", lambda own: measured.append(run.step) or enter(own))
-        with run.held:
-            train(run)
+        with ExitStack() as held:
+            feed = prepare(config, group, held, resume=False, data=(text, text.digest))
+            monkeypatch.setattr(LayerProfiler, "__enter__", lambda own: measured.append(feed.step) or enter(own))
+            train(feed)
         return measured
 
     assert run_ranks(check, 2) == [[2, 5, 6, 7]] * 2
 
 
-def test_figures_of_a_case_are_the_mean_of_the_stages_that_have_them_in_training(run_ranks, tmp_path, monkeypatch):
-    config = config_of(tmp_path, training={"steps": 2, "validate_every": 1})
+def test_ranks_leave_and_the_losses_are_those_of_undivided_training(run_ranks, tmp_path):
+    releases = tmp_path / "releases"
+    releases.mkdir()
+    command = ["sh", "-c", f"echo gone > {releases}/{{rank}}"]
+    repack = {"mode": "on", "max_slowdown": 10.0, "least_stages": 2, "release_command": command}
+    config = config_of(tmp_path / "run", repack=repack)
+    first, second, third = run_ranks(lambda rank, group: trained(config, group), 3)
+    losses, validation_loss = undivided(config)
+    assert losses_of(tmp_path / "run") == same(losses) and first["validation_loss"] == same(validation_loss)
+    assert len(first["boundaries"]) == 3 and first["steps"] == second["steps"] == config.training.steps
+    assert third == {} and [one.name for one in releases.iterdir()] == ["2"]
 
-    def figures(case, pipeline):
-        embedding = pipeline.layers[0]
-        figures_here = {"stage": float(pipeline.stage), "seen": embedding.seen if pipeline.stage == 0 else 0.0}
-        return figures_here | ({"first": 5.0} if pipeline.stage == 0 else {})
 
-    def see(embedding, *_):
-        embedding.seen = 8.0 if embedding.training else 2.0
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["small", "switching_two_ranks"])
+def test_no_code_runs_at_resume_and_not_everybody_may_write_to_what_a_run_makes(tmp_path, config):
+    folder, marker = tmp_path / "run", tmp_path / "marker"
+    sizes = ["--set=model={num_blocks: 2, hidden_size: 8, num_heads: 2}", f"--data={SOURCES}", f"--output={folder}"]
+    given = [f"--config={config}", *sizes, "--steps=1", "--set=output.save_every=1"]
+    first = forked_training(given, tmp_path / "first", lambda: os.umask(0), main)
+    assert first.returncode == 0, first.stderr
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 1 and writable_by_all(folder) == []
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    put_into_planner_data(checkpoint, marker)
+    second = forked_training([*given, "--steps=2", "--resume"], tmp_path / "second", main=main)
+    assert not marker.exists() and second.returncode == 2, second.stderr
+    assert f"{checkpoint}: cannot be loaded: " in second.stderr and "it names posix.system" in second.stderr
+    assert "Traceback" not in second.stderr
 
-    def check(rank, group):
-        embedding = DynamicCase.embedding
-        monkeypatch.setattr(DynamicCase, "figures", figures)
-        monkeypatch.setattr(DynamicCase, "embedding", lambda own: watched(embedding(own)))
-        return trained(config, group)["figures"]
 
-    def watched(embedding):
-        embedding.register_forward_hook(see)
-        return embedding
+SWITCHING = {"ranges": [{"up_to": 6, "strategy": [2, 1, 1]}, {"up_to": 24, "strategy": [1, 2, 1]}]}
 
-    assert run_ranks(check, 2) == [{"stage": 0.5, "seen": 4.0, "first": 5.0}] * 2
+
+def strategies_config(folder, strategies=SWITCHING, **sections):
+    """A tiny model; ``sections`` change single keys of theirs."""
+    values = {
+        "model": {"num_blocks": 2, "hidden_size": 8, "num_heads": 2, "mlp_size": 8},
+        "data": {"max_length": 24},
+        "training": {"steps": 6, "tokens": 120, "max_tokens": 24, "lr": 0.01, "dtype": "float64", "log_every": 1},
+        "output": {"folder": str(folder), "progress": False, "save_every": 3},
+    }
+    changed = {name: values.get(name, {}) | section for name, section in sections.items()}
+    return READER.from_dict({"feed": "strategies", **values, **changed, "strategies": strategies})
+
+
+def documents_of():
+    random = np.random.default_rng(0)
+    training, held_out = ([random.bytes(length) for length in (2, 3, 4, 5, 9, 14, 40)] for _ in range(2))
+    return Documents(Pieces(training, 24), Pieces(held_out, 24), "these")
+
+
+def by_hand(config, layers, loss_of, batches_of, held_out):
+    """Losses by step, and the validation loss, of training as anybody would write it."""
+    training = config.training
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=training.lr, weight_decay=training.weight_decay)
+    losses = {}
+    for step in range(1, training.steps + 1):
+        optimizer.zero_grad()
+        loss = loss_of(*batches_of(step))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(layers.parameters(), training.grad_clip)
+        optimizer.step()
+        losses[step] = loss.item()
+    with torch.no_grad():
+        return losses, loss_of(*held_out).item()
+
+
+def strategies_by_hand(config):
+    batches = MiniBatches(documents_of(), tokens=config.training.tokens, seed=0)
+    torch.manual_seed(config.training.seed)
+    layers = torch.nn.ModuleList(one.double() for one in llama_layers(config.model))
+
+    def loss_of(rows):
+        packed = Packed.of(rows)
+        x = packed.tokens
+        for layer in layers:
+            x = layer(x, packed)
+        return token_loss(x, packed) / packed.num_tokens
+
+    return by_hand(config, layers, loss_of, lambda step: (batches.training(step),), (batches.validation(0),))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("after", "num_ranks"),
+    [
+        ({"ranges": [{"up_to": 6, "strategy": [2, 2, 1]}, {"up_to": 24, "strategy": [1, 1, 4]}],
+          "optimizer_strategy": [1, 2, 2]}, 4),
+        ({"static": {"tp": 2, "shares": [1, 0]}}, 2),
+        ({"search": True, "max_ranges": 2}, 2),
+    ],
+)  # fmt: skip
+def test_a_run_resumed_under_other_strategies_equals_undivided_training(run_ranks, tmp_path, after, num_ranks):
+    half, whole = strategies_config(tmp_path, training={"steps": 4}), strategies_config(tmp_path, after)
+    data = documents_of(), "these"
+    run_ranks(lambda rank, group: trained(half, group, data=data), 2)
+    summaries = run_ranks(lambda rank, group: trained(whole, group, resume=True, data=data), num_ranks)
+    losses, validation_loss = strategies_by_hand(whole)
+    assert losses_of(tmp_path) == same(losses)
+    assert [one["validation_loss"] for one in summaries] == pytest.approx([validation_loss] * num_ranks, rel=1e-10)
+    first = read_json_lines(tmp_path / "metrics.jsonl")[0]
+    assert sum(value for name, value in first["ranges"].items() if name.endswith("tokens")) == 120
+
+
+def test_mixed_precision_and_overlap_are_keys_and_losses_are_those_of_one_strategy(run_ranks, tmp_path):
+    types = {"dtype": "float32", "compute_dtype": "bfloat16"}
+    runs = {
+        "switched": strategies_config(tmp_path / "switched", {**SWITCHING, "overlap": True}, training=types),
+        "both": strategies_config(tmp_path / "both", training={**types, "gradient_dtype": "bfloat16"}),
+        "static": strategies_config(tmp_path / "static", {"static": [2, 1, 1]}, training=types),
+    }
+
+    def train_all(rank, group):
+        return {name: trained(run, group, data=(documents_of(), "these"))["loss"] for name, run in runs.items()}
+
+    losses = run_ranks(train_all, 2)[0]
+    for name in ("switched", "both"):
+        assert losses[name] == pytest.approx(losses["static"], rel=2**-8)  # bfloat16's precision
+
+
+def microbatches_config(folder, kind="gpt", **sections):
+    """A tiny model; ``sections`` change single keys of theirs."""
+    values = {
+        "model": {"kind": kind, "num_blocks": 1, "hidden_size": 8, "num_heads": 2, "mlp_size": 8},
+        "data": {"max_length": 40, "max_target": 20},
+        "training": {"steps": 5, "tokens": 300, "lr": 0.01, "dtype": "float64", "log_every": 1},
+        "microbatches": {"most_rows": 4, "recompute": ["none"]},
+        "parallel": {"pp": 2},
+        "output": {"folder": str(folder), "progress": False},
+    }
+    changed = {name: values.get(name, {}) | section for name, section in sections.items()}
+    return READER.from_dict({"feed": "microbatches", **values, **changed})
+
+
+def samples_of(config):
+    random = np.random.default_rng(0)
+    return TaskSamples([random.bytes(400)], [random.bytes(300)], config.lengths)
+
+
+def microbatches_by_hand(config):
+    samples = samples_of(config)
+    torch.manual_seed(config.training.seed)
+    layers = torch.nn.ModuleList(config.layers())
+
+    def loss_of(made, lengths):
+        rows = [tuple(map(torch.from_numpy, sample)) for sample in made]
+        kind = PaddedBatch if config.model.kind == "gpt" else PairBatch
+        rows = [row[0] for row in rows] if config.model.kind == "gpt" else rows
+        batch = kind.of(rows, MicroBatch.of(range(len(rows)), lengths))
+        x = batch.inputs
+        for layer in layers:
+            x = layer(x, batch)
+        return summed_loss(x, batch) / lengths[:, -1].sum()
+
+    held_out = samples.held_out(0), samples.lengths.held_out(0)
+    return by_hand(
+        config, layers, loss_of, lambda step: (samples.training(step - 1), samples.lengths(step - 1)), held_out
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt", "t5"])
+def test_planned_micro_batches_resumed_in_their_midst_equal_undivided_training(run_ranks, tmp_path, monkeypatch, kind):
+    """Batches are the same, and the run goes on spread otherwise."""
+    fork_planners(monkeypatch)
+    half = microbatches_config(tmp_path, kind, training={"steps": 3}, output={"save_every": 2})
+    whole = microbatches_config(tmp_path, kind, parallel={"dp": 2, "pp": 1})
+    data = samples_of(whole), "these"
+    run_ranks(lambda rank, group: trained(half, group, data=data), 2)
+    summaries = run_ranks(lambda rank, group: trained(whole, group, resume=True, data=data), 2)
+    losses, validation_loss = microbatches_by_hand(whole)
+    assert losses_of(tmp_path) == pytest.approx(losses, rel=1e-10)
+    assert [each["validation_loss"] for each in summaries] == pytest.approx([validation_loss] * 2, rel=1e-10)
+    assert 0.0 <= summaries[0]["padding"] < 0.8
+    assert json.loads((tmp_path / "costs.json").read_text())["device"] == "CPU"
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_slow_gets_fewer_samples(run_ranks, tmp_path, monkeypatch):
+    """Blocks sleep, so that what two ranks take depends little on what else the machine does."""
+    fork_planners(monkeypatch)
+    config = microbatches_config(
+        tmp_path,
+        training={"steps": 24},
+        parallel={"dp": 2, "pp": 1},
+        sleep={"token_s": 1e-4},
+        straggler={"rank": 1, "chi": 3.0, "from_step": 6},
+    )
+    data = samples_of(config), "these"
+    run_ranks(lambda rank, group: _in_real_time(config, group, data), 2)
+    changes = read_json_lines(tmp_path / "changes.jsonl")
+    assert changes and changes[0]["expected_step_s"] < changes[0]["step_s"]
+
+
+def _in_real_time(config, group, data):
+    with ExitStack() as held:
+        feed = prepare(config, group, held, resume=False, data=data)
+        train(feed)
+        feed.leave()

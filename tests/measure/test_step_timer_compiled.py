@@ -1,5 +1,6 @@
 """What a timer sees of layers in a compiled graph: all that it sees of them as they are."""
 
+import pytest
 import torch
 from helpers.compiled import batch, compiled, feed_forwards, train
 
@@ -76,6 +77,7 @@ def test_products_waits_and_what_lies_outside_are_seen(run_ranks):
         assert seen[-1][0] == seen[-1][1] > 4 and seen[-1][2] == 1
 
 
+@pytest.mark.slow
 def test_a_balancer_learns_the_times_of_a_compiled_model(run_ranks):
     def check(rank, group):
         torch._dynamo.reset()

@@ -10,7 +10,7 @@ from helpers.virtual_training import Pair
 import zeroresize as zr
 from zeroresize.microbatch.trainer import MicroBatchTrainer
 from zeroresize.pipeline import PipelineBalancer, move_layers, repack
-from zeroresize.pipeline.moving_layers_during_backward import moving_during_backward
+from zeroresize.pipeline.moving_layers import moving_during_backward
 from zeroresize.plan.length_range import LengthRange
 from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.model import SwitchableModel

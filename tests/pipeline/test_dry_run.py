@@ -8,7 +8,7 @@ from helpers.pipelines import World
 from torch import nn
 
 from zeroresize.pipeline import LayerProfile, ProfileRecord, plan_pipeline, profiles_on_meta
-from zeroresize.policy.pipeline.bubbles import simulated_step
+from zeroresize.runtime.simulated_steps import simulated_step
 
 MICRO = 8
 

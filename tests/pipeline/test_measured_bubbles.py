@@ -9,8 +9,8 @@ from helpers.pipelines import World
 from torch import nn
 
 from zeroresize.pipeline import LayerProfiler, Pipeline, ProfileRecord
-from zeroresize.policy.pipeline.bubbles import simulated_step
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
+from zeroresize.runtime.simulated_steps import simulated_step
 
 MICRO, FORWARD_S, BACKWARD_S = 4, 0.02, 0.04
 

@@ -148,20 +148,25 @@ def test_what_must_be_measured_now_does_not_wait_for_a_long_interval(run_ranks, 
     assert run_ranks(check, 2) == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"profile_every": "often"}, "profile_every='often' is not allowed"),
-        ({"max_measuring": 0.0}, "max_measuring=0.0 is not allowed"),
-        ({"max_measuring": -1}, "max_measuring=-1 is not allowed"),
-        ({"count_work": "rows"}, "count_work='rows' is not allowed"),
-    ],
-)
-def test_options_of_measuring_must_be_allowed(run_ranks, options, message):
+def test_options_of_measuring_must_be_allowed_and_alike(run_ranks):
     def check(rank, group):
         pipeline = Pipeline(layers_of(2), nn.functional.mse_loss, num_microbatches=MICRO, process_group=group)
-        with pytest.raises(ValueError, match=message):
-            PipelineBalancer(pipeline, None, **options)
+        for options, message in (
+            ({"profile_every": "often"}, "profile_every='often' is not allowed"),
+            ({"max_measuring": 0.0}, "max_measuring=0.0 is not allowed"),
+            ({"max_measuring": -1}, "max_measuring=-1 is not allowed"),
+            ({"count_work": "rows"}, "count_work='rows' is not allowed"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                PipelineBalancer(pipeline, None, **options)
+        for of_ranks in (
+            ({"measure_links": True}, {}),
+            ({"count_work": "tokens"}, {}),
+            ({"max_measuring": 0.01}, {"max_measuring": 0.02}),
+            ({"profile_every": "auto"}, {"profile_every": 20}),
+        ):
+            with pytest.raises(RuntimeError, match=r"differ in .*\[\[0\], \[1\]\]"):
+                PipelineBalancer(pipeline, None, **of_ranks[rank])
 
     run_ranks(check, 2)
 
@@ -199,21 +204,3 @@ def test_the_time_of_waits_is_not_spent():
     seconds.begin()
     spent = seconds.spent()
     assert 0.0 < spent.usual_s < 0.05 and 0.0 < spent.step_s < 0.05
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ({"measure_links": True}, {}),
-        ({"count_work": "tokens"}, {}),
-        ({"max_measuring": 0.01}, {"max_measuring": 0.02}),
-        ({"profile_every": "auto"}, {"profile_every": 20}),
-    ],
-)
-def test_ranks_that_measure_differently_are_refused(run_ranks, options):
-    def check(rank, group):
-        pipeline = Pipeline(layers_of(2), nn.functional.mse_loss, num_microbatches=MICRO, process_group=group)
-        with pytest.raises(RuntimeError, match=r"differ in .*\[\[0\], \[1\]\]"):
-            PipelineBalancer(pipeline, None, **options[rank])
-
-    run_ranks(check, 2)

@@ -8,7 +8,8 @@ from helpers import pipelines
 from helpers.pipelines import BOUNDARIES, OPTIMIZERS, assert_same, groups_of, half_the_loss, held, pipeline_of
 from torch import nn
 
-from zeroresize.pipeline import clip_grad_norm_, layer_move_during_backward, move_layers, moving_during_backward
+from zeroresize.pipeline import clip_grad_norm_, move_layers, moving_during_backward
+from zeroresize.resharding.transport import Transport
 
 NUM_STEPS, MAX_NORM = 5, 0.5
 
@@ -59,8 +60,9 @@ def test_everything_is_as_after_a_move_between_two_steps(run_ranks, name):
             report, move = between.move_between(boundaries), during.move_during(boundaries, max_bytes=700)
             assert_same(held(between.pipeline, between.optimizer), held(during.pipeline, during.optimizer))
             assert not move.was_repeated
-            moved = report.num_layers, report.sent_bytes, report.received_bytes
-            assert (move.report.num_layers, move.report.sent_bytes, move.report.received_bytes) == moved
+            assert move.report.num_layers == report.num_layers
+            for key in ("sent_bytes", "received_bytes"):  # and which gradients there are
+                assert 0 <= getattr(move.report, key) - getattr(report, key) < 100
             between.update()
             during.update()
             assert_same(held(between.pipeline, between.optimizer), held(during.pipeline, during.optimizer))
@@ -156,10 +158,14 @@ def test_a_layer_is_sent_while_earlier_layers_of_its_stage_still_compute(run_ran
             times.append(1)
             assert len(times) < pipelines.MICRO or is_sent.wait(20.0)
 
-        send = layer_move_during_backward.LayerMoveDuringBackward._send_rest
-        monkeypatch.setattr(
-            layer_move_during_backward.LayerMoveDuringBackward, "_send_rest", lambda *args: (send(*args), is_sent.set())
-        )
+        finish = Transport._finish
+
+        def finished(transport, round_, *arguments):
+            finish(transport, round_, *arguments)
+            if any(transport._parcels[piece.parcel].turn for pieces in round_.values() for piece in pieces):
+                is_sent.set()
+
+        monkeypatch.setattr(Transport, "_finish", finished)
         layers = [Waiting(wait), *(nn.Linear(4, 4) for _ in range(5))]
         pipeline = pipeline_of(group, (0, 2, 6), layers=layers, loss=nn.functional.mse_loss, schedule=schedule)
         x = torch.ones(8, 4)

@@ -13,7 +13,7 @@ import torch
 from helpers.moves import KINDS
 from helpers.processes import dying, send_half, told_by_survivors
 
-from zeroresize.resharding import agreement, transport
+from zeroresize.resharding import agreement, transaction, transport
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 from zeroresize.resharding.transaction import Transaction
 
@@ -45,8 +45,7 @@ def interrupt(kind, when, end):
         transport.start_messages = start
     else:
         assert when == "received"
-        module, name = kind.verdict
-        setattr(module, name, lambda *_, **__: end())
+        transaction.require_received = lambda *_, **__: end()
 
 
 @pytest.mark.few(6)
@@ -151,7 +150,7 @@ def test_ranks_that_differ_in_optimizer_state_do_not_move(run_ranks, kind):
 def test_a_rank_that_fails_in_the_middle_tells_the_others_at_once(run_ranks, monkeypatch, kind, error):
     def check(rank, group):
         moving = KINDS[kind](group)
-        finish, finished = transport.RoundTransport._finish, []
+        finish, finished = transport.Transport._finish, []
 
         def failing(self, *arguments):
             finish(self, *arguments)
@@ -161,7 +160,7 @@ def test_a_rank_that_fails_in_the_middle_tells_the_others_at_once(run_ranks, mon
 
         with monkeypatch.context() as patched:
             if rank == 1:
-                patched.setattr(transport.RoundTransport, "_finish", failing)
+                patched.setattr(transport.Transport, "_finish", failing)
             begin = time.perf_counter()
             text = moving.fails(moving.move)
             assert time.perf_counter() - begin < 0.8 * moving.limit_s

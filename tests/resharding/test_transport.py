@@ -8,62 +8,63 @@ import torch
 import torch.distributed as dist
 
 from zeroresize.comm.cpu_group import CpuGroup
-from zeroresize.resharding.transport import RoundTransport
+from zeroresize.resharding.parcels import End, Parcel, RankRounds
+from zeroresize.resharding.transport import Transport
 
 SIZE = 5
 #: Rank 0 sends to both others, rank 1 to itself and to rank 2, and so on: by round.
-ROUNDS = [[(0, 1), (0, 2), (1, 1)], [(1, 2), (2, 0)], [(2, 1)], [(0, 1), (1, 0), (2, 2)], []]
+ROUNDS = [[(0, 1), (0, 2), (1, 1)], [(1, 2), (2, 0)], [(2, 1)], [(0, 1), (1, 0), (2, 2)]]
+#: Every parcel has a turn of its own round.
+PARCELS = [Parcel((pair,), SIZE, 1, torch.uint8, number) for number, pairs in enumerate(ROUNDS) for pair in pairs]
 
 
 def received_by(rank):
-    """By round; a rank's own message counts."""
-    return [(number, pair) for number, pairs in enumerate(ROUNDS) for pair in pairs if pair[1] == rank]
+    """The parcels in the order in which they come; a rank's own counts."""
+    return [number for number, parcel in enumerate(PARCELS) if parcel.routes[0][1] == rank]
 
 
 class Ring:
-    """This rank's part: every byte of a message tells its round and its pair."""
+    """This rank's part: every byte tells its parcel."""
 
-    def __init__(self, group, at_once=2, packs_not=None, unpacks_not=None):
-        self.rank, self.unpacked, self.places, self.meanwhile = dist.get_rank(group), [], set(), 0
+    def __init__(self, group, max_bytes=1000, packs_not=None, unpacks_not=None):
+        self.rank, self.unpacked, self.meanwhile = dist.get_rank(group), [], 0
         self.packs_not, self.unpacks_not = packs_not, unpacks_not
-        self.transport = RoundTransport(list(enumerate(ROUNDS)), self.sizes_of, group, at_once)
+        self.transport = Transport(RankRounds.of(PARCELS, self.rank, max_bytes), group)
         self.transport.allocate(torch.device("cpu"))
+        self.received = torch.zeros(len(PARCELS), SIZE, dtype=torch.uint8)
 
     def carry_out(self, over=None):
-        return self.transport.carry_out(self.pack, self.unpack, meanwhile=self.count, over=over)
+        failure = self.transport.carry_out(self.source_of, self.target_of, meanwhile=self.count, over=over)
+        for number in received_by(self.rank):
+            assert failure or (self.received[number] == 1 + number).all()
+        return failure
 
     def count(self):
         self.meanwhile += 1
 
-    def sizes_of(self, round_):
-        return {pair: SIZE if pair[0] != pair[1] else 0 for pair in round_[1] if self.rank in pair}
-
-    def pack(self, message, round_, pair):
-        assert pair[0] == self.rank != pair[1]
-        if self.packs_not == round_[0]:
+    def source_of(self, number):
+        assert PARCELS[number].routes[0][0] == self.rank
+        if self.packs_not == PARCELS[number].turn:
             raise ValueError("cannot be packed")
-        self.places.add(message.untyped_storage().data_ptr())
-        message.fill_(1 + 9 * round_[0] + 3 * pair[0] + pair[1])
+        return End(torch.full((1, SIZE, 1), 1 + number, dtype=torch.uint8))
 
-    def unpack(self, message, round_, pair):
-        if self.unpacks_not == round_[0]:
+    def target_of(self, number):
+        if self.unpacks_not == PARCELS[number].turn:
             raise ValueError("cannot be read")
-        if pair[0] != pair[1]:
-            assert (message == 1 + 9 * round_[0] + 3 * pair[0] + pair[1]).all()
-        self.unpacked.append((round_[0], pair))
+        if not self.unpacked or self.unpacked[-1] != number:
+            self.unpacked.append(number)
+        return End(self.received[number].view(1, SIZE, 1))
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 9])
-def test_every_message_arrives_once_in_the_order_of_the_rounds(run_ranks, at_once):
+@pytest.mark.parametrize("max_bytes", [1, 2 * SIZE, 1000], ids=["a byte a round", "two messages at once", "ample"])
+def test_every_parcel_arrives_once_in_the_order_of_the_rounds(run_ranks, max_bytes):
     def check(rank, group):
         for over in (None, CpuGroup(group, {})):
-            ring = Ring(group, at_once)
-            assert ring.carry_out(over) == []
-            assert ring.unpacked == received_by(rank)
+            ring = Ring(group, max_bytes)
+            assert ring.carry_out(over) is None
+            assert sorted(set(ring.unpacked)) == received_by(rank)
             assert ring.meanwhile == 1
-            assert 0 < len(ring.places) <= at_once and (at_once > 1 or len(ring.places) == 1)
-            assert ring.transport.num_rounds == len(ROUNDS)
-            assert ring.transport.buffer_bytes == min(at_once, len(ROUNDS)) * (16 + SIZE)  # two messages, aligned
+            assert ring.transport.num_rounds >= len(ROUNDS) and 0 < ring.transport.buffer_bytes <= max_bytes
             flat = [pair for pairs in ROUNDS for pair in pairs]
             assert ring.transport.sent_bytes == SIZE * sum(pair[0] == rank != pair[1] for pair in flat)
             assert ring.transport.received_bytes == SIZE * sum(pair[1] == rank != pair[0] for pair in flat)
@@ -71,27 +72,43 @@ def test_every_message_arrives_once_in_the_order_of_the_rounds(run_ranks, at_onc
     run_ranks(check, 3)
 
 
+def test_parcels_are_cast_and_added_in_the_order_that_is_given(run_ranks):
+    """Where some stays here and comes from two others, floats are added in one order on all ranks."""
+    values = [torch.tensor([[[value], [2 * value]]], dtype=torch.float64) for value in (1e16, 1.0, -1e16)]
+
+    def check(rank, group):
+        routes = tuple((source, destination) for source in range(3) for destination in range(3))
+        transport = Transport(RankRounds.of([Parcel(routes, 2, 1, torch.float32)], rank, 8, [2, 0, 1]), group)
+        transport.allocate(torch.device("cpu"))
+        total = torch.zeros(1, 2, 1, dtype=torch.float64)
+        assert transport.carry_out(lambda _: End(values[rank]), lambda _: End(total, adds=True)) is None
+        return total.flatten().tolist()
+
+    cast = [value.to(torch.float32).double() for value in values]
+    expected = torch.zeros(1, 2, 1, dtype=torch.float64).add_(cast[1]).add_(cast[2]).add_(cast[0])
+    assert run_ranks(check, 3) == [expected.flatten().tolist()] * 3
+
+
 def test_after_a_failure_the_other_rounds_are_carried_out_all_the_same(run_ranks):
     def check(rank, group):
         ring = Ring(group, unpacks_not=0 if rank == 1 else None)
         begin = time.perf_counter()
-        errors = ring.carry_out()
+        failure = ring.carry_out()
         assert time.perf_counter() - begin < 5.0
-        assert [str(error) for error in errors] == (["cannot be read"] if rank == 1 else [])
-        assert ring.unpacked == [(number, pair) for number, pair in received_by(rank) if rank != 1 or number > 0]
+        assert str(failure) == ("cannot be read" if rank == 1 else "None")
+        assert ring.unpacked == [number for number in received_by(rank) if rank != 1 or PARCELS[number].turn > 0]
 
     run_ranks(check, 3)
 
 
-def test_a_rank_that_cannot_pack_lets_nobody_wait(run_ranks, monkeypatch):
+def test_a_rank_that_cannot_pack_lets_nobody_wait(run_ranks):
     def check(rank, group):
         ring = Ring(group, packs_not=1 if rank == 1 else None)
         begin = time.perf_counter()
-        errors = ring.carry_out()
+        failure = ring.transport.carry_out(ring.source_of, ring.target_of)  # one message is of no use
         assert time.perf_counter() - begin < 5.0
-        assert [str(error) for error in errors] == (["cannot be packed"] if rank == 1 else [])
+        assert str(failure) == ("cannot be packed" if rank == 1 else "None")
 
-    monkeypatch.setattr(Ring, "unpack", lambda *_: None)  # one message is of no use
     run_ranks(check, 3)
 
 
@@ -103,8 +120,7 @@ def test_a_rank_that_does_not_come_is_named_by_each_that_waits_for_it(run_ranks)
         if rank == 1:
             time.sleep(3.0)
             return None
-        errors = ring.carry_out()
-        return [str(error) for error in errors]
+        return str(ring.carry_out())
 
-    for texts in (run_ranks(check, 3)[rank] for rank in (0, 2)):
-        assert any("ranks [1] of the group" in text for text in texts), texts
+    texts = run_ranks(check, 3)
+    assert all("ranks [1] of the group" in texts[rank] for rank in (0, 2)), texts

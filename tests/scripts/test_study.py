@@ -16,8 +16,8 @@ from rich.console import Console
 pytest.importorskip("yaml")
 
 from scripts.study import __main__ as study
-from vit_examples.config_file import load_config
-from vit_examples.harness.run_folder import run_lock
+from vit_examples.config import load_config
+from vit_examples.harness.run_folder import claimed
 
 GRIDS = sorted(Path(study.__file__).with_name("grids").glob("*.yaml"))
 RESULTS = Path(study.__file__).parents[2] / "docs" / "results"
@@ -82,17 +82,16 @@ def test_a_base_whose_section_is_empty_is_as_one_without(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1]", "expected a mapping of sections, found list"),
-        ("", "expected a mapping of sections, found nothing"),
-        ("balance: [1]", "expected a mapping of balance keys, found list"),
-        ("balance: 5", "expected a mapping of balance keys, found int"),
+        ("[1]", r"base.yaml: expected sections, found \[1\]"),
+        ("", "base.yaml: expected sections, found None"),
+        ("balance: 5", "--set balance.mode: balance=5 has no keys"),
     ],
 )
 def test_a_base_that_is_no_configuration_is_named(tmp_path: Path, text: str, message: str) -> None:
     grid, base = tmp_path / "grid.yaml", tmp_path / "base.yaml"
     grid.write_text(f"config: {base}\ncells:\n  Rd: {{balance.mode: zero-rd}}\n")
     base.write_text(text)
-    with pytest.raises(ValueError, match=f"base.yaml: {message}"):
+    with pytest.raises(ValueError, match=f"^{grid}, cell 'Rd': .*{message}"):
         study.read_study(grid, tmp_path / "runs")
 
 
@@ -369,7 +368,7 @@ def test_a_folder_in_which_a_run_is_writing_is_not_cleared(
     cell.folder.mkdir(parents=True)
     (cell.folder / "metrics.jsonl").touch()
     stub_training(monkeypatch, 0)
-    with run_lock(cell.folder):
+    with claimed(cell.folder):
         (failure,) = study.run_study(micro_study, tmp_path / "table.csv", Console(quiet=True))
     assert f"output.folder={cell.folder}: another run is writing there" in failure
     assert (cell.folder / "metrics.jsonl").exists()

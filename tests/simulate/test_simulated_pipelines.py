@@ -12,8 +12,8 @@ from scripts.simulated.pipeline_training import (
 )
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.pipeline.bubbles import simulated_step
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
+from zeroresize.runtime.simulated_steps import simulated_step
 
 STEPS, LAYERS, MICRO, EVERY = 60, 16, 8, 10
 UNIFORM = Partition.uniform(LAYERS, 4).boundaries

@@ -7,8 +7,8 @@ import torch
 from helpers.strategies import FOUR, assert_holds, layers_of, own_part, whole_tensors
 
 from zeroresize.plan.strategy import Strategy
-from zeroresize.strategy.gradient_clipping import clip_grad_norm_
 from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.step_trainer import clip_grad_norm_
 
 THREE = Strategy(1, 1, 3, ranks=(3, 0, 2))
 OPTIMIZER_STRATEGIES = [FOUR[1], FOUR[4], THREE, FOUR[0], Strategy(1, 1, 1, ranks=(2,)), FOUR[2], FOUR[1]]

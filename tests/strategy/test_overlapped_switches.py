@@ -9,8 +9,8 @@ from test_strategy_training import FIVE, batch, ranges_of
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.switches import switch_order
 from zeroresize.resharding import agreement
+from zeroresize.resharding.transport import Transport
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.switching import flow_transport
 from zeroresize.strategy.switching.switch import Switch
 
 TYPES = [(torch.float64, None), (torch.float32, torch.bfloat16)]
@@ -74,7 +74,7 @@ def test_weights_travel_without_anyone_waiting_for_them(run_ranks):
 
 
 def test_a_rank_that_fails_while_it_sends_beside_training_leaves_all_with_what_they_had(run_ranks, monkeypatch):
-    pack = flow_transport._pack
+    pack = Transport._pack
 
     def check(rank, group):
         def fail(*arguments):
@@ -86,14 +86,14 @@ def test_a_rank_that_fails_while_it_sends_beside_training_leaves_all_with_what_t
         model = SwitchableModel(layers_of(), strategies=FOUR, process_group=group)
         model.switch_to(FOUR[1], gradients=False)
         texts = []
-        monkeypatch.setattr(flow_transport, "_pack", fail)
+        monkeypatch.setattr(Transport, "_pack", fail)
         model.prefetch(FOUR[0])
         with pytest.raises(RuntimeError) as caught:
             model.switch_to(FOUR[0], gradients=False)
         texts.append(str(caught.value))
         assert model.current == FOUR[1]
         assert_holds(model, wholes)
-        monkeypatch.setattr(flow_transport, "_pack", pack)
+        monkeypatch.setattr(Transport, "_pack", pack)
         model.switch_to(FOUR[2], gradients=False)
         assert_holds(model, wholes)
 
@@ -102,13 +102,13 @@ def test_a_rank_that_fails_while_it_sends_beside_training_leaves_all_with_what_t
                 parameter.grad = torch.ones_like(parameter)
         model.prefetch(FOUR[1])
         model._switcher._coming[2].wait()
-        monkeypatch.setattr(flow_transport, "_pack", fail)
+        monkeypatch.setattr(Transport, "_pack", fail)
         model.switch_to(FOUR[1], in_background=True)
         assert model.current == FOUR[1]
         with pytest.raises(RuntimeError) as caught:
             model.collect()
         texts.append(str(caught.value))
-        monkeypatch.setattr(flow_transport, "_pack", pack)
+        monkeypatch.setattr(Transport, "_pack", pack)
         assert_holds(model, wholes)
         model.abandon()
         assert model.current == model.optimizer_strategy

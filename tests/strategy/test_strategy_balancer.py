@@ -23,7 +23,7 @@ from zeroresize.strategy import speed_meter
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.placement import strategy_groups
-from zeroresize.strategy.setup_cost import SETUP_S
+from zeroresize.strategy.straggler_balancing import SETUP_S
 from zeroresize.strategy.strategy_balancer import StrategyBalancer
 from zeroresize.strategy.switching import placements as placements_module
 from zeroresize.strategy.trainer import StrategyTrainer

@@ -12,9 +12,9 @@ from zeroresize.layers.segment import Segment
 from zeroresize.plan.strategy import Strategy
 from zeroresize.resharding import agreement
 from zeroresize.resharding.agreement import NotEnoughMemoryError
+from zeroresize.resharding.transport import Transport
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.placement.placement import Placement
-from zeroresize.strategy.switching import flow_transport
 from zeroresize.utils.torch_private import known_groups
 
 UNEVEN, PIPELINE, REPLICAS = Strategy(1, 3, shares=(1, 2, 3)), Strategy(1, 1, 3), Strategy(3)
@@ -179,7 +179,7 @@ def test_models_and_strategies_that_do_not_fit_are_told_to_all(run_ranks):
 
 
 def test_a_rank_that_fails_while_its_node_sums_gradients_is_named_and_the_step_is_given_up(run_ranks, monkeypatch):
-    pack = flow_transport._pack
+    pack = Transport._pack
 
     def check(rank, group):
         shards, copies = Strategy(1, 3, shares=(1, 2, 3)), Strategy(4)
@@ -192,13 +192,13 @@ def test_a_rank_that_fails_while_its_node_sums_gradients_is_named_and_the_step_i
                     parameter.grad = torch.ones_like(parameter)
 
         def fail_once(*arguments):
-            monkeypatch.setattr(flow_transport, "_pack", pack)
+            monkeypatch.setattr(Transport, "_pack", pack)
             raise ValueError("cannot be packed")
 
         model.switch_to(copies)
         make_gradients()
         if rank == 2:  # the first thing that it packs is for the sum of its node
-            monkeypatch.setattr(flow_transport, "_pack", fail_once)
+            monkeypatch.setattr(Transport, "_pack", fail_once)
         text = training.fails(lambda model: model.switch_to(shards), (ValueError, RuntimeError))
         model.abandon()
         assert all(one.grad is None for one in model.parameters())

@@ -17,7 +17,7 @@ from torch import nn
 from vit_examples import contention
 from vit_examples.config import StragglerConfig
 from vit_examples.contention import Contention
-from vit_examples.straggling import stragglers
+from vit_examples.run import stragglers
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot pin processes")
 
@@ -209,7 +209,8 @@ def test_a_run_contends_on_stragglers_and_pins_every_rank(run_ranks):
         host = SimpleNamespace(model=nn.Linear(4, 4), tp_group=group, num_ranks=2)
         config = StragglerConfig(kind="contend", schedule="round_robin", chi=3.0)
         pids = []
-        with stragglers(config, host, balancer=None) as slow:
+        run = SimpleNamespace(config=SimpleNamespace(straggler=config), host=host, balancer=None)
+        with stragglers(run) as slow:
             cores = os.sched_getaffinity(0)
             for epoch in range(2):
                 slow.set_epoch(epoch)

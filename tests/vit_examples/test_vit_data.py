@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 
@@ -14,6 +15,7 @@ pytest.importorskip("pyarrow")
 import pyarrow
 import pyarrow.parquet
 from helpers.runs import write_parquet
+from PIL import Image
 
 from vit_examples.config import DataConfig, ModelConfig
 from vit_examples.data import Split, augmented, load_splits, normalise, test_batches, training_batches
@@ -84,6 +86,45 @@ def test_a_damaged_picture_or_wrong_column_is_named(folder: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), folder / "train-00000-of-00001.parquet")
     with pytest.raises(ValueError, match=r"columns are \['x'\], expected one of"):
         load_splits(DataConfig(source=str(folder)), ModelConfig())
+
+
+@pytest.mark.parametrize("label", [-1, 2**31, 0.5, None, "3", True])
+def test_what_is_no_label_is_named(folder: Path, label: object) -> None:
+    table = pyarrow.parquet.read_table(folder / "test-00000-of-00001.parquet").slice(0, 1)
+    changed = pyarrow.table({"img": table["img"], "label": [label]})
+    pyarrow.parquet.write_table(changed, folder / "test-00000-of-00001.parquet")
+    with pytest.raises(ValueError, match=r"row 0: the label is .*, expected a whole number from 0 on"):
+        load_splits(DataConfig(source=str(folder)), ModelConfig())
+
+
+def test_no_decoder_that_starts_programs_runs_and_nothing_huge_is_decoded(folder: Path) -> None:
+    stream = io.BytesIO()
+    Image.new("1", (2**14, 2**13)).save(stream, format="PNG")
+    for content, message in (
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "the picture is damaged, or none of JPEG, PNG"),
+        (stream.getvalue(), "pixels, 67108864 are allowed"),
+    ):
+        table = pyarrow.table({"img": [{"bytes": content, "path": None}], "label": [0]})
+        pyarrow.parquet.write_table(table, folder / "train-00000-of-00001.parquet")
+        with pytest.raises(ValueError, match=message):
+            load_splits(DataConfig(source=str(folder)), ModelConfig())
+    table = pyarrow.table({"img": [{"bytes": None, "path": "/etc/passwd"}], "label": [0]})
+    pyarrow.parquet.write_table(table, folder / "train-00000-of-00001.parquet")
+    with pytest.raises(ValueError, match="the picture's bytes are not in the table"):
+        load_splits(DataConfig(source=str(folder)), ModelConfig())
+
+
+def test_a_data_set_of_the_hub_is_read_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    stream = io.BytesIO()
+    Image.new("RGB", (32, 32), (9, 8, 7)).save(stream, format="PNG")
+    cells = {"image": [{"bytes": stream.getvalue(), "path": None}] * 3, "label": [0, 1, 2]}
+    split = datasets.Dataset.from_dict(cells).cast_column("image", datasets.Image())
+    monkeypatch.setattr(datasets, "load_dataset", lambda name: {"train": split, "validation": split})
+    train, test = load_splits(DataConfig(source="some/pictures", test_size=2), ModelConfig())
+    assert train.labels.tolist() == [0, 1, 2] and len(test) == 2 and train.images[0, :, 0, 0].tolist() == [9, 8, 7]
+    with pytest.raises(ValueError, match="a file format of `datasets`, not a data set of the hub"):
+        load_splits(DataConfig(source="pandas"), ModelConfig())
 
 
 def test_labels_beyond_the_models_are_refused(folder: Path) -> None:

@@ -1,1 +1,1 @@
-"""What the example programs share around their training; ``lm_examples`` uses it as well as ``vit_examples``."""
+"""What the example programs share around their training: configurations, checkpoints, the output folder, the ranks."""

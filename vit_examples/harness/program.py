@@ -1,98 +1,119 @@
-"""What every training program does around its training: the command line, mistakes, interrupts."""
+"""What every training program does around its training: the command line, mistakes, interrupts, ranks that agree."""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import stat
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from types import FrameType
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from vit_examples.harness.config_reader import ConfigReader
-from vit_examples.harness.interruption import ended_by_interrupt, how_to_go_on
-from vit_examples.harness.mistakes import refuse
-from vit_examples.harness.run_record import SummaryNotWrittenError
 
-_Config = TypeVar("_Config")
-_Run = TypeVar("_Run", bound="Trainable")
-_NOT_WRITTEN = 1
+_T = TypeVar("_T")
 _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_MISTAKE, _NOT_WRITTEN, _INTERRUPTED = 2, 1, 128 + signal.SIGINT
+#: torchrun sends a signal on to ranks that have it from the terminal already: the same again within so many seconds.
+_SAME_S = 3.0
+#: A rank whose collective failed because another was interrupted first has its own signal within so many seconds.
+_DELAY_S = 0.3
+#: Seconds for which ranks wait for each other before they leave.
+_LEAVE_TOGETHER_S = 30.0
 
 
-class Trainable(Protocol):
-    """A run, of which ``num_done`` steps or epochs are trained."""
-
-    @property
-    def num_done(self) -> int: ...
+class SummaryNotWrittenError(OSError):
+    """What a run has come to could not be written; the message has it."""
 
 
 def run_program(
     arguments: Sequence[str] | None,
-    reader: ConfigReader[_Config],
+    reader: ConfigReader[Any],
     *,
-    dry_run: Callable[[_Config, int], Any],
-    prepare: Callable[..., _Run],
-    train: Callable[[_Run], Any],
-    leave: Callable[[_Run], None],
-    unit: str,
+    dry_run: Callable[[Any, int], Any],
+    run: Callable[..., None],
+    hint: Callable[[Any], str],
+    default_ranks: Callable[[Any], int] = lambda config: 2,
 ) -> None:
-    """The command line; a mistake of the user's ends it with one line and status 2, Ctrl-C with one line and 130.
+    """Run a program: a mistake of the user's ends it with one line and status 2, Ctrl-C with one line and 130.
 
-    A summary that cannot be written ends it with one line, which says what would be in it, and status 1. Whatever the
+    A summary that cannot be written ends it with status 1 and one line, which says what would be in it. Whatever the
     umask, nobody but the owner and the group may write to the files that it makes.
 
     Args:
-        reader: of the program's configuration.
-        dry_run: of a configuration for so many ranks.
-        prepare: what is to be trained, whether or not it resumes; a ValueError is a mistake of the user's.
-        train: trains what is left of a run, which has ``num_done``.
-        leave: leaves the process groups.
-        unit: of ``num_done``: "steps" or "epochs", a key of ``config.training``.
+        dry_run: is given a configuration and the number of ranks.
+        run: trains, and leaves the process groups; called as ``run(config, resume=...)``. A ValueError is a mistake.
+        hint: says after an interrupt how to go on.
+        default_ranks: that ``--dry-run`` assumes.
     """
     os.umask(os.umask(0) | stat.S_IWOTH)  # what a run resumes from is not for everybody to change
     try:
         parsed = reader.argument_parser().parse_args(arguments)
         config = reader.from_arguments(parsed)
         if parsed.dry_run:
-            world_size = int(os.environ.get("WORLD_SIZE", reader.default_ranks))
-            dry_run(config, world_size if parsed.ranks is None else parsed.ranks)
+            num_ranks = parsed.ranks if parsed.ranks is not None else int(os.environ.get("WORLD_SIZE", "0"))
+            if num_ranks < 0 or parsed.ranks == 0:
+                raise ValueError(f"--ranks {num_ranks}: at least 1 is needed")
+            dry_run(config, num_ranks or default_ranks(config))
             return
-    except ValueError as error:
-        refuse(error)
-    with ended_by_interrupt(lambda: how_to_go_on(config, unit)):
-        if os.environ.get("RANK") == "0":
-            show_messages()
-        try:
-            run = prepare(config, resume=parsed.resume)
-        except ValueError as error:
-            refuse(error)
-        unwritten: SummaryNotWrittenError | None = None
-        try:
-            if (done := run.num_done) < getattr(config.training, unit):  # type: ignore[attr-defined]
-                train(run)
-            elif os.environ.get("RANK") == "0":
-                print(f"nothing to do: the checkpoint has {done} {unit}, training.{unit} asks for no more")
-        except SummaryNotWrittenError as error:  # on the rank that writes it: the others wait for it to leave
-            unwritten = error
-        leave(run)
-    if unwritten is not None:
-        sys.stderr.write(f"error: {unwritten}\n")
-        raise SystemExit(_NOT_WRITTEN) from unwritten
+        if missing := [name for name in _TORCHRUN_VARIABLES if name not in os.environ]:
+            raise ValueError(
+                f"{', '.join(missing)} not set: training runs on several ranks, start it with "
+                f"`torchrun --nproc-per-node 2 -m {reader.program}` (or add --dry-run to check only)"
+            )
+        with _ended_by_interrupt(lambda: hint(config)):
+            if os.environ["RANK"] == "0":
+                _show_messages()
+            run(config, resume=parsed.resume)
+    except (ValueError, SummaryNotWrittenError) as error:
+        rank = os.environ.get("RANK")
+        sys.stderr.write(f"error: {error}\n" if rank is None else f"error (rank {rank}): {error}\n")  # whole
+        sys.stderr.flush()
+        raise SystemExit(_MISTAKE if isinstance(error, ValueError) else _NOT_WRITTEN) from error
 
 
-def require_torchrun(program: str) -> None:
-    """Raise ValueError, saying how to start ``program``, where torchrun's environment is missing."""
-    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
-    if missing:
-        raise ValueError(
-            f"{', '.join(missing)} not set: training runs on several ranks, start it with "
-            f"`torchrun --nproc-per-node 2 -m {program}` (or add --dry-run to check only)"
-        )
+def agreed(
+    call: Callable[[], _T],
+    process_group: ProcessGroup | None = None,
+    *,
+    kind: type[Exception] = ValueError,
+    first_only: bool = False,
+) -> _T:
+    """``call()``, and whether it has failed on any rank; collective.
+
+    Args:
+        first_only: call it on the first rank alone, whose result it has; the others have None.
+
+    Raises:
+        kind: on every rank, where it is raised on any, with what each of them says; once where all say the same.
+    """
+    result, failure = None, None
+    if not first_only or dist.get_rank(process_group) == 0:
+        try:
+            result = call()
+        except kind as error:
+            failure = str(error)
+    failures = of_all_ranks(failure, process_group)
+    if len(different := {text for text in failures if text is not None}) == 1:
+        raise kind(different.pop())
+    if different:
+        raise kind("\n".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None))
+    return cast("_T", result)
+
+
+def of_all_ranks(value: Any, process_group: ProcessGroup | None = None) -> list[Any]:
+    """Every rank's ``value``; collective."""
+    values: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(values, value, group=process_group)
+    return values
 
 
 def join(timeout_s: float) -> ProcessGroup:
@@ -102,7 +123,59 @@ def join(timeout_s: float) -> ProcessGroup:
     return dist.group.WORLD
 
 
-def show_messages() -> None:
+def leave_together() -> None:
+    """Leave the process groups once all ranks of the job want to: gloo may abort a rank whose peers left early."""
+    if dist.get_backend() == "gloo":
+        with suppress(RuntimeError):
+            dist.monitored_barrier(timeout=timedelta(seconds=_LEAVE_TOGETHER_S))
+    dist.destroy_process_group()
+
+
+@contextmanager
+def left_together(leave: Callable[[], None] = leave_together) -> Iterator[None]:
+    """Call ``leave`` behind a block that has ended well, or in which only the summary could not be written."""
+    try:
+        yield
+    except SummaryNotWrittenError:  # on the rank that writes it: the others wait for it to leave
+        leave()
+        raise
+    leave()
+
+
+@contextmanager
+def _ended_by_interrupt(hint: Callable[[], str]) -> Iterator[None]:
+    """End the process with status 130 on an interrupt; one that is ignored, as in the background, stays so."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
+    interrupted_at: list[float] = []
+
+    def interrupt(signal_number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not interrupted_at or now - interrupted_at[-1] > _SAME_S:
+            interrupted_at.append(now)
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        try:
+            yield
+        except Exception:
+            time.sleep(_DELAY_S)
+            raise
+    except BaseException:
+        if not interrupted_at:
+            raise
+        before = signal.SIG_IGN  # nothing is to disturb the end of the process
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"interrupted: {hint()}\n")
+            sys.stderr.flush()
+        raise SystemExit(_INTERRUPTED) from None
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _show_messages() -> None:
     """What the library has to say: which layers it took, what its calibrations found."""
     library = logging.getLogger("zeroresize")
     library.setLevel(logging.INFO)

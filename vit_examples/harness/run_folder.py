@@ -1,122 +1,232 @@
-"""A run's output folder: whether it may write there, alone, and what was trained there before."""
+"""A run's output folder: it is the run's alone, and holds lines of JSON, TensorBoard's events and a summary."""
 
 from __future__ import annotations
 
+import fcntl
+import importlib.metadata
 import json
+import math
+import platform
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from vit_examples.harness.file_lock import locked
-from vit_examples.harness.plain_files import read_values
-from zeroresize.config.paper import dotted
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch.distributed import ProcessGroup
+from typing_extensions import Self
 
+from vit_examples.harness.checkpoints import checkpoint_folder, newest, number_of, read_state
+from vit_examples.harness.config_reader import plain
+from vit_examples.harness.program import SummaryNotWrittenError, agreed, of_all_ranks
+from zeroresize.utils.best_effort import BestEffort
+from zeroresize.utils.event_board import EventBoard
+from zeroresize.utils.json_lines import JsonLines, without_nan
 
-def checkpoint_folder(config: Any) -> Path:
-    """Where a run keeps its checkpoints, whose configuration has ``output.folder``."""
-    return Path(config.output.folder) / "checkpoints"
+_PACKAGES = ("torch", "colossalai", "transformers", "numpy")
 
 
 @contextmanager
-def claimed(config: Any) -> Iterator[None]:
-    """Make the output folder; within such a block it can be written to, and is this run's alone.
+def claimed(folder: Path) -> Iterator[None]:
+    """Make an output folder; within such a block it is this process's alone, by a lock that ends with the process.
 
     Raises:
-        ValueError: naming the folder, if it is no such folder, or another run has it.
+        ValueError: naming the folder, if it cannot be written to, or another run has it.
     """
-    folder = Path(config.output.folder)
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        if config.output.save_every:
-            checkpoint_folder(config).mkdir(exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    with run_lock(folder):
+        lock = (folder / "run.lock").open("a")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"output.folder={folder}: another run is writing there") from error
         yield
-
-
-def run_lock(folder: Path) -> AbstractContextManager[None]:
-    """A block in which no run writes to the output folder ``folder``, and nobody else is in such a block.
-
-    Raises:
-        ValueError: naming the folder, if one does.
-    """
-    return locked(folder / "run.lock", f"output.folder={folder}: another run is writing there")
-
-
-def empty(*folders: Path) -> None:
-    """Make each of ``folders`` an empty one.
-
-    Raises:
-        ValueError: naming the folder, if a run is writing in one of them, and nothing was deleted in any; or if one
-            cannot be written to.
-    """
-    with ExitStack() as held:
-        for folder in folders:
-            with writable(folder):
-                folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(run_lock(folder))
-        for folder in folders:
-            with writable(folder):
-                shutil.rmtree(folder)
-    for folder in folders:
-        folder.mkdir()
 
 
 @contextmanager
 def writable(folder: Path) -> Iterator[None]:
-    """Errors of writing to ``folder`` within such a block are a user's, to be told before training.
-
-    Raises:
-        ValueError: naming the folder and the file.
-    """
+    """Errors of writing to ``folder`` within such a block are a user's: a ValueError that names the folder."""
     try:
         yield
     except OSError as error:
         raise ValueError(f"output.folder={folder}: cannot be written to: {error}") from error
 
 
-def refuse_earlier_run(config: Any, newest: Path | None) -> None:
-    """Raise ValueError where the output folder holds what a run that begins anew would overwrite.
+def empty(*folders: Path) -> None:
+    """Make each of ``folders`` an empty one.
+
+    Raises:
+        ValueError: naming the folder, if a run is writing in one of them, and nothing was deleted in any.
+    """
+    with ExitStack() as held:
+        for folder in folders:
+            held.enter_context(claimed(folder))
+        for folder in folders:
+            with writable(folder):
+                shutil.rmtree(folder)
+                folder.mkdir()
+
+
+def begin_run(
+    config: Any,
+    layout: Mapping[str, Any],
+    process_group: ProcessGroup | None,
+    held: ExitStack,
+    *,
+    resume: bool,
+    digest: str = "",
+) -> tuple[Path, dict[str, Any]] | None:
+    """Take the output folder, and find what to go on from; collective.
 
     Args:
-        newest: its newest checkpoint, if there is one.
+        layout: what a checkpoint's tensors depend on, as JSON has it.
+        held: keeps other runs out of the folder until it is closed.
+        digest: of what else must be the same on all ranks, such as the data.
+
+    Returns:
+        The newest checkpoint and what of it is no tensor; None where the run begins anew.
+
+    Raises:
+        ValueError: on every rank, if the ranks differ, another run has the folder, it holds an earlier run that would
+            be overwritten, or a checkpoint that does not fit.
     """
     folder = Path(config.output.folder)
-    if newest is not None or (folder / "metrics.jsonl").exists():
-        raise ValueError(f"{folder} holds an earlier run: add --resume, or choose another --output")
+    for what, value in (("the configuration", json.dumps(plain(config), default=str)), ("the data", digest)):
+        if len(set(of_all_ranks(value, process_group))) > 1:
+            raise ValueError(f"the ranks do not agree on {what}")
+    agreed(lambda: held.enter_context(claimed(folder)), process_group, first_only=True)
+    checkpoint = of_all_ranks(newest(checkpoint_folder(config)), process_group)[0]
+
+    def saved() -> tuple[Path, dict[str, Any]] | None:
+        if not resume and (checkpoint is not None or (folder / "metrics.jsonl").exists()):
+            raise ValueError(f"{folder} holds an earlier run: add --resume, or choose another --output")
+        return None if checkpoint is None or not resume else (checkpoint, read_state(checkpoint, layout))
+
+    checkpoint = agreed(saved, process_group)
+    if resume and checkpoint is None and dist.get_rank(process_group) == 0:
+        print(f"no checkpoint in {checkpoint_folder(config)}: starting anew", flush=True)
+    return checkpoint
 
 
-def changed_settings(config: Any, settings: Mapping[str, Any]) -> list[str]:
-    """Say how a configuration differs from the ``config.json`` of its output folder, apart from where its output goes.
+def how_to_go_on(config: Any) -> str:
+    """Say what goes on from where, by what is in the run's output folder now."""
+    checkpoint = newest(checkpoint_folder(config))
+    if checkpoint is None:
+        return "no checkpoint is written yet (output.save_every); the same command with --resume begins anew"
+    unit = checkpoint.name.partition("-")[0]
+    return f"the same command with --resume goes on after {unit} {number_of(checkpoint)}, from {checkpoint}"
+
+
+class RunRecord:
+    """A context in which the first rank writes and shows a run's numbers.
+
+    What cannot be written while training runs is lost, with one warning a file.
 
     Args:
-        settings: plain values of ``config``, by ``section.key``, as :func:`flat_settings` gives them.
+        num_steps, num_done: of the whole run, and those that were done before.
+        files: of lines, by name, each with a key and its largest number of the lines that stay of an interrupted run.
+        first_event: the step from which TensorBoard hides what an interrupted run has left; None for no TensorBoard.
+
+    Raises:
+        ValueError: naming the file, if it cannot be made, or what is there is damaged.
     """
-    try:
-        saved = flat_settings(read_values(Path(config.output.folder) / "config.json"))
-    except ValueError:  # not written yet, or cut off by a crash
-        return []
-    return [
-        f"{key} {json.dumps(saved[key])} → {json.dumps(value)}"
-        for key, value in settings.items()
-        if key in saved and saved[key] != value and not key.startswith("output.")
-    ]
+
+    def __init__(
+        self,
+        config: Any,
+        title: str,
+        *,
+        num_steps: int,
+        num_done: int,
+        files: Mapping[str, tuple[str, int]],
+        first_event: int | None = None,
+    ) -> None:
+        self.title, self._config = title, plain(config)
+        folder, self._is_shown = Path(config.output.folder), config.output.progress
+        self._summary, self._console = folder / "summary.json", Console()
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            console=self._console, disable=not (self._is_shown and self._console.is_terminal),
+        )  # fmt: skip
+        self._task = self._bar.add_task(title, total=num_steps, completed=num_done)
+        self._written = {name: BestEffort(str(folder / f"{name}.jsonl")) for name in files}
+        with writable(folder):
+            self._files = {name: JsonLines(folder / f"{name}.jsonl", until) for name, until in files.items()}
+            self._board = None if first_event is None else EventBoard(folder / "tensorboard", from_step=first_event)
+            if num_done < num_steps:
+                self._summary.unlink(missing_ok=True)
+            described = {**without_nan(self._config), "total_steps": num_steps}
+            (folder / "config.json").write_text(json.dumps(described, indent=1, default=str), encoding="utf-8")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        self.tell(self.title)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+        if self._board is not None:
+            self._board.close()
+        for name, file in self._files.items():
+            with self._written[name].writing("its end"):
+                file.close()
+
+    def step(self) -> None:
+        """Advance the bar by an optimizer step."""
+        self._bar.advance(self._task)
+
+    def write(self, name: str, values: Mapping[str, Any]) -> None:
+        """Append a line to a file, with the ``step`` that it is of."""
+        with self._written[name].writing(f"step {values['step']}"):
+            self._files[name].write(values)
+
+    def plot(self, numbers: Mapping[str, float], prefix: str, step: int) -> None:
+        """Show numbers on TensorBoard, those without a room of their own in the room ``prefix``; NaN is left out."""
+        for name, value in numbers.items() if self._board is not None else ():
+            if not math.isnan(value):
+                self._board.add(name if "/" in name else prefix + name, value, step)
+
+    def tell(self, what: str | Table) -> None:
+        """Show a line or a table."""
+        if self._is_shown:
+            self._console.print(what, markup=False, highlight=False, soft_wrap=isinstance(what, str))
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """Write ``summary.json``, whole or not at all, with versions and configuration added.
+
+        Raises:
+            SummaryNotWrittenError: if it cannot be written; other than the rest it is what the run was for.
+        """
+        unfinished = self._summary.with_suffix(".tmp")
+        whole = without_nan({**summary, "versions": versions(), "config": self._config})
+        try:
+            unfinished.write_text(json.dumps(whole, indent=1, default=str), encoding="utf-8")
+            unfinished.replace(self._summary)
+        except OSError as error:
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            said = json.dumps(without_nan(summary), default=str)
+            raise SummaryNotWrittenError(
+                f"the run is complete, but {self._summary}: cannot be written: {error.strerror}; it would say {said}"
+            ) from error
 
 
-def flat_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return plain values of a configuration by ``section.key``, as JSON has them; others by their bare name."""
-    flat: dict[str, Any] = {}
-    for name, value in as_json(values).items():
-        if isinstance(value, dict):
-            flat |= {f"{name}.{key}": entry for key, entry in dotted(value).items()}
-        else:
-            flat[name] = value
-    return flat
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that a run's numbers depend on."""
+    from zeroresize import __version__
 
-
-def as_json(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return plain values as they are read back from JSON: tuples are lists, and keys are texts."""
-    return json.loads(json.dumps(values))
+    by_package = {"python": platform.python_version(), "zeroresize": __version__}
+    for package in _PACKAGES:
+        try:
+            by_package[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            by_package[package] = "not installed"
+    return by_package

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zeroresize.comm.collectives import same_ranks
-from zeroresize.integrations.held_objects import HeldObjects
-from zeroresize.integrations.hidden_state import random_restored
+from zeroresize.integrations.module_state import ModuleState, random_restored
 from zeroresize.resharding.ranks import Ranks
 from zeroresize.resharding.segments.in_float64 import in_float64, to_float64
 from zeroresize.utils.torch_private import hooks_of_parameter, is_dtensor
@@ -66,9 +65,7 @@ class Apart:
 
     def remember(self) -> None:
         """Let what modules hold now be what they hold before each forward."""
-        self._held = HeldObjects(with_arrays=False)
-        for name, module in self.inner.named_modules():
-            self._held.add(name, module)
+        self._held = ModuleState(self.inner)
 
     def forward(self, *, meets: bool = False) -> Tensor:
         """Return the loss on this rank; collective, with a ValueError on every rank where some fail."""

@@ -19,14 +19,12 @@ from torch import nn
 
 import zeroresize.integrations.transformers_segments  # noqa: F401 - it registers what it knows
 from zeroresize.comm.collectives import group_rank
-from zeroresize.integrations.adapter_layers import why_adapted
-from zeroresize.integrations.changed_modules import why_changed
+from zeroresize.integrations.changed_modules import StillSound, why_adapted, why_changed
 from zeroresize.integrations.graph_reading import FromOutside, NotProven
 from zeroresize.integrations.named_segments import require_followed_tensors, require_follower, require_whole_heads
 from zeroresize.integrations.packed_layers import REMEDY, described, require_right_parts
 from zeroresize.integrations.segment_registry import StaysEven, is_registered, registered_segments
-from zeroresize.integrations.still_sound import StillSound, TracedAgain
-from zeroresize.integrations.traced_segments import TracedModule
+from zeroresize.integrations.traced_segments import TracedAgain, TracedModule
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.parts import checked_parts

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zeroresize.integrations.hidden_state import restored
+from zeroresize.integrations.module_state import restored
 from zeroresize.integrations.segment_registry import StaysEven
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_of

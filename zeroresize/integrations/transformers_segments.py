@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from zeroresize.integrations.attention_functions import (
-    fewest_heads,
-    is_forward_of_class,
-    why_foreign,
-    why_unknown_attention,
-)
 from zeroresize.integrations.changed_modules import remembered_by, why_hooked
 from zeroresize.integrations.segment_registry import SegmentAdapter, StaysEven, register_by_name, require_elementwise
+from zeroresize.integrations.unit_proof import require_unmixed_in_call
+from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import Segment
 
 #: The dimension of attention probabilities [B, heads, T, T] that holds heads.
 _HEADS = 1
-#: Forwards in place of a module's own that count heads as the module's own does.
+_FLASH = ("flash_attention_2", "flash_attention_3")
+#: Forwards in place of a module's own that count heads as the module's own does. They need what is not known here.
 _READ_FORWARDS = "colossalai.shardformer.modeling."
 #: The forward of a style that calls the module's, and has its gradients summed over the ranks.
 _SUMMING_FORWARD = (
@@ -44,9 +45,6 @@ def _bert_attention(module: Any) -> Segment:
 
 
 def _self_attention(attention: Any, output: Any) -> Segment:
-    _require_known(attention)
-    _require_known(output)
-    _require_known_function(attention)
     head_size = attention.attention_head_size
 
     def set_heads(heads: list[int]) -> None:
@@ -59,7 +57,7 @@ def _self_attention(attention: Any, output: Any) -> Segment:
         output.dense,
         unit_size=head_size,
         on_change=set_heads,
-        min_units=fewest_heads(attention),
+        min_units=_fewest_heads(attention),
         kind="heads",
         dropouts=[(_dropout(attention.dropout), _HEADS)] if hasattr(attention, "dropout") else (),
         has_other_dropout=getattr(attention, "dropout_prob", 0.0) > 0.0,  # as of a function
@@ -72,14 +70,11 @@ def _vit_layer(module: Any) -> Segment | None:
 
 
 def _encoder_layer(module: Any) -> Segment:
-    _require_known(module.intermediate)
-    _require_known(module.output)
     require_elementwise(module.intermediate.intermediate_act_fn)
     return Segment([module.intermediate.dense], module.output.dense, min_units=0, kind="neurons")
 
 
 def _llama_attention(module: Any) -> Segment:
-    _require_known_function(module)
     groups, head_size = getattr(module, "num_key_value_groups", 1), module.head_dim
 
     def set_heads(units: list[int]) -> None:
@@ -97,7 +92,7 @@ def _llama_attention(module: Any) -> Segment:
         module.o_proj,
         unit_size=groups * head_size,
         on_change=set_heads,
-        min_units=fewest_heads(module),
+        min_units=_fewest_heads(module),
         kind="heads" if groups == 1 else "KV groups",
         has_other_dropout=module.attention_dropout > 0.0,
     )
@@ -106,12 +101,7 @@ def _llama_attention(module: Any) -> Segment:
 def _attention_with_norms_of_heads(module: Any) -> Segment:
     """As LLaMA's, with norms of each head of q and k: one weight for all heads, so its gradient is a sum over ranks."""
     for norm in (module.q_norm, module.k_norm):
-        _require_class(norm)
-        _require_no_hooks(norm)
-        if _sums_gradients(norm):
-            continue
-        _require_own_forward(norm)
-        if any(parameter.requires_grad for parameter in norm.parameters()):
+        if not _sums_gradients(norm) and any(parameter.requires_grad for parameter in norm.parameters()):
             raise StaysEven(
                 f"the weight of {type(norm).__name__} is of all heads, and nothing sums its gradient over the ranks "
                 "(transformers 5 does)"
@@ -124,14 +114,12 @@ def _sums_gradients(norm: nn.Module) -> bool:
     forward = vars(norm).get("forward")
     if not inspect.isfunction(forward) or f"{forward.__module__}.{forward.__qualname__}" != _SUMMING_FORWARD:
         return False
-    original = getattr(remembered_by(forward).get("original_forward"), "__func__", None)
-    return original is type(norm).forward and is_forward_of_class(norm)
+    return getattr(remembered_by(forward).get("original_forward"), "__func__", None) is type(norm).forward
 
 
 def _gpt2_attention(module: Any) -> Segment:
     if module.is_cross_attention:
         raise StaysEven("its queries and its keys are of two inputs")
-    _require_known_function(module)
     head_size = module.head_dim
 
     def set_heads(heads: list[int]) -> None:
@@ -146,7 +134,7 @@ def _gpt2_attention(module: Any) -> Segment:
         unit_size=head_size,
         parts=3,
         on_change=set_heads,
-        min_units=fewest_heads(module),
+        min_units=_fewest_heads(module),
         kind="heads",
         dropouts=[(_dropout(module.attn_dropout), _HEADS)],
         has_other_dropout=module.attn_dropout.p > 0.0 and module.config._attn_implementation != "eager",
@@ -160,59 +148,99 @@ def _gpt2_mlp(module: Any) -> Segment:
 
 def _dropout(module: nn.Module) -> nn.Module:
     require_elementwise(module)
-    _require_no_hooks(module)
     return module
-
-
-def _require_known(module: nn.Module) -> None:
-    _require_class(module)
-    _require_own_forward(module)
-    _require_no_hooks(module)
-
-
-def _require_class(module: nn.Module) -> None:
-    kind = type(module)
-    if f"{kind.__module__}.{kind.__qualname__}" not in _PARTS:
-        raise StaysEven(f"{kind.__name__} is no module that is known")
-
-
-def _require_no_hooks(module: nn.Module) -> None:
-    if (changed := why_hooked(module)) is not None:
-        raise StaysEven(f"{type(module).__name__} {changed}")
-
-
-def _require_own_forward(module: nn.Module) -> None:
-    kind = type(module)
-    for name in vars(module):
-        if callable(getattr(kind, name, None)) and not (name == "forward" and _is_read(module)):
-            raise StaysEven(f"the {name} of {kind.__name__} was replaced")
-    if "forward" not in vars(module) and not is_forward_of_class(module):
-        raise StaysEven(f"the forward of the class {kind.__name__} was replaced")
 
 
 def _is_read(module: nn.Module) -> bool:
     """Whether the module has a forward of Colossal-AI in place of its class's."""
     forward = vars(module).get("forward")
     function = getattr(forward, "__func__", forward)
-    return str(getattr(function, "__globals__", {}).get("__name__")).startswith(_READ_FORWARDS)
+    return str(getattr(function, "__module__", None)).startswith(_READ_FORWARDS)
 
 
-def _require_known_function(attention: nn.Module) -> None:
-    """Those of Colossal-AI do not look the function up."""
-    asked = why_foreign if _is_read(attention) else why_unknown_attention
-    if (unknown := asked(attention)) is not None:
-        raise StaysEven(unknown)
+def _fewest_heads(attention: Any) -> int:
+    """How many heads a module needs on every rank: flash attention divides by their number."""
+    return 0 if _implementation(attention) in ("eager", "sdpa", None) and not _is_read(attention) else 1
+
+
+def _implementation(module: Any) -> str | None:
+    """The name of the attention function that is looked up; None in classes that look none up."""
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
+
+
+def _require_unmixed(module: Any, segment: Segment) -> None:
+    """Check by numbers that the module treats units alike, whatever it calls.
+
+    Raises:
+        StaysEven: if it does not, or cannot be run.
+    """
+    row: Any = segment.row
+    parts = segment.parts if isinstance(segment.parts, int) else 1
+    units = row.even_shape[1] // segment.unit_size
+    columns: list[Any] = list(segment.column)
+    rows = {layer: (layer.even_shape[0] // units // parts,) * parts for layer in columns}
+    try:
+        with _without_flash_attention(module):
+            call = partial(_call, module)
+            require_unmixed_in_call(module, rows, row, segment.unit_size, call, segment.on_change)
+    except Exception as error:  # whatever its functions make of the numbers
+        raise StaysEven(f"{type(module).__name__}, computed with numbers: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _without_flash_attention(module: Any) -> Iterator[None]:
+    """Let eager attention take the place of transformers' flash attention, which is of half precision only.
+
+    Raises:
+        StaysEven: if another function has its name.
+    """
+    name = _implementation(module)
+    if name not in _FLASH:
+        yield
+        return
+    function = vars(sys.modules[type(module).__module__])["ALL_ATTENTION_FUNCTIONS"][name]
+    if not str(function.__globals__.get("__name__")).startswith("transformers."):
+        raise StaysEven(f"the attention function {name!r} is not that of transformers")
+    module.config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        module.config._attn_implementation = name
+
+
+def _call(module: Any, x: Tensor) -> None:
+    """Run an attention, or feed-forward layers, on the replicated input [B, T, K]."""
+    if hasattr(module, "intermediate"):
+        module.output(module.intermediate(x), x)
+        return
+    parameters = inspect.signature(module.forward).parameters
+    known: dict[str, Any] = {"hidden_states": x}
+    if hasattr(module, "head_dim"):
+        angles = torch.linspace(-1.0, 1.0, x.shape[1] * module.head_dim, dtype=x.dtype, device=x.device)
+        angles = angles.view(1, x.shape[1], module.head_dim)
+        known["position_embeddings"] = angles.cos(), angles.sin()
+    needed = [name for name, one in parameters.items() if one.default is one.empty and one.kind != one.VAR_KEYWORD]
+    module(**{name: known.get(name) for name in (*needed, *(known.keys() & parameters.keys()))})
 
 
 def _checked(adapter: Callable[[Any], Segment | None]) -> SegmentAdapter:
     """For a library that may change: a module that is not as it was read stays even, or does not move any more."""
 
     def as_read(module: Any) -> Segment | None:
-        _require_own_forward(module)
         try:
-            return adapter(module)
+            segment = adapter(module)
         except AttributeError as error:
             raise StaysEven(f"{type(module).__name__} is not as transformers 4.51 and 5.24 have it: {error}") from error
+        if segment is None or not all(isinstance(layer, BalancedLinear) for layer in (*segment.column, segment.row)):
+            return segment
+        holders = [module.intermediate, module.output] if hasattr(module, "intermediate") else [module]
+        parts = [part for holder in holders for part in holder.modules()]
+        for part in parts:
+            if not isinstance(part, BalancedLinear) and (hooked := why_hooked(part)) is not None:
+                raise StaysEven(f"{type(part).__name__} {hooked}")
+        if not any(map(_is_read, parts)):
+            _require_unmixed(module, segment)
+        return segment
 
     def checked(module: Any) -> Segment | Sequence[Segment]:
         reading = as_read(module)
@@ -243,16 +271,6 @@ def _names(model: str, *classes: str) -> list[str]:
     return [f"transformers.models.{model}.modeling_{model}.{name}" for name in classes]
 
 
-_PARTS = {
-    *_names("qwen3", "Qwen3RMSNorm"),
-    *_names("vit", "ViTSelfAttention", "ViTSelfOutput", "ViTIntermediate", "ViTOutput"),
-    *_names("deit", "DeiTSelfAttention", "DeiTSelfOutput", "DeiTIntermediate", "DeiTOutput"),
-    *(
-        f"transformers.models.{model}.modeling_{model}.{prefix}{name}"
-        for model, prefix in (("bert", "Bert"), ("roberta", "Roberta"))
-        for name in ("SelfAttention", "SdpaSelfAttention", "SelfOutput", "Intermediate", "Output")
-    ),
-}
 for _classes, _adapter in (
     ([*_names("vit", "ViTAttention"), *_names("deit", "DeiTAttention")], _vit_attention),
     ([*_names("bert", "BertAttention"), *_names("roberta", "RobertaAttention")], _bert_attention),

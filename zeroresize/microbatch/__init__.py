@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeroresize.microbatch.balancer import MicroBatchBalancer, ReplanRecord
+    from zeroresize.microbatch.balancer import MicroBatchBalancer
     from zeroresize.microbatch.cost_table import CostTable
     from zeroresize.microbatch.iteration_planner import IterationPlanner
     from zeroresize.microbatch.measured_table import measure_model
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from zeroresize.microbatch.trainer import IterationReport, MicroBatchTrainer
     from zeroresize.policy.microbatches.planning import plan_iteration
     from zeroresize.policy.microbatches.planning_options import DoesNotFitError, PlanningOptions
+    from zeroresize.strategy.straggler_balancing import ChangeRecord
 
 __all__ = [
+    "ChangeRecord",
     "CostTable",
     "DoesNotFitError",
     "IterationPlanner",
@@ -34,7 +36,6 @@ __all__ = [
     "PairBatch",
     "PlanningOptions",
     "ProfiledShapes",
-    "ReplanRecord",
     "RunPlanners",
     "measure_model",
     "plan_iteration",
@@ -43,6 +44,7 @@ __all__ = [
 
 #: Everything is imported where it is asked for.
 _MODULES = {
+    "ChangeRecord": "zeroresize.strategy.straggler_balancing",
     "CostTable": "zeroresize.microbatch.cost_table",
     "DoesNotFitError": "zeroresize.policy.microbatches.planning_options",
     "IterationPlanner": "zeroresize.microbatch.iteration_planner",
@@ -53,7 +55,6 @@ _MODULES = {
     "PairBatch": "zeroresize.microbatch.padded",
     "PlanningOptions": "zeroresize.policy.microbatches.planning_options",
     "ProfiledShapes": "zeroresize.microbatch.profile",
-    "ReplanRecord": "zeroresize.microbatch.balancer",
     "RunPlanners": "zeroresize.microbatch.run_planners",
     "measure_model": "zeroresize.microbatch.measured_table",
     "plan_iteration": "zeroresize.policy.microbatches.planning",

@@ -5,37 +5,27 @@
 
 from __future__ import annotations
 
-import logging
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import nn
 
 from zeroresize.microbatch.sample_check import SampleCheck
-from zeroresize.plan.strategy import Position, Strategy
+from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.microbatches.baselines import of_equal_tokens
 from zeroresize.policy.microbatches.iteration_plan import IterationPlan
 from zeroresize.policy.microbatches.micro_batch import Indices, MicroBatch
 from zeroresize.policy.microbatches.planning import batch_fingerprint
 from zeroresize.policy.microbatches.sample_order import ordered
-from zeroresize.resharding.agreement import meet_over, meet_prepared
-from zeroresize.runtime.activations import Batch, BatchOf, find_activations
-from zeroresize.runtime.counted_loss import Count, CountedLoss, Loss, multiply_gradients, total_count
+from zeroresize.resharding.agreement import meet_prepared
+from zeroresize.runtime.activations import Batch, BatchOf
+from zeroresize.runtime.counted_loss import Count, Loss, total_count
 from zeroresize.runtime.random_numbers import seed_of
-from zeroresize.runtime.stage import Stage
-from zeroresize.strategy.gradient_clipping import clip_grad_norm_, grad_norm
-from zeroresize.strategy.mean_loss import mean_over_ranks, parts_of
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.step_checks import require_fitting_optimizer, require_ready_to_train
-from zeroresize.utils.value_checks import number
-
-logger = logging.getLogger(__name__)
+from zeroresize.strategy.step_trainer import StepTrainer, require_ready_to_train
 
 
 class MovableBatch(Batch, Protocol):
@@ -85,7 +75,7 @@ class IterationReport:
     is_skipped: bool
 
 
-class MicroBatchTrainer:
+class MicroBatchTrainer(StepTrainer):
     """Makes one optimizer step a mini-batch, in the micro-batches and the order that were planned for it.
 
     ::
@@ -138,15 +128,12 @@ class MicroBatchTrainer:
         lengths_of: Callable[[Any], Sequence[int]] | None = None,
         count: Count | None = None,
     ) -> None:
-        number("grad_clip", grad_clip, least=0.0)
-        self.model, self.optimizer, self.plans, self.num_steps = model, optimizer, plans, 0
-        self._batch_from, self._grad_clip, self._seed = batch_from, grad_clip, seed
-        self._loss = CountedLoss(loss, count, averages=False)
-        self._meet = meet_over(model.process_group, model.device)
-        require_fitting_optimizer(model, optimizer, self._meet)
+        super().__init__(
+            model, optimizer, loss=loss, count=count, grad_clip=grad_clip, seed=seed, hollow=hollow, sizes=sizes
+        )
+        self.plans, self._batch_from = plans, batch_from
         lengths_of = lengths_of or getattr(getattr(batch_from, "__self__", None), "lengths_of", None)
         self._sample_check = SampleCheck(self._meet, lengths_of)
-        self._activations = find_activations(model.whole_layers, hollow, sizes)
 
     def step(self, samples: Sequence[Any], lengths_NA: Indices) -> IterationReport:
         """Make one optimizer step; collective.
@@ -179,11 +166,7 @@ class MicroBatchTrainer:
         Raises:
             Exception: as :meth:`step` does before anything has run.
         """
-        if self.model.failure is not None:  # meeting the others, who may be in the midst of that step, would mix it up
-            raise RuntimeError(
-                f"a step failed here while it ran: {self.model.failure}. Exit this process, so that the other ranks "
-                "notice, and go on from a checkpoint; only if all ranks failed alike, call model.abandon() on all"
-            )
+        self._require_no_failure()
         plan = self.plans.plan(self.num_steps, batch_fingerprint(lengths_NA))
         self._require_divided_alike(plan)
         of_replicas = [replica.microbatches for replica in plan.replicas]
@@ -205,30 +188,13 @@ class MicroBatchTrainer:
         begin = planned if begin is None else begin
         wait_s = planned - begin
         position = self.model.position
-        replica = None if position is None else plan.replicas[position.replica]
-        batches = self._batches
-        self.model.drop_copies()  # the parameters may have been changed in place since
-        with self._failing():
+        with self._running():
             work_begin = time.perf_counter()
-            parts = torch.zeros(3, dtype=torch.float64)
-            if position is not None and replica is not None:
-                stage = self._stage(position, plan.recomputation)
-                loss = stage.train(replica.stages[position.stage], batches, self._part_of_mean)
-                parts = parts_of(self._loss, loss, position)
+            instructions = plan.replicas[position.replica].stages[position.stage] if position is not None else None
+            parts = self._computed(self._batches, self._stage_seed(), instructions, recompute=plan.recomputation)
             self._synchronize()
             work_s = time.perf_counter() - work_begin
-            mean, factor = mean_over_ranks(self._loss, parts, self.model)
-            self.model.collect()
-            multiply_gradients(self.model.parameters(), factor)
-            norm = float(clip_grad_norm_(self.model, self._grad_clip) if self._grad_clip else grad_norm(self.model))
-            is_skipped = not (math.isfinite(mean) and math.isfinite(norm))  # sums over all ranks: they decide alike
-            if not is_skipped:
-                self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            self.num_steps += 1
-            self._synchronize()
-        if is_skipped and self.model.rank == 0:
-            logger.warning("the optimizer does not step: the loss is %s, the norm of the gradients %s", mean, norm)
+            mean, norm, is_skipped, _ = self._step_optimizer(parts)
         return IterationReport(
             mean,
             int(np.asarray(lengths_NA)[:, -1].sum()),
@@ -269,17 +235,13 @@ class MicroBatchTrainer:
             Exception: what a layer or the loss raises.
         """
         microbatches = of_equal_tokens(lengths_NA, ordered(lengths_NA), max_tokens)
-        position, num_replicas = self.model.position, self.model.current.dp
+        num_replicas = self.model.current.dp
         of_replicas = [microbatches[replica::num_replicas] for replica in range(num_replicas)]
         batches = self._agreed_batches(of_replicas, samples, lengths_NA, trains=False)
         self.model.drop_copies()  # the parameters may have been changed in place since
-        parts = torch.zeros(3, dtype=torch.float64)
-        if position is not None:
-            stage = self._stage(position, "none")
-            with _evaluating(self.model.stage_layers.values()):
-                parts = parts_of(self._loss, stage.evaluate(batches, self._part_of_mean), position)
+        parts = self._computed(batches, self._stage_seed())
         self.model.drop_copies()
-        return mean_over_ranks(self._loss, parts, self.model)[0]
+        return self._mean(parts)[0]
 
     def _agreed_batches(
         self, of_replicas: Sequence[Sequence[MicroBatch]], samples: Sequence[Any], lengths_NA: Indices, *, trains: bool
@@ -314,21 +276,13 @@ class MicroBatchTrainer:
         if position is None or position.stage != self.model.current.pp - 1:
             return 0.0
         sizes = [float(np.asarray(lengths_NA)[list(each.samples), -1].sum()) for each in microbatches]
-        self._numbers = {id(batch): number for number, batch in enumerate(batches)}
-        counts = self._loss.prepare(batches, sizes)
+        counts = self._counts_of(batches, sizes)
         return sum(counts) if position.shard == 0 else 0.0
 
-    def _part_of_mean(self, output: Any, batch: Batch) -> torch.Tensor:
-        self._loss.number = self._numbers[id(batch)]
-        return self._loss(output, batch)
-
-    def _stage(self, position: Position, recompute: str) -> Stage:
-        model, layers = self.model, self.model.stage_layers
-        seed = seed_of(self._seed, self.num_steps, position.replica, position.stage)
-        pipeline = model.groups_of(model.current).pipeline
-        return Stage(
-            list(layers.values()), min(layers), self._activations, pipeline, model.device, seed, recompute=recompute
-        )
+    def _stage_seed(self) -> int:
+        position = self.model.position
+        place = () if position is None else (position.replica, position.stage)
+        return seed_of(self._seed, self.num_steps, *place)
 
     def _require_divided_alike(self, plan: IterationPlan) -> None:
         """The plan is the same on all ranks, so all raise or none."""
@@ -339,28 +293,3 @@ class MicroBatchTrainer:
                 f"iteration {plan.iteration} was planned for {len(plan.replicas)} replicas of {num_stages} stages: "
                 f"the model's strategy is {strategy}"
             )
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Remembers what ends a step in its midst."""
-        try:
-            yield
-        except BaseException as error:
-            self.model.failure = f"{type(error).__name__}: {error}"
-            raise
-
-    def _synchronize(self) -> None:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
-
-
-@contextmanager
-def _evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
-    modules = [module for layer in layers for module in layer.modules() if module.training]
-    for module in modules:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.training = True

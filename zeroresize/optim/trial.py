@@ -1,13 +1,11 @@
-"""A trial of an optimizer whose class is not known: copies of it step small parameters, given other gradients."""
+"""A trial of an optimizer whose class is not known: two copies of it step small parameters, given other gradients."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -17,6 +15,8 @@ from torch.optim import Optimizer
 
 from zeroresize.utils.torch_private import is_private_of_optimizer, leaves_by_path
 
+#: Gradients of other elements are this much larger in the second copy. Parameters are small, so that rounding hides no
+#: small step.
 _LR, _VALUES, _FACTOR = 0.05, 0.01, 1e3
 #: Of matrices: some optimizers treat small ones, or those that their blocks do not fit, by element.
 _SHAPE = (128, 192)
@@ -37,6 +37,14 @@ class _Like(NamedTuple):
     alike: Sequence[Tensor]
 
 
+class _Stepped(NamedTuple):
+    """What a copy holds after its steps: parameters, each with its state, and numbers of its own by name."""
+
+    parameters: list[nn.Parameter]
+    states: list[Mapping[str, Any]]
+    numbers: Mapping[str, float]
+
+
 def why_steps_differ(optimizer: Optimizer, tensors: Iterable[Tensor], *, by_element: bool) -> str | None:
     """Tell how the step of an element of ``tensors``, or of a tensor, depends on other ones; None where it does not.
 
@@ -45,40 +53,22 @@ def why_steps_differ(optimizer: Optimizer, tensors: Iterable[Tensor], *, by_elem
     """
     likes = _likes_of(optimizer, tensors, num_alike=1 if by_element else 2)
     drawn, generator = _drawn(likes), torch.Generator().manual_seed(0)
-    masks = [[(torch.rand(steps[0].shape, generator=generator) < 0.5).to(steps.device) for steps in drawn]]
-    if not by_element:  # any two tensors are apart in one of these
+    if by_element:
+        masks = [[(torch.rand(steps[0].shape, generator=generator) < 0.5).to(steps.device) for steps in drawn]]
+    else:  # all other tensors, for each
         masks = [
-            [torch.full_like(steps[0], at >> bit & 1 == value, dtype=torch.bool) for at, steps in enumerate(drawn)]
-            for bit, value in itertools.product(range((len(likes) - 1).bit_length()), (0, 1))
+            [torch.full_like(steps[0], at != alone, dtype=torch.bool) for at, steps in enumerate(drawn)]
+            for alone in range(len(likes))
         ]
     for larger in masks if likes else ():
-        with _undisturbed(drawn[0]):
-            expected = _stepped(optimizer, likes, drawn)
-            others = _stepped(optimizer, likes, list(map(_with_larger, drawn, larger)))
-        for like, mask, (value, state), (other, other_state) in zip(likes, larger, expected, others, strict=True):
-            shape, is_same = tuple(value.shape), _same(value[~mask], other[~mask])
-            if not like.is_wanted:
-                continue
-            if by_element:
-                odd = [name for name, kept in state.items() if _is_whole(kept) and kept.shape != shape]
-                if odd:
-                    kept_shape = tuple(state[odd[0]].shape)
-                    return f"in a trial its state {odd[0]} of a tensor {shape} was a tensor {kept_shape}"
-                is_same = is_same and _numbers_in(state) == _numbers_in(other_state)
-            if not is_same:
-                return (
-                    f"in a trial its steps on a tensor {shape} were others where the gradients of other elements were "
-                    f"{_FACTOR:g} times as large"
-                )
+        expected, others = _stepped(optimizer, likes, drawn, list(map(_with_larger, drawn, larger)))
+        for name, number in expected.numbers.items():
+            if number != others.numbers.get(name):
+                raise NoTrialError(f"in a trial its {name} followed the gradients of other elements")
+        for at, (like, mask) in enumerate(zip(likes, larger, strict=True)):
+            if like.is_wanted and (why := _why_differs(at, mask, expected, others, by_element=by_element)) is not None:
+                return why
     return None
-
-
-def _with_larger(drawn: Tensor, mask: Tensor) -> Tensor:
-    """With larger gradients of the masked elements, some of another sign."""
-    larger = drawn.clone()
-    larger[1::2, mask] *= _FACTOR
-    larger[2::2, mask] *= -_FACTOR
-    return larger
 
 
 def state_after_step(optimizer: Optimizer, tensor: Tensor) -> list[Tensor]:
@@ -88,13 +78,29 @@ def state_after_step(optimizer: Optimizer, tensor: Tensor) -> list[Tensor]:
         NoTrialError: if a copy of it cannot step.
     """
     likes = [like for like in _likes_of(optimizer, [tensor], num_alike=1) if like.is_wanted]
-    with _undisturbed(tensor):
-        ((value, state),) = _stepped(optimizer, likes, [one[:2] for one in _drawn(likes)])
-    return [kept for kept in state.values() if _is_whole(kept) and kept.shape == value.shape]
+    ((parameters, states, _),) = _stepped(optimizer, likes, [steps[:2] for steps in _drawn(likes)])
+    return [kept for kept in states[0].values() if _is_whole(kept) and kept.shape == parameters[0].shape]
+
+
+def _why_differs(at: int, mask: Tensor, expected: _Stepped, others: _Stepped, *, by_element: bool) -> str | None:
+    value, other = expected.parameters[at].detach()[~mask], others.parameters[at].detach()[~mask]
+    shape, state = tuple(mask.shape), expected.states[at]
+    is_same = bool(((value == other) | (value.isnan() & other.isnan())).all())  # half precision may overflow
+    if by_element:
+        for name, kept in state.items():
+            if _is_whole(kept) and kept.shape != mask.shape:
+                return f"in a trial its state {name} of a tensor {shape} was a tensor {tuple(kept.shape)}"
+        is_same = is_same and _numbers_in(state) == _numbers_in(others.states[at])
+    if is_same:
+        return None
+    return (
+        f"in a trial its steps on a tensor {shape} were others where the gradients of other elements were "
+        f"{_FACTOR:g} times as large"
+    )
 
 
 def _likes_of(optimizer: Optimizer, tensors: Iterable[Tensor], num_alike: int) -> list[_Like]:
-    wanted = {id(one) for one in tensors}
+    wanted = {id(tensor) for tensor in tensors}
     kinds = defaultdict[Any, list[Tensor]](list)
     for number, group in enumerate(optimizer.param_groups):
         for tensor in group["params"]:
@@ -112,14 +118,17 @@ def _drawn(likes: Sequence[_Like]) -> list[Tensor]:
         shape = _SHAPE if like.tensor.dim() > 1 else (_SHAPE[0] * _SHAPE[1],)
         scales = torch.logspace(-2, 1, shape[0]).view(-1, *[1] * (len(shape) - 1))
         drawn = torch.randn(_NUM_STEPS + 1, *shape, generator=torch.Generator().manual_seed(seed)) * scales
-        drawn[0] *= _VALUES  # small, so that rounding hides no small step
+        drawn[0] *= _VALUES
         all_drawn.append(drawn.to(like.tensor.device, like.tensor.dtype))
     return all_drawn
 
 
-def _same(tensor: Tensor, other: Tensor) -> bool:
-    """Bit for bit; half precision may overflow."""
-    return bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
+def _with_larger(drawn: Tensor, mask: Tensor) -> Tensor:
+    """With larger gradients of the masked elements, some of another sign."""
+    larger = drawn.clone()
+    larger[1::2, mask] *= _FACTOR
+    larger[2::2, mask] *= -_FACTOR
+    return larger
 
 
 def _is_whole(value: Any) -> bool:
@@ -128,62 +137,49 @@ def _is_whole(value: Any) -> bool:
 
 def _numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
     """Numbers, also in tensors of one element, by name."""
-    numbers = {name: value for name, value in values.items() if isinstance(value, Real | Tensor)}
-    return {
-        name: float(value)
-        for name, value in numbers.items()
-        if not _is_whole(value) and not isinstance(value, bool | nn.Parameter)
-    }
+    kinds = (Real, Tensor)
+    return {name: float(one) for name, one in values.items() if isinstance(one, kinds) and not _is_whole(one)}
 
 
-@contextmanager
-def _undisturbed(tensor: Tensor) -> Iterator[None]:
-    """Let copies step on the device of ``tensor`` without a trace; random numbers differ from copy to copy."""
-    devices = [tensor.device] if tensor.is_cuda else []
-    with warnings.catch_warnings(), torch.random.fork_rng(devices), torch.enable_grad(), torch.cuda.device_of(tensor):
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _stepped(
-    optimizer: Optimizer, likes: Sequence[_Like], drawn: Sequence[Tensor]
-) -> list[tuple[Tensor, Mapping[str, Any]]]:
-    """Let a copy of an optimizer step, and return each parameter and its state.
+def _stepped(optimizer: Optimizer, likes: Sequence[_Like], *drawn: Sequence[Tensor]) -> list[_Stepped]:
+    """Let copies of an optimizer step without a trace; random numbers differ from copy to copy.
 
     Args:
-        drawn: [likes] of each its values and the gradients of all steps.
+        drawn: for each copy, [likes] of each its values and the gradients of all steps.
 
     Raises:
-        NoTrialError: if it cannot, keeps tensors elsewhere than in its state, or changes a number of its own.
+        NoTrialError: if one cannot, or keeps tensors elsewhere than in its state.
     """
-    parameters = [nn.Parameter(one[0].clone()) for one in drawn]
-    num_steps = len(drawn[0]) - 1
+    devices = [steps.device for steps in drawn[0][:1] if steps.is_cuda]
     try:
         _settings_of(optimizer)  # before large tensors would be copied
-        made = _copied(optimizer, likes, parameters)
-        before = _numbers_in(_settings_of(made))
-        for step in range(1, num_steps + 1):
-            for parameter, values in zip(parameters, drawn, strict=True):
-                parameter.grad = values[step].clone()
-            made.step()
-        after = _numbers_in(_settings_of(made))
+        with warnings.catch_warnings(), torch.random.fork_rng(devices), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            return [_step_copy(optimizer, likes, of_copy) for of_copy in drawn]
     except NoTrialError:
         raise
     except Exception as error:
         raise NoTrialError(f"a trial of a copy failed ({type(error).__name__}: {error})") from error
-    for name, number in after.items():
-        if number not in (before.get(name), before.get(name, 0.0) + num_steps):
-            raise NoTrialError(f"in a trial its {name} changed from {before.get(name)} to {number}")
+
+
+def _step_copy(optimizer: Optimizer, likes: Sequence[_Like], drawn: Sequence[Tensor]) -> _Stepped:
+    parameters = [nn.Parameter(steps[0].clone()) for steps in drawn]
+    made = _copied(optimizer, likes, parameters)
+    for step in range(1, len(drawn[0])):
+        for parameter, values in zip(parameters, drawn, strict=True):
+            parameter.grad = values[step].clone()
+        made.step()
     if any(torch.equal(one, values[0]) for one, values in zip(parameters, drawn, strict=True)):
         raise NoTrialError("in a trial it did not step")
-    return [(one.detach(), made.state.get(one, {})) for one in parameters]
+    return _Stepped(parameters, [made.state.get(one, {}) for one in parameters], _numbers_in(_settings_of(made)))
 
 
 def _settings_of(optimizer: Optimizer) -> dict[str, Any]:
-    """What its groups and attributes hold, by where it is."""
-    settings = dict(leaves_by_path({"param_groups": optimizer.param_groups, **_held(optimizer)}))
+    """What its groups and attributes hold besides parameters, by where it is."""
+    leaves = leaves_by_path({"param_groups": optimizer.param_groups, **_held(optimizer)})
+    settings = {where: value for where, value in leaves if not isinstance(value, nn.Parameter)}
     for where, value in settings.items():
-        if _is_whole(value) and not isinstance(value, nn.Parameter):
+        if _is_whole(value):
             raise NoTrialError(f"it kept tensors in {where}, and only what is in its state, by parameter, moves along")
     return settings
 
@@ -204,8 +200,7 @@ def _copied(optimizer: Optimizer, likes: Sequence[_Like], parameters: Sequence[n
         vars(parameter).update({name: value for name, value in vars(like.tensor).items() if not callable(value)})
     groups = []
     for number, group in enumerate(optimizer.param_groups):
-        kept = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-        kept = copy.deepcopy(kept, memo)
+        kept = copy.deepcopy({name: one for name, one in group.items() if name not in ("params", "param_names")}, memo)
         if "lr" in kept:  # at the start of a warm-up it is zero
             kept["lr"] = torch.full_like(kept["lr"], _LR) if isinstance(kept["lr"], Tensor) else _LR
         groups.append({**kept, "params": [parameter for like, parameter in pairs if like.group == number]})

@@ -46,8 +46,7 @@ import zeroresize.pipeline.pipeline_state  # noqa: F401
 from zeroresize.pipeline.automatic_repacking import Repack
 from zeroresize.pipeline.dry_run import PipelinePlan, plan_pipeline, profiles_on_meta
 from zeroresize.pipeline.gradient_clipping import clip_grad_norm_
-from zeroresize.pipeline.moving_layers import LayerMoveReport, move_layers
-from zeroresize.pipeline.moving_layers_during_backward import MoveDuringBackward, moving_during_backward
+from zeroresize.pipeline.moving_layers import LayerMoveReport, MoveDuringBackward, move_layers, moving_during_backward
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.pipeline_balancer import PipelineBalancer
 from zeroresize.pipeline.profiling import LayerProfiler

@@ -58,24 +58,15 @@ class Repack:
             )
 
 
-@dataclass(frozen=True)
-class Released:
-    """Reports a release of ranks: what was expected of it, and what it was."""
-
-    proposal: RebalancingProposal
-    report: RepackingReport
-
-
 class AutomaticRepacking:
     """Releases ranks when the decision wants it.
 
     Attributes:
-        options: as given.
         decision: which profiles go to.
     """
 
     def __init__(self, options: Repack) -> None:
-        self.options = options
+        self._options = options
         self.decision = RepackingDecision(options.least_stages, options.max_slowdown)
 
     def release(
@@ -87,12 +78,15 @@ class AutomaticRepacking:
         *,
         step: int,
         max_bytes: int,
-    ) -> Released | None:
-        """Release ranks if two profiles want it; None where all stay. Collective.
+    ) -> tuple[RebalancingProposal, RepackingReport] | None:
+        """Release ranks if two profiles want it, and return what was expected of it, and what it was; collective.
 
         Args:
             rebalancing: which has taken the profile; it goes on with the stages that stay. Of what moves cost it learns
                 nothing: most of a re-packing's time may be that of making a process group.
+
+        Returns:
+            None where all stay.
 
         Raises:
             RuntimeError, ValueError: as :func:`~zeroresize.pipeline.repack`.
@@ -100,45 +94,29 @@ class AutomaticRepacking:
         wanted = self.decision.update(profile, rebalancing, stage_that_stays(pipeline))
         if wanted is None:
             return None
+        repacking, proposal = wanted
+        is_first = pipeline.stage == 0
         try:
             report = carry_out_repacking(
-                pipeline,
-                optimizer,
-                wanted.repacking,
-                max_bytes=max_bytes,
-                on_release=self.options.on_release,
-                step=step,
+                pipeline, optimizer, repacking, max_bytes=max_bytes, on_release=self._options.on_release, step=step
             )
         except NotEnoughMemoryError as error:
             self.decision.refuse()
-            if pipeline.stage == 0:
+            if is_first:
                 logger.warning("step %d: no rank is released: %s", step, error)
             return None
         self.decision.succeed()
         rebalancing.continue_on(report.stages, report.boundaries)
-        if pipeline.stage == 0:
+        if is_first:
             logger.info(
                 "step %d: %d of %d stages go on, ranks %s are released: %.1f MB, %.2f s; expected step %.0f -> %.0f ms",
                 step,
                 len(report.stages),
-                wanted.before.num_stages,
+                len(proposal.stage_s),
                 list(report.released),
                 report.moved_bytes / 1e6,
                 report.seconds,
-                1e3 * wanted.step.step_s,
-                1e3 * wanted.expected_step.step_s,
+                1e3 * proposal.step_s,
+                1e3 * proposal.expected_step_s,
             )
-        proposal = RebalancingProposal(
-            wanted.before.boundaries,
-            report.boundaries,
-            wanted.stage_s,
-            wanted.step.step_s,
-            wanted.expected_step.step_s,
-            wanted.step.bubble_ratio,
-            wanted.expected_step.bubble_ratio,
-            profile.bubble_ratio,
-            report.most_bytes,
-            rebalancing.cost_of_move.there_and_back(report.most_bytes),
-            is_needed=False,
-        )
-        return Released(proposal, report)
+        return proposal, report

@@ -31,7 +31,7 @@ from zeroresize.utils.checkpoint_reader import plain_value
 from zeroresize.utils.codec import decoded, encoded
 from zeroresize.utils.torch_private import buffers_of
 
-BUFFER, EXTRA = "buffer", "extra state"
+BUFFER, EXTRA, HAS_GRADIENT = "buffer", "extra state", "has gradient"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class TensorNote:
 
     Attributes:
         name: of the parameter, buffer or module within its layer.
-        what: PARAMETER, GRADIENT, BUFFER, EXTRA, or STATE and the key of optimizer state.
+        what: PARAMETER, GRADIENT, BUFFER, EXTRA, or STATE and the key of optimizer state; HAS_GRADIENT tells of each
+            GRADIENT of the layer whether it is one, or only room for one that did not come.
         dtype: without ``torch.``.
         stride: of a dense layout, which the receiver's tensor has, too.
         is_on_cpu: whether it is there wherever the parameter is, as the steps of most optimizers are.
@@ -123,6 +124,8 @@ def describe(
     layer_tensors: LayerTensors,
     optimizer: torch.optim.Optimizer | None,
     groups: Mapping[int, int],
+    *,
+    with_room: bool = False,
 ) -> tuple[LayerNote, list[Tensor]]:
     """Return the note of a layer of this stage, and its tensors in the note's order, without copies.
 
@@ -130,12 +133,14 @@ def describe(
         number: of the layer.
         layer_tensors: what belongs to the layer alone.
         groups: the number of each parameter's group in the optimizer, by the parameter's ``id``.
+        with_room: whether a gradient that may yet come has a note, too, with the parameter in its place.
 
     Raises:
         ValueError: for a sparse gradient, a tensor of a parameter's size as its attribute, and optimizer state of other
             kinds than tensors, numbers and texts.
     """
     contents: list[tuple[str, str, Tensor]] = []
+    has_gradient: list[bool] = []
     parameters = {}
     for name, parameter in layer_tensors.parameters.items():
         if reason := why_of_fixed_size(f"layers.{number}.{name}", parameter):
@@ -144,7 +149,10 @@ def describe(
         gradient = state.tensors.get(GRADIENT)
         if gradient is not None and gradient.layout is not torch.strided:
             raise ValueError(f"{state.name}: a gradient of layout {gradient.layout} cannot move")
-        contents += [(name, what, state.tensors[what]) for what in (PARAMETER, GRADIENT) if what in state.tensors]
+        contents.append((name, PARAMETER, state.tensors[PARAMETER]))
+        if gradient is not None or (with_room and parameter.requires_grad):
+            contents.append((name, GRADIENT, state.tensors[PARAMETER] if gradient is None else gradient))
+            has_gradient.append(gradient is not None)
         plain: dict[str, Any] | None = {} if state.has_state else None
         for key, kind, value in state.entries():
             if isinstance(value, Tensor):  # a layer is whole: what has another shape goes along, too
@@ -161,6 +169,8 @@ def describe(
     buffers = {name: buffers_of(module)[key] for name, (module, key) in layer_tensors.buffers.items()}
     contents += [(name, BUFFER, buffer.detach()) for name, buffer in buffers.items() if buffer is not None]
     contents += [(path, EXTRA, _serialized(module.get_extra_state())) for path, module in _with_extra_state(layer)]
+    if with_room:
+        contents.append(("", HAS_GRADIENT, torch.tensor(has_gradient, dtype=torch.uint8, device="cpu")))
     dense = [(name, what, _dense(tensor)) for name, what, tensor in contents]
     notes = tuple(
         TensorNote(name, what, str(tensor.dtype)[6:], tuple(tensor.shape), tensor.stride(), tensor.device.type == "cpu")
@@ -208,6 +218,11 @@ class Arrived:
     def __init__(self, note: LayerNote, layer: nn.Module, layer_tensors: LayerTensors, new: Sequence[Tensor]) -> None:
         self._note, self._layer, self._tensors = note, layer, layer_tensors
         self._new = {(one.name, one.what): tensor for one, tensor in zip(note.tensors, new, strict=True)}
+        gradients = [key for key in self._new if key[1] == GRADIENT]
+        has_gradient = self._new.pop(("", HAS_GRADIENT), torch.ones(len(gradients)))
+        for key, is_there in zip(gradients, has_gradient.tolist(), strict=True):
+            if not is_there:
+                del self._new[key]
 
     def read_extra_state(self, *, is_from_file: bool) -> None:
         """Read the modules' extra state, of any classes where it comes from another rank.

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from zeroresize.comm.collectives import Channel
 from zeroresize.layers.whole_parameters import require_whole_parameters
 from zeroresize.pipeline.layer_contents import (
     Arrived,
@@ -23,10 +24,10 @@ from zeroresize.pipeline.layer_contents import (
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.stage_layers import require_ties_within_stages
 from zeroresize.plan.partition import Partition
-from zeroresize.resharding.byte_streams import ByteStreams
 from zeroresize.resharding.movable_optimizer import groups_of, require_movable_state, settings_of
+from zeroresize.resharding.parcels import End, Pair, Parcel, RankRounds
 from zeroresize.resharding.transaction import Transaction
-from zeroresize.resharding.transport import Pair
+from zeroresize.resharding.transport import Transport
 from zeroresize.utils.fingerprint import fingerprint
 
 
@@ -41,7 +42,7 @@ class LayerMove(Transaction):
     Attributes:
         stages: as given.
         moving: the layers that move, by (sender, receiver).
-        stream_bytes: of all that moves, by (sender, receiver); known once all ranks have agreed.
+        parcels: all tensors that move, as bytes; known once all ranks have agreed.
 
     Raises:
         ValueError: for what cannot move; see :func:`~zeroresize.pipeline.move_layers`.
@@ -50,7 +51,8 @@ class LayerMove(Transaction):
     plan_name = "the boundaries of the stages, before or after, which of them stay, or max_bytes"
     state_name = "the settings of the optimizer's parameter groups"
     memory_name = "new tensors of layers that move"
-    transport: ByteStreams
+    #: Whether gradients that may yet come have room in the move.
+    with_room = False
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class LayerMove(Transaction):
         self._layer_tensors = pipeline.tensors
         self._max_bytes = max_bytes
         self._sent: dict[int, tuple[LayerNote, list[Tensor]]] = {
-            number: describe(number, self._layers[number], self._layer_tensors[number], self._optimizer, self._groups)
+            number: self._described(number)
             for pair, numbers in self.moving.items()
             for number in numbers
             if pair[0] == self._rank
@@ -96,10 +98,6 @@ class LayerMove(Transaction):
         """Return how many layers change stages, in the whole pipeline."""
         return sum(map(len, self.moving.values()))
 
-    @property
-    def needed_bytes(self) -> int:
-        return super().needed_bytes + self.reserved_bytes
-
     def needs_descriptions(self, states: Sequence[float]) -> bool:
         return True
 
@@ -116,54 +114,72 @@ class LayerMove(Transaction):
         for pair, numbers in self.moving.items():
             for number in numbers if pair[1] == self._rank else ():
                 require_fitting(self._notes[number], self._layers[number], self._layer_tensors[number], self._groups)
-        self.stream_bytes = {
-            pair: sum(note.num_bytes for one in numbers for note in self._notes[one].tensors if self.streamed(note))
-            for pair, numbers in self.moving.items()
-        }
-        self.transport = ByteStreams(self.stream_bytes, self._pipeline.process_group, self._max_bytes)
-        self.new_bytes = sum(size for pair, size in self.stream_bytes.items() if pair[1] == self._rank)
+        self.parcels: list[Parcel] = []
+        #: The layer of each parcel, and which of its tensors that is.
+        self._travelling: list[tuple[int, int]] = []
+        for pair, numbers in self.moving.items():
+            for number in numbers:
+                for index, note in enumerate(self._notes[number].tensors):
+                    self.parcels.append(Parcel((pair,), note.num_bytes, 1, torch.uint8, self.turn_of(number, note)))
+                    self._travelling.append((number, index))
+        self.transport = Transport(
+            RankRounds.of(self.parcels, self._rank, self._max_bytes), self._pipeline.process_group
+        )
+        self.new_bytes = sum(one.num_bytes for one in self.parcels if one.routes[0][1] == self._rank)
 
     def allocate(self) -> None:
         self.transport.allocate(self.messages_on)
         self._new: dict[int, list[Tensor]] = {
-            number: [one.new(self._pipeline.device) for one in self._notes[number].tensors if self.streamed(one)]
+            number: [one.new(self._pipeline.device) for one in self._notes[number].tensors]
             for pair, numbers in self.moving.items()
             if pair[1] == self._rank
             for number in numbers
         }
 
-    def carry_out(self) -> Exception | None:
-        errors = self.transport.carry_out_streams(self._tensors())
-        if not errors:
-            errors += self.read()
-        return errors[0] if errors else None
-
-    def read(self) -> list[Exception]:
-        """Read the layers that have come, and return what failed; nothing is installed."""
-        self._arrived = [
-            Arrived(self._notes[number], self._layers[number], self._layer_tensors[number], new)
-            for number, new in self._new.items()
-        ]
-        try:
-            for arrived in self._arrived:
-                arrived.read_extra_state(is_from_file=False)
-        except Exception as error:
-            return [error]
-        return []
+    def send_and_receive(self) -> Exception | None:
+        return self.transport.carry_out(self._source_of, self._target_of, over=self.channel) or self._read()
 
     @property
-    def reserved_bytes(self) -> int:
-        """Return the bytes that must be free on the device beside the new tensors: none, here."""
-        return 0
+    def channel(self) -> Channel | None:
+        """Return another transport between the stages than their group; None, here."""
+        return None
 
     @property
     def messages_on(self) -> torch.device:
         """Return the device that messages lie on."""
         return self._pipeline.meet_device
 
-    def streamed(self, tensor: TensorNote) -> bool:
-        """Return whether a tensor travels in the streams of the first rounds: all do, here."""
-        return True
+    def turn_of(self, number: int, tensor: TensorNote) -> int:
+        """Return in which turn a tensor of a layer travels: all in one, here."""
+        return 0
+
+    def sent_tensor(self, number: int, index: int) -> Tensor:
+        """Return one of the tensors of a layer that is sent."""
+        return self._sent[number][1][index]
+
+    def _source_of(self, parcel: int) -> End:
+        return End(bytes_of(self.sent_tensor(*self._travelling[parcel])).view(1, -1, 1))
+
+    def _target_of(self, parcel: int) -> End:
+        number, index = self._travelling[parcel]
+        return End(bytes_of(self._new[number][index]).view(1, -1, 1))
+
+    def _described(self, number: int) -> tuple[LayerNote, list[Tensor]]:
+        layer, tensors = self._layers[number], self._layer_tensors[number]
+        return describe(number, layer, tensors, self._optimizer, self._groups, with_room=self.with_room)
+
+    def _read(self) -> Exception | None:
+        """Read the layers that have come, and return what failed; nothing is installed."""
+        try:
+            self._arrived = [
+                Arrived(self._notes[number], self._layers[number], self._layer_tensors[number], new)
+                for number, new in self._new.items()
+            ]
+            for arrived in self._arrived:
+                arrived.read_extra_state(is_from_file=False)
+        except Exception as error:  # the others must hear of any
+            return error
+        return None
 
     def commit(self) -> None:
         """Put the new tensors in place, and let the pipeline run the layers; only ``set_extra_state`` could fail."""
@@ -180,16 +196,3 @@ class LayerMove(Transaction):
             let_go(self._layer_tensors[number], self._optimizer)
         for arrived in self._arrived:
             arrived.install(self._optimizer)
-
-    def _sent_of(self, number: int) -> list[Tensor]:
-        note, tensors = self._sent[number]
-        return [tensor for one, tensor in zip(note.tensors, tensors, strict=True) if self.streamed(one)]
-
-    def _tensors(self) -> dict[Pair, list[Tensor]]:
-        """[bytes] of this rank's streams, one after another."""
-        tensors_by_pair: dict[Pair, list[Tensor]] = {}
-        for pair, numbers in self.moving.items():
-            if self._rank in pair:
-                tensors = [self._sent_of(one) if pair[0] == self._rank else self._new[one] for one in numbers]
-                tensors_by_pair[pair] = [bytes_of(tensor) for of_layer in tensors for tensor in of_layer]
-        return tensors_by_pair

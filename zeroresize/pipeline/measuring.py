@@ -1,20 +1,64 @@
-"""Measures a pipeline's layers in the blocks that are due, and takes what that costs."""
+"""Measures a pipeline's layers in the blocks that are due, tells all stages of it, and takes what that costs.
+
+Figures travel over a group of their own, on CPU, so nothing of them waits for the pipeline's messages, nor they for
+them. What was sent is waited for, never polled: all ranks get a profile at the end of the same later block. On a GPU
+the figures are read one block late, when they are done, so the device is never waited for while it has nothing to do.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, fields
+from weakref import finalize
 
 import torch
 
+from zeroresize.comm.cpu_group import CpuGroup
+from zeroresize.comm.exchange import Exchange
+from zeroresize.comm.whereabouts import Call
 from zeroresize.pipeline.block_seconds import BlockSeconds
-from zeroresize.pipeline.counted_work import WorkCounter
+from zeroresize.pipeline.counted_work import CountedBlock, WorkCounter
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.pipeline.profile_exchange import GatheredProfile, MeasuredBlock, ProfileExchange
 from zeroresize.pipeline.profiling import LayerProfiler
 from zeroresize.pipeline.replicas import PipelineReplicas
-from zeroresize.policy.pipeline.profile_cadence import ProfileCadence, profile_cost
+from zeroresize.policy.pipeline.profile_cadence import ProfileCadence, SpentSeconds, profile_cost
+from zeroresize.policy.pipeline.profiles import PipelineProfile
 
 logger = logging.getLogger(__name__)
+
+_NUM_SPENT = len(fields(SpentSeconds))
+
+
+@dataclass(frozen=True, eq=False)
+class _MeasuredBlock:
+    """What one stage knows of a block: its layers, their work, and what measuring takes."""
+
+    profiler: LayerProfiler
+    counted: CountedBlock
+    spent: SpentSeconds
+
+    def figures(self) -> list[float]:
+        """What the other stages are sent, equally many numbers on all of them."""
+        failed = float(self.counted.error is not None)
+        return [*astuple(self.spent), failed, *self.profiler.figures(self.counted.mean_seconds)]
+
+
+@dataclass(frozen=True)
+class GatheredProfile:
+    """Hold what all stages have measured.
+
+    Attributes:
+        profile: of the block.
+        spent: [S] what measuring takes on each stage.
+        failed: the stages on which the work of a layer could not be counted.
+        error: why, on this one; None where it could.
+    """
+
+    profile: PipelineProfile
+    spent: tuple[SpentSeconds, ...]
+    failed: tuple[int, ...]
+    error: Exception | None
 
 
 class Measuring:
@@ -44,18 +88,28 @@ class Measuring:
         self._cadence, self._counter = cadence, counter
         self._logged_every = cadence.every
         self.seconds = BlockSeconds(pipeline.device)
-        self._measured: MeasuredBlock | None = None
-        self._exchange: ProfileExchange | None = None
+        self._close: Callable[[], object] = lambda: None
+        #: What was measured in this block; on a GPU in the block before; what is under way; what of it is of no use.
+        self._measured: _MeasuredBlock | None = None
+        self._unread: _MeasuredBlock | None = None
+        self._sent: _MeasuredBlock | None = None
+        self._forgotten: tuple[_MeasuredBlock | None, ...] = ()
 
     def connect(self) -> None:
-        """Make the group over which profiles travel; collective."""
-        self._exchange = ProfileExchange(self._pipeline)
+        """Make the group over which profiles travel, and leave the one before; collective.
+
+        Raises:
+            RuntimeError: if not all ranks come within the time limit of the pipeline's group.
+        """
+        self.disconnect()
+        self._exchange = Exchange(CpuGroup(self._pipeline.process_group, {}))
+        self._close = finalize(self, self._exchange.close)
 
     def disconnect(self) -> None:
         """Leave that group."""
-        if self._exchange is not None:
-            self._exchange.close()
-        self._exchange = None
+        self._close()
+        self._unread = self._sent = None
+        self._forgotten = ()
 
     def begin_block(self) -> None:
         """Begin a block."""
@@ -77,24 +131,37 @@ class Measuring:
         self._counter.end_block()
         self._measured = None
         if profiler is not None:
-            self._measured = MeasuredBlock(profiler, self._counter.measured_block(), self.seconds.spent())
-
-    def exchange(self, num_blocks: int) -> GatheredProfile | None:
-        """Send what was measured in this block, and return what was in an earlier one; collective.
-
-        Errors and arguments are those of :meth:`ProfileExchange.exchange`.
-        """
-        measured, self._measured = self._measured, None
-        assert self._exchange is not None
-        if measured is None and not self._exchange.is_busy:
-            return None
-        with self.seconds.handling():
-            return self._exchange.exchange(measured, num_blocks)
+            self._measured = _MeasuredBlock(profiler, self._counter.measured_block(), self.seconds.spent())
 
     @property
     def is_under_way(self) -> bool:
         """Return whether figures of a block are on their way to the other stages; the same on every rank."""
-        return self._exchange is not None and self._exchange.is_busy
+        return self._sent is not None or self._unread is not None
+
+    def exchange(self, num_blocks: int) -> GatheredProfile | None:
+        """Send what was measured in this block, and return what was in an earlier one; collective at the end of each.
+
+        Args:
+            num_blocks: how many blocks are over.
+
+        Raises:
+            RuntimeError: if a rank does not come within the time limit of the pipeline's group, naming it; on every
+                rank, if they have called :meth:`forget_work` unequally often.
+        """
+        measured, self._measured = self._measured, None
+        if measured is None and not self.is_under_way:
+            return None
+        with self.seconds.handling():
+            self._exchange.where.call, self._exchange.where.num_steps = Call.STEP, num_blocks
+            rows = self._exchange.collect()
+            sent = None if self._sent in self._forgotten else self._sent
+            self._sent = measured
+            if self._pipeline.device.type == "cuda":
+                self._sent, self._unread = self._unread, measured
+            if self._sent is not None:
+                self._exchange.post(self._sent.figures())
+            self._forgotten = tuple(block for block in self._forgotten if block in (self._sent, self._unread))
+            return None if rows is None or sent is None else _gathered(sent, rows)
 
     def learn_cost(
         self, gathered: GatheredProfile, replicas: PipelineReplicas | None, *, log_step: int | None = None
@@ -138,8 +205,14 @@ class Measuring:
 
         Every rank calls it alike.
         """
-        if self._exchange is not None:
-            self._exchange.forget()
+        self._exchange.where.num_work_changes += 1
+        self._forgotten = self._sent, self._unread
         self._counter.forget()
         if self._cadence.costs:  # else what profiles cost would never be known where work changes every few steps
             self.seconds.forget()
+
+
+def _gathered(sent: _MeasuredBlock, rows: list[list[float]]) -> GatheredProfile:
+    profile = sent.profiler.profile_of([row[_NUM_SPENT + 1 :] for row in rows])
+    failed = tuple(stage for stage, row in enumerate(rows) if row[_NUM_SPENT])
+    return GatheredProfile(profile, tuple(SpentSeconds(*row[:_NUM_SPENT]) for row in rows), failed, sent.counted.error)

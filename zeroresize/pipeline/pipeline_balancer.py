@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,16 +19,15 @@ from zeroresize.pipeline.automatic_repacking import AutomaticRepacking, Repack
 from zeroresize.pipeline.balancer_checks import require_cadence, require_no_ties, require_stepping_all
 from zeroresize.pipeline.counted_work import CountWork, WorkCounter
 from zeroresize.pipeline.measuring import Measuring
-from zeroresize.pipeline.moving_layers import LayerMoveReport, move_layers
-from zeroresize.pipeline.moving_layers_during_backward import MoveDuringBackward, moving_during_backward
+from zeroresize.pipeline.moving_layers import LayerMoveReport, MoveDuringBackward, move_layers, moving_during_backward
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.profiling import LayerProfiler
 from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
 from zeroresize.pipeline.replicas import PipelineReplicas
 from zeroresize.pipeline.stage_links import StageLinks
 from zeroresize.pipeline.units_before_layers import StageUnits, UnitsFirst
-from zeroresize.policy.moves.least_saving import MIN_SAVING
 from zeroresize.policy.moves.move_cost import MoveCost, most_bytes
+from zeroresize.policy.moves.rental import MIN_SAVING
 from zeroresize.policy.pipeline.message_delays import PipelineMessages
 from zeroresize.policy.pipeline.pipeline_load import NothingFitsError
 from zeroresize.policy.pipeline.profile_cadence import (
@@ -95,7 +93,7 @@ class PipelineBalancer:
     What a profile costs is measured, too: by how much longer its block keeps the processor busy than others, and what
     is spent on sending, reading and deciding.
 
-    With ``profile_every=1`` and ``max_measuring=math.inf`` every block is measured, and running figures decide.
+    With ``profile_every=1`` and ``max_measuring=math.inf`` every block is measured.
 
     A stage that becomes slow gets fewer layers, and gets them back when it recovers; see
     :mod:`zeroresize.policy.pipeline.layer_costs` for how slow devices and heavy layers are told apart.
@@ -108,8 +106,7 @@ class PipelineBalancer:
             wants, 10 to 1,000.
         max_measuring: share of the steps' time that measuring may cost, unless it takes over 1,000 times as much;
             ``math.inf`` for any. Until the cost is known, after two profiles, ten blocks lie between two at least. What
-            :meth:`profile_next` asks for is measured at once, unless four such changes in a row have moved nothing, or
-            one has left layers where they are worse than at first.
+            :meth:`profile_next` asks for is measured at once, unless four such changes in a row have moved nothing.
         count_work: for work that changes in every step, as with routing: ``count_work(layer)`` returns how much a layer
             did in the block that is over, in any unit that its seconds are proportional to, and begins anew; it is
             called for each layer of this rank behind every block, and must not wait for a device. "tokens" counts the
@@ -290,7 +287,7 @@ class PipelineBalancer:
             self._wanted = None
         self._measuring.forget_work()
         self._rebalancing.expect_other_work(self.steps)
-        self._cadence.work_changed(self.steps, at_once=self._rebalancing.follows)
+        self._cadence.work_changed(self.steps)
         if self._repacking is not None:
             self._repacking.decision.expect_other_work()
 
@@ -455,7 +452,8 @@ class PipelineBalancer:
         if not self._pipeline.is_released:
             self._tells = self._pipeline.stage == 0
             self._connect()
-        self._record(released.proposal, released.report.moved_bytes, released.report.seconds)
+        proposal, report = released
+        self._record(proposal, report.moved_bytes, report.seconds)
         return True
 
     def _connect(self) -> None:
@@ -484,18 +482,13 @@ class PipelineBalancer:
             num_bytes, seconds = self._replicas.gather_most(num_bytes, seconds)
         self._rebalancing.learn(num_bytes, seconds)
         if self._tells:
-            slowest = max(range(len(proposal.stage_s)), key=proposal.stage_s.__getitem__)
             logger.info(
-                "step %d: stage %d takes %.1f times as long as the mean: %s: %.1f MB, %.2f s; expected step %.0f -> "
-                "%.0f ms",
+                "step %d: %s: %.1f MB, %.2f s; %s",
                 self.steps,
-                slowest,
-                proposal.stage_s[slowest] / (fmean(proposal.stage_s) or 1.0),
                 described(proposal.transfers),
                 moved_bytes / 1e6,
                 seconds,
-                1e3 * proposal.step_s,
-                1e3 * proposal.expected_step_s,
+                proposal.reason,
             )
         self._record(proposal, moved_bytes, seconds)
 

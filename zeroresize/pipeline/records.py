@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zeroresize.policy.pipeline.bubbles import simulated_step
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal
 from zeroresize.runtime.schedules import Schedule
+from zeroresize.runtime.simulated_steps import simulated_step
 from zeroresize.utils.codec import decoded
 from zeroresize.utils.json_lines import without_nan
 
@@ -120,7 +120,7 @@ class ProfileRecord:
         return numbers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RebalancingRecord(RebalancingProposal):
     """Records a move of layers: what was forecast of it, and what it was.
 

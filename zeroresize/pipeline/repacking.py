@@ -6,7 +6,7 @@ DynMo, section 3.4: layers are packed onto as few devices as hold them, communic
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,13 +21,14 @@ from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.release_hooks import Release, ReleaseHook, tell_outside
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import most_bytes
-from zeroresize.policy.pipeline.fewer_stages import Repacking, repacked
+from zeroresize.policy.pipeline.centralized import Repacking, repacked
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
-from zeroresize.policy.pipeline.repacking_decision import RepackingRule
+from zeroresize.policy.pipeline.repacking_decision import repacking_onto, repacking_onto_fewest
 from zeroresize.resharding.agreement import meet_prepared
+from zeroresize.resharding.parcels import sent_and_received
 from zeroresize.resharding.transaction import prepare_transaction, receive_transaction
 
 
@@ -117,8 +118,8 @@ def repack(
                 num_steps=1,
                 memory_limits=None if memory_limits is None else tuple(map(float, memory_limits)),
             )
-            repacking_rule = RepackingRule(rule, LayerCosts.first(profile), profile, keep)
-            return repacking_rule.on_fewest() if num_stages is None else repacking_rule.on(num_stages)
+            known = rule, LayerCosts.first(profile), profile, keep
+            return repacking_onto_fewest(*known) if num_stages is None else repacking_onto(num_stages, *known)
         if num_stages is None or memory_limits is not None:
             raise ValueError("memory_limits, or no num_stages, are not possible without profile=: it tells bytes")
         load = PipelineLoad.of([1.0] * len(pipeline.layers), pipeline.num_stages)
@@ -187,7 +188,7 @@ def _move_and_follow(
         seconds = _gather_slowest(pipeline.meet(), begin)
         move.commit()
     remaining = tuple(ranks[stage] for stage in move.stages)
-    streams = move.stream_bytes
+    sent, received = sent_and_received(move.parcels, len(ranks))
     return RepackingReport(
         pipeline.is_released,
         move.stages,
@@ -195,15 +196,10 @@ def _move_and_follow(
         tuple(one for one in ranks if one not in remaining),
         remaining,
         move.num_layers,
-        sum(streams.values()),
-        int(most_bytes(*(_of_ranks(streams, end, len(ranks)) for end in (0, 1)))),
+        sum(sent),
+        int(most_bytes(sent, received)),
         seconds,
     )
-
-
-def _of_ranks(streams: Mapping[tuple[int, int], int], end: int, num_ranks: int) -> list[float]:
-    """[R] bytes of the streams that begin, or with ``end`` 1 end, at each rank."""
-    return [float(sum(size for pair, size in streams.items() if pair[end] == rank)) for rank in range(num_ranks)]
 
 
 def _make_remaining_group(pipeline: Pipeline, stages: Sequence[int], begin: float) -> tuple[ProcessGroup | None, float]:

@@ -8,8 +8,7 @@ from zeroresize.measure.links import measure_neighbour_links
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.replicas import PipelineReplicas
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.pipeline.message_delays import PipelineMessages
-from zeroresize.policy.pipeline.running_links import RunningLinks
+from zeroresize.policy.pipeline.message_delays import PipelineMessages, RunningLinks
 
 #: Smaller messages are measured as if they had so many bytes, as a link's bandwidth cannot be told by less.
 _LEAST_BYTES = 2**12
@@ -26,7 +25,7 @@ class StageLinks:
     def __init__(self, pipeline: Pipeline, replicas: PipelineReplicas | None) -> None:
         self._pipeline, self._replicas = pipeline, replicas
         self._num_stages = 0
-        self._running = RunningLinks(0.0)
+        self._running = RunningLinks()
 
     def measure(self, num_steps: int) -> PipelineMessages:
         """Return what messages take, given what they take now, on every rank; collective, between two steps.
@@ -41,7 +40,7 @@ class StageLinks:
         sizes = pipeline.message_bytes
         usual = max(_LEAST_BYTES, *(round(sizes[layer]) for layer in pipeline.boundaries[1:-1]), 0)
         if pipeline.num_stages != self._num_stages:
-            self._num_stages, self._running = pipeline.num_stages, RunningLinks(usual)
+            self._num_stages, self._running = pipeline.num_stages, RunningLinks()
         links = measure_neighbour_links(pipeline.process_group, pipeline.device, num_bytes=usual)
         if self._replicas is not None:
             numbers = self._replicas.gather_most(

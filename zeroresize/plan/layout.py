@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-Indices = NDArray[np.int64]
+from zeroresize.plan.ownership import Indices, SegmentWork, unit_counts
 
 
 @dataclass(frozen=True)
@@ -153,12 +152,4 @@ def unit_bounds(num_units: int, shares: Sequence[float]) -> tuple[int, ...]:
     weights = np.asarray(shares, dtype=np.float64)
     if weights.ndim != 1 or not np.isfinite(weights).all() or (weights < 0.0).any() or not weights.any():
         raise ValueError(f"shares={shares} are not allowed: wanted are finite numbers, none negative, not all zero")
-    exact = num_units * weights / weights.sum()
-    counts = np.maximum(np.floor(exact + 1e-9).astype(np.int64) - 1, 0) * (weights > 0.0)
-    held = weights > 0.0
-    for _ in range(num_units - int(counts.sum())):
-        pace = np.full(len(weights), np.inf)
-        pace[held] = (counts[held] + 1) / weights[held]
-        # Rounded, so that ranks of equal shares are equal whatever the last bit says.
-        counts[int(np.round(pace / pace.min(), 9).argmin())] += 1
-    return (0, *np.cumsum(counts).tolist())
+    return (0, *np.cumsum(unit_counts(tuple(weights.tolist()), SegmentWork(num_units, quantum=1, work=0.0))).tolist())

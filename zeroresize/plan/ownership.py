@@ -169,7 +169,7 @@ def unit_counts(shares: Sequence[float], segment: SegmentWork) -> tuple[int, ...
         shares: of the ranks, in any unit; not negative, not all zero. Whose share is zero owns ``min_units``.
     """
     num_ranks, quantum = len(shares), segment.quantum
-    if len(set(shares)) == 1:
+    if len(set(shares)) == 1 and segment.num_units % num_ranks == 0:
         return (segment.num_units // num_ranks,) * num_ranks
     counts = [segment.min_units] * num_ranks
     left = segment.num_units - sum(counts)

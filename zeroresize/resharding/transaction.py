@@ -32,7 +32,8 @@ from zeroresize.resharding.agreement import (
     require_received,
     require_same,
 )
-from zeroresize.resharding.transport import RoundTransport
+from zeroresize.resharding.background import BackgroundCall
+from zeroresize.resharding.transport import Transport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +92,9 @@ class Transaction(ABC):
     memory_name: ClassVar[str] = "new tensors"
     plan: float
     state: float = 0.0
-    transport: RoundTransport[Any]
+    transport: Transport
     new_bytes: int
+    _under_way: BackgroundCall[Exception | None] | None = None
 
     @property
     @abstractmethod
@@ -127,12 +129,34 @@ class Transaction(ABC):
     def allocate(self) -> None:
         """Make the new tensors and the memory of messages."""
 
+    @property
+    def is_outdated(self) -> bool:
+        """Return whether something that this rank has sent is another now, as where it was sent while it computed."""
+        return False
+
     @abstractmethod
-    def carry_out(self) -> Exception | None:
+    def send_and_receive(self) -> Exception | None:
         """Send and receive everything, into the new tensors; return the first failure, None if there is none.
 
         After a failure the other messages travel all the same: ranks that live wait for them.
         """
+
+    def start(self, device: torch.device, wait_before: Callable[[], object] = lambda: None) -> None:
+        """Send and receive from now on beside what this rank computes; :meth:`carry_out` waits for the end.
+
+        Args:
+            wait_before: waits, in the other thread, for what must come first.
+        """
+        self._under_way = BackgroundCall(self.send_and_receive, device, wait_before)
+
+    def wait(self) -> None:
+        """Wait until nothing travels any more of what was started."""
+        if self._under_way is not None:
+            self._under_way.wait()
+
+    def carry_out(self) -> Exception | None:
+        """Return the first failure of :meth:`send_and_receive`, which has been started or is called now."""
+        return self.send_and_receive() if self._under_way is None else self._under_way.result()
 
     @abstractmethod
     def commit(self) -> None:
@@ -261,16 +285,20 @@ def prepare_in_one_meeting(make: Callable[[], TransactionT], participants: Parti
     return made
 
 
-def receive_transaction(transaction: Transaction, participants: Participants) -> None:
+def receive_transaction(transaction: Transaction, participants: Participants) -> bool:
     """Carry out a prepared move up to its commit: every rank has received everything, and nothing has changed.
+
+    Returns:
+        Whether something is another on some rank than when it was sent, so all must be sent once more.
 
     Raises:
         RuntimeError: on every rank that lives, if one has not; it names it.
     """
-    begin = time.perf_counter()
+    begin, is_outdated = time.perf_counter(), False
     failure: Exception | None
     try:
         failure = transaction.carry_out()
+        is_outdated = failure is None and transaction.is_outdated
         if participants.device.type == "cuda":  # a wait only orders streams: nothing has been received before this
             torch.cuda.synchronize(participants.device)
     except Exception as error:  # the others must hear of any
@@ -279,4 +307,4 @@ def receive_transaction(transaction: Transaction, participants: Participants) ->
     if participants.message_device.type == "cpu":
         # It may have waited for the time limit already, for a rank that will not come to this either.
         left = time_limit(participants.process_group) - timedelta(seconds=time.perf_counter() - begin)
-    require_received(failure, participants.meet, left=left)
+    return any(require_received(failure, participants.meet, float(is_outdated), left))

@@ -15,20 +15,21 @@ docs/strategies.md.
 import zeroresize.strategy.strategy_state  # noqa: F401
 from zeroresize.plan.length_range import LengthRange
 from zeroresize.plan.strategy import Position, Strategy
-from zeroresize.policy.strategy.costs.candidate_strategies import candidate_strategies
 from zeroresize.policy.strategy.costs.cost_model import CostModel
-from zeroresize.policy.strategy.costs.search import SearchResult, search_strategies
+from zeroresize.policy.strategy.costs.search import SearchResult, candidate_strategies, search_strategies
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.strategy.calibrate import measure_layer_costs, measure_links
-from zeroresize.strategy.gradient_clipping import clip_grad_norm_
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.step_report import RangeReport, StepReport
+from zeroresize.strategy.step_trainer import clip_grad_norm_
+from zeroresize.strategy.straggler_balancing import ChangeRecord
 from zeroresize.strategy.strategy_balancer import StrategyBalancer
 from zeroresize.strategy.switching.switch import SwitchReport
 from zeroresize.strategy.trainer import StrategyTrainer
 
 __all__ = [
+    "ChangeRecord",
     "CostModel",
     "LengthRange",
     "LinkSpeeds",

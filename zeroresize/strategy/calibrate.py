@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zeroresize.comm.collectives import all_reduce, group_rank, group_size, message_device
+from zeroresize.comm.collectives import group_size
 from zeroresize.measure.links import measure_messages
 from zeroresize.policy.strategy.costs.cost_model import Floats
 from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
+from zeroresize.resharding.agreement import meet_over
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
 from zeroresize.utils.value_checks import at_least
@@ -191,12 +192,7 @@ def _bytes(layers: Sequence[nn.Module], batch: Packed, model: SwitchableModel) -
 
 def _most(values: Floats, model: SwitchableModel) -> Floats:
     """The largest of all ranks."""
-    group = model.process_group
-    table = torch.zeros(group_size(group), len(values), dtype=torch.float64)
-    table[group_rank(group)] = torch.from_numpy(np.ascontiguousarray(values))
-    table = table.to(message_device(group, model.device))
-    all_reduce(table, group)
-    most: Floats = table.cpu().numpy().max(axis=0)
+    most: Floats = np.max(meet_over(model.process_group, model.device)(*values.tolist()), axis=0)
     return most
 
 

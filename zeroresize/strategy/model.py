@@ -19,8 +19,7 @@ from zeroresize.plan.layout import Layout, TensorSpec
 from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES
 from zeroresize.resharding.transaction import Participants, run_transaction
-from zeroresize.strategy.first_weights import take_first_weights
-from zeroresize.strategy.given_model import agree_on_model, device_of
+from zeroresize.strategy.given_model import agree_on_model, device_of, take_first_weights
 from zeroresize.strategy.optimizer_checks import require_divisible
 from zeroresize.strategy.placement.gradient_sum import sum_gradients
 from zeroresize.strategy.placement.placement import Placement, held_bytes

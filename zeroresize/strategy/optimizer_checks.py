@@ -1,4 +1,4 @@
-"""Whether an optimizer may step the parts of a model the optimizer's strategy leaves to this rank."""
+"""Whether an optimizer may step the parts of a model that its strategy leaves to this rank."""
 
 from __future__ import annotations
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from zeroresize.utils.fingerprint import digest
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,3 +81,28 @@ class Packed:
         """Return [T] int64, the place of each token within its sequence, on the device of the tokens."""
         device = self.tokens.device
         return torch.cat([torch.arange(length, device=device) for length in self.lengths])
+
+
+def require_sequences(sequences: Sequence[Tensor]) -> None:
+    """Check that a mini-batch is a list of rows [length + 1] of int64, of at least two tokens each.
+
+    Raises:
+        ValueError: naming what is given instead.
+    """
+    rows: object = sequences
+    if isinstance(rows, Tensor) or not sequences:
+        given = "one tensor" if isinstance(rows, Tensor) else "empty"
+        raise ValueError(f"sequences are {given}: a list of rows [length + 1] is needed, without padding")
+    wrong = [
+        index
+        for index, row in enumerate(sequences)
+        if not isinstance(row, Tensor) or row.dtype != torch.int64 or row.dim() != 1 or len(row) < 2 or row.is_meta
+    ]
+    if wrong:
+        raise ValueError(f"sequences {wrong} are no tensors [length + 1] of int64, of at least two tokens")
+
+
+def digest_of(sequences: Sequence[Tensor]) -> str:
+    """Return a hash of the sequences' lengths and tokens, the same on ranks that were given the same."""
+    lengths = json.dumps([len(sequence) for sequence in sequences])
+    return digest(lengths, torch.cat([sequence.cpu() for sequence in sequences]).numpy().tobytes()).hex()

@@ -3,46 +3,34 @@
 from __future__ import annotations
 
 import json
-import logging
-import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeroresize.plan.length_range import LengthRange, as_ranges, with_limits
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.packing import Work, num_tokens
-from zeroresize.policy.strategy.step_plan import Visit, plan_visits
+from zeroresize.policy.strategy.costs.planned_switches import PlannedSwitches
+from zeroresize.policy.strategy.packing import Visit, Work, num_tokens, plan_visits
+from zeroresize.policy.strategy.switches.switch_order import visiting_order
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
-from zeroresize.resharding.agreement import meet_over, meet_prepared, require_same
-from zeroresize.runtime.activations import find_activations
+from zeroresize.resharding.agreement import meet_prepared, require_same
 from zeroresize.runtime.communication import instructions_of
-from zeroresize.runtime.counted_loss import Count, CountedLoss, Loss, multiply_gradients, total_count
+from zeroresize.runtime.counted_loss import Count, Loss, total_count
 from zeroresize.runtime.random_numbers import seed_of
-from zeroresize.runtime.stage import Stage
-from zeroresize.strategy.gradient_clipping import clip_grad_norm_, grad_norm
-from zeroresize.strategy.mean_loss import mean_over_ranks, parts_of
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.packed import Packed
-from zeroresize.strategy.step_checks import (
-    digest_of,
-    require_fitting_optimizer,
-    require_ready_to_train,
-    require_sequences,
-)
+from zeroresize.strategy.packed import Packed, digest_of, require_sequences
 from zeroresize.strategy.step_report import RangeReport, StepReport
-from zeroresize.strategy.switch_tour import TYPICAL_LINKS, SwitchTour
+from zeroresize.strategy.step_trainer import StepTrainer, require_ready_to_train
 from zeroresize.strategy.switching.switch import SwitchReport
 from zeroresize.utils.autocast_dtype import autocast_dtype
 from zeroresize.utils.fingerprint import fingerprint
-from zeroresize.utils.value_checks import is_bool, number
+from zeroresize.utils.value_checks import is_bool
 
-logger = logging.getLogger(__name__)
-
+#: Of NVLink and InfiniBand, roughly. Orders depend on their ratio alone, and inside one node on neither.
+TYPICAL_LINKS = LinkSpeeds(within_bytes_per_s=200e9, between_bytes_per_s=25e9)
 #: What ranks compare before a step, in this order: the ranges' visits follow from the sequences.
 _AGREED = (
     "the sequences: every rank must be given the whole mini-batch, in one order",
@@ -51,7 +39,7 @@ _AGREED = (
 )
 
 
-class StrategyTrainer:
+class StrategyTrainer(StepTrainer):
     """Trains sequences of each range of lengths under the range's strategy, and steps the optimizer once for all.
 
     ::
@@ -116,17 +104,20 @@ class StrategyTrainer:
         seed: int = 0,
         count: Count | None = None,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
-        self._meet = meet_over(model.process_group, model.device)
-        require_fitting_optimizer(model, optimizer, self._meet)
-        number("grad_clip", grad_clip, least=0.0)
+        super().__init__(
+            model,
+            optimizer,
+            loss=loss,
+            count=count,
+            grad_clip=grad_clip,
+            seed=seed,
+            hollow=Packed.hollow,
+            sizes=["tokens"],
+        )
         is_bool("overlap", overlap)
-        self._loss, self._max_tokens = CountedLoss(loss, count, averages=False), max_tokens
-        self._grad_clip, self._work = grad_clip, work
-        self._overlap, self._seed, self.num_steps = overlap, seed, 0
-        self._tour = SwitchTour(model, links, overlap=overlap)
+        self._max_tokens, self._work, self._overlap = max_tokens, work, overlap
+        self._switches = PlannedSwitches(model.tensors, model.nodes, links, model.num_layers)
         self.use(ranges)
-        self._activations = find_activations(model.whole_layers, Packed.hollow, ["tokens"])
 
     @property
     def ranges(self) -> tuple[LengthRange, ...]:
@@ -146,7 +137,7 @@ class StrategyTrainer:
                 raise ValueError(
                     f"length range {length_range}: the model's strategies are {known}; add(strategy) takes another"
                 )
-        self._tour.order(list(dict.fromkeys(one.strategy for one in wanted)))
+        self._order(list(dict.fromkeys(one.strategy for one in wanted)))
         self._ranges = wanted
 
     def change_strategies(self, strategies: Sequence[Strategy], optimizer_strategy: Strategy) -> int:
@@ -195,22 +186,11 @@ class StrategyTrainer:
         """
         begin = time.perf_counter()
         visits, packed = self._agreed_visits(sequences, trains=True)
-        self.model.drop_copies()  # the parameters may have been changed in place since
-        with self._failing():
-            loss, factor, by_range, switches = self._run(visits, packed, sequences, trains=True)
-            switches.append(self.model.collect())
-            multiply_gradients(self.model.parameters(), factor)
-            norm = float(clip_grad_norm_(self.model, self._grad_clip) if self._grad_clip else grad_norm(self.model))
-            is_skipped = not (math.isfinite(loss) and math.isfinite(norm))  # sums over all ranks: they decide alike
-            if not is_skipped:
-                self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            self.num_steps += 1
-            self._synchronize()
-        if is_skipped and self.model.rank == 0:
-            logger.warning("the optimizer does not step: the loss is %s, the norm of the gradients %s", loss, norm)
+        with self._running():
+            parts, by_range, switches = self._run(visits, packed, sequences, trains=True)
+            loss, norm, is_skipped, collected = self._step_optimizer(parts)
         total, seconds = sum(one.num_tokens for one in by_range), time.perf_counter() - begin
-        return StepReport(loss, total, seconds, tuple(by_range), tuple(switches), norm, is_skipped)
+        return StepReport(loss, total, seconds, tuple(by_range), (*switches, collected), norm, is_skipped)
 
     def evaluate(self, sequences: Sequence[Tensor]) -> float:
         """Return the mean loss of a token under the ranges' strategies, without gradients; collective.
@@ -221,28 +201,15 @@ class StrategyTrainer:
             Exception: as :meth:`step`, but for the optimizer, which is not asked.
         """
         visits, packed = self._agreed_visits(sequences, trains=False)
-        self.model.drop_copies()  # the parameters may have been changed in place since
-        with self._failing():
-            loss, *_ = self._run(visits, packed, sequences, trains=False)
+        with self._running():
+            parts, *_ = self._run(visits, packed, sequences, trains=False)
+            loss, _ = self._mean(parts)
             self.model.switch_to(self.model.optimizer_strategy, gradients=False)
         return loss
 
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Remembers what ends a step in its midst."""
-        try:
-            yield
-        except BaseException as error:
-            self.model.failure = f"{type(error).__name__}: {error}"
-            raise
-
     def _agreed_visits(self, sequences: Sequence[Tensor], *, trains: bool) -> tuple[list[Visit], list[list[Packed]]]:
         """The visits, and this rank's micro-batches of each."""
-        if self.model.failure is not None:  # meeting the others, who may be in the midst of that step, would mix it up
-            raise RuntimeError(
-                f"a step failed here while it ran: {self.model.failure}. Exit this process, so that the other ranks "
-                "notice, and go on from a checkpoint; only if all ranks failed alike, call model.abandon() on all"
-            )
+        self._require_no_failure()
         try:
             visits = self._visits(sequences, trains)
             options = [str(self.model.optimizer_strategy), trains, self._grad_clip, self._overlap, self._seed]
@@ -273,8 +240,7 @@ class StrategyTrainer:
             if position is not None and position.stage == visit.strategy.pp - 1
             for micro_batch in micro_batches
         ]
-        counts = self._loss.prepare([each for each, _ in mine], [each.num_tokens for each, _ in mine])
-        self._numbers = {id(each): number for number, (each, _) in enumerate(mine)}
+        counts = self._counts_of([each for each, _ in mine], [each.num_tokens for each, _ in mine])
         return sum(count for count, (_, is_first) in zip(counts, mine, strict=True) if is_first)
 
     def _visits(self, sequences: Sequence[Tensor], trains: bool) -> list[Visit]:
@@ -287,7 +253,16 @@ class StrategyTrainer:
             require_ready_to_train(self.model, self.optimizer)
         lengths = [len(one) - 1 for one in sequences]
         visits = {one.strategy: one for one in plan_visits(lengths, self.ranges, self._work)}
-        return [visits[strategy] for strategy in self._tour.order(list(visits))]
+        return [visits[strategy] for strategy in self._order(list(visits))]
+
+    def _order(self, strategies: Sequence[Strategy]) -> list[Strategy]:
+        """The strategies by the tour whose switches take least, the optimizer's first where it is one of them."""
+        return visiting_order(
+            strategies,
+            self.model.optimizer_strategy,
+            lambda stops: self._switches.seconds(stops, 0),
+            overlap=self._overlap,
+        )
 
     def _run(
         self,
@@ -296,10 +271,8 @@ class StrategyTrainer:
         sequences: Sequence[Tensor],
         *,
         trains: bool,
-    ) -> tuple[float, float, list[RangeReport], list[SwitchReport]]:
-        """The mean loss, with gradients accumulated where it ``trains``, and by what they are still to be multiplied;
-        the last strategy stays in force.
-        """
+    ) -> tuple[Tensor, list[RangeReport], list[SwitchReport]]:
+        """This rank's parts of the loss, with gradients accumulated where it ``trains``; the last strategy stays."""
         lengths = [len(one) - 1 for one in sequences]
         parts = torch.zeros(3, dtype=torch.float64)
         by_range, switches = [], []
@@ -314,52 +287,17 @@ class StrategyTrainer:
                     self.model.prefetch(next_strategies[0])
             begin = time.perf_counter()
             visited = [lengths[index] for index in visit.members]
-            seed = seed_of(self._seed, self.num_steps, index)
-            parts += self._run_part(packed[index], trains, seed)
+            parts += self._run_part(packed[index], trains, seed_of(self._seed, self.num_steps, index))
             self._synchronize()
             seconds, num_micro_batches = time.perf_counter() - begin, tuple(map(len, visit.replicas))
             by_range.append(
                 RangeReport(visit.strategy, visit.up_to, len(visited), sum(visited), num_micro_batches, seconds)
             )
-        loss, factor = mean_over_ranks(self._loss, parts, self.model)
-        return loss, factor, by_range, switches
+        return parts, by_range, switches
 
     def _run_part(self, micro_batches: Sequence[Packed], trains: bool, seed: int) -> Tensor:
-        """This rank's part of what :func:`mean_over_ranks` takes."""
-        model, position = self.model, self.model.position
+        position, num_stages = self.model.position, self.model.current.pp
         if position is None:
             return torch.zeros(3, dtype=torch.float64)
-        self._loss.begin(self._loss.total)
-        layers = model.stage_layers
-        pipeline = model.groups_of(model.current).pipeline
-        seed = seed_of(seed, position.replica, position.stage)
-        stage = Stage(list(layers.values()), min(layers), self._activations, pipeline, model.device, seed)
-
-        def part_of_mean(output: Tensor, packed: Packed) -> Tensor:
-            self._loss.number = self._numbers[id(packed)]
-            return self._loss(output, packed)
-
-        with nullcontext() if trains else _evaluating(layers.values()):
-            if trains:
-                instructions = instructions_of("1f1b", model.current.pp, len(micro_batches))[position.stage]
-                mean = stage.train(instructions, micro_batches, part_of_mean)
-            else:
-                mean = stage.evaluate(micro_batches, part_of_mean)
-        return parts_of(self._loss, mean, position)
-
-    def _synchronize(self) -> None:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
-
-
-@contextmanager
-def _evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
-    modules = [module for layer in layers for module in layer.modules()]
-    trained = [module for module in modules if module.training]
-    for module in trained:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in trained:
-            module.training = True
+        instructions = instructions_of("1f1b", num_stages, len(micro_batches))[position.stage] if trains else None
+        return self._computed(micro_batches, seed_of(seed, position.replica, position.stage), instructions)

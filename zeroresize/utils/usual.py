@@ -8,9 +8,8 @@ What comes after it differs, as the questions do:
 
 - **Units**: a Kalman filter (:mod:`zeroresize.policy.tensor.estimation.estimator`) tells what pruning costs apart from
   what a rank is slow by. It knows its own variance, so a jump is what exceeds so many standard deviations.
-- **Layers**: work varies as routed tokens do, or jumps as a freeze does, and which is not known; so means of several
-  memories compete (:mod:`zeroresize.policy.pipeline.running_profile`). They are judged by what they forecast, and there
-  is no threshold of a jump.
+- **Layers**: work varies as routed tokens do, or jumps as a freeze does; so a mean goes on until the newest profiles
+  differ from it by more than noise, which is learned (:mod:`zeroresize.policy.pipeline.layer_means`).
 - **Strategies**: work changes its layout at each switch, and only a rank's speed is asked for, of which little is known
   at once; so a jump is a factor, and a mean that forgets follows what is none
   (:mod:`zeroresize.policy.strategy.stragglers.rank_speeds`).

@@ -8,10 +8,10 @@ import pytest
 
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.pipeline.bubbles import simulated_step
 from zeroresize.policy.pipeline.centralized import balanced_partition
-from zeroresize.policy.pipeline.message_delays import PipelineMessages, step_delays
+from zeroresize.policy.pipeline.message_delays import PipelineMessages, RunningLinks, step_delays
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
+from zeroresize.runtime.simulated_steps import simulated_step
 
 NUM_LAYERS, NUM_STAGES = 9, 3
 ALL_PARTITIONS = [
@@ -94,3 +94,14 @@ def test_the_division_that_knows_delays_has_the_shortest_of_all_steps(schedule):
         ignored.append(step_s(balanced_partition(PipelineLoad.of(costs, NUM_STAGES))) / shortest_s)
     if schedule == "1f1b":
         assert max(ignored) > 1.05  # so it makes a difference
+
+
+def test_links_that_vary_are_as_the_middle_one_of_the_last_five_and_slow_ones_are_known_after_three():
+    running = RunningLinks()
+    for seconds in (1.0, 1.0, 9.0, 1.0, 1.0):
+        links = running.after((MoveCost(seconds / 1e6, seconds), MoveCost(2e-6, 4.0)))
+    assert links == (MoveCost(1e-6, 1.0), MoveCost(2e-6, 4.0))
+    for _ in range(3):
+        links = running.after((MoveCost(4e-6, 4.0), MoveCost(2e-6, 4.0)))
+    assert links == (MoveCost(4e-6, 4.0), MoveCost(2e-6, 4.0))
+    assert RunningLinks().after(()) == ()

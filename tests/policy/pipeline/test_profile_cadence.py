@@ -101,32 +101,34 @@ def test_changed_work_is_measured_twice_and_paid_for_later():
     for _ in range(5):
         cadence.learn(0.2)  # of 40 blocks
     cadence.measured(100)
-    cadence.work_changed(110, at_once=True)
+    cadence.work_changed(110)
     assert not cadence.is_due(109) and cadence.is_due(110)
     cadence.measured(110)
     cadence.learn(0.2)
     assert cadence.is_due(111)
     cadence.measured(111)
     assert cadence.next_due == 191  # three profiles from 100 on, of which two are made up for by longer intervals
-    cadence.work_changed(112, at_once=True)
+    cadence.work_changed(112)
     cadence.begin_anew(cadence.costs)
     cadence.measured(0)
     assert cadence.next_due == 40
 
 
-@pytest.mark.parametrize("every", [1, 4, 15, 30, 100])
-def test_changes_that_are_told_all_the_time_for_nothing_are_measured_as_often_as_they_may_be(every):
-    cadence, due = ProfileCadence("auto", 0.01), []
-    for _ in range(5):
-        cadence.learn(0.2)  # 1 % of 20 blocks
-    for block in range(1000):
-        if block % every == 0:
-            cadence.work_changed(block, at_once=False)
+def test_after_four_changes_in_a_row_that_moved_nothing_regular_profiles_suffice():
+    cadence = ProfileCadence("auto", 0.01)
+    cadence.begin_anew([0.2] * 5)
+    due = []
+    for block in range(200):
+        if block % 10 == 0:
+            cadence.work_changed(block)
         if cadence.is_due(block):
             cadence.measured(block)
             due.append(block)
-    assert 0.2 * len(due) <= 0.01 * 1000 + 3 * 0.2
-    assert len(due) >= 1000 // max(every, 50)
+    assert due[:8] == [0, 1, 10, 11, 20, 21, 30, 31] and len(due) <= 12
+    cadence.moved(200)
+    assert cadence.next_due == 202
+    cadence.work_changed(210)
+    assert cadence.is_due(210)
 
 
 @given(st.lists(st.integers(0, 400), max_size=60), st.floats(0.01, 1.0))

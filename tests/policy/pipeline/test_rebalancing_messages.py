@@ -8,12 +8,12 @@ from helpers.pipelines import NUM_MICROBATCHES, World, all_partitions, rebalanci
 
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.pipeline.bubbles import simulated_step
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.message_delays import PipelineMessages
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.repacking_decision import RepackingDecision
 from zeroresize.policy.pipeline.shortest_step import shortest_partition
+from zeroresize.runtime.simulated_steps import simulated_step
 
 EVEN = (0, 4, 8, 12)
 

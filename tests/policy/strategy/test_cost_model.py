@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from zeroresize.plan.layout import TensorSpec, UnitDivision
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.pipeline.bubbles import simulated_step
 from zeroresize.policy.strategy.costs.cost_model import CostModel, pipeline_seconds
 from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.runtime.schedules import order_of
+from zeroresize.runtime.simulated_steps import simulated_step
 
 NUM_LAYERS = 4
 #: A weight of 8 units of 100 bytes in each layer, and a bias of 8 bytes that nobody divides.

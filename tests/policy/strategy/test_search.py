@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from zeroresize.plan.layout import TensorSpec, UnitDivision
 from zeroresize.plan.length_range import LengthRange
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.costs.candidate_strategies import candidate_strategies, default_thresholds
 from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.costs.forecast import forecast_step
 from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
-from zeroresize.policy.strategy.costs.search import search_strategies
+from zeroresize.policy.strategy.costs.search import candidate_strategies, default_thresholds, search_strategies
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 
 TENSORS = tuple(TensorSpec(f"{layer}.weight", layer, (8, 25), 4, UnitDivision(0, 8, 1)) for layer in range(4))
@@ -47,14 +46,14 @@ def long_tailed(seed, num_batches, num_sequences=6, longest=32):
     return lengths.astype(int).clip(1, longest).tolist()
 
 
-def everything(sample, cost, memory_limit, thresholds, max_ranges, fits=None):
+def everything(sample, cost, memory_limit, thresholds, max_ranges):
     """The least step of all ranges, strategies, strategies of the optimizer and orders that fit."""
     best, switch_s = (
         np.inf,
         {optimizer_strategy: switches(optimizer_strategy, cost, memory_limit) for optimizer_strategy in CANDIDATES},
     )
     work = functools.cache(lambda strategy, own, up_to: cost.work_seconds(strategy, pack(own, up_to, strategy.dp)))
-    fits = fits or functools.cache(lambda *values: cost.fits(*values, memory_limit))
+    fits = functools.cache(lambda *values: cost.fits(*values, memory_limit))
     for count in range(1, max_ranges + 1):
         for ends in itertools.combinations(thresholds[:-1], count - 1):
             for optimizer_strategy, *chosen in itertools.product(CANDIDATES, repeat=count + 1):
@@ -111,22 +110,6 @@ def test_nothing_that_fits_is_faster(seed, speed, communication, is_tight):
     )
     assert result.best.step_s == pytest.approx(everything(sample, cost, limit, thresholds, 3), rel=1e-12)
     assert result.best.step_s <= result.static.step_s
-
-
-def test_what_fits_is_for_the_caller_to_say():
-    cost, sample, asked = cost_model(1e9, communication=4.0), [[4] * 32 + [32]] * 2, []
-
-    def fits(strategy, optimizer_strategy, tokens):
-        asked.append(tokens)
-        return strategy.tp >= 2 and (strategy.tp == 4 or tokens <= 12) and optimizer_strategy.tp == 4
-
-    options = {"thresholds": [4, 12, 32], "pack": pack, "max_ranges": 3}
-    result = search_strategies(sample, CANDIDATES, cost, memory_limit=1e9, fits=fits, **options)
-    assert {own.strategy.tp for own in result.ranges} <= {2, 4} and result.optimizer_strategy == Strategy(tp=4)
-    assert result.best.step_s == pytest.approx(everything(sample, cost, 1e9, [4, 12, 32], 3, fits), rel=1e-12)
-    assert set(asked) == {4, 12, 32}
-    free = search_strategies(sample, CANDIDATES, cost, memory_limit=1e9, **options)
-    assert free.best.step_s < result.best.step_s
 
 
 def search(cost, sample, **changes):

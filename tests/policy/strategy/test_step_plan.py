@@ -1,17 +1,17 @@
 """Sequences find their strategies, and strategies are visited on the tour whose switches take least."""
 
+import functools
 import itertools
-from types import SimpleNamespace
 
 import pytest
 
 from zeroresize.plan.layout import TensorSpec, UnitDivision
 from zeroresize.plan.length_range import LengthRange, with_limits
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.step_plan import Visit, plan_visits
-from zeroresize.policy.strategy.switches.switch_order import tour_seconds
+from zeroresize.policy.strategy.costs.planned_switches import PlannedSwitches
+from zeroresize.policy.strategy.packing import Visit, plan_visits
+from zeroresize.policy.strategy.switches.switch_order import tour_seconds, visiting_order
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
-from zeroresize.strategy.switch_tour import SwitchTour
 
 DATA, TENSOR, BOTH = Strategy(4), Strategy(1, 4), Strategy(2, 2)
 RANGES = [LengthRange(*one) for one in ((2, DATA), (4, TENSOR), (6, DATA, 12), (8, BOTH))]
@@ -42,24 +42,22 @@ def test_the_tour_is_the_shortest_from_the_optimizer_strategy_by_what_switches_s
     tensors = [TensorSpec("a", 0, (64, 8), 4, UnitDivision(0, 64, 1)), TensorSpec("b", 1, (128, 8), 4)]
     strategies = [DATA, TENSOR, BOTH, Strategy(2, 1, 2), Strategy(1, 2, 2), Strategy(1, 1, 2, ranks=(3, 1))]
     for optimizer_strategy in strategies:
-        model = SimpleNamespace(
+        switches = PlannedSwitches(tensors, [0, 0, 1, 1], LinkSpeeds(10.0, 1.0), num_layers=2)
+        order_of = functools.partial(
+            visiting_order,
             optimizer_strategy=optimizer_strategy,
-            tensors=tensors,
-            nodes=[0, 0, 1, 1],
-            layout_of=lambda one: one.layout(tensors, 4, 2),
+            seconds_between=lambda stops, switches=switches: switches.seconds(stops, 0),
         )
-        tour = SwitchTour(model, LinkSpeeds(10.0, 1.0))
-        order = tour.order(strategies)
+        order = order_of(strategies, overlap=False)
         assert order[0] == optimizer_strategy and set(order) == set(strategies)
-        seconds = [[0.0 if one == other else tour._between(one, other) for other in strategies] for one in strategies]
         of = strategies.index
+        seconds = switches.seconds(strategies, of(optimizer_strategy)).tolist()
         others = [of(one) for one in strategies if one != optimizer_strategy]
         shortest = min(tour_seconds(seconds, [of(optimizer_strategy), *one]) for one in itertools.permutations(others))
         assert tour_seconds(seconds, [of(one) for one in order]) == pytest.approx(shortest)
         without = [one for one in strategies if one != optimizer_strategy]
-        assert tour.order(without) == order[1:]  # the optimizer's strategy is passed, though nothing is done there
-        beside = SwitchTour(model, LinkSpeeds(10.0, 1.0), overlap=True)
+        assert order_of(without, overlap=False) == order[1:]  # the optimizer's is passed, though nothing is done
         hidden = [[0.0] * len(seconds) if own == of(optimizer_strategy) else row for own, row in enumerate(seconds)]
         shortest = min(tour_seconds(hidden, [of(optimizer_strategy), *one]) for one in itertools.permutations(others))
-        assert tour_seconds(hidden, list(map(of, beside.order(strategies)))) == pytest.approx(shortest)
-        assert beside.order(without) == order[1:]  # nothing is hidden where the optimizer's strategy does not train
+        assert tour_seconds(hidden, list(map(of, order_of(strategies, overlap=True)))) == pytest.approx(shortest)
+        assert order_of(without, overlap=True) == order[1:]  # hidden only where the optimizer's trains

@@ -17,7 +17,7 @@ from zeroresize.policy.microbatches.iteration_plan import IterationPlan, Replica
 from zeroresize.policy.microbatches.micro_batch import Indices, MicroBatch, MicroBatchCosts, shapes_of
 from zeroresize.policy.microbatches.planned_micro_batches import planned_micro_batches
 from zeroresize.policy.microbatches.planning_options import DoesNotFitError, PlanningOptions
-from zeroresize.policy.microbatches.replica_plans import replica_plans
+from zeroresize.policy.microbatches.replicas import replica_plans
 from zeroresize.policy.microbatches.sample_order import ordered
 from zeroresize.runtime.check import check
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,15 +22,12 @@ from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.microbatches.iteration_plan import IterationPlan
 from zeroresize.policy.microbatches.micro_batch import Floats, MicroBatch, MicroBatchCosts, Prices, shapes_of
 from zeroresize.policy.microbatches.planning_options import PlanningOptions
-from zeroresize.policy.microbatches.replica_plans import replica_plans
-from zeroresize.policy.microbatches.replicas import shared_by_stages
-from zeroresize.policy.moves.move_cost import most_bytes
+from zeroresize.policy.microbatches.replicas import replica_plans, shared_by_stages
 from zeroresize.policy.strategy.costs.cost_model import pipeline_seconds
-from zeroresize.policy.strategy.stragglers.changed_strategies import ModelDivision
+from zeroresize.policy.strategy.costs.planned_switches import most_bytes_of
+from zeroresize.policy.strategy.stragglers.candidates import ModelDivision
 from zeroresize.policy.strategy.switches.switch_plan import plan_weights
 
-#: Iterations are expected to be like so many of the newest ones.
-SAMPLE = 4
 #: Of the heaviest layer's work, at least.
 _LEAST_WORK = 1e-6
 
@@ -65,7 +61,7 @@ class PlannedModel:
 class ReplannedCosts:
     """Tell what a training's iterations and switches take.
 
-    It is a :class:`~zeroresize.policy.strategy.stragglers.decision.StrategyCosts` of one range, all lengths.
+    It is a :class:`~zeroresize.policy.strategy.stragglers.candidates.StrategyCosts` of one range, all lengths.
 
     Args:
         model: what is trained.
@@ -80,18 +76,13 @@ class ReplannedCosts:
         self.optimizer_strategy = 0
         self._model, self._options = model, options
         self._costs_of = lru_cache(maxsize=64)(lambda boundaries: costs_of(boundaries))
-        self._plans: deque[IterationPlan] = deque(maxlen=SAMPLE)
+        self._plans: tuple[IterationPlan, ...] = ()
         self._layout_of = lru_cache(maxsize=64)(self._layout)
         self._prices_of = lru_cache(maxsize=256)(self._prices)
 
-    def expect(self, plan: IterationPlan) -> None:
-        """Expect iterations like this one, which is the newest."""
-        self._plans.append(plan)
-        self._prices_of.cache_clear()
-
-    def forget(self) -> None:
-        """Expect nothing of the iterations so far, which were planned otherwise."""
-        self._plans.clear()
+    def expect(self, plans: Sequence[IterationPlan]) -> None:
+        """Expect iterations like those of these plans, which were made for the strategy in force."""
+        self._plans = tuple(plans)
         self._prices_of.cache_clear()
 
     @property
@@ -117,8 +108,9 @@ class ReplannedCosts:
             strategy, lambda _, stage_s: _slowest_s(shared_by_stages(stage_s, slowness_DS), stage_s, slowness_DS)
         )
 
-    def as_planned_s(self, strategy: Strategy, speeds: Sequence[float]) -> float:
+    def as_planned_s(self, strategies: Sequence[Strategy], speeds: Sequence[float]) -> float:
         """Return the same of the plans as they are, made for this strategy's division, when ranks had other speeds."""
+        (strategy,) = strategies
         slowness_DS = self.slowness_of(strategy, speeds)
 
         def seconds(plan: IterationPlan, stage_s: Floats) -> float:
@@ -156,8 +148,7 @@ class ReplannedCosts:
         """Return the bytes of weights and optimizer state that the busiest rank sends or receives."""
         layouts = self._layout_of(before[0]), self._layout_of(after[0])
         plan = plan_weights(*layouts, self._model.tensors, self._model.nodes)
-        sent, received = plan.sent_within + plan.sent_between, plan.received_within + plan.received_between
-        return most_bytes(sent.tolist(), received.tolist()) * (1.0 + self._model.optimizer_ratio)
+        return most_bytes_of(plan) * (1.0 + self._model.optimizer_ratio)
 
     def slowness_of(self, strategy: Strategy, speeds: Sequence[float]) -> Floats:
         """Return [D, S] χ of each stage of each replica: of its slowest shard, by what of the work that has."""

@@ -1,6 +1,6 @@
-"""Which replica trains which micro-batches, so that all are done at one time (DynaPipe, section 4).
+"""Which replica trains which micro-batches, so that all are done at one time, and how (DynaPipe, section 4).
 
-``M`` micro-batches, ``D`` replicas. A replica that is χ times as slow takes χ times as long for each micro-batch.
+``M`` micro-batches, ``D`` replicas, ``S`` stages. A replica that is χ times as slow takes χ times as long.
 """
 
 from __future__ import annotations
@@ -11,10 +11,52 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from zeroresize.policy.microbatches.micro_batch import Floats
+from zeroresize.policy.microbatches.iteration_plan import ReplicaPlan
+from zeroresize.policy.microbatches.micro_batch import Floats, MicroBatch, MicroBatchCosts, shapes_of
+from zeroresize.policy.microbatches.planning_options import PlanningOptions
+from zeroresize.policy.microbatches.schedule_choice import shortest_schedule
+from zeroresize.runtime.communication import planned_instructions
 
 #: Gains below this share of the slowest replica's time are rounding.
 _LEAST_GAIN = 1e-9
+
+
+def replica_plans(
+    microbatches: Sequence[MicroBatch], costs: MicroBatchCosts, options: PlanningOptions
+) -> list[ReplicaPlan] | None:
+    """Return [D] plans of these micro-batches; None where those of a replica do not fit, or were never measured."""
+    sizes, lengths_MA = shapes_of(microbatches)
+    forward_s, backward_s, activation_bytes, workspace_bytes = costs.prices(sizes, lengths_MA)
+    if not (np.isfinite(forward_s) & np.isfinite(backward_s) & np.isfinite(activation_bytes)).all():
+        return None
+    slowness_DS = options.slowness_DS(costs.num_stages)
+    plans = []
+    for members, slowness_S in zip(shared_by_stages(forward_s + backward_s, slowness_DS), slowness_DS, strict=True):
+        if not members:
+            nothing: tuple[tuple[()], ...] = ((),) * costs.num_stages
+            plans.append(ReplicaPlan((), nothing, 0.0, (0.0,) * costs.num_stages))
+            continue
+        chosen = shortest_schedule(
+            forward_s[members] * slowness_S,
+            backward_s[members] * slowness_S,
+            activation_bytes[members],
+            [options.memory_limit] * costs.num_stages,
+            workspace_bytes[members],
+            schedule=options.schedule,
+            num_clusters=options.num_clusters,
+        )
+        if chosen is None:
+            return None
+        stages = planned_instructions(chosen.orders, forward_s[members] * slowness_S, backward_s[members] * slowness_S)
+        plans.append(
+            ReplicaPlan(
+                tuple(microbatches[member] for member in members),
+                tuple(map(tuple, stages)),
+                chosen.step_s,
+                tuple(chosen.peak_bytes.tolist()),
+            )
+        )
+    return plans
 
 
 def shared(seconds_M: Sequence[float] | Floats, slowness_D: Sequence[float], fill: float = 0.0) -> list[list[int]]:
@@ -128,48 +170,32 @@ def _improved(
     for _ in range(2 * len(seconds)):
         times = [_replica_s(part, seconds, factor, fill) for part, factor in zip(now, slowness, strict=True)]
         slowest = max(range(len(now)), key=times.__getitem__)
-        longest = [_two_longest(part, seconds) for part in now]
-        totals = [sum(seconds[number] for number in part) for part in now]
-
-        def after(
-            replica: int,
-            given: int | None,
-            taken: int | None,
-            totals: list[float] = totals,
-            longest: list[tuple[float, float]] = longest,
-        ) -> float:
-            total_s = totals[replica]
-            most_s, _ = longest[replica]
-            if given is not None:
-                total_s -= seconds[given]
-                most_s = longest[replica][seconds[given] >= most_s]  # the second one where the longest is given
-            if taken is not None:
-                total_s += seconds[taken]
-                most_s = max(most_s, seconds[taken])
-            return slowness[replica] * float(total_s + fill * most_s)
-
-        best: tuple[float, int, int, int | None] = times[slowest] * (1.0 - _LEAST_GAIN), -1, -1, None
+        total_s, given_G, longest_G, _ = _without_each(now[slowest], seconds)
+        best_s, chosen = times[slowest] * (1.0 - _LEAST_GAIN), (-1, 0, 0)
         for other in range(len(now)):
-            if other == slowest:
+            if other == slowest or not len(given_G):
                 continue
-            for given, taken in itertools.product(now[slowest], [None, *now[other]]):
-                if taken is not None and seconds[taken] >= seconds[given]:
-                    continue
-                larger = max(after(slowest, given, taken), after(other, taken, given))
-                if larger < best[0]:
-                    best = larger, other, given, taken
-        _, other, given, taken = best
+            other_s, taken_T, longest_T, most_s = _without_each(now[other], seconds)
+            taken_T, longest_T = np.append(0.0, taken_T), np.append(most_s, longest_T)  # nothing is taken, or one is
+            left_GT = total_s - given_G[:, None] + taken_T + fill * np.maximum(longest_G[:, None], taken_T)
+            grown_GT = other_s - taken_T + given_G[:, None] + fill * np.maximum(longest_T, given_G[:, None])
+            larger_GT = np.maximum(slowness[slowest] * left_GT, slowness[other] * grown_GT)
+            larger_GT[:, 1:][taken_T[1:] >= given_G[:, None]] = np.inf
+            given, taken = divmod(int(larger_GT.argmin()), len(taken_T))
+            if larger_GT[given, taken] < best_s:
+                best_s, chosen = float(larger_GT[given, taken]), (other, given, taken)
+        other, given, taken = chosen
         if other < 0:
             break
-        now[slowest].remove(given)
-        now[other].append(given)
-        if taken is not None:
-            now[other].remove(taken)
-            now[slowest].append(taken)
+        now[other].append(now[slowest].pop(given))
+        if taken:
+            now[slowest].append(now[other].pop(taken - 1))
     return now
 
 
-def _two_longest(part: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    longest = sorted((seconds[number] for number in part), reverse=True)[:2]
-    most_s, second_s = [*longest, 0.0, 0.0][:2]
-    return most_s, second_s
+def _without_each(part: Sequence[int], seconds: Sequence[float]) -> tuple[float, Floats, Floats, float]:
+    """The seconds of all micro-batches, of each, of the longest without each, and of the longest of all."""
+    seconds_M = np.array([seconds[number] for number in part], dtype=np.float64)
+    second_s, most_s = np.sort(np.append([0.0, 0.0], seconds_M))[-2:].tolist()
+    longest_M: Floats = np.where(seconds_M >= most_s, second_s, most_s)
+    return sum(seconds_M.tolist()), seconds_M, longest_M, most_s

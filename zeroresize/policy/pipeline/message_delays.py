@@ -12,6 +12,7 @@ messages are ignored (``docs/results/pipeline_delays.md``).
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,9 @@ from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.pipeline.pipeline_load import Floats, Indices
 from zeroresize.runtime.schedules import Schedule
+
+#: Of so many measurements the middle one counts: what varies from one to the next moves nothing.
+_REMEMBERED = 5
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class PipelineMessages:
     def seconds(self, partition: Partition) -> tuple[float, ...]:
         """Return [S − 1] seconds of a message between two neighbours, in each direction, with these boundaries.
 
-        That is the ``communication_s`` of :func:`~zeroresize.policy.pipeline.bubbles.simulated_step`.
+        That is the ``communication_s`` of :func:`~zeroresize.runtime.simulated_steps.simulated_step`.
 
         Raises:
             ValueError: if ``partition`` is of other layers or stages.
@@ -84,3 +88,16 @@ def step_delays(communication_s: Sequence[float], num_microbatches: int, schedul
     """
     num_waited_for = 2 * num_microbatches if schedule == "1f1b" else 0
     return tuple(num_waited_for * seconds for seconds in communication_s)
+
+
+class RunningLinks:
+    """Say what the same links take by now, of measurements that vary: the middle one of the last five."""
+
+    def __init__(self) -> None:
+        self._measured: deque[Floats] = deque(maxlen=_REMEMBERED)
+
+    def after(self, links: Sequence[MoveCost]) -> tuple[MoveCost, ...]:
+        """Return [S − 1] what links take by now, given what has just been measured of each."""
+        self._measured.append(np.array([[link.seconds_per_byte, link.fixed_s] for link in links]).reshape(-1, 2))
+        typical: Floats = np.median(self._measured, axis=0)
+        return tuple(MoveCost(per_byte_s, fixed_s) for per_byte_s, fixed_s in typical.tolist())

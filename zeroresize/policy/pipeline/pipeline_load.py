@@ -101,11 +101,6 @@ class PipelineLoad:
         """Return [L + 1] bytes of the first layers, of none of them to all."""
         return np.concatenate([[0.0], np.cumsum(self.layer_bytes)])
 
-    @cached_property
-    def even_time(self) -> float:
-        """Return how long every stage would take if layers could be cut anywhere; no slowest stage takes less."""
-        return float((self.cost_sums[-1] + (self.speeds * self.waits).sum()) / self.speeds.sum())
-
     def on_stages(self, stages: Sequence[int]) -> PipelineLoad:
         """Return the load of the same layers on some of the stages only, which wait for messages as before."""
         chosen = list(stages)
@@ -115,11 +110,7 @@ class PipelineLoad:
 
     def stage_times(self, partition: Partition) -> Floats:
         """Return [S] how long every stage takes, its waits included, in the unit of the costs."""
-        return self.times_between(partition.boundaries)
-
-    def times_between(self, boundaries: Sequence[int] | Indices) -> Floats:
-        """Return [S] the stages' times as :meth:`stage_times` does, given the [S + 1] boundaries of a partition."""
-        return np.diff(self.cost_sums[np.asarray(boundaries)]) / self.speeds + self.waits
+        return np.diff(self.cost_sums[list(partition.boundaries)]) / self.speeds + self.waits
 
     def slowest(self, partition: Partition) -> float:
         """Return how long the slowest stage takes."""

@@ -1,7 +1,8 @@
 """In which blocks of training the layers are measured: as often as measuring may cost.
 
 A profile costs what its block takes longer than usual, and what sending, reading and deciding take. All ranks are given
-the same figures, so all measure in the same blocks.
+the same figures, so all measure in the same blocks. One rule: each profile is made up for by so many blocks that it
+takes its share of them, and where there is something to look at the next one comes before.
 
 ``R`` ranks.
 """
@@ -29,10 +30,8 @@ MAX_MEASURING = 0.01
 _AIMED = 0.5
 #: The middle one of so many profiles' costs counts.
 _REMEMBERED = 5
-#: Profiles beside the regular ones are made up for by longer intervals, but no longer than so many: layers that have
-#: moved for a slow device are wrong where they are from the moment that it recovers. With half of the share as an aim
-#: that is still within it.
-_MOST_OWED = 2
+#: So many told changes in a row for which nothing moved are measured at once, further ones in regular profiles.
+_UNFOLLOWED = 4
 
 
 @dataclass(frozen=True)
@@ -67,32 +66,25 @@ def profile_cost(ranks: Sequence[SpentSeconds]) -> float | None:
 
 @dataclass
 class ProfileCadence:
-    """Say which blocks are measured: one in so many, and the next one where there is something to look at.
-
-    What was measured beside the regular profiles, as behind moves, lengthens the interval that follows.
+    """Say which blocks are measured: one in so many, and before that what there is to look at.
 
     Attributes:
         profile_every: the least number of blocks from one regular profile to the next; "auto" for
             :data:`LEAST_BLOCKS`.
         max_measuring: share of the steps' time that profiles may take, of which half is aimed at; infinity for no
             limit.
-        next_due: the block that is measured next, counted from 0.
         costs: steps that each of the last profiles has taken, the newest last.
     """
 
     profile_every: ProfileEvery
     max_measuring: float = math.inf
-    next_due: int = 0
     costs: tuple[float, ...] = ()
-    _last: int = field(default=0, init=False, repr=False)
-    _regular_due: int = field(default=0, init=False, repr=False)
-    #: The blocks by which the profiles before the last one, and with it, have been made up for.
-    _paid_before: int = field(default=0, init=False, repr=False)
-    _paid: int = field(default=0, init=False, repr=False)
-    #: Whether work has changed since the last profile, and whether it is then measured twice; and when it last was.
-    _is_changed: bool = field(default=False, init=False, repr=False)
-    _is_twice: bool = field(default=False, init=False, repr=False)
-    _last_changed: int | None = field(default=None, init=False, repr=False)
+    _last: int | None = field(default=None, init=False, repr=False)
+    #: Blocks by which the profiles before the last one are still to be made up for.
+    _owed: int = field(default=0, init=False, repr=False)
+    #: Blocks that are looked at before the next regular profile, ascending.
+    _asked: tuple[int, ...] = field(default=(), init=False, repr=False)
+    _num_unfollowed: int = field(default=0, init=False, repr=False)
 
     @property
     def cost(self) -> float:
@@ -116,6 +108,13 @@ class ProfileCadence:
             return max(self.least, LEAST_BLOCKS)
         return max(self.least, self._affordable)
 
+    @property
+    def next_due(self) -> int:
+        """Return the block that is measured next, counted from 0."""
+        if self._asked:
+            return self._asked[0]
+        return 0 if self._last is None else self._last + max(self.every, self._owed + self._affordable)
+
     def blocks_to_next(self, num_blocks: int) -> int:
         """Return the blocks until the next regular profile once so many are over; never fewer than :attr:`every`."""
         return max(self.every, self.next_due - num_blocks)
@@ -133,58 +132,37 @@ class ProfileCadence:
         return block >= self.next_due
 
     def measured(self, block: int) -> None:
-        """Schedule the next profile behind this block, which was measured."""
-        self._last, self._paid_before = block, self._paid
-        self._schedule()
-        if self._is_changed:
-            self._is_changed, self._last_changed = False, block
-            if self._is_twice:
-                self.look_again(block)
+        """Note that this block was measured. What is owed then is one interval at most: devices must be looked at."""
+        owed = 0 if self._last is None else self._last + self._owed + self._affordable - block
+        self._owed = min(max(owed, 0), self._affordable)
+        self._last, self._asked = block, tuple(asked for asked in self._asked if asked > block)
 
     def learn(self, cost: float | None) -> None:
-        """Learn how many steps the last profile has taken, None for unknown, and schedule the next one by it."""
-        if cost is None:
-            return
-        self.costs = (*self.costs, cost)[-_REMEMBERED:]
-        if self.next_due == self._regular_due:
-            self._schedule()
-
-    def _schedule(self) -> None:
-        owed = min(max(self._paid_before - self._last, 0), (_MOST_OWED - 1) * self._affordable)
-        self._paid = self._last + owed + self._affordable
-        self.next_due = self._regular_due = max(self._last + self.every, self._paid)
+        """Learn how many steps the last profile has taken; None for unknown."""
+        if cost is not None:
+            self.costs = (*self.costs, cost)[-_REMEMBERED:]
 
     def begin_anew(self, costs: Sequence[float]) -> None:
         """Let the next block be due, with what was known of profiles' costs."""
-        self.costs = tuple(costs)
-        self.next_due = self._last = self._regular_due = self._paid_before = self._paid = 0
-        self._is_changed, self._last_changed = False, None
+        self.costs, self._last, self._owed, self._asked, self._num_unfollowed = tuple(costs), None, 0, (), 0
 
-    def work_changed(self, block: int, *, at_once: bool) -> None:
-        """Schedule profiles in this block and the one behind it, as layers have other work from this block on.
+    def work_changed(self, block: int) -> None:
+        """Look at this block and the one behind it, as layers have other work from this block on.
 
         What the first one wants is confirmed by the second one, which is measured before the first one's figures are
-        known: so layers are in place a step earlier.
-
-        Args:
-            at_once: whatever that costs. If not, and work changes so often that two profiles, or even one, would take
-                more than their share of the steps since the last change that was measured, there is one, or it comes
-                later.
+        known: so layers are in place a step earlier. Where several such changes in a row have moved nothing, the
+        regular profiles suffice.
         """
-        self._is_changed, self._is_twice, self.next_due = True, True, block
-        if at_once or self._last_changed is None or not self.costs:
-            return
-        blocks_each = math.ceil(min(self.cost / self.max_measuring, MOST_BLOCKS))
-        self._is_twice = block - self._last_changed >= 2 * blocks_each
-        self.next_due = max(block, self._last_changed + blocks_each)
+        self._num_unfollowed += 1
+        self._asked = (block, block + 1) if self._num_unfollowed <= _UNFOLLOWED else ()
 
     def look_again(self, block: int) -> None:
-        """Schedule the next profile in the block after this one, as it must confirm what this one's profile wants."""
-        self.next_due = block + 1
+        """Look at the block after this one, as it must confirm what this one's profile wants."""
+        self._asked = (block + 1,)
 
     def moved(self, block: int) -> None:
-        """Schedule the next profile after layers have moved behind this block.
+        """Look at what has become of layers that have moved behind this block.
 
         The block that follows allocates, so unless all blocks are measured it is the one after that.
         """
-        self.next_due = block + (2 if self.every > 1 else 1)
+        self._asked, self._num_unfollowed = (block + (2 if self.every > 1 else 1),), 0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from zeroresize.plan.partition import Partition
-from zeroresize.policy.pipeline.bubbles import imbalance
+from zeroresize.plan.partition import LayerTransfer, Partition
+from zeroresize.policy.moves.move_cost import most_bytes
 from zeroresize.policy.pipeline.pipeline_load import Floats, Indices
 
 
@@ -63,6 +64,15 @@ class PipelineProfile:
         """Return [L] on which stage each layer was."""
         return np.array(Partition(self.boundaries).stages)
 
+    def bytes_of(self, transfers: Sequence[LayerTransfer]) -> float:
+        """Return the bytes that the busiest stage sends or receives, by which a move is priced."""
+        sent, received = ([0.0] * len(self.stage_s) for _ in range(2))
+        for transfer in transfers:
+            layer_bytes = float(self.layers[transfer.layer].bytes_at_rest)
+            sent[transfer.source] += layer_bytes
+            received[transfer.destination] += layer_bytes
+        return most_bytes(sent, received)
+
     def with_layer_s(self, seconds: Floats) -> PipelineProfile:
         """Return the same with other seconds [L, 2] of layers, forward and backward."""
         layers = tuple(
@@ -94,5 +104,6 @@ class PipelineProfile:
 
     @property
     def imbalance(self) -> float:
-        """Return (L_max − L_min) / mean L of the stages' :attr:`computed_s` (DynMo, section 2)."""
-        return imbalance(self.computed_s)
+        """Return (L_max − L_min) / mean L of the stages' :attr:`computed_s` (DynMo, section 2); 0 without any load."""
+        mean_s = math.fsum(self.computed_s) / len(self.stage_s)
+        return (max(self.computed_s) - min(self.computed_s)) / mean_s if mean_s else 0.0

@@ -12,16 +12,16 @@ from typing import Literal, get_args
 import numpy as np
 
 from zeroresize.plan.partition import LayerTransfer, Partition
-from zeroresize.policy.moves.least_saving import MIN_SAVING, is_saving
-from zeroresize.policy.moves.move_cost import MoveCost, most_bytes
-from zeroresize.policy.pipeline.bubbles import PipelineStep, simulated_step
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.moves.rental import MIN_SAVING
 from zeroresize.policy.pipeline.centralized import balanced_partition
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.message_delays import PipelineMessages, step_delays
-from zeroresize.policy.pipeline.pipeline_load import Floats, PipelineLoad
+from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.shortest_step import shortest_partition
 from zeroresize.runtime.schedules import Schedule
+from zeroresize.runtime.simulated_steps import PipelineStep, simulated_step
 from zeroresize.utils.value_checks import at_least, number, one_of
 
 By = Literal["time", "parameters"]
@@ -41,6 +41,7 @@ class RebalancingProposal:
         num_bytes: that the busiest rank sends or receives.
         price_s: of the move there and back.
         is_needed: whether a stage is now over its memory limit.
+        reason: why layers move, or do not move now; nothing where none was decided.
     """
 
     before: tuple[int, ...]
@@ -54,6 +55,7 @@ class RebalancingProposal:
     num_bytes: float
     price_s: float
     is_needed: bool
+    reason: str = ""
 
     @property
     def saving_s(self) -> float:
@@ -101,10 +103,9 @@ class RebalancingRule:
         costs: LayerCosts,
         profile: PipelineProfile,
         cost_of_move: MoveCost,
-        *,
         wanted: Partition | None = None,
     ) -> RebalancingProposal:
-        """Return what the wanted boundaries would change.
+        """Return what the wanted boundaries would change; nothing where they save no more than noise.
 
         Args:
             costs: after ``profile``.
@@ -114,14 +115,19 @@ class RebalancingRule:
         Raises:
             ValueError: if no boundaries fit into the memory limits.
         """
+        proposal = self.to(costs, profile, cost_of_move, wanted or self.wanted(costs, profile))
+        if proposal.is_needed or proposal.saving_s > self.min_saving * proposal.step_s:
+            return proposal
+        return self.to(costs, profile, cost_of_move, Partition(profile.boundaries))
+
+    def to(
+        self, costs: LayerCosts, profile: PipelineProfile, cost_of_move: MoveCost, wanted: Partition
+    ) -> RebalancingProposal:
+        """Return what these boundaries would change, whatever they save; arguments as of :meth:`propose`."""
         now = Partition(profile.boundaries)
-        is_needed = not self.load(costs, profile).fits(now)
-        wanted = wanted or self.wanted(costs, profile)
         before = self.simulated(costs, now)
         after = before if wanted == now else self.simulated(costs, wanted)
-        if not is_needed and not is_saving(before.step_s - after.step_s, before.step_s, self.min_saving):
-            wanted, after = now, before
-        num_bytes = bytes_of_transfers(now.transfers_to(wanted), _moving_bytes(profile), now.num_stages)
+        num_bytes = profile.bytes_of(now.transfers_to(wanted))
         of_time = PipelineLoad.of(costs.seconds, now.num_stages, speeds=costs.speeds)
         return RebalancingProposal(
             now.boundaries,
@@ -134,13 +140,12 @@ class RebalancingRule:
             profile.bubble_ratio,
             num_bytes,
             0.0 if wanted == now else cost_of_move.there_and_back(num_bytes),
-            is_needed,
+            not self.load(costs, profile).fits(now),
         )
 
-    def measured_step_s(self, profile: PipelineProfile) -> float:
-        """Return the seconds of a step, simulated from what the layers took where they were."""
-        costs = LayerCosts.first(profile)
-        return self.simulated(costs, Partition(profile.boundaries)).step_s
+    def saving_s(self, costs: LayerCosts, now: Partition, wanted: Partition) -> float:
+        """Return by how many seconds a step would be shorter with the wanted boundaries."""
+        return self.simulated(costs, now).step_s - self.simulated(costs, wanted).step_s
 
     def wanted(self, costs: LayerCosts, profile: PipelineProfile) -> Partition:
         """Return the boundaries that divide best, whatever they save; arguments and errors as of :meth:`propose`."""
@@ -214,17 +219,3 @@ def described(transfers: Sequence[LayerTransfer]) -> str:
         stage = "" if texts else "stage "
         texts.append(f"layer{'s' * (len(numbers) > 1)} {listed} {verb}from {stage}{source} to {destination}")
     return ", ".join(texts)
-
-
-def _moving_bytes(profile: PipelineProfile) -> Floats:
-    """[L] that travel with each layer."""
-    return np.array([float(one.bytes_at_rest) for one in profile.layers])
-
-
-def bytes_of_transfers(transfers: Sequence[LayerTransfer], layer_bytes: Floats, num_stages: int) -> float:
-    """Return the bytes that the busiest stage sends or receives, by which a move is priced; layers have [L] bytes."""
-    sent, received = np.zeros(num_stages), np.zeros(num_stages)
-    for transfer in transfers:
-        sent[transfer.source] += layer_bytes[transfer.layer]
-        received[transfer.destination] += layer_bytes[transfer.layer]
-    return most_bytes(sent.tolist(), received.tolist())

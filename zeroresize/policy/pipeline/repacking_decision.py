@@ -1,8 +1,7 @@
 """Whether a pipeline is packed onto fewer stages after a profile, and onto how few, within memory and within seconds.
 
-Nothing is owed to its ski rental, as it is for moves: ranks are released for good, so waiting costs nothing, and what
-re-packing takes is bounded by the memory and by a slowdown that a user allows. Two profiles must want it instead. Of
-the rental it takes the pauses: what could not be made is not tried again at once.
+Nothing is owed for it, as for moves: ranks are released for good, so waiting costs nothing, and what re-packing takes
+is bounded by the memory and by a slowdown that a user allows. Two profiles must want it instead.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ import math
 from dataclasses import dataclass, field, replace
 
 from zeroresize.plan.partition import Partition
-from zeroresize.policy.moves.ski_rental import SkiRental
-from zeroresize.policy.pipeline.bubbles import PipelineStep
-from zeroresize.policy.pipeline.fewer_stages import Repacking, can_hold, repacked
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.moves.rental import Option, Rental
+from zeroresize.policy.pipeline.centralized import Repacking, StageChoices, repacked
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
-from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.rebalancing import Rebalancing
-from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingRule
+from zeroresize.policy.pipeline.rebalancing_proposal import RebalancingProposal, RebalancingRule
 from zeroresize.utils.codec import UNSAVED
 
 #: The shortest of so many steps is how long they were at first: one of them may have been interrupted, or the first to
@@ -26,71 +24,53 @@ from zeroresize.utils.codec import UNSAVED
 _FIRST = 3
 
 
-@dataclass(frozen=True)
-class RepackingRule:
-    """Hold what is known of a pipeline that may be packed.
+def repacking_onto(
+    num_stages: int, rule: RebalancingRule, costs: LayerCosts, profile: PipelineProfile, keep: int | None
+) -> Repacking:
+    """Return the re-packing onto so many stages.
 
-    Attributes:
+    Args:
         rule: how layers are divided, and within which memory limits.
         costs: after ``profile``.
         profile: the newest one.
         keep: a stage that must stay; None for any.
+
+    Raises:
+        ValueError: if they cannot hold the layers: the message says how few can.
     """
-
-    rule: RebalancingRule
-    costs: LayerCosts
-    profile: PipelineProfile
-    keep: int | None
-
-    def on(self, num_stages: int) -> Repacking:
-        """Return the re-packing onto so many stages.
-
-        Raises:
-            ValueError: if they cannot hold the layers: the message says how few can.
-        """
-        load = self.rule.load(self.costs, self.profile, num_stages)
-        return repacked(load, Partition(self.profile.boundaries), num_stages, keep=self.keep)
-
-    def on_fewest(self, least_stages: int = 1, most_step_s: float = math.inf) -> Repacking:
-        """Return the re-packing onto as few stages as hold the layers; onto all where no fewer do in these seconds.
-
-        Args:
-            least_stages: no fewer than these.
-            most_step_s: that a step may take then, simulated.
-
-        Raises:
-            ValueError: if not even all stages can hold the layers.
-        """
-        num_stages = len(self.profile.boundaries) - 1
-        for number in range(min(least_stages, num_stages), num_stages):
-            if can_hold(self.rule.load(self.costs, self.profile, number), number, keep=self.keep):
-                repacking = self.on(number)
-                if self.simulated(repacking).step_s <= most_step_s:
-                    return repacking
-        return self.on(num_stages)
-
-    def simulated(self, repacking: Repacking) -> PipelineStep:
-        """Simulate a step after a re-packing."""
-        costs = self.costs.on_stages(repacking.stages, repacking.partition.boundaries)
-        return self.rule.simulated(costs, repacking.partition)
+    return repacked(rule.load(costs, profile, num_stages), Partition(profile.boundaries), num_stages, keep=keep)
 
 
-@dataclass(frozen=True)
-class RepackingProposal:
-    """Describe a re-packing that two profiles want.
+def repacking_onto_fewest(
+    rule: RebalancingRule,
+    costs: LayerCosts,
+    profile: PipelineProfile,
+    keep: int | None,
+    *,
+    least_stages: int = 1,
+    most_step_s: float = math.inf,
+) -> Repacking:
+    """Return the re-packing onto as few stages as hold the layers; onto all where no fewer do in these seconds.
 
-    Attributes:
-        repacking: which stages stay, and what they have then.
-        before: boundaries of the stages as they are.
-        stage_s: [S] seconds that these compute.
-        step, expected_step: simulated steps before and after it.
+    Args:
+        rule, costs, profile, keep: as of :func:`repacking_onto`.
+        least_stages: no fewer than these.
+        most_step_s: that a step may take then, simulated.
+
+    Raises:
+        ValueError: if not even all stages can hold the layers.
     """
+    num_stages = len(profile.boundaries) - 1
+    for number in range(min(least_stages, num_stages), num_stages):
+        if number in StageChoices(rule.load(costs, profile, number), keep, number).possible:
+            repacking = repacking_onto(number, rule, costs, profile, keep)
+            if rule.simulated(_costs_on(costs, repacking), repacking.partition).step_s <= most_step_s:
+                return repacking
+    return repacking_onto(num_stages, rule, costs, profile, keep)
 
-    repacking: Repacking
-    before: Partition
-    stage_s: tuple[float, ...]
-    step: PipelineStep
-    expected_step: PipelineStep
+
+def _costs_on(costs: LayerCosts, repacking: Repacking) -> LayerCosts:
+    return costs.on_stages(repacking.stages, repacking.partition.boundaries)
 
 
 @dataclass
@@ -109,9 +89,8 @@ class RepackingDecision:
     least_stages: int = field(default=1, metadata=UNSAVED)
     max_slowdown: float = field(default=math.inf, metadata=UNSAVED)
     looks_again: bool = field(default=False, init=False, metadata=UNSAVED)
-    rental: SkiRental = field(default_factory=SkiRental, init=False)
+    rental: Rental = field(default_factory=Rental, init=False)
     _first_steps_s: list[float] = field(default_factory=list, init=False)
-    _knows_first: bool = field(default=False, init=False)
 
     def after_loading(self) -> None:
         """Let two profiles want fewer stages, whatever the last one before wanted."""
@@ -120,10 +99,13 @@ class RepackingDecision:
     def expect_other_work(self) -> None:
         """Let two profiles want fewer stages from now on, whatever the last one wanted, as the work has changed."""
         self.looks_again = False
-        self._knows_first = bool(self._first_steps_s)
+        if self._first_steps_s:
+            self._first_steps_s = [min(self._first_steps_s)] * _FIRST
 
-    def update(self, profile: PipelineProfile, rebalancing: Rebalancing, keep: int | None) -> RepackingProposal | None:
-        """Take a profile; return a re-packing if this one and the last one want fewer stages, else None.
+    def update(
+        self, profile: PipelineProfile, rebalancing: Rebalancing, keep: int | None
+    ) -> tuple[Repacking, RebalancingProposal] | None:
+        """Take a profile; return a re-packing and what it changes if this one and the last one want fewer stages.
 
         Args:
             rebalancing: which has taken the profile.
@@ -132,27 +114,27 @@ class RepackingDecision:
         Raises:
             ValueError: if not even all stages can hold the layers.
         """
-        if rebalancing.costs is None or not rebalancing.has_learned:
+        costs = rebalancing.costs
+        if costs is None or not rebalancing.has_learned:
             return None
-        self.rental.next_update()
-        costs, before = rebalancing.costs, Partition(profile.boundaries)
         # Between fewer stages there are other links, so all steps are compared without messages.
-        without_messages = replace(rebalancing.rule, messages=None)
-        rule = RepackingRule(without_messages, costs, profile, keep)
-        now = without_messages.simulated(costs, before)
-        if not self._knows_first:
-            self._first_steps_s.append(now.step_s)
-            self._knows_first = len(self._first_steps_s) == _FIRST
-        if self.rental.pause or not (self._knows_first or self.max_slowdown == math.inf):
-            self.looks_again = False
-            return None
-        repacking = rule.on_fewest(self.least_stages, self.max_slowdown * min(self._first_steps_s))
-        is_wanted = len(repacking.stages) < before.num_stages
+        rule = replace(rebalancing.rule, messages=None)
+        step_s = rule.simulated(costs, Partition(profile.boundaries)).step_s
+        if len(self._first_steps_s) < _FIRST:
+            self._first_steps_s.append(step_s)
+        options = []
+        if len(self._first_steps_s) == _FIRST or self.max_slowdown == math.inf:
+            most_step_s = self.max_slowdown * min(self._first_steps_s)
+            repacking = repacking_onto_fewest(
+                rule, costs, profile, keep, least_stages=self.least_stages, most_step_s=most_step_s
+            )
+            if len(repacking.stages) < len(profile.boundaries) - 1:
+                options = [Option("fewer stages", 0.0, 0.0, is_needed=True)]
+        is_wanted = self.rental.decide(options, step_s, 1).is_due
         self.looks_again, is_confirmed = is_wanted and not self.looks_again, is_wanted and self.looks_again
         if not is_confirmed:
             return None
-        stage_s = PipelineLoad.of(costs.seconds, before.num_stages, speeds=costs.speeds).stage_times(before)
-        return RepackingProposal(repacking, before, tuple(stage_s.tolist()), now, rule.simulated(repacking))
+        return repacking, _proposal(repacking, rule, costs, profile, rebalancing.cost_of_move)
 
     def refuse(self) -> None:
         """Note that the re-packing could not be made: none is wanted for some profiles, longer after each refusal."""
@@ -161,3 +143,26 @@ class RepackingDecision:
     def succeed(self) -> None:
         """Note that the re-packing was made."""
         self.rental.succeed()
+
+
+def _proposal(
+    repacking: Repacking,
+    rule: RebalancingRule,
+    costs: LayerCosts,
+    profile: PipelineProfile,
+    cost_of_move: MoveCost,
+) -> RebalancingProposal:
+    """What the re-packing changes."""
+    as_it_is = rule.to(costs, profile, cost_of_move, Partition(profile.boundaries))
+    after = rule.simulated(_costs_on(costs, repacking), repacking.partition)
+    num_bytes = profile.bytes_of(repacking.transfers)
+    return replace(
+        as_it_is,
+        after=repacking.partition.boundaries,
+        expected_step_s=after.step_s,
+        expected_bubble_ratio=after.bubble_ratio,
+        num_bytes=num_bytes,
+        price_s=cost_of_move.there_and_back(num_bytes),
+        is_needed=False,
+        reason=f"{len(repacking.stages)} of {len(profile.boundaries) - 1} stages hold the layers",
+    )

@@ -17,15 +17,15 @@ from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.centralized import balanced_partition
 from zeroresize.policy.pipeline.message_delays import PipelineMessages
 from zeroresize.policy.pipeline.pipeline_load import Floats, Indices, PipelineLoad
-from zeroresize.policy.pipeline.simulated_steps import simulated_steps, stage_sums
 from zeroresize.runtime.schedules import Schedule
+from zeroresize.runtime.simulated_steps import simulated_steps, stage_sums
 
-#: Forwards and backwards of all stages that may be simulated to refine boundaries: a third of a second on one core.
-MOST_SIMULATED = 5e7
+#: Forwards and backwards of all stages that may be simulated in each round: a tenth of a second on one core.
+MOST_SIMULATED = 1.25e7
+#: Each round moves a layer or a row of them by one stage; balanced boundaries are seldom further away.
+_MOST_ROUNDS = 8
 #: What rounding brings is nothing.
 _LEAST_GAIN = 1e-9
-#: So many rounds of shifts should be affordable: where they are not, fewer boundaries are shifted together.
-_ROUNDS = 4
 
 
 def shortest_partition(
@@ -46,46 +46,35 @@ def shortest_partition(
     Raises:
         ValueError: if no boundaries fit into the memory limits.
     """
-    affordable = int(MOST_SIMULATED / (2 * num_microbatches * load.num_stages))
 
     def steps_s(boundaries: Indices) -> Floats:
         forward, backward = (stage_sums(seconds, boundaries) / load.speeds for seconds in (forward_s, backward_s))
         seconds = 0.0 if messages is None else messages.seconds_between(boundaries)
         return simulated_steps(forward, backward, num_microbatches, schedule=schedule, communication_s=seconds)
 
-    return refined_partition(load, balanced_partition(load), steps_s, affordable=affordable)
+    most = int(MOST_SIMULATED / (2 * num_microbatches * load.num_stages))
+    return refined_partition(load, balanced_partition(load), steps_s, most)
 
 
 def refined_partition(
-    load: PipelineLoad,
-    partition: Partition,
-    steps_s: Callable[[Indices], Floats],
-    *,
-    affordable: int | None = None,
+    load: PipelineLoad, partition: Partition, steps_s: Callable[[Indices], Floats], most_candidates: int
 ) -> Partition:
-    """Shift boundaries that follow one another by one layer, those that shorten the step most, until none do.
+    """Shift boundaries that follow one another by one layer, those that shorten the step most, while some do.
 
     Args:
         load: whose memory limits are kept.
         partition: to begin with, within the limits.
         steps_s: gives the seconds of a step, or in any other unit, of each of the boundaries [C, S + 1].
-        affordable: how many steps may be asked for; None for any number. Where few are, no more boundaries are shifted
-            together than leaves some rounds; where not even single ones are affordable the partition stays.
+        most_candidates: of how many boundaries it may be asked in a round, of several. Where these are few, fewer are
+            shifted together, or none.
     """
-    num_stages, left = partition.num_stages, affordable
-    shifts = _shifts(num_stages, None if affordable is None else affordable // _ROUNDS)
-    now = np.array(partition.boundaries)
-    if not len(shifts) or (left is not None and left <= len(shifts)):
-        return partition
-    shortest_s = float(steps_s(now[None])[0])
-    while left is None or left >= len(shifts):
+    shifts, now = _shifts(partition.num_stages, most_candidates), np.array(partition.boundaries)
+    shortest_s = float(steps_s(now[None])[0]) if len(shifts) else 0.0
+    for _ in range(_MOST_ROUNDS if len(shifts) else 0):
         shifted = now + shifts
         shifted = shifted[(np.diff(shifted) > 0).all(axis=1)]
         shifted = shifted[(np.diff(load.byte_sums[shifted]) <= load.memory_limits).all(axis=1)]
-        if not len(shifted):
-            break
-        left = None if left is None else left - len(shifted)
-        seconds = steps_s(shifted)
+        seconds = steps_s(shifted) if len(shifted) else np.array([np.inf])
         best = int(seconds.argmin())
         if seconds[best] >= shortest_s * (1.0 - _LEAST_GAIN):
             break
@@ -93,14 +82,12 @@ def refined_partition(
     return Partition(tuple(now.tolist()))
 
 
-def _shifts(num_stages: int, most: int | None) -> Indices:
+def _shifts(num_stages: int, most: int) -> Indices:
     """[C, S + 1] what is added to boundaries: runs of inner ones by one layer either way, the shorter ones first."""
-    runs: list[Indices] = []
+    places, runs = np.arange(num_stages + 1), [np.zeros((0, num_stages + 1), dtype=np.int64)]
     for length in range(1, num_stages):
         begins = np.arange(1, num_stages - length + 1)
-        if most is not None and sum(map(len, runs)) + 2 * len(begins) > most:
-            break
-        places = np.arange(num_stages + 1)
         run = ((places >= begins[:, None]) & (places < begins[:, None] + length)).astype(np.int64)
         runs += [run, -run]
-    return np.concatenate(runs) if runs else np.zeros((0, num_stages + 1), dtype=np.int64)
+    shifts = np.concatenate(runs)
+    return shifts if len(shifts) <= most else shifts[: most if most >= 2 * (num_stages - 1) else 0]

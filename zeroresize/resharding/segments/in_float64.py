@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroresize.integrations.hidden_state import restored
+from zeroresize.integrations.module_state import restored
 from zeroresize.kernels.probe import Probes
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.weight_checks import is_flat_parameters, is_sharded, is_wrapped_by_fsdp

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroresize.comm.collectives import group_rank, group_size
-from zeroresize.integrations.hidden_state import restored
 from zeroresize.integrations.keyed_dropout import KeyedDropout, drops
+from zeroresize.integrations.module_state import restored
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_in_graph, local_of
 from zeroresize.layers.segment import OwnedSegment

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,11 +15,10 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.comm.collectives import group_rank, group_size, message_device
-from zeroresize.integrations.still_sound import asked_together
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.dtensor_guards import guard_dtensors
 from zeroresize.layers.functional import LastGradients
-from zeroresize.layers.segment import OwnedSegment
+from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.plan.ownership import Indices, OwnershipMap, transfer_plan
 from zeroresize.resharding.data_parallel import drop_reducers, rebuild_reducers, require_rebuildable
 from zeroresize.resharding.parameter_state import (
@@ -28,10 +29,10 @@ from zeroresize.resharding.parameter_state import (
     descriptions_to_json,
     dtype_of,
 )
+from zeroresize.resharding.parcels import End, Parcel, RankRounds, copy_units
 from zeroresize.resharding.transaction import Transaction
-from zeroresize.resharding.transport import Pair, RoundTransport
+from zeroresize.resharding.transport import Transport
 from zeroresize.resharding.units.unit_contents import UnitContents, contents_of, layers_of
-from zeroresize.resharding.units.unit_rounds import UnitRound, UnitStack, copy_units, parts_of, stacks, unit_rounds
 from zeroresize.utils.fingerprint import fingerprint
 
 #: Of the messages of a rank in a round, unless less is allowed: these stay in a processor's cache.
@@ -72,12 +73,11 @@ class UnitMove(Transaction):
         require_rebuildable(data_parallel)
         self._wrappers = data_parallel
         self.moving: list[tuple[OwnedSegment, OwnershipMap, OwnershipMap]] = []
-        with asked_together():
-            for segment in segments:
-                after = targets.get(segment.name, segment.owned)
-                _require_fitting(segment, after, group_size(process_group))
-                if after != segment.owned:
-                    self.moving.append((segment, segment.owned, after))
+        for segment in segments:
+            after = targets.get(segment.name, segment.owned)
+            _require_fitting(segment, after, group_size(process_group))
+            if after != segment.owned:
+                self.moving.append((segment, segment.owned, after))
         self._plans = [transfer_plan(before, after) for _, before, after in self.moving]
         self._contents = [contents_of(segment, optimizer, self._rank) for segment, *_ in self.moving]
         _require_disjoint(self._contents)
@@ -102,50 +102,57 @@ class UnitMove(Transaction):
             else agreed_descriptions([descriptions_from_json(text) for text in descriptions])
         )
         self._agreed = [[next(agreed) for _ in of_segment] for of_segment in self._contents]
-        unit_bytes = [
-            sum(bytes_per_unit(one, what) for one, what in zip(of_segment, of_agreed, strict=True))
-            for of_segment, of_agreed in zip(self._contents, self._agreed, strict=True)
-        ]
-        self._unit_bytes = unit_bytes
-        rounds = unit_rounds(self._plans, unit_bytes, min(self._max_bytes // 2, _ROUND_BYTES))
-        largest = max((sum(self._sizes(round_).values()) for round_ in rounds), default=0)
-        at_once = 2 if 2 * largest <= self._max_bytes else 1  # a unit may be larger than a message should be
-        self.transport = RoundTransport(rounds, self._sizes, self._group, at_once)
         self._takes_part = [any(self._rank in pair for pair in plan) for plan in self._plans]
-        self.new_bytes = sum(
-            after.counts[self._rank] * size
-            for (*_, after), size, takes_part in zip(self.moving, unit_bytes, self._takes_part, strict=True)
-            if takes_part
-        )
+        self.new_bytes = 0
+        parcels: list[Parcel] = []
+        #: The tensor and the places on this rank of each parcel.
+        self._travelling: list[tuple[_Part, Indices]] = []
+        for number, (_, before, after) in enumerate(self.moving):
+            num_new = after.counts[self._rank] if self._takes_part[number] else 0
+            places = {
+                pair: _places(before if pair[0] == self._rank else after, self._rank, units)
+                for pair, units in self._plans[number].items()
+            }
+            for index, (contents, agreed_contents) in enumerate(
+                zip(self._contents[number], self._agreed[number], strict=True)
+            ):
+                where = contents.unit_tensor
+                self.new_bytes += num_new * bytes_per_unit(contents, agreed_contents)
+                for (what, dtype), (part, rows) in itertools.product(
+                    sorted(agreed_contents.dtypes.items()), enumerate(where.rows)
+                ):
+                    num_elements = where.elements_of_unit * rows // sum(where.rows)
+                    for pair, units in self._plans[number].items():
+                        parcels.append(Parcel((pair,), len(units), num_elements, dtype_of(dtype)))
+                        self._travelling.append((_Part(number, index, what, part), places[pair]))
+        max_bytes = min(self._max_bytes, 2 * _ROUND_BYTES)
+        self.transport = Transport(RankRounds.of(parcels, self._rank, max_bytes), self._group)
 
     def allocate(self) -> None:
         self.transport.allocate(message_device(self._group, self._device))
-        self._new: list[list[dict[str, Tensor]]] = []
-        tensors = []
-        for number, of_segment in enumerate(self._contents):
-            _, before, after = self.moving[number]
+        self._new: list[list[dict[str, Tensor]]] = [[] for _ in self.moving]
+        #: What this rank holds, None for zeros, and what it will hold.
+        self._stacks: dict[_Part, tuple[Tensor | None, Tensor]] = {}
+        for number, (_, before, after) in enumerate(self.moving):
             num_old, num_new = before.counts[self._rank], after.counts[self._rank]
-            self._new.append([])
-            for contents, agreed in (
-                zip(of_segment, self._agreed[number], strict=True) if self._takes_part[number] else ()
-            ):
+            for index, contents in enumerate(self._contents[number] if self._takes_part[number] else ()):
                 where, shape = contents.unit_tensor, list(contents.parameter.shape)
                 shape[where.dim] = num_new * sum(where.rows)
-                self._new[-1].append({})
-                for what, name in sorted(agreed.dtypes.items()):
-                    dtype, old = dtype_of(name), contents.state.tensors.get(what)
-                    new = torch.empty(shape, dtype=dtype, device=contents.state.device_of(what))
-                    self._new[-1][-1][what] = new
-                    new_stacks = stacks(new, where, num_new)
-                    old_stacks = [None] * len(new_stacks) if old is None else stacks(old, where, num_old)
-                    tensors += [
-                        UnitStack(number, dtype, *of_part) for of_part in zip(old_stacks, new_stacks, strict=True)
-                    ]
-        self._tensors = sorted(tensors, key=lambda one: -one.dtype.itemsize)
+                new = {
+                    what: torch.empty(shape, dtype=dtype_of(dtype), device=contents.state.device_of(what))
+                    for what, dtype in sorted(self._agreed[number][index].dtypes.items())
+                }
+                self._new[number].append(new)
+                for what, tensor in new.items():
+                    old, new_stacks = contents.state.tensors.get(what), _stacks(tensor, where, num_new)
+                    old_stacks = [None] * len(new_stacks) if old is None else _stacks(old, where, num_old)
+                    for part, both in enumerate(zip(old_stacks, new_stacks, strict=True)):
+                        self._stacks[_Part(number, index, what, part)] = both
 
-    def carry_out(self) -> Exception | None:
-        errors = self.transport.carry_out(self._pack, self._unpack, meanwhile=self._copy_kept)
-        return errors[0] if errors else None
+    def send_and_receive(self) -> Exception | None:
+        return self.transport.carry_out(
+            lambda parcel: self._end_of(parcel, 0), lambda parcel: self._end_of(parcel, 1), meanwhile=self._copy_kept
+        )
 
     def commit(self) -> None:
         """Put the new tensors in place of the old ones, which then take no memory; only ``on_change`` could fail."""
@@ -158,7 +165,7 @@ class UnitMove(Transaction):
             segment.follow(self._rank)
 
     def _install(self) -> None:
-        self._tensors.clear()
+        self._stacks.clear()
         for (segment, _, after), of_segment, of_new, of_agreed in zip(
             self.moving, self._contents, self._new, self._agreed, strict=True
         ):
@@ -174,38 +181,21 @@ class UnitMove(Transaction):
                     layer.plan = None
                     layer.last = None if layer.last is None else LastGradients()
 
-    def _pack(self, message: Tensor, round_: UnitRound, pair: Pair) -> None:
-        for unit_slice, number, part in parts_of(message, round_[pair], self._tensors):
-            old = self._tensors[number].old
-            if old is None:
-                part.zero_()
-            else:
-                places = _places(self.moving[unit_slice.segment][1], self._rank, unit_slice.units)
-                copy_units(part, np.arange(len(places)), old, places)
-
-    def _unpack(self, message: Tensor, round_: UnitRound, pair: Pair) -> None:
-        for unit_slice, number, part in parts_of(message, round_[pair], self._tensors):
-            places = _places(self.moving[unit_slice.segment][2], self._rank, unit_slice.units)
-            copy_units(self._tensors[number].new, places, part, np.arange(len(places)))
+    def _end_of(self, parcel: int, end: int) -> End:
+        """Where a parcel is sent from, or with ``end`` 1 put."""
+        tensor, places = self._travelling[parcel]
+        return End(self._stacks[tensor][end], places)
 
     def _copy_kept(self) -> None:
         """Units that stay, into the new tensors, while the first messages are on their way."""
-        for tensor in self._tensors:
-            _, before, after = self.moving[tensor.segment]
+        for number, (_, before, after) in enumerate(self.moving):
             kept = np.flatnonzero((before.owners == self._rank) & (after.owners == self._rank))
-            places = _places(after, self._rank, kept)
-            if tensor.old is None:
-                tensor.new.zero_()
-            else:
-                copy_units(tensor.new, places, tensor.old, _places(before, self._rank, kept))
-
-    def _sizes(self, round_: UnitRound) -> dict[Pair, int]:
-        """Bytes of this rank's messages in a round."""
-        return {
-            pair: sum(len(unit_slice.units) * self._unit_bytes[unit_slice.segment] for unit_slice in slices)
-            for pair, slices in round_.items()
-            if self._rank in pair
-        }
+            of, at = (_places(owned, self._rank, kept) for owned in (before, after))
+            for old, new in (both for part, both in self._stacks.items() if part.segment == number):
+                if old is None:
+                    new.zero_()
+                else:
+                    copy_units(new, at, old, of, len(kept))
 
     def _what_moves(self) -> str:
         """Everything that must be the same on all ranks, but for what the parameters hold besides themselves."""
@@ -229,6 +219,15 @@ class UnitMove(Transaction):
             for (segment, before, after), of_segment in zip(self.moving, self._contents, strict=True)
         ]
         return json.dumps([self._max_bytes, plan])
+
+
+class _Part(NamedTuple):
+    """One part of a tensor of a moving segment: of which of its parameters, and which of that one's tensors."""
+
+    segment: int
+    contents: int
+    what: str
+    part: int
 
 
 def _require_fitting(segment: OwnedSegment, after: OwnershipMap, num_ranks: int) -> None:
@@ -273,3 +272,10 @@ def bytes_per_unit(contents: UnitContents, description: Description, *, with_gra
 def _places(owned: OwnershipMap, rank: int, units: Indices) -> Indices:
     """Where ``units`` lie on ``rank``."""
     return np.searchsorted(owned.units_of(rank), units)
+
+
+def _stacks(tensor: Tensor, where: UnitTensor, num_units: int) -> list[Tensor]:
+    """The stack [pre, units, inner] of every part of a tensor; views of it if it is contiguous."""
+    pre, post = math.prod(tensor.shape[: where.dim]), math.prod(tensor.shape[where.dim + 1 :])
+    parts = tensor.reshape(pre, tensor.shape[where.dim], post).split([num_units * rows for rows in where.rows], dim=1)
+    return [part.unflatten(1, (num_units, rows)).flatten(2) for part, rows in zip(parts, where.rows, strict=True)]

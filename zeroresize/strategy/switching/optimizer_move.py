@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -21,11 +20,10 @@ from zeroresize.policy.strategy.switches.switch_plan import plan_weights
 from zeroresize.resharding.movable_optimizer import require_movable_state, settings_of
 from zeroresize.resharding.parameter_state import STATE, Description, ParameterState, agreed_descriptions, set_state
 from zeroresize.resharding.transaction import Transaction
+from zeroresize.resharding.transport import Transport
 from zeroresize.strategy.placement.placement import Placement
 from zeroresize.strategy.placement.whole_layers import WholeTensor
-from zeroresize.strategy.switching.flow_transport import FlowTransport
-from zeroresize.strategy.switching.relocation import Relocation
-from zeroresize.strategy.switching.switch_rounds import Flow, switch_rounds
+from zeroresize.strategy.switching.flows import Flow, FlowRounds, Relocation
 from zeroresize.utils.fingerprint import fingerprint
 
 
@@ -61,25 +59,26 @@ class RankOptimizer:
         for number, parameter in optimizer_placement.masters.items():
             if parameter.grad is not None:
                 raise ValueError(f"{tensors[number].spec.name} has a gradient: call optimizer.zero_grad() before")
+        self._states = {
+            number: ParameterState(tensors[number].spec.name, master, master, self.optimizer)
+            for number, master in optimizer_placement.masters.items()
+        }
 
     def description(self) -> str:
         """Describe all that the other ranks must know."""
-        numbers = self._optimizer_placement.masters
-        return json.dumps([self._group_of, [[number, asdict(self._described(number))] for number in numbers]])
+        described = [[number, asdict(state.description())] for number, state in self._states.items()]
+        return json.dumps([self._group_of, described])
 
     @property
     def held_bytes(self) -> int:
         """Return the bytes of the optimizer's tensors."""
-        if self.optimizer is None:
-            return 0
-        states = [self._parameter_state(number) for number in self._optimizer_placement.masters]
-        held = [value for state in states for _, _, value in state.entries()]
+        held = [value for state in self._states.values() for _, _, value in state.entries()]
         return sum(one.numel() * one.element_size() for one in held if isinstance(one, Tensor))
 
     def held(self, key: str) -> dict[int, Tensor]:
         """Return the optimizer's tensors of one kind, by the number of the tensor."""
-        states = {number: self._parameter_state(number) for number in self._optimizer_placement.masters}
-        return {number: state.tensors[STATE + key] for number, state in states.items() if STATE + key in state.tensors}
+        what = STATE + key
+        return {number: state.tensors[what] for number, state in self._states.items() if what in state.tensors}
 
     def install(self, after: Placement, group_of: dict[int, int], state: dict[int, dict[str, Any]]) -> None:
         """Give the optimizer the parameters of another strategy in the same groups, and their state."""
@@ -96,13 +95,6 @@ class RankOptimizer:
             if number in group_of:
                 set_state(self.optimizer, after.masters[number], values)
 
-    def _described(self, number: int) -> Description:
-        return self._parameter_state(number).description()
-
-    def _parameter_state(self, number: int) -> ParameterState:
-        parameter = self._optimizer_placement.masters[number]
-        return ParameterState(self._tensors[number].spec.name, parameter, parameter, self.optimizer)
-
 
 class OptimizerMove(Transaction):
     """Moves the optimizer to another strategy, on this rank: weights, and all that it keeps.
@@ -117,7 +109,6 @@ class OptimizerMove(Transaction):
     """
 
     plan_name = "the strategy, or the settings of the optimizer's parameter groups"
-    transport: FlowTransport
 
     def __init__(
         self,
@@ -160,7 +151,7 @@ class OptimizerMove(Transaction):
         before, after, tensors, rank = self._before, self._after, self._tensors, group_rank(self._group)
         self._agreed, self._group_of = _agreed(descriptions or (), tensors)
         plan = plan_weights(before.layout, after.layout, [tensor.spec for tensor in tensors], self._nodes)
-        flows = [Flow(plan.transfers)]
+        flows = [Flow(plan.transfers, {number: one.dtype for number, one in enumerate(tensors)})]
         masters = {number: one.data for number, one in before.masters.items()}
         dtypes = {number: one.dtype for number, one in after.masters.items()}
         self._weights = Relocation(before, after, tensors, rank, masters, dtypes)
@@ -168,13 +159,11 @@ class OptimizerMove(Transaction):
         for what in sorted({what for one in self._agreed for what in one.dtypes if what.startswith(STATE)}):
             key = what.removeprefix(STATE)
             dtypes = {number: one.dtype(what) for number, one in enumerate(self._agreed) if what in one.dtypes}
-            itemsizes = [dtypes[number].itemsize if number in dtypes else 1 for number in range(len(tensors))]
-            has_it = np.array([number in dtypes for number in range(len(tensors))])
-            flows.append(Flow(plan.transfers, None, np.array(itemsizes)).only(has_it))
+            flows.append(Flow(plan.transfers, dtypes))
             wanted = {number: dtype for number, dtype in dtypes.items() if number in after.masters}
             self._state[key] = Relocation(before, after, tensors, rank, self._optimizer.held(key), wanted)
-        rounds = switch_rounds(flows, tensors, rank, before.layout.replicas.tolist(), max(self._max_bytes // 2, 1))
-        self.transport = FlowTransport(rounds, self._group)
+        self._flows = FlowRounds.of(flows, tensors, rank, before.layout.replicas.tolist(), self._max_bytes)
+        self.transport = Transport(self._flows.rounds, self._group)
         self.new_bytes = sum(relocation.new_bytes for relocation in self._moving)
 
     @property
@@ -186,8 +175,8 @@ class OptimizerMove(Transaction):
         for relocation in self._moving:
             relocation.allocate(self._device)
 
-    def carry_out(self) -> Exception | None:
-        return self.transport.carry_out_flows([relocation.ends() for relocation in self._moving])
+    def send_and_receive(self) -> Exception | None:
+        return self._flows.carry_out(self.transport, [relocation.ends() for relocation in self._moving])
 
     def commit(self) -> None:
         """Put weights and state in place, and let go of the old ones."""

@@ -9,24 +9,19 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, message_device
-from zeroresize.plan.layout import Indices
 from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
 from zeroresize.resharding.agreement import bytes_up_to_peak
 from zeroresize.resharding.transaction import MoveReport, Transaction
+from zeroresize.resharding.transport import Transport
 from zeroresize.strategy.placement.placement import Placement
 from zeroresize.strategy.placement.whole_layers import WholeTensor
-from zeroresize.strategy.switching.background import BackgroundCall
-from zeroresize.strategy.switching.flow_transport import Ends, FlowTransport
-from zeroresize.strategy.switching.relocation import Relocation
-from zeroresize.strategy.switching.switch_rounds import Flow, SwitchRound, fingerprint_of, switch_rounds
+from zeroresize.strategy.switching.flows import Flow, FlowEnds, FlowRounds, Relocation, stack_of
 from zeroresize.utils.fingerprint import fingerprint
 
 
@@ -63,16 +58,16 @@ class SwitchRoute:
 
     Attributes:
         rounds: of this rank.
-        sum_rounds: of this rank, before these: gradients that its node sums before they leave it.
         has_weights, has_gradients: what travels.
+        has_sums: whether nodes sum gradients before they leave them.
         types: in which it travels.
         fingerprint: the same on ranks with the same plan.
     """
 
-    rounds: Sequence[SwitchRound]
-    sum_rounds: Sequence[SwitchRound]
+    rounds: FlowRounds
     has_weights: bool
     has_gradients: bool
+    has_sums: bool
     types: TravelTypes
     fingerprint: float
 
@@ -97,35 +92,31 @@ class SwitchRoute:
             max_bytes: of messages that a rank sends and receives at once.
         """
         specs = [one.spec for one in tensors]
-        flows, sums = [], list[Flow]()
+        flows: list[Flow] = []
+        has_sums = False
         if after is not None:
             transfers = plan_weights(before.layout, after.layout, specs, nodes).transfers
-            flows.append(Flow(transfers, None, _itemsizes(tensors, types.weights)))
+            flows.append(Flow(transfers, {number: types.weights or one.dtype for number, one in enumerate(tensors)}))
         if optimizer_placement is not None:
             plan = plan_gradients(before.layout, optimizer_placement.layout, specs, nodes)
-            learns = np.array([one.requires_grad for one in tensors])
-            flows.append(Flow(plan.transfers, plan.kept, _itemsizes(tensors, types.gradients)).only(learns))
-            sums = [Flow(plan.summed).only(learns)] if len(plan.summed) else []
+            learning = {number: one.dtype for number, one in enumerate(tensors) if one.requires_grad}
+            dtypes = {number: types.gradients or dtype for number, dtype in learning.items()}
+            flows.append(Flow(plan.transfers, dtypes, plan.kept))
+            # In the type in which gradients are held: so what then leaves the node is rounded once.
+            flows.append(Flow(plan.summed, learning, turn=-1))
+            has_sums = len(plan.summed) > 0
         # Partial gradients are added in the order of the replicas that they come from: on ranks that hold the same
         # the sums are the same to the last bit.
-        order, of_round = before.layout.replicas.tolist(), max(max_bytes // 2, 1)
-        rounds, sum_rounds = (
-            switch_rounds(travelling, tensors, rank, order, of_round) if travelling else []
-            for travelling in (flows, sums)
-        )
+        rounds = FlowRounds.of(flows, tensors, rank, before.layout.replicas.tolist(), max_bytes)
         way = [None if one is None else one.strategy.as_dict() for one in (before, after, optimizer_placement)]
         return cls(
             rounds,
-            sum_rounds,
             after is not None,
             optimizer_placement is not None,
+            has_sums,
             types,
-            fingerprint(json.dumps([way, max_bytes, str(types), fingerprint_of([*flows, *sums])])),
+            fingerprint(json.dumps([way, max_bytes, str(types), rounds.fingerprint])),
         )
-
-
-def _itemsizes(tensors: Sequence[WholeTensor], dtype: torch.dtype | None) -> Indices | None:
-    return None if dtype is None else np.full(len(tensors), dtype.itemsize, dtype=np.int64)
 
 
 class Switch(Transaction):
@@ -141,8 +132,6 @@ class Switch(Transaction):
     """
 
     plan_name = "where the switch leads, or how it was planned"
-    transport: FlowTransport
-    _sums: FlowTransport
 
     def __init__(
         self,
@@ -181,13 +170,12 @@ class Switch(Transaction):
         self._zeros: dict[int, Tensor] = {}
         self._without_before = [
             number
-            for number, master in (before.masters.items() if route.sum_rounds else ())
+            for number, master in (before.masters.items() if route.has_sums else ())
             if master.requires_grad and master.grad is None
         ]
         of_before = (before.masters[number] for number in self._without_before)
         self.new_bytes = sum(one.numel() * one.element_size() for one in (*of_gradients, *of_before))
         self.new_bytes += 0 if self._weights is None else self._weights.new_bytes
-        self._under_way: BackgroundCall[Exception | None] | None = None
 
     @property
     def title(self) -> str:
@@ -197,18 +185,14 @@ class Switch(Transaction):
 
     @property
     def needed_bytes(self) -> int:
-        return (
-            super().needed_bytes + self._sums.buffer_bytes + (bytes_up_to_peak(self._device) if self._is_beside else 0)
-        )
+        return super().needed_bytes + (bytes_up_to_peak(self._device) if self._is_beside else 0)
 
     def agree(self, descriptions: Iterable[str] | None) -> None:
         """Lay out the rounds of the route, which is planned by what all ranks know."""
-        self.transport = FlowTransport(self._route.rounds, self._group)
-        self._sums = FlowTransport(self._route.sum_rounds, self._group)
+        self.transport = Transport(self._route.rounds.rounds, self._group)
 
     def allocate(self) -> None:
-        for transport in (self._sums, self.transport):
-            transport.allocate(message_device(self._group, self._device))
+        self.transport.allocate(message_device(self._group, self._device))
         if self._weights is not None:
             self._weights.allocate(self._device)
         for number in self._without:
@@ -216,27 +200,6 @@ class Switch(Transaction):
             self._gradients[number] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self._device)
         for number in self._without_before:
             self._zeros[number] = torch.zeros_like(self._before.masters[number], device=self._device)
-
-    def start(self, earlier: Sequence[Switch] = ()) -> None:
-        """Carry it out from now on beside what this rank computes; :meth:`carry_out` waits for the end.
-
-        Args:
-            earlier: started before over the same process group. Their messages go first, so that ranks pair the same.
-        """
-
-        def wait_for_earlier() -> None:
-            for switch in earlier:
-                switch.wait()
-
-        self._under_way = BackgroundCall(self._send_and_receive, self._device, wait_for_earlier)
-
-    def wait(self) -> None:
-        """Wait until nothing travels any more of what was started."""
-        if self._under_way is not None:
-            self._under_way.wait()
-
-    def carry_out(self) -> Exception | None:
-        return self._send_and_receive() if self._under_way is None else self._under_way.result()
 
     def commit(self) -> None:
         """Put the new weights in place, and let go of the old ones and of gradients that have been sent."""
@@ -250,38 +213,26 @@ class Switch(Transaction):
         if self._has_gradients:
             before.drop_gradients()
 
-    def figures(self, begin: float) -> dict[str, Any]:
-        figures = super().figures(begin)
-        for key in ("sent_bytes", "received_bytes", "num_rounds", "buffer_bytes"):
-            figures[key] += getattr(self._sums, key)
-        return figures
-
-    def _send_and_receive(self) -> Exception | None:
-        failure = self._sum_within_nodes() if self._route.sum_rounds else None
-        ends = [] if self._weights is None else [self._weights.ends(self._route.types.weights)]
+    def send_and_receive(self) -> Exception | None:
+        ends = [] if self._weights is None else [self._weights.ends()]
         if self._has_gradients:
-            ends.append(self._partial_gradients())
-        return self.transport.carry_out_flows(ends) or failure
-
-    def _sum_within_nodes(self) -> Exception | None:
-        """In the type in which gradients are held: so what then leaves the node is rounded once."""
-        stacks = {number: one for number, one in self._gradient_stacks().items() if one is not None}
-        begins = self._before.layout.begins[:, self._rank]
-        return self._sums.carry_out_flows([Ends(stacks, stacks, begins, begins, adds=True)])
+            ends += self._partial_gradients()
+        return self._route.rounds.carry_out(self.transport, ends)
 
     def _gradient_stacks(self) -> dict[int, Tensor | None]:
         """Of the strategy that is left, by the number of the tensor."""
         stacks: dict[int, Tensor | None] = {}
         for number, parameter in self._before.masters.items():
             gradient = self._zeros.get(number, parameter.grad)
-            if gradient is not None and self._route.sum_rounds and not gradient.is_contiguous():
+            if gradient is not None and self._route.has_sums and not gradient.is_contiguous():
                 gradient = parameter.grad = gradient.contiguous()  # of which a stack is a view
             stacks[number] = (
-                None if gradient is None else self._before.stack(number, self._tensors[number], gradient, self._rank)
+                None if gradient is None else stack_of(self._before, number, self._tensors, gradient, self._rank)
             )
         return stacks
 
-    def _partial_gradients(self) -> Ends:
+    def _partial_gradients(self) -> list[FlowEnds]:
+        """Where they leave and arrive, and where those of a node are summed before."""
         before, optimizer_placement, rank = self._before, self._optimizer_placement, self._rank
         sources, targets = self._gradient_stacks(), {}
         for number, parameter in optimizer_placement.masters.items():
@@ -289,6 +240,10 @@ class Switch(Transaction):
             if gradient is not None and not gradient.is_contiguous():
                 gradient = parameter.grad = gradient.contiguous()  # of which a stack is a view
             if gradient is not None:
-                targets[number] = optimizer_placement.stack(number, self._tensors[number], gradient, rank)
+                targets[number] = stack_of(optimizer_placement, number, self._tensors, gradient, rank)
         begins = before.layout.begins[:, rank], optimizer_placement.layout.begins[:, rank]
-        return Ends(sources, targets, *begins, adds=True, dtype=self._route.types.gradients)
+        sums = {number: stack for number, stack in sources.items() if stack is not None}
+        return [
+            FlowEnds(sources, targets, *begins, adds=True),
+            FlowEnds(sums, sums, begins[0], begins[0], adds=True),
+        ]

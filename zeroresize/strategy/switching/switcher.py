@@ -62,7 +62,11 @@ class Switcher:
         switch = self._prepare_beside(lambda: self._placements[strategy], before, optimizer_placement, gradients=False)
         if switch is None:
             return False
-        switch.start([] if self._returning is None else [self._returning])
+        returning = self._returning
+        if returning is None:
+            switch.start(self._participants.device)
+        else:  # its messages go first over the same links, so that ranks pair the same
+            switch.start(self._participants.device, returning.wait)
         self._coming = before, self._placements[strategy], switch
         return True
 
@@ -160,7 +164,7 @@ class Switcher:
             coming.commit()
             done.append(coming)
         if returning is not None:
-            returning.start()
+            returning.start(self._participants.device)
             self._returning = returning
         return done
 

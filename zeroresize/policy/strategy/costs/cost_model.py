@@ -13,12 +13,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroresize.plan.layout import Indices, Layout, TensorSpec
+from zeroresize.plan.layout import Indices, TensorSpec
 from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
-from zeroresize.policy.strategy.costs.switch_memory import switch_bytes
-from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
-from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES, LinkSpeeds, SwitchPlan, fused_seconds
+from zeroresize.policy.strategy.costs.planned_switches import PlannedSwitches
+from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES, LinkSpeeds, SwitchPlan
 from zeroresize.utils.value_checks import at_least, number
 
 Floats = NDArray[np.float64]
@@ -162,21 +161,15 @@ class CostModel:
         Args:
             optimizer_strategy: its number among the strategies.
         """
-        seconds = np.zeros((len(strategies), len(strategies)))
-        for before, after in itertools.permutations(range(len(strategies)), 2):
-            plans = self._plans_of(strategies[before], strategies[after], strategies[optimizer_strategy])
-            seconds[before, after] = fused_seconds(plans, self.links)
-        return seconds
+        return self._switches.seconds(strategies, optimizer_strategy)
 
     def weight_plan(self, before: Strategy, after: Strategy) -> SwitchPlan:
         """Plan the switch of the weights alone."""
-        return self._plan(before, after, gradients=False)
+        return self._switches.weights(before, after)
 
     def weight_bytes(self, strategy: Strategy) -> Indices:
         """Return [R] bytes of weights of each rank."""
-        if strategy not in self._weight_bytes:
-            self._weight_bytes[strategy] = self._layout(strategy).rank_bytes(self.tensors)
-        return self._weight_bytes[strategy]
+        return self._switches.weight_bytes(strategy)
 
     def memory_bytes(self, strategy: Strategy, optimizer_strategy: Strategy, tokens: int) -> Floats:
         """Return [R] the most bytes that each rank holds while this strategy trains micro-batches of so many tokens.
@@ -208,7 +201,7 @@ class CostModel:
             self.weight_bytes(before),
             self.weight_bytes(after),
             self.weight_bytes(optimizer_strategy),
-            self._plans_of(before, after, optimizer_strategy),
+            self._switches.plans(before, after, optimizer_strategy),
             is_optimizer_strategy=before == optimizer_strategy,
             optimizer_ratio=self.optimizer_ratio,
             max_bytes=self.max_message_bytes,
@@ -242,32 +235,46 @@ class CostModel:
         return max(share * one for share, one in zip(shares, slowness, strict=True))
 
     @cached_property
-    def _layouts(self) -> dict[Strategy, Layout]:
-        return {}
+    def _switches(self) -> PlannedSwitches:
+        return PlannedSwitches(self.tensors, self.nodes, self.links, self.layers.num_layers)
 
-    @cached_property
-    def _weight_bytes(self) -> dict[Strategy, Indices]:
-        return {}
 
-    @cached_property
-    def _plans(self) -> dict[tuple[Strategy, Strategy, bool], SwitchPlan]:
-        return {}
+def switch_bytes(
+    before: Indices,
+    after: Indices,
+    optimizer_strategy: Indices,
+    plans: Sequence[SwitchPlan],
+    *,
+    is_optimizer_strategy: bool,
+    optimizer_ratio: float = 2.0,
+    max_bytes: int = MAX_MESSAGE_BYTES,
+) -> NDArray[np.float64]:
+    """Return [R] the most bytes that each rank holds during a switch, which has no activations.
 
-    def _layout(self, strategy: Strategy) -> Layout:
-        if strategy not in self._layouts:
-            self._layouts[strategy] = strategy.layout(self.tensors, self.num_ranks, self.layers.num_layers)
-        return self._layouts[strategy]
+    Args:
+        before, after, optimizer_strategy: [R] bytes of weights under the strategy that is left, the next one, and the
+            optimizer's.
+        plans: of all that travels: weights and, from another strategy than the optimizer's, gradients.
+        is_optimizer_strategy: whether the strategy that is left is the optimizer's, whose gradients stay.
+        optimizer_ratio: bytes of optimizer state for a byte of weights.
+        max_bytes: of messages that a rank sends and receives at once.
+    """
+    gradients = optimizer_strategy + (0 if is_optimizer_strategy else before)
+    return before + after + gradients + optimizer_ratio * optimizer_strategy + _message_bytes(plans, max_bytes)
 
-    def _plans_of(self, before: Strategy, after: Strategy, optimizer_strategy: Strategy) -> list[SwitchPlan]:
-        """Of the weights, and of the gradients that do not lie under the optimizer's strategy."""
-        plans = [self.weight_plan(before, after)]
-        return (
-            plans if before == optimizer_strategy else [*plans, self._plan(before, optimizer_strategy, gradients=True)]
-        )
 
-    def _plan(self, before: Strategy, after: Strategy, *, gradients: bool) -> SwitchPlan:
-        key = before, after, gradients
-        if key not in self._plans:
-            plan = plan_gradients if gradients else plan_weights
-            self._plans[key] = plan(self._layout(before), self._layout(after), self.tensors, self.nodes)
-        return self._plans[key]
+def _message_bytes(plans: Sequence[SwitchPlan], max_bytes: int) -> Indices:
+    """[R] bytes of memory that the messages of plans that are carried out together take at most.
+
+    What fits into one round lies in one buffer. Of several rounds, the next is packed while one travels. Sums inside
+    nodes have buffers of their own.
+    """
+    num_bytes, summed_bytes = (np.zeros(len(plans[0].nodes), dtype=np.int64) for _ in range(2))
+    for plan in plans:
+        num_bytes += plan.sent_within + plan.sent_between + plan.received_within + plan.received_between
+        summed_bytes += plan.summed_bytes.sum(axis=0)
+    return _buffer_bytes(num_bytes, max_bytes) + _buffer_bytes(summed_bytes, max_bytes)
+
+
+def _buffer_bytes(num_bytes: Indices, max_bytes: int) -> Indices:
+    return num_bytes if num_bytes.max() <= max_bytes // 2 else np.minimum(2 * num_bytes, max_bytes)

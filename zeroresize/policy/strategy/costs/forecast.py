@@ -13,7 +13,6 @@ import numpy as np
 from zeroresize.plan.length_range import LengthRange, as_ranges, lengths_by_range, with_limits
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.costs.cost_model import CostModel, Floats
-from zeroresize.policy.strategy.costs.overlap import OverlappedSwitches
 from zeroresize.policy.strategy.packing import spread_and_pack
 from zeroresize.policy.strategy.switches.switch_order import cheapest_order, tour_seconds
 
@@ -86,15 +85,12 @@ def forecast_step(
     cost: CostModel,
     pack: Pack,
     max_tokens: int | None = None,
-    overlap: OverlappedSwitches | None = None,
 ) -> StepForecast:
     """Return what a step takes on average over a sample.
 
     Args:
         sample: [B] the lengths of the sequences of each mini-batch.
         max_tokens: of a micro-batch, where a range does not say; None: as many as its longest sequence may have.
-        overlap: how switches overlap with training, of the same optimizer's strategy; None: nobody trains while
-            strategies are switched. The step's seconds of switches are those by which they prolong it.
 
     Raises:
         ValueError: for ranges that do not rise, ``max_tokens`` below the longest sequence of a range, a sample
@@ -105,26 +101,16 @@ def forecast_step(
     strategies = list(dict.fromkeys([optimizer_strategy, *(one.strategy for one in ranges)]))
     tours = Tours(cost.switch_seconds(strategies, 0), 0)
     range_s, switch_s = np.zeros(len(ranges)), 0.0
-    limits: dict[Strategy, int] = {}
-    for length_range in ranges:
-        limit = length_range.max_tokens or length_range.up_to
-        limits[length_range.strategy] = max(limits.get(length_range.strategy, 0), limit)
     for mini_batch in sample:
-        used, work_s = 0, dict[Strategy, float]()
+        used = 0
         groups = lengths_by_range(ranges, sorted(mini_batch))
         for number, (length_range, group) in enumerate(zip(ranges, groups, strict=True)):
             if group:
                 replicas = pack(group, length_range.max_tokens or length_range.up_to, length_range.strategy.dp)
-                seconds = cost.work_seconds(length_range.strategy, replicas)
-                range_s[number] += seconds
-                work_s[length_range.strategy] = work_s.get(length_range.strategy, 0.0) + seconds
+                range_s[number] += cost.work_seconds(length_range.strategy, replicas)
             used |= bool(group) << strategies.index(length_range.strategy)
-        if overlap is None:
-            switch_s += tours.seconds(used)
-        else:
-            visits = overlap.order(list(work_s))
-            switch_s += overlap.seconds(visits, [work_s[one] for one in visits], [limits[one] for one in visits])
-    reduction_s = cost.reduction_seconds(optimizer_strategy) if overlap is None else overlap.reduction_seconds()
+        switch_s += tours.seconds(used)
+    reduction_s = cost.reduction_seconds(optimizer_strategy)
     means = (range_s / len(sample)).tolist()
     return StepForecast(ranges, optimizer_strategy, tuple(means), switch_s / len(sample), reduction_s)
 

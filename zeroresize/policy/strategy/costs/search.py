@@ -13,9 +13,8 @@ from the length at ``begin`` (0 for 0) to that at ``end``, 1 to K.
 from __future__ import annotations
 
 import bisect
-import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +22,6 @@ import numpy as np
 from zeroresize.plan.layout import Indices
 from zeroresize.plan.length_range import LengthRange
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.costs.candidate_strategies import default_thresholds
 from zeroresize.policy.strategy.costs.cost_model import CostModel, Floats, batch_sums
 from zeroresize.policy.strategy.costs.forecast import (
     Pack,
@@ -35,9 +33,6 @@ from zeroresize.policy.strategy.costs.forecast import (
 )
 from zeroresize.utils.value_checks import at_least, number
 
-#: ``fits(strategy, optimizer_strategy, tokens)``: whether memory suffices to train micro-batches of so many tokens.
-Fits = Callable[[Strategy, Strategy, int], bool]
-
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -47,12 +42,10 @@ class SearchResult:
         best: of all ranges and the optimizer's strategies; every range with the ``max_tokens`` for which it was found
             to fit.
         static: of one range.
-        num_visited: how many beginnings of ranges were looked at.
     """
 
     best: StepForecast
     static: StepForecast
-    num_visited: int
 
     @property
     def ranges(self) -> tuple[LengthRange, ...]:
@@ -70,6 +63,45 @@ class SearchResult:
         return self.static.step_s / self.best.step_s
 
 
+def candidate_strategies(
+    num_ranks: int, num_layers: int, units: Sequence[int], ranks_per_node: int | None = None
+) -> list[Strategy]:
+    """Return all (dp, tp, pp) on the first ``num_ranks`` ranks whose layers and units divide.
+
+    Args:
+        num_layers: every stage has at least one.
+        units: of the layers' segments, such as heads and feed-forward neurons: tp divides each number.
+        ranks_per_node: where given, a tensor-parallel group lies in one node or fills whole ones.
+
+    Raises:
+        ValueError: for numbers below 1.
+    """
+    for key, value in (
+        ("num_ranks", num_ranks),
+        ("num_layers", num_layers),
+        *(("units", num_units) for num_units in units),
+    ):
+        at_least(key, value, 1)
+    per_node = num_ranks if ranks_per_node is None else ranks_per_node
+    at_least("ranks_per_node", per_node, 1)
+    strategies = []
+    for tp in _divisors(num_ranks):
+        is_whole = per_node % tp == 0 or tp % per_node == 0
+        if is_whole and not any(num_units % tp for num_units in units):
+            stages = [pp for pp in _divisors(num_ranks // tp) if pp <= num_layers]
+            strategies += [Strategy(num_ranks // (tp * pp), tp, pp) for pp in stages]
+    return strategies
+
+
+def default_thresholds(longest: int, shortest: int = 256) -> list[int]:
+    """Return the longest length and its halves, rising, down to ``shortest``."""
+    at_least("longest", longest, 1)
+    thresholds = [longest]
+    while thresholds[-1] // 2 >= max(shortest, 1):
+        thresholds.append(thresholds[-1] // 2)
+    return thresholds[::-1]
+
+
 def search_strategies(
     sample: Sequence[Sequence[int]],
     candidates: Sequence[Strategy],
@@ -80,7 +112,6 @@ def search_strategies(
     pack: Pack = packed_by_work,
     max_ranges: int = 4,
     max_tokens: int | None = None,
-    fits: Fits | None = None,
 ) -> SearchResult:
     """Search for the ranges, their strategies and the optimizer's strategy with which a step takes least.
 
@@ -95,11 +126,6 @@ def search_strategies(
         pack: how sequences are packed into micro-batches and these dealt to replicas, as in training.
         max_ranges: at most so many.
         max_tokens: of a micro-batch; None: as many as the longest sequence of its range may have.
-        fits: ``fits(strategy, optimizer_strategy, tokens)`` tells whether memory suffices to train micro-batches of so
-            many tokens, such as :meth:`OverlappedSwitches.fits
-            <zeroresize.policy.strategy.costs.overlap.OverlappedSwitches.fits>` of the optimizer's strategy; None for
-            :meth:`CostModel.fits <zeroresize.policy.strategy.costs.cost_model.CostModel.fits>` in ``memory_limit``.
-            Switches keep ``memory_limit`` either way.
 
     Raises:
         ValueError: if thresholds do not rise, no candidate is given or one is given twice, the sample has a sequence
@@ -113,132 +139,92 @@ def search_strategies(
     if max_tokens is not None:
         at_least("max_tokens", max_tokens, thresholds[-1])
     limits = [max_tokens or up_to for up_to in thresholds]
-    table = _WorkTable.of(sample, candidates, cost, thresholds, limits, pack)
-    static, optimizer_strategies = _BestRanges(), list[_OptimizerStrategy]()
+    work_s, is_present = _work(sample, candidates, cost, thresholds, limits, pack)
+    static, options = _Ranges(), []
+    for place, strategy in enumerate(candidates):
+        fits = [[cost.fits(other, strategy, limit, memory_limit) for other in candidates] for limit in limits]
+        fitting_s, reduction_s = np.where(np.array(fits)[None], work_s, np.inf), cost.reduction_seconds(strategy)
+        alone = _Ranges(float(fitting_s[0, -1, place]) + reduction_s, strategy, ((len(thresholds), strategy),))
+        static = min(static, alone, key=lambda ranges: ranges.step_s)
+        options.append((reduction_s + _least_through(fitting_s), place, fitting_s, reduction_s))
+    best = static
+    for least_s, place, fitting_s, reduction_s in sorted(options, key=lambda option: float(option[0].min())):
+        useful = np.flatnonzero(least_s < best.step_s).tolist()
+        if useful:
+            kept = sorted({*useful, place})
+            strategies, optimizer_strategy = [candidates[one] for one in kept], kept.index(place)
+            are_possible = cost.switches_fit(strategies, optimizer_strategy, memory_limit)
+            switch_s = np.where(are_possible, cost.switch_seconds(strategies, optimizer_strategy), np.inf)
+            branches = _Branches(
+                strategies, optimizer_strategy, fitting_s[:, :, kept], is_present, switch_s, reduction_s, max_ranges
+            )
+            best = branches.best(best)
 
-    def fits_limit(strategy: Strategy, optimizer_strategy: Strategy, tokens: int) -> bool:
-        return cost.fits(strategy, optimizer_strategy, tokens, memory_limit)
+    def forecast(ranges: _Ranges) -> StepForecast:
+        if ranges.optimizer_strategy is None:
+            raise ValueError(
+                f"none of the strategies {[str(one) for one in candidates]} trains all lengths up to {thresholds[-1]} "
+                f"in {memory_limit:g} bytes a rank: choose shorter sequences, smaller micro-batches or more ranks"
+            )
+        named = [LengthRange(thresholds[end - 1], one, limits[end - 1]) for end, one in ranges.ranges]
+        return forecast_step(named, ranges.optimizer_strategy, sample, cost, pack)
 
-    fits = fits or fits_limit
-    for place, optimizer_strategy in enumerate(candidates):
-        is_allowed = [[fits(one, optimizer_strategy, limit) for one in candidates] for limit in limits]
-        optimizer_strategies.append(
-            _OptimizerStrategy(optimizer_strategy, np.where(np.array(is_allowed)[None], table.work_s, np.inf), cost)
-        )
-        static_s = float(optimizer_strategies[-1].work_s[0, -1, place]) + optimizer_strategies[-1].reduction_s
-        static.offer(static_s, optimizer_strategy, [(len(thresholds), optimizer_strategy)])
-    best, num_visited = copy.copy(static), 0
-    for option in sorted(optimizer_strategies, key=lambda one: one.least_s.min()):
-        useful = np.flatnonzero(option.least_s < best.step_s)
-        if not useful.size:
-            continue
-        kept = sorted({*useful.tolist(), candidates.index(option.strategy)})
-        strategies = [candidates[one] for one in kept]
-        optimizer_strategy_number = strategies.index(option.strategy)
-        switch_s = np.where(
-            cost.switches_fit(strategies, optimizer_strategy_number, memory_limit),
-            cost.switch_seconds(strategies, optimizer_strategy_number),
-            np.inf,
-        )
-        branches = _Branches(
-            strategies,
-            option.work_s[:, :, kept],
-            table.is_present,
-            switch_s,
-            optimizer_strategy_number,
-            option.reduction_s,
-            max_ranges,
-        )
-        num_visited += branches.explore(best)
-    if static.optimizer_strategy is None or best.optimizer_strategy is None:
-        raise ValueError(
-            f"none of the strategies {[str(one) for one in candidates]} trains all lengths up to {thresholds[-1]} in "
-            f"{memory_limit:g} bytes a rank: choose shorter sequences, smaller micro-batches or more ranks"
-        )
-
-    def forecast(optimizer_strategy: Strategy, best: _BestRanges) -> StepForecast:
-        ranges = [LengthRange(thresholds[end - 1], one, limits[end - 1]) for end, one in best.ranges]
-        return forecast_step(ranges, optimizer_strategy, sample, cost, pack)
-
-    return SearchResult(
-        forecast(best.optimizer_strategy, best), forecast(static.optimizer_strategy, static), num_visited
-    )
+    return SearchResult(forecast(best), forecast(static))
 
 
-class _BestRanges:
-    """The best so far: ``ranges`` as (end, strategy); no strategy of the optimizer if nothing fits."""
+@dataclass(frozen=True)
+class _Ranges:
+    """Seconds of a step with ranges as (end, strategy); without a strategy of the optimizer where nothing fits."""
 
-    def __init__(self) -> None:
-        self.step_s = float("inf")
-        self.optimizer_strategy: Strategy | None = None
-        self.ranges: list[tuple[int, Strategy]] = []
-
-    def offer(self, step_s: float, optimizer_strategy: Strategy, ranges: list[tuple[int, Strategy]]) -> None:
-        if step_s < self.step_s:
-            self.step_s, self.optimizer_strategy, self.ranges = step_s, optimizer_strategy, list(ranges)
+    step_s: float = float("inf")
+    optimizer_strategy: Strategy | None = None
+    ranges: tuple[tuple[int, Strategy], ...] = ()
 
 
-class _OptimizerStrategy:
-    """What one of the candidates is as the optimizer's strategy.
+def _work(
+    sample: Sequence[Sequence[int]],
+    candidates: list[Strategy],
+    cost: CostModel,
+    thresholds: list[int],
+    limits: list[int],
+    pack: Pack,
+) -> tuple[Floats, Indices]:
+    """[K, K, S] mean seconds of ranges by begin, end − 1 and candidate, and [B, K, K] which have sequences."""
+    size = len(thresholds)
+    work_s = np.full((size, size, len(candidates)), np.inf)
+    is_present = np.zeros((len(sample), size, size), dtype=np.int64)
+    lengths = [sorted(own) for own in sample]
+    cuts = [[0, *(bisect.bisect_right(own, up_to) for up_to in thresholds)] for own in lengths]
+    for begin, last in itertools.combinations_with_replacement(range(size), 2):
+        groups = [own[cut[begin] : cut[last + 1]] for own, cut in zip(lengths, cuts, strict=True)]
+        is_present[:, begin, last] = [bool(group) for group in groups]
+        for dp in {strategy.dp for strategy in candidates}:
+            sums = [batch_sums(pack(group, limits[last], dp)) for group in groups if group]
+            for place, strategy in enumerate(candidates):
+                if strategy.dp == dp:
+                    taken = (cost.summed_work_seconds(strategy, own) for own in sums)
+                    work_s[begin, last, place] = sum(taken) / len(sample)
+    return work_s, is_present
 
-    Attributes:
-        strategy: the optimizer's strategy.
-        work_s: [K, K, S] of :class:`_WorkTable`, infinite where the memory does not suffice.
-        reduction_s: of the gradients at the end of a step.
-        least_s: [S] what a step takes at least that uses a candidate somewhere: the reduction, and all work with any
-            number of ranges and without switches.
-    """
 
-    def __init__(self, strategy: Strategy, work_s: Floats, cost: CostModel) -> None:
-        self.strategy, self.work_s, self.reduction_s = strategy, work_s, cost.reduction_seconds(strategy)
-        size, by_range = len(work_s), work_s.min(axis=2)
-        before, behind = np.zeros(size + 1), np.zeros(size + 1)
-        for count in range(1, size + 1):
-            before[count] = (before[:count] + by_range[:count, count - 1]).min()
-            begin = size - count
-            behind[begin] = (by_range[begin, begin:] + behind[begin + 1 :]).min()
-        through = before[:-1, None, None] + work_s + behind[None, 1:, None]
-        self.least_s: Floats = self.reduction_s + through.min(axis=(0, 1))
-
-
-@dataclass(frozen=True, eq=False)
-class _WorkTable:
-    """The work of every range under every candidate.
-
-    Attributes:
-        work_s: [K, K, S] mean over the mini-batches, by begin, end − 1 and candidate; infinite where begin ≥ end.
-        is_present: [B, K, K] whether a mini-batch has sequences in a range.
-    """
-
-    work_s: Floats
-    is_present: Indices
-
-    @classmethod
-    def of(
-        cls,
-        sample: Sequence[Sequence[int]],
-        candidates: list[Strategy],
-        cost: CostModel,
-        thresholds: list[int],
-        limits: list[int],
-        pack: Pack,
-    ) -> _WorkTable:
-        size = len(thresholds)
-        work_s = np.full((size, size, len(candidates)), np.inf)
-        is_present = np.zeros((len(sample), size, size), dtype=np.int64)
-        lengths = [sorted(own) for own in sample]
-        cuts = [[0, *(bisect.bisect_right(own, up_to) for up_to in thresholds)] for own in lengths]
+def _least_behind(work_s: Floats, max_ranges: int) -> Floats:
+    """[max_ranges + 1, K + 1]: the least work behind a threshold in so many ranges at most, without switches."""
+    size, by_range = len(work_s), work_s.min(axis=2)
+    least = np.full((max_ranges + 1, size + 1), np.inf)
+    least[:, size] = 0.0
+    for count in range(1, max_ranges + 1):
         for begin in range(size):
-            for last in range(begin, size):
-                groups = [own[cut[begin] : cut[last + 1]] for own, cut in zip(lengths, cuts, strict=True)]
-                is_present[:, begin, last] = [bool(group) for group in groups]
-                for dp in {strategy.dp for strategy in candidates}:
-                    sums = [batch_sums(pack(group, limits[last], dp)) for group in groups if group]
-                    for place, strategy in enumerate(candidates):
-                        if strategy.dp == dp:
-                            taken = (cost.summed_work_seconds(strategy, own) for own in sums)
-                            work_s[begin, last, place] = sum(taken) / len(sample)
-        return cls(work_s, is_present)
+            least[count, begin] = (by_range[begin, begin:] + least[count - 1, begin + 1 :]).min()
+    return least
+
+
+def _least_through(work_s: Floats) -> Floats:
+    """[S] the least work in any number of ranges, of which one has the candidate."""
+    size = len(work_s)
+    before = _least_behind(work_s[::-1, ::-1].transpose(1, 0, 2), size)[-1][::-1]
+    behind = _least_behind(work_s, size)[-1]
+    through: Floats = (before[:-1, None, None] + work_s + behind[None, 1:, None]).min(axis=(0, 1))
+    return through
 
 
 class _Branches:
@@ -252,44 +238,32 @@ class _Branches:
     def __init__(
         self,
         strategies: list[Strategy],
+        optimizer_strategy: int,
         work_s: Floats,
         is_present: Indices,
         switch_s: Floats,
-        optimizer_strategy: int,
         reduction_s: float,
         max_ranges: int,
     ) -> None:
-        self._strategies, self._work_s, self._is_present = strategies, work_s, is_present
-        self._optimizer_strategy, self._reduction_s, self._max_ranges = optimizer_strategy, reduction_s, max_ranges
+        self._strategies, self._optimizer_strategy, self._max_ranges = strategies, optimizer_strategy, max_ranges
+        self._work_s, self._is_present, self._reduction_s = work_s, is_present, reduction_s
         self._tours = Tours(switch_s, optimizer_strategy)
         self._entry_s = np.where(np.eye(len(switch_s), dtype=bool), np.inf, switch_s).min(axis=0)
-        self._size = len(self._work_s)
-        self._remaining_s = self._least_work()
-        self._num_visited = 0
+        self._remaining_s = _least_behind(work_s, max_ranges)
 
-    def _least_work(self) -> Floats:
-        """[max_ranges + 1, K + 1]: the least work behind a threshold in so many ranges at most, without switches."""
-        least = np.full((self._max_ranges + 1, self._size + 1), np.inf)
-        least[:, self._size] = 0.0
-        by_range = self._work_s.min(axis=2)
-        for count in range(1, self._max_ranges + 1):
-            for begin in range(self._size):
-                least[count, begin] = (by_range[begin, begin:] + least[count - 1, begin + 1 :]).min()
-        return least
+    def best(self, known: _Ranges) -> _Ranges:
+        """Return the best ranges, or those that are known already."""
+        self._best = known
+        self._explore(0, 0.0, [], [0] * len(self._is_present))
+        return self._best
 
-    def explore(self, best: _BestRanges) -> int:
-        """Offer what is better; returns how many branches were looked at."""
-        self._explore(0, 0.0, [], [0] * len(self._is_present), best)
-        return self._num_visited
-
-    def _explore(
-        self, begin: int, work_s: float, ranges: list[tuple[int, int]], used: list[int], best: _BestRanges
-    ) -> None:
-        self._num_visited += 1
-        if begin == self._size:
-            tours_s = sum(map(self._tours.seconds, used)) / len(used)
-            named_ranges = [(end, self._strategies[one]) for end, one in ranges]
-            best.offer(work_s + tours_s + self._reduction_s, self._strategies[self._optimizer_strategy], named_ranges)
+    def _explore(self, begin: int, work_s: float, ranges: list[tuple[int, int]], used: list[int]) -> None:
+        """Look at all behind a threshold; ``used`` has for each mini-batch the bits of its candidates."""
+        if begin == len(self._work_s):
+            step_s = work_s + sum(map(self._tours.seconds, used)) / len(used) + self._reduction_s
+            if step_s < self._best.step_s:
+                named = tuple((end, self._strategies[one]) for end, one in ranges)
+                self._best = _Ranges(step_s, self._strategies[self._optimizer_strategy], named)
             return
         left = self._max_ranges - len(ranges)
         if not left:
@@ -298,15 +272,15 @@ class _Branches:
         for position in np.argsort(totals, axis=None, kind="stable").tolist():
             last, candidate = begin + position // totals.shape[1], position % totals.shape[1]
             bound_s = work_s + float(totals[last - begin, candidate]) + self._reduction_s
-            if not bound_s < best.step_s:
+            if not bound_s < self._best.step_s:
                 return
             if ranges and ranges[-1][1] == candidate:
                 continue  # one range as well
             present = self._is_present[:, begin, last]
             now = [mask | int(is_there) << candidate for mask, is_there in zip(used, present, strict=True)]
-            if bound_s + sum(map(self._least_switches, now)) / len(now) < best.step_s:
+            if bound_s + sum(map(self._least_switches, now)) / len(now) < self._best.step_s:
                 spent_s = work_s + float(self._work_s[begin, last, candidate])
-                self._explore(last + 1, spent_s, [*ranges, (last + 1, candidate)], now, best)
+                self._explore(last + 1, spent_s, [*ranges, (last + 1, candidate)], now)
 
     def _least_switches(self, used: int) -> float:
         """What the strategies whose bits are set cost to enter, and the optimizer's to come back to, at least."""
@@ -334,3 +308,7 @@ def _check(candidates: list[Strategy], thresholds: list[int]) -> None:
         at_least("thresholds", up_to, 1)
     if not thresholds or any(after <= before for before, after in itertools.pairwise(thresholds)):
         raise ValueError(f"thresholds={thresholds} are not allowed: at least one is needed, and they rise")
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -19,7 +20,8 @@ from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.costs.forecast import packed_by_work
 from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
-from zeroresize.policy.strategy.stragglers.changed_strategies import ModelDivision
+from zeroresize.policy.strategy.costs.planned_switches import most_bytes_of
+from zeroresize.policy.strategy.stragglers.candidates import ModelDivision
 from zeroresize.policy.strategy.switches.switch_order import cheapest_order, tour_seconds
 
 #: Of the heaviest layer's work, at least.
@@ -29,7 +31,7 @@ _LEAST_WORK = 1e-6
 class StragglerCosts:
     """Tell what a training's steps and switches take.
 
-    It is a :class:`~zeroresize.policy.strategy.stragglers.decision.StrategyCosts`.
+    It is a :class:`~zeroresize.policy.strategy.stragglers.candidates.StrategyCosts`.
 
     Args:
         cost: of the model and the cluster; whether ranks are slow there does not count.
@@ -54,14 +56,12 @@ class StragglerCosts:
         self._max_tokens = [one.max_tokens or one.up_to for one in ranges]
         self._limit_bytes = limit_bytes
         self._sample: list[list[list[int]]] = []
-        self._slow: dict[tuple[float, ...], CostModel] = {}
-        self._packs: dict[tuple[int, int], list[list[list[list[int]]]]] = {}
+        self._at, self._packed = lru_cache(maxsize=1)(self._slowed), lru_cache(maxsize=None)(self._packs)
+        self._in_units = lru_cache(maxsize=None)(self._with_unit_shares)
         self._bytes_of_units: Counter[int] = Counter()
         for tensor in cost.tensors:
             if tensor.division is not None:
                 self._bytes_of_units[tensor.num_units] += tensor.num_bytes
-        self._unit_shares: dict[Strategy, Strategy] = {}
-        self._price: dict[tuple[Strategy, Strategy], float] = {}
 
     @property
     def division(self) -> ModelDivision:
@@ -82,8 +82,8 @@ class StragglerCosts:
         self._sample = [lengths_by_range(self._ranges, lengths) for lengths in sample]
         # Strategies that were thought of since are many; layouts and plans of those that are still are made again.
         self._cost = replace(self._cost)
-        for cache in (self._packs, self._slow, self._unit_shares, self._price):
-            cache.clear()
+        for cached in (self._at, self._packed, self._in_units):
+            cached.cache_clear()
 
     def range_s(self, number: int, strategy: Strategy, speeds: Sequence[float]) -> float:
         """Return the mean seconds of range ``number`` in the expected steps; infinite where it is out of the question.
@@ -92,7 +92,7 @@ class StragglerCosts:
         """
         if strategy != self._originals[number] and self._leaves_nodes(strategy):
             return math.inf
-        slow, packed, in_units = self._at(speeds), self._packed(number, strategy.dp), self._in_units(strategy)
+        slow, packed, in_units = self._at(tuple(speeds)), self._packed(number, strategy.dp), self._in_units(strategy)
         return math.fsum(slow.work_seconds(in_units, replicas) for replicas in packed) / max(len(packed), 1)
 
     def fits(self, number: int, strategy: Strategy, optimizer_strategy: Strategy) -> bool:
@@ -131,14 +131,7 @@ class StragglerCosts:
         Gradients are none between two steps, and strategies that are not the optimizer's hold nothing then.
         """
         old_strategy, new_strategy = before[self.optimizer_strategy], after[self.optimizer_strategy]
-        if (old_strategy, new_strategy) not in self._price:
-            plan = self._cost.weight_plan(old_strategy, new_strategy)
-            most = max(
-                int((getattr(plan, f"{way}_within") + getattr(plan, f"{way}_between")).max())
-                for way in ("sent", "received")
-            )
-            self._price[old_strategy, new_strategy] = most * (1.0 + self._cost.optimizer_ratio)
-        return self._price[old_strategy, new_strategy]
+        return most_bytes_of(self._cost.weight_plan(old_strategy, new_strategy)) * (1.0 + self._cost.optimizer_ratio)
 
     def rank_s(self, strategies: Sequence[Strategy], lengths: Sequence[int], rank: int) -> float:
         """Return the seconds that a rank should compute in a step with sequences of these lengths.
@@ -157,15 +150,13 @@ class StragglerCosts:
             total_s += share * math.fsum(cost.seconds(sum(one), sum(n * n for n in one)) for one in micro_batches)
         return total_s
 
-    def _in_units(self, strategy: Strategy) -> Strategy:
+    def _with_unit_shares(self, strategy: Strategy) -> Strategy:
         """The same with the shares that whole units come to, the mean of all divided tensors by their bytes."""
-        if strategy not in self._unit_shares:
-            total, shares = sum(self._bytes_of_units.values()), np.zeros(strategy.tp)
-            for num_units, num_bytes in self._bytes_of_units.items():
-                counts = np.diff(unit_bounds(num_units, strategy.shares or (1.0,) * strategy.tp))
-                shares += strategy.tp * counts / num_units * num_bytes / total
-            self._unit_shares[strategy] = replace(strategy, shares=tuple(shares.tolist())) if total else strategy
-        return self._unit_shares[strategy]
+        total, shares = sum(self._bytes_of_units.values()), np.zeros(strategy.tp)
+        for num_units, num_bytes in self._bytes_of_units.items():
+            counts = np.diff(unit_bounds(num_units, strategy.shares or (1.0,) * strategy.tp))
+            shares += strategy.tp * counts / num_units * num_bytes / total
+        return replace(strategy, shares=tuple(shares.tolist())) if total else strategy
 
     def _leaves_nodes(self, strategy: Strategy) -> bool:
         """Whether a tensor-parallel group is on more nodes than it needs: layers have no costs for that."""
@@ -174,20 +165,12 @@ class StragglerCosts:
         needed = math.ceil(strategy.tp / largest)
         return any(len({nodes[rank] for rank in group}) > needed for group in strategy.tp_groups())
 
-    def _at(self, speeds: Sequence[float]) -> CostModel:
-        key = tuple(speeds)
-        if key not in self._slow:
-            self._slow = {key: replace(self._cost, slowness=tuple(1.0 / speed for speed in key))}
-        return self._slow[key]
+    def _slowed(self, speeds: tuple[float, ...]) -> CostModel:
+        return replace(self._cost, slowness=tuple(1.0 / speed for speed in speeds))
 
-    def _packed(self, number: int, dp: int) -> list[list[list[list[int]]]]:
-        if (number, dp) not in self._packs:
-            self._packs[number, dp] = [
-                packed_by_work(groups[number], self._max_tokens[number], dp)
-                for groups in self._sample
-                if groups[number]
-            ]
-        return self._packs[number, dp]
+    def _packs(self, number: int, dp: int) -> list[list[list[list[int]]]]:
+        groups = [lengths[number] for lengths in self._sample]
+        return [packed_by_work(group, self._max_tokens[number], dp) for group in groups if group]
 
 
 def of_all_degrees(layers: LayerCostTable, most: int) -> LayerCostTable:

@@ -1,0 +1,243 @@
+"""The numerical proof that nothing between a segment's layers mixes units.
+
+What lies between is computed twice, from the same numbers in float64 in place of the column-parallel layers' outputs:
+of some units, and of a few of these in another order. Each unit must have the same result and the same gradient both
+times. Nothing is sent, and what the model holds is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from zeroresize.integrations.changed_modules import own_hooks_off
+from zeroresize.integrations.forward_graphs import ForwardTracer, forward_traces
+from zeroresize.integrations.module_state import nothing_kept
+from zeroresize.layers.unit_dropout import UnitDropout
+from zeroresize.utils.torch_private import is_compiled_module
+
+#: How many units there are, and which of them remain, in which order.
+NUM_UNITS, KEPT = 12, (7, 2, 3, 11, 5)
+#: Dimensions before the features.
+_BATCH = (2, 3)
+#: Of the largest element: more than rounding makes where something computes in float32 whatever it is given.
+_TOLERANCE = 1e-5
+#: Of a layer's output, or input: how many features a unit has in each of its parts.
+Rows = tuple[int, ...]
+
+
+class MixesUnitsError(Exception):
+    """Raised where units are not independent of each other; the reason is its text."""
+
+
+class _Reached(Exception):
+    """Raised by the row-parallel layer, behind which nothing is of interest."""
+
+
+class Stimulus:
+    """Stands for what the column-parallel layers return, and records what reaches the row-parallel one.
+
+    Args:
+        columns: the column-parallel layers, with their rows.
+        row, num_rows: the row-parallel layer, and how many features of a unit it reads.
+        units: that are there.
+
+    Attributes:
+        results: the row-parallel layer's inputs, each followed by the gradients of the outputs so far, with their rows.
+    """
+
+    def __init__(self, columns: Mapping[Any, Rows], row: Any, num_rows: int, units: Sequence[int]) -> None:
+        self.columns, self.row, self.units, self._rows = columns, row, units, (num_rows,)
+        self.device = torch.device("cpu") if row.weight.is_meta else row.weight.device
+        self.results: list[tuple[Tensor, Rows]] = []
+        generator = torch.Generator().manual_seed(0)
+        self._drawn = {layer: self._draw(rows, generator) for layer, rows in columns.items()}
+        self._weights = self._draw(self._rows, generator)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin another forward."""
+        self._outputs: list[tuple[Tensor, Rows]] = []
+        self._is_in_backward = False
+
+    def output_of(self, layer: Any) -> Tensor:
+        """Return numbers in place of a column-parallel layer's output, alike in every call."""
+        output = self._drawn[layer].clone().requires_grad_()
+        if not self._is_in_backward:  # where activation checkpointing computes again
+            self._outputs.append((output, self.columns[layer]))
+        return output
+
+    def record(self, x: Any) -> None:
+        """Record the row-parallel layer's input, and gradients of a sum of it in which no two elements cancel.
+
+        Raises:
+            MixesUnitsError: if it is not of the units that are there.
+        """
+        weights = self._weights
+        if not isinstance(x, Tensor) or x.shape[-1] != weights.shape[-1] or x.numel() != weights.numel():
+            what = f"of shape {list(x.shape)}" if isinstance(x, Tensor) else "changed by other inputs, too"
+            raise MixesUnitsError(f"for {len(self.units)} units what the row-parallel layer reads is {what}")
+        outputs = [output for output, _ in self._outputs]
+        gradients: Sequence[Tensor | None] = [None] * len(outputs)
+        if x.requires_grad:
+            self._is_in_backward = True
+            with torch.enable_grad():  # x may be an output itself
+                weighted_sum = (x * weights.view_as(x)).sum()
+            gradients = torch.autograd.grad(weighted_sum, outputs, retain_graph=True, allow_unused=True)
+            self._is_in_backward = False
+        self.results.append((x.detach().reshape(weights.shape).double(), self._rows))
+        for (output, rows), gradient in zip(self._outputs, gradients, strict=True):
+            self.results.append((torch.zeros_like(output) if gradient is None else gradient, rows))
+
+    def _draw(self, rows: Rows, generator: torch.Generator) -> Tensor:
+        values = 2 * torch.randn(*_BATCH, NUM_UNITS * sum(rows), generator=generator, dtype=torch.float64)
+        return values[..., _features_of(self.units, rows)].to(self.device)
+
+
+def require_unmixed(
+    columns: Mapping[Any, Rows], row: Any, num_rows: int, compute: Callable[[Stimulus], object]
+) -> None:
+    """Check that each unit has the same numbers, whichever other units there are.
+
+    Args:
+        columns, row, num_rows: as of :class:`Stimulus`.
+        compute: runs what lies between the layers with a stimulus for them.
+
+    Raises:
+        MixesUnitsError: with the reason, if it has not.
+        Exception: whatever ``compute`` raises.
+    """
+    whole, part = (Stimulus(columns, row, num_rows, units) for units in (range(NUM_UNITS), KEPT))
+    for stimulus in (whole, part):
+        with _WithoutDropout():
+            compute(stimulus)
+    if not part.results or [rows for _, rows in whole.results] != [rows for _, rows in part.results]:
+        raise MixesUnitsError("where there are fewer units the layers are called otherwise")
+    for (expected, rows), (values, _) in zip(whole.results, part.results, strict=True):
+        difference = (expected[..., _features_of(KEPT, rows)] - values).abs().max()
+        if not difference <= _TOLERANCE * max(1.0, float(values.abs().max())):  # so that NaN counts, too
+            raise MixesUnitsError("a unit has other numbers where there are other units beside it")
+
+
+def require_unmixed_in_trace(
+    module: nn.Module, holding: nn.Module | None, columns: Mapping[Any, Rows], row: Any
+) -> None:
+    """Check that between these layers the forward of ``module`` mixes no units, as often as it may compute otherwise.
+
+    What leads to them is traced, as its shapes are not known; what lies between is computed.
+
+    Raises:
+        as :func:`require_unmixed`.
+    """
+
+    def compute(stimulus: Stimulus) -> None:
+        for _ in forward_traces(module, lambda: _StimulatedTracer(holding, stimulus), with_autocast=False):
+            pass
+
+    require_unmixed(columns, row, 1, compute)
+
+
+def require_unmixed_in_call(
+    module: nn.Module,
+    columns: Mapping[Any, Rows],
+    row: Any,
+    num_rows: int,
+    call: Callable[[Tensor], object],
+    on_change: Callable[[list[int]], object] | None,
+) -> None:
+    """Check that between these layers ``call`` mixes no units.
+
+    Args:
+        module: holds the layers.
+        call: takes the replicated input, and calls the row-parallel layer at the end.
+        on_change: lets the module follow the units that are there.
+
+    Raises:
+        as :func:`require_unmixed`.
+    """
+
+    def compute(stimulus: Stimulus) -> None:
+        def read(x: Any, *_: Any) -> None:
+            stimulus.record(x)
+            raise _Reached
+
+        x = torch.ones(*_BATCH, row.even_shape[0], dtype=torch.float64, device=stimulus.device)
+        is_compiled = any(map(is_compiled_module, module.modules()))
+        eagerly = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+        with own_hooks_off(module), nothing_kept(module, but_for_attributes=True), torch.no_grad(), eagerly:
+            if on_change is not None:
+                on_change(list(range(len(stimulus.units))))
+            for layer in columns:
+                vars(layer)["forward"] = lambda *_, layer=layer: stimulus.output_of(layer)
+            vars(row)["forward"] = read
+            with suppress(_Reached):
+                call(x)
+
+    require_unmixed(columns, row, num_rows, compute)
+
+
+class _StimulatedTracer(ForwardTracer):
+    """Computes with numbers what follows from a stimulus, and traces the rest."""
+
+    def __init__(self, holding: nn.Module | None, stimulus: Stimulus) -> None:
+        super().__init__(holding)
+        self._stimulus = stimulus
+        stimulus.begin()
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if m in self._stimulus.columns:
+            return self._stimulus.output_of(m)
+        if m is self._stimulus.row:
+            self._stimulus.record(*args, *kwargs.values())
+            return self.create_proxy("call_module", self.path_of_module(m), (), {})
+        if isinstance(m, UnitDropout):
+            return args[0]
+        is_computed = args and all(isinstance(value, Tensor) for value in (*args, *kwargs.values()))
+        return forward(*args, **kwargs) if is_computed else super().call_module(m, forward, args, kwargs)
+
+    def create_arg(self, a: Any) -> Any:
+        is_number = isinstance(a, Tensor) and not isinstance(a, nn.Parameter)
+        return None if is_number else super().create_arg(a)  # which would become an attribute of the module
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Around(node, self)
+
+
+class _Around(fx.Proxy):
+    """Stands for a tensor around the layers, whose kind is known."""
+
+    def __getattr__(self, name: str) -> Any:
+        known = {"dtype": torch.float64, "device": self.tracer._stimulus.device}  # type: ignore[attr-defined]
+        return known[name] if name in known else super().__getattr__(name)
+
+    @classmethod
+    def __torch_function__(cls, orig_method: Any, types: Any, args: Any = None, kwargs: Any = None) -> Any:
+        if orig_method in (Tensor.to, Tensor.type_as) and isinstance(args[0], Tensor):
+            return args[0]
+        return super().__torch_function__(orig_method, types, args, kwargs)
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Lets functions of torch drop nothing."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if args and getattr(func, "__name__", "").strip("_").endswith("dropout"):
+            return args[0]
+        return func(*args, **(kwargs | {"dropout_p": 0.0} if "dropout_p" in kwargs else kwargs))
+
+
+def _features_of(units: Sequence[int], rows: Rows) -> Tensor:
+    """Which of ``NUM_UNITS * sum(rows)`` features belong to units, where parts lie one after another."""
+    of_parts = []
+    for part, size in enumerate(rows):
+        begin = NUM_UNITS * sum(rows[:part])
+        of_parts.append(begin + (torch.tensor(list(units))[:, None] * size + torch.arange(size)).flatten())
+    return torch.cat(of_parts)

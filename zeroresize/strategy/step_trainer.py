@@ -1,0 +1,234 @@
+"""What trainers of a switchable model share: the work of a stage, the loss over all ranks, the optimizer, failures."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroresize.comm.collectives import all_reduce, message_device
+from zeroresize.comm.meeting import Meet
+from zeroresize.optim.gradient_clipping import norm_of_replicated, scale_gradients
+from zeroresize.resharding.agreement import meet_over, meet_prepared
+from zeroresize.runtime.activations import Batch, BatchOf, find_activations
+from zeroresize.runtime.counted_loss import Count, CountedLoss, Loss, multiply_gradients, total_count
+from zeroresize.runtime.instructions import Instruction
+from zeroresize.runtime.stage import Stage
+from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.optimizer_checks import require_divisible
+from zeroresize.strategy.switching.switch import SwitchReport
+from zeroresize.utils.value_checks import number
+
+logger = logging.getLogger(__name__)
+
+
+class StepTrainer:
+    """Makes the steps of a trainer, which says what is computed in them. Its constructor is collective.
+
+    Args:
+        model, optimizer, loss, grad_clip, seed, count: as of a trainer.
+        hollow: makes a micro-batch of given sizes, by which shapes of activations are found.
+        sizes: the names of these sizes.
+
+    Attributes:
+        num_steps: how many are done.
+    """
+
+    def __init__(
+        self,
+        model: SwitchableModel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        loss: Loss,
+        count: Count | None,
+        grad_clip: float,
+        seed: int,
+        hollow: BatchOf,
+        sizes: Sequence[str],
+    ) -> None:
+        number("grad_clip", grad_clip, least=0.0)
+        self.model, self.optimizer, self.num_steps = model, optimizer, 0
+        self._loss, self._grad_clip, self._seed = CountedLoss(loss, count, averages=False), grad_clip, seed
+        self._meet = meet_over(model.process_group, model.device)
+        _require_fitting_optimizer(model, optimizer, self._meet)
+        self._activations = find_activations(model.whole_layers, hollow, sizes)
+
+    def _require_no_failure(self) -> None:
+        if self.model.failure is not None:  # meeting the others, who may be in the midst of that step, would mix it up
+            raise RuntimeError(
+                f"a step failed here while it ran: {self.model.failure}. Exit this process, so that the other ranks "
+                "notice, and go on from a checkpoint; only if all ranks failed alike, call model.abandon() on all"
+            )
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Compute with what the parameters hold now, and remember what ends a step in its midst."""
+        self.model.drop_copies()
+        try:
+            yield
+        except BaseException as error:
+            self.model.failure = f"{type(error).__name__}: {error}"
+            raise
+
+    def _counts_of(self, batches: Sequence[Batch], sizes: Sequence[float]) -> list[float]:
+        """What each of this rank's micro-batches of the last stage counts; ``sizes`` do where nothing else is known."""
+        self._numbers = {id(batch): number for number, batch in enumerate(batches)}
+        return self._loss.prepare(batches, sizes)
+
+    def _computed(
+        self,
+        batches: Sequence[Batch],
+        seed: int,
+        instructions: Sequence[Instruction] | None = None,
+        *,
+        recompute: str = "none",
+    ) -> Tensor:
+        """Compute this rank's micro-batches, without gradients where there are no instructions.
+
+        Returns:
+            [3] of the loss, for :meth:`_mean`: the sum of this rank's parts, what they counted, and of how many
+            that was not known before; of micro-batches that several ranks share, on the first of these.
+        """
+        model, position = self.model, self.model.position
+        if position is None:
+            return torch.zeros(3, dtype=torch.float64)
+        self._loss.begin(self._loss.total)
+        layers, pipeline = model.stage_layers, model.groups_of(model.current).pipeline
+        stage = Stage(
+            list(layers.values()), min(layers), self._activations, pipeline, model.device, seed, recompute=recompute
+        )
+        if instructions is None:
+            with _evaluating(layers.values()):
+                mean = stage.evaluate(batches, self._part_of_mean)
+        else:
+            mean = stage.train(instructions, batches, self._part_of_mean)
+        if position.shard:
+            return torch.zeros(3, dtype=torch.float64)
+        if position.replica == 0:
+            self._loss.warn()
+        return torch.tensor([float(mean), self._loss.counted, self._loss.num_unforeseen], dtype=torch.float64)
+
+    def _part_of_mean(self, output: Any, batch: Batch) -> Tensor:
+        self._loss.number = self._numbers[id(batch)]
+        part: Tensor = self._loss(output, batch)
+        return part
+
+    def _mean(self, parts: Tensor) -> tuple[float, float]:
+        """Return the mean over all that counts, and by what gradients are to be multiplied; collective.
+
+        Raises:
+            ValueError: on all ranks, where the loss tells that nothing counts.
+        """
+        group = self.model.process_group
+        parts = parts.to(message_device(group, self.model.device))
+        all_reduce(parts, group)
+        mean, counted, num_unforeseen = parts.tolist()
+        factor = self._loss.total / total_count([counted]) if num_unforeseen else 1.0
+        return mean * factor, factor
+
+    def _step_optimizer(self, parts: Tensor) -> tuple[float, float, bool, SwitchReport]:
+        """Collect, clip and step, unless the loss or the norm is not finite; collective.
+
+        Args:
+            parts: see :meth:`_computed`.
+
+        Returns:
+            The loss, the norm of the gradients, whether the optimizer did not step, and what collecting was.
+        """
+        mean, factor = self._mean(parts)
+        collected = self.model.collect()
+        multiply_gradients(self.model.parameters(), factor)
+        norm = float(clip_grad_norm_(self.model, self._grad_clip) if self._grad_clip else grad_norm(self.model))
+        is_skipped = not (math.isfinite(mean) and math.isfinite(norm))  # sums over all ranks: they decide alike
+        if not is_skipped:
+            self.optimizer.step()
+        elif self.model.rank == 0:
+            logger.warning("the optimizer does not step: the loss is %s, the norm of the gradients %s", mean, norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.num_steps += 1
+        self._synchronize()
+        return mean, norm, is_skipped, collected
+
+    def _synchronize(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
+
+@torch.no_grad()
+def grad_norm(model: SwitchableModel) -> Tensor:
+    """Return the 2-norm of all gradients as one vector, on every rank, in float64; collective, behind ``collect()``.
+
+    Each element counts once, however many ranks hold it.
+    """
+    dp, tp = model.optimizer_strategy.dp, model.optimizer_strategy.tp
+    num_holders = {spec.name: dp if spec.division is not None else dp * tp for spec in model.tensors}
+    parameters = ((parameter, num_holders[name]) for name, parameter in model.named_parameters())
+    return norm_of_replicated(parameters, model.process_group, model.device)
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: SwitchableModel, max_norm: float) -> Tensor:
+    """Do to the undivided model's gradients what ``torch.nn.utils.clip_grad_norm_`` does; as :func:`grad_norm`.
+
+    Returns:
+        The norm before.
+    """
+    norm = grad_norm(model)
+    scale_gradients(list(model.parameters()), max_norm, norm)
+    return norm
+
+
+@contextmanager
+def _evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
+    modules = [module for layer in layers for module in layer.modules() if module.training]
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.training = True
+
+
+def require_ready_to_train(model: SwitchableModel, optimizer: torch.optim.Optimizer) -> None:
+    """Check that the optimizer steps the model's parameters and no others, and that no gradients are left.
+
+    Raises:
+        ValueError: naming the parameters that are not as they must be.
+    """
+    held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    parameters = dict(model.named_parameters())
+    missing = [name for name, one in parameters.items() if one.requires_grad and id(one) not in held]
+    num_others = len(held - {id(one) for one in parameters.values()})
+    if missing or num_others:
+        raise ValueError(
+            f"the optimizer does not step the parameters of its strategy {model.optimizer_strategy}: it lacks "
+            f"{', '.join([f'{len(missing)} of them', *missing[:3]])}, and has {num_others} others; make it of "
+            "model.parameters()"
+        )
+    left = [name for name, one in parameters.items() if one.grad is not None]
+    if left:
+        raise ValueError(
+            f"{left} have gradients, to which the step's would be added: call optimizer.zero_grad() or "
+            "model.abandon() before"
+        )
+
+
+def _require_fitting_optimizer(model: SwitchableModel, optimizer: torch.optim.Optimizer, meet: Meet) -> None:
+    """Check that the optimizer may step what its strategy leaves to the ranks; collective.
+
+    Raises:
+        ValueError: as :func:`~zeroresize.strategy.optimizer_checks.require_divisible`; the other ranks may raise a
+            RuntimeError, as one that the strategy leaves out has nothing to step.
+    """
+    prepared: tuple[float, float] | Exception = 0.0, 0.0
+    try:
+        require_divisible(optimizer, model.optimizer_strategy, dict(model.named_parameters()), model.tensors)
+    except ValueError as error:  # the others must hear of it
+        prepared = error
+    meet_prepared(meet, prepared)

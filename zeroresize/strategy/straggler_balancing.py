@@ -1,0 +1,247 @@
+"""What balancers of strategies and of micro-batches share: measure a step, decide behind it, carry out, tell of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from zeroresize.measure.clocks import Clock
+from zeroresize.measure.links import measure_move_cost
+from zeroresize.optim.independence import why_not_elementwise
+from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.strategy.stragglers.decision import StragglerDecision, StragglerState, StrategyProposal
+from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds
+from zeroresize.policy.strategy.stragglers.sample_cadence import SampleCadence
+from zeroresize.resharding.agreement import NotEnoughMemoryError, meet_over, meet_prepared
+from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.speed_meter import SpeedMeter
+from zeroresize.utils.codec import loaded, saved
+
+logger = logging.getLogger(__name__)
+
+#: Steps are expected to be like so many of the newest ones.
+SAMPLE = 4
+#: In how many seconds a model takes a further strategy, where it has made no groups that tell.
+SETUP_S = 0.2
+
+Step = TypeVar("Step")
+
+
+@dataclass(frozen=True)
+class ChangeRecord:
+    """Tells what was changed for slow ranks, and what it took; plain numbers, the same on every rank.
+
+    Attributes:
+        kind: what is balanced: "strategies" or "micro-batches".
+        step: how many steps were over.
+        what: what was done, such as "shares", "leave out" or "replan".
+        left_out: ranks that have no part any more.
+        speeds: of all ranks, as they were believed to be.
+        before, after: the strategies of the ranges, as plain values.
+        step_s, expected_step_s: seconds of a step before and after, by the model of costs.
+        change_s: seconds that the change took, or was to take where ``is_made`` is false; without those for which the
+            next step waits for its plan, where steps are planned ahead.
+        moved_bytes: that all ranks together received.
+        is_made: false where memory did not suffice: then everything is as it was.
+    """
+
+    kind: str
+    step: int
+    what: str
+    left_out: tuple[int, ...]
+    speeds: tuple[float, ...]
+    before: tuple[dict[str, Any], ...]
+    after: tuple[dict[str, Any], ...]
+    step_s: float
+    expected_step_s: float
+    change_s: float
+    moved_bytes: int
+    is_made: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+    def scalars(self) -> dict[str, float]:
+        """Return numbers under ``strategy/`` or ``microbatch/``, by name."""
+        prefix = "strategy" if self.kind == "strategies" else "microbatch"
+        numbers = "step_s", "expected_step_s", "change_s", "moved_bytes"
+        return {f"{prefix}/left_out": float(len(self.left_out))} | {
+            f"{prefix}/{name}": float(getattr(self, name)) for name in numbers
+        }
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a balancer goes on from."""
+
+    steps: int
+    speeds: RankSpeeds
+    decision: StragglerState
+
+
+class StragglerBalancing(ABC, Generic[Step]):
+    """The loop of a balancer, which says what a step is expected to take, and how a change is carried out.
+
+    Args:
+        model: that is trained.
+        kind: of its records.
+        decision: on what is in force.
+        agreement: what all ranks must have alike, by names.
+        probe, clock, on_change: as of a balancer.
+    """
+
+    def __init__(
+        self,
+        model: SwitchableModel,
+        kind: str,
+        decision: StragglerDecision,
+        agreement: Mapping[str, str],
+        *,
+        probe: Callable[[], float] | None,
+        clock: Clock | None,
+        on_change: Callable[[ChangeRecord], object] | None,
+    ) -> None:
+        self._model, self._kind, self._decision, self._on_change = model, kind, decision, on_change
+        self._kept = tuple(model.strategies)
+        self._newest: deque[Step] = deque(maxlen=SAMPLE)
+        self._cadence = SampleCadence(SAMPLE)
+        self._meter = SpeedMeter(model, agreement, probe=probe, clock=clock)
+        self.close = self._meter.close
+
+    @property
+    def steps(self) -> int:
+        """Return how many are over."""
+        return self._meter.num_steps
+
+    @property
+    def in_force(self) -> tuple[Strategy, ...]:
+        """Return [G] the strategies of the ranges."""
+        return self._decision.in_force
+
+    def what_if(self) -> tuple[StrategyProposal, ...]:
+        """Return what each candidate would bring now, the first being to stay; empty before speeds are known."""
+        speeds = self._meter.speeds
+        return () if speeds is None else self._decision.what_if(speeds)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was learned and is owed; plain values, the same on every rank."""
+        return saved(_State(self.steps, self._meter.learned, self._decision.state))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`, between two steps, on every rank alike.
+
+        The trainer keeps its strategies: where they are others than they were, what was owed for changing those is
+        forgotten.
+
+        Raises:
+            ValueError: naming what does not fit; nothing is taken over then.
+        """
+        learned = loaded(_State, state, "state")
+        self._decision.go_on_from(learned.decision)
+        self._meter.go_on_from(learned.speeds, learned.steps)
+
+    @abstractmethod
+    def _expect(self, newest: list[Step]) -> None:
+        """Work out anew what steps take that are like these."""
+
+    @abstractmethod
+    def _carry_out(self, proposal: StrategyProposal, speeds: tuple[float, ...]) -> int:
+        """Put a proposal in force, and return the bytes that this rank has received; collective.
+
+        Raises:
+            NotEnoughMemoryError: on every rank, and nothing has moved.
+        """
+
+    def _after(self, step: Step, work_s: float, step_s: float) -> None:
+        """End a step, in which this rank should have computed for ``work_s``, and change what is to change."""
+        self._newest.append(step)
+        if self._cadence.is_due():
+            with self._meter.working():
+                self._expect(list(self._newest))
+                self._decision.look_again()
+        if self._meter.end(work_s, step_s):
+            self._cadence.learn(*self._meter.worked)
+            self._decide()
+
+    def _decide(self) -> None:
+        speeds = self._meter.speeds
+        with self._meter.working():
+            proposal = None if speeds is None else self._decision.update(speeds)
+        if proposal is None or speeds is None:
+            return
+        before, begin, received = self.in_force, time.perf_counter(), None
+        with suppress(NotEnoughMemoryError):
+            received = self._carry_out(proposal, speeds)
+        change_s, moved_bytes = proposal.switch_s, 0
+        if received is None:
+            self._decision.refuse()
+        else:
+            table = self._meter.exchange.meet(time.perf_counter() - begin, float(received))
+            change_s, moved_bytes = max(seconds for seconds, _ in table), int(sum(own for _, own in table))
+            self._decision.made(proposal, speeds)
+        for strategy in self._model.strategies:  # that came for slow ranks and are in no range now
+            if strategy not in (*self._kept, *self.in_force, self._model.optimizer_strategy):
+                self._model.forget(strategy)
+        candidate = proposal.candidate
+        record = ChangeRecord(
+            self._kind,
+            self.steps,
+            candidate.kind,
+            candidate.left_out,
+            speeds,
+            tuple(strategy.as_dict() for strategy in before),
+            tuple(strategy.as_dict() for strategy in candidate.strategies),
+            proposal.step_s + proposal.saving_s,
+            proposal.step_s,
+            change_s,
+            moved_bytes,
+            received is not None,
+        )
+        if self._model.rank == 0:
+            is_made = "" if record.is_made else ", and was not made, as memory does not suffice"
+            names = f"{candidate.key}: {', '.join(map(str, candidate.strategies))}"
+            logger.info("step %d: %s: %s; took %.2f s%s", self.steps, names, self._decision.verdict, change_s, is_made)
+        if record.is_made:
+            self._note_change(change_s)
+        if self._on_change is not None:
+            self._on_change(record)
+
+    def _note_change(self, change_s: float) -> None:
+        """Take what a change took on the slowest rank."""
+        self._decision.learn(change_s)
+
+
+def measured_switch_cost(model: SwitchableModel) -> MoveCost:
+    """Return what a change of strategies takes, by the links and what setting up strategies took; collective.
+
+    The slowest rank counts, so that all decide alike.
+    """
+    links = measure_move_cost(model.process_group, model.device)
+    table = meet_over(model.process_group, model.device)(model.setup_s or 0.0, 0.0)
+    return replace(links, setup_s=max(seconds for seconds, _ in table) or SETUP_S)
+
+
+def require_any_division(model: SwitchableModel, optimizer: torch.optim.Optimizer) -> None:
+    """Check that any strategy of the optimizer may divide what it steps; collective.
+
+    Raises:
+        ValueError: for an optimizer that does not treat elements by themselves; the other ranks may raise a
+            RuntimeError.
+    """
+    prepared: tuple[float, float] | Exception = 0.0, 0.0
+    reason = why_not_elementwise(optimizer, model.parameters())
+    if reason is not None:
+        prepared = ValueError(
+            f"where ranks are slow, another strategy of the optimizer may divide what it steps, but {reason}"
+        )
+    meet_prepared(meet_over(model.process_group, model.device), prepared)
