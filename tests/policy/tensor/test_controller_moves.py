@@ -7,7 +7,7 @@ from zeroresize.config import BalanceConfig
 from zeroresize.plan.group import RankPlan
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.moves.ski_rental import FIRST_PAUSE
+from zeroresize.policy.moves.rental import FIRST_PAUSE
 from zeroresize.policy.tensor.controller import Controller
 from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
@@ -80,11 +80,11 @@ def test_semi_prunes_more_of_a_rank_that_becomes_slower_while_its_units_are_away
     assert after.predicted_step_s <= 1.05 * 1.021
 
 
-def test_until_the_move_pays_the_default_lends_as_mig_does():
+def test_the_default_moves_units_and_lends_only_where_none_can_move():
     dear = MoveCost(1.0, 0.0)
-    made, migrating = controller(dear), controller(mode="mig")
-    plan, other = updated(made, 4.0), updated(migrating, 4.0)
-    assert plan == other and plan.loans and not any(rank.pruned for rank in plan.ranks)
+    assert updated(controller(dear), 4.0).relieved == []
+    plans = [updated(made, 4.0) for made in (controller(mode="mig"), controller(moves=False), controller(segments=()))]
+    assert plans[0] == plans[1] == plans[2] and plans[0].loans and not any(rank.pruned for rank in plans[0].ranks)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_what_is_set_is_decided_from():
 
 
 def test_holding_ends_loans():
-    made = controller(MoveCost(1.0, 0.0))
+    made = controller(mode="mig")
     assert updated(made, 4.0).loans
     plan = made.hold_owned(AWAY)
     assert plan.owned == AWAY and plan.loans == () and plan.relieved == []

@@ -354,10 +354,11 @@ class Controller:
 
     @property
     def _may_lend(self) -> bool:
-        """Whether to consider loans: in ``exact`` while units cannot move only, in ``semi`` while they are at home."""
-        if not self._may_move or self.ownership.rental.pause:
+        """Whether to consider loans where units may move: in ``semi`` until they do, in ``exact`` while they cannot."""
+        rental = self.ownership.rental
+        if not self._may_move or rental.pause:
             return True
-        return self.config.mode != "exact" and (self.config.mode != "semi" or self.ownership.is_home)
+        return self.config.mode == "semi" and (self.ownership.is_home or bool(rental.owed_s))
 
     def _divide(self, times: GroupTimes, reference_s: float, deviation: float) -> bool:
         """Decide what is pruned and lent of what ranks own; see :meth:`_change_to`."""
@@ -451,16 +452,17 @@ class Controller:
         )
         if memory is not None and memory.is_better(wanted, than=ownership.owned):
             return ownership.update({wanted: 0.0}, 0.0, 0, least_saving=least_saving, is_needed=True).is_due
-        now_s, home_s = self._cost_s(times, ownership.owned, reference_s), self._home_s(times)
-        savings_s = (
-            {}
-            if ownership.is_home
-            else {ownership.home: now_s - self._home_s(times, 1.0 + CERTAINTY_KEPT * deviations)}
-        )
+        # Away from home a step counts with what is pruned of it; at home as if nothing were: moving is to save that, too.
+        cost_s = self._exact_s if ownership.is_home or self.config.mode != "semi" else self._pruned_s
+        now_s = self._exact_s(times, ownership.owned)
+        savings_s: dict[tuple[float, ...], float] = {}
+        if not ownership.is_home:
+            # Who may only seem slower than others, as he owns little, is seen there.
+            savings_s[ownership.home] = now_s - self._home_s(times, 1.0 + CERTAINTY_KEPT * deviations)
         does_fit = memory is None or memory.excess_by(wanted) <= memory.excess_by(ownership.owned)
         if wanted not in (ownership.owned, ownership.home) and does_fit:
-            savings_s[wanted] = now_s - self._cost_s(times, wanted, reference_s)
-        every, stay_s = self.config.update_every, home_s - now_s
+            savings_s[wanted] = cost_s(times, ownership.owned) - cost_s(times, wanted)
+        every, stay_s = self.config.update_every, self._home_s(times) - now_s
         return ownership.update(savings_s, now_s, every, least_saving=least_saving, stay_saves_s=stay_s).is_due
 
     def _home_s(self, times: GroupTimes, faster: Floats | float = 1.0) -> float:
@@ -476,19 +478,18 @@ class Controller:
         fast = GroupTimes(rank.faster(factor) for rank, factor in zip(times, factors, strict=True))
         return owned_step_s(fast, home, self.ownership.segments)
 
-    def _cost_s(self, times: GroupTimes, shares: tuple[float, ...], reference_s: float) -> float:
-        """Seconds of a step by these shares, and what is pruned in it."""
-        ownership, config = self.ownership, self.config
-        exact_s = owned_step_s(times, shares, ownership.segments)
-        if config.mode != "semi" or shares == ownership.home:
-            return exact_s
-        in_force = times.owning(owned_shares(shares, ownership.segments))
-        normal_s = slowest_normal_s(times, self._are_stragglers)
-        division = wanted_division(config, in_force, self._are_stragglers, reference_s, None, normal_s)
-        price_s = config.min_gain * self._home_s(times) / max(sum(self._are_stragglers), 1)
-        return owned_step_s(times, shares, ownership.segments, pruned=division.pruned) + price_s * division.dropped(
-            in_force
-        )
+    def _exact_s(self, times: GroupTimes, shares: tuple[float, ...]) -> float:
+        """Seconds of a step by these shares, nothing pruned or lent."""
+        return owned_step_s(times, shares, self.ownership.segments)
+
+    def _pruned_s(self, times: GroupTimes, shares: tuple[float, ...]) -> float:
+        """Seconds of a step by these shares, and what is to be saved for all that is pruned in it."""
+        segments, slow = self.ownership.segments, self._are_stragglers
+        in_force, normal_s = times.owning(owned_shares(shares, segments)), slowest_normal_s(times, slow)
+        reference_s = reference_time(times.curves.busy_s.tolist(), self.config.target)
+        division = wanted_division(self.config, in_force, slow, reference_s, None, normal_s)
+        price_s = self.config.min_gain * self._home_s(times) / max(sum(slow), 1) * division.dropped(in_force)
+        return owned_step_s(times, shares, segments, pruned=division.pruned) + price_s
 
     def _step_s(self, times: GroupTimes, division: WorkDivision) -> float:
         """Seconds of a step of what ranks own, divided so."""

@@ -3,8 +3,8 @@
 :class:`~zeroresize.policy.moves.rental.Rental` adds up what staying costs, for each rank that units are to move for.
 The price of a move away is that of the move there and back, so coming home is free: units come home as soon as that
 surely makes steps shorter. A rank that recovers is noticed some steps later only, and slowness may be over before a
-move has paid. So what a division saves is counted until units move again: where that was less than its price, prices
-double (:meth:`~zeroresize.policy.moves.rental.Rental.judge`).
+move has paid. So what a division saves is counted until units move again: where that was little beside its price,
+prices double (:meth:`~zeroresize.policy.moves.rental.Rental.judge`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from zeroresize.utils.codec import UNSAVED
 _WEIGHT = 0.7
 #: Units move for the ranks whose shares change at least this part as much as any other's.
 _MOVERS = 0.5
+#: A move was good if it has saved its price so many times by the next one: a load that swings by a fifth is not
+#: followed for what hardly pays.
+_GOOD = 4.0
 #: Name of the option that brings units home.
 _HOME = "home"
 
@@ -45,8 +48,8 @@ class OwnershipDecision:
         cost: of a move, as far as is known.
         comparing_s: seconds for which ranks compare products after a move away from home.
         rental: what staying has cost, and pauses.
-        away_s: seconds that steps since the last move have saved against home, less its price; 0 at home, infinite if
-            units moved for another reason than that, such as memory: then the way home is not paid for.
+        away_s: seconds that steps since the last move have saved against home, less what makes it good; 0 at home.
+        is_way_home_paid: whether it is; not after a move that memory made.
         verdict: of the last update.
     """
 
@@ -61,6 +64,7 @@ class OwnershipDecision:
     comparing_s: float = field(default=0.0, init=False)
     rental: Rental = field(default_factory=Rental, init=False)
     away_s: float = field(default=0.0, init=False)
+    is_way_home_paid: bool = field(default=True, init=False)
     verdict: Verdict = field(default=Verdict(Reason.NOTHING_SAVES), init=False, metadata=UNSAVED)
     _was_held: bool = field(default=False, init=False, metadata=UNSAVED)
     _products: tuple[tuple[float, ...], tuple[float, ...]] = field(init=False, metadata=UNSAVED)
@@ -111,13 +115,14 @@ class OwnershipDecision:
 
     def put(self, shares: Sequence[float], *, is_held: bool) -> None:
         """Put in force from now on what a user has decided."""
-        self.owned_before, self.owned, self.away_s = self.owned, self.checked(shares), math.inf
+        self.owned_before, self.owned = self.owned, self.checked(shares)
+        self.away_s, self.is_way_home_paid = 0.0, True
         self._was_held, self.is_held = self.is_held, is_held
         self.rental.settle()
 
     def price_s(self, wanted: Sequence[float]) -> float:
         """Return the seconds of a move from the present division to another, and back; one way home, 0 once paid."""
-        is_paid = tuple(wanted) == self.home and self.away_s < math.inf
+        is_paid = tuple(wanted) == self.home and self.is_way_home_paid
         if is_paid or not self._work:
             return 0.0
         now, then = (owned_shares(shares, self.segments) for shares in (self.owned, wanted))
@@ -164,8 +169,9 @@ class OwnershipDecision:
         self.verdict = self.rental.decide(options, step_s, num_steps, least_saving)
         if self.verdict.is_due and self.verdict.option is not None:
             self._move_to(divisions[self.verdict.option.name], self.verdict.option.price_s)
+            self.is_way_home_paid = not is_needed
             if is_needed:
-                self.away_s, self.rental.pause = math.inf, FIRST_PAUSE
+                self.rental.pause = FIRST_PAUSE
         return self.verdict
 
     def refuse(self, in_force: tuple[float, ...]) -> None:
@@ -185,7 +191,7 @@ class OwnershipDecision:
     def _move_to(self, wanted: tuple[float, ...], price_s: float) -> None:
         if not self.is_home:
             self.rental.judge(is_kept=self.away_s >= 0.0)
-        self.away_s = 0.0 if wanted == self.home else -price_s
+        self.away_s = 0.0 if wanted == self.home else -_GOOD * price_s
         self.owned = wanted
         self.rental.settle()
 
