@@ -173,7 +173,7 @@ def test_why_units_stay_is_the_decisions_own_verdict_and_said_at_each_doubling(l
     ownership.cost = MoveCost(1e-9, 0.1)
     reporter, slow, said = Reporter(0.1, tells=True), plan(2, {1}), {}
     for update in range(1, 101):
-        ownership.update({AWAY: 1e-3}, 0.2, 2, least_saving=0.001)
+        ownership.update({AWAY: 1e-3}, 0.2, 2)
         reporter.decided(update, slow, decided(slow, ownership=ownership), UNITS)
         if texts := lines():
             said[update] = texts
@@ -183,7 +183,7 @@ def test_why_units_stay_is_the_decisions_own_verdict_and_said_at_each_doubling(l
         "much as the change yet: it would save 0.001 of 0.2 s a step and take 1.4 s; staying has cost 0.016 of 1.4 s"
     ]
     ownership.refuse((1.0, 1.0))
-    ownership.update({AWAY: 1e-3}, 0.2, 2, least_saving=0.001)
+    ownership.update({AWAY: 1e-3}, 0.2, 2)
     assert "the last change could not be made" in str(ownership.verdict)
     for quiet in (plan(2), plan(2, {1}, owned=0.6)):
         reporter = Reporter(0.1, tells=True)

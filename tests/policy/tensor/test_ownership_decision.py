@@ -28,7 +28,7 @@ def moving(owned=HOME, is_way_home_paid=True):
 
 def moves(made, savings_s, num_steps=1, **options):
     """Whether units move where these divisions save so many seconds of a step."""
-    return made.update(savings_s, 1.0, num_steps, least_saving=1e-6, **options).is_due
+    return made.update(savings_s, 1.0, num_steps, **options).is_due
 
 
 def test_a_move_away_costs_there_and_back_and_the_way_home_is_paid_then():

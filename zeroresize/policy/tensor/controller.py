@@ -13,7 +13,7 @@ from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import PRUNING_MODES
 from zeroresize.plan.group import Loan, RankPlan, WorkloadPlan
 from zeroresize.plan.ownership import SegmentWork, owned_shares
-from zeroresize.policy.moves.least_saving import is_saving
+from zeroresize.policy.moves.least_saving import beyond_noise, is_saving
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.tensor.estimation.calibration_steps import CalibrationSteps
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes, CommunicationEstimate
@@ -438,7 +438,6 @@ class Controller:
         ownership, memory = self.ownership, self._memory
         if not self._may_move:
             return False
-        least_saving = COST_IN_VAIN / DURATION + deviation
         wanted = wanted_ownership(
             self.config,
             times,
@@ -451,8 +450,8 @@ class Controller:
             most_shares=memory.most_shares if memory is not None else None,
         )
         if memory is not None and memory.is_better(wanted, than=ownership.owned):
-            return ownership.update({wanted: 0.0}, 0.0, 0, least_saving=least_saving, is_needed=True).is_due
-        # Away from home a step counts with what is pruned of it; at home as if nothing were: moving is to save that, too.
+            return ownership.update({wanted: 0.0}, 0.0, 0, is_needed=True).is_due
+        # Away from home a step counts with what is pruned; at home as if nothing were: moving is to save that, too.
         cost_s = self._exact_s if ownership.is_home or self.config.mode != "semi" else self._pruned_s
         now_s = self._exact_s(times, ownership.owned)
         savings_s: dict[tuple[float, ...], float] = {}
@@ -461,9 +460,12 @@ class Controller:
             savings_s[ownership.home] = now_s - self._home_s(times, 1.0 + CERTAINTY_KEPT * deviations)
         does_fit = memory is None or memory.excess_by(wanted) <= memory.excess_by(ownership.owned)
         if wanted not in (ownership.owned, ownership.home) and does_fit:
-            savings_s[wanted] = cost_s(times, ownership.owned) - cost_s(times, wanted)
-        every, stay_s = self.config.update_every, self._home_s(times) - now_s
-        return ownership.update(savings_s, now_s, every, least_saving=least_saving, stay_saves_s=stay_s).is_due
+            saving_s = cost_s(times, ownership.owned) - cost_s(times, wanted)
+            # From home it is certain who is slow; from one division to another everybody's times count.
+            least = 0.0 if ownership.is_home else COST_IN_VAIN / DURATION + deviation
+            savings_s[wanted] = beyond_noise(saving_s, now_s, least)
+        stay_s = self._home_s(times) - now_s
+        return ownership.update(savings_s, now_s, self.config.update_every, stay_saves_s=stay_s).is_due
 
     def _home_s(self, times: GroupTimes, faster: Floats | float = 1.0) -> float:
         """Seconds of a step at home, nothing pruned or lent.

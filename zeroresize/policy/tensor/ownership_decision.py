@@ -139,17 +139,15 @@ class OwnershipDecision:
         step_s: float,
         num_steps: int,
         *,
-        least_saving: float,
         stay_saves_s: float = 0.0,
         is_needed: bool = False,
     ) -> Verdict:
         """Decide whether units move.
 
         Args:
-            savings_s: by how many seconds each other division makes a step shorter, negative where longer.
+            savings_s: by how many seconds each other division makes a step shorter, negative where longer, 0 where that is noise.
             step_s: seconds of a step as it is.
             num_steps: until the next decision.
-            least_saving: share of a step that is noise.
             stay_saves_s: by how many seconds a step is shorter now than at home.
             is_needed: whether the present division cannot stay, whatever another costs.
         """
@@ -166,7 +164,7 @@ class OwnershipDecision:
             Option(name, savings_s[wanted], self.price_s(wanted), is_needed=is_needed)
             for name, wanted in divisions.items()
         ]
-        self.verdict = self.rental.decide(options, step_s, num_steps, least_saving)
+        self.verdict = self.rental.decide(options, step_s, num_steps, least_saving=0.0)
         if self.verdict.is_due and self.verdict.option is not None:
             self._move_to(divisions[self.verdict.option.name], self.verdict.option.price_s)
             self.is_way_home_paid = not is_needed
