@@ -25,13 +25,13 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 55_100,
-    "package files": 408,
-    "package code lines": 34_000,
-    "tests lines": 61_400,
-    "examples lines": 16_800,
-    "docs lines": 4_630,
-    "tuning constants": 371,
+    "package lines": 53_300,
+    "package files": 383,
+    "package code lines": 32_700,
+    "tests lines": 57_900,
+    "examples lines": 14_130,
+    "docs lines": 4_615,
+    "tuning constants": 364,
 }
 
 

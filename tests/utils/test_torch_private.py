@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from zeroresize.utils import torch_private
 
@@ -155,6 +157,23 @@ def test_a_backward_has_a_number_and_an_end():
         (y * 3).backward()
     first, end, second = events
     assert end == "end" and -1 not in (first, second) and first != second
+
+
+def test_modes_stay_on_while_gradients_are_computed():
+    names = []
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    x, unused = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
+    with Seen():
+        total = checkpoint(torch.exp, x, use_reentrant=False).sum()
+        names.clear()
+        gradients = torch_private.gradients_within_modes(total, [x, unused])
+    assert "exp" in names  # computed again
+    assert torch.equal(gradients[0], torch.exp(x.detach())) and gradients[1] is None
 
 
 def test_compiled_autograd_is_known(monkeypatch):

@@ -19,7 +19,7 @@ from zeroresize.integrations.changed_modules import own_hooks_off
 from zeroresize.integrations.forward_graphs import ForwardTracer, forward_traces
 from zeroresize.integrations.module_state import nothing_kept
 from zeroresize.layers.unit_dropout import UnitDropout
-from zeroresize.utils.torch_private import is_compiled_module
+from zeroresize.utils.torch_private import gradients_within_modes, is_compiled_module
 
 #: How many units there are, and which of them remain, in which order.
 NUM_UNITS, KEPT = 12, (7, 2, 3, 11, 5)
@@ -88,7 +88,7 @@ class Stimulus:
             self._is_in_backward = True
             with torch.enable_grad():  # x may be an output itself
                 weighted_sum = (x * weights.view_as(x)).sum()
-            gradients = torch.autograd.grad(weighted_sum, outputs, retain_graph=True, allow_unused=True)
+            gradients = gradients_within_modes(weighted_sum, outputs)
             self._is_in_backward = False
         self.results.append((x.detach().reshape(weights.shape).double(), self._rows))
         for (output, rows), gradient in zip(self._outputs, gradients, strict=True):

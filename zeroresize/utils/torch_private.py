@@ -404,6 +404,24 @@ def classes_of_checkpoint_index() -> tuple[Any, Any]:
     return metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo
 
 
+# ---------------------------------------------------------------------------------------------------------- backward
+
+
+def gradients_within_modes(total: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a scalar as ``torch.autograd.grad`` does; None for inputs that have no part in it.
+
+    That hands itself to a mode of functions, which is off meanwhile, also for what activation checkpointing computes
+    again; ``torch.autograd.graph._engine_run_backward`` leaves it on. Where the name is missing, it is off.
+    """
+    run = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if run is None or not inputs:
+        return torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True)
+    gradients: tuple[Tensor | None, ...] = run(
+        (total,), (torch.ones_like(total),), True, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
+    return gradients
+
+
 # ----------------------------------------------------------------------------------------------------------- modules
 
 
