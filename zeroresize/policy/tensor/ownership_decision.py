@@ -145,7 +145,8 @@ class OwnershipDecision:
         """Decide whether units move.
 
         Args:
-            savings_s: by how many seconds each other division makes a step shorter, negative where longer, 0 where that is noise.
+            savings_s: by how many seconds each other division makes a step shorter, negative where longer, 0 where that
+                is noise.
             step_s: seconds of a step as it is.
             num_steps: until the next decision.
             stay_saves_s: by how many seconds a step is shorter now than at home.
