@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from zeroresize.config.keys import MOVABLE_MODES, MOVING_MODES
-from zeroresize.control.parts import Parts
+from zeroresize.control.assembly import Parts
 from zeroresize.control.reporter import Reporter
 from zeroresize.measure.compare_products import BUDGET_S
 from zeroresize.measure.links import measure_move_cost
