@@ -25,13 +25,13 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 53_300,
-    "package files": 383,
-    "package code lines": 32_700,
+    "package lines": 53_250,
+    "package files": 385,
+    "package code lines": 32_620,
     "tests lines": 57_900,
     "examples lines": 14_130,
     "docs lines": 4_615,
-    "tuning constants": 364,
+    "tuning constants": 357,
 }
 
 

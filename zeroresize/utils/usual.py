@@ -1,17 +1,18 @@
 """What is usual among a few measurements: interruptions lengthen steps, and must not look like slowness.
 
 All three wings filter single interruptions by this one rule: of two the shorter, of three the middle one. Units take it
-over the steps of an interval under one plan (:mod:`zeroresize.policy.tensor.estimation.change_of_level` splits them
-where the level changes), layers over the newest profiles of each layer, strategies over the newest steps of each rank.
+over the steps of an interval under one plan (:mod:`zeroresize.policy.speed.change_of_level` splits them where the
+level changes), layers over the newest profiles of each layer, strategies over the newest steps of each rank.
 
 What comes after it differs, as the questions do:
 
-- **Units**: a Kalman filter (:mod:`zeroresize.policy.tensor.estimation.estimator`) tells what pruning costs apart from
-  what a rank is slow by. It knows its own variance, so a jump is what exceeds so many standard deviations.
+- **Units**: a meter (:mod:`zeroresize.policy.speed.meter`) follows each part of a step and learns its noise, so a jump
+  is what exceeds so many standard deviations. What two plans take beside each other tells what pruning costs
+  (:mod:`zeroresize.policy.tensor.estimation.estimator`).
 - **Layers**: work varies as routed tokens do, or jumps as a freeze does; so a mean goes on until the newest profiles
   differ from it by more than noise, which is learned (:mod:`zeroresize.policy.pipeline.layer_means`).
-- **Strategies**: work changes its layout at each switch, and only a rank's speed is asked for, of which little is known
-  at once; so a jump is a factor, and a mean that forgets follows what is none
+- **Strategies**: work changes its layout at each switch, and only a rank's speed is asked for: the same meter follows
+  seconds per unit of work, and what is told of it changes by no little
   (:mod:`zeroresize.policy.strategy.stragglers.rank_speeds`).
 """
 

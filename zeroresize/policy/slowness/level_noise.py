@@ -1,6 +1,6 @@
 """How a rank's level varies from window to window while it is not slow: what slowness must stand out of.
 
-The noise of :mod:`zeroresize.policy.tensor.estimation.part_noise` tells measuring from drifting by products of two
+The noise of :mod:`zeroresize.policy.speed.noise` tells measuring from drifting by products of two
 differences in a row, for a filter that follows every drift. Here a level is compared over up to 16 windows, and how
 much the median of so many varies must be known well: from more windows, and with their correlation.
 """
@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from zeroresize.policy.tensor.estimation.part_noise import LEAST_NOISE, USUAL_NOISE
+from zeroresize.policy.speed.noise import LEAST_NOISE, USUAL_NOISE
 
 #: So many windows are kept, and what is believed before any were seen counts as so many.
 _MEMORY, _PRIOR = 64, 6.0

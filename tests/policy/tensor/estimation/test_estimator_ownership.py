@@ -10,7 +10,6 @@ from zeroresize.plan.group import Shares
 from zeroresize.policy.tensor.costs import ResizingCost
 from zeroresize.policy.tensor.estimation.estimator import RankEstimator
 from zeroresize.policy.tensor.estimation.times import MOST_MOVING_REST, MOVING_REST, StepTimes
-from zeroresize.utils.codec import encoded
 
 COST = ResizingCost((0.0, 0.3, 0.6, 0.9), (1.0, 0.75, 0.5, 0.15), (0.0, 0.015, 0.02, 0.01))
 REST_S, GEMM_S = 0.3, 0.7
@@ -99,10 +98,8 @@ def test_a_wrong_curve_is_corrected_by_what_a_narrow_rank_takes(factor):
 @given(st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.7, 1.0, 1.3, 4.0]), st.floats(0.01, 50.0)), max_size=25))
 def test_whatever_moves_the_state_stays_sound(intervals):
     estimator = learned(*[steps(owned, chi, 0.7) for owned, chi in intervals])
-    state = encoded(estimator)
-    moving, variance, covariance = state["moving_rest"]
-    assert 0.0 <= moving <= MOST_MOVING_REST and variance >= 0.0
-    assert covariance**2 <= variance * state["p"][0][0] * (1 + 1e-6) + 1e-12
+    times = estimator.times
+    assert times is None or (0.0 <= times.moving_rest <= MOST_MOVING_REST and times.checked() == times)
     other = resumed(estimator)
     for either in (estimator, other):
         either.learn(steps(0.5, 2.0, 0.4))

@@ -21,7 +21,7 @@ _WHOLE = Shares()
 #: A plan is to hold for so many intervals: in these a change has to pay, and a rank's speed drifts on.
 DURATION = 5.0
 #: Of a step's busy time a part is not known more finely.
-_LEAST_PART = 1e-4
+LEAST_PART = 1e-4
 #: No step multiplies for less or takes longer.
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
 #: Of the rest of a step, the share that moves along when units do: what lies between the layers of a segment. What is
@@ -170,17 +170,11 @@ class RankTimes:
         return min(points, key=lambda point: point[1])[0]
 
 
-def log_parts(step: StepTimes, expected_gather_fill_s: float) -> list[float]:
-    """Return the logarithms of a step's parts.
-
-    They are its rest, its multiplications, and how many times as long as expected its gathers take, if any are.
-    """
-    least_s = max(_LEAST_PART * step.busy_s, LEAST_SECONDS)
+def log_parts(step: StepTimes) -> tuple[float, float]:
+    """Return the logarithms of a step's rest, and of its multiplications."""
+    least_s = max(LEAST_PART * step.busy_s, LEAST_SECONDS)
     rest_s = max(step.busy_s - step.gemm_s - step.gather_fill_s, least_s)
-    parts = [math.log(rest_s), math.log(step.gemm_s)]
-    if expected_gather_fill_s > 0.0:
-        parts.append(math.log(max(step.gather_fill_s, least_s) / expected_gather_fill_s))
-    return parts
+    return math.log(rest_s), math.log(max(step.gemm_s, LEAST_SECONDS))
 
 
 def usual_step(steps: Sequence[StepTimes]) -> StepTimes:

@@ -7,11 +7,12 @@ what had happened before it.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 
 import numpy as np
 
-from zeroresize.policy.tensor.estimation.part_noise import JUMP, PartNoise
+from zeroresize.policy.speed.noise import JUMP, Noise
 from zeroresize.utils.usual import usual_of
 
 #: Steps on either side of a change, at least: one alone is a hiccup.
@@ -22,7 +23,7 @@ _LEAST_CHANGE = 0.1
 _MOST_PLACES = 32
 
 
-def change_of_level(parts: Sequence[Sequence[float]], noises: Sequence[PartNoise]) -> int | None:
+def change_of_level(parts: Sequence[Sequence[float]], noises: Sequence[Noise]) -> int | None:
     """Return after how many steps the level of any part changed.
 
     The place is that with the least distance of all steps from the usual time of their side, each part in units of
@@ -39,6 +40,9 @@ def change_of_level(parts: Sequence[Sequence[float]], noises: Sequence[PartNoise
     if number < 2 * _FEWEST:
         return None
     scatters = [math.sqrt(noise.of_one_step) for noise in noises]
+    least = [max(JUMP * scatter, _LEAST_CHANGE) for scatter in scatters]
+    if all(max(values) - min(values) <= change for values, change in zip(parts, least, strict=True)):
+        return None
     places = sorted({*np.linspace(_FEWEST, number - _FEWEST, _MOST_PLACES).round().astype(int).tolist()})
 
     def distance(place: int) -> float:
@@ -50,8 +54,5 @@ def change_of_level(parts: Sequence[Sequence[float]], noises: Sequence[PartNoise
         return total
 
     place = min(places, key=distance)
-    for values, scatter in zip(parts, scatters, strict=True):
-        change = abs(usual_of(values[place:]) - usual_of(values[:place]))
-        if change > max(JUMP * scatter, _LEAST_CHANGE):
-            return place
-    return None
+    changes = [abs(usual_of(values[place:]) - usual_of(values[:place])) for values in parts]
+    return place if any(map(operator.gt, changes, least)) else None

@@ -1,4 +1,4 @@
-"""How a part of a rank's step varies between intervals and between steps, learned from what was measured."""
+"""How the logarithm of what is timed varies between intervals and between steps, learned from what was measured."""
 
 from __future__ import annotations
 
@@ -8,28 +8,26 @@ from dataclasses import dataclass
 
 from zeroresize.utils.usual import middle_of
 
-#: An innovation of so many standard deviations is a jump of the rank's speed.
+#: What differs by more standard deviations is a jump of the speed.
 JUMP = 4.0
-#: Standard deviation of a jump's logarithm: a factor of 4.
-JUMP_SIZE = math.log(4.0)
-#: A rank's speed jumps in that share of the intervals.
-HAZARD = 0.05
 #: Relative standard deviation of an interval's times before any were compared, and the least there is.
 USUAL_NOISE, LEAST_NOISE = 0.03, 0.003
-#: Innovations that the learned noise is the mean of, at most.
-MEMORY = 24
-#: Variance of a median to that of a mean; standard deviation to the median deviation: both of normal noise.
-_MEDIAN, _NORMAL = 1.57, 1.4826
+#: Differences of intervals that the learned noise is the mean of, at most.
+_MEMORY = 24
+#: Of normal noise: the variance of a median to that of a mean, the standard deviation to the median deviation.
+MEDIAN, _NORMAL = 1.57, 1.4826
+#: The scatter of fewer steps tells nothing.
+_FEWEST_STEPS = 3
 
 
 @dataclass
-class PartNoise:
-    """Estimate how one part's logarithm varies from interval to interval, under one plan at one speed.
+class Noise:
+    """Estimate how a logarithm varies from interval to interval, at one speed.
 
     With y the measured logarithm and d its differences: E[d²] = q + 2r, E[d d'] = −r.
 
     Attributes:
-        weight: how many differences were seen, at most ``MEMORY``.
+        weight: how many differences were seen, at most ``_MEMORY``.
         square, product: their mean square, and the mean product of two that follow each other.
         last: y of the last interval, and its difference to the one before; NaN where that cannot be compared.
         scatter: variance of a single step, by what it was within intervals; 0 where these were too short.
@@ -58,10 +56,12 @@ class PartNoise:
 
     def of_steps(self, number: int) -> float:
         """Return the variance of the median of so many steps."""
-        return max(self.white, self.scatter * (_MEDIAN if number > 2 else 1.0) / number)
+        return max(self.white, self.scatter * (MEDIAN if number > 2 else 1.0) / number)
 
     def learn_scatter(self, values: Sequence[float]) -> None:
         """Take the logarithms of an interval's steps."""
+        if len(values) < _FEWEST_STEPS:
+            return
         middle = middle_of(values)
         variance = (_NORMAL * middle_of([abs(value - middle) for value in values])) ** 2
         if self.scatter == 0.0:
@@ -70,13 +70,13 @@ class PartNoise:
             self.scatter += (min(variance, 4.0 * self.scatter) - self.scatter) / 4.0
 
     def learn(self, value: float) -> None:
-        """Take the next interval's y, measured under the same plan and at the same speed as the last."""
+        """Take the next interval's y, at the same speed as the last."""
         last, difference_before = self.last
         difference = value - last
         if not math.isnan(difference):
             most = JUMP * math.sqrt(self.square + LEAST_NOISE**2)
             difference = min(max(difference, -most), most)
-            self.weight = min(self.weight + 1.0, MEMORY)
+            self.weight = min(self.weight + 1.0, _MEMORY)
             self.square += (difference**2 - self.square) / self.weight
             if not math.isnan(difference_before):
                 self.product += (difference * difference_before - self.product) / self.weight
@@ -87,18 +87,3 @@ class PartNoise:
     def forget_last(self, value: float) -> None:
         """Forget what was before ``value``: the next interval cannot be compared with that."""
         self.last = value, math.nan
-
-
-def are_alike(change: float, other: float) -> bool:
-    """Whether two logarithms have changed alike, within a factor of 2."""
-    return change**2 / 2.0 < other * change < change**2 * 2.0
-
-
-def share_of_jumps(innovation: float, variance: float) -> float:
-    """Return how likely an innovation under a new plan comes from a jump, by Bayes."""
-    jump = HAZARD * _density(innovation, variance + JUMP_SIZE**2)
-    return jump / (jump + (1.0 - HAZARD) * _density(innovation, variance) + 1e-300)
-
-
-def _density(distance: float, variance: float) -> float:
-    return math.exp(-0.5 * distance**2 / variance) / math.sqrt(variance)
