@@ -354,20 +354,16 @@ class Controller:
 
     @property
     def _may_lend(self) -> bool:
-        """Whether to consider loans where units may move: in ``semi`` until they do, in ``exact`` while they cannot."""
-        rental = self.ownership.rental
-        if not self._may_move or rental.pause:
-            return True
-        return self.config.mode == "semi" and (self.ownership.is_home or bool(rental.owed_s))
+        """Whether to consider loans: where units may move, until they do, as that costs less than lending for long."""
+        return not self._may_move or self.ownership.is_home or bool(self.ownership.rental.owed_s)
 
     def _divide(self, times: GroupTimes, reference_s: float, deviation: float) -> bool:
         """Decide what is pruned and lent of what ranks own; see :meth:`_change_to`."""
-        if self.config.mode == "exact" and not self._may_lend:
-            self._division = WorkDivision.nothing(self.num_ranks)
-            return False
         stragglers, in_force = self._are_stragglers, times.owning(self.ownership.products)
         normal_s = slowest_normal_s(self._given(times), stragglers)
         migration = self._communication.migration if self._may_lend else None
+        if self.config.mode == "exact" and not self._may_lend:
+            stragglers = [False] * self.num_ranks
         division = wanted_division(self.config, in_force, stragglers, reference_s, migration, normal_s)
         if self.config.forced_ratio is None and not self._have_room_for(division.loans):
             division = wanted_division(self.config, in_force, stragglers, reference_s, None, normal_s).without_loans
@@ -451,21 +447,22 @@ class Controller:
         )
         if memory is not None and memory.is_better(wanted, than=ownership.owned):
             return ownership.update({wanted: 0.0}, 0.0, 0, is_needed=True).is_due
-        # Away from home a step counts with what is pruned; at home as if nothing were: moving is to save that, too.
-        cost_s = self._exact_s if ownership.is_home or self.config.mode != "semi" else self._pruned_s
-        now_s = self._exact_s(times, ownership.owned)
+        # What is pruned counts as if it were computed: that is what moving is to save, too.
+        now_s = self._step_s(times, self._division.without_pruning) - self._communication.seconds(())
         savings_s: dict[tuple[float, ...], float] = {}
-        if not ownership.is_home:
+        home_s = self._home_s(times)
+        if not ownership.is_home and (wanted == ownership.home or now_s > (1.0 + COST_IN_VAIN) * home_s):
             # Who may only seem slower than others, as he owns little, is seen there.
             savings_s[ownership.home] = now_s - self._home_s(times, 1.0 + CERTAINTY_KEPT * deviations)
         does_fit = memory is None or memory.excess_by(wanted) <= memory.excess_by(ownership.owned)
         if wanted not in (ownership.owned, ownership.home) and does_fit:
-            saving_s = cost_s(times, ownership.owned) - cost_s(times, wanted)
+            saving_s = now_s - owned_step_s(times, wanted, ownership.segments)
+            if self.config.mode == "semi" and not ownership.is_home:  # units may move so that more can be pruned
+                saving_s = max(saving_s, self._pruned_s(times, ownership.owned) - self._pruned_s(times, wanted))
             # From home it is certain who is slow; from one division to another everybody's times count.
             least = 0.0 if ownership.is_home else COST_IN_VAIN / DURATION + deviation
             savings_s[wanted] = beyond_noise(saving_s, now_s, least)
-        stay_s = self._home_s(times) - now_s
-        return ownership.update(savings_s, now_s, self.config.update_every, stay_saves_s=stay_s).is_due
+        return ownership.update(savings_s, now_s, self.config.update_every, stay_saves_s=home_s - now_s).is_due
 
     def _home_s(self, times: GroupTimes, faster: Floats | float = 1.0) -> float:
         """Seconds of a step at home, nothing pruned or lent.
@@ -479,10 +476,6 @@ class Controller:
         factors = np.broadcast_to(faster, (self.num_ranks,)).tolist()
         fast = GroupTimes(rank.faster(factor) for rank, factor in zip(times, factors, strict=True))
         return owned_step_s(fast, home, self.ownership.segments)
-
-    def _exact_s(self, times: GroupTimes, shares: tuple[float, ...]) -> float:
-        """Seconds of a step by these shares, nothing pruned or lent."""
-        return owned_step_s(times, shares, self.ownership.segments)
 
     def _pruned_s(self, times: GroupTimes, shares: tuple[float, ...]) -> float:
         """Seconds of a step by these shares, and what is to be saved for all that is pruned in it."""

@@ -57,6 +57,11 @@ class WorkDivision:
         return loans_of(self.lent, self.slack)
 
     @property
+    def without_pruning(self) -> WorkDivision:
+        """Return the same, but that nothing is dropped."""
+        return WorkDivision((0.0,) * len(self.pruned), self.lent, self.slack)
+
+    @property
     def without_loans(self) -> WorkDivision:
         """Return the same, but that nothing is handed over."""
         return WorkDivision(self.pruned, (0.0,) * len(self.lent))
