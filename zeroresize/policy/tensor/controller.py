@@ -13,7 +13,6 @@ from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import PRUNING_MODES
 from zeroresize.plan.group import Loan, RankPlan, WorkloadPlan
 from zeroresize.plan.ownership import SegmentWork, owned_shares
-from zeroresize.policy.moves.least_saving import beyond_noise, is_saving
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.tensor.estimation.calibration_steps import CalibrationSteps
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes, CommunicationEstimate
@@ -406,7 +405,7 @@ class Controller:
                 saved_s = abs(saved_s) if same else math.inf
             # What is no longer dropped needs no certainty: it is dropped for something, or it is not dropped.
             certainty = 0.0 if fewer > 0.0 and not any(new.pruned) else CERTAINTY_KEPT
-            if not is_saving(saved_s, now_s, COST_IN_VAIN / DURATION + certainty * deviation):
+            if saved_s <= (COST_IN_VAIN / DURATION + certainty * deviation) * now_s:
                 return any(then - wanted >= _NEW for then, wanted in zip(now.spared, new.spared, strict=True))
         self._division = new
         return False
@@ -461,7 +460,7 @@ class Controller:
                 saving_s = max(saving_s, self._pruned_s(times, ownership.owned) - self._pruned_s(times, wanted))
             # From home it is certain who is slow; from one division to another everybody's times count.
             least = 0.0 if ownership.is_home else COST_IN_VAIN / DURATION + deviation
-            savings_s[wanted] = beyond_noise(saving_s, now_s, least)
+            savings_s[wanted] = saving_s if abs(saving_s) > least * now_s else 0.0
         return ownership.update(savings_s, now_s, self.config.update_every, stay_saves_s=home_s - now_s).is_due
 
     def _home_s(self, times: GroupTimes, faster: Floats | float = 1.0) -> float:
