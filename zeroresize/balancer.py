@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,9 +17,8 @@ from zeroresize.comm.whereabouts import Call
 from zeroresize.config import BalanceConfig
 from zeroresize.control import balancer_state, records
 from zeroresize.control.assembly import build
-from zeroresize.control.late_starts import LateStarts
 from zeroresize.control.ownership_execution import OwnershipExecution
-from zeroresize.control.stay_log import why_relief_ended
+from zeroresize.control.reporter import Reporter
 from zeroresize.measure.calibration import calibrate_group
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.policy.slowness.windows import WatchedStep
@@ -29,8 +27,6 @@ from zeroresize.telemetry import UpdateRecord
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-logger = logging.getLogger(__name__)
 
 
 class Balancer:
@@ -88,7 +84,8 @@ class Balancer:
         self._num_steps = 0
         self._has_calibrated = self._is_closed = self._is_at_home = False
         self._balancing_s = self._balancing_since_update_s = 0.0
-        self._moves, self._late_starts = OwnershipExecution(self._parts), LateStarts(config.tolerance)
+        self._reporter = Reporter(config.tolerance, tells=self._parts.tells)
+        self._moves = OwnershipExecution(self._parts, self._reporter)
         try:
             self._change_plan()
         except BaseException:
@@ -123,7 +120,7 @@ class Balancer:
         self._calibrate()
         if is_update:
             parts.monitor.learn()
-            self._moves.tell_what_came_of_it(self._num_steps)
+            self._reporter.measured(self._num_steps, parts.monitor.step_s)
             self._moves.tell_what_was_replaced(self._num_steps)
             self._decide()  # a plan
             if parts.start_check is not None:
@@ -419,23 +416,15 @@ class Balancer:
                 costs_of_replicas = everybody.gather(dataclasses.astuple(migration))
                 migration = MigrationCost(*(max(column) for column in zip(*costs_of_replicas, strict=True)))
             parts.decision.migration = migration
-            self._moves.calibrate()
+            self._moves.calibrate(self._num_steps)
 
     def _decide(self) -> None:
         """A new plan, from what all ranks measured until the last update; this rank's numbers go out for the next."""
         self._is_at(Call.STEP)
         measured, before = self._parts.monitor, self.plan
-        self._moves.will_decide()
         held = self._parts.memory.held() if self._parts.memory is not None else None
         self._parts.decision.update(measured.times, measured.cost, measured.wait_s, self._agreed, held)
-        late = self._late_starts.warning(self._parts.decision.outside_s, self._parts.decision.busy_s)
-        if self._parts.rank == 0 and self.plan.relieved != before.relieved:
-            ended = why_relief_ended(before, self.plan, self._parts.decision.busy_s)
-            logger.info("step %d: %s%s", self._num_steps, self.plan.description, ended)
-        self._moves.tell_why_they_stay(self._num_steps)
-        self._moves.tell_what_does_not_fit(self._num_steps)
-        if self._parts.rank == 0 and late is not None:
-            logger.warning("step %d: %s", self._num_steps, late)
+        self._reporter.decided(self._num_steps, before, self._parts.decision, self._parts.units)
 
     def _end_epoch(self) -> None:
         """Order the columns anew, by what the epoch told of them."""

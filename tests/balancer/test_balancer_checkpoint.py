@@ -260,7 +260,7 @@ DAMAGE = [
     ((*SHARED, "num_steps"), 12.0, r"num_steps: a whole number is needed, found 12\.0"),
     ((*SHARED, "pins"), [None], "pins: 2 are needed, here are 1"),
     ((*SHARED, "decision", "controller", "spells"), GONE, r"controller\.spells: missing"),
-    ((*SHARED, "decision", "controller", "shares"), [], "of 0 ranks, this process group has 2"),
+    ((*SHARED, "decision", "controller", "division", "pruned"), [], "of 0 ranks, this process group has 2"),
     ((*OWN, "selector", "columns", "up", "w_var"), [1.0], r"columns\.up: rows of 48 numbers are needed"),
     ((*OWN, "selector", "columns", "down"), GONE, r"selector\.columns: .* do not fit the units"),
     ((*OWN, "units", "down"), [192], r"units\.down: ascending numbers below 192 are needed"),

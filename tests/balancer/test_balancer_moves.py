@@ -77,7 +77,7 @@ def test_a_rank_that_stays_slow_while_its_units_stay_is_told_with_the_reason(run
     assert steps[1] - steps[0] == 8 * 4
     for line in lines:
         assert re.search(
-            r"rank 1 is still 3\.\d times slower .* would cost about 2000000 s, and staying has cost ", line
+            r"rank 1 is 3\.\d times slower .* a step and take 2e\+06 s; staying has cost \S+ of 2e\+06 s$", line
         )
 
 
@@ -97,13 +97,13 @@ def test_where_lending_ends_though_the_rank_is_still_slow_the_line_says_so(run_r
     (lends, ends), of_other_rank = run_ranks(train, 2)
     assert lends.startswith("rank 1 lends ") and of_other_rank == []
     assert re.fullmatch(
-        r"every rank computes all of its products, though rank 1 is still [34]\.\d times slower than the fastest: "
+        r"every rank computes all of its products, though rank 1 is [34]\.\d times slower than the fastest: "
         r"lending does not pay now",
         ends,
     )
 
 
-def test_a_move_that_all_ranks_becoming_slower_makes_vain_is_told_with_the_balancer_s_verdict(run_ranks):
+def test_a_move_that_all_ranks_becoming_slower_makes_vain_is_told(run_ranks):
     def train(rank, group):
         with caught_log_lines() as lines:
             run = exact_run(group)
@@ -117,15 +117,11 @@ def test_a_move_that_all_ranks_becoming_slower_makes_vain_is_told_with_the_balan
 
     lines, of_other_rank = run_ranks(train, 2)
     assert of_other_rank == []
-    moved, came_of, verdict = lines[-3:]
+    moved, came_of = lines[-2:]
     step = int(moved.split()[1].rstrip(":"))
     assert re.search(r" kB, \S+ s, then \S+ s to compare products; a step took ", moved)
     assert came_of.startswith(f"step {step + 4}: since units moved at step {step} a step takes ")
-    assert came_of.endswith(f" % longer. The balancer decides by these times at step {step + 8}")
-    assert verdict == (
-        f"step {step + 8}: the move at step {step} has not made steps shorter; units stay for now, as no other "
-        "division would be faster"
-    )
+    assert came_of.endswith(" % longer")
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])

@@ -17,7 +17,6 @@ from zeroresize.comm import words
 from zeroresize.config.keys import MIGRATION_TRANSPORTS
 from zeroresize.layers import functional
 from zeroresize.measure.step_timer import LayerTimer
-from zeroresize.plan.group import Shares
 from zeroresize.policy.tensor.controller import Controller
 
 pytestmark = pytest.mark.slow
@@ -223,7 +222,7 @@ def test_ranks_that_hold_different_loans_are_told_so(run_ranks, mode):
         run.updates(6)
         run.time.chi = 2.0 if rank == 1 else 1.0  # the loans of the next plan are others
         if rank == 0:
-            controllers[0]._shares[1] = Shares()  # as a bit that flipped would have it
+            controllers[0]._division = controllers[0]._division.without_loans  # as a bit that flipped would have it
         try:
             run.steps(20)
         except RuntimeError as error:

@@ -9,7 +9,6 @@ from helpers.virtual_training import FEATURES, Run
 from torch import nn
 
 import zeroresize as zr
-from zeroresize.control.late_starts import LateStarts
 
 MODES = ("exact", "semi", "mig", "zero-rd")
 
@@ -93,19 +92,3 @@ def test_on_the_machines_own_clock(run_ranks, said):
 
     (owned, lines), (others, nothing) = run_ranks(train, 2)
     assert owned == others == [1.0, 1.0] and len(lines) == 1 and nothing == []
-
-
-def test_it_is_said_of_what_lasts_and_matters():
-    late = LateStarts(0.1)
-    for outside_s in ([0.1, 0.15], [0.1, 0.1], [0.1, 0.19], [0.1, 0.1]):  # 9 % of a step, and now and then
-        assert late.warning(outside_s, [1.0, 1.0]) is None
-    assert late.warning((), ()) is None and late.warning([0.1, 0.3], []) is None
-    assert late.warning([0.1, 0.3, 0.1], [1.0] * 3) is None
-    assert "rank 1 by 200 ms" in late.warning([0.1, 0.3, 0.1], [1.0] * 3)
-    assert late.warning([0.1, 0.3, 0.1], [1.0] * 3) is None
-
-
-def test_nobody_is_late_by_less_than_starting_varies_by():
-    late = LateStarts(0.1)
-    for _ in range(5):
-        assert late.warning([0.001, 0.005], [0.01, 0.01]) is None

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zeroresize.control.plan_installer import LineageTable
+from zeroresize.control.plan_execution import LineageTable
 from zeroresize.plan.layer import LayerPlan
 
 

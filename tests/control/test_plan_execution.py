@@ -7,7 +7,6 @@ import torch
 
 import zeroresize as zr
 from zeroresize.control.plan_execution import PlanExecution
-from zeroresize.control.plan_installer import PlanInstaller
 from zeroresize.plan.group import Loan, RankPlan, Shares, WorkloadPlan
 from zeroresize.policy.tensor.columns.selector import ColumnSelector
 
@@ -29,8 +28,7 @@ def layers():
 def rank_under(layers, rank, **config):
     config = zr.BalanceConfig(**{"mode": "zero-rd", **config})
     selector = ColumnSelector(config, rank, dict.fromkeys(layers, 64), dict.fromkeys(layers, 1.0))
-    installer = PlanInstaller(layers, selector, "zero")
-    return selector, PlanExecution(config, rank, 2, selector=selector, installer=installer, lender=None, exchange=None)
+    return selector, PlanExecution(config, rank, 2, layers, selector=selector, lender=None, exchange=None)
 
 
 def test_a_rank_does_its_own_part_of_the_plan(layers):

@@ -4,19 +4,21 @@ import math
 
 import pytest
 
-from zeroresize.control.group_decision import _as_numbers, _of_slowest
+from zeroresize.control.group_decision import RankNumbers, _of_slowest
 from zeroresize.policy.tensor.costs import ResizingCost
 from zeroresize.policy.tensor.estimation.times import RankTimes
+from zeroresize.policy.tensor.memory import HeldBytes
 
-COST = ResizingCost.linear(0.9)
+COST = ResizingCost((0.0, 0.5, 0.9), (1.0, 0.6, 0.2), (0.0, 0.01, 0.02), 1.25, 1.5)
 
 
 def numbers(busy_s, wait_s=0.1, fingerprint=5.0, held=(7.0, 8.0)):
-    times = None if busy_s is None else RankTimes(0.25 * busy_s, 0.75 * busy_s, 1.0, COST, 0.01)
-    return [fingerprint, wait_s, *held, *_as_numbers(times, COST)]
+    times = RankTimes(0.25 * busy_s, 0.75 * busy_s, 1.0, COST, 0.01, 0.3, 0.002)
+    return RankNumbers(fingerprint, wait_s, HeldBytes(*held), times)
 
 
-def test_without_replicas_nothing_changes():
+def test_what_is_sent_is_what_arrives_and_without_replicas_nothing_changes():
+    assert RankNumbers.from_row(numbers(1.0).to_row()) == numbers(1.0)
     assert _of_slowest([numbers(1.0)]) == numbers(1.0)
 
 
@@ -26,10 +28,9 @@ def test_the_slowest_counts_and_the_shortest_wait(busy_s):
     assert merged == numbers(3.0, 0.2)
 
 
-@pytest.mark.parametrize("unknown", [None, -1.0, math.inf, math.nan])
+@pytest.mark.parametrize("unknown", [-1.0, math.inf, math.nan])
 def test_where_one_knows_no_times_nobody_does(unknown):
-    merged = _of_slowest([numbers(1.0), numbers(unknown)])
-    assert not 0.0 < merged[5] < math.inf
+    assert not 0.0 < _of_slowest([numbers(1.0), numbers(unknown)]).times.gemm_s < math.inf
 
 
 def test_the_most_bytes_count_whoever_is_slowest():
@@ -38,5 +39,5 @@ def test_the_most_bytes_count_whoever_is_slowest():
 
 
 def test_an_unknown_wait_and_fingerprints_that_differ_stay_seen():
-    assert math.isnan(_of_slowest([numbers(1.0), numbers(2.0, math.nan)])[1])
-    assert math.isnan(_of_slowest([numbers(1.0), numbers(2.0, fingerprint=6.0)])[0])
+    assert math.isnan(_of_slowest([numbers(1.0), numbers(2.0, math.nan)]).wait_s)
+    assert math.isnan(_of_slowest([numbers(1.0), numbers(2.0, fingerprint=6.0)]).fingerprint)

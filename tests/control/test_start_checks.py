@@ -269,7 +269,7 @@ def test_what_differed_at_the_start_by_rounding_is_no_drift_and_what_differs_lat
 
 def test_devices_of_several_models_are_told_once_something_is_drawn(run_ranks, monkeypatch):
     def train(rank, group, models, p):
-        monkeypatch.setattr("zeroresize.control.device_models.model_of", lambda device: models[rank])
+        monkeypatch.setattr("zeroresize.control.start_checks.model_of", lambda device: models[rank])
         model = nn.Sequential(Model(group), nn.Dropout(p))
         balancer = balanced(model, group, zr.BalanceConfig(mode="off", update_every=1))
         with caught_log_lines() as lines:

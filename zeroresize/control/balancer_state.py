@@ -8,9 +8,9 @@ from typing import Any
 
 from zeroresize.comm.collectives import group_ranks
 from zeroresize.config.keys import PINNABLE_MODES
+from zeroresize.control.assembly import Parts
 from zeroresize.control.column_moves import SeenOfEpoch
 from zeroresize.control.group_decision import DecisionState
-from zeroresize.control.parts import Parts
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.segments import all_segments, homes_of_layers, shape_with

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from zeroresize.comm.exchange import Exchange
-from zeroresize.control.setup_checks import Layers
+from zeroresize.control.setup import Layers
 from zeroresize.layers.segments import all_segments, homes_of_layers, present_work_of_layers
 from zeroresize.measure.column_statistics import ColumnStatistic
 from zeroresize.policy.tensor.columns.selector import Columns, ColumnSelector, Floats

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import group_ranks
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MOVING_MODES
-from zeroresize.control.setup_checks import Layers
+from zeroresize.control.setup import Layers
 from zeroresize.integrations.keyed_dropout import KeyedDropout, drops
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import all_segments

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
+
 from zeroresize.comm.exchange import Exchange
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES
@@ -23,6 +25,45 @@ from zeroresize.policy.tensor.ownership_decision import OwnershipDecision
 from zeroresize.policy.tensor.rules.bounds import Bounds
 from zeroresize.policy.tensor.what_if import WhatIf
 from zeroresize.utils.alike import alike, at_fault
+
+#: What a rank tells of its times, of what pruning costs, and of that at each point where it was measured.
+_TIMES = ("rest_s", "gemm_s", "gather_fill_scale", "deviation", "moving_rest", "outside_s")
+_COSTS = ("borrowing", "widening")
+_CURVES = ("ratios", "gemm_share", "gather_fill_s")
+
+
+@dataclass(frozen=True)
+class RankNumbers:
+    """Describe what a rank tells the others at an update.
+
+    Attributes:
+        fingerprint: of all that it has decided.
+        wait_s: seconds a step that it waited in collectives; NaN where none was measured.
+        held: what it holds; 0 where that is not watched.
+        times: at full work; NaN before any were measured.
+    """
+
+    fingerprint: float
+    wait_s: float
+    held: HeldBytes
+    times: RankTimes
+
+    def to_row(self) -> list[float]:
+        """Return the numbers as they are sent, as many from each rank."""
+        cost = self.times.cost
+        scalars = [getattr(self.times, name) for name in _TIMES] + [getattr(cost, name) for name in _COSTS]
+        curves = [number for name in _CURVES for number in getattr(cost, name)]
+        return [self.fingerprint, self.wait_s, *dataclasses.astuple(self.held), *scalars, *curves]
+
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> RankNumbers:
+        """Return what :meth:`to_row` made."""
+        numbers = iter(row)
+        fingerprint, wait_s, held = next(numbers), next(numbers), HeldBytes(next(numbers), next(numbers))
+        times, (borrowing, widening) = {name: next(numbers) for name in _TIMES}, (next(numbers), next(numbers))
+        ratios, gemm_share, gather_fill_s = map(tuple, np.array(list(numbers)).reshape(len(_CURVES), -1).tolist())
+        cost = ResizingCost(ratios, gemm_share, gather_fill_s, borrowing, widening)
+        return cls(fingerprint, wait_s, held, RankTimes(**times, cost=cost))
 
 
 @dataclass(frozen=True)
@@ -42,7 +83,7 @@ class DecisionState:
     controller: Controller
     what_if: tuple[Controller, ...]
     config_text: str
-    received: list[list[float]] | None
+    received: list[RankNumbers] | None
     lent_when_sent: tuple[float, ...]
     num_calibration_steps: int
     migration: MigrationCost | None
@@ -62,6 +103,7 @@ class GroupDecision:
 
     Attributes:
         plan: what is decided.
+        may_move: whether decisions may move units.
         num_calibration_steps: for how many of the next steps another plan is in force, :attr:`calibration_plan`.
         outside_s: of every rank, seconds of a step before its first balanced layer; empty before all were measured.
         memory: what the ranks hold and may hold, as they told last; None without ``config.memory_limits``.
@@ -78,13 +120,13 @@ class GroupDecision:
     ) -> None:
         self._exchange, self._migration_transport = exchange, config.migration_transport
         self._num_ranks = num_ranks
-        self._may_migrate = config.mode in MIGRATING_MODES
+        self._may_migrate, self.may_move = config.mode in MIGRATING_MODES, config.may_move
         self._config_text, self._memory_limits, self._segments = repr(config), config.memory_limits, segments
         self._controller = Controller(config, num_ranks, segments)
         if owned is not None:
             self._controller.set_owned(owned)
         self._what_if = WhatIf(config, num_ranks, segments)
-        self._received: list[list[float]] | None = None
+        self._received: list[RankNumbers] | None = None
         self._lent_when_sent = (0.0,) * num_ranks
         self.memory: GroupMemory | None = None
         self.migration: MigrationCost | None = None
@@ -125,8 +167,13 @@ class GroupDecision:
         # where a time limit ended an exchange, the ranks may have saved different states.
         if self._may_migrate:
             self._require_equal([number for number, *_ in self._exchange.meet(self._fingerprint(agreed))])
-        memory = (held.fixed, held.of_even_share) if held is not None else (0.0, 0.0)
-        self._exchange.post([fingerprint, wait_s, *memory, *_as_numbers(times, cost)])
+        sent = RankNumbers(
+            fingerprint,
+            wait_s,
+            held or HeldBytes(0.0, 0.0),
+            times or RankTimes(math.nan, math.nan, math.nan, cost, math.nan),
+        )
+        self._exchange.post(sent.to_row())
         self._lent_when_sent = lent_in_force
 
     def expect_memory(self, memory: GroupMemory) -> None:
@@ -225,11 +272,6 @@ class GroupDecision:
         return self._controller.bounds
 
     @property
-    def is_another_division_wanted(self) -> bool:
-        """Whether units would be divided otherwise if moving them cost nothing, and it is no matter of noise."""
-        return self._controller.is_another_division_wanted
-
-    @property
     def what_if_plans(self) -> dict[str, WorkloadPlan]:
         """In mode "off", what every other mode would decide, by mode; else empty."""
         return self._what_if.plans
@@ -237,19 +279,19 @@ class GroupDecision:
     def _collect(self) -> None:
         received = self._exchange.collect() if self._exchange is not None else None
         if received is not None:
-            self._received = [_of_slowest(received[rank :: self._num_ranks]) for rank in range(self._num_ranks)]
+            numbers = [RankNumbers.from_row(row) for row in received]
+            self._received = [_of_slowest(numbers[rank :: self._num_ranks]) for rank in range(self._num_ranks)]
 
-    def _decide(self, received: list[list[float]]) -> None:
-        self._require_equal([numbers[0] for numbers in received])
-        measured = [_as_rank_times(numbers[4:]).checked() for numbers in received]
-        are_known = not any(math.isnan(one.busy_s) for one in measured)
-        self.outside_s = tuple(one.outside_s for one in measured) if are_known else ()
+    def _decide(self, received: list[RankNumbers]) -> None:
+        self._require_equal([numbers.fingerprint for numbers in received])
+        measured = [numbers.times.checked() for numbers in received]
+        are_known = not any(math.isnan(times.busy_s) for times in measured)
+        self.outside_s = tuple(times.outside_s for times in measured) if are_known else ()
         if self._memory_limits is not None:
-            held = [HeldBytes(fixed, of_share) for _, _, fixed, of_share, *_ in received]
+            held = [numbers.held for numbers in received]
             self.expect_memory(GroupMemory(self._memory_limits, held, self._segments))
         samples = _begun_together(measured)
-        waits_s = [numbers[1] for numbers in received]
-        wait_s = math.nan if any(map(math.isnan, waits_s)) else min(waits_s)
+        wait_s = _least_wait_s(received)
         collectives = CollectiveTimes(wait_s, self._lent_when_sent, self.migration)
         self._what_if.update(samples, collectives)
         self.plan = self._controller.update(samples, collectives)
@@ -295,44 +337,30 @@ def _begun_together(samples: Sequence[RankTimes]) -> list[RankTimes]:
     Who comes late to the first collective holds up all, and no division of the layers' work makes up for that: behind
     it all ranks begin together.
     """
-    outside_s = max((one.outside_s for one in samples if not math.isnan(one.busy_s)), default=0.0)
-    return [one.beginning_after(outside_s) for one in samples]
+    outside_s = max((times.outside_s for times in samples if not math.isnan(times.busy_s)), default=0.0)
+    return [times.beginning_after(outside_s) for times in samples]
 
 
-def _of_slowest(replicas: Sequence[list[float]]) -> list[float]:
-    """Reduce the numbers that a rank and its replicas sent to the longest times, the shortest wait, and most bytes.
+def _least_wait_s(received: Sequence[RankNumbers]) -> float:
+    waits_s = [numbers.wait_s for numbers in received]
+    return math.nan if any(map(math.isnan, waits_s)) else min(waits_s)
+
+
+def _of_slowest(replicas: Sequence[RankNumbers]) -> RankNumbers:
+    """Reduce what a rank and its replicas sent to the longest times, the shortest wait, and most bytes.
 
     NaN where one of them knows no times, as they must wait for that one, too; and in place of fingerprints that differ.
     """
     if len(replicas) == 1:
         return replicas[0]
-    fingerprints, waits_s = {numbers[0] for numbers in replicas}, [numbers[1] for numbers in replicas]
-    wait_s = math.nan if any(map(math.isnan, waits_s)) else min(waits_s)
-    held = [max(numbers[place] for numbers in replicas) for place in (2, 3)]
-    times = [_as_rank_times(numbers[4:]).checked() for numbers in replicas]
-    unknown = [number for number, own in enumerate(times) if math.isnan(own.busy_s)]
-    slowest = unknown[0] if unknown else max(range(len(times)), key=lambda number: times[number].busy_s)
-    fingerprint = replicas[0][0] if len(fingerprints) == 1 else math.nan
-    return [fingerprint, wait_s, *held, *replicas[slowest][4:]]
-
-
-def _as_numbers(times: RankTimes | None, cost: ResizingCost) -> list[float]:
-    measured = [math.nan] * 6
-    if times is not None:
-        measured = [
-            times.rest_s,
-            times.gemm_s,
-            times.gather_fill_scale,
-            times.deviation,
-            times.moving_rest,
-            times.outside_s,
-        ]
-    return [*measured, cost.borrowing, cost.widening, *cost.ratios, *cost.gemm_share, *cost.gather_fill_s]
-
-
-def _as_rank_times(numbers: list[float]) -> RankTimes:
-    rest_s, gemm_s, gather_fill_scale, deviation, moving_rest, outside_s, borrowing, widening, *points = numbers
-    third = len(points) // 3
-    ratios, gemm_share, gather_fill_s = (tuple(points[i * third : (i + 1) * third]) for i in range(3))
-    cost = ResizingCost(ratios, gemm_share, gather_fill_s, borrowing, widening)
-    return RankTimes(rest_s, gemm_s, gather_fill_scale, cost, deviation, moving_rest, outside_s)
+    fingerprints = {numbers.fingerprint for numbers in replicas}
+    held = HeldBytes(
+        max(numbers.held.fixed for numbers in replicas), max(numbers.held.of_even_share for numbers in replicas)
+    )
+    checked = [numbers.times.checked() for numbers in replicas]
+    slowest = max(
+        range(len(checked)),
+        key=lambda place: math.inf if math.isnan(checked[place].busy_s) else checked[place].busy_s,
+    )
+    fingerprint = replicas[0].fingerprint if len(fingerprints) == 1 else math.nan
+    return RankNumbers(fingerprint, _least_wait_s(replicas), held, replicas[slowest].times)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-import torch.distributed as dist
-
 from zeroresize.config.keys import MOVABLE_MODES, MOVING_MODES
-from zeroresize.control.move_log import MoveLog
-from zeroresize.control.parts import Parts
-from zeroresize.control.stay_log import StayLog
+from zeroresize.control.assembly import Parts
+from zeroresize.control.reporter import Reporter
 from zeroresize.measure.compare_products import BUDGET_S
 from zeroresize.measure.links import measure_move_cost
 from zeroresize.plan.group import WorkloadPlan
@@ -20,26 +16,17 @@ from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError
 from zeroresize.resharding.units.owned_units import Move, OwnedUnits
 
-logger = logging.getLogger(__name__)
-
 
 class OwnershipExecution:
     """Lets the ownership in force follow the plan's; every call that moves is collective.
 
     Args:
         parts: of the balancer.
+        reporter: tells what moves.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts, self._log, self._has_warned, self._has_warned_of_memory = parts, MoveLog(), False, False
-        self._stay_log = StayLog()
-        # The ranks agree on what is told, and so do replicas: it is told once.
-        everybody = parts.exchange_of_replicas
-        self._tells = parts.rank == 0 and (everybody is None or everybody.ranks[0] == dist.get_rank())
-
-    def will_decide(self) -> None:
-        """Note that a decision is about to replace the present plan."""
-        self._log.planned(self._parts.decision.plan)
+    def __init__(self, parts: Parts, reporter: Reporter) -> None:
+        self._parts, self._reporter = parts, reporter
 
     def follow(self, plan: WorkloadPlan, num_steps: int, cause: str | None = None) -> None:
         """Let units change hands where ``plan`` divides them in another way than they are.
@@ -57,13 +44,11 @@ class OwnershipExecution:
         try:
             self._move(plan, num_steps, cause)
         except (CannotMoveError, NotEnoughMemoryError) as error:
-            if self._tells:
-                logger.warning(
-                    "step %d: the units that were to move stay where they are, training goes on, and a move is tried "
-                    "again some updates later: %s",
-                    num_steps,
-                    error,
-                )
+            self._reporter.warn(
+                num_steps,
+                "the units that were to move stay where they are, training goes on, and a move is tried again some "
+                f"updates later: {error}",
+            )
             self._refuse()
 
     def follow_loaded(self, plan: WorkloadPlan, num_steps: int) -> None:
@@ -84,12 +69,9 @@ class OwnershipExecution:
             return
         memory = parts.decision.memory
         if memory is not None and memory.excess_by(plan.owned) > memory.excess_by(units.shares):
-            if self._tells:
-                logger.info(
-                    "units are not divided as in the checkpoint, by %s: by memory_limits %s",
-                    list(plan.owned),
-                    memory.why_too_much(plan.owned),
-                )
+            why = memory.why_too_much(plan.owned)
+            text = f"units are not divided as in the checkpoint, by {list(plan.owned)}: by memory_limits {why}"
+            self._reporter.info(num_steps, text)
             self._refuse()
             return
         self.follow(plan, num_steps, "as in the checkpoint")
@@ -130,14 +112,11 @@ class OwnershipExecution:
             self._change_hands(units, units.home)
 
     def tell_what_was_replaced(self, num_steps: int) -> None:
-        """Warn, once and on rank 0, where units may no longer move; at the end of an interval."""
+        """Warn, once, where units may no longer move; at the end of an interval."""
         units = self._parts.units
-        if self._has_warned or units is None or not units.segments or units.why_not_movable is not None:
-            return
-        if (why := units.why_not_now()) is not None:
-            self._has_warned = True
-            if self._parts.rank == 0:
-                logger.warning("step %d: from now on no units change hands, and training goes on: %s", num_steps, why)
+        if units is not None and units.segments and units.why_not_movable is None and (why := units.why_not_now()):
+            text = f"from now on no units change hands, and training goes on: {why}"
+            self._reporter.warn(num_steps, text, once="replaced")
 
     def by_hand(self, shares: Sequence[float] | None, num_steps: int) -> None:
         """Divide the units as :meth:`zeroresize.balancer.Balancer.move` has it; collective."""
@@ -160,7 +139,7 @@ class OwnershipExecution:
             self._refuse()
             raise
 
-    def calibrate(self) -> None:
+    def calibrate(self, num_steps: int) -> None:
         """Measure what a move takes, where one may be decided; collective over the group, and over its replicas."""
         parts, units = self._parts, self._parts.units
         everybody = parts.exchange_of_replicas or parts.exchange
@@ -176,10 +155,8 @@ class OwnershipExecution:
             rows = everybody.gather([measured.seconds_per_byte, measured.fixed_s, num_bytes])
             if any(math.isnan(own) for *_, own in rows):
                 units.why_not_movable = units.gather_reasons(why)
-                if parts.rank == 0:
-                    logger.warning(
-                        "no units change hands between the ranks, and training goes on: %s", units.why_not_movable
-                    )
+                text = f"no units change hands between the ranks, and training goes on: {units.why_not_movable}"
+                self._reporter.warn(num_steps, text)
                 parts.decision.hold_owned(units.shares)
                 return
             per_byte_s, fixed_s, num_bytes = (max(column) for column in zip(*rows, strict=True))
@@ -207,66 +184,25 @@ class OwnershipExecution:
         assert units is not None
         self._parts.decision.refuse_move(units.shares)
 
-    def tell_why_they_stay(self, num_steps: int) -> None:
-        """Log, more and more rarely, why units of a slow rank stay; after a decision."""
-        parts, units = self._parts, self._parts.units
-        if units is None or not units.segments or units.why_not_movable is not None or not parts.config.may_move:
-            return
-        line = self._stay_log.line(parts.decision.plan, parts.decision.busy_s, parts.decision.ownership)
-        if line is not None and self._tells:
-            logger.info("step %d: %s", num_steps, line)
-
-    def tell_what_does_not_fit(self, num_steps: int) -> None:
-        """Warn, once and on rank 0, where a rank holds more than it may and its units stay; after a decision."""
-        parts, units, memory = self._parts, self._parts.units, self._parts.decision.memory
-        if self._has_warned_of_memory or units is None or memory is None or parts.decision.plan.owned != units.shares:
-            return
-        if (why := memory.why_too_much(units.shares)) is None:
-            return
-        self._has_warned_of_memory = True
-        if units.why_not_movable is not None:
-            reason = f"no unit can change hands: {units.why_not_movable}"
-        elif not parts.config.may_move:
-            reason = "nothing moves units in this configuration: give shares that fit"
-        elif parts.decision.ownership.is_held:
-            reason = "they are held as move() has divided them"
-        elif memory.why_too_much(memory.evenly_filled) is not None:
-            reason = "the ranks' memory together does not suffice for more even a division"
-        else:
-            reason = "they move as soon as they can"
-        if self._tells:
-            logger.warning("step %d: by memory_limits %s, and units stay: %s", num_steps, why, reason)
-
-    def tell_what_came_of_it(self, num_steps: int) -> None:
-        """Log how long steps have been since the last move; at the end of an interval."""
-        line = self._log.came_of(self._parts.monitor.step_s, num_steps + self._parts.config.update_every)
-        if line is not None and self._tells:
-            logger.info("step %d: %s", num_steps, line)
-
     def _move(self, plan: WorkloadPlan, num_steps: int, cause: str | None = None) -> None:
         parts, units = self._parts, self._parts.units
         if units is None or not units.segments or plan.owned == units.shares:
-            verdict = self._log.verdict(parts.decision.is_another_division_wanted)
-            if verdict is not None and self._tells:
-                logger.info("step %d: %s", num_steps, verdict)
             return
         check = parts.start_check if plan.owned != units.home else None
         move = self._change_hands(units, plan.owned, check.why_units_stay if check is not None else None)
         if move is not None:
             comparing_s = self._compare()
             parts.decision.moved(move.most_bytes, move.seconds, comparing_s)
-            if self._tells:
-                line = self._log.line(
-                    move,
-                    plan,
-                    parts.decision.busy_s,
-                    num_steps=num_steps,
-                    step_s=parts.monitor.step_s,
-                    comparing_s=comparing_s,
-                    cause=cause,
-                    is_held=parts.decision.ownership.is_held and parts.config.mode in MOVABLE_MODES,
-                )
-                logger.info("step %d: %s", num_steps, line)
+            self._reporter.moved(
+                num_steps,
+                move,
+                plan,
+                parts.decision.busy_s,
+                step_s=parts.monitor.step_s,
+                comparing_s=comparing_s,
+                cause=cause,
+                is_held=parts.decision.ownership.is_held and parts.config.mode in MOVABLE_MODES,
+            )
 
     def _change_hands(self, units: OwnedUnits, shares: Sequence[float], why_not: str | None = None) -> Move | None:
         """Divide the units by ``shares``; what is known of columns, and their statistic, follows; collective.

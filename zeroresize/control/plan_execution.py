@@ -1,17 +1,24 @@
-"""The group's plan as one rank carries it out: pruned columns in its layers, loans among the ranks, pins above both."""
+"""A rank's plan in its layers: columns that each prunes and leaves to others, loans among the ranks, and pins."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from zeroresize.comm.exchange import Exchange
 from zeroresize.config import BalanceConfig
-from zeroresize.control.plan_installer import PlanInstaller
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.segments import present_work_of_layers
 from zeroresize.migration.lender import Lender
 from zeroresize.plan.group import Relief, Shares, WorkloadPlan
+from zeroresize.plan.layer import LayerPlan
 from zeroresize.policy.tensor.columns.selector import ColumnSelector
 from zeroresize.resharding.units.owned_units import OwnedUnits
+
+MATRICES = ("x", "w")
 
 
 class PlanExecution:
@@ -20,8 +27,8 @@ class PlanExecution:
     Args:
         config: how to balance.
         rank, num_ranks: this rank within its group, and the group's size.
+        layers: balanced layers by name.
         selector: says which columns a share is.
-        installer: prunes and leaves to others in this rank's layers.
         lender: carries out loans; None where nothing migrates.
         exchange: with the other ranks; None in a group of one.
         units: of this rank; None in a group of one.
@@ -29,7 +36,7 @@ class PlanExecution:
     Attributes:
         pins: γ that is forced in place of the plan's, by rank; the same on every rank.
         planned: this rank's shares by what is decided, or by its pin, also while a calibration step is made; those of
-            its own products are rounded to columns.
+            its own products are rounded to columns, layers weighted by the sizes of their matrices.
         ratio: γ of it, before it is rounded.
         layer_shares: share of every layer's columns that is pruned by it.
         shares_of_step: what this rank does in the iteration under way.
@@ -41,20 +48,20 @@ class PlanExecution:
         config: BalanceConfig,
         rank: int,
         num_ranks: int,
+        layers: Mapping[str, BalancedLinear],
         *,
         selector: ColumnSelector,
-        installer: PlanInstaller,
         lender: Lender | None,
         exchange: Exchange | None,
         units: OwnedUnits | None = None,
     ) -> None:
-        self._config, self._rank, self._num_ranks = config, rank, num_ranks
-        self._selector, self._installer, self._lender, self._exchange = selector, installer, lender, exchange
-        self._units = units
+        self._config, self._rank, self._num_ranks, self._layers = config, rank, num_ranks, layers
+        self._selector, self._lender, self._exchange, self._units = selector, lender, exchange, units
         self._decided = self._plan = WorkloadPlan(())
+        self._installed, self._installed_shares = (Relief(), selector.edition), Shares()
         self.pins: dict[int, float] = {}
         self.planned, self.ratio = Shares(), 0.0
-        self.layer_shares: Mapping[str, float] = {}
+        self.layer_shares: Mapping[str, float] = dict.fromkeys(layers, 0.0)
         self.shares_of_step = Shares()
         self.shares_of_last_step: Shares | None = None
 
@@ -68,15 +75,20 @@ class PlanExecution:
         """
         plan = calibration or decided
         self._decided, self._plan = decided, plan
-        self._installer.install(self._relief(decided))
-        self.planned = self._with_others(decided)
-        self.ratio, self.layer_shares = self._installer.relief.spared, self._installer.layer_shares
+        self._write(self._relief(decided))
+        self.planned, self.ratio = self._with_others(decided), self._installed[0].spared
+        self.layer_shares = self._shares_of_layers("pruned_share")
         if plan is not decided:
-            self._installer.install(self._relief(plan))
+            self._write(self._relief(plan))
         if self._lender is not None:
-            if self._exchange is not None and self._lender.would_be_new(plan.loans, self._selector.state.epoch):
+            epoch = self._selector.state.epoch
+            if self._exchange is not None and self._lender.would_be_new(plan.loans, epoch):
                 self._exchange.meet()  # a rank that is a step ahead would send the others what they do not await
-            self._lender.install(plan.loans, self._installer.lent_columns(), epoch=self._selector.state.epoch)
+            self._lender.install(plan.loans, self._lent_columns(), epoch=epoch)
+
+    def clear(self) -> None:
+        """Take the plan out of every layer."""
+        self._write(Relief())
 
     def send_weights(self) -> None:
         """Send the lent columns of all weights, as they are from now until the next optimizer step."""
@@ -85,7 +97,7 @@ class PlanExecution:
 
     def take_back(self) -> None:
         """Let every layer compute all of its own columns, until the next :meth:`install`."""
-        self._installer.clear()
+        self.clear()
         if self._lender is not None:
             self._lender.take_back()
 
@@ -96,7 +108,7 @@ class PlanExecution:
     def end_step(self) -> None:
         """End the iteration: count it for the selector."""
         self.shares_of_last_step = self.shares_of_step
-        self._selector.count_step(self._installer.relief)
+        self._selector.count_step(self._installed[0])
 
     def pin(self, rank: int, ratio: float) -> None:
         """Let ``rank`` prune ``ratio`` from the next :meth:`install` on, whatever is decided.
@@ -132,7 +144,7 @@ class PlanExecution:
     @property
     def is_forced(self) -> bool:
         """Whether someone forced just the ratio of the next step."""
-        return self._installer.relief.is_forced
+        return self._installed[0].is_forced
 
     @property
     def agreed(self) -> tuple[object, ...]:
@@ -142,7 +154,7 @@ class PlanExecution:
     def _with_others(self, plan: WorkloadPlan) -> Shares:
         """Return what is installed, with what this rank computes for others by ``plan``, and the units it owns."""
         borrowed, owned = plan.ranks[self._rank].borrowed, 1.0 if self._units is None else self._units.owned
-        return replace(self._installer.shares, borrowed=borrowed, owned=owned)
+        return replace(self._installed_shares, borrowed=borrowed, owned=owned)
 
     def _relief(self, plan: WorkloadPlan) -> Relief:
         """Return what this rank is relieved of under ``plan``, or by its pin."""
@@ -154,3 +166,68 @@ class PlanExecution:
     def _require_rank(self, rank: int) -> None:
         if not isinstance(rank, int) or not 0 <= rank < self._num_ranks:
             raise ValueError(f"rank={rank!r} is outside the process group: allowed are 0 to {self._num_ranks - 1}")
+
+    def _write(self, relief: Relief) -> None:
+        """Prune, and leave to others, the columns that the selector names, from the next forward on."""
+        if self._installed == (relief, self._selector.edition):
+            return
+        self._installed = relief, self._selector.edition
+        pruned, lent = self._selector.pruned_columns(relief), self._selector.lent_columns(relief)
+        for name, layer in self._layers.items():
+            layer.plan = self._layer_plan(layer, pruned[name].tolist(), lent[name].tolist())
+        self._installed_shares = Shares(self._share_of_work("pruned_share"), self._share_of_work("lent_share"))
+
+    def _shares_of_layers(self, kind: str) -> dict[str, float]:
+        return {
+            name: getattr(layer.plan, kind) if layer.plan is not None else 0.0 for name, layer in self._layers.items()
+        }
+
+    def _share_of_work(self, kind: str) -> float:
+        work = present_work_of_layers(self._layers)
+        return sum(work[name] * share for name, share in self._shares_of_layers(kind).items()) / max(
+            sum(work.values()), 1
+        )
+
+    def _lent_columns(self) -> dict[str, Tensor]:
+        """What is lent of every layer, in the order in which it is divided; on the layers' devices."""
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        return {name: layer.plan.lent if layer.plan is not None else none for name, layer in self._layers.items()}
+
+    def _layer_plan(self, layer: BalancedLinear, pruned: list[int], lent: list[int]) -> LayerPlan | None:
+        if not pruned and not lent:
+            return None
+        return LayerPlan.from_pruned(
+            torch.tensor(pruned, dtype=torch.int64, device="cpu"),
+            layer.num_columns,
+            layer.local_weight.device,
+            self._config.paper.imputation,
+            torch.tensor(lent, dtype=torch.int64, device="cpu"),
+        )
+
+
+class LineageTable:
+    """Tells which columns of which operand are pruned in the current step (paper, section III-A).
+
+    ``x`` and ``w`` of a layer are pruned alike (dual pruning), so both names lead to one index list, whose complement
+    tells the layer's backward where its gradients belong.
+
+    Args:
+        layers: balanced layers by name, whose plans are looked up when asked.
+    """
+
+    def __init__(self, layers: Mapping[str, BalancedLinear]) -> None:
+        self._layers = layers
+
+    def pruned(self, layer_name: str, matrix_name: str) -> Tensor | None:
+        """Return sorted pruned column indices (int64) of ``matrix_name`` "x" or "w"; None where the layer has no plan.
+
+        Raises:
+            KeyError: for a layer that is not balanced.
+            ValueError: for another matrix name.
+        """
+        if layer_name not in self._layers:
+            raise KeyError(f"no balanced layer is called {layer_name!r}: there are {sorted(self._layers)}")
+        if matrix_name not in MATRICES:
+            raise ValueError(f"matrix_name={matrix_name!r} is not allowed: choose one of {list(MATRICES)}")
+        plan = self._layers[layer_name].plan
+        return None if plan is None else plan.pruned

@@ -7,7 +7,7 @@ import statistics
 from dataclasses import asdict
 from typing import Any
 
-from zeroresize.control.parts import Parts
+from zeroresize.control.assembly import Parts
 from zeroresize.telemetry import UpdateRecord
 
 _RECORDED_METRICS = (

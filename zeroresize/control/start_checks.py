@@ -24,9 +24,8 @@ from zeroresize.checks.replicated import (
 )
 from zeroresize.comm.collectives import group_rank
 from zeroresize.comm.exchange import Exchange
-from zeroresize.control.device_models import DeviceModels
 from zeroresize.control.seen_batches import Difference, SeenBatches
-from zeroresize.control.setup_checks import HINT, MOST_NAMED, Layers, check_data_parallelism
+from zeroresize.control.setup import HINT, MOST_NAMED, Layers, check_data_parallelism
 from zeroresize.optim.optimizers import hook_steps, stepped_gradients, torch_optimizer
 from zeroresize.resharding.segments.search_segments import first_of
 from zeroresize.utils.alike import minority, named_ranks
@@ -314,3 +313,41 @@ def _drops(module: nn.Module) -> bool:
     """Whether it drops something now."""
     rate = getattr(module, "p", getattr(module, "drop_prob", None))
     return module.training and "drop" in type(module).__name__.lower() and bool(rate)
+
+
+class DeviceModels:
+    """Says which models of devices a group has; collective when made.
+
+    Args:
+        device: of this rank.
+        exchange: with the ranks of the group.
+    """
+
+    def __init__(self, device: torch.device, exchange: Exchange) -> None:
+        self._device = device
+        ranks = exchange.gather([float(byte) for byte in model_of(device).encode()])
+        self._models = [bytes(map(int, name)).decode() for name in ranks]
+        self._state = _state(device)
+
+    def warning(self) -> str | None:
+        """Return the text of a warning where models differ and this rank has drawn on its device since the start."""
+        if len(set(self._models)) == 1 or torch.equal(_state(self._device), self._state):
+            return None
+        named = ", ".join(
+            f"{model} (ranks {', '.join(str(rank) for rank, one in enumerate(self._models) if one == model)})"
+            for model in dict.fromkeys(self._models)
+        )
+        return (
+            f"the group's devices are of several models, {named}, which draw other random numbers from one seed: "
+            "dropout of what all ranks hold alike drops other elements on each. Set p = 0 outside of the parallel "
+            "layers, or draw its masks on the CPU"
+        )
+
+
+def model_of(device: torch.device) -> str:
+    """Return the name of a device's model."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

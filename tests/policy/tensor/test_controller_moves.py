@@ -135,7 +135,7 @@ def test_what_is_set_is_decided_from():
 
 
 def test_holding_ends_loans():
-    made = controller(MoveCost(1.0, 0.0))
+    made = controller(mode="mig")
     assert updated(made, 4.0).loans
     plan = made.hold_owned(AWAY)
     assert plan.owned == AWAY and plan.loans == () and plan.relieved == []

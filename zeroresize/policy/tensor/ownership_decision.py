@@ -1,48 +1,33 @@
-"""When a change of ownership pays: a ski rental of one candidate, the division that is wanted.
+"""When a change of ownership pays: units are rented where they are, and moving them is bought.
 
-:class:`~zeroresize.policy.moves.rental.Rental` adds up what staying costs as long as the same ranks are to get
-or give units. Units go to others when that is the price of the move there and back. They come home when it is the price
-of one way, as the way out has paid for both, or when home was surely better for some updates, however little. A
-straggler that changes place before its slowness has cost as much is never worth a move.
-
-Small gains are not chased: after each move away the next one must have been missed for longer, the more the less it
-saves. And :class:`~zeroresize.policy.moves.account.Account` is kept: where balancing has lost more than it may, the
-next slowness must first have cost many times what is beyond that.
-
-The price of moves is not all: a rank that recovers, or becomes slow after it was given units, is noticed some steps
-later only, and until then the division is worse than even shares. What that has cost is remembered, and past spells
-of slowness tell how often it is paid.
+:class:`~zeroresize.policy.moves.rental.Rental` adds up what staying costs, for each rank that units are to move for.
+The price of a move away is that of the move there and back, so coming home is free: units come home as soon as that
+surely makes steps shorter. A rank that recovers is noticed some steps later only, and slowness may be over before a
+move has paid. So what a division saves is counted until units move again: where that was little beside its price,
+prices double (:meth:`~zeroresize.policy.moves.rental.Rental.judge`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares
-from zeroresize.policy.moves.account import Account
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.moves.rental import FIRST_PAUSE, Rental
+from zeroresize.policy.moves.rental import FIRST_PAUSE, Option, Reason, Rental, Verdict
 from zeroresize.policy.tensor.rules.ownership import merged
 from zeroresize.utils.codec import UNSAVED
 
 #: How much the newest comparison of products says of what comparisons take.
 _WEIGHT = 0.7
-#: How much the newest interval under a division that came too late says of what the next ones cost, what share of that
-#: is forgotten at an update, and how many times what the move was to save one interval counts at most.
-_WEIGHT_OF_LATE, _FORGETTING, _MOST_LATE = 0.5, 1 / 64, 2.0
-#: Ranks whose share changes at least this part as much as any other's are those for whom units move.
+#: Units move for the ranks whose shares change at least this part as much as any other's.
 _MOVERS = 0.5
-#: Units come home after so many updates in which that was surely better, whatever the move takes.
-_SURE_UPDATES = 4
-#: Each move away of late adds to the price of the next one: (this share of a step / what that saves) ** 4 times the
-#: price. After so many steps a move counts half.
-_CHASED, _HALF_LIFE = 0.14, 1000
-#: For so many updates it is not noticed that a division is good for nothing any more.
-_UNNOTICED_UPDATES = 2
-#: The candidate that is owed for: whatever division is wanted, as long as units move for the same ranks.
-_WANTED = "wanted"
+#: A move was good if it has saved its price so many times by the next one: a load that swings by a fifth is not
+#: followed for what hardly pays.
+_GOOD = 4.0
+#: Name of the option that brings units home.
+_HOME = "home"
 
 
 @dataclass
@@ -61,16 +46,11 @@ class OwnershipDecision:
         owned_before: what it owned before that.
         is_held: whether a user decides.
         cost: of a move, as far as is known.
-        rental: what the present division has cost since another was wanted, and pauses.
-        movers: for whom units would move, each rank with whether it is to get more.
-        gain_s: seconds of a step that the present division was to save, compared with even shares; 0 where no decision
-            made it.
         comparing_s: seconds for which ranks compare products after a move away from home.
-        late_s: seconds of a step that a division costs, compared with even shares, until it is noticed that it is good
-            for nothing; 0 before that was seen.
-        moves_lately: moves away from home that were decided, older ones counting less.
-        sure: for so many updates it was surely better to come home.
-        account: what balancing has lost.
+        rental: what staying has cost, and pauses.
+        away_s: seconds that steps since the last move have saved against home, less what makes it good; 0 at home.
+        is_way_home_paid: whether it is; not after a move that memory made.
+        verdict: of the last update.
     """
 
     num_ranks: int = field(metadata=UNSAVED)
@@ -81,14 +61,11 @@ class OwnershipDecision:
     owned_before: tuple[float, ...] = field(init=False)
     is_held: bool = field(default=False, init=False)
     cost: MoveCost = field(default_factory=MoveCost, init=False)
-    rental: Rental = field(default_factory=Rental, init=False)
-    movers: frozenset[tuple[int, bool]] = field(default=frozenset(), init=False)
-    gain_s: float = field(default=0.0, init=False)
     comparing_s: float = field(default=0.0, init=False)
-    late_s: float = field(default=0.0, init=False)
-    moves_lately: float = field(default=0.0, init=False)
-    sure: int = field(default=0, init=False)
-    account: Account = field(default_factory=Account, init=False)
+    rental: Rental = field(default_factory=Rental, init=False)
+    away_s: float = field(default=0.0, init=False)
+    is_way_home_paid: bool = field(default=True, init=False)
+    verdict: Verdict = field(default=Verdict(Reason.NOTHING_SAVES), init=False, metadata=UNSAVED)
     _was_held: bool = field(default=False, init=False, metadata=UNSAVED)
     _products: tuple[tuple[float, ...], tuple[float, ...]] = field(init=False, metadata=UNSAVED)
 
@@ -138,97 +115,69 @@ class OwnershipDecision:
 
     def put(self, shares: Sequence[float], *, is_held: bool) -> None:
         """Put in force from now on what a user has decided."""
-        self.owned_before, self.owned, self.gain_s = self.owned, self.checked(shares), 0.0
+        self.owned_before, self.owned = self.owned, self.checked(shares)
+        self.away_s, self.is_way_home_paid = 0.0, True
         self._was_held, self.is_held = self.is_held, is_held
-        self._settle()
+        self.rental.settle()
 
     def price_s(self, wanted: Sequence[float]) -> float:
-        """Return the seconds of a move from the present division to another, and back; one way home."""
-        if not self._work:
+        """Return the seconds of a move from the present division to another, and back; one way home, 0 once paid."""
+        is_paid = tuple(wanted) == self.home and self.is_way_home_paid
+        if is_paid or not self._work:
             return 0.0
         now, then = (owned_shares(shares, self.segments) for shares in (self.owned, wanted))
         most = max(abs(after - before) for before, after in zip(now, then, strict=True))
         num_bytes = most / self._work * self.bytes_of_units
-        if not num_bytes:
-            return 0.0
-        if tuple(wanted) == self.home or not self.cost.seconds(num_bytes):
+        if tuple(wanted) == self.home:
             return self.cost.seconds(num_bytes)
-        return self.cost.there_and_back(num_bytes) + self.comparing_s
+        price_s = self.cost.there_and_back(num_bytes) if num_bytes else 0.0
+        return price_s + self.comparing_s if price_s else 0.0
 
     def update(
         self,
-        wanted: tuple[float, ...],
-        saved_s: float,
+        savings_s: Mapping[tuple[float, ...], float],
+        step_s: float,
         num_steps: int,
         *,
-        step_s: float = 0.0,
-        gain_s: float = 0.0,
-        waits: bool = False,
-        must: bool = False,
-    ) -> bool:
-        """Decide whether to move to what is wanted.
+        stay_saves_s: float = 0.0,
+        is_needed: bool = False,
+    ) -> Verdict:
+        """Decide whether units move.
 
         Args:
-            wanted: what every rank should own.
-            saved_s: by how much steps would be shorter then, seconds; 0 where that is noise.
+            savings_s: by how many seconds each other division makes a step shorter, negative where longer, 0 where that
+                is noise.
+            step_s: seconds of a step as it is.
             num_steps: until the next decision.
-            step_s: how long steps are, seconds; 0 where that is not known.
-            gain_s: by how much they would be shorter than at even shares.
-            waits: whether something else than the price speaks against it; what is owed adds up all the same.
-            must: whether the present division cannot stay, whatever the other costs; nothing moves for a while then.
+            stay_saves_s: by how many seconds a step is shorter now than at home.
+            is_needed: whether the present division cannot stay, whatever another costs.
         """
-        self.late_s *= 1.0 - _FORGETTING
         self.owned_before, self._was_held = self.owned, self.is_held
         if self.is_held:
-            return False
-        self.rental.next_update()
-        self.moves_lately *= 0.5 ** (num_steps / _HALF_LIFE)
-        movers = self._movers(wanted)
-        common = self.movers & movers
-        if not common:  # nobody, or somebody else
-            self.rental.settle()
-        self.movers = common or movers
-        if must and not self.rental.pause:
-            self.owned, self.gain_s = wanted, gain_s
-            self._settle()
-            self.rental.pause = FIRST_PAUSE
-            return True
-        is_homecoming = wanted == self.home
-        self.sure = self.sure + 1 if movers and is_homecoming and saved_s > 0.0 else 0
-        if not movers:
-            return False
-        self.rental.charge({_WANTED: saved_s}, num_steps)
-        if waits or saved_s <= 0.0 or self.rental.pause:
-            return False
-        price_s = self.price_s(wanted)
-        if is_homecoming:
-            if not self.rental.is_due(_WANTED, price_s) and self.sure < _SURE_UPDATES:
-                return False
-        else:
-            mistrust_s = self.account.mistrust_s(price_s, _UNNOTICED_UPDATES * num_steps * self.late_s)
-            if self.is_home:
-                price_s *= 1.0 + self.moves_lately * (_CHASED * step_s / saved_s) ** 4
-            if not self.rental.is_due(_WANTED, price_s + mistrust_s):
-                return False
-            self.moves_lately += 1.0
-        self.owned, self.gain_s = wanted, gain_s
-        self._settle()
-        return True
-
-    def came_late(self, lost_s: float) -> None:
-        """Note that steps under the present division were longer than at home, by so many seconds each."""
-        if self.gain_s > 0.0:
-            counted_s = min(lost_s, _MOST_LATE * self.gain_s)
-            self.late_s += (_WEIGHT_OF_LATE if self.late_s else 1.0) * (counted_s - self.late_s)
+            self.verdict = Verdict(Reason.HELD)
+            return self.verdict
+        if not self.is_home:
+            self.away_s += stay_saves_s * num_steps
+        divisions: dict[str, tuple[float, ...]] = {}
+        for wanted in savings_s:
+            divisions |= dict.fromkeys(self._names(wanted), wanted)
+        options = [
+            Option(name, savings_s[wanted], self.price_s(wanted), is_needed=is_needed)
+            for name, wanted in divisions.items()
+        ]
+        self.verdict = self.rental.decide(options, step_s, num_steps, least_saving=0.0)
+        if self.verdict.is_due and self.verdict.option is not None:
+            self._move_to(divisions[self.verdict.option.name], self.verdict.option.price_s)
+            self.is_way_home_paid = not is_needed
+            if is_needed:
+                self.rental.pause = FIRST_PAUSE
+        return self.verdict
 
     def refuse(self, in_force: tuple[float, ...]) -> None:
         """Note that the last move was not made: ``in_force`` stays, and nothing is tried for a while."""
         self.is_held = self._was_held and in_force == self.owned_before
-        if self.owned != self.home and not self.is_held:
-            self.moves_lately = max(self.moves_lately - 1.0, 0.0)
         self.owned = self.owned_before = in_force
-        self.gain_s = 0.0
-        self._settle()
+        self.away_s = 0.0
         self.rental.refuse()
 
     def learn(self, num_bytes: float, seconds: float, comparing_s: float = 0.0) -> None:
@@ -236,16 +185,23 @@ class OwnershipDecision:
         self.cost = self.cost.learned(num_bytes, seconds)
         if comparing_s > 0.0:
             self.comparing_s += _WEIGHT * (comparing_s - self.comparing_s)
-        self.account.take(seconds + comparing_s, seconds + comparing_s, 0)
         self.rental.succeed()
 
-    def _movers(self, wanted: Sequence[float]) -> frozenset[tuple[int, bool]]:
+    def _move_to(self, wanted: tuple[float, ...], price_s: float) -> None:
+        if not self.is_home:
+            self.rental.judge(is_kept=self.away_s >= 0.0)
+        self.away_s = 0.0 if wanted == self.home else -_GOOD * price_s
+        self.owned = wanted
+        self.rental.settle()
+
+    def _names(self, wanted: tuple[float, ...]) -> list[str]:
+        """Name the option once for each rank that units move for: it stays the same while others join or leave."""
+        if wanted == self.home:
+            return [_HOME]
         changes = [new - now for now, new in zip(self.owned, wanted, strict=True)]
         most = max(map(abs, changes))
-        return frozenset(
-            (rank, change > 0.0) for rank, change in enumerate(changes) if most and abs(change) >= _MOVERS * most
-        )
-
-    def _settle(self) -> None:
-        self.rental.settle()
-        self.movers, self.sure = frozenset(), 0
+        return [
+            f"rank {rank} {'gets' if change > 0.0 else 'gives'} units"
+            for rank, change in enumerate(changes)
+            if most and abs(change) >= _MOVERS * most
+        ]

@@ -41,6 +41,26 @@ class WorkDivision:
     lent: tuple[float, ...]
     slack: tuple[float, ...] | None = None
 
+    @classmethod
+    def nothing(cls, num_ranks: int) -> WorkDivision:
+        """Return that of a group in which every rank computes what it owns."""
+        return cls((0.0,) * num_ranks, (0.0,) * num_ranks)
+
+    @property
+    def spared(self) -> tuple[float, ...]:
+        """Return what each rank does not compute of what it owns, γ."""
+        return tuple(map(operator.add, self.pruned, self.lent))
+
+    @property
+    def loans(self) -> tuple[Loan, ...]:
+        """Return who computes what is handed over."""
+        return loans_of(self.lent, self.slack)
+
+    @property
+    def without_pruning(self) -> WorkDivision:
+        """Return the same, but that nothing is dropped."""
+        return WorkDivision((0.0,) * len(self.pruned), self.lent, self.slack)
+
     @property
     def without_loans(self) -> WorkDivision:
         """Return the same, but that nothing is handed over."""
@@ -61,8 +81,7 @@ class WorkDivision:
         Args:
             times: of what each rank owns.
         """
-        spared = [pruned + lent for pruned, lent in zip(self.pruned, self.lent, strict=True)]
-        return predicted_busy_s(times, spared, loans_of(self.lent, self.slack))
+        return predicted_busy_s(times, self.spared, self.loans)
 
 
 def paper_lending_ratios(times: Sequence[RankTimes], are_stragglers: Sequence[bool], reference_s: float) -> list[float]:
