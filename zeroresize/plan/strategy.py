@@ -1,12 +1,14 @@
-"""How a model is spread over ranks: data, tensor and pipeline parallelism, and what each rank gets of it.
+"""How a model is spread over ranks, what each rank gets of it, and which strategy trains sequences of which length.
 
 ``R`` ranks of the job, ``L`` layers, ``P`` tensors.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -81,28 +83,23 @@ class Strategy:
                 f"strategy {self.degrees}: ranks={list(self.ranks)} are not {size} different ranks, one for each part "
                 f"({self.dp} × {self.tp} × {self.pp})"
             )
-        self._check_shares()
-        if self.boundaries and len(self.boundaries) != self.pp + 1:
-            raise ValueError(
-                f"strategy {self.degrees}: boundaries={list(self.boundaries)} must have pp + 1 = {self.pp + 1} entries"
-            )
-        if self.boundaries:
-            Partition(self.boundaries)
-
-    def _check_shares(self) -> None:
-        if not self.shares:
-            return
-        is_sound = len(self.shares) == self.tp and all(is_number(one) and one >= 0.0 for one in self.shares)
-        if not is_sound or not any(self.shares):
-            raise ValueError(
-                f"strategy {self.degrees}: shares={list(self.shares)} are not allowed: wanted are tp = {self.tp} "
-                "numbers, none negative and not all zero, such as [2, 1]"
-            )
-        if len(set(self.shares)) == 1:
-            object.__setattr__(self, "shares", ())
-        else:
+        if self.shares:
+            is_sound = len(self.shares) == self.tp and all(is_number(share) and share >= 0.0 for share in self.shares)
+            if not is_sound or not any(self.shares):
+                raise ValueError(
+                    f"strategy {self.degrees}: shares={list(self.shares)} are not allowed: wanted are tp = {self.tp} "
+                    "numbers, none negative and not all zero, such as [2, 1]"
+                )
             scale = self.tp / math.fsum(self.shares)
-            object.__setattr__(self, "shares", tuple(float(one) * scale for one in self.shares))
+            shares = tuple(float(share) * scale for share in self.shares) if len(set(self.shares)) > 1 else ()
+            object.__setattr__(self, "shares", shares)
+        if self.boundaries:
+            if len(self.boundaries) != self.pp + 1:
+                raise ValueError(
+                    f"strategy {self.degrees}: boundaries={list(self.boundaries)} must have pp + 1 = {self.pp + 1} "
+                    "entries"
+                )
+            Partition(self.boundaries)
 
     @classmethod
     def of(cls, value: Any) -> Strategy:
@@ -225,14 +222,13 @@ class Strategy:
         replicas, stages, shards = (np.full(num_ranks, -1) for _ in range(3))
         for rank, position in self._positions.items():
             replicas[rank], stages[rank], shards[rank] = position
-        bounds: dict[Any, tuple[int, ...]] = {}
+        bounds: dict[int, tuple[int, ...]] = {}
         cuts_PT = np.zeros((len(tensors), self.tp + 1), dtype=np.int64)
         for number, tensor in enumerate(tensors):
-            if tensor.division is None:
-                continue
-            if tensor.num_units not in bounds:
-                bounds[tensor.num_units] = self.units(tensor)
-            cuts_PT[number] = bounds[tensor.num_units]
+            if tensor.division is not None:
+                if tensor.num_units not in bounds:
+                    bounds[tensor.num_units] = self.units(tensor)
+                cuts_PT[number] = bounds[tensor.num_units]
         is_whole = np.array([tensor.division is None for tensor in tensors])
         begins, ends = cuts_PT[:, :-1][:, shards], cuts_PT[:, 1:][:, shards]
         begins[is_whole], ends[is_whole] = 0, 1
@@ -240,3 +236,91 @@ class Strategy:
         is_absent = stage_of_tensor[:, None] != stages[None, :]
         begins[is_absent] = ends[is_absent] = 0
         return Layout(begins, ends, replicas)
+
+
+@dataclass(frozen=True)
+class LengthRange:
+    """Describe sequences longer than the range before allows, up to ``up_to`` tokens, and who trains them.
+
+    Attributes:
+        max_tokens: that a micro-batch of one replica may have, as far as memory allows; None for what holds for all
+            ranges.
+
+    Raises:
+        ValueError: if ``up_to`` is no whole number of at least 1, for a strategy of another kind than
+            :meth:`Strategy.of` reads, and for ``max_tokens`` below ``up_to``.
+    """
+
+    up_to: int
+    strategy: Strategy
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least("length range up_to", self.up_to, 1)
+        object.__setattr__(self, "strategy", Strategy.of(self.strategy))
+        if self.max_tokens is not None:
+            at_least(f"max_tokens of the length range up to {self.up_to}", self.max_tokens, self.up_to)
+
+    @classmethod
+    def of(cls, value: Any) -> LengthRange:
+        """Return a range, made from a range or from a mapping of the attributes' names, as YAML gives them.
+
+        Raises:
+            ValueError: for anything else, and as the class does.
+        """
+        if isinstance(value, LengthRange):
+            return value
+        entries = known_keys("length range key", value, ("up_to", "strategy", "max_tokens"))
+        missing = [key for key in ("up_to", "strategy") if key not in entries]
+        if missing:
+            raise ValueError(f"length range {dict(entries)!r}: {missing} are missing")
+        return cls(**entries)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values that :meth:`of` reads back."""
+        more = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
+        return {"up_to": self.up_to, "strategy": self.strategy.as_dict(), **more}
+
+    def __str__(self) -> str:
+        return f"up to {self.up_to}: {self.strategy}"
+
+
+def as_ranges(values: Iterable[Any]) -> tuple[LengthRange, ...]:
+    """Return ranges whose ``up_to`` rises, made of what :meth:`LengthRange.of` reads.
+
+    Raises:
+        ValueError: if there is none, or one does not begin behind the one before it.
+    """
+    ranges = tuple(LengthRange.of(value) for value in values)
+    if not ranges:
+        raise ValueError("no length range is given: at least one is needed")
+    for before, after in itertools.pairwise(ranges):
+        if after.up_to <= before.up_to:
+            raise ValueError(
+                f"length range {after} follows {before}: each range needs a larger up_to than the one before"
+            )
+    return ranges
+
+
+def lengths_by_range(ranges: Sequence[LengthRange], lengths: Iterable[int]) -> list[list[int]]:
+    """Return the lengths in each range, [number of ranges] lists, in the order given.
+
+    Raises:
+        ValueError: as :func:`range_of` does.
+    """
+    groups: list[list[int]] = [[] for _ in ranges]
+    for length in lengths:
+        groups[range_of(ranges, length)].append(length)
+    return groups
+
+
+def range_of(ranges: Sequence[LengthRange], length: int) -> int:
+    """Return the number of the range that a sequence of ``length`` tokens is in.
+
+    Raises:
+        ValueError: if it is longer than every range allows.
+    """
+    number = bisect.bisect_left([each.up_to for each in ranges], length)
+    if number == len(ranges):
+        raise ValueError(f"a sequence of {length} tokens is longer than the last length range: {ranges[-1]}")
+    return number

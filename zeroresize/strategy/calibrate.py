@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from zeroresize.comm.collectives import group_size
 from zeroresize.measure.links import measure_messages
-from zeroresize.policy.strategy.costs.cost_model import Floats
-from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
+from zeroresize.policy.strategy.costs.cost_model import Floats, LayerCost, LayerCostTable
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.resharding.agreement import meet_over
 from zeroresize.strategy.model import SwitchableModel

@@ -151,17 +151,10 @@ class StragglerDecision:
             self.verdict = state.rental.decide((), 0.0, 1)
             return None
         stay, *others = self.what_if(speeds)
-        best_s = min(proposal.step_s for proposal in (stay, *others))
-        suffices = any(
-            proposal.candidate.kind == "shares" or (proposal.candidate.kind in ("stay", "replan") and self._is_modest)
-            for proposal in (stay, *others)
-            if proposal.step_s <= (1.0 + self._tolerance) * best_s
-        )
-        allowed = {
-            proposal.candidate.key: proposal
-            for proposal in others
-            if proposal.candidate.kind in _MODEST or not suffices
-        }
+        longest_s = (1.0 + self._tolerance) * min(proposal.step_s for proposal in (stay, *others))
+        modest = ("shares", "stay", "replan") if self._is_modest else ("shares",)
+        suffices = any(each.candidate.kind in modest and each.step_s <= longest_s for each in (stay, *others))
+        allowed = {each.candidate.key: each for each in others if each.candidate.kind in _MODEST or not suffices}
         options = [Option(key, proposal.saving_s, 2.0 * proposal.switch_s) for key, proposal in allowed.items()]
         options += [  # owed, and not offered now, as no rank is slow or something else suffices
             Option(key, stay.step_s - self._costs.step_s(strategies, speeds), math.inf)
