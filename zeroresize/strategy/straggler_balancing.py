@@ -83,11 +83,9 @@ class ChangeRecord:
 
     def scalars(self) -> dict[str, float]:
         """Return numbers under ``strategy/`` or ``microbatch/``, by name."""
+        numbers = {name: getattr(self, name) for name in ("step_s", "expected_step_s", "change_s", "moved_bytes")}
         prefix = "strategy" if self.kind == "strategies" else "microbatch"
-        numbers = "step_s", "expected_step_s", "change_s", "moved_bytes"
-        return {f"{prefix}/left_out": float(len(self.left_out))} | {
-            f"{prefix}/{name}": float(getattr(self, name)) for name in numbers
-        }
+        return {f"{prefix}/{name}": float(value) for name, value in {"left_out": len(self.left_out), **numbers}.items()}
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ class StragglerBalancing(ABC, Generic[Step]):
         self._kept = tuple(model.strategies)
         self._newest: deque[Step] = deque(maxlen=SAMPLE)
         self._cadence = SampleCadence(SAMPLE)
-        self._meter = MeasuredSpeeds(model, agreement, probe=probe, clock=clock)
+        self._meter = MeasuredSpeeds(model, agreement, probe, clock)
         self.close = self._meter.close
 
     @property
@@ -140,7 +138,7 @@ class StragglerBalancing(ABC, Generic[Step]):
 
     def what_if(self) -> tuple[StrategyProposal, ...]:
         """Return what each candidate would bring now, the first being to stay; empty before speeds are known."""
-        speeds = self._meter.speeds
+        speeds = self._meter.learned.speeds()
         return () if speeds is None else self._decision.what_if(speeds)
 
     def state_dict(self) -> dict[str, Any]:
@@ -151,14 +149,17 @@ class StragglerBalancing(ABC, Generic[Step]):
         """Go on from :meth:`state_dict`, between two steps, on every rank alike.
 
         The trainer keeps its strategies: where they are others than they were, what was owed for changing those is
-        forgotten.
+        forgotten. Of another number of ranks no speeds are taken over.
 
         Raises:
             ValueError: naming what does not fit; nothing is taken over then.
         """
-        learned = loaded(_State, state, "state")
-        self._decision.go_on_from(learned.decision)
-        self._meter.go_on_from(learned.speeds, learned.steps)
+        state_before = loaded(_State, state, "state")
+        self._decision.go_on_from(state_before.decision)
+        if state_before.speeds.num_ranks == self._meter.learned.num_ranks:
+            self._meter.learned = state_before.speeds
+        self._meter.num_steps = state_before.steps
+        self._meter.exchange.collect()  # of steps before
 
     @abstractmethod
     def _expect(self, newest: list[Step]) -> None:
@@ -184,7 +185,7 @@ class StragglerBalancing(ABC, Generic[Step]):
             self._decide()
 
     def _decide(self) -> None:
-        speeds = self._meter.speeds
+        speeds = self._meter.learned.speeds()
         with self._meter.working():
             proposal = None if speeds is None else self._decision.update(speeds)
         if proposal is None or speeds is None:
@@ -231,29 +232,6 @@ class StragglerBalancing(ABC, Generic[Step]):
         self._decision.learn(change_s)
 
 
-def measured_switch_cost(model: SwitchableModel) -> MoveCost:
-    """Return what a change of strategies takes, by the links; collective."""
-    return replace(measure_move_cost(model.process_group, model.device), setup_s=SETUP_S)
-
-
-def require_any_division(model: SwitchableModel, optimizer: torch.optim.Optimizer) -> None:
-    """Check that any strategy of the optimizer may divide what it steps; collective.
-
-    Raises:
-        ValueError: for an optimizer that does not treat elements by themselves; the other ranks may raise a
-            RuntimeError.
-    """
-
-    def require() -> None:
-        reason = why_not_elementwise(optimizer, model.parameters())
-        if reason is not None:
-            raise ValueError(
-                f"where ranks are slow, another strategy of the optimizer may divide what it steps, but {reason}"
-            )
-
-    agreed(meet_over(model.process_group, model.device), require)
-
-
 class MeasuredSpeeds:
     """Learns the ranks' speeds from what their parts of steps took, waits left out, and should have taken.
 
@@ -267,6 +245,7 @@ class MeasuredSpeeds:
 
     Attributes:
         num_steps: how many are over.
+        learned: the speeds, the same on every rank.
         exchange: between the ranks; others may meet over it between steps.
         worked: of the last step known of all ranks, the most seconds that one has worked out what to do, since the step
             before, and the most that the step took on one; the same on all ranks.
@@ -280,26 +259,19 @@ class MeasuredSpeeds:
         self,
         model: SwitchableModel,
         agreement: Mapping[str, str],
-        *,
-        probe: Callable[[], float] | None = None,
-        clock: Clock | None = None,
+        probe: Callable[[], float] | None,
+        clock: Clock | None,
     ) -> None:
         self.num_steps, self.worked = 0, (0.0, 0.0)
-        self._working_s = 0.0
         self.exchange = Exchange(CpuGroup(model.process_group, agreement))
-        self._speeds = RankSpeeds(len(self.exchange.ranks))
+        self.learned = RankSpeeds(len(self.exchange.ranks))
         self._work_s: deque[float] = deque()  # of steps whose seconds are not read yet
-        self._steps_without, self._probe_s = 0, 0.0  # steps without a part in a row
+        self._steps_without, self._probe_s, self._working_s = 0, 0.0, 0.0  # steps without a part in a row
         self._timer = StepTimer(clock or clock_for(model.device))
         weight = torch.ones(_PROBE_SIZE, _PROBE_SIZE, device=model.device)
         products = partial(product_seconds, weight, least_s=_PROBE_S, repetitions=_PROBE_REPETITIONS)
         self._probe: Callable[[], float] = probe or products
         self.close: Callable[[], object] = finalize(self, _close, self.exchange, self._timer)
-
-    @property
-    def speeds(self) -> tuple[float, ...] | None:
-        """Return [R] how many times as fast each rank is as expected; None before enough is known of all."""
-        return self._speeds.speeds()
 
     def begin(self, *, has_part: bool) -> None:
         """Begin to measure what this rank does in a step, in which it has a part or none."""
@@ -334,32 +306,38 @@ class MeasuredSpeeds:
         table = self.exchange.collect()
         # On a device the seconds of a step are read one or more steps later.
         busy = [(each.busy_s, self._work_s.popleft()) for each in times]
-        busy_s, expected_s = busy[-1] if busy else (0.0, 0.0)
-        self.exchange.post([busy_s, expected_s, self._probe_s, self._working_s, step_s])
+        self.exchange.post([*(busy[-1] if busy else (0.0, 0.0)), self._probe_s, self._working_s, step_s])
         self._working_s = 0.0
-        if table is None:
-            return False
-        busy_R, expected_R, probe_R, working_R, step_R = zip(*table, strict=True)
-        self._speeds.learn(busy_R, expected_R, probe_R)
-        self.worked = max(working_R), max(step_R)
-        return True
-
-    @property
-    def learned(self) -> RankSpeeds:
-        """Return what was learned, the same on every rank."""
-        return self._speeds
-
-    def go_on_from(self, learned: RankSpeeds, num_steps: int) -> None:
-        """Go on from :attr:`learned` after so many steps, between two steps, on every rank alike.
-
-        Of another number of ranks nothing is taken over.
-        """
-        num_ranks = len(self.exchange.ranks)
-        self._speeds = learned if learned.num_ranks == num_ranks else RankSpeeds(num_ranks)
-        self.num_steps = num_steps
-        self.exchange.collect()  # of steps before
+        if table is not None:
+            busy_R, expected_R, probe_R, working_R, step_R = zip(*table, strict=True)
+            self.learned.learn(busy_R, expected_R, probe_R)
+            self.worked = max(working_R), max(step_R)
+        return table is not None
 
 
 def _close(exchange: Exchange, timer: StepTimer) -> None:
     timer.close()
     exchange.close()
+
+
+def measured_switch_cost(model: SwitchableModel) -> MoveCost:
+    """Return what a change of strategies takes, by the links; collective."""
+    return replace(measure_move_cost(model.process_group, model.device), setup_s=SETUP_S)
+
+
+def require_any_division(model: SwitchableModel, optimizer: torch.optim.Optimizer) -> None:
+    """Check that any strategy of the optimizer may divide what it steps; collective.
+
+    Raises:
+        ValueError: for an optimizer that does not treat elements by themselves; the other ranks may raise a
+            RuntimeError.
+    """
+
+    def require() -> None:
+        reason = why_not_elementwise(optimizer, model.parameters())
+        if reason is not None:
+            raise ValueError(
+                f"where ranks are slow, another strategy of the optimizer may divide what it steps, but {reason}"
+            )
+
+    agreed(meet_over(model.process_group, model.device), require)

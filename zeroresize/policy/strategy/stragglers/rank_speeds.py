@@ -115,10 +115,11 @@ def _steady(old: float, new: float) -> float:
 
 @dataclass
 class SampleCadence:
-    """Say after which steps a new sample is taken: after each of the first few, then once in so many.
+    """Say after which steps a new sample is taken, from which what steps take is worked out anew.
 
-    What was spent on working out is owed, and each step pays :data:`MAX_WORKING` of its seconds. A new sample waits
-    until nothing is owed, so dear ones are rare. Proposals that changed speeds ask for do not wait, but are owed, too.
+    After each of the first few, then once in so many. What was spent on working out is owed, and each step pays
+    :data:`MAX_WORKING` of its seconds; a new sample waits until nothing is owed, so dear ones are rare. Proposals that
+    changed speeds ask for do not wait, but are owed, too. All ranks are given the same figures.
 
     Attributes:
         num_first: steps of a whole sample, of which each makes a new one.
@@ -133,10 +134,8 @@ class SampleCadence:
     def is_due(self) -> bool:
         """Count a step, and return whether a new sample is taken after it."""
         self._num_steps += 1
-        waited = self._num_steps - self._last
-        is_due = (
-            self._num_steps <= self.num_first or waited >= MOST_STEPS or (waited >= LEAST_STEPS and self.owed_s <= 0.0)
-        )
+        is_paid = self._num_steps - self._last >= (MOST_STEPS if self.owed_s > 0.0 else LEAST_STEPS)
+        is_due = self._num_steps <= self.num_first or is_paid
         if is_due:
             self._last = self._num_steps
         return is_due
