@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zeroresize.plan.layout import Layout, TensorSpec, unit_bounds
+from zeroresize.plan.layout import Indices, Layout, TensorSpec, unit_bounds
 from zeroresize.plan.partition import Partition
 from zeroresize.utils.value_checks import at_least, is_number, known_keys
 
@@ -144,11 +144,14 @@ class Strategy:
         return f"({', '.join(map(str, [*self.degrees, *more]))})"
 
     @cached_property
+    def _grid(self) -> Indices:
+        """[pp, dp, tp] the ranks."""
+        return np.array(self.ranks).reshape(self.pp, self.dp, self.tp)
+
+    @cached_property
     def _positions(self) -> dict[int, Position]:
-        return {
-            rank: Position(number // self.tp % self.dp, number // (self.tp * self.dp), number % self.tp)
-            for number, rank in enumerate(self.ranks)
-        }
+        places = np.ndindex(self.pp, self.dp, self.tp)
+        return {self.ranks[number]: Position(place[1], place[0], place[2]) for number, place in enumerate(places)}
 
     def position_of(self, rank: int) -> Position | None:
         """Return what a rank of the job is; None where it is left out."""
@@ -156,31 +159,19 @@ class Strategy:
 
     def rank_at(self, position: Position) -> int:
         """Return the rank of the job at a position."""
-        replica, stage, shard = position
-        return self.ranks[(stage * self.dp + replica) * self.tp + shard]
+        return int(self._grid[position.stage, position.replica, position.shard])
 
     def tp_groups(self) -> list[tuple[int, ...]]:
         """Return the ranks that divide the same layers of a replica, group by group, in the order of their shards."""
-        return [self.ranks[begin : begin + self.tp] for begin in range(0, self.num_ranks, self.tp)]
+        return _rows(self._grid)
 
     def dp_groups(self) -> list[tuple[int, ...]]:
         """Return the ranks that hold the same part of the model, in the order of the replicas."""
-        return [
-            tuple(self.rank_at(Position(replica, stage, shard)) for replica in range(self.dp))
-            for stage in range(self.pp)
-            for shard in range(self.tp)
-        ]
+        return _rows(self._grid.transpose(0, 2, 1))
 
     def pipelines(self) -> list[tuple[int, ...]]:
-        """Return the ranks that hand on activations to each other, first stage first.
-
-        There is one row for each replica and shard.
-        """
-        return [
-            tuple(self.rank_at(Position(replica, stage, shard)) for stage in range(self.pp))
-            for replica in range(self.dp)
-            for shard in range(self.tp)
-        ]
+        """Return the ranks that hand on activations to each other, first stage first, by replica and shard."""
+        return _rows(self._grid.transpose(1, 2, 0))
 
     def partition(self, num_layers: int) -> Partition:
         """Return which layers each stage has.
@@ -219,9 +210,8 @@ class Strategy:
         if max(self.ranks) >= num_ranks:
             raise ValueError(f"strategy {self} needs rank {max(self.ranks)}: there are {num_ranks} ranks")
         stage_of_layer = np.array(self.partition(num_layers).stages)
-        replicas, stages, shards = (np.full(num_ranks, -1) for _ in range(3))
-        for rank, position in self._positions.items():
-            replicas[rank], stages[rank], shards[rank] = position
+        stages, replicas, shards = table = np.full((3, num_ranks), -1)
+        table[:, self._grid] = np.indices(self._grid.shape)
         bounds: dict[int, tuple[int, ...]] = {}
         cuts_PT = np.zeros((len(tensors), self.tp + 1), dtype=np.int64)
         for number, tensor in enumerate(tensors):
@@ -236,6 +226,11 @@ class Strategy:
         is_absent = stage_of_tensor[:, None] != stages[None, :]
         begins[is_absent] = ends[is_absent] = 0
         return Layout(begins, ends, replicas)
+
+
+def _rows(ranks: Indices) -> list[tuple[int, ...]]:
+    """The groups that the last axis makes."""
+    return [tuple(row) for row in ranks.reshape(-1, ranks.shape[-1]).tolist()]
 
 
 @dataclass(frozen=True)

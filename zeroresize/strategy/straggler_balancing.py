@@ -101,9 +101,7 @@ class StragglerBalancing(ABC, Generic[Step]):
     """The loop of a balancer, which says what a step is expected to take, and how a change is carried out.
 
     Args:
-        model: that is trained.
         kind: of its records.
-        decision: on what is in force.
         agreement: what all ranks must have alike, by names.
         probe, clock, on_change: as of a balancer.
     """
@@ -237,22 +235,12 @@ class MeasuredSpeeds:
 
     A rank without a part looks how fast it is by a few products. Its constructor and :meth:`end` are collective.
 
-    Args:
-        model: whose ranks they are.
-        agreement: what all ranks must have alike, by names.
-        probe: ``probe()`` gives seconds of a few products on this rank; None for products on its device.
-        clock: for the busy seconds; None for that of the model's device.
-
     Attributes:
         num_steps: how many are over.
         learned: the speeds, the same on every rank.
         exchange: between the ranks; others may meet over it between steps.
-        worked: of the last step known of all ranks, the most seconds that one has worked out what to do, since the step
-            before, and the most that the step took on one; the same on all ranks.
-
-    Raises:
-        ValueError: on all ranks, if they differ in the agreement.
-        RuntimeError: if a rank does not come.
+        worked: of the last step known of all ranks, the most seconds that a rank has worked out what to do, since the
+            step before, and the most that the step took; the same on all ranks.
     """
 
     def __init__(
@@ -295,9 +283,6 @@ class MeasuredSpeeds:
         Args:
             work_s: what this rank should have taken; 0 without a part.
             step_s: what the step took, all in all.
-
-        Raises:
-            RuntimeError: if a rank does not come.
         """
         times = self._timer.end_step()
         self._work_s.append(work_s)
@@ -326,12 +311,7 @@ def measured_switch_cost(model: SwitchableModel) -> MoveCost:
 
 
 def require_any_division(model: SwitchableModel, optimizer: torch.optim.Optimizer) -> None:
-    """Check that any strategy of the optimizer may divide what it steps; collective.
-
-    Raises:
-        ValueError: for an optimizer that does not treat elements by themselves; the other ranks may raise a
-            RuntimeError.
-    """
+    """Check that any strategy of the optimizer may divide what it steps; collective."""
 
     def require() -> None:
         reason = why_not_elementwise(optimizer, model.parameters())

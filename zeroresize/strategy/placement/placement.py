@@ -26,13 +26,7 @@ _Ranks = tuple[int, ...]
 
 
 class RankGroups(NamedTuple):
-    """Holds the groups that a rank is in; of a rank that is left out, each has only itself.
-
-    Attributes:
-        tp: the ranks that divide the same layers, in the order of their shards.
-        dp: the ranks that hold the same part of the model, in the order of the replicas.
-        pipeline: the ranks that hand on activations to each other, first stage first.
-    """
+    """Holds the groups that a rank is in, in the order of shards, replicas and stages; left out it is alone in each."""
 
     tp: ProcessGroup
     dp: ProcessGroup
@@ -40,12 +34,9 @@ class RankGroups(NamedTuple):
 
 
 class StrategyGroups:
-    """Makes the groups of a job's ranks, each once, however many strategies have it.
+    """Makes the groups of a job's ranks, each once, however many strategies have it: ``num_made`` so far.
 
     Every rank makes and destroys equally many: a rank that is left out of a strategy makes groups of itself.
-
-    Attributes:
-        num_made: how many groups this rank has made so far, those that are destroyed since included.
     """
 
     def __init__(self, process_group: ProcessGroup) -> None:
@@ -57,13 +48,11 @@ class StrategyGroups:
     def of(self, strategy: Strategy, numbers: Iterator[int]) -> RankGroups:
         """Return this rank's groups; collective over the job where the strategy has groups that are not made yet.
 
+        Where that fails other ranks may have them: give up on all what this strategy needs alone, by :meth:`keep`.
+
         Args:
             numbers: for groups that are made, the same on all ranks; see
                 :func:`~zeroresize.comm.side_groups.free_group_number`.
-
-        Raises:
-            RuntimeError: if a rank does not come, or a group cannot be made. Other ranks may have it: give up on all of
-                them what this strategy needs alone, by :meth:`keep`.
         """
         return RankGroups(*(self._group_of(division, numbers) for division in self._divisions(strategy)))
 
@@ -100,7 +89,6 @@ class Placement:
     Attributes:
         layout: of the model's tensors on all ranks.
         position: of this rank; None where it is left out.
-        groups: that this rank is in.
         stage_layers: the modules of this rank's stage, by the number of the layer.
         parameters: of these modules, by the number of the tensor, in ascending order. They stay the same objects; while
             another strategy is in force their data are hollow.
@@ -201,9 +189,6 @@ class Placement:
         undivided ones, which the ranks of a tensor-parallel group all hold, then lie in the same places of equal
         messages on all of them. With Gloo, whose order of additions depends on these alone, they stay the same to the
         last bit; NCCL may add in another order in each group.
-
-        Raises:
-            RuntimeError: if a rank does not come.
         """
         gradients: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
         for number, parameter in self.masters.items():

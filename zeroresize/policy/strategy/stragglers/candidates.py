@@ -79,19 +79,12 @@ class Candidate:
 
 
 class StrategyCosts(Protocol):
-    """Tell what steps and switches take, as far as is known before.
-
-    Attributes:
-        optimizer_strategy: the number of the range under whose strategy the optimizer steps.
-    """
+    """Tell what steps and switches take; the optimizer steps under the strategy of range ``optimizer_strategy``."""
 
     optimizer_strategy: int
 
     def range_s(self, number: int, strategy: Strategy, speeds: Sequence[float]) -> float:
-        """Return the seconds of range ``number`` under a strategy, infinite where it is out of the question.
-
-        Rank r is ``speeds[r]`` times as fast as the model of costs says.
-        """
+        """Return the seconds of a range where rank r is ``speeds[r]`` times as fast as costs say; infinite: never."""
 
     def step_s(self, strategies: Sequence[Strategy], speeds: Sequence[float]) -> float:
         """Return the seconds of a step under these strategies, one of each range, with the switches in it."""
@@ -103,23 +96,17 @@ class StrategyCosts(Protocol):
         """Whether memory suffices for the switches between the strategies of all ranges."""
 
     def switch_bytes(self, before: Sequence[Strategy], after: Sequence[Strategy]) -> float:
-        """Return the bytes that the busiest rank sends or receives when training goes on under others.
-
-        These are weights and the optimizer's state, where the optimizer's strategy is another; 0 otherwise.
-        """
+        """Return the bytes of the busiest rank when the optimizer's strategy becomes another; 0 where it does not."""
 
 
 class StragglerCosts:
     """Tell what a training's steps and switches take, by the model of costs and the newest mini-batches.
 
-    It is a :class:`StrategyCosts`.
-
     Args:
         cost: of the model and the cluster; whether ranks are slow there does not count.
-        ranges: of lengths, [G], all of them with ``max_tokens``, as a trainer's are.
+        ranges: of lengths, [G], all of them with ``max_tokens``. Their strategies are known to fit.
         optimizer_strategy: the number of the range under whose strategy the optimizer steps.
-        limit_bytes: memory of a rank; infinite where that is no question. The ranges' first strategies are known to
-            fit.
+        limit_bytes: memory of a rank; infinite where that is no question.
 
     Attributes:
         division: how the model can be divided; a layer's work is that of a token.
@@ -152,11 +139,7 @@ class StragglerCosts:
         self.division = ModelDivision(work, tuple(sorted(self._bytes_of_units)), cost.nodes, cost.layers.degrees)
 
     def expect(self, sample: Sequence[Sequence[int]]) -> None:
-        """Expect steps like these: the lengths of the sequences of some mini-batches.
-
-        Raises:
-            ValueError: for a sequence that is longer than every range allows.
-        """
+        """Expect steps like these: the lengths of the sequences of some mini-batches."""
         self._sample = [lengths_by_range(self._ranges, lengths) for lengths in sample]
         # Strategies that were thought of since are many; layouts and plans of those that are still are made again.
         self._cost = replace(self._cost)
@@ -164,15 +147,12 @@ class StragglerCosts:
             cached.cache_clear()
 
     def range_s(self, number: int, strategy: Strategy, speeds: Sequence[float]) -> float:
-        """Return the mean seconds of range ``number`` in the expected steps.
-
-        Infinite where a tensor-parallel group is on more nodes than it needs: layers have no costs for that.
-        """
+        """Return the mean seconds of range ``number`` in the expected steps."""
         nodes = self._cost.nodes
         needed = math.ceil(strategy.tp / max(Counter(nodes).values()))
         groups = strategy.tp_groups() if strategy != self._originals[number] else []
         if any(len({nodes[rank] for rank in group}) > needed for group in groups):
-            return math.inf
+            return math.inf  # layers have no costs for a group on more nodes than it needs
         slow, packed, in_units = self._at(tuple(speeds)), self._packed(number, strategy.dp), self._in_units(strategy)
         return math.fsum(slow.work_seconds(in_units, replicas) for replicas in packed) / max(len(packed), 1)
 
@@ -203,18 +183,12 @@ class StragglerCosts:
         return work_s + tour_s + self._cost.reduction_seconds(optimizer_strategy)
 
     def switch_bytes(self, before: Sequence[Strategy], after: Sequence[Strategy]) -> float:
-        """Return the bytes that the busiest rank sends or receives as the optimizer moves: weights and its state.
-
-        Gradients are none between two steps, and strategies that are not the optimizer's hold nothing then.
-        """
+        """Return the bytes of the busiest rank as the optimizer moves: weights and its state, without gradients."""
         plan = self._cost.switches.weights(before[self.optimizer_strategy], after[self.optimizer_strategy])
         return most_bytes_of(plan) * (1.0 + self._cost.optimizer_ratio)
 
     def rank_s(self, strategies: Sequence[Strategy], lengths: Sequence[int], rank: int) -> float:
-        """Return the seconds that a rank should compute in a step with sequences of these lengths.
-
-        It is taken not to be slow.
-        """
+        """Return the seconds that a rank that is not slow computes in a step with sequences of these lengths."""
         total_s = 0.0
         for number, group in enumerate(lengths_by_range(self._ranges, lengths)):
             strategy = strategies[number]
@@ -268,11 +242,10 @@ def candidates(
 ) -> list[Candidate]:
     """Return what could be in force now, of each kind the best for each range; "stay" is the first.
 
-    Nothing but to stay and to go back is offered while all ranks are about equally fast.
+    While all ranks are about equally fast these are to stay and to go back.
 
     Args:
-        original: [G] as the caller gave them.
-        in_force: [G] as they are now.
+        original, in_force: [G] as the caller gave them, and as they are now.
         speeds: [R], above zero.
     """
     taken = {rank for strategy in in_force for rank in strategy.ranks}
@@ -280,16 +253,16 @@ def candidates(
     offered = [Candidate("stay", idle, tuple(in_force)), Candidate("original", (), tuple(original))]
     slow = slow_ranks(original, speeds)
     if slow:
-        shares = [
-            {replace(each, shares=_shares(each.degrees, each.ranks, speeds, model, by_speed=True)), each}
-            for each in original
-        ]
-        rearranged = [arrangements(each.degrees, each.ranks, speeds, model) | {each} for each in original]
-        offered += _best("shares", (), shares, speeds, costs)
-        offered += _best("rearrange", (), rearranged, speeds, costs)
+        by_speed = (_shares(each.degrees, each.ranks, speeds, model, by_speed=True) for each in original)
+        shares = [{each, replace(each, shares=of_each)} for each, of_each in zip(original, by_speed, strict=True)]
+        rearranged = [{each} | arrangements(each.degrees, each.ranks, speeds, model) for each in original]
+        offered += _best("shares", (), shares, speeds, costs) + _best("rearrange", (), rearranged, speeds, costs)
     for size in range(1, min(len(slow), int(MOST_LEFT_OUT * len(speeds))) + 1):
-        left_out = tuple(sorted(slow[:size]))
-        smaller = [_on_the_rest(strategy, left_out, speeds, model) for strategy in original]
+        left_out, smaller = tuple(sorted(slow[:size])), []
+        for strategy in original:
+            rest = [rank for rank in strategy.ranks if rank not in left_out]
+            degrees = smaller_degrees(strategy.degrees, len(rest), model)
+            smaller.append(set[Strategy]().union(*(arrangements(each, rest, speeds, model) for each in degrees)))
         offered += _best("leave out", left_out, smaller, speeds, costs)
     first: dict[tuple[Strategy, ...], Candidate] = {}
     for candidate in offered:
@@ -307,8 +280,7 @@ def slow_ranks(strategies: Sequence[Strategy], speeds: Sequence[float]) -> list[
 def smaller_degrees(degrees: tuple[int, int, int], num_ranks: int, model: ModelDivision) -> list[tuple[int, int, int]]:
     """Return the same (dp, tp, pp), or next smaller groups and pipelines, with as many replicas as there are ranks for.
 
-    What fewer ranks do stays like what all did: other strategies may be better whoever is slow, and that is a search's
-    matter (:mod:`zeroresize.policy.strategy.costs.search`).
+    What fewer ranks do stays like what all did: whether others are better whoever is slow is a search's matter.
     """
     _, tp, pp = degrees
     return [
@@ -322,14 +294,6 @@ def _next_smaller(degree: int, known: Sequence[int]) -> list[int]:
     """Itself, the next smaller known one and, of a small one, one less."""
     degrees = {degree, max((smaller for smaller in known if smaller < degree), default=degree)}
     return sorted(degrees | ({max(degree - 1, 1)} if degree <= _SMALL_GROUP else set()))
-
-
-def _on_the_rest(
-    strategy: Strategy, left_out: Sequence[int], speeds: Sequence[float], model: ModelDivision
-) -> set[Strategy]:
-    rest = [rank for rank in strategy.ranks if rank not in left_out]
-    smaller = smaller_degrees(strategy.degrees, len(rest), model)
-    return set().union(*(arrangements(degrees, rest, speeds, model) for degrees in smaller))
 
 
 def arrangements(
