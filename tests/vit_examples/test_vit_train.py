@@ -22,16 +22,14 @@ pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
 import torch
-from helpers.faults import full_when, put_into_planner_data, writable_by_all
+from helpers.faults import put_into_planner_data, writable_by_all
 from helpers.processes import forked_training, training_started
 from helpers.runs import refused, write_parquet
-from rich.console import Console
 
 import vit_examples.train
 import zeroresize as zr
 from vit_examples import demo
 from vit_examples.harness.checkpoints import newest
-from vit_examples.harness.run_folder import RunRecord
 from vit_examples.step_times import seconds_by_process, timed_steps, timing
 from zeroresize.utils.json_lines import read_json_lines
 
@@ -233,16 +231,6 @@ def test_not_everybody_may_write_to_what_a_run_makes_whatever_the_umask(pictures
     assert writable_by_all(tmp_path / "run") == []
 
 
-def test_a_summary_that_cannot_be_written_ends_the_run_with_one_line(pictures: Path, tmp_path: Path) -> None:
-    arguments = micro_arguments(pictures, tmp_path / "run", "host=torch", "training.epochs=1")
-    run = forked_training(arguments, tmp_path / "said", lambda: full_when(RunRecord, "close"))
-    assert run.returncode == 1, run.stderr
-    summary = tmp_path / "run" / "summary.json"
-    assert f"error (rank 0): the run is complete, but {summary}: cannot be written: File too large" in run.stderr
-    assert '"test_accuracy": ' in run.stderr and "Traceback" not in run.stderr
-    assert (tmp_path / "run" / "checkpoints" / "epoch-00000001").is_dir()
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("resume", [True, False], ids=["resumed", "fresh"])
 def test_a_second_start_beside_a_running_one_is_refused_and_that_goes_on(
@@ -418,20 +406,15 @@ def test_without_torchrun_the_right_command_is_named(tmp_path: Path, capsys: pyt
 def test_the_demo_compares_its_runs(
     pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "RUNS", demo.RUNS[:2])  # test_vit_demo.py shows the others
+    runs = {name: demo.RUNS[name] for name in ("homogeneous", "Baseline")}  # test_vit_demo.py shows the others
+    monkeypatch.setattr(demo, "RUNS", runs)
     micro = "model={hidden_size: 32, depth: 1, num_heads: 2, patch_size: 8}"
     data = f"data={{source: '{pictures}'}}"
     overrides = ("host=torch", data, "training.batch_size=8", "training.epochs=1", micro)
     assert demo.main([f"--output={tmp_path}", *(f"--set={override}" for override in overrides)]) == 0
     printed = capsys.readouterr().out
-    assert all(run.name in printed for run in demo.RUNS)
+    assert all(name in printed for name in runs)
     assert (tmp_path / "demo.png").stat().st_size > 10_000
-
-    monkeypatch.setattr(demo, "RUNS", demo.RUNS[:1])  # again, over what it left
-    results = demo.run_all("demo", [*overrides, "training.epochs=2"], tmp_path, Console())
-    halved = results["homogeneous"]
-    assert (halved["summary"]["steps"], halved["summary"]["epochs"], len(halved["halves_ms"])) == (8, 2, 2)
-    assert [line["step"] for line in halved["lines"] if line["kind"] == "step"] == list(range(8))
 
 
 @pytest.mark.slow
@@ -439,6 +422,6 @@ def test_the_demo_compares_its_runs(
 def test_the_demo_shows_why_a_run_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "RUNS", (demo.DemoRun("broken", ("model.num_heads=7",)),))
+    monkeypatch.setattr(demo, "RUNS", {"broken": ("model.num_heads=7",)})
     assert demo.main([f"--output={tmp_path}"]) == 1
     assert "model.hidden_size=192 is not divisible by model.num_heads=7" in capsys.readouterr().out
