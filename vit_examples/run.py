@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import statistics
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,6 @@ from vit_examples.host import Host, host_class
 from vit_examples.step_times import StepClock
 
 _ROOT = Path(__file__).resolve().parent.parent
-_MOST_RANKS_SHOWN = 16
 
 
 @dataclass
@@ -79,23 +77,6 @@ class Run:
         tensors = (self.host.model, self.host.optimizer)
         save_checkpoint(self.config, self.epochs, state, tensors, unit="epoch", balancer=self.balancer)
 
-    def write_epoch(self, numbers: dict[str, float], ratios: list[list[float]], seconds: Sequence[float]) -> None:
-        """Write one epoch's line.
-
-        Args:
-            ratios: for every logged step, which share of what its host gave it each rank does not compute; negative for
-                one that owns more. Their means are added as ``ratio_rank<r>``, of 16 ranks at most.
-            seconds: of each step, where they are known.
-        """
-        assert self.record is not None
-        by_rank = list(zip(*ratios, strict=True))[:_MOST_RANKS_SHOWN]
-        numbers = numbers | {f"ratio_rank{rank}": statistics.mean(shares) for rank, shares in enumerate(by_rank)}
-        step = self.steps - 1
-        line = {"kind": "epoch", "epoch": self.epochs - 1, "step": step, "from_step": self.first_step, **numbers}
-        times = {"seconds": [round(one, 6) for one in seconds]} if self.clock.is_of_each else {}
-        self.record.write("metrics", {**line, "ratios": ratios, **times})
-        self.record.plot(numbers, "epoch/", step)
-
 
 def prepare(config: RunConfig, *, resume: bool) -> Run:
     """Load the data, join the other ranks, shard and convert the model, and continue where asked to; collective.
@@ -120,7 +101,7 @@ def prepare(config: RunConfig, *, resume: bool) -> Run:
             load_checkpoint(checkpoint, (host.model, host.optimizer), balancer=balancer)
             host.set_loss_scale(state["loss_scale"])
         folder, steps = Path(config.output.folder), state["steps"]
-        balance_log = agreed(lambda: BalanceLog(folder, host.rank, from_step=steps))
+        balance_log = agreed(lambda: BalanceLog(folder, dist.get_rank(), from_step=steps))
         balancer.on_update = balance_log
         clock = StepClock(host.device, state["seconds"])
         run = Run(config, host, balancer, train, test, clock, balance_log, state["epochs"], steps, steps)

@@ -153,6 +153,9 @@ def test_a_run_leaves_its_numbers(host: str, pictures: Path, finished_runs: dict
     assert list((output / "tensorboard").iterdir())
     epochs = lines_of(output, "epoch")
     assert [line["ratios"] for line in epochs] == [[[0.5, 0.0]] * 4, [[0.0, 0.5]] * 4]  # pinned in turn
+    kept = seconds_by_process(timed_steps(epochs))
+    assert kept == [pytest.approx([line["step_s"] for line in lines_of(output, "step")], abs=1e-6)]
+    assert timing(kept, settle_steps=20)["step_ms"] == pytest.approx(summary["step_ms"], abs=1e-3)
     assert not list(output.glob("checkpoints/*.tmp"))
 
 
@@ -232,9 +235,8 @@ def test_not_everybody_may_write_to_what_a_run_makes_whatever_the_umask(pictures
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("resume", [True, False], ids=["resumed", "fresh"])
 def test_a_second_start_beside_a_running_one_is_refused_and_that_goes_on(
-    pictures: Path, finished_runs: dict[str, Path], tmp_path: Path, resume: bool
+    pictures: Path, finished_runs: dict[str, Path], tmp_path: Path
 ) -> None:
     output, go = tmp_path / "run", tmp_path / "go"
     arguments = micro_arguments(pictures, output, "host=torch")
@@ -256,7 +258,7 @@ def test_a_second_start_beside_a_running_one_is_refused_and_that_goes_on(
         while newest(output / "checkpoints") is None:
             assert time.monotonic() < deadline, running.said()
             time.sleep(0.1)
-        second = forked_training([*arguments, *(["--resume"] if resume else [])], tmp_path / "second")
+        second = forked_training([*arguments, "--resume"], tmp_path / "second")
         go.touch()
         first = running.wait(100)
     assert first.returncode == 0, first.stderr
@@ -355,19 +357,6 @@ def as_rank_0_of_2(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-
-
-@pytest.mark.timeout(300)
-def test_the_time_of_each_step_is_kept(pictures: Path, finished_runs: dict[str, Path]) -> None:
-    """Each was logged; they tell the summary's speed again."""
-    output = finished_run("torch", pictures, finished_runs)
-    kept = seconds_by_process(timed_steps(lines_of(output, "epoch")))
-    logged = [line["step_s"] for line in lines_of(output, "step")]
-    assert kept == [pytest.approx(logged, abs=1e-6)]
-    summary = json.loads((output / "summary.json").read_text())
-    speed = timing(kept, settle_steps=20)
-    for name in ("step_ms", "mean_step_ms"):
-        assert speed[name] == pytest.approx(summary[name], abs=1e-3)
 
 
 @pytest.mark.timeout(300)
