@@ -5,6 +5,7 @@ writes one byte when it begins to compete.
 """
 
 import argparse
+import ctypes
 import os
 import signal
 import sys
@@ -21,24 +22,13 @@ def main() -> None:
     arguments = parser.parse_args()
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
-    _die_with_parent()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # as soon as the parent dies; below if it has before
     if arguments.gpu is None:
         os.sched_setaffinity(0, {arguments.core})
         _say_ready()
         _compete_for_core(arguments.parent)
     else:
         _compete_for_gpu(arguments.parent, arguments.gpu)
-
-
-def _die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent dies; ``_has_parent`` catches what this cannot."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _has_parent(parent: int) -> bool:
-    return os.getppid() == parent
 
 
 def _say_ready() -> None:
@@ -48,7 +38,7 @@ def _say_ready() -> None:
 
 def _compete_for_core(parent: int) -> None:
     value = 0.5
-    while _has_parent(parent):
+    while os.getppid() == parent:
         for _ in range(20_000):  # about a millisecond
             value = 3.7 * value * (1.0 - value)
 
@@ -64,7 +54,7 @@ def _compete_for_gpu(parent: int, gpu: int) -> None:
     torch.cuda.synchronize()
     _say_ready()
     batches: deque[torch.cuda.Event] = deque()
-    while _has_parent(parent):
+    while os.getppid() == parent:
         for _ in range(100):  # some milliseconds
             torch.mm(matrix, matrix, out=out)
         batches.append(torch.cuda.Event())

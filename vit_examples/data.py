@@ -194,7 +194,7 @@ def _from_hub(name: str, data: DataConfig, side: int) -> list[Split]:
         raise ValueError(f"{source}: no such folder here, and no such data set can be loaded: {error}") from error
     splits = []
     for kind, names in _SPLITS.items():
-        split = next((loaded[one] for one in names if one in loaded), None)
+        split = next((loaded[name] for name in names if name in loaded), None)
         if split is None:
             raise ValueError(f"{source} has the splits {list(loaded)}, expected {kind!r}")
         image, label = _columns(split.column_names, source)
@@ -207,17 +207,13 @@ def _from_hub(name: str, data: DataConfig, side: int) -> list[Split]:
 def _size(kind: str, data: DataConfig, available: int, where: str) -> int:
     """How many pictures to take: all, or as many as asked for."""
     limit = getattr(data, f"{kind}_size")
-    if available < 1:
-        raise ValueError(f"{where}: no pictures to {kind} with in it")
-    if limit is not None and limit > available:
-        raise ValueError(f"data.{kind}_size={limit} is more than the {available} {kind} pictures of {where}")
+    if available < (limit or 1):
+        raise ValueError(f"{where}: there are {available} {kind} pictures; data.{kind}_size={limit}")
     return limit or available
 
 
-def _columns(names: Iterable[str], where: str) -> tuple[str, str]:
-    names = list(names)
-    image = next((name for name in _IMAGE_COLUMNS if name in names), None)
-    label = next((name for name in _LABEL_COLUMNS if name in names), None)
+def _columns(names: list[str], where: str) -> tuple[str, str]:
+    image, label = (next((name for name in known if name in names), None) for known in (_IMAGE_COLUMNS, _LABEL_COLUMNS))
     if image is None or label is None:
         raise ValueError(f"{where}: columns are {names}, expected one of {_IMAGE_COLUMNS} and one of {_LABEL_COLUMNS}")
     return image, label
@@ -227,7 +223,7 @@ def _decoded(rows: Iterable[tuple[str, Any, Any]], size: int, side: int) -> Spli
     """The first rows, each with its place, the cell of its picture and that of its label."""
     images, labels = [], []
     for where, picture, label in islice(rows, size):
-        if isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < 2**31:
+        if type(label) is not int or not 0 <= label < 2**31:
             raise ValueError(f"{where}: the label is {reprlib.repr(label)}, expected a whole number from 0 on")
         labels.append(label)
         images.append(_pixels(where, picture, side))

@@ -1,8 +1,7 @@
 """Shows what a slow rank costs and what balancing wins back: ``python -m vit_examples.demo`` (or ``make demo``).
 
 Trains the same small vision transformer on two ranks for each entry of :data:`RUNS`, and ends with a table and a
-picture. The runs that all others are compared with train in two halves, before and after them: a machine's speed
-changes within minutes, and how far their halves differ says by how much.
+picture.
 """
 
 from __future__ import annotations
@@ -14,53 +13,47 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from vit_examples.balance_log import mean_in_force
-from vit_examples.config import TrainingConfig, load_config
-from vit_examples.demo_picture import save_picture
+from vit_examples.config import load_config
 from vit_examples.harness.run_folder import claimed, empty
-from vit_examples.launch import started, train_command
-from vit_examples.step_times import seconds_by_process, timed_steps, timing
+from vit_examples.one_node import started, train_command
+from vit_examples.step_times import timed_steps
 from zeroresize.utils.json_lines import read_json_lines
 
 NUM_RANKS = 2
 STRAGGLER = 1
+#: First steps of a run that may leave the picture at the top.
+WARM_UP = 3
 _SLOWED = ("straggler.kind=sleep", f"straggler.chi={{{STRAGGLER}: 4.0}}")
-
-
-@dataclass(frozen=True)
-class DemoRun:
-    """One training run: how it is called, what it changes in the configuration, whether it trains in two halves."""
-
-    name: str
-    overrides: tuple[str, ...]
-    in_halves: bool = False
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A run trains up to an epoch, from the start or from where it was."""
-
-    run: DemoRun
-    until_epoch: int
-    goes_on: bool = False
-
-
-RUNS = (
-    DemoRun("homogeneous", ("balance.mode=off",), in_halves=True),
-    DemoRun("Baseline", ("balance.mode=off", *_SLOWED), in_halves=True),
-    DemoRun("exact", ("balance.mode=exact", *_SLOWED)),
-    DemoRun("ZERO-PriDiffR", ("balance.mode=zero-pridiff", *_SLOWED)),
-    DemoRun("MIG", ("balance.mode=mig", *_SLOWED)),
-    DemoRun("SEMI", ("balance.mode=semi", *_SLOWED)),
+#: What each run changes in the configuration, by its name.
+RUNS = {
+    "homogeneous": ("balance.mode=off",),
+    "Baseline": ("balance.mode=off", *_SLOWED),
+    "exact": ("balance.mode=exact", *_SLOWED),
+    "ZERO-PriDiffR": ("balance.mode=zero-pridiff", *_SLOWED),
+    "MIG": ("balance.mode=mig", *_SLOWED),
+    "SEMI": ("balance.mode=semi", *_SLOWED),
+}
+_CAPTION = (
+    "homogeneous: nobody slow; Baseline: rank {straggler} slow, nothing done; exact: the default mode. Step: median, "
+    "without the first steps. Speed-up: Baseline's step over this one; slowdown: this one over homogeneous's. Moved, "
+    "lent and dropped: shares of the slow rank's products, mean over all steps, also those before the first plan. What "
+    "moves belongs to the other rank from then on, what is lent is computed by it step by step: both are exact. After "
+    "only {steps} steps accuracy suffers from what is dropped."
 )
 
 
@@ -78,124 +71,74 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     try:
         results = run_all(parsed.config, parsed.set, parsed.output, console)
-    except RunFailed as failure:
-        console.print(str(failure), markup=False, highlight=False, soft_wrap=True)
-        return 1
-    except ValueError as error:
-        console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
-        return 2
+    except (RunFailed, ValueError) as error:
+        is_failed = isinstance(error, RunFailed)
+        console.print(f"{'' if is_failed else 'error: '}{error}", markup=False, highlight=False, soft_wrap=True)
+        return 1 if is_failed else 2
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: the same command begins anew\n")
         return 128 + signal.SIGINT
-    picture = parsed.output / "demo.png"
-    save_picture(picture, results, straggler=STRAGGLER)
+    figure = draw(results)
+    figure.savefig(parsed.output / "demo.png", dpi=130)
+    pyplot.close(figure)
     console.print(results_table(results))
-    console.print(f"Picture: {picture}   Details: {parsed.output}/<run>/metrics.jsonl, summary.json, tensorboard")
+    console.print(f"Picture: {parsed.output}/demo.png   Details: {parsed.output}/<run>/metrics.jsonl, summary.json")
     python = os.path.relpath(sys.executable)
     console.print(f"All runs compared: {python} -m scripts.report {parsed.output}", highlight=False, soft_wrap=True)
     return 0
 
 
-def introduction(turns: Sequence[Turn]) -> str:
-    """What is going to be trained."""
-    halves = " The first two in halves: the others lie between, since a machine's speed changes."
-    return (
-        f"Training a small vision transformer on {NUM_RANKS} ranks, {len(RUNS)} times: undisturbed, then with rank "
-        f"{STRAGGLER}'s products 4 times slower (χ = 4), without and with balancing."
-        f"{halves if any(turn.goes_on for turn in turns) else ''}"
-    )
-
-
 def run_all(config: str, overrides: Sequence[str], output: Path, console: Console) -> dict[str, dict[str, Any]]:
-    """Run every entry of ``RUNS``; gives by name its ``summary``, the ``lines`` of its metrics, the straggler's
-    ``updates``, and ``halves_ms``: milliseconds of a step, the median of each of its turns.
+    """Run every entry of ``RUNS``; gives by name its ``summary``, the ``lines`` of its metrics, and the straggler's
+    ``updates``.
 
     Raises:
         ValueError: if the configuration is wrong, or ``output`` is in use or cannot be written to.
         RunFailed: as soon as a run fails.
     """
-    settings = load_config(config, overrides)
-    folders = {run.name: output / run.name.lower() for run in RUNS}
+    load_config(config, overrides)
+    folders = {name: output / name.lower() for name in RUNS}
+    columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with claimed(output):
         empty(*folders.values())
-        order = turns(settings.training)
-        console.print(introduction(order))
-        train_in_order(order, config, overrides, folders, console)
-        return {name: results_of(folder, settings.output.settle_steps) for name, folder in folders.items()}
+        console.print(
+            f"Training a small vision transformer on {NUM_RANKS} ranks, {len(RUNS)} times: undisturbed, then with rank "
+            f"{STRAGGLER}'s products 4 times slower (χ = 4), without and with balancing."
+        )
+        with Progress(*columns, TextColumn("{task.fields[note]}"), console=console, refresh_per_second=2) as progress:
+            tasks = {name: progress.add_task(name, total=None, start=False, note="waiting") for name in RUNS}
+            for name, changes in RUNS.items():
+                progress.start_task(tasks[name])
+                for done, total, note in train(config, [*overrides, *changes], folders[name]):
+                    progress.update(tasks[name], completed=done, total=total, note=note)
+                progress.stop_task(tasks[name])
+        return {name: results_of(folder) for name, folder in folders.items()}
 
 
-def train_in_order(
-    order: Sequence[Turn], config: str, overrides: Sequence[str], folders: Mapping[str, Path], console: Console
-) -> None:
-    """Train turn by turn, showing how far each run is.
-
-    Raises:
-        RunFailed: as soon as a run fails.
-    """
-    columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    last_epoch = max(turn.until_epoch for turn in order)
-    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console, refresh_per_second=2) as progress:
-        tasks = {run.name: progress.add_task(run.name, total=None, start=False, note="waiting") for run in RUNS}
-        for turn in order:
-            task = tasks[turn.run.name]
-            progress.start_task(task)
-            progress.update(task, note="starting the ranks")
-            is_last = turn.until_epoch == last_epoch
-            for done, total, note in train(config, [*overrides, *turn.run.overrides], folders[turn.run.name], turn):
-                whole = total if total is None or is_last else total * last_epoch // turn.until_epoch
-                progress.update(task, completed=done, total=whole, note=note)
-            progress.stop_task(task)
-            if not is_last:
-                progress.update(task, note="goes on at the end")
-
-
-def turns(training: TrainingConfig) -> list[Turn]:
-    """Who trains when: runs in halves first and, in reverse, last.
-
-    There are halves only where training does not depend on how many epochs are to come.
-    """
-    epochs = training.epochs
-    if epochs < 2 or training.lr_schedule != "constant":
-        return [Turn(run, epochs) for run in RUNS]
-    first = [Turn(run, epochs // 2) for run in RUNS if run.in_halves]
-    last = [Turn(turn.run, epochs, goes_on=True) for turn in reversed(first)]
-    return [*first, *(Turn(run, epochs) for run in RUNS if not run.in_halves), *last]
-
-
-def results_of(folder: Path, settle_steps: int) -> dict[str, Any]:
+def results_of(folder: Path) -> dict[str, Any]:
     """What a finished run wrote, as :func:`run_all` gives it."""
-    lines = read_lines(folder)
-    median_ms = [
-        timing([seconds], settle_steps=settle_steps)["step_ms"] for seconds in seconds_by_process(timed_steps(lines))
-    ]
     return {
         "summary": read_json(folder / "summary.json"),
-        "lines": lines,
+        "lines": read_json_lines(folder / "metrics.jsonl"),
         "updates": read_json_lines(folder / f"balance-rank{STRAGGLER}.jsonl"),
-        "halves_ms": median_ms,
     }
 
 
-def train(config: str, overrides: Sequence[str], folder: Path, turn: Turn) -> Iterator[tuple[int, int | None, str]]:
+def train(config: str, overrides: Sequence[str], folder: Path) -> Iterator[tuple[int, int | None, str]]:
     """Train in ranks of its own, yielding (steps done, steps in all if known, what to say) about twice a second.
 
     Raises:
         RunFailed: if it ends with an error.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = [f"output.folder={folder}", "output.progress=false", f"training.epochs={turn.until_epoch}"]
-    if turn.run.in_halves:
-        settings.append(f"output.save_every={turn.until_epoch}")
-    command = train_command(config, (*overrides, *settings), NUM_RANKS) + (["--resume"] if turn.goes_on else [])
+    command = train_command(config, (*overrides, f"output.folder={folder}", "output.progress=false"), NUM_RANKS)
     log = folder / "log.txt"
     with started(command, log, {"OMP_NUM_THREADS": "1"}) as process:
-        while True:
+        while process.poll() is None:
+            yield progress_of(folder)
             try:
                 process.wait(timeout=0.5)
             except subprocess.TimeoutExpired:
-                yield progress_of(folder)
                 continue
-            break
     if process.returncode != 0:
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-80:])
         raise RunFailed(f"{tail}\n\nThe run failed with status {process.returncode}; its whole log: {log}")
@@ -205,7 +148,7 @@ def train(config: str, overrides: Sequence[str], folder: Path, turn: Turn) -> It
 
 def progress_of(folder: Path) -> tuple[int, int | None, str]:
     """How far the run that writes into ``folder`` is."""
-    steps = [line for line in read_lines(folder) if line["kind"] == "step"]
+    steps = [line for line in read_json_lines(folder / "metrics.jsonl") if line["kind"] == "step"]
     total = read_json(folder / "config.json").get("total_steps")
     if not steps:
         return 0, total, "starting the ranks"
@@ -214,20 +157,18 @@ def progress_of(folder: Path) -> tuple[int, int | None, str]:
     return steps[-1]["step"] + 1, total, note
 
 
-def results_table(results: dict[str, dict[str, Any]]) -> Table:
+def results_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
     """Step time, speed-up and accuracy of every run, at most 80 columns wide."""
     step_ms = {name: result["summary"]["step_ms"] for name, result in results.items()}
     steps = max(result["summary"]["steps"] for result in results.values())
     table = Table(
         title="One slow rank, without and with balancing",
+        caption=_CAPTION.format(straggler=STRAGGLER, steps=steps),
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,  # without vertical lines, for which there is no room
         padding=(0, 1, 0, 0),
     )
-    drops = [name for name, result in results.items() if any(update["pruned"] > 0 for update in result["updates"])]
-    is_shorter = any(step_ms[name] < step_ms["homogeneous"] for name in drops)
-    table.caption = caption(results, steps, is_shorter=is_shorter)
     for heading in ("run", "step, ms", "speed-up", "slowdown", "moved", "lent", "dropped", "accuracy"):
         table.add_column(heading, justify="left" if heading == "run" else "right", no_wrap=True)
     for name, result in results.items():
@@ -252,38 +193,37 @@ def of_even_share(update: Mapping[str, Any]) -> dict[str, Any]:
     return {**update, "moved": 1.0 - owned, "lent": owned * update["lent"], "pruned": owned * update["pruned"]}
 
 
-def caption(results: dict[str, dict[str, Any]], steps: int, *, is_shorter: bool) -> str:
-    """What the table does not say of itself.
-
-    Args:
-        is_shorter: whether the step of a run that drops work is shorter than the undisturbed one's.
-    """
-    said = [
-        f"homogeneous: nobody slow; Baseline: rank {STRAGGLER} slow, nothing done; exact: the default mode. Step: "
-        "median, without the first steps of each start. Speed-up: Baseline's step over this one; slowdown: this one "
-        "over homogeneous's. Moved, lent and dropped: shares of the slow rank's "
-        "products, mean over all steps, also those before the first plan. What moves belongs to the other rank from "
-        "then on, what is lent is computed by it step by step: both are exact. After only "
-        f"{steps} steps accuracy suffers from what is dropped.",
-    ]
-    if is_shorter:
-        said.append(
-            f"Why a step may be shorter than homogeneous where work is dropped: rank {STRAGGLER} then ends 5% before "
-            "the other, which does not wait for it, and while it sleeps the other has more of the machine."
-        )
-    halves = [
-        f"{name} {' and '.join(f'{half:.0f}' for half in result['halves_ms'])} ms"
-        for name, result in results.items()
-        if len(result["halves_ms"]) > 1
-    ]
-    if halves:
-        said.append(f"Noise of this machine, by halves before and after the other runs: {', '.join(halves)}.")
-    return "\n".join(said)
-
-
-def read_lines(folder: Path) -> list[dict[str, Any]]:
-    """The complete lines of a run's ``metrics.jsonl`` so far."""
-    return read_json_lines(folder / "metrics.jsonl")
+def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """Step times of every run above; below, of those that move, lend or prune, what the straggler is relieved of."""
+    figure, (times, ratios) = pyplot.subplots(
+        2, 1, sharex=True, figsize=(8, 6), height_ratios=(2, 1), layout="constrained"
+    )
+    settled, last = [1.0], 1
+    for name, result in results.items():
+        timed = [step for step in timed_steps(result["lines"]) if step.seconds is not None]
+        step_ms = [1e3 * step.seconds for step in timed]
+        settled += [ms for ms, step in zip(step_ms, timed, strict=True) if step.begin >= WARM_UP]
+        last = max([last, *(step.end for step in timed)])
+        (curve,) = times.plot([(step.begin + step.end) / 2 for step in timed], step_ms, label=name, linewidth=1.2)
+        # A line's plan is in force after its step.
+        ends = [line["step"] + 1 for line in result["lines"] if line["kind"] == "step"]
+        epochs = [line for line in result["lines"] if line["kind"] == "epoch"]
+        relieved = [ranks[STRAGGLER] for line in epochs for ranks in line["ratios"]]
+        if any(share > 0 for share in relieved):
+            color = curve.get_color()
+            ratios.plot(ends[: len(relieved)], relieved, color=color, label=name, drawstyle="steps-post")
+    times.set_ylabel("step time, ms")
+    times.set_ylim(0, 1.05 * max(settled))
+    times.set_title(f"One tensor-parallel step, rank {STRAGGLER} slowed (homogeneous: not slowed)")
+    ratios.set_ylabel(f"share of rank {STRAGGLER}'s work\nthat others do or nobody")
+    ratios.set_ylim(-0.02, 1.02)
+    ratios.set_xlabel("optimizer step")
+    ratios.set_xlim(0, last)
+    ratios.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in (times, ratios):
+        axes.grid(alpha=0.3)
+    figure.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=len(results))
+    return figure
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -40,10 +39,6 @@ class Host(ABC):
 
     @abstractmethod
     def __init__(self, config: RunConfig) -> None: ...
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank()
 
     @property
     def num_ranks(self) -> int:
@@ -93,13 +88,3 @@ def host_class(config: RunConfig) -> type[Host]:
     from vit_examples.host_torch import TorchHost
 
     return TorchHost
-
-
-def limit_collectives(process_group: ProcessGroup, timeout_s: float) -> None:
-    """Let collectives of a group that was made without a timeout fail after ``timeout_s`` seconds.
-
-    A rank that dies ends the job at once, through torchrun; the timeout is for one that hangs.
-    """
-    set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # no public name in torch 2.13
-    if set_timeout is not None:
-        set_timeout(timedelta(seconds=timeout_s), process_group)

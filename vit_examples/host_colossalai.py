@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vit_examples.config import RunConfig
-from vit_examples.host import Host, limit_collectives
+from vit_examples.host import Host
 from vit_examples.model import build_vit
 
 # Colossal-AI imports bitsandbytes, which warns on every rank that a 4-bit CPU kernel cannot be downloaded; unused here.
@@ -53,7 +53,10 @@ class ColossalAIHost(Host):
             max_norm=training.grad_clip,
         )
         self.tp_group = self._plugin.tp_group
-        limit_collectives(self.tp_group, config.timeout_s)
+        # The plugin makes groups without a timeout, which a rank that hangs needs; there is no public name for this.
+        set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+        if set_timeout is not None:
+            set_timeout(timedelta(seconds=config.timeout_s), self.tp_group)
         self.device = get_accelerator().get_current_device()
         model = build_vit(config.model, num_ranks=dist.get_world_size(), seed=training.seed)
         if training.activation_checkpointing:

@@ -1,4 +1,4 @@
-"""Starts the ranks of one node, as torchrun does; nothing listens beyond this machine.
+"""Starts the ranks of a node, as torchrun does, from the command line or a program; nothing listens beyond the machine.
 
     python -m vit_examples.one_node --nproc-per-node 2 -m vit_examples.train --config demo
 
@@ -10,13 +10,16 @@ ends the ranks without a traceback or a table of the launcher's own.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 # Ctrl-C while torch is imported: end without a traceback
@@ -25,12 +28,12 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_
 
 from torch.distributed import TCPStore
 
-from vit_examples.launch import end_with_parent
-
+ROOT = Path(__file__).resolve().parent.parent
 LOOPBACK = "127.0.0.1"
 #: Seconds that ranks have to end once they are told to.
 GRACE_S = 30.0
 _POLL_S = 0.1
+_PR_SET_PDEATHSIG = 1
 _USAGE_ERROR = 2  # whoever ends with it has said why
 
 
@@ -131,6 +134,43 @@ def told_status(failed: Mapping[int, int]) -> int:
             sys.stderr.write(f"rank {rank} {how}\n")
     status = next(iter(failed.values()))
     return 128 - status if status < 0 else status
+
+
+def train_command(config: str, overrides: Sequence[str], num_ranks: int) -> list[str]:
+    """``vit_examples.train`` on ``num_ranks`` ranks of this machine, with overrides such as ``training.epochs=3``."""
+    command = [sys.executable, "-m", "vit_examples.one_node", f"--nproc-per-node={num_ranks}"]
+    command += ["-m", "vit_examples.train", "--config", config]
+    return [*command, *(f"--set={override}" for override in overrides)]
+
+
+@contextmanager
+def started(
+    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of ``command``, its output at the end of ``log``; it is stopped at the end of the block.
+
+    On Linux also where this process is killed: the launcher is told, and ends its ranks.
+
+    Args:
+        environment: variables to set besides those of this process.
+    """
+    search_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    variables = {**os.environ, "PYTHONPATH": search_path, **(environment or {})}
+    with log.open("a", encoding="utf-8") as stream:
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=subprocess.STDOUT, env=variables,
+            preexec_fn=end_with_parent if sys.platform == "linux" else None,
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def end_with_parent() -> None:
+    """Have Linux send this process SIGTERM when its parent dies; for ``preexec_fn``."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 if __name__ == "__main__":

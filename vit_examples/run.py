@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import statistics
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 import zeroresize as zr
 from vit_examples.balance_log import BalanceLog
-from vit_examples.config import RunConfig, StragglerConfig
+from vit_examples.config import RunConfig
 from vit_examples.contention import Contention
 from vit_examples.data import Split, load_splits, num_batches
 from vit_examples.harness.checkpoints import load_checkpoint, save_checkpoint
@@ -26,7 +25,6 @@ from vit_examples.host import Host, host_class
 from vit_examples.step_times import StepClock
 
 _ROOT = Path(__file__).resolve().parent.parent
-_MOST_RANKS_SHOWN = 16
 
 
 @dataclass
@@ -79,23 +77,6 @@ class Run:
         tensors = (self.host.model, self.host.optimizer)
         save_checkpoint(self.config, self.epochs, state, tensors, unit="epoch", balancer=self.balancer)
 
-    def write_epoch(self, numbers: dict[str, float], ratios: list[list[float]], seconds: Sequence[float]) -> None:
-        """Write one epoch's line.
-
-        Args:
-            ratios: for every logged step, which share of what its host gave it each rank does not compute; negative for
-                one that owns more. Their means are added as ``ratio_rank<r>``, of 16 ranks at most.
-            seconds: of each step, where they are known.
-        """
-        assert self.record is not None
-        by_rank = list(zip(*ratios, strict=True))[:_MOST_RANKS_SHOWN]
-        numbers = numbers | {f"ratio_rank{rank}": statistics.mean(shares) for rank, shares in enumerate(by_rank)}
-        step = self.steps - 1
-        line = {"kind": "epoch", "epoch": self.epochs - 1, "step": step, "from_step": self.first_step, **numbers}
-        times = {"seconds": [round(one, 6) for one in seconds]} if self.clock.is_of_each else {}
-        self.record.write("metrics", {**line, "ratios": ratios, **times})
-        self.record.plot(numbers, "epoch/", step)
-
 
 def prepare(config: RunConfig, *, resume: bool) -> Run:
     """Load the data, join the other ranks, shard and convert the model, and continue where asked to; collective.
@@ -120,11 +101,21 @@ def prepare(config: RunConfig, *, resume: bool) -> Run:
             load_checkpoint(checkpoint, (host.model, host.optimizer), balancer=balancer)
             host.set_loss_scale(state["loss_scale"])
         folder, steps = Path(config.output.folder), state["steps"]
-        balance_log = agreed(lambda: BalanceLog(folder, host.rank, from_step=steps))
+        balance_log = agreed(lambda: BalanceLog(folder, dist.get_rank(), from_step=steps))
         balancer.on_update = balance_log
         clock = StepClock(host.device, state["seconds"])
         run = Run(config, host, balancer, train, test, clock, balance_log, state["epochs"], steps, steps)
-        run.record = agreed(lambda: _record(run), first_only=True)
+        run.record = agreed(
+            lambda: RunRecord(
+                config,
+                f"{config.host}, {num_ranks} ranks, balance {config.balance.mode}",
+                num_steps=run.total_steps,
+                num_done=steps,
+                files={"metrics": ("epoch", run.epochs - 1)},
+                first_event=steps,
+            ),
+            first_only=True,
+        )
         run.held = held.pop_all()
     return run
 
@@ -158,45 +149,32 @@ class Stragglers:
     """
 
     def __init__(self, run: Run, slowness: zr.StragglerInjector | Contention | None) -> None:
-        self._config, self._slowness, self._balancer = run.config.straggler, slowness, run.balancer
-        self._rank, self._num_ranks = dist.get_rank(run.host.tp_group), run.host.num_ranks
+        self._run, self._slowness = run, slowness
 
     def set_epoch(self, epoch: int) -> None:
         """Slow, or pin, the ranks of ``epoch``."""
-        chi = self._config.chi_of(epoch, self._num_ranks)
+        config, host = self._run.config.straggler, self._run.host
+        chi = config.chi_of(epoch, host.num_ranks)
         if isinstance(self._slowness, Contention):
-            self._slowness.chi = max(chi.get(self._rank, 1.0), 1.0)
+            self._slowness.chi = max(chi.get(dist.get_rank(host.tp_group), 1.0), 1.0)
         elif self._slowness is not None:
             self._slowness.set_epoch(epoch)
-        if self._config.pin_ratio is not None:
-            self._balancer.release()
+        if config.pin_ratio is not None:
+            self._run.balancer.release()
             for rank in chi:
-                self._balancer.pin(rank, self._config.pin_ratio)
+                self._run.balancer.pin(rank, config.pin_ratio)
 
 
 @contextmanager
 def stragglers(run: Run) -> Iterator[Stragglers]:
     """The run's stragglers; their slowness ends with the context."""
-    slowness = _slowness(run.config.straggler, run.host)
+    config, host = run.config.straggler, run.host
+    slowness: zr.StragglerInjector | Contention | None = None
+    if config.kind == "contend":
+        slowness = Contention(core_index=dist.get_rank(), device=next(host.model.parameters()).device)
+    elif config.kind == "sleep":
+        slowness = zr.StragglerInjector(
+            host.model, process_group=host.tp_group, schedule=config.chi_of, scope=config.scope
+        )
     with slowness or nullcontext():
         yield Stragglers(run, slowness)
-
-
-def _slowness(config: StragglerConfig, host: Host) -> zr.StragglerInjector | Contention | None:
-    if config.kind == "none":
-        return None
-    if config.kind == "contend":
-        return Contention(core_index=dist.get_rank(), device=next(host.model.parameters()).device)
-    return zr.StragglerInjector(host.model, process_group=host.tp_group, schedule=config.chi_of, scope=config.scope)
-
-
-def _record(run: Run) -> RunRecord:
-    config = run.config
-    return RunRecord(
-        config,
-        f"{config.host}, {run.host.num_ranks} ranks, balance {config.balance.mode}",
-        num_steps=run.total_steps,
-        num_done=run.steps,
-        files={"metrics": ("epoch", run.epochs - 1)},
-        first_event=run.steps,
-    )

@@ -14,7 +14,6 @@ import statistics
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import islice
-from typing import Any
 
 # Ctrl-C while torch is imported: end without a traceback
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -33,9 +32,12 @@ from vit_examples.model import classification_loss, num_correct
 from vit_examples.run import Run, commit_of_code, prepare, stragglers
 from vit_examples.step_times import timing
 
+#: Of whom an epoch's line has the mean share that a rank did not compute, by itself.
+MOST_RANKS_SHOWN = 16
 
-def train(run: Run) -> dict[str, Any]:
-    """All epochs that are left; returns (on every rank) the summary that rank 0 writes."""
+
+def train(run: Run) -> None:
+    """All epochs that are left, and the summary, which rank 0 writes."""
     config, host = run.config, run.host
     accuracy, commit = math.nan, commit_of_code()  # now: by the end the files may be others
     with stragglers(run) as slow, run.record or nullcontext():
@@ -51,6 +53,8 @@ def train(run: Run) -> dict[str, Any]:
             if config.output.save_every and run.epochs % config.output.save_every == 0:
                 run.save()
     run.balance_log.close()
+    if run.record is None:
+        return
     summary = {
         **timing(
             run.clock.by_process,
@@ -66,9 +70,7 @@ def train(run: Run) -> dict[str, Any]:
         "device": host.device.type,
         "commit": commit,
     }
-    if run.record is not None:
-        run.record.close(summary)
-    return summary
+    run.record.close(summary)
 
 
 def train_epoch(run: Run) -> float:
@@ -139,7 +141,12 @@ def report_epoch(run: Run, loss: float, accuracy: float) -> None:
     seconds = run.clock.seconds[-run.steps_per_epoch :]
     step_ms, mean_step_ms = 1e3 * statistics.median(seconds), 1e3 * statistics.fmean(seconds)
     numbers = {"loss": loss, "step_ms": step_ms, "mean_step_ms": mean_step_ms, "test_accuracy": accuracy}
-    run.write_epoch(numbers, ratios, seconds)
+    by_rank = list(zip(*ratios, strict=True))[:MOST_RANKS_SHOWN]
+    numbers |= {f"ratio_rank{rank}": statistics.mean(shares) for rank, shares in enumerate(by_rank)}
+    line = {"kind": "epoch", "epoch": run.epochs - 1, "step": run.steps - 1, "from_step": run.first_step, **numbers}
+    times = {"seconds": [round(step_s, 6) for step_s in seconds]} if run.clock.is_of_each else {}
+    run.record.write("metrics", {**line, "ratios": ratios, **times})
+    run.record.plot(numbers, "epoch/", run.steps - 1)
     work = [1.0 - ratio for ratio in ratios[-1]]
     shown = " ".join(f"{share:.2f}" for share in work) if len(work) <= 8 else f"{min(work):.2f}–{max(work):.2f}"
     run.record.tell(

@@ -12,8 +12,7 @@ from lm_examples.llama import LlamaConfig, llama_layers
 from lm_examples.sections import OutputConfig, require_bytes
 from vit_examples.harness.sections import LONGEST_TIMEOUT_S, StepTrainingConfig, each_at_least
 from zeroresize.plan.layout import TensorSpec
-from zeroresize.plan.length_range import LengthRange, as_ranges
-from zeroresize.plan.strategy import Strategy
+from zeroresize.plan.strategy import LengthRange, Strategy, as_ranges
 from zeroresize.strategy.placement.whole_layers import WholeLayers
 from zeroresize.utils.value_checks import at_least, is_bool, number, one_of
 

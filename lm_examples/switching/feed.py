@@ -18,8 +18,7 @@ from lm_examples.switching.needs import needs_of, require_memory
 from lm_examples.switching.search import Choice, chosen
 from vit_examples.harness.dry_run import Needs
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.step_report import StepReport
-from zeroresize.strategy.trainer import StrategyTrainer
+from zeroresize.strategy.trainer import StepReport, StrategyTrainer
 
 
 class StrategyFeed(Feed):

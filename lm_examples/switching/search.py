@@ -14,8 +14,7 @@ from torch.distributed import ProcessGroup
 
 from lm_examples.documents import MiniBatches
 from lm_examples.switching.config import RunConfig
-from zeroresize.plan.length_range import LengthRange
-from zeroresize.plan.strategy import Strategy
+from zeroresize.plan.strategy import LengthRange, Strategy
 from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.costs.search import (
     SearchResult,

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from scripts.study.grid import Cell, Study, read_study
 from vit_examples.harness.run_folder import empty
-from vit_examples.launch import started, train_command
+from vit_examples.one_node import started, train_command
 
 Rows = dict[tuple[str, str], dict[str, Any]]
 NEEDED_COLUMNS = ("cell", "seed", "test_accuracy")

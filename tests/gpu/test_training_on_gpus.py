@@ -26,8 +26,7 @@ from torch import nn
 import zeroresize as zr
 from lm_examples.llama import LlamaConfig, llama_layers, token_loss
 from zeroresize.pipeline import PipelineBalancer, move_layers, moving_during_backward
-from zeroresize.plan.length_range import LengthRange
-from zeroresize.plan.strategy import Strategy
+from zeroresize.plan.strategy import LengthRange, Strategy
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.trainer import StrategyTrainer
 

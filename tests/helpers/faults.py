@@ -50,17 +50,6 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def full_when(kind: type, method: str) -> None:
-    """From now on no file grows while this method of a class runs."""
-    real = getattr(kind, method)
-
-    def called(*arguments: Any, **options: Any) -> Any:
-        with files_of_at_most(0):
-            return real(*arguments, **options)
-
-    setattr(kind, method, called)
-
-
 def writable_by_all(folder: Path) -> list[Path]:
     """Files and folders in ``folder``, and itself, that everybody may write to."""
     return [one for one in (folder, *folder.rglob("*")) if one.stat().st_mode & stat.S_IWOTH]

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from zeroresize.layers.segment import Segment
 from zeroresize.plan.layout import TensorSpec
-from zeroresize.policy.strategy.costs.cost_model import CostModel
-from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
+from zeroresize.policy.strategy.costs.cost_model import CostModel, LayerCost, LayerCostTable
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.strategy.packed import Packed
 

@@ -11,8 +11,7 @@ import zeroresize as zr
 from zeroresize.microbatch.trainer import MicroBatchTrainer
 from zeroresize.pipeline import PipelineBalancer, move_layers, repack
 from zeroresize.pipeline.moving_layers import moving_during_backward
-from zeroresize.plan.length_range import LengthRange
-from zeroresize.plan.strategy import Strategy
+from zeroresize.plan.strategy import LengthRange, Strategy
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.trainer import StrategyTrainer
 

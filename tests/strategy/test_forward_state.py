@@ -6,8 +6,7 @@ from helpers.strategies import layers_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zeroresize.plan.length_range import LengthRange
-from zeroresize.plan.strategy import Strategy
+from zeroresize.plan.strategy import LengthRange, Strategy
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.trainer import StrategyTrainer
 

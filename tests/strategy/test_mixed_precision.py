@@ -12,8 +12,7 @@ from test_strategy_training import layers_of as llama_layers_of
 
 import zeroresize as zr
 from lm_examples.llama import token_loss
-from zeroresize.plan.length_range import LengthRange
-from zeroresize.plan.strategy import Strategy
+from zeroresize.plan.strategy import LengthRange, Strategy
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.placement.placement import Placement
 from zeroresize.strategy.trainer import StrategyTrainer

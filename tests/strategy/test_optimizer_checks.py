@@ -7,8 +7,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lm_examples.llama import LlamaConfig, llama_layers, token_loss
-from zeroresize.plan.length_range import LengthRange
-from zeroresize.plan.strategy import Strategy
+from zeroresize.plan.strategy import LengthRange, Strategy
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.strategy_balancer import StrategyBalancer
 from zeroresize.strategy.trainer import StrategyTrainer

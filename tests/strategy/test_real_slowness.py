@@ -6,8 +6,7 @@ from helpers.paced_layers import Pace, paced_cost_model, paced_layers, sequences
 from torch import nn
 
 from lm_examples.llama import token_loss
-from zeroresize.plan.length_range import LengthRange
-from zeroresize.plan.strategy import Strategy
+from zeroresize.plan.strategy import LengthRange, Strategy
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.strategy_balancer import StrategyBalancer
 from zeroresize.strategy.trainer import StrategyTrainer

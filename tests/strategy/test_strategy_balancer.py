@@ -8,29 +8,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.paced_layers import Pace, paced_cost_model, paced_layers, sequences_of
-from helpers.states import resumed, values_of
 from torch import nn
 
 from lm_examples.llama import token_loss
 from zeroresize.measure.clocks import HostClock
-from zeroresize.plan.length_range import LengthRange, with_limits
-from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.stragglers.costs import StragglerCosts
+from zeroresize.plan.strategy import LengthRange, Strategy
+from zeroresize.policy.strategy.stragglers.candidates import StragglerCosts
 from zeroresize.policy.strategy.stragglers.decision import StragglerDecision
-from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
-from zeroresize.strategy import measured_speeds
+from zeroresize.strategy import straggler_balancing
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
-from zeroresize.strategy.placement import strategy_groups
-from zeroresize.strategy.straggler_balancing import SETUP_S
 from zeroresize.strategy.strategy_balancer import StrategyBalancer
-from zeroresize.strategy.switching import placements as placements_module
 from zeroresize.strategy.trainer import StrategyTrainer
 
 NUM_BLOCKS, MAX_TOKENS = 2, 32
 TOKEN_S = 1.0  # of a token in a whole block, forward and backward: so much that what changes take does not matter
 RANGES = [LengthRange(6, Strategy(2, 2)), LengthRange(16, Strategy(1, 4))]
+LIMITED = [replace(each, max_tokens=MAX_TOKENS) for each in RANGES]
 
 
 class Clock(HostClock):
@@ -131,33 +126,6 @@ def test_a_slow_rank_is_shrunk_left_out_and_comes_back_and_results_are_those_of_
     assert records[-1]["moved_bytes"] > 0
 
 
-def test_a_setup_is_expected_to_take_what_those_of_the_model_took_on_the_slowest_rank(run_ranks, monkeypatch):
-    make_side_group = strategy_groups.make_side_group
-
-    def make(rank, group):
-        now_s = 0.0
-
-        def make_slowly(*arguments):
-            nonlocal now_s
-            now_s += 1.0 + rank
-            return make_side_group(*arguments)
-
-        monkeypatch.setattr(strategy_groups, "make_side_group", make_slowly)
-        monkeypatch.setattr(placements_module, "time", SimpleNamespace(perf_counter=lambda: now_s))
-        trainer, balancer, _ = training(group)
-        balancer.close()
-        first_s = setup_s_of(balancer)
-        trainer.model.add(Strategy(1, 3, ranks=(0, 1, 2)))  # one group of three, and rank 3 alone
-        trainer.model.add(Strategy(4))  # none that is not made yet
-        later = StrategyBalancer(trainer, cost_of(trainer.model.tensors), probe=lambda: 1.0)
-        later.close()
-        return first_s, setup_s_of(later)
-
-    # Four seconds a group on the slowest rank: pairs for tp, pairs for dp and single ranks are made for RANGES[0] and
-    # none for RANGES[1].
-    assert run_ranks(make, 4) == [(12.0, (12.0 + 4.0) / 2)] * 4
-
-
 @pytest.mark.parametrize("slowest_s", [0.0, 0.05])
 def test_samples_are_spaced_by_what_working_out_takes_on_the_slowest_rank_alike_on_all(
     run_ranks, monkeypatch, slowest_s
@@ -173,7 +141,7 @@ def test_samples_are_spaced_by_what_working_out_takes_on_the_slowest_rank_alike_
             now_s += slowest_s * (rank == 2)
             return update(self, speeds)
 
-        monkeypatch.setattr(measured_speeds, "time", SimpleNamespace(perf_counter=lambda: now_s))
+        monkeypatch.setattr(straggler_balancing, "time", SimpleNamespace(perf_counter=lambda: now_s))
         monkeypatch.setattr(StragglerDecision, "update", slow_update)
         monkeypatch.setattr(StragglerCosts, "expect", lambda self, own: (samples.append(step), expect(self, own))[1])
         monkeypatch.setattr(
@@ -192,24 +160,6 @@ def test_samples_are_spaced_by_what_working_out_takes_on_the_slowest_rank_alike_
     assert not proposals, "nothing is worked out while no rank is slow"
 
 
-def test_where_no_groups_had_to_be_made_a_setup_takes_the_default(run_ranks):
-    def make(rank, group):
-        ranges = [LengthRange(16, Strategy(1))]
-        model = SwitchableModel(layers_of(), strategies=[Strategy(1)], process_group=group)
-        trainer = StrategyTrainer(
-            model, optimizer_of(model.parameters()), ranges, loss=token_loss, max_tokens=MAX_TOKENS
-        )
-        balancer = StrategyBalancer(trainer, cost_of(model.tensors, 1), probe=lambda: 1.0)
-        balancer.close()
-        return model.setup_s, setup_s_of(balancer)
-
-    assert run_ranks(make, 1) == [(None, SETUP_S)]
-
-
-def setup_s_of(balancer):
-    return values_of(balancer.state_dict())["decision"]["cost"]["setup_s"]
-
-
 def test_an_optimizer_strategy_outside_the_ranges_is_refused(run_ranks):
     def make(rank, group):
         optimizer_strategy = Strategy(4)
@@ -223,47 +173,6 @@ def test_an_optimizer_strategy_outside_the_ranges_is_refused(run_ranks):
             StrategyBalancer(trainer, cost_of(model.tensors))
 
     run_ranks(make, 4)
-
-
-def test_speeds_follow_jumps_after_three_steps_and_no_single_interruption():
-    speeds, even = RankSpeeds(3), (1.0,) * 3
-    for _ in range(4):
-        speeds.learn((2.0, 2.02, 1.99), even, even)
-    assert len(set(speeds.speeds())) == 1
-    speeds.learn((2.0, 9.0, 2.0), even, even)
-    assert len(set(speeds.speeds())) == 1
-    speeds.learn((2.0, 2.0, 2.0), even, even)
-    for _ in range(2):
-        speeds.learn((2.0, 8.0, 2.0), even, even)
-    first, slow, _ = speeds.speeds()
-    assert first / slow == pytest.approx(4.0, rel=0.05)
-
-
-def test_a_rank_without_a_part_is_as_fast_as_its_products_say():
-    speeds = RankSpeeds(3)
-    speeds.learn((48.0, 48.0, 48.0), (1.0,) * 3, (0.1, 0.1, 0.1))  # warming up
-    for probe_s in (0.0, 0.0, 0.0, 0.1):
-        speeds.learn((3.0, 3.0, 3.0), (1.0,) * 3, (probe_s,) * 3)
-    part = (1.0, 1.0, 0.0)
-    for probe_s in (0.2, 0.0, 0.2, 0.0, 0.0):  # steps without a probe say nothing
-        speeds.learn((3.0, 3.0, 0.0), part, (0.0, 0.0, probe_s))
-    assert speeds.speeds()[2] == pytest.approx(speeds.speeds()[0] / 2)
-    speeds.learn((3.0, 3.0, 0.0), part, (0.0, 0.0, 0.1))  # one lucky probe
-    assert speeds.speeds()[2] == pytest.approx(speeds.speeds()[0] / 2)
-    loaded = resumed(speeds)
-    for either in (speeds, loaded):
-        either.learn((3.0, 3.0, 0.0), part, (0.0, 0.0, 0.1))
-    assert loaded.speeds() == speeds.speeds()
-
-
-def test_to_ask_for_speeds_changes_nothing():
-    asked, unasked = RankSpeeds(2), RankSpeeds(2)
-    for busy_s in [(1.0, 1.0)] * 6 + [(1 / 1.1, 1 / 1.05)] * 60:
-        for speeds in (asked, unasked):
-            speeds.learn(busy_s, (1.0, 1.0), (0.0, 0.0))
-        asked.speeds()
-        asked.speeds()
-    assert asked.speeds() == unasked.speeds() and asked == unasked
 
 
 def test_ranks_must_agree_on_all_of_the_costs_and_ranges(run_ranks):
@@ -294,20 +203,20 @@ def trainer_of(group):
 
 def test_a_rank_is_expected_to_take_its_share_of_its_replicas_tokens():
     tensors = training_tensors()
-    costs = StragglerCosts(cost_of(tensors), with_limits(RANGES, MAX_TOKENS), optimizer_strategy=0)
+    costs = StragglerCosts(cost_of(tensors), LIMITED, optimizer_strategy=0)
     shrunk = (Strategy(2, 2, shares=(3, 1)), Strategy(1, 4))
     # Two sequences of 4 tokens, one a replica; one of 12 that all four share.
     assert costs.rank_s(shrunk, [4, 4, 12], 0) == pytest.approx(NUM_BLOCKS * TOKEN_S * (4 * 0.75 + 12 / 4))
     assert costs.rank_s(shrunk, [4, 4, 12], 3) == pytest.approx(NUM_BLOCKS * TOKEN_S * (4 * 0.25 + 12 / 4))
     # 12 units of 5 ranks: two have 3, which is 5 / 4 of an equal share; costs are those of tp = 4, the last known.
-    of_five = StragglerCosts(cost_of(tensors, 5), with_limits(RANGES, MAX_TOKENS), optimizer_strategy=0)
+    of_five = StragglerCosts(cost_of(tensors, 5), LIMITED, optimizer_strategy=0)
     fifth = (Strategy(1, 5, shares=(2, 1, 1, 1, 1)), Strategy(1, 5, shares=(1.000001, 1, 1, 1, 1)))
     assert of_five.rank_s(fifth, [12], 0) == pytest.approx(NUM_BLOCKS * 12 * TOKEN_S / 4 * 5 / 4, rel=1e-6)
     costs.expect([[4, 4, 12]])
     even = (1.0,) * 4
     assert costs.range_s(0, shrunk[0], even) == pytest.approx(NUM_BLOCKS * TOKEN_S * 4 * 0.75)
     assert costs.range_s(1, Strategy(1, 3, ranks=(0, 1, 2), shares=(2, 1, 1)), even) < math.inf
-    tight = StragglerCosts(cost_of(tensors), with_limits(RANGES, MAX_TOKENS), optimizer_strategy=0, limit_bytes=10.0)
+    tight = StragglerCosts(cost_of(tensors), LIMITED, optimizer_strategy=0, limit_bytes=10.0)
     ours = [one.strategy for one in RANGES]
     assert tight.fits(1, ours[1], ours[0]) and tight.switches_fit(ours)  # it is what the caller does
     assert not tight.fits(0, shrunk[0], shrunk[0]) and not tight.switches_fit([shrunk[0], ours[1]])

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from helpers.processes import caught_log_lines
 from helpers.strategies import VOCABULARY, layers_of, own_part, whole_tensors
 
-from zeroresize.plan.length_range import LengthRange
-from zeroresize.plan.strategy import Strategy
+from zeroresize.plan.strategy import LengthRange, Strategy
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.trainer import StrategyTrainer

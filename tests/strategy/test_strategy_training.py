@@ -6,8 +6,7 @@ from helpers.strategies import mean_loss, own_part
 from torch import nn
 
 from lm_examples.llama import LlamaConfig, llama_layers, token_loss
-from zeroresize.plan.length_range import LengthRange
-from zeroresize.plan.strategy import Strategy
+from zeroresize.plan.strategy import LengthRange, Strategy
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.trainer import StrategyTrainer
 

@@ -7,8 +7,7 @@ import torch
 from helpers.processes import told_by_survivors
 
 from lm_examples.llama import LlamaConfig, llama_layers, token_loss
-from zeroresize.plan.length_range import LengthRange
-from zeroresize.plan.strategy import Strategy
+from zeroresize.plan.strategy import LengthRange, Strategy
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.trainer import StrategyTrainer
 
@@ -81,8 +80,8 @@ def test_what_cannot_be_trained_is_refused_on_every_rank_and_the_next_step_works
             assert torch.equal(parameter, before)
         report = trainer.step(rows(3, 8))
         assert trainer.evaluate(rows(3, 8)) < report.loss and report.grad_norm > 0.0 and not report.is_skipped
-        trainer._work = (lambda lengths: float(sum(lengths)), lambda lengths: -float(sum(lengths)))[rank]
-        refuses(lambda: trainer.step(rows(3, 4, 4)), RuntimeError, r"differ in the ranges, .*work.*\[\[0\], \[1\]\]")
+        trainer.use(RANGES[rank:])
+        refuses(lambda: trainer.step(rows(3, 4, 4)), RuntimeError, r"differ in the ranges, .*\[\[0\], \[1\]\]")
         refuses(lambda: trainer.use([LengthRange(8, Strategy(1, 1, 2))]), ValueError, "the model's strategies are")
         trainer.use(RANGES[1:])
         assert trainer.ranges == (LengthRange(8, Strategy(1, 2), 8),)

@@ -29,7 +29,7 @@ from vit_examples.harness.checkpoints import (
     read_state,
     save_checkpoint,
 )
-from vit_examples.harness.program import SummaryNotWrittenError, agreed
+from vit_examples.harness.program import agreed
 from vit_examples.harness.run_folder import RunRecord, claimed, empty, how_to_go_on
 from zeroresize.utils.json_lines import read_json_lines
 
@@ -165,9 +165,9 @@ def test_what_cannot_be_written_ends_no_training_but_the_summary_is_an_error(tmp
         record.write("metrics", {"step": 3})
         record.write("metrics", {"step": 4})
     assert [text.partition("metrics.jsonl ")[2][:25] for text in caplog.messages] == ["is incomplete from step 3"]
-    with files_of_at_most(0), pytest.raises(SummaryNotWrittenError, match=r'it would say \{"steps": 5\}'):
+    with files_of_at_most(0):
         record.close({"steps": 5})
-    assert not list(tmp_path.glob("summary*"))
+    assert 'it would say {"steps": 5}' in caplog.messages[-1] and not list(tmp_path.glob("summary*"))
     (tmp_path / "metrics.jsonl").write_text("no line\n")
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1"):
         record_of(config_of(tmp_path))

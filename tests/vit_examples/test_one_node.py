@@ -6,14 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers.runs import ONE_NODE, environment, launched, long_run, wait_for_epochs
 
-from vit_examples.launch import started, train_command
-from vit_examples.one_node import rank_environment
+from vit_examples.one_node import rank_environment, started, train_command
 
 LISTEN = "0A"
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
@@ -166,3 +166,45 @@ def tree(pid: int) -> Iterator[int]:
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():
             yield from tree(int(child))
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from vit_examples.one_node import started
+child = (
+    "import pathlib, sys, time; alive = pathlib.Path(sys.argv[1])\\n"
+    "while True: alive.touch(); time.sleep(0.1)"
+)
+with started([sys.executable, "-c", child, sys.argv[1]], Path(sys.argv[1]).with_suffix(".log")) as process:
+    process.wait()
+"""
+
+
+def is_touched(file: Path) -> bool:
+    before = file.stat().st_mtime_ns
+    time.sleep(1.0)
+    return file.stat().st_mtime_ns != before
+
+
+@pytest.mark.slow
+@pytest.mark.few(1)
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems tell nobody that a parent was killed")
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_a_training_does_not_outlive_a_study_that_is_killed(tmp_path: Path, end: signal.Signals) -> None:
+    alive = tmp_path / "alive"
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(alive)], cwd=Path(__file__).parents[2])
+    for _ in range(300):
+        if alive.exists():
+            break
+        time.sleep(0.1)
+    assert is_touched(alive)
+    parent.send_signal(end)
+    parent.wait()
+    assert not is_touched(alive)
+
+
+def test_what_is_left_running_is_stopped_at_the_end_of_the_block(tmp_path: Path) -> None:
+    with started([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log") as process:
+        assert process.poll() is None
+    assert process.poll() is not None

@@ -28,12 +28,6 @@ def test_an_epoch_that_has_ended_tells_every_step_and_one_that_goes_on_what_was_
     ]
 
 
-def test_steps_that_were_timed_together_stay_together() -> None:
-    """As on a GPU, and in runs of older versions."""
-    lines = [logged(9, 2.0), logged(19, None), {"kind": "epoch", "step": 19}, logged(24, 1.0)]
-    assert timed_steps(lines) == [TimedSteps(0, 10, 2.0), TimedSteps(10, 20, None), TimedSteps(20, 25, 1.0)]
-
-
 def test_steps_belong_to_the_process_that_made_them() -> None:
     lines = [
         {"kind": "epoch", "step": 1, "from_step": 0, "seconds": [3.0, 1.0]},

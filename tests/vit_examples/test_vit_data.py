@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from pathlib import Path
 
 import numpy as np
@@ -58,60 +57,40 @@ def test_other_column_names_and_sizes_are_read(tmp_path: Path) -> None:
     assert len(test) == 3
 
 
-def test_a_variable_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def refused(source: str | Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_splits(DataConfig(source=str(source)), ModelConfig())
+
+
+def test_what_is_missing_or_damaged_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ZERORESIZE_CIFAR10", raising=False)
-    with pytest.raises(ValueError, match="ZERORESIZE_CIFAR10 is not set; export ZERORESIZE_CIFAR10="):
-        load_splits(DataConfig(source="${ZERORESIZE_CIFAR10}"), ModelConfig())
-
-
-def test_a_missing_folder_or_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nowhere'.*no such folder"):
-        load_splits(DataConfig(source=str(tmp_path / "nowhere")), ModelConfig())
-    with pytest.raises(ValueError, match=r"no train\*.parquet in it; expected columns img or image, and label"):
-        load_splits(DataConfig(source=str(tmp_path)), ModelConfig())
-
-
-def test_a_damaged_file_is_named(folder: Path) -> None:
+    refused("${ZERORESIZE_CIFAR10}", "ZERORESIZE_CIFAR10 is not set; export ZERORESIZE_CIFAR10=")
+    refused(folder / "nowhere", r"nowhere'.*no such folder")
+    (folder / "empty").mkdir()
+    refused(folder / "empty", r"no train\*.parquet in it; expected columns img or image, and label")
     damaged = folder / "test-00000-of-00001.parquet"
+    table = pyarrow.parquet.read_table(damaged).slice(0, 1)
     damaged.write_bytes(damaged.read_bytes()[:2000])
-    with pytest.raises(ValueError, match=r"test-00000-of-00001\.parquet: damaged"):
-        load_splits(DataConfig(source=str(folder)), ModelConfig())
-
-
-def test_a_damaged_picture_or_wrong_column_is_named(folder: Path) -> None:
-    table = pyarrow.table({"img": [{"bytes": b"no picture", "path": None}], "label": [0]})
-    pyarrow.parquet.write_table(table, folder / "train-00000-of-00001.parquet")
-    with pytest.raises(ValueError, match=r"train-00000-of-00001\.parquet, row 0: the picture is damaged"):
-        load_splits(DataConfig(source=str(folder)), ModelConfig())
-    pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), folder / "train-00000-of-00001.parquet")
-    with pytest.raises(ValueError, match=r"columns are \['x'\], expected one of"):
-        load_splits(DataConfig(source=str(folder)), ModelConfig())
-
-
-@pytest.mark.parametrize("label", [-1, 2**31, 0.5, None, "3", True])
-def test_what_is_no_label_is_named(folder: Path, label: object) -> None:
-    table = pyarrow.parquet.read_table(folder / "test-00000-of-00001.parquet").slice(0, 1)
-    changed = pyarrow.table({"img": table["img"], "label": [label]})
-    pyarrow.parquet.write_table(changed, folder / "test-00000-of-00001.parquet")
-    with pytest.raises(ValueError, match=r"row 0: the label is .*, expected a whole number from 0 on"):
-        load_splits(DataConfig(source=str(folder)), ModelConfig())
+    refused(folder, r"test-00000-of-00001\.parquet: damaged")
+    for label in (-1, 2**31, 0.5, None, "3", True):
+        pyarrow.parquet.write_table(pyarrow.table({"img": table["img"], "label": [label]}), damaged)
+        refused(folder, r"row 0: the label is .*, expected a whole number from 0 on")
+    pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), damaged)
+    refused(folder, r"columns are \['x'\], expected one of")
 
 
 def test_no_decoder_that_starts_programs_runs_and_nothing_huge_is_decoded(folder: Path) -> None:
     stream = io.BytesIO()
     Image.new("1", (2**14, 2**13)).save(stream, format="PNG")
-    for content, message in (
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "the picture is damaged, or none of JPEG, PNG"),
-        (stream.getvalue(), "pixels, 67108864 are allowed"),
+    for cell, message in (
+        ({"bytes": b"no picture", "path": None}, r"row 0: the picture is damaged"),
+        ({"bytes": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "path": None}, "or none of JPEG, PNG"),
+        ({"bytes": stream.getvalue(), "path": None}, "pixels, 67108864 are allowed"),
+        ({"bytes": None, "path": "/etc/passwd"}, "the picture's bytes are not in the table"),
     ):
-        table = pyarrow.table({"img": [{"bytes": content, "path": None}], "label": [0]})
+        table = pyarrow.table({"img": [cell], "label": [0]})
         pyarrow.parquet.write_table(table, folder / "train-00000-of-00001.parquet")
-        with pytest.raises(ValueError, match=message):
-            load_splits(DataConfig(source=str(folder)), ModelConfig())
-    table = pyarrow.table({"img": [{"bytes": None, "path": "/etc/passwd"}], "label": [0]})
-    pyarrow.parquet.write_table(table, folder / "train-00000-of-00001.parquet")
-    with pytest.raises(ValueError, match="the picture's bytes are not in the table"):
-        load_splits(DataConfig(source=str(folder)), ModelConfig())
+        refused(folder, message)
 
 
 def test_a_data_set_of_the_hub_is_read_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,17 +136,11 @@ def test_batches_depend_on_seed_and_epoch_only(split: Split, augment: bool) -> N
     assert labels_of(split, seed=1, epoch=2) != labels_of(split, seed=2, epoch=2)
 
 
-def test_an_epoch_holds_every_picture_at_most_once(split: Split) -> None:
+def test_an_epoch_holds_every_picture_at_most_once_and_evaluation_all_in_order(split: Split) -> None:
     seen = [label for batch in labels_of(split, seed=0, epoch=0) for label in batch]
     assert len(seen) == len(set(seen)) == 20
-
-
-def test_more_pictures_in_a_batch_than_there_are_is_refused(split: Split) -> None:
     with pytest.raises(ValueError, match="batch_size=24 is more than the 23"):
         next(training_batches(split, 24, seed=0, epoch=0))
-
-
-def test_evaluation_sees_every_picture_in_order(split: Split) -> None:
     batches = list(test_batches(split, 10))
     assert [len(labels) for _, labels in batches] == [10, 10, 3]
     assert torch.equal(torch.cat([images for images, _ in batches]), normalise(split.images))
@@ -179,13 +152,3 @@ def test_augmentation_shifts_and_mirrors_whole_pictures(split: Split) -> None:
         windows = padded.unfold(1, 32, 1).unfold(2, 32, 1).permute(1, 2, 0, 3, 4).reshape(-1, 3, 32, 32)
         matches = (windows == changed).flatten(1).all(1) | (windows.flip(-1) == changed).flatten(1).all(1)
         assert matches.sum() == 1
-
-
-@pytest.mark.skipif("ZERORESIZE_CIFAR10" not in os.environ, reason="ZERORESIZE_CIFAR10 names no CIFAR-10 folder")
-def test_cifar10_is_read_as_it_is() -> None:
-    source = DataConfig(source="${ZERORESIZE_CIFAR10}", train_size=500, test_size=200)
-    train, test = load_splits(source, ModelConfig())
-    assert (len(train), len(test)) == (500, 200)
-    assert train.images.shape[1:] == (3, 32, 32)
-    assert set(train.labels.tolist()) == set(range(10))
-    assert train.images.float().std() > 30  # of 0 to 255: pictures, not blanks

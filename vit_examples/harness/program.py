@@ -21,17 +21,13 @@ from vit_examples.harness.config_reader import ConfigReader
 
 _T = TypeVar("_T")
 _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_MISTAKE, _NOT_WRITTEN, _INTERRUPTED = 2, 1, 128 + signal.SIGINT
+_MISTAKE, _INTERRUPTED = 2, 128 + signal.SIGINT
 #: torchrun sends a signal on to ranks that have it from the terminal already: the same again within so many seconds.
 _SAME_S = 3.0
 #: A rank whose collective failed because another was interrupted first has its own signal within so many seconds.
 _DELAY_S = 0.3
 #: Seconds for which ranks wait for each other before they leave.
 _LEAVE_TOGETHER_S = 30.0
-
-
-class SummaryNotWrittenError(OSError):
-    """What a run has come to could not be written; the message has it."""
 
 
 def run_program(
@@ -45,8 +41,7 @@ def run_program(
 ) -> None:
     """Run a program: a mistake of the user's ends it with one line and status 2, Ctrl-C with one line and 130.
 
-    A summary that cannot be written ends it with status 1 and one line, which says what would be in it. Whatever the
-    umask, nobody but the owner and the group may write to the files that it makes.
+    Whatever the umask, nobody but the owner and the group may write to the files that it makes.
 
     Args:
         dry_run: is given a configuration and the number of ranks.
@@ -73,11 +68,11 @@ def run_program(
             if os.environ["RANK"] == "0":
                 _show_messages()
             run(config, resume=parsed.resume)
-    except (ValueError, SummaryNotWrittenError) as error:
+    except ValueError as error:
         rank = os.environ.get("RANK")
         sys.stderr.write(f"error: {error}\n" if rank is None else f"error (rank {rank}): {error}\n")  # whole
         sys.stderr.flush()
-        raise SystemExit(_MISTAKE if isinstance(error, ValueError) else _NOT_WRITTEN) from error
+        raise SystemExit(_MISTAKE) from error
 
 
 def agreed(
@@ -133,12 +128,8 @@ def leave_together() -> None:
 
 @contextmanager
 def left_together(leave: Callable[[], None] = leave_together) -> Iterator[None]:
-    """Call ``leave`` behind a block that has ended well, or in which only the summary could not be written."""
-    try:
-        yield
-    except SummaryNotWrittenError:  # on the rank that writes it: the others wait for it to leave
-        leave()
-        raise
+    """Call ``leave`` behind a block that has ended well."""
+    yield
     leave()
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import fcntl
 import importlib.metadata
 import json
+import logging
 import math
 import platform
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,10 +24,12 @@ from typing_extensions import Self
 
 from vit_examples.harness.checkpoints import checkpoint_folder, newest, number_of, read_state
 from vit_examples.harness.config_reader import plain
-from vit_examples.harness.program import SummaryNotWrittenError, agreed, of_all_ranks
+from vit_examples.harness.program import agreed, of_all_ranks
 from zeroresize.utils.best_effort import BestEffort
 from zeroresize.utils.event_board import EventBoard
 from zeroresize.utils.json_lines import JsonLines, without_nan
+
+logger = logging.getLogger(__name__)
 
 _PACKAGES = ("torch", "colossalai", "transformers", "numpy")
 
@@ -202,8 +205,7 @@ class RunRecord:
     def close(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``, whole or not at all, with versions and configuration added.
 
-        Raises:
-            SummaryNotWrittenError: if it cannot be written; other than the rest it is what the run was for.
+        Where it cannot be written, it is shown.
         """
         unfinished = self._summary.with_suffix(".tmp")
         whole = without_nan({**summary, "versions": versions(), "config": self._config})
@@ -211,12 +213,9 @@ class RunRecord:
             unfinished.write_text(json.dumps(whole, indent=1, default=str), encoding="utf-8")
             unfinished.replace(self._summary)
         except OSError as error:
-            with suppress(OSError):
-                unfinished.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
             said = json.dumps(without_nan(summary), default=str)
-            raise SummaryNotWrittenError(
-                f"the run is complete, but {self._summary}: cannot be written: {error.strerror}; it would say {said}"
-            ) from error
+            logger.warning("%s: cannot be written: %s; it would say %s", self._summary, error.strerror, said)
 
 
 def versions() -> dict[str, str]:

@@ -1,19 +1,21 @@
-"""How a model is spread over ranks: data, tensor and pipeline parallelism, and what each rank gets of it.
+"""How a model is spread over ranks, what each rank gets of it, and which strategy trains sequences of which length.
 
 ``R`` ranks of the job, ``L`` layers, ``P`` tensors.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from zeroresize.plan.layout import Layout, TensorSpec, unit_bounds
+from zeroresize.plan.layout import Indices, Layout, TensorSpec, unit_bounds
 from zeroresize.plan.partition import Partition
 from zeroresize.utils.value_checks import at_least, is_number, known_keys
 
@@ -81,28 +83,23 @@ class Strategy:
                 f"strategy {self.degrees}: ranks={list(self.ranks)} are not {size} different ranks, one for each part "
                 f"({self.dp} × {self.tp} × {self.pp})"
             )
-        self._check_shares()
-        if self.boundaries and len(self.boundaries) != self.pp + 1:
-            raise ValueError(
-                f"strategy {self.degrees}: boundaries={list(self.boundaries)} must have pp + 1 = {self.pp + 1} entries"
-            )
-        if self.boundaries:
-            Partition(self.boundaries)
-
-    def _check_shares(self) -> None:
-        if not self.shares:
-            return
-        is_sound = len(self.shares) == self.tp and all(is_number(one) and one >= 0.0 for one in self.shares)
-        if not is_sound or not any(self.shares):
-            raise ValueError(
-                f"strategy {self.degrees}: shares={list(self.shares)} are not allowed: wanted are tp = {self.tp} "
-                "numbers, none negative and not all zero, such as [2, 1]"
-            )
-        if len(set(self.shares)) == 1:
-            object.__setattr__(self, "shares", ())
-        else:
+        if self.shares:
+            is_sound = len(self.shares) == self.tp and all(is_number(share) and share >= 0.0 for share in self.shares)
+            if not is_sound or not any(self.shares):
+                raise ValueError(
+                    f"strategy {self.degrees}: shares={list(self.shares)} are not allowed: wanted are tp = {self.tp} "
+                    "numbers, none negative and not all zero, such as [2, 1]"
+                )
             scale = self.tp / math.fsum(self.shares)
-            object.__setattr__(self, "shares", tuple(float(one) * scale for one in self.shares))
+            shares = tuple(float(share) * scale for share in self.shares) if len(set(self.shares)) > 1 else ()
+            object.__setattr__(self, "shares", shares)
+        if self.boundaries:
+            if len(self.boundaries) != self.pp + 1:
+                raise ValueError(
+                    f"strategy {self.degrees}: boundaries={list(self.boundaries)} must have pp + 1 = {self.pp + 1} "
+                    "entries"
+                )
+            Partition(self.boundaries)
 
     @classmethod
     def of(cls, value: Any) -> Strategy:
@@ -147,11 +144,14 @@ class Strategy:
         return f"({', '.join(map(str, [*self.degrees, *more]))})"
 
     @cached_property
+    def _grid(self) -> Indices:
+        """[pp, dp, tp] the ranks."""
+        return np.array(self.ranks).reshape(self.pp, self.dp, self.tp)
+
+    @cached_property
     def _positions(self) -> dict[int, Position]:
-        return {
-            rank: Position(number // self.tp % self.dp, number // (self.tp * self.dp), number % self.tp)
-            for number, rank in enumerate(self.ranks)
-        }
+        places = np.ndindex(self.pp, self.dp, self.tp)
+        return {self.ranks[number]: Position(place[1], place[0], place[2]) for number, place in enumerate(places)}
 
     def position_of(self, rank: int) -> Position | None:
         """Return what a rank of the job is; None where it is left out."""
@@ -159,31 +159,19 @@ class Strategy:
 
     def rank_at(self, position: Position) -> int:
         """Return the rank of the job at a position."""
-        replica, stage, shard = position
-        return self.ranks[(stage * self.dp + replica) * self.tp + shard]
+        return int(self._grid[position.stage, position.replica, position.shard])
 
     def tp_groups(self) -> list[tuple[int, ...]]:
         """Return the ranks that divide the same layers of a replica, group by group, in the order of their shards."""
-        return [self.ranks[begin : begin + self.tp] for begin in range(0, self.num_ranks, self.tp)]
+        return _rows(self._grid)
 
     def dp_groups(self) -> list[tuple[int, ...]]:
         """Return the ranks that hold the same part of the model, in the order of the replicas."""
-        return [
-            tuple(self.rank_at(Position(replica, stage, shard)) for replica in range(self.dp))
-            for stage in range(self.pp)
-            for shard in range(self.tp)
-        ]
+        return _rows(self._grid.transpose(0, 2, 1))
 
     def pipelines(self) -> list[tuple[int, ...]]:
-        """Return the ranks that hand on activations to each other, first stage first.
-
-        There is one row for each replica and shard.
-        """
-        return [
-            tuple(self.rank_at(Position(replica, stage, shard)) for stage in range(self.pp))
-            for replica in range(self.dp)
-            for shard in range(self.tp)
-        ]
+        """Return the ranks that hand on activations to each other, first stage first, by replica and shard."""
+        return _rows(self._grid.transpose(1, 2, 0))
 
     def partition(self, num_layers: int) -> Partition:
         """Return which layers each stage has.
@@ -222,17 +210,15 @@ class Strategy:
         if max(self.ranks) >= num_ranks:
             raise ValueError(f"strategy {self} needs rank {max(self.ranks)}: there are {num_ranks} ranks")
         stage_of_layer = np.array(self.partition(num_layers).stages)
-        replicas, stages, shards = (np.full(num_ranks, -1) for _ in range(3))
-        for rank, position in self._positions.items():
-            replicas[rank], stages[rank], shards[rank] = position
-        bounds: dict[Any, tuple[int, ...]] = {}
+        stages, replicas, shards = table = np.full((3, num_ranks), -1)
+        table[:, self._grid] = np.indices(self._grid.shape)
+        bounds: dict[int, tuple[int, ...]] = {}
         cuts_PT = np.zeros((len(tensors), self.tp + 1), dtype=np.int64)
         for number, tensor in enumerate(tensors):
-            if tensor.division is None:
-                continue
-            if tensor.num_units not in bounds:
-                bounds[tensor.num_units] = self.units(tensor)
-            cuts_PT[number] = bounds[tensor.num_units]
+            if tensor.division is not None:
+                if tensor.num_units not in bounds:
+                    bounds[tensor.num_units] = self.units(tensor)
+                cuts_PT[number] = bounds[tensor.num_units]
         is_whole = np.array([tensor.division is None for tensor in tensors])
         begins, ends = cuts_PT[:, :-1][:, shards], cuts_PT[:, 1:][:, shards]
         begins[is_whole], ends[is_whole] = 0, 1
@@ -240,3 +226,96 @@ class Strategy:
         is_absent = stage_of_tensor[:, None] != stages[None, :]
         begins[is_absent] = ends[is_absent] = 0
         return Layout(begins, ends, replicas)
+
+
+def _rows(ranks: Indices) -> list[tuple[int, ...]]:
+    """The groups that the last axis makes."""
+    return [tuple(row) for row in ranks.reshape(-1, ranks.shape[-1]).tolist()]
+
+
+@dataclass(frozen=True)
+class LengthRange:
+    """Describe sequences longer than the range before allows, up to ``up_to`` tokens, and who trains them.
+
+    Attributes:
+        max_tokens: that a micro-batch of one replica may have, as far as memory allows; None for what holds for all
+            ranges.
+
+    Raises:
+        ValueError: if ``up_to`` is no whole number of at least 1, for a strategy of another kind than
+            :meth:`Strategy.of` reads, and for ``max_tokens`` below ``up_to``.
+    """
+
+    up_to: int
+    strategy: Strategy
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least("length range up_to", self.up_to, 1)
+        object.__setattr__(self, "strategy", Strategy.of(self.strategy))
+        if self.max_tokens is not None:
+            at_least(f"max_tokens of the length range up to {self.up_to}", self.max_tokens, self.up_to)
+
+    @classmethod
+    def of(cls, value: Any) -> LengthRange:
+        """Return a range, made from a range or from a mapping of the attributes' names, as YAML gives them.
+
+        Raises:
+            ValueError: for anything else, and as the class does.
+        """
+        if isinstance(value, LengthRange):
+            return value
+        entries = known_keys("length range key", value, ("up_to", "strategy", "max_tokens"))
+        missing = [key for key in ("up_to", "strategy") if key not in entries]
+        if missing:
+            raise ValueError(f"length range {dict(entries)!r}: {missing} are missing")
+        return cls(**entries)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values that :meth:`of` reads back."""
+        more = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
+        return {"up_to": self.up_to, "strategy": self.strategy.as_dict(), **more}
+
+    def __str__(self) -> str:
+        return f"up to {self.up_to}: {self.strategy}"
+
+
+def as_ranges(values: Iterable[Any]) -> tuple[LengthRange, ...]:
+    """Return ranges whose ``up_to`` rises, made of what :meth:`LengthRange.of` reads.
+
+    Raises:
+        ValueError: if there is none, or one does not begin behind the one before it.
+    """
+    ranges = tuple(LengthRange.of(value) for value in values)
+    if not ranges:
+        raise ValueError("no length range is given: at least one is needed")
+    for before, after in itertools.pairwise(ranges):
+        if after.up_to <= before.up_to:
+            raise ValueError(
+                f"length range {after} follows {before}: each range needs a larger up_to than the one before"
+            )
+    return ranges
+
+
+def lengths_by_range(ranges: Sequence[LengthRange], lengths: Iterable[int]) -> list[list[int]]:
+    """Return the lengths in each range, [number of ranges] lists, in the order given.
+
+    Raises:
+        ValueError: as :func:`range_of` does.
+    """
+    groups: list[list[int]] = [[] for _ in ranges]
+    for length in lengths:
+        groups[range_of(ranges, length)].append(length)
+    return groups
+
+
+def range_of(ranges: Sequence[LengthRange], length: int) -> int:
+    """Return the number of the range that a sequence of ``length`` tokens is in.
+
+    Raises:
+        ValueError: if it is longer than every range allows.
+    """
+    number = bisect.bisect_left([each.up_to for each in ranges], length)
+    if number == len(ranges):
+        raise ValueError(f"a sequence of {length} tokens is longer than the last length range: {ranges[-1]}")
+    return number

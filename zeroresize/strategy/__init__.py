@@ -13,20 +13,18 @@ docs/strategies.md.
 
 # zr.sharded_state_dict knows switchable models by it.
 import zeroresize.strategy.strategy_state  # noqa: F401
-from zeroresize.plan.length_range import LengthRange
-from zeroresize.plan.strategy import Position, Strategy
+from zeroresize.plan.strategy import LengthRange, Position, Strategy
 from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.costs.search import SearchResult, candidate_strategies, search_strategies
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.strategy.calibrate import measure_layer_costs, measure_links
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
-from zeroresize.strategy.step_report import RangeReport, StepReport
 from zeroresize.strategy.step_trainer import clip_grad_norm_
 from zeroresize.strategy.straggler_balancing import ChangeRecord
 from zeroresize.strategy.strategy_balancer import StrategyBalancer
 from zeroresize.strategy.switching.switch import SwitchReport
-from zeroresize.strategy.trainer import StrategyTrainer
+from zeroresize.strategy.trainer import RangeReport, StepReport, StrategyTrainer
 
 __all__ = [
     "ChangeRecord",

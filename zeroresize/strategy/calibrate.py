@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 
 from zeroresize.comm.collectives import group_size
 from zeroresize.measure.links import measure_messages
-from zeroresize.policy.strategy.costs.cost_model import Floats
-from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
+from zeroresize.policy.strategy.costs.cost_model import LayerCost, LayerCostTable
+from zeroresize.policy.strategy.packing import Floats
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.resharding.agreement import meet_over
 from zeroresize.strategy.model import SwitchableModel
@@ -43,7 +42,7 @@ def measured_points(longest: int, max_tokens: int) -> list[tuple[int, ...]]:
     at_least("max_tokens", max_tokens, longest)
     lengths = [max(longest // part, 1) for part in _PARTS]
     counts = dict.fromkeys((length, count) for length in lengths for count in (1, max_tokens // length))
-    return sorted(((length,) * count for length, count in counts), key=lambda one: (sum(one), one))
+    return sorted(((length,) * count for length, count in counts), key=lambda point: (sum(point), point))
 
 
 def fitted_cost(tokens: Sequence[float], squares: Sequence[float], seconds: Floats, token_bytes: float) -> LayerCost:
@@ -93,44 +92,40 @@ def measure_layer_costs(
             :func:`measured_points`, and if not even the smallest micro-batch fits.
     """
     num_ranks = group_size(model.process_group)
-    by_degree = {own.tp: own for own in model.strategies if own.pp == 1 and own.num_ranks == num_ranks}
+    by_degree = {way.tp: way for way in model.strategies if way.pp == 1 and way.num_ranks == num_ranks}
     if not by_degree:
         raise ValueError(
-            f"none of the strategies {[str(own) for own in model.strategies]} has one stage and all ranks: layers are "
+            f"none of the strategies {list(map(str, model.strategies))} has one stage and all ranks: layers are "
             "measured under such ones; add one for each tensor-parallel degree"
         )
-    has_gradients = any(one.grad is not None for one in model.parameters())
-    if _most(np.array([float(has_gradients)]), model)[0]:
+    if _most([float(any(each.grad is not None for each in model.parameters()))], model)[0]:
         raise ValueError("layers are measured between steps: there are gradients; call optimizer.zero_grad() first")
     points = measured_points(longest, longest if max_tokens is None else max_tokens)
     batches = [batch_of(lengths) for lengths in points]
-    tokens = [float(one.num_tokens) for one in batches]
-    squares = [float(sum(length**2 for length in lengths)) for lengths in points]
+    tokens = [sum(lengths) for lengths in points]
+    squares = [sum(length**2 for length in lengths) for lengths in points]
     kinds = [f"layer {number}" for number in range(model.num_layers)]
     costs: dict[str, dict[int, LayerCost]] = {kind: {} for kind in kinds}
     boundary_bytes = 0.0
     for tp, strategy in sorted(by_degree.items()):
         model.switch_to(strategy, gradients=False)
         layers = [model.stage_layers[number] for number in range(model.num_layers)]
-        kept_bytes, _ = _bytes(layers, batches[0], model)
-        most, held = _most(np.array([kept_bytes.max(), model.held_bytes]), model).tolist()
-        fitting = [one for one in range(len(points)) if held + most * tokens[one] <= memory_limit]
+        *kept_bytes, _ = _token_bytes(layers, batches[0], model)
+        most, held = _most([max(kept_bytes), model.held_bytes], model).tolist()
+        fitting = [number for number in range(len(points)) if held + most * tokens[number] <= memory_limit]
         if not fitting:
             model.switch_to(model.optimizer_strategy, gradients=False)
             raise ValueError(
                 f"memory_limit={memory_limit:g}: under {strategy} a rank has {held:.0f} bytes of weights, and not even "
-                f"a micro-batch of {tokens[0]:.0f} tokens fits beside them"
+                f"a micro-batch of {tokens[0]} tokens fits beside them"
             )
-        timed = [batches[one] for one in fitting]
-        kept_bytes, handed_bytes = _bytes(layers, timed[-1], model)
-        repetitions = [np.stack([_timed(layers, one, model) for one in timed], axis=1) for _ in range(_REPETITIONS)]
-        seconds_LP = np.min(repetitions, axis=0)
-        agreed = _most(np.concatenate([seconds_LP.ravel(), kept_bytes, [handed_bytes]]), model)
-        seconds_LP, kept_bytes = agreed[: seconds_LP.size].reshape(seconds_LP.shape), agreed[seconds_LP.size : -1]
-        boundary_bytes = float(agreed[-1])
-        own_tokens, own_squares = ([values[one] for one in fitting] for values in (tokens, squares))
+        *kept_bytes, boundary_bytes = _most(_token_bytes(layers, batches[fitting[-1]], model), model).tolist()
+        repetitions = [[_timed(layers, batches[number], model) for number in fitting] for _ in range(_REPETITIONS)]
+        seconds_PL = np.min(repetitions, axis=0)
+        seconds_LP = _most(seconds_PL.ravel().tolist(), model).reshape(seconds_PL.shape).T
+        columns = [[column[number] for number in fitting] for column in (tokens, squares)]
         for kind, seconds, kept in zip(kinds, seconds_LP, kept_bytes, strict=True):
-            costs[kind][tp] = fitted_cost(own_tokens, own_squares, seconds, float(kept))
+            costs[kind][tp] = fitted_cost(*columns, seconds, kept)
     model.switch_to(model.optimizer_strategy, gradients=False)
     return LayerCostTable(tuple(kinds), costs, boundary_bytes)
 
@@ -138,23 +133,27 @@ def measure_layer_costs(
 def measure_links(model: SwitchableModel) -> LinkSpeeds:
     """Measure the slowest rank's link while all send to their neighbours at once; collective.
 
-    Links between nodes are not told apart from those within.
-
-    A network between nodes that is slower than the links within makes both as slow: the safe side for deciding whether
-    a switch pays.
+    Links between nodes are not told apart from those within. A network between nodes that is slower makes both as slow:
+    the safe side for deciding whether a switch pays.
     """
     messages = measure_messages(model.process_group, model.device)
     speed = 1.0 / max(messages.seconds_per_byte, 1e-15)
     return LinkSpeeds(speed, speed, messages.fixed_s)
 
 
-def _timed(layers: Sequence[nn.Module], batch: Packed, model: SwitchableModel) -> Floats:
+def _timed(layers: Sequence[nn.Module], batch: Packed, model: SwitchableModel) -> list[float]:
     """[L] seconds of forward and backward of each layer."""
-    seconds, x = np.zeros(len(layers)), batch.tokens
-    for number, layer in enumerate(layers):
-        began = _now(model.device)
+
+    def now() -> float:
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        return time.perf_counter()
+
+    seconds, x = [], batch.tokens
+    for layer in layers:
+        began = now()
         x = _both_ways(layer, x, batch)
-        seconds[number] = _now(model.device) - began
+        seconds.append(now() - began)
         model.drop_gradients()
     return seconds
 
@@ -168,35 +167,26 @@ def _both_ways(layer: nn.Module, x: Tensor, batch: Packed) -> Tensor:
     return y.detach()
 
 
-def _bytes(layers: Sequence[nn.Module], batch: Packed, model: SwitchableModel) -> tuple[Floats, float]:
-    """[L] bytes of a token that each layer keeps for its backward, and those of what the first one hands on."""
-    kept_bytes, x, handed = np.zeros(len(layers)), batch.tokens, 0.0
-    for number, layer in enumerate(layers):
+def _token_bytes(layers: Sequence[nn.Module], batch: Packed, model: SwitchableModel) -> list[float]:
+    """[L + 1] bytes of a token that each layer keeps for its backward, and those of what the first one hands on."""
+    sizes, x, handed = [], batch.tokens, 0
+    for layer in layers:
         weights = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
         kept: dict[int, int] = {}
 
-        def note(tensor: Tensor, kept: dict[int, int] = kept, weights: set[int] = weights) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                kept[storage.data_ptr()] = storage.nbytes()
+        def note(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        hooks: AbstractContextManager[object] = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
-        with hooks:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             x = _both_ways(layer, x, batch)
         model.drop_gradients()
-        kept_bytes[number] = sum(kept.values()) / batch.num_tokens
-        handed = handed or x.numel() * x.element_size() / batch.num_tokens
-    return kept_bytes, handed
+        sizes.append(sum(num_bytes for memory, num_bytes in kept.items() if memory not in weights))
+        handed = handed or x.numel() * x.element_size()
+    return [num_bytes / batch.num_tokens for num_bytes in (*sizes, handed)]
 
 
-def _most(values: Floats, model: SwitchableModel) -> Floats:
+def _most(values: Sequence[float], model: SwitchableModel) -> Floats:
     """The largest of all ranks."""
-    most: Floats = np.max(meet_over(model.process_group, model.device)(*values.tolist()), axis=0)
+    most: Floats = np.max(meet_over(model.process_group, model.device)(*values), axis=0)
     return most
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -5,26 +5,26 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_size, require_group
+from zeroresize.optim.independence import why_not_by_parameter, why_not_elementwise
+from zeroresize.optim.optimizers import require_stepping
 from zeroresize.plan.layout import Layout, TensorSpec
 from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES
 from zeroresize.resharding.transaction import Participants, run_transaction
-from zeroresize.strategy.given_model import agree_on_model, device_of, take_first_weights
-from zeroresize.strategy.optimizer_checks import require_divisible
-from zeroresize.strategy.placement.gradient_sum import sum_gradients
-from zeroresize.strategy.placement.placement import Placement, held_bytes
-from zeroresize.strategy.placement.strategy_groups import RankGroups
-from zeroresize.strategy.placement.whole_layers import Initialize, SegmentsOf
+from zeroresize.strategy.placement.placement import Placement, RankGroups, held_bytes
+from zeroresize.strategy.placement.whole_layers import Initialize, SegmentsOf, WholeLayers, WholeTensor
 from zeroresize.strategy.switching.optimizer_move import OptimizerMove
 from zeroresize.strategy.switching.placements import Placements
 from zeroresize.strategy.switching.rank_agreement import RankAgreement
@@ -102,14 +102,37 @@ class SwitchableModel:
         gradient_dtype: torch.dtype | None = None,
     ) -> None:
         self.process_group = require_group(process_group or dist.group.WORLD)
-        self.rank, self._num_ranks = group_rank(self.process_group), group_size(self.process_group)
-        self.device = device_of(layers, device)
-        self._max_bytes = max_bytes
+        self.rank = group_rank(self.process_group)
+        tensors = itertools.chain.from_iterable((*layer.parameters(), *layer.buffers()) for layer in layers)
+        first = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+        self.device = first if device is None else torch.device(device)
         self._agreement = RankAgreement(self.process_group, self.device)
         self._participants = Participants(self.process_group, self.device, self._agreement.meet)
-        types = TravelTypes(compute_dtype, gradient_dtype)
-        self._layers, layouts = agree_on_model(
-            layers, strategies, optimizer_strategy, segments, max_bytes, types, self._num_ranks, self._agreement
+        self._max_bytes, types = max_bytes, TravelTypes(compute_dtype, gradient_dtype)
+        num_ranks = group_size(self.process_group)
+        wanted = [*strategies, *([] if optimizer_strategy is None else [optimizer_strategy])]
+
+        def checked() -> tuple[WholeLayers, dict[Strategy, Layout]]:
+            if max_bytes < 1:
+                raise ValueError(f"max_bytes={max_bytes} is not allowed: at least 1 is needed")
+            whole = WholeLayers(layers, segments, compute_dtype)
+            if gradient_dtype is not None and not gradient_dtype.is_floating_point:
+                raise ValueError(f"gradient_dtype={gradient_dtype} is not allowed: a type such as torch.bfloat16 is")
+            if not wanted:
+                raise ValueError("strategies=[]: at least one is needed")
+            specs = [tensor.spec for tensor in whole.tensors]
+            different = dict.fromkeys(map(Strategy.of, wanted))
+            return whole, {way: way.layout(specs, num_ranks, whole.num_layers) for way in different}
+
+        self._layers, layouts = self._agreement.make_alike(
+            checked,
+            lambda given: [
+                [[asdict(tensor.spec), str(tensor.dtype)] for tensor in given[0].tensors],
+                [strategy.as_dict() for strategy in given[1]],
+                optimizer_strategy and Strategy.of(optimizer_strategy).as_dict(),
+                [max_bytes, str(compute_dtype), str(gradient_dtype)],
+            ],
+            "the layers, the strategies, the optimizer's strategy, max_bytes, compute_dtype or gradient_dtype",
         )
         self._nodes = self._agreement.agree_on_nodes(nodes)
         self._placements = Placements(
@@ -120,17 +143,29 @@ class SwitchableModel:
             next(iter(layouts)) if optimizer_strategy is None else Strategy.of(optimizer_strategy)
         )
         self.failure: str | None = None
-        weights = take_first_weights(
-            self._layers,
-            self.optimizer_strategy,
-            layouts[self.optimizer_strategy],
-            self.rank,
-            self.device,
-            initialize,
-            self._agreement,
-        )
+        weights = self._first_weights(layouts[self.optimizer_strategy], initialize)
         self._placements.place(layouts)
         self._optimizer_placement.fill_masters(weights)
+
+    def _first_weights(self, layout: Layout, initialize: Initialize | None) -> dict[int, Tensor]:
+        """This rank's part of the weights that the layers were given, by the number of the tensor; collective."""
+        parts: dict[int, Tensor] = {}
+        digest = 0
+
+        def take(number: int, tensor: WholeTensor, whole: Tensor) -> None:
+            nonlocal digest
+            digest = zlib.crc32(whole.detach().reshape(-1).view(torch.uint8).cpu().numpy().data, digest)
+            if position is not None and stages[tensor.spec.layer] == position.stage:
+                parts[number] = tensor.part_of(whole, layout.units_of(number, self.rank)).to(self.device)
+
+        strategy = self.optimizer_strategy
+        position, stages = strategy.position_of(self.rank), strategy.partition(self.num_layers).stages
+        self._agreement.make_alike(
+            lambda: self._layers.take_weights(self.device, initialize, take),
+            lambda _: digest,
+            "the weights that the layers were given: call torch.manual_seed alike on all ranks before they are filled",
+        )
+        return parts
 
     @property
     def strategies(self) -> list[Strategy]:
@@ -156,14 +191,6 @@ class SwitchableModel:
     def nodes(self) -> list[int]:
         """Return [R] on which node each rank is."""
         return list(self._nodes)
-
-    @property
-    def setup_s(self) -> float | None:
-        """Return the mean seconds in which this rank made the groups and modules of a strategy.
-
-        Only strategies for which groups had to be made count; None before there was one.
-        """
-        return self._placements.setup_s
 
     @property
     def position(self) -> Position | None:
@@ -285,7 +312,7 @@ class SwitchableModel:
         begin = time.perf_counter()
         report = self.switch_to(self.optimizer_strategy)
         self._let_go_of_casts()  # the optimizer's step makes them stale
-        sum_gradients(self._optimizer_placement, self._layers.tensors)
+        self._optimizer_placement.sum_gradients(self._layers.tensors)
         return replace(report, seconds=time.perf_counter() - begin)
 
     def abandon(self) -> SwitchReport:
@@ -393,3 +420,38 @@ class SwitchableModel:
     def _let_go_of_casts(self) -> None:
         if self._optimizer_placement.is_mixed:
             self._optimizer_placement.let_go()
+
+
+def require_divisible(
+    optimizer: object | None,
+    optimizer_strategy: Strategy,
+    parameters: Mapping[str, Tensor],
+    tensors: Sequence[TensorSpec],
+) -> None:
+    """Check that steps on the parts under the optimizer's strategy are those on the undivided model.
+
+    Args:
+        parameters: that this rank steps now, by name.
+        tensors: of the undivided model.
+
+    Raises:
+        ValueError: if the optimizer does not step all parameters that want gradients; if its strategy divides tensors
+            and it does not treat them element by element, or it has tensors on several ranks and the optimizer does not
+            treat them one by one.
+    """
+    require_stepping(optimizer, parameters)
+    if optimizer is None:
+        return
+    divided = {tensor.name for tensor in tensors if tensor.division is not None}
+    reason = None
+    if optimizer_strategy.tp > 1:
+        reason = why_not_elementwise(
+            optimizer, [parameter for name, parameter in parameters.items() if name in divided]
+        )
+    if reason is None and optimizer_strategy.pp > 1:
+        reason = why_not_by_parameter(optimizer, parameters.values())
+    if reason is not None:
+        raise ValueError(
+            f"the optimizer's strategy {optimizer_strategy} divides what it steps, but {reason}. Or choose "
+            "another optimizer_strategy="
+        )

@@ -12,15 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from zeroresize.comm.collectives import all_reduce, message_device
-from zeroresize.comm.meeting import Meet
 from zeroresize.optim.gradient_clipping import norm_of_replicated, scale_gradients
 from zeroresize.resharding.agreement import agreed, meet_over
 from zeroresize.runtime.activations import Batch, BatchOf, find_activations
 from zeroresize.runtime.counted_loss import Count, CountedLoss, Loss, multiply_gradients, total_count
 from zeroresize.runtime.instructions import Instruction
 from zeroresize.runtime.stage import Stage
-from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.optimizer_checks import require_divisible
+from zeroresize.strategy.model import SwitchableModel, require_divisible
 from zeroresize.strategy.switching.switch import SwitchReport
 from zeroresize.utils.value_checks import number
 
@@ -55,7 +53,8 @@ class StepTrainer:
         self.model, self.optimizer, self.num_steps = model, optimizer, 0
         self._loss, self._grad_clip, self._seed = CountedLoss(loss, count, averages=False), grad_clip, seed
         self._meet = meet_over(model.process_group, model.device)
-        _require_fitting_optimizer(model, optimizer, self._meet)
+        parameters = dict(model.named_parameters())
+        agreed(self._meet, lambda: require_divisible(optimizer, model.optimizer_strategy, parameters, model.tensors))
         self._activations = find_activations(model.whole_layers, hollow, sizes)
 
     def _require_no_failure(self) -> None:
@@ -217,14 +216,3 @@ def require_ready_to_train(model: SwitchableModel, optimizer: torch.optim.Optimi
             f"{left} have gradients, to which the step's would be added: call optimizer.zero_grad() or "
             "model.abandon() before"
         )
-
-
-def _require_fitting_optimizer(model: SwitchableModel, optimizer: torch.optim.Optimizer, meet: Meet) -> None:
-    """Check that the optimizer may step what its strategy leaves to the ranks; collective.
-
-    Raises:
-        ValueError: as :func:`~zeroresize.strategy.optimizer_checks.require_divisible`; the other ranks may raise a
-            RuntimeError, as one that the strategy leaves out has nothing to step.
-    """
-    strategy, parameters = model.optimizer_strategy, dict(model.named_parameters())
-    agreed(meet, lambda: require_divisible(optimizer, strategy, parameters, model.tensors))

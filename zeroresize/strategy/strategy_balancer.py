@@ -14,16 +14,15 @@ from torch import Tensor
 from zeroresize.measure.clocks import Clock
 from zeroresize.policy.moves.rental import MIN_SAVING
 from zeroresize.policy.strategy.costs.cost_model import CostModel
-from zeroresize.policy.strategy.stragglers.costs import StragglerCosts
+from zeroresize.policy.strategy.stragglers.candidates import StragglerCosts
 from zeroresize.policy.strategy.stragglers.decision import TOLERANCE, StragglerDecision, StrategyProposal
-from zeroresize.strategy.step_report import StepReport
 from zeroresize.strategy.straggler_balancing import (
     ChangeRecord,
     StragglerBalancing,
     measured_switch_cost,
     require_any_division,
 )
-from zeroresize.strategy.trainer import StrategyTrainer
+from zeroresize.strategy.trainer import StepReport, StrategyTrainer
 from zeroresize.utils.fingerprint import digest
 
 
@@ -48,8 +47,7 @@ class StrategyBalancer(StragglerBalancing[list[int]]):
     Args:
         trainer: the strategy of its model's optimizer must be the strategy of a range. Nobody else changes its ranges.
         cost: of the model and the cluster; only its seconds relative to each other, its links and sizes count. What
-            changes of strategies take is measured over the links and by the strategies that the model has set up, and
-            learned from each.
+            changes of strategies take is measured over the links, and learned from each.
         limit_bytes: memory of a rank for weights, gradients, optimizer state and activations.
         tolerance, min_saving: as of :class:`~zeroresize.policy.strategy.stragglers.decision.StragglerDecision`.
         probe: ``probe()`` gives seconds of a few products on this rank; None for products on its device.

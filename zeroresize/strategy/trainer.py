@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from zeroresize.plan.length_range import LengthRange, as_ranges, with_limits
-from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.costs.planned_switches import PlannedSwitches
-from zeroresize.policy.strategy.packing import Visit, Work, num_tokens, plan_visits
+from zeroresize.plan.strategy import LengthRange, Strategy, as_ranges
+from zeroresize.policy.strategy.costs.cost_model import PlannedSwitches
+from zeroresize.policy.strategy.packing import Visit, plan_visits
 from zeroresize.policy.strategy.switches.switch_order import visiting_order
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.resharding.agreement import agreed, require_same
@@ -22,7 +22,6 @@ from zeroresize.runtime.instructions import instructions_of
 from zeroresize.runtime.stage import seed_of
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed, digest_of, require_sequences
-from zeroresize.strategy.step_report import RangeReport, StepReport
 from zeroresize.strategy.step_trainer import StepTrainer, require_ready_to_train
 from zeroresize.strategy.switching.switch import SwitchReport
 from zeroresize.utils.autocast_dtype import autocast_dtype
@@ -34,9 +33,53 @@ TYPICAL_LINKS = LinkSpeeds(within_bytes_per_s=200e9, between_bytes_per_s=25e9)
 #: What ranks compare before a step, in this order: the ranges' visits follow from the sequences.
 _AGREED = (
     "the sequences: every rank must be given the whole mini-batch, in one order",
-    "the ranges, their strategies, max_tokens, work or links",
+    "the ranges, their strategies or max_tokens",
     "step() or evaluate(), grad_clip, overlap, seed, num_steps, the optimizer's strategy or torch.autocast",
 )
+#: What a strategy trains in a step, with this rank's micro-batches.
+_PackedVisit = tuple[Visit, list[Packed]]
+
+
+@dataclass(frozen=True)
+class RangeReport:
+    """Tells what one strategy trained in a step: the sequences of its ranges of lengths.
+
+    Attributes:
+        up_to: of its ranges.
+        num_sequences, num_tokens: of all replicas.
+        num_micro_batches: of each replica.
+        seconds: on this rank, without the switch to the strategy.
+    """
+
+    strategy: Strategy
+    up_to: tuple[int, ...]
+    num_sequences: int
+    num_tokens: int
+    num_micro_batches: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Tells what an optimizer's step computed and how long it took.
+
+    Attributes:
+        loss: mean over the tokens of the whole mini-batch, the same on every rank.
+        num_tokens: of it, to be predicted.
+        seconds: on this rank.
+        by_range: in the order in which the strategies were visited.
+        switches: to each of them that was not in force, and the optimizer's strategy; as this rank saw them.
+        grad_norm: of the whole model, before clipping.
+        is_skipped: the loss or the norm was not finite, so the optimizer did not step.
+    """
+
+    loss: float
+    num_tokens: int
+    seconds: float
+    by_range: tuple[RangeReport, ...]
+    switches: tuple[SwitchReport, ...]
+    grad_norm: float
+    is_skipped: bool = False
 
 
 class StrategyTrainer(StepTrainer):
@@ -71,8 +114,6 @@ class StrategyTrainer(StepTrainer):
         max_tokens: of a micro-batch of one replica, as its memory allows, where a range does not say; None for as many
             as the longest sequence of its range has.
         grad_clip: largest norm of the gradients; 0 for no clipping.
-        work: what sequences cost, by which replicas share them; their tokens by default.
-        links: between the ranks, by which switches are ordered.
         overlap: whether weights travel to the next strategy while the present one trains, and gradients from the
             strategy before, where memory suffices: a rank then holds two sets of weights while it trains.
         seed: of what layers draw at random, such as dropout's masks: they are a function of it, the step, the
@@ -98,8 +139,6 @@ class StrategyTrainer(StepTrainer):
         loss: Loss,
         max_tokens: int | None = None,
         grad_clip: float = 0.0,
-        work: Work = num_tokens,
-        links: LinkSpeeds = TYPICAL_LINKS,
         overlap: bool = False,
         seed: int = 0,
         count: Count | None = None,
@@ -115,8 +154,8 @@ class StrategyTrainer(StepTrainer):
             sizes=["tokens"],
         )
         is_bool("overlap", overlap)
-        self._max_tokens, self._work, self._overlap = max_tokens, work, overlap
-        self._switches = PlannedSwitches(model.tensors, model.nodes, links, model.num_layers)
+        self._max_tokens, self._overlap = max_tokens, overlap
+        self._switches = PlannedSwitches(model.tensors, model.nodes, TYPICAL_LINKS, model.num_layers)
         self.use(ranges)
 
     @property
@@ -130,7 +169,9 @@ class StrategyTrainer(StepTrainer):
         Raises:
             ValueError: as the constructor does; the ranges stay as they are then.
         """
-        wanted = with_limits(as_ranges(ranges), self._max_tokens)
+        wanted = tuple(
+            replace(each, max_tokens=each.max_tokens or self._max_tokens or each.up_to) for each in as_ranges(ranges)
+        )
         for length_range in wanted:
             if length_range.strategy not in self.model.strategies:
                 known = ", ".join(map(str, self.model.strategies))
@@ -185,11 +226,11 @@ class StrategyTrainer(StepTrainer):
                 time limit. Only where all ranks failed alike may ``model.abandon()`` and another step follow.
         """
         begin = time.perf_counter()
-        visits, packed = self._agreed_visits(sequences, trains=True)
+        visits = self._agreed_visits(sequences, trains=True)
         with self._running():
-            parts, by_range, switches = self._run(visits, packed, sequences, trains=True)
+            parts, by_range, switches = self._run(visits, sequences, trains=True)
             loss, norm, is_skipped, collected = self._step_optimizer(parts)
-        total, seconds = sum(one.num_tokens for one in by_range), time.perf_counter() - begin
+        total, seconds = sum(each.num_tokens for each in by_range), time.perf_counter() - begin
         return StepReport(loss, total, seconds, tuple(by_range), (*switches, collected), norm, is_skipped)
 
     def evaluate(self, sequences: Sequence[Tensor]) -> float:
@@ -200,62 +241,56 @@ class StrategyTrainer(StepTrainer):
         Raises:
             Exception: as :meth:`step`, but for the optimizer, which is not asked.
         """
-        visits, packed = self._agreed_visits(sequences, trains=False)
+        visits = self._agreed_visits(sequences, trains=False)
         with self._running():
-            parts, *_ = self._run(visits, packed, sequences, trains=False)
+            parts, *_ = self._run(visits, sequences, trains=False)
             loss, _ = self._mean(parts)
             self.model.switch_to(self.model.optimizer_strategy, gradients=False)
         return loss
 
-    def _agreed_visits(self, sequences: Sequence[Tensor], *, trains: bool) -> tuple[list[Visit], list[list[Packed]]]:
-        """The visits, and this rank's micro-batches of each."""
+    def _agreed_visits(self, sequences: Sequence[Tensor], *, trains: bool) -> list[_PackedVisit]:
+        """The visits in their order, each with this rank's micro-batches, once all ranks have the same."""
         self._require_no_failure()
 
-        def packed_visits() -> tuple[list[Visit], list[list[Packed]]]:
-            visits = self._visits(sequences, trains)
-            return visits, [self._packed(visit, sequences) for visit in visits]
+        def packed_visits() -> list[_PackedVisit]:
+            if self.model.current != self.model.optimizer_strategy:
+                raise ValueError(
+                    f"the model is under {self.model.current}, not the optimizer's strategy: abandon() gets it there"
+                )
+            require_sequences(sequences)
+            if trains:
+                require_ready_to_train(self.model, self.optimizer)
+            visits = {visit.strategy: visit for visit in plan_visits([len(row) - 1 for row in sequences], self.ranges)}
+            return [self._packed(visits[strategy], sequences) for strategy in self._order(list(visits))]
 
-        def numbers_of(made: tuple[list[Visit], list[list[Packed]]]) -> list[float]:
-            visits, packed = made
+        def numbers_of(visits: list[_PackedVisit]) -> list[float]:
             options = [str(self.model.optimizer_strategy), trains, self._grad_clip, self._overlap, self._seed]
             options += [self.num_steps, str(autocast_dtype(self.model.device.type))]
-            parts = digest_of(sequences), str([list(map(str, self.ranges)), str(visits)]), json.dumps(options)
-            return [*map(fingerprint, parts), self._count(visits, packed)]
+            planned = [list(map(str, self.ranges)), [visit for visit, _ in visits]]
+            parts = digest_of(sequences), str(planned), json.dumps(options)
+            return [*map(fingerprint, parts), self._count(visits)]
 
-        (visits, packed), table = agreed(self._meet, packed_visits, numbers_of)
+        visits, table = agreed(self._meet, packed_visits, numbers_of)
         for column, what in enumerate(_AGREED):
             require_same([row[column] for row in table], what, self._meet)
         self._loss.begin(total_count(row[len(_AGREED)] for row in table))
-        return visits, packed
+        return visits
 
-    def _packed(self, visit: Visit, sequences: Sequence[Tensor]) -> list[Packed]:
+    def _packed(self, visit: Visit, sequences: Sequence[Tensor]) -> _PackedVisit:
         position = visit.strategy.position_of(self.model.rank)
         replica = () if position is None else visit.replicas[position.replica]
-        return [Packed.of([sequences[index] for index in members]).to(self.model.device) for members in replica]
+        return visit, [Packed.of([sequences[at] for at in numbers]).to(self.model.device) for numbers in replica]
 
-    def _count(self, visits: Sequence[Visit], packed: Sequence[Sequence[Packed]]) -> float:
+    def _count(self, visits: Sequence[_PackedVisit]) -> float:
         """What counts of this rank's micro-batches; those of each replica count on one rank."""
-        positions = [visit.strategy.position_of(self.model.rank) for visit in visits]
-        mine = [
-            (micro_batch, position.shard == 0)
-            for position, visit, micro_batches in zip(positions, visits, packed, strict=True)
-            if position is not None and position.stage == visit.strategy.pp - 1
-            for micro_batch in micro_batches
-        ]
-        counts = self._counts_of([each for each, _ in mine], [each.num_tokens for each, _ in mine])
-        return sum(count for count, (_, is_first) in zip(counts, mine, strict=True) if is_first)
-
-    def _visits(self, sequences: Sequence[Tensor], trains: bool) -> list[Visit]:
-        if self.model.current != self.model.optimizer_strategy:
-            raise ValueError(
-                f"the model is under {self.model.current}, not the optimizer's strategy: abandon() gets it there"
-            )
-        require_sequences(sequences)
-        if trains:
-            require_ready_to_train(self.model, self.optimizer)
-        lengths = [len(one) - 1 for one in sequences]
-        visits = {one.strategy: one for one in plan_visits(lengths, self.ranges, self._work)}
-        return [visits[strategy] for strategy in self._order(list(visits))]
+        mine, are_counted = list[Packed](), list[bool]()
+        for visit, micro_batches in visits:
+            position = visit.strategy.position_of(self.model.rank)
+            if position is not None and position.stage == visit.strategy.pp - 1:
+                mine += micro_batches
+                are_counted += [position.shard == 0] * len(micro_batches)
+        counts = self._counts_of(mine, [each.num_tokens for each in mine])
+        return sum(itertools.compress(counts, are_counted))
 
     def _order(self, strategies: Sequence[Strategy]) -> list[Strategy]:
         """The strategies by the tour whose switches take least, the optimizer's first where it is one of them."""
@@ -267,39 +302,28 @@ class StrategyTrainer(StepTrainer):
         )
 
     def _run(
-        self,
-        visits: Sequence[Visit],
-        packed: Sequence[Sequence[Packed]],
-        sequences: Sequence[Tensor],
-        *,
-        trains: bool,
+        self, visits: Sequence[_PackedVisit], sequences: Sequence[Tensor], *, trains: bool
     ) -> tuple[Tensor, list[RangeReport], list[SwitchReport]]:
         """This rank's parts of the loss, with gradients accumulated where it ``trains``; the last strategy stays."""
-        lengths = [len(one) - 1 for one in sequences]
-        parts = torch.zeros(3, dtype=torch.float64)
-        by_range, switches = [], []
-        for index, visit in enumerate(visits):
+        parts, by_range, switches = torch.zeros(3, dtype=torch.float64), [], []
+        strategies = [*(visit.strategy for visit, _ in visits), self.model.optimizer_strategy]
+        for index, (visit, micro_batches) in enumerate(visits):
             if self.model.current != visit.strategy:
                 in_background = self._overlap and trains
                 report = self.model.switch_to(visit.strategy, gradients=trains, in_background=in_background)
                 switches.append(report)
-            if self._overlap:
-                next_strategies = [*(one.strategy for one in visits[index + 1 :]), self.model.optimizer_strategy]
-                if next_strategies[0] != visit.strategy:
-                    self.model.prefetch(next_strategies[0])
-            begin = time.perf_counter()
-            visited = [lengths[index] for index in visit.members]
-            parts += self._run_part(packed[index], trains, seed_of(self._seed, self.num_steps, index))
+            if self._overlap and strategies[index + 1] != visit.strategy:
+                self.model.prefetch(strategies[index + 1])
+            begin, position = time.perf_counter(), self.model.position
+            if position is not None:
+                orders = instructions_of("1f1b", visit.strategy.pp, len(micro_batches)) if trains else None
+                seed = seed_of(seed_of(self._seed, self.num_steps, index), position.replica, position.stage)
+                parts += self._computed(micro_batches, seed, None if orders is None else orders[position.stage])
             self._synchronize()
             seconds, num_micro_batches = time.perf_counter() - begin, tuple(map(len, visit.replicas))
+            members = visit.members
+            num_tokens = sum(len(sequences[member]) - 1 for member in members)
             by_range.append(
-                RangeReport(visit.strategy, visit.up_to, len(visited), sum(visited), num_micro_batches, seconds)
+                RangeReport(visit.strategy, visit.up_to, len(members), num_tokens, num_micro_batches, seconds)
             )
         return parts, by_range, switches
-
-    def _run_part(self, micro_batches: Sequence[Packed], trains: bool, seed: int) -> Tensor:
-        position, num_stages = self.model.position, self.model.current.pp
-        if position is None:
-            return torch.zeros(3, dtype=torch.float64)
-        instructions = instructions_of("1f1b", num_stages, len(micro_batches))[position.stage] if trains else None
-        return self._computed(micro_batches, seed_of(seed, position.replica, position.stage), instructions)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from zeroresize.plan.layout import TensorSpec, UnitDivision
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.costs.cost_model import CostModel, pipeline_seconds
-from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
+from zeroresize.policy.strategy.costs.cost_model import CostModel, LayerCost, LayerCostTable, pipeline_seconds
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.runtime.schedules import order_of
 from zeroresize.runtime.simulated_steps import simulated_step
@@ -76,42 +75,47 @@ def test_a_slow_stage_is_what_all_wait_for():
     assert pipeline_seconds(np.zeros((0, 3))) == 0.0
 
 
+def sums(*batches):
+    """Of the micro-batches of a replica, as lengths of their sequences."""
+    return np.array([(sum(batch), sum(length**2 for length in batch)) for batch in batches], float).reshape(-1, 2)
+
+
 def test_work_is_that_of_the_slowest_replica():
     # 4 layers: 4 (1 + 8 T + Σ length² / 2).
     alone = 4 * (1.0 + 8.0 * 5 + 0.5 * (4 + 9))
-    assert ONE_NODE.work_seconds(Strategy(), [[(2, 3)]]) == pytest.approx(alone)
-    assert ONE_NODE.work_seconds(Strategy(dp=2), [[(2, 3)], [(1,), (1,)]]) == pytest.approx(alone)
-    assert ONE_NODE.work_seconds(Strategy(dp=2), [[], []]) == 0.0
+    assert ONE_NODE.work_seconds(Strategy(), [sums((2, 3))]) == pytest.approx(alone)
+    assert ONE_NODE.work_seconds(Strategy(dp=2), [sums((2, 3)), sums((1,), (1,))]) == pytest.approx(alone)
+    assert ONE_NODE.work_seconds(Strategy(dp=2), [sums(), sums()]) == 0.0
     with pytest.raises(ValueError, match="2 replicas: micro-batches are for 1"):
-        ONE_NODE.work_seconds(Strategy(dp=2), [[(2, 3)]])
+        ONE_NODE.work_seconds(Strategy(dp=2), [sums((2, 3))])
     with pytest.raises(ValueError, match=r"no costs for tp=8: there are those of tp in \[1, 2, 4\]"):
-        CostModel(LAYERS, TENSORS, (0,) * 8, LINKS).work_seconds(Strategy(tp=8), [[(2, 3)]])
+        CostModel(LAYERS, TENSORS, (0,) * 8, LINKS).work_seconds(Strategy(tp=8), [sums((2, 3))])
 
 
 def test_stages_hand_on_activations_and_a_slow_rank_holds_up_its_group():
     stage = 2 * (1.0 + 8.0 * 5 + 0.5 * 25)
     message = 2 * 10.0 * 5 / 1000.0
-    batches = [[(5,), (5,), (5,)]]
+    batches = [sums((5,), (5,), (5,))]
     assert ONE_NODE.work_seconds(Strategy(pp=2), batches) == pytest.approx((3 + 1) * (stage + message / 2))
     apart = CostModel(LAYERS, TENSORS, (0, 1), LINKS)
     assert apart.work_seconds(Strategy(pp=2), batches) == pytest.approx((3 + 1) * (stage + 10 * message / 2))
 
     slow = CostModel(LAYERS, TENSORS, (0,) * 4, LINKS, slowness=(1.0, 1.0, 1.0, 3.0))
-    even, uneven = Strategy(tp=4), Strategy(tp=4, shares=(3, 3, 3, 1))
-    normal = ONE_NODE.work_seconds(even, [[(5,)]])
-    assert slow.work_seconds(even, [[(5,)]]) == pytest.approx(3.0 * normal)
-    assert slow.work_seconds(uneven, [[(5,)]]) == pytest.approx(1.2 * normal)
-    assert slow.work_seconds(Strategy(tp=2, ranks=(0, 1)), [[(5,)]]) == ONE_NODE.work_seconds(Strategy(tp=2), [[(5,)]])
+    even, uneven, pair, batch = Strategy(tp=4), Strategy(tp=4, shares=(3, 3, 3, 1)), Strategy(tp=2), [sums((5,))]
+    normal = ONE_NODE.work_seconds(even, batch)
+    assert slow.work_seconds(even, batch) == pytest.approx(3.0 * normal)
+    assert slow.work_seconds(uneven, batch) == pytest.approx(1.2 * normal)
+    assert slow.work_seconds(pair, batch) == ONE_NODE.work_seconds(pair, batch)
 
 
 def test_switches_carry_weights_on_and_gradients_to_the_optimizer_strategy():
     # Rank 0 has all 3,232 bytes under the optimizer's; tp=2 splits the 3,200 of the weights, each rank has the biases.
     strategies = [Strategy(), Strategy(tp=2)]
-    seconds = ONE_NODE.switch_seconds(strategies, optimizer_strategy=0)
+    seconds = ONE_NODE.switches.seconds(strategies, optimizer_strategy=0)
     assert seconds[0, 1] == pytest.approx((1600 + 32) / 1000)
     # Back: what rank 0 holds already does not travel, of the weights or of the gradients; biases' gradients are whole.
     assert seconds[1, 0] == pytest.approx((1600 + 1600) / 1000)
-    assert ONE_NODE.switch_seconds(strategies, optimizer_strategy=1)[1, 0] == pytest.approx(1600 / 1000)
+    assert ONE_NODE.switches.seconds(strategies, optimizer_strategy=1)[1, 0] == pytest.approx(1600 / 1000)
     assert ONE_NODE.reduction_seconds(Strategy(dp=2)) == pytest.approx(3232 / 1000)
     assert ONE_NODE.reduction_seconds(Strategy(tp=2)) == 0.0
     two_nodes = CostModel(LAYERS, TENSORS, (0, 1), LINKS)
@@ -149,12 +153,7 @@ def test_memory_is_what_the_optimizer_strategy_needs_and_what_is_in_force():
         assert cost.switches_fit([optimizer_strategy, other], 0, limit).tolist()[1][0] is back_fits
 
 
-def test_layer_costs_are_kept_in_a_file(tmp_path):
-    LAYERS.save(tmp_path / "costs.json")
-    assert LayerCostTable.load(tmp_path / "costs.json") == LAYERS
-    (tmp_path / "none.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"layer costs\.kinds: missing"):
-        LayerCostTable.load(tmp_path / "none.json")
+def test_costs_of_another_kind_are_refused():
     with pytest.raises(ValueError, match=r"\['head'\] have no costs"):
         LayerCostTable(("block", "head"), LAYERS.costs, 1.0)
     with pytest.raises(ValueError, match="token_s=-1"):

@@ -9,27 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroresize.plan.layout import TensorSpec, UnitDivision
-from zeroresize.plan.length_range import LengthRange
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.costs.cost_model import CostModel
-from zeroresize.policy.strategy.costs.forecast import forecast_step
-from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
+from zeroresize.policy.strategy.costs.cost_model import CostModel, LayerCost, LayerCostTable
 from zeroresize.policy.strategy.costs.search import candidate_strategies, default_thresholds, search_strategies
+from zeroresize.policy.strategy.packing import packed_sums
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 
 TENSORS = tuple(TensorSpec(f"{layer}.weight", layer, (8, 25), 4, UnitDivision(0, 8, 1)) for layer in range(4))
 CANDIDATES = [Strategy(dp=4), Strategy(tp=4), Strategy(dp=2, tp=2), Strategy(pp=4)]
-
-
-def pack(lengths, max_tokens, dp):
-    """First fit in the order given, dealt in turn."""
-    batches = []
-    for length in lengths:
-        fitting = next((own for own in batches if sum(own) + length <= max_tokens), None)
-        if fitting is None:
-            batches.append(fitting := [])
-        fitting.append(length)
-    return [batches[replica::dp] for replica in range(dp)]
 
 
 def cost_model(bytes_per_s, communication=1.0, token_bytes=0.0):
@@ -52,7 +39,7 @@ def everything(sample, cost, memory_limit, thresholds, max_ranges):
         np.inf,
         {optimizer_strategy: switches(optimizer_strategy, cost, memory_limit) for optimizer_strategy in CANDIDATES},
     )
-    work = functools.cache(lambda strategy, own, up_to: cost.work_seconds(strategy, pack(own, up_to, strategy.dp)))
+    work = functools.cache(lambda way, own, up_to: cost.work_seconds(way, packed_sums(own, up_to, way.dp)))
     fits = functools.cache(lambda *values: cost.fits(*values, memory_limit))
     for count in range(1, max_ranges + 1):
         for ends in itertools.combinations(thresholds[:-1], count - 1):
@@ -70,7 +57,7 @@ def switches(optimizer_strategy, cost, limit):
     """Seconds of every switch, infinite where one does not fit into the memory."""
     number = CANDIDATES.index(optimizer_strategy)
     fits = cost.switches_fit(CANDIDATES, number, limit)
-    seconds = np.where(fits, cost.switch_seconds(CANDIDATES, number), np.inf)
+    seconds = np.where(fits, cost.switches.seconds(CANDIDATES, number), np.inf)
     return {pair: seconds[pair] for pair in itertools.product(range(len(CANDIDATES)), repeat=2)}
 
 
@@ -105,15 +92,13 @@ def test_nothing_that_fits_is_faster(seed, speed, communication, is_tight):
     sample, thresholds = long_tailed(seed, num_batches=2), [4, 12, 32]
     # Tight: the longest sequences fit with tensor parallelism alone.
     limit = 5000.0 if is_tight else 1e9
-    result = search_strategies(
-        sample, CANDIDATES, cost, memory_limit=limit, thresholds=thresholds, pack=pack, max_ranges=3
-    )
+    result = search_strategies(sample, CANDIDATES, cost, memory_limit=limit, thresholds=thresholds, max_ranges=3)
     assert result.best.step_s == pytest.approx(everything(sample, cost, limit, thresholds, 3), rel=1e-12)
     assert result.best.step_s <= result.static.step_s
 
 
 def search(cost, sample, **changes):
-    values = {"memory_limit": 1e9, "thresholds": [4, 8, 16, 32], "pack": pack, "max_ranges": 4}
+    values = {"memory_limit": 1e9, "thresholds": [4, 8, 16, 32], "max_ranges": 4}
     return search_strategies(sample, CANDIDATES, cost, **(values | changes))
 
 
@@ -133,41 +118,21 @@ def test_ranges_end_at_halves_of_the_longest_sequence_unless_said_otherwise():
 
 
 def test_mini_batches_pay_for_the_strategies_that_they_need_alone():
-    ranges = [LengthRange(4, CANDIDATES[0]), LengthRange(32, CANDIDATES[1])]
-    mixed, short = [1, 2, 3, 32], [1, 2, 3]
-    always, rarely = (
-        forecast_step(ranges, CANDIDATES[0], sample, cost_model(1e3), pack)
-        for sample in ([mixed], [mixed, *[short] * 9])
-    )
-    assert rarely.switch_s == pytest.approx(always.switch_s / 10) and always.switch_s > 0.0
-
-
-def test_a_step_is_forecast_range_by_range():
-    cost, sample = cost_model(1e3), [[2, 3, 20], [4, 4]]
-    ranges = [LengthRange(4, CANDIDATES[0]), LengthRange(32, CANDIDATES[1])]
-    forecast = forecast_step(ranges, CANDIDATES[1], sample, cost, pack)
-    works = [cost.work_seconds(CANDIDATES[0], pack(short, 4, 4)) for short in ([2, 3], [4, 4])]
-    assert forecast.range_s == pytest.approx((sum(works) / 2, cost.work_seconds(CANDIDATES[1], [[(20,)]]) / 2))
-    there, back = (cost.switch_seconds(CANDIDATES, 1)[pair] for pair in ((1, 0), (0, 1)))
-    assert forecast.switch_s == pytest.approx(there + back)
-    assert forecast.reduction_s == 0.0 and forecast.step_s == pytest.approx(sum(forecast.range_s) + there + back)
-
-
-def test_a_range_says_how_large_its_micro_batches_are():
-    cost, sample = cost_model(1e3), [[4] * 8 + [20]]
-    ranges = [LengthRange(4, CANDIDATES[1], 8), LengthRange(32, CANDIDATES[1])]
-    forecast = forecast_step(ranges, CANDIDATES[1], sample, cost, pack, max_tokens=64)
-    assert forecast.ranges == (ranges[0], LengthRange(32, CANDIDATES[1], 64))
-    assert forecast.range_s[0] == cost.work_seconds(CANDIDATES[1], [[(4, 4)] * 4])
+    cost, short = cost_model(1e5, communication=4.0), [4] * 32
+    sample = [*[[*short, 32]] * 3, short]
     for max_tokens in (None, 64):
-        best = search(cost_model(1e9, communication=4.0), sample, max_tokens=max_tokens).best
-        assert [own.max_tokens for own in best.ranges] == [max_tokens or own.up_to for own in best.ranges]
-        assert (
-            forecast_step(best.ranges, best.optimizer_strategy, sample, cost_model(1e9, communication=4.0), pack)
-            == best
+        result = search(cost, sample, thresholds=[4, 32], max_tokens=max_tokens)
+        assert [each.max_tokens for each in result.ranges] == [max_tokens or each.up_to for each in result.ranges]
+        assert len(result.ranges) > 1
+        limits = {each.up_to: each.max_tokens for each in result.ranges}
+        expected = step_seconds(
+            [(each.up_to, each.strategy) for each in result.ranges],
+            result.optimizer_strategy,
+            sample,
+            lambda way, own, up_to, limits=limits: cost.work_seconds(way, packed_sums(own, limits[up_to], way.dp)),
+            switches(result.optimizer_strategy, cost, 1e9),
         )
-    with pytest.raises(ValueError, match=r"=16 is not allowed.*at least 32"):
-        forecast_step([LengthRange(32, CANDIDATES[1])], CANDIDATES[1], sample, cost, pack, max_tokens=16)
+        assert result.best.step_s == pytest.approx(expected + cost.reduction_seconds(result.optimizer_strategy))
 
 
 def test_candidates_are_all_degrees_that_divide():
@@ -182,7 +147,7 @@ def test_candidates_are_all_degrees_that_divide():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"thresholds": [8, 8]}, "they rise"),
+        ({"thresholds": [8, 8]}, "that rise"),
         ({"thresholds": [4, 8]}, "sequences of 1 to 32 tokens: allowed are 1 to 8"),
         ({"max_tokens": 16}, "max_tokens=16 is not allowed"),
         ({"max_ranges": 0}, "max_ranges=0"),

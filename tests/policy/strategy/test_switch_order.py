@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroresize.plan.length_range import LengthRange, as_ranges, range_of
-from zeroresize.plan.strategy import Strategy
+from zeroresize.plan.strategy import LengthRange, Strategy, as_ranges, range_of
 from zeroresize.policy.strategy.switches.switch_order import cheapest_order, tour_seconds
 
 

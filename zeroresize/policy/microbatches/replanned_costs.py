@@ -23,8 +23,7 @@ from zeroresize.policy.microbatches.iteration_plan import IterationPlan
 from zeroresize.policy.microbatches.micro_batch import Floats, MicroBatch, MicroBatchCosts, Prices, shapes_of
 from zeroresize.policy.microbatches.planning_options import PlanningOptions
 from zeroresize.policy.microbatches.replicas import replica_plans, shared_by_stages
-from zeroresize.policy.strategy.costs.cost_model import pipeline_seconds
-from zeroresize.policy.strategy.costs.planned_switches import most_bytes_of
+from zeroresize.policy.strategy.costs.cost_model import most_bytes_of, pipeline_seconds
 from zeroresize.policy.strategy.stragglers.candidates import ModelDivision
 from zeroresize.policy.strategy.switches.switch_plan import plan_weights
 

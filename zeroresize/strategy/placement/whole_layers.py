@@ -18,7 +18,7 @@ from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
 from zeroresize.layers.parts import checked_parts
 from zeroresize.layers.references import read_parameters
 from zeroresize.layers.segment import Segment
-from zeroresize.layers.whole_parameters import require_whole_parameters
+from zeroresize.layers.whole_parameters import path_of, require_whole_parameters
 from zeroresize.plan.layout import TensorSpec, UnitDivision
 from zeroresize.utils.torch_private import parameters_of, unsaved_buffers_of
 
@@ -26,12 +26,6 @@ from zeroresize.utils.torch_private import parameters_of, unsaved_buffers_of
 SegmentsOf = Callable[[int, nn.Module], Iterable[Segment]]
 #: ``initialize(number, layer)`` fills the parameters and buffers of a layer, alike on all ranks.
 Initialize = Callable[[int, nn.Module], object]
-
-
-def own_segments(number: int, layer: nn.Module) -> Iterable[Segment]:
-    """Return what the layer's method ``segments`` returns; nothing where its class has none."""
-    segments = getattr(layer, "segments", None)
-    return segments() if callable(segments) else ()
 
 
 @dataclass(frozen=True)
@@ -56,11 +50,8 @@ class WholeTensor:
         division = self.spec.division
         if division is None:
             return tensor.reshape(1, 1, -1, 1)
-        pre, inner = (
-            math.prod(tensor.shape[: division.dim]),
-            division.rows * math.prod(tensor.shape[division.dim + 1 :]),
-        )
-        return tensor.reshape(pre, division.num_parts, num_units, inner)
+        before, after = tensor.shape[: division.dim], tensor.shape[division.dim + 1 :]
+        return tensor.reshape(math.prod(before), division.num_parts, num_units, division.rows * math.prod(after))
 
     def part_of(self, whole: Tensor, units: range) -> Tensor:
         """Copy these units of the whole tensor."""
@@ -75,7 +66,7 @@ class WholeLayers:
 
     Args:
         layers: built alike on all ranks, real or on meta.
-        segments: see :data:`SegmentsOf`.
+        segments: see :data:`SegmentsOf`; None for each layer's method ``segments``, if its class has one.
         compute_dtype: in which a rank's parts of them compute, as after ``layer.to(compute_dtype)``; None for that of
             the parameters.
 
@@ -85,9 +76,9 @@ class WholeLayers:
 
     Raises:
         ValueError: for layers inside DistributedDataParallel or FSDP, parameters that are no plain tensors or that
-            layers share, buffers that state dictionaries hold, and segments whose layers
-            do not exist, are no ``nn.Linear``, or do not fit each other. For a ``compute_dtype`` that is not of
-            floating-point numbers, and parameters that are not where it is given.
+            layers share, buffers that state dictionaries hold, and segments whose layers do not exist, are no
+            ``nn.Linear``, or do not fit each other. For a ``compute_dtype`` that is not of floating-point numbers, and
+            parameters that are not where it is given.
     """
 
     def __init__(
@@ -96,33 +87,26 @@ class WholeLayers:
         segments: SegmentsOf | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        self._segments, self.compute_dtype = segments or own_segments, compute_dtype
-        self._layers = list(layers)
+        self._segments = segments or (lambda _, layer: layer.segments() if hasattr(type(layer), "segments") else ())
+        self._layers, self.compute_dtype = list(layers), compute_dtype
         if not self._layers:
             raise ValueError("a model needs at least one layer")
+        if compute_dtype is not None and not compute_dtype.is_floating_point:
+            raise ValueError(f"compute_dtype={compute_dtype} is not allowed: a type such as torch.bfloat16 is needed")
         require_whole_parameters(self._layers)
-        _require_own_parameters(self._layers)
-        if compute_dtype is not None:
-            _require_floating_point(self._layers, compute_dtype)
+        _require_nothing_shared(self._layers)
         self.tensors: list[WholeTensor] = []
         for number, layer in enumerate(self._layers):
-            _require_no_state_in_buffers(number, layer)
             divisions = _divisions(number, layer, self._segments(number, layer))
-            self.tensors += [
-                WholeTensor(
-                    TensorSpec(
-                        f"layers.{number}.{name}",
-                        number,
-                        tuple(parameter.shape),
-                        parameter.element_size(),
-                        divisions.get(name),
-                    ),
-                    name,
-                    parameter.dtype,
-                    parameter.requires_grad,
-                )
-                for name, parameter in layer.named_parameters()
-            ]
+            for name, parameter in layer.named_parameters():
+                full_name, shape = path_of(number, name), tuple(parameter.shape)
+                if compute_dtype is not None and not parameter.is_floating_point():
+                    raise ValueError(
+                        f"{full_name} is of {parameter.dtype}: with compute_dtype={compute_dtype} all parameters must "
+                        "be of floating-point numbers"
+                    )
+                spec = TensorSpec(full_name, number, shape, parameter.element_size(), divisions.get(name))
+                self.tensors.append(WholeTensor(spec, name, parameter.dtype, parameter.requires_grad))
 
     @property
     def num_layers(self) -> int:
@@ -151,18 +135,15 @@ class WholeLayers:
         tensors = iter(enumerate(self.tensors))
         for number, layer in enumerate(self._layers):
             whole = layer
-            if _is_on_meta(layer):
+            if any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers())):
                 if initialize is None:
                     raise ValueError(f"layer {number} is on meta: initialize(number, layer) is needed, to fill it")
                 whole = copy.deepcopy(layer).to_empty(device=device)
                 initialize(number, whole)
             for name, parameter in whole.named_parameters():
                 index, tensor = next(tensors)
-                if (
-                    name != tensor.own_name
-                    or tuple(parameter.shape) != tensor.spec.shape
-                    or parameter.dtype != tensor.dtype
-                ):
+                known = tensor.own_name, tensor.spec.shape, tensor.dtype
+                if (name, tuple(parameter.shape), parameter.dtype) != known:
                     raise ValueError(f"initialize({number}, layer) changed {tensor.spec.name}: it may only fill it")
                 part(index, tensor, parameter)
             on_meta = _copied(whole, device)
@@ -177,25 +158,26 @@ class WholeLayers:
             process_group: the tensor-parallel group.
             units: that the rank holds of the layer's parameters, by their name within the layer.
         """
-        shapes = {
-            linear.own_name: linear.spec.local_shape(len(units[linear.own_name]))
-            for linear in self.tensors
-            if linear.spec.layer == number
-        }
         layer = _copied(self._layers[number], device)
+        shapes = {
+            tensor.own_name: tensor.spec.local_shape(len(units[tensor.own_name]))
+            for tensor in self.tensors
+            if tensor.spec.layer == number
+        }
         # Asked of the copy, so that on_change is that of the copy.
         for segment in list(self._segments(number, layer)):
-            row_name = _name_of(layer, segment.row)
-            own_features = shapes[f"{row_name}.weight"][1]
+            row = f"{_name_of(layer, segment.row)}.weight"
             for linear in segment.column:
-                name = _name_of(layer, linear)
-                _shard_linear(layer, name, ColumnParallelLinear, shapes[f"{name}.weight"][0], process_group)
-            _shard_linear(layer, row_name, RowParallelLinear, own_features, process_group)
+                column = f"{_name_of(layer, linear)}.weight"
+                _shard_linear(layer, column, ColumnParallelLinear, shapes[column][0], process_group)
+            _shard_linear(layer, row, RowParallelLinear, shapes[row][1], process_group)
             if segment.on_change is not None:
-                segment.on_change(list(units[f"{row_name}.weight"]))
-        for name, parameter in layer.named_parameters():
+                segment.on_change(list(units[row]))
+        for name, parameter in list(layer.named_parameters()):
             empty = nn.Parameter(hollow(shapes[name], parameter.dtype, device), parameter.requires_grad)
-            _replace_parameter(layer, parameter, empty)
+            for module in layer.modules():
+                parameters = parameters_of(module)
+                parameters.update({key: empty for key, known in parameters.items() if known is parameter})
         return layer
 
 
@@ -232,7 +214,12 @@ def _divisions(number: int, layer: nn.Module, segments: Iterable[Segment]) -> di
                 raise ValueError(f"{title}: parts={segment.parts!r} of different sizes: make a layer of each part")
             division = UnitDivision(0, num_units, parts[0] // num_units, len(parts))
             of_segment |= {f"{name}.{key}": division for key, _ in column.named_parameters()}
-        _require_in_one_place(layer, of_segment, title)
+        names: dict[int, list[str]] = {}
+        for name, parameter in layer.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        for places in names.values():
+            if len(places) > 1 and not of_segment.keys().isdisjoint(places):
+                raise ValueError(f"{title}: {places} are one parameter, which cannot be divided")
         twice = sorted(of_segment.keys() & divisions.keys())
         if twice:
             raise ValueError(f"{title}: {twice} are in another segment, too")
@@ -259,52 +246,24 @@ def _linear(layer: nn.Module, name: str, title: str) -> nn.Linear:
     return module
 
 
-def _require_in_one_place(layer: nn.Module, names: Iterable[str], title: str) -> None:
-    everywhere: dict[int, list[str]] = {}
-    for name, parameter in layer.named_parameters(remove_duplicate=False):
-        everywhere.setdefault(id(parameter), []).append(name)
-    for places in everywhere.values():
-        if len(places) > 1 and not set(names).isdisjoint(places):
-            raise ValueError(f"{title}: {places} are one parameter, which cannot be divided")
-
-
-def _require_own_parameters(layers: Sequence[nn.Module]) -> None:
+def _require_nothing_shared(layers: Sequence[nn.Module]) -> None:
+    """Check that no two layers have a parameter together, and that no buffer holds what a switch would lose."""
     owners: dict[int, tuple[int, str]] = {}
     for number, layer in enumerate(layers):
         for name, parameter in read_parameters(layer):
             owner, other = owners.setdefault(id(parameter), (number, name))
             if owner != number:
                 raise ValueError(
-                    f"layers.{owner}.{other} and layers.{number}.{name} are one parameter: layers that may be on "
+                    f"{path_of(owner, other)} and {path_of(number, name)} are one parameter: layers that may be on "
                     "different stages cannot share one; give each its own"
                 )
-
-
-def _require_floating_point(layers: Sequence[nn.Module], compute_dtype: torch.dtype) -> None:
-    if not compute_dtype.is_floating_point:
-        raise ValueError(f"compute_dtype={compute_dtype} is not allowed: a type such as torch.bfloat16 is needed")
-    for number, layer in enumerate(layers):
-        for name, parameter in layer.named_parameters():
-            if not parameter.is_floating_point():
-                raise ValueError(
-                    f"layers.{number}.{name} is of {parameter.dtype}: with compute_dtype={compute_dtype} all "
-                    "parameters must be of floating-point numbers"
-                )
-
-
-def _require_no_state_in_buffers(number: int, layer: nn.Module) -> None:
-    for path, module in layer.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer is not None and name not in unsaved_buffers_of(module):
-                raise ValueError(
-                    f"layers.{number}.{path + '.' if path else ''}{name} is a buffer that state dictionaries hold, and "
-                    "what it comes to hold would be lost in a switch: allowed are constant ones, "
-                    "register_buffer(..., persistent=False)"
-                )
-
-
-def _is_on_meta(layer: nn.Module) -> bool:
-    return any(one.is_meta for one in (*layer.parameters(), *layer.buffers()))
+        for path, module in layer.named_modules():
+            for name, buffer in module.named_buffers(path, recurse=False):
+                if buffer is not None and name.rpartition(".")[2] not in unsaved_buffers_of(module):
+                    raise ValueError(
+                        f"{path_of(number, name)} is a buffer that state dictionaries hold, and what it comes to hold "
+                        "would be lost in a switch: allowed are constant ones, register_buffer(..., persistent=False)"
+                    )
 
 
 def _copied(layer: nn.Module, device: torch.device) -> nn.Module:
@@ -313,20 +272,20 @@ def _copied(layer: nn.Module, device: torch.device) -> nn.Module:
         id(tensor): nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
         for tensor in layer.parameters()
     }
-    memo |= {id(one): one.to(device) for one in layer.buffers()}
+    memo |= {id(buffer): buffer.to(device) for buffer in layer.buffers()}
     return copy.deepcopy(layer, memo)
 
 
 def _shard_linear(
     layer: nn.Module,
-    name: str,
+    weight: str,
     kind: type[ColumnParallelLinear] | type[RowParallelLinear],
     own_features: int,
     process_group: ProcessGroup,
 ) -> None:
-    """Put a parallel layer in place of a linear one."""
-    linear = layer.get_submodule(name)
-    assert isinstance(linear, nn.Linear)
+    """Put a parallel layer in place of the linear one that has this weight."""
+    path, _, attribute = weight.removesuffix(".weight").rpartition(".")
+    linear = getattr(layer.get_submodule(path), attribute)
     sharded = kind(
         linear.in_features,
         linear.out_features,
@@ -338,13 +297,4 @@ def _shard_linear(
     )
     for parameter, of_linear in zip(sharded.parameters(), linear.parameters(), strict=True):
         parameter.requires_grad_(of_linear.requires_grad)
-    path, _, attribute = name.rpartition(".")
     setattr(layer.get_submodule(path), attribute, sharded.train(linear.training))
-
-
-def _replace_parameter(layer: nn.Module, old: Tensor, new: nn.Parameter) -> None:
-    """Wherever the layer has it."""
-    for module in layer.modules():
-        for name, parameter in parameters_of(module).items():
-            if parameter is old:
-                parameters_of(module)[name] = new

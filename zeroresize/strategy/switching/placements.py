@@ -16,8 +16,7 @@ from zeroresize.comm.side_groups import free_group_number
 from zeroresize.plan.layout import Layout
 from zeroresize.plan.strategy import Strategy
 from zeroresize.resharding.agreement import meet_prepared
-from zeroresize.strategy.placement.placement import Placement
-from zeroresize.strategy.placement.strategy_groups import StrategyGroups
+from zeroresize.strategy.placement.placement import Placement, StrategyGroups
 from zeroresize.strategy.placement.whole_layers import WholeLayers
 from zeroresize.strategy.switching.rank_agreement import RankAgreement
 from zeroresize.strategy.switching.switch import SwitchRoute, TravelTypes

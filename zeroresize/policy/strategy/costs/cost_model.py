@@ -1,57 +1,148 @@
 """How long a step takes under strategies, and how much memory: plain numbers.
 
-``R`` ranks, ``M`` micro-batches, ``S`` strategies. Times are seconds, memory is bytes.
+A micro-batch of ``T`` tokens in sequences of several lengths takes a layer ``a + b·T + c·Σ length²`` seconds: matrix
+products and messages grow with the tokens, attention with the squares of the sequences' lengths. ``R`` ranks, ``M``
+micro-batches, ``S`` strategies, ``L`` layers. Times are seconds, memory is bytes.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroresize.plan.layout import Indices, TensorSpec
+from zeroresize.plan.layout import Indices, Layout, TensorSpec
 from zeroresize.plan.strategy import Position, Strategy
-from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
-from zeroresize.policy.strategy.costs.planned_switches import PlannedSwitches
-from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES, LinkSpeeds, SwitchPlan
+from zeroresize.policy.strategy.packing import Floats
+from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
+from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES, LinkSpeeds, SwitchPlan, fused_seconds
 from zeroresize.utils.value_checks import at_least, number
 
-Floats = NDArray[np.float64]
-#: The lengths of the sequences of one micro-batch.
-MicroBatch = Sequence[int]
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Hold the cost of a layer's forward and backward on one rank of a tensor-parallel group of a certain size.
+
+    Attributes:
+        fixed_s: a, seconds of a micro-batch, however small.
+        token_s: b, seconds of a token.
+        square_s: c, seconds of a length² of 1.
+        token_bytes: memory that a token takes from its forward to its backward.
+
+    Raises:
+        ValueError: for what is negative or not finite.
+    """
+
+    fixed_s: float
+    token_s: float
+    square_s: float
+    token_bytes: float
+
+    def __post_init__(self) -> None:
+        for key, value in asdict(self).items():
+            number(f"layer cost {key}", value, least=0.0)
+
+    def mixed(self, other: LayerCost, part: float) -> LayerCost:
+        """Return the cost that lies between this one and another, ``part`` of the way to that."""
+        ends = zip(asdict(self).values(), asdict(other).values(), strict=True)
+        return LayerCost(*(mine + part * (others - mine) for mine, others in ends))
 
 
-def pipeline_seconds(stage_s: Floats) -> float:
-    """Return the seconds of micro-batches under 1F1B.
+@dataclass(frozen=True)
+class LayerCostTable:
+    """Hold the costs of all layers of a model.
 
-    All of them run one after another on their slowest stages, and the pipeline is filled and drained.
+    Attributes:
+        kinds: [L] of each layer; layers of one kind cost the same.
+        costs: of each kind by tensor-parallel degree.
+        boundary_bytes: what a token takes on its way from a stage to the next one.
 
-    Exact for equal micro-batches on equal stages, (M + pp − 1) times one. For micro-batches of different sizes it is
-    what a flow shop of equal machines takes; uneven ones in 1F1B wait for each other a little longer.
+    Raises:
+        ValueError: for no layer, a kind without costs, kinds with costs for different degrees, or boundary bytes that
+            are negative or not finite.
+    """
+
+    kinds: tuple[str, ...]
+    costs: Mapping[str, Mapping[int, LayerCost]]
+    boundary_bytes: float
+
+    def __post_init__(self) -> None:
+        number("boundary_bytes", self.boundary_bytes, least=0.0)
+        missing = sorted(set(self.kinds) - set(self.costs))
+        if missing or not self.kinds:
+            raise ValueError(f"layers of the kinds {missing} have no costs: there are those of {sorted(self.costs)}")
+        if len({tuple(sorted(by_degree)) for by_degree in self.costs.values()}) != 1:
+            raise ValueError("all kinds of layers need costs for the same tensor-parallel degrees")
+
+    @property
+    def num_layers(self) -> int:
+        """Return L, the number of layers."""
+        return len(self.kinds)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Return the tensor-parallel degrees that have costs, ascending."""
+        return tuple(sorted(self.costs[self.kinds[0]]))
+
+    def stage_cost(self, layers: range, tp: int) -> LayerCost:
+        """Return what some layers cost together.
+
+        Raises:
+            ValueError: for a tensor-parallel degree without costs.
+        """
+        if tp not in self.degrees:
+            raise ValueError(f"layers have no costs for tp={tp}: there are those of tp in {list(self.degrees)}")
+        costs = [asdict(self.costs[self.kinds[layer]][tp]).values() for layer in layers]
+        return LayerCost(*map(math.fsum, zip(*costs, strict=True)))
+
+
+class PlannedSwitches:
+    """Plans the switches between strategies when they are asked for, each once.
 
     Args:
-        stage_s: [M, pp] forward and backward of each micro-batch on each stage.
+        tensors: of the whole model; gradients are as large as weights.
+        nodes: [R] on which node each rank is.
+        links: of the ranks.
+        num_layers: of the model.
+
+    Attributes:
+        weight_bytes: gives [R] bytes of weights of each rank under a strategy.
+        weights: gives the switch of the weights alone, from a strategy to another.
     """
-    if not stage_s.size:
-        return 0.0
-    num_stages = stage_s.shape[1]
-    largest = stage_s[int(stage_s.sum(axis=1).argmax())]
-    return float(stage_s.max(axis=1).sum() + largest.sum() - largest.max()) if num_stages > 1 else float(stage_s.sum())
 
-
-def batch_sums(replicas: Sequence[Sequence[MicroBatch]]) -> list[tuple[Floats, Floats]]:
-    """Return, for each of dp replicas, [M] tokens of its micro-batches, and [M] sums of their sequences' length²."""
-    return [
-        (
-            np.array([sum(own) for own in batches], dtype=np.float64),
-            np.array([sum(length * length for length in own) for own in batches], dtype=np.float64),
+    def __init__(self, tensors: Sequence[TensorSpec], nodes: Sequence[int], links: LinkSpeeds, num_layers: int) -> None:
+        layout: Callable[[Strategy], Layout] = cache(lambda way: way.layout(tensors, len(nodes), num_layers))
+        self.weight_bytes: Callable[[Strategy], Indices] = cache(lambda way: layout(way).rank_bytes(tensors))
+        self.weights: Callable[[Strategy, Strategy], SwitchPlan] = cache(
+            lambda before, after: plan_weights(layout(before), layout(after), tensors, nodes)
         )
-        for batches in replicas
-    ]
+        self._gradients: Callable[[Strategy, Strategy], SwitchPlan] = cache(
+            lambda before, after: plan_gradients(layout(before), layout(after), tensors, nodes)
+        )
+        self._seconds: Callable[..., float] = cache(lambda *switch: fused_seconds(self.plans(*switch), links))
+
+    def plans(self, before: Strategy, after: Strategy, optimizer_strategy: Strategy) -> list[SwitchPlan]:
+        """Return what travels: weights and, from another strategy than the optimizer's, gradients to that."""
+        returning = [] if before == optimizer_strategy else [self._gradients(before, optimizer_strategy)]
+        return [self.weights(before, after), *returning]
+
+    def seconds(self, strategies: Sequence[Strategy], optimizer_strategy: int) -> Floats:
+        """Return [S, S] seconds of switching from the strategy of the row to that of the column, 0 on the diagonal.
+
+        Args:
+            optimizer_strategy: its number among the strategies.
+        """
+        seconds = np.zeros((len(strategies), len(strategies)))
+        for before, after in itertools.permutations(range(len(strategies)), 2):
+            seconds[before, after] = self._seconds(
+                strategies[before], strategies[after], strategies[optimizer_strategy]
+            )
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -82,64 +173,50 @@ class CostModel:
     max_message_bytes: int = MAX_MESSAGE_BYTES
 
     def __post_init__(self) -> None:
-        for key in ("tensors", "nodes", "slowness"):
-            object.__setattr__(self, key, tuple(getattr(self, key)))
         number("optimizer_ratio", self.optimizer_ratio, least=0.0)
         at_least("max_message_bytes", self.max_message_bytes, 1)
         if not self.nodes:
             raise ValueError("nodes name no rank: at least one is needed")
-        if self.slowness and len(self.slowness) != self.num_ranks:
-            raise ValueError(f"slowness of {len(self.slowness)} ranks is given: there are {self.num_ranks}")
+        if self.slowness and len(self.slowness) != len(self.nodes):
+            raise ValueError(f"slowness of {len(self.slowness)} ranks is given: there are {len(self.nodes)}")
         for factor in self.slowness:
             number("slowness", factor, above=0.0)
 
-    @property
-    def num_ranks(self) -> int:
-        """Return R, the number of ranks."""
-        return len(self.nodes)
+    @cached_property
+    def switches(self) -> PlannedSwitches:
+        """Return what the switches between strategies send, and how long they take."""
+        return PlannedSwitches(self.tensors, self.nodes, self.links, self.layers.num_layers)
 
     def stage_costs(self, strategy: Strategy) -> list[LayerCost]:
         """Return [pp] costs of the layers of each stage, on one rank that has an equal share and is not slow."""
         partition = strategy.partition(self.layers.num_layers)
         return [self.layers.stage_cost(partition.layers_of(stage), strategy.tp) for stage in range(strategy.pp)]
 
-    def micro_batch_seconds(self, strategy: Strategy, replica: int, tokens: Floats, squares: Floats) -> Floats:
-        """Return [M, pp] seconds of each micro-batch on each stage, forward and backward.
-
-        Messages to the neighbours are included.
-
-        Args:
-            tokens: [M] of each micro-batch.
-            squares: [M] the sum of its sequences' length².
-        """
-        costs = np.array([[one.fixed_s, one.token_s, one.square_s] for one in self.stage_costs(strategy)])
-        seconds = np.stack([np.ones_like(tokens), tokens, squares], axis=1) @ costs.T
-        seconds *= np.array([self._slowness_of(strategy, replica, stage) for stage in range(strategy.pp)])
-        for stage in range(strategy.pp - 1):  # an activation to the next stage, a gradient back
-            ranks = [strategy.rank_at(Position(replica, own, 0)) for own in (stage, stage + 1)]
-            transfer_s = 2.0 * self.layers.boundary_bytes * tokens / self._link(ranks)
-            seconds[:, stage : stage + 2] += transfer_s[:, None] / 2.0
-        return seconds
-
-    def work_seconds(self, strategy: Strategy, replicas: Sequence[Sequence[MicroBatch]]) -> float:
+    def work_seconds(self, strategy: Strategy, replicas: Sequence[Floats]) -> float:
         """Return the seconds of training micro-batches without switches; replicas wait for the slowest one.
 
         Args:
-            replicas: [dp] micro-batches of each replica.
+            replicas: [dp] of each replica [M, 2]: tokens and Σ length² of its micro-batches, as of
+                :func:`~zeroresize.policy.strategy.packing.packed_sums`.
 
         Raises:
             ValueError: for another number of replicas than the strategy has, and as :class:`LayerCostTable`.
         """
         if len(replicas) != strategy.dp:
             raise ValueError(f"strategy {strategy} has {strategy.dp} replicas: micro-batches are for {len(replicas)}")
-        return self.summed_work_seconds(strategy, batch_sums(replicas))
+        costs = np.array([[cost.fixed_s, cost.token_s, cost.square_s] for cost in self.stage_costs(strategy)])
+        of_replicas = (self._stage_seconds(strategy, replica, sums, costs) for replica, sums in enumerate(replicas))
+        return max(map(pipeline_seconds, of_replicas))
 
-    def summed_work_seconds(self, strategy: Strategy, replicas: Sequence[tuple[Floats, Floats]]) -> float:
-        """Return the same as :meth:`work_seconds`, from what :func:`batch_sums` says of each replica."""
-        return max(
-            pipeline_seconds(self.micro_batch_seconds(strategy, replica, tokens, squares))
-            for replica, (tokens, squares) in enumerate(replicas)
-        )
+    def _stage_seconds(self, strategy: Strategy, replica: int, sums: Floats, costs: Floats) -> Floats:
+        """[M, pp] of each micro-batch on each stage, forward and backward, with messages to the neighbours."""
+        seconds: Floats = np.column_stack([np.ones(len(sums)), sums]) @ costs.T
+        seconds *= np.array([self._slowness_of(strategy, replica, stage) for stage in range(strategy.pp)])
+        for stage in range(strategy.pp - 1):  # an activation to the next stage, a gradient back
+            ranks = [strategy.rank_at(Position(replica, end, 0)) for end in (stage, stage + 1)]
+            transfer_s = 2.0 * self.layers.boundary_bytes * sums[:, 0] / self._link(ranks)
+            seconds[:, stage : stage + 2] += transfer_s[:, None] / 2.0
+        return seconds
 
     def reduction_seconds(self, optimizer_strategy: Strategy) -> float:
         """Return the seconds of the one all-reduce of a step's gradients between the optimizer's replicas.
@@ -148,28 +225,9 @@ class CostModel:
         """
         if optimizer_strategy.dp == 1:
             return 0.0
-        sizes = self.weight_bytes(optimizer_strategy)
+        sizes = self.switches.weight_bytes(optimizer_strategy)
         slowest = max(float(sizes[list(group)].max()) / self._link(group) for group in optimizer_strategy.dp_groups())
         return 2.0 * (optimizer_strategy.dp - 1) / optimizer_strategy.dp * slowest
-
-    def switch_seconds(self, strategies: Sequence[Strategy], optimizer_strategy: int) -> Floats:
-        """Return [S, S] seconds of switching from the strategy of the row to that of the column, 0 on the diagonal.
-
-        The weights travel to the next strategy and, in the same messages, the gradients of the strategy that is left
-        travel to the optimizer's strategy, where its own stay.
-
-        Args:
-            optimizer_strategy: its number among the strategies.
-        """
-        return self._switches.seconds(strategies, optimizer_strategy)
-
-    def weight_plan(self, before: Strategy, after: Strategy) -> SwitchPlan:
-        """Plan the switch of the weights alone."""
-        return self._switches.weights(before, after)
-
-    def weight_bytes(self, strategy: Strategy) -> Indices:
-        """Return [R] bytes of weights of each rank."""
-        return self._switches.weight_bytes(strategy)
 
     def memory_bytes(self, strategy: Strategy, optimizer_strategy: Strategy, tokens: int) -> Floats:
         """Return [R] the most bytes that each rank holds while this strategy trains micro-batches of so many tokens.
@@ -178,9 +236,10 @@ class CostModel:
         state in the optimizer's layout, and the activations of the micro-batches that 1F1B keeps on a stage, pp −
         stage.
         """
-        held = np.zeros(self.num_ranks)
-        held += 2 * self.weight_bytes(strategy)
-        held += (self.optimizer_ratio + (strategy != optimizer_strategy)) * self.weight_bytes(optimizer_strategy)
+        of_optimizer = (self.optimizer_ratio + (strategy != optimizer_strategy)) * self.switches.weight_bytes(
+            optimizer_strategy
+        )
+        held: Floats = 2.0 * self.switches.weight_bytes(strategy) + of_optimizer
         for stage, cost in enumerate(self.stage_costs(strategy)):
             activations = cost.token_bytes * tokens * (strategy.pp - stage)
             for replica, shard in itertools.product(range(strategy.dp), range(strategy.tp)):
@@ -193,15 +252,13 @@ class CostModel:
         return float(self.memory_bytes(strategy, optimizer_strategy, tokens).max()) <= limit_bytes
 
     def switch_memory_bytes(self, before: Strategy, after: Strategy, optimizer_strategy: Strategy) -> Floats:
-        """Return [R] the most bytes that each rank holds during a switch, see :func:`switch_bytes`.
-
-        Its messages are included.
-        """
+        """Return [R] the most bytes that each rank holds during a switch, see :func:`switch_bytes`."""
+        size_of = self.switches.weight_bytes
         return switch_bytes(
-            self.weight_bytes(before),
-            self.weight_bytes(after),
-            self.weight_bytes(optimizer_strategy),
-            self._switches.plans(before, after, optimizer_strategy),
+            size_of(before),
+            size_of(after),
+            size_of(optimizer_strategy),
+            self.switches.plans(before, after, optimizer_strategy),
             is_optimizer_strategy=before == optimizer_strategy,
             optimizer_ratio=self.optimizer_ratio,
             max_bytes=self.max_message_bytes,
@@ -211,17 +268,11 @@ class CostModel:
         self, strategies: Sequence[Strategy], optimizer_strategy: int, limit_bytes: float
     ) -> NDArray[np.bool_]:
         """Return [S, S] whether no rank needs more than the limit to switch from the row's strategy to the column's."""
-        return np.array(
-            [
-                [
-                    before == after
-                    or float(self.switch_memory_bytes(before, after, strategies[optimizer_strategy]).max())
-                    <= limit_bytes
-                    for after in strategies
-                ]
-                for before in strategies
-            ]
-        )
+        fit = np.ones((len(strategies), len(strategies)), dtype=bool)
+        for before, after in itertools.permutations(range(len(strategies)), 2):
+            switch = strategies[before], strategies[after], strategies[optimizer_strategy]
+            fit[before, after] = float(self.switch_memory_bytes(*switch).max()) <= limit_bytes
+        return fit
 
     def _link(self, ranks: Sequence[int]) -> float:
         is_within = len({self.nodes[rank] for rank in ranks}) == 1
@@ -232,11 +283,26 @@ class CostModel:
         ranks = [strategy.rank_at(Position(replica, stage, shard)) for shard in range(strategy.tp)]
         slowness = [self.slowness[rank] for rank in ranks] if self.slowness else [1.0] * strategy.tp
         shares = strategy.shares or (1.0,) * strategy.tp
-        return max(share * one for share, one in zip(shares, slowness, strict=True))
+        return max(share * chi for share, chi in zip(shares, slowness, strict=True))
 
-    @cached_property
-    def _switches(self) -> PlannedSwitches:
-        return PlannedSwitches(self.tensors, self.nodes, self.links, self.layers.num_layers)
+
+def pipeline_seconds(stage_s: Floats) -> float:
+    """Return the seconds of micro-batches under 1F1B.
+
+    All of them run one after another on their slowest stages, and the pipeline is filled and drained.
+
+    Exact for equal micro-batches on equal stages, (M + pp − 1) times one. For micro-batches of different sizes it is
+    what a flow shop of equal machines takes; uneven ones in 1F1B wait for each other a little longer. A search asks for
+    this so often that it cannot simulate steps.
+
+    Args:
+        stage_s: [M, pp] forward and backward of each micro-batch on each stage.
+    """
+    if not stage_s.size:
+        return 0.0
+    num_stages = stage_s.shape[1]
+    largest = stage_s[int(stage_s.sum(axis=1).argmax())]
+    return float(stage_s.max(axis=1).sum() + largest.sum() - largest.max()) if num_stages > 1 else float(stage_s.sum())
 
 
 def switch_bytes(
@@ -248,8 +314,11 @@ def switch_bytes(
     is_optimizer_strategy: bool,
     optimizer_ratio: float = 2.0,
     max_bytes: int = MAX_MESSAGE_BYTES,
-) -> NDArray[np.float64]:
+) -> Floats:
     """Return [R] the most bytes that each rank holds during a switch, which has no activations.
+
+    What fits into one round of messages lies in one buffer. Of several rounds, the next is packed while one travels.
+    Sums inside nodes have buffers of their own.
 
     Args:
         before, after, optimizer_strategy: [R] bytes of weights under the strategy that is left, the next one, and the
@@ -260,21 +329,17 @@ def switch_bytes(
         max_bytes: of messages that a rank sends and receives at once.
     """
     gradients = optimizer_strategy + (0 if is_optimizer_strategy else before)
-    return before + after + gradients + optimizer_ratio * optimizer_strategy + _message_bytes(plans, max_bytes)
+    held: Floats = before + after + gradients + optimizer_ratio * optimizer_strategy
+    for num_bytes in (
+        sum(plan.sent_within + plan.sent_between + plan.received_within + plan.received_between for plan in plans),
+        sum(plan.summed_bytes.sum(axis=0) for plan in plans),
+    ):
+        is_one_round = np.max(num_bytes) <= max_bytes // 2
+        held += num_bytes if is_one_round else np.minimum(2 * np.asarray(num_bytes), max_bytes)
+    return held
 
 
-def _message_bytes(plans: Sequence[SwitchPlan], max_bytes: int) -> Indices:
-    """[R] bytes of memory that the messages of plans that are carried out together take at most.
-
-    What fits into one round lies in one buffer. Of several rounds, the next is packed while one travels. Sums inside
-    nodes have buffers of their own.
-    """
-    num_bytes, summed_bytes = (np.zeros(len(plans[0].nodes), dtype=np.int64) for _ in range(2))
-    for plan in plans:
-        num_bytes += plan.sent_within + plan.sent_between + plan.received_within + plan.received_between
-        summed_bytes += plan.summed_bytes.sum(axis=0)
-    return _buffer_bytes(num_bytes, max_bytes) + _buffer_bytes(summed_bytes, max_bytes)
-
-
-def _buffer_bytes(num_bytes: Indices, max_bytes: int) -> Indices:
-    return num_bytes if num_bytes.max() <= max_bytes // 2 else np.minimum(2 * num_bytes, max_bytes)
+def most_bytes_of(plan: SwitchPlan) -> int:
+    """Return the bytes of the rank that sends or receives most."""
+    sent, received = plan.sent_within + plan.sent_between, plan.received_within + plan.received_between
+    return int(max(sent.max(), received.max()))

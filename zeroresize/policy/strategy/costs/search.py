@@ -20,18 +20,31 @@ from dataclasses import dataclass
 import numpy as np
 
 from zeroresize.plan.layout import Indices
-from zeroresize.plan.length_range import LengthRange
-from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.costs.cost_model import CostModel, Floats, batch_sums
-from zeroresize.policy.strategy.costs.forecast import (
-    Pack,
-    StepForecast,
-    Tours,
-    check_sample,
-    forecast_step,
-    packed_by_work,
-)
+from zeroresize.plan.strategy import LengthRange, Strategy
+from zeroresize.policy.strategy.costs.cost_model import CostModel
+from zeroresize.policy.strategy.packing import Floats, packed_sums
+from zeroresize.policy.strategy.switches.switch_order import cheapest_order, tour_seconds
 from zeroresize.utils.value_checks import at_least, number
+
+#: The shortest range that a search thinks of by itself.
+_SHORTEST_RANGE = 256
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """Describe the expected seconds of a step, on average over the mini-batches of a sample.
+
+    Attributes:
+        ranges: of lengths, with the strategies that train them, and the ``max_tokens`` for which these were found to
+            fit.
+        optimizer_strategy: the strategy in which the optimizer steps.
+        step_s: of the ranges' work, the switches, and the all-reduce of the gradients between the replicas of the
+            optimizer's strategy.
+    """
+
+    ranges: tuple[LengthRange, ...]
+    optimizer_strategy: Strategy
+    step_s: float
 
 
 @dataclass(frozen=True)
@@ -39,8 +52,7 @@ class SearchResult:
     """Hold the best ranges, beside the best strategy for all lengths.
 
     Attributes:
-        best: of all ranges and the optimizer's strategies; every range with the ``max_tokens`` for which it was found
-            to fit.
+        best: of all ranges and the optimizer's strategies.
         static: of one range.
     """
 
@@ -76,14 +88,10 @@ def candidate_strategies(
     Raises:
         ValueError: for numbers below 1.
     """
-    for key, value in (
-        ("num_ranks", num_ranks),
-        ("num_layers", num_layers),
-        *(("units", num_units) for num_units in units),
-    ):
-        at_least(key, value, 1)
     per_node = num_ranks if ranks_per_node is None else ranks_per_node
-    at_least("ranks_per_node", per_node, 1)
+    numbers = {"num_ranks": num_ranks, "num_layers": num_layers, "ranks_per_node": per_node}
+    for key, value in (*numbers.items(), *(("units", num_units) for num_units in units)):
+        at_least(key, value, 1)
     strategies = []
     for tp in _divisors(num_ranks):
         is_whole = per_node % tp == 0 or tp % per_node == 0
@@ -93,9 +101,8 @@ def candidate_strategies(
     return strategies
 
 
-def default_thresholds(longest: int, shortest: int = 256) -> list[int]:
+def default_thresholds(longest: int, shortest: int = _SHORTEST_RANGE) -> list[int]:
     """Return the longest length and its halves, rising, down to ``shortest``."""
-    at_least("longest", longest, 1)
     thresholds = [longest]
     while thresholds[-1] // 2 >= max(shortest, 1):
         thresholds.append(thresholds[-1] // 2)
@@ -109,7 +116,6 @@ def search_strategies(
     *,
     memory_limit: float,
     thresholds: Sequence[int] | None = None,
-    pack: Pack = packed_by_work,
     max_ranges: int = 4,
     max_tokens: int | None = None,
 ) -> SearchResult:
@@ -123,7 +129,6 @@ def search_strategies(
         memory_limit: bytes of a rank, which training and switches keep.
         thresholds: [K] rising lengths at which a range may end; the last one is the longest sequence allowed. None: the
             longest of the sample and its halves, as :func:`default_thresholds` says.
-        pack: how sequences are packed into micro-batches and these dealt to replicas, as in training.
         max_ranges: at most so many.
         max_tokens: of a micro-batch; None: as many as the longest sequence of its range may have.
 
@@ -131,15 +136,14 @@ def search_strategies(
         ValueError: if thresholds do not rise, no candidate is given or one is given twice, the sample has a sequence
             that is too long, or no candidate can train all lengths in the memory.
     """
-    candidates, thresholds = list(candidates), _thresholds(thresholds, sample)
-    _check(candidates, thresholds)
+    candidates = list(candidates)
+    thresholds = _checked(sample, candidates, thresholds)
     at_least("max_ranges", max_ranges, 1)
     number("memory_limit", memory_limit, above=0.0)
-    check_sample(sample, thresholds[-1])
     if max_tokens is not None:
         at_least("max_tokens", max_tokens, thresholds[-1])
     limits = [max_tokens or up_to for up_to in thresholds]
-    work_s, is_present = _work(sample, candidates, cost, thresholds, limits, pack)
+    work_s, is_present = _work(sample, candidates, cost, thresholds, limits)
     static, options = _Ranges(), []
     for place, strategy in enumerate(candidates):
         fits = [[cost.fits(other, strategy, limit, memory_limit) for other in candidates] for limit in limits]
@@ -154,20 +158,20 @@ def search_strategies(
             kept = sorted({*useful, place})
             strategies, optimizer_strategy = [candidates[number] for number in kept], kept.index(place)
             are_possible = cost.switches_fit(strategies, optimizer_strategy, memory_limit)
-            switch_s = np.where(are_possible, cost.switch_seconds(strategies, optimizer_strategy), np.inf)
+            switch_s = np.where(are_possible, cost.switches.seconds(strategies, optimizer_strategy), np.inf)
             branches = _Branches(
                 strategies, optimizer_strategy, fitting_s[:, :, kept], is_present, switch_s, reduction_s, max_ranges
             )
             best = branches.best(best)
 
-    def forecast(ranges: _Ranges) -> StepForecast:
-        if ranges.optimizer_strategy is None:
+    def forecast(least: _Ranges) -> StepForecast:
+        if least.optimizer_strategy is None:
             raise ValueError(
                 f"none of the strategies {list(map(str, candidates))} trains all lengths up to {thresholds[-1]} in "
                 f"{memory_limit:g} bytes a rank: choose shorter sequences, smaller micro-batches or more ranks"
             )
-        named = [LengthRange(thresholds[end - 1], way, limits[end - 1]) for end, way in ranges.ranges]
-        return forecast_step(named, ranges.optimizer_strategy, sample, cost, pack)
+        ranges = (LengthRange(thresholds[end - 1], strategy, limits[end - 1]) for end, strategy in least.ranges)
+        return StepForecast(tuple(ranges), least.optimizer_strategy, least.step_s)
 
     return SearchResult(forecast(best), forecast(static))
 
@@ -187,7 +191,6 @@ def _work(
     cost: CostModel,
     thresholds: list[int],
     limits: list[int],
-    pack: Pack,
 ) -> tuple[Floats, Indices]:
     """[K, K, S] mean seconds of ranges by begin, end − 1 and candidate, and [B, K, K] which have sequences."""
     size = len(thresholds)
@@ -199,10 +202,10 @@ def _work(
         groups = [batch[cut[begin] : cut[last + 1]] for batch, cut in zip(lengths, cuts, strict=True)]
         is_present[:, begin, last] = [bool(group) for group in groups]
         for dp in {strategy.dp for strategy in candidates}:
-            sums = [batch_sums(pack(group, limits[last], dp)) for group in groups if group]
+            sums = [packed_sums(group, limits[last], dp) for group in groups if group]
             for place, strategy in enumerate(candidates):
                 if strategy.dp == dp:
-                    taken = (cost.summed_work_seconds(strategy, of_batch) for of_batch in sums)
+                    taken = (cost.work_seconds(strategy, of_batch) for of_batch in sums)
                     work_s[begin, last, place] = sum(taken) / len(sample)
     return work_s, is_present
 
@@ -247,7 +250,7 @@ class _Branches:
     ) -> None:
         self._strategies, self._optimizer_strategy, self._max_ranges = strategies, optimizer_strategy, max_ranges
         self._work_s, self._is_present, self._reduction_s = work_s, is_present, reduction_s
-        self._tours = Tours(switch_s, optimizer_strategy)
+        self._switch_s, self._tours_s = switch_s, dict[int, float]()
         self._entry_s = np.where(np.eye(len(switch_s), dtype=bool), np.inf, switch_s).min(axis=0)
         self._remaining_s = _least_behind(work_s, max_ranges)
 
@@ -260,7 +263,7 @@ class _Branches:
     def _explore(self, begin: int, work_s: float, ranges: list[tuple[int, int]], used: list[int]) -> None:
         """Look at all behind a threshold; ``used`` has for each mini-batch the bits of its candidates."""
         if begin == len(self._work_s):
-            step_s = work_s + sum(map(self._tours.seconds, used)) / len(used) + self._reduction_s
+            step_s = work_s + sum(map(self._tour_s, used)) / len(used) + self._reduction_s
             if step_s < self._best.step_s:
                 named = tuple((end, self._strategies[number]) for end, number in ranges)
                 self._best = _Ranges(step_s, self._strategies[self._optimizer_strategy], named)
@@ -275,7 +278,7 @@ class _Branches:
             if not bound_s < self._best.step_s:
                 return
             if ranges and ranges[-1][1] == candidate:
-                continue  # one range as well
+                continue  # as good as a single range
             present = self._is_present[:, begin, last]
             now = [mask | int(is_there) << candidate for mask, is_there in zip(used, present, strict=True)]
             if bound_s + sum(map(self._least_switches, now)) / len(now) < self._best.step_s:
@@ -287,27 +290,43 @@ class _Branches:
         away = used & ~(1 << self._optimizer_strategy)
         if not away:
             return 0.0
-        return float(
-            self._entry_s[self._optimizer_strategy]
-            + sum(own for one, own in enumerate(self._entry_s) if away >> one & 1)
-        )
+        entered_s = sum(entry_s for number, entry_s in enumerate(self._entry_s) if away >> number & 1)
+        return float(self._entry_s[self._optimizer_strategy] + entered_s)
+
+    def _tour_s(self, used: int) -> float:
+        """The cheapest tour of the strategies whose bits are set, worked out once; infinite where none is possible."""
+        used |= 1 << self._optimizer_strategy
+        if used not in self._tours_s:
+            members = [number for number in range(len(self._switch_s)) if used >> number & 1]
+            between_s = self._switch_s[np.ix_(members, members)]
+            try:
+                order = cheapest_order(between_s, members.index(self._optimizer_strategy))
+                self._tours_s[used] = tour_seconds(between_s, order)
+            except ValueError:
+                if np.isfinite(between_s).all():
+                    raise
+                self._tours_s[used] = float("inf")
+        return self._tours_s[used]
 
 
-def _thresholds(given: Sequence[int] | None, sample: Sequence[Sequence[int]]) -> list[int]:
-    if given is not None:
-        return list(given)
-    longest = max((max(own, default=0) for own in sample), default=0)
-    check_sample(sample, longest)
-    return default_thresholds(longest)
-
-
-def _check(candidates: list[Strategy], thresholds: list[int]) -> None:
+def _checked(
+    sample: Sequence[Sequence[int]], candidates: list[Strategy], thresholds: Sequence[int] | None
+) -> list[int]:
+    """The thresholds, once they, the candidates and the sample are sound."""
+    if not sample or not all(len(batch) for batch in sample):
+        raise ValueError("the sample of lengths needs at least one mini-batch, and each at least one sequence")
     if not candidates or len(set(candidates)) != len(candidates):
         raise ValueError("at least one candidate is needed, and none is named twice")
-    for up_to in thresholds:
-        at_least("thresholds", up_to, 1)
-    if not thresholds or any(after <= before for before, after in itertools.pairwise(thresholds)):
-        raise ValueError(f"thresholds={thresholds} are not allowed: at least one is needed, and they rise")
+    shortest, longest = min(map(min, sample)), max(map(max, sample))
+    thresholds = default_thresholds(longest) if thresholds is None else list(thresholds)
+    if not thresholds or thresholds[0] < 1 or any(after <= before for before, after in itertools.pairwise(thresholds)):
+        raise ValueError(f"thresholds={thresholds} are not allowed: lengths of at least 1 that rise are needed")
+    if shortest < 1 or longest > thresholds[-1]:
+        raise ValueError(
+            f"the sample has sequences of {shortest} to {longest} tokens: allowed are 1 to {thresholds[-1]}, where the "
+            "last range ends"
+        )
+    return thresholds
 
 
 def _divisors(number: int) -> list[int]:

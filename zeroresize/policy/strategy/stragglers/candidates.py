@@ -1,22 +1,27 @@
-"""What strategies could become while some ranks are slow: shrink them, put them together, or leave them out.
+"""What strategies could become while some ranks are slow, and what steps and switches take then.
 
-Pure: the same speeds give the same candidates on every rank.
-
-``R`` ranks of the job, ``L`` layers, ``G`` ranges of lengths, each with a strategy.
+Strategies shrink, their ranks change places, or the slowest ranks are left out. Pure: the same speeds give the same
+candidates on every rank. ``R`` ranks of the job, ``L`` layers, ``G`` ranges of lengths, each with a strategy.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, Protocol
 
 import numpy as np
 
 from zeroresize.plan.layout import unit_bounds
-from zeroresize.plan.strategy import Strategy
+from zeroresize.plan.strategy import LengthRange, Strategy, lengths_by_range
 from zeroresize.policy.pipeline.division import PipelineLoad, balanced_partition
+from zeroresize.policy.strategy.costs.cost_model import CostModel, LayerCostTable, most_bytes_of
+from zeroresize.policy.strategy.packing import Floats, packed_sums
+from zeroresize.policy.strategy.switches.switch_order import cheapest_order, tour_seconds
 
 #: "stay": as it is; "replan": planned anew for the speeds that ranks have; "shares": units move within tensor-parallel
 #: groups; "rearrange": ranks change places, layers stages; "leave out": the slowest ranks do nothing; "original": as
@@ -30,6 +35,8 @@ MOST_LEFT_OUT = 0.5
 _SMALL_GROUP = 4
 #: Equal shares of units that do not divide are refused as a mistake: one share is so much larger where they are meant.
 _HAIR = 1e-6
+#: Of the heaviest layer's work, at least.
+_LEAST_WORK = 1e-6
 _POWERS = tuple(2**power for power in range(20))
 
 
@@ -48,11 +55,6 @@ class ModelDivision:
     unit_counts: tuple[int, ...]
     nodes: tuple[int, ...] = ()
     degrees: tuple[int, ...] = ()
-
-    @property
-    def most_shards(self) -> int:
-        """Return the largest tensor-parallel degree; 1 where nothing is divided."""
-        return min(self.unit_counts, default=1)
 
 
 @dataclass(frozen=True)
@@ -76,19 +78,12 @@ class Candidate:
 
 
 class StrategyCosts(Protocol):
-    """Tell what steps and switches take, as far as is known before.
-
-    Attributes:
-        optimizer_strategy: the number of the range under whose strategy the optimizer steps.
-    """
+    """Tell what steps and switches take; the optimizer steps under the strategy of range ``optimizer_strategy``."""
 
     optimizer_strategy: int
 
     def range_s(self, number: int, strategy: Strategy, speeds: Sequence[float]) -> float:
-        """Return the seconds of range ``number`` under a strategy, infinite where it is out of the question.
-
-        Rank r is ``speeds[r]`` times as fast as the model of costs says.
-        """
+        """Return the seconds of a range where rank r is ``speeds[r]`` times as fast as costs say; infinite: never."""
 
     def step_s(self, strategies: Sequence[Strategy], speeds: Sequence[float]) -> float:
         """Return the seconds of a step under these strategies, one of each range, with the switches in it."""
@@ -100,10 +95,141 @@ class StrategyCosts(Protocol):
         """Whether memory suffices for the switches between the strategies of all ranges."""
 
     def switch_bytes(self, before: Sequence[Strategy], after: Sequence[Strategy]) -> float:
-        """Return the bytes that the busiest rank sends or receives when training goes on under others.
+        """Return the bytes of the busiest rank when the optimizer's strategy becomes another; 0 where it does not."""
 
-        These are weights and the optimizer's state, where the optimizer's strategy is another; 0 otherwise.
-        """
+
+class StragglerCosts:
+    """Tell what a training's steps and switches take, by the model of costs and the newest mini-batches.
+
+    Args:
+        cost: of the model and the cluster; whether ranks are slow there does not count.
+        ranges: of lengths, [G], all of them with ``max_tokens``. Their strategies are known to fit.
+        optimizer_strategy: the number of the range under whose strategy the optimizer steps.
+        limit_bytes: memory of a rank; infinite where that is no question.
+
+    Attributes:
+        division: how the model can be divided; a layer's work is that of a token.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        ranges: Sequence[LengthRange],
+        *,
+        optimizer_strategy: int,
+        limit_bytes: float = math.inf,
+    ) -> None:
+        divided = [tensor for tensor in cost.tensors if tensor.division is not None]
+        most_tp = min((tensor.num_units for tensor in divided), default=1)
+        self._cost = replace(cost, layers=of_all_degrees(cost.layers, most_tp), slowness=())
+        self._ranges, self.optimizer_strategy, self._limit_bytes = tuple(ranges), optimizer_strategy, limit_bytes
+        self._originals = tuple(each.strategy for each in ranges)
+        self._max_tokens = [each.max_tokens or each.up_to for each in ranges]
+        self._sample: list[list[list[int]]] = []
+        self._at, self._packed = lru_cache(maxsize=1)(self._slowed), lru_cache(maxsize=None)(self._packs)
+        self._in_units = lru_cache(maxsize=None)(self._with_unit_shares)
+        self._bytes_of_units: Counter[int] = Counter()
+        for tensor in divided:
+            self._bytes_of_units[tensor.num_units] += tensor.num_bytes
+        layers = self._cost.layers
+        token_s = [layers.costs[kind][1].token_s for kind in layers.kinds]
+        least_s = _LEAST_WORK * max(token_s) or 1.0  # layers that cost nothing need a stage, too
+        work = tuple(max(seconds, least_s) for seconds in token_s)
+        self.division = ModelDivision(work, tuple(sorted(self._bytes_of_units)), cost.nodes, cost.layers.degrees)
+
+    def expect(self, sample: Sequence[Sequence[int]]) -> None:
+        """Expect steps like these: the lengths of the sequences of some mini-batches."""
+        self._sample = [lengths_by_range(self._ranges, lengths) for lengths in sample]
+        # Strategies that were thought of since are many; layouts and plans of those that are still are made again.
+        self._cost = replace(self._cost)
+        for cached in (self._at, self._packed, self._in_units):
+            cached.cache_clear()
+
+    def range_s(self, number: int, strategy: Strategy, speeds: Sequence[float]) -> float:
+        """Return the mean seconds of range ``number`` in the expected steps."""
+        nodes = self._cost.nodes
+        needed = math.ceil(strategy.tp / max(Counter(nodes).values()))
+        groups = strategy.tp_groups() if strategy != self._originals[number] else []
+        if any(len({nodes[rank] for rank in group}) > needed for group in groups):
+            return math.inf  # layers have no costs for a group on more nodes than it needs
+        slow, packed, in_units = self._at(tuple(speeds)), self._packed(number, strategy.dp), self._in_units(strategy)
+        return math.fsum(slow.work_seconds(in_units, replicas) for replicas in packed) / max(len(packed), 1)
+
+    def fits(self, number: int, strategy: Strategy, optimizer_strategy: Strategy) -> bool:
+        """Return whether the memory of all ranks suffices for a range's strategy beside an optimizer's strategy."""
+        # The caller trains with the original ones.
+        is_original = strategy == self._originals[number]
+        return (is_original and optimizer_strategy == self._originals[self.optimizer_strategy]) or self._cost.fits(
+            strategy, optimizer_strategy, self._max_tokens[number], self._limit_bytes
+        )
+
+    def switches_fit(self, strategies: Sequence[Strategy]) -> bool:
+        """Return whether memory suffices for the switches of a step, in whatever order the strategies are visited."""
+        different = list(dict.fromkeys([strategies[self.optimizer_strategy], *strategies]))
+        known = set(self._originals) if different[0] == self._originals[self.optimizer_strategy] else set()
+        fit = self._cost.switches_fit(different, 0, self._limit_bytes)
+        return all(
+            fit[before, after] or {different[before], different[after]} <= known
+            for before, after in itertools.permutations(range(len(different)), 2)
+        )
+
+    def step_s(self, strategies: Sequence[Strategy], speeds: Sequence[float]) -> float:
+        """Return the mean seconds of the expected steps: work, switches, and the sum of the gradients."""
+        work_s = math.fsum(self.range_s(number, strategy, speeds) for number, strategy in enumerate(strategies))
+        optimizer_strategy = strategies[self.optimizer_strategy]
+        switches = self._cost.switches.seconds(list(dict.fromkeys([optimizer_strategy, *strategies])), 0)
+        tour_s = tour_seconds(switches, cheapest_order(switches, 0))
+        return work_s + tour_s + self._cost.reduction_seconds(optimizer_strategy)
+
+    def switch_bytes(self, before: Sequence[Strategy], after: Sequence[Strategy]) -> float:
+        """Return the bytes of the busiest rank as the optimizer moves: weights and its state, without gradients."""
+        plan = self._cost.switches.weights(before[self.optimizer_strategy], after[self.optimizer_strategy])
+        return most_bytes_of(plan) * (1.0 + self._cost.optimizer_ratio)
+
+    def rank_s(self, strategies: Sequence[Strategy], lengths: Sequence[int], rank: int) -> float:
+        """Return the seconds that a rank that is not slow computes in a step with sequences of these lengths."""
+        total_s = 0.0
+        for number, group in enumerate(lengths_by_range(self._ranges, lengths)):
+            strategy = strategies[number]
+            position = strategy.position_of(rank)
+            if position is None or not group:
+                continue
+            cost = self._cost.stage_costs(strategy)[position.stage]
+            shares = self._in_units(strategy).shares
+            sums = packed_sums(group, self._max_tokens[number], strategy.dp)[position.replica]
+            seconds = cost.fixed_s + sums @ np.array([cost.token_s, cost.square_s])
+            total_s += (shares[position.shard] if shares else 1.0) * float(seconds.sum())
+        return total_s
+
+    def _with_unit_shares(self, strategy: Strategy) -> Strategy:
+        """The same with the shares that whole units come to, the mean of all divided tensors by their bytes."""
+        total, shares = sum(self._bytes_of_units.values()), np.zeros(strategy.tp)
+        for num_units, num_bytes in self._bytes_of_units.items():
+            counts = np.diff(unit_bounds(num_units, strategy.shares or (1.0,) * strategy.tp))
+            shares += strategy.tp * counts / num_units * num_bytes / total
+        return replace(strategy, shares=tuple(shares.tolist())) if total else strategy
+
+    def _slowed(self, speeds: tuple[float, ...]) -> CostModel:
+        return replace(self._cost, slowness=tuple(1.0 / speed for speed in speeds))
+
+    def _packs(self, number: int, dp: int) -> list[list[Floats]]:
+        groups = [lengths[number] for lengths in self._sample]
+        return [packed_sums(group, self._max_tokens[number], dp) for group in groups if group]
+
+
+def of_all_degrees(layers: LayerCostTable, most: int) -> LayerCostTable:
+    """Return the table with costs for every tensor-parallel degree up to the most, as uneven groups have odd ones.
+
+    Those that are missing lie on a line over 1 / tp between their neighbours, or are as at the last that is known.
+    """
+    known, costs = layers.degrees, {kind: dict(by_degree) for kind, by_degree in layers.costs.items()}
+    for tp in sorted({*range(1, max(most, *known) + 1)} - {*known}):
+        below = max((degree for degree in known if degree < tp), default=known[0])
+        above = min((degree for degree in known if degree > tp), default=known[-1])
+        part = 0.0 if below == above else (1.0 / below - 1.0 / tp) / (1.0 / below - 1.0 / above)
+        for by_degree in costs.values():
+            by_degree[tp] = by_degree[below].mixed(by_degree[above], part)
+    return replace(layers, costs=costs)
 
 
 def candidates(
@@ -115,25 +241,27 @@ def candidates(
 ) -> list[Candidate]:
     """Return what could be in force now, of each kind the best for each range; "stay" is the first.
 
-    Nothing but to stay and to go back is offered while all ranks are about equally fast.
+    While all ranks are about equally fast these are to stay and to go back.
 
     Args:
-        original: [G] as the caller gave them.
-        in_force: [G] as they are now.
+        original, in_force: [G] as the caller gave them, and as they are now.
         speeds: [R], above zero.
     """
-    taken = set(itertools.chain.from_iterable(one.ranks for one in in_force))
+    taken = {rank for strategy in in_force for rank in strategy.ranks}
     idle = tuple(rank for rank in range(len(speeds)) if rank not in taken)
     offered = [Candidate("stay", idle, tuple(in_force)), Candidate("original", (), tuple(original))]
     slow = slow_ranks(original, speeds)
     if slow:
-        shares = [{_with_shares(one, speeds, model), one} for one in original]
-        rearranged = [arrangements(one.degrees, one.ranks, speeds, model) | {one} for one in original]
-        offered += _best("shares", (), shares, speeds, costs)
-        offered += _best("rearrange", (), rearranged, speeds, costs)
+        by_speed = (_shares(each.degrees, each.ranks, speeds, model, by_speed=True) for each in original)
+        shares = [{each, replace(each, shares=of_each)} for each, of_each in zip(original, by_speed, strict=True)]
+        rearranged = [{each} | arrangements(each.degrees, each.ranks, speeds, model) for each in original]
+        offered += _best("shares", (), shares, speeds, costs) + _best("rearrange", (), rearranged, speeds, costs)
     for size in range(1, min(len(slow), int(MOST_LEFT_OUT * len(speeds))) + 1):
-        left_out = tuple(sorted(slow[:size]))
-        smaller = [_on_the_rest(one, left_out, speeds, model) for one in original]
+        left_out, smaller = tuple(sorted(slow[:size])), []
+        for strategy in original:
+            rest = [rank for rank in strategy.ranks if rank not in left_out]
+            degrees = smaller_degrees(strategy.degrees, len(rest), model)
+            smaller.append(set[Strategy]().union(*(arrangements(each, rest, speeds, model) for each in degrees)))
         offered += _best("leave out", left_out, smaller, speeds, costs)
     first: dict[tuple[Strategy, ...], Candidate] = {}
     for candidate in offered:
@@ -141,11 +269,17 @@ def candidates(
     return list(first.values())
 
 
+def slow_ranks(strategies: Sequence[Strategy], speeds: Sequence[float]) -> list[int]:
+    """Return the ranks with a part in the strategies that are slower than :data:`SLOW_BELOW` allows, slowest first."""
+    ranks = sorted({rank for strategy in strategies for rank in strategy.ranks})
+    fastest = max(speeds[rank] for rank in ranks)
+    return sorted((rank for rank in ranks if speeds[rank] < SLOW_BELOW * fastest), key=lambda rank: speeds[rank])
+
+
 def smaller_degrees(degrees: tuple[int, int, int], num_ranks: int, model: ModelDivision) -> list[tuple[int, int, int]]:
     """Return the same (dp, tp, pp), or next smaller groups and pipelines, with as many replicas as there are ranks for.
 
-    What fewer ranks do stays like what all did: other strategies may be better whoever is slow, and that is a search's
-    matter (:mod:`zeroresize.policy.strategy.costs.search`).
+    What fewer ranks do stays like what all did: whether others are better whoever is slow is a search's matter.
     """
     _, tp, pp = degrees
     return [
@@ -157,7 +291,7 @@ def smaller_degrees(degrees: tuple[int, int, int], num_ranks: int, model: ModelD
 
 def _next_smaller(degree: int, known: Sequence[int]) -> list[int]:
     """Itself, the next smaller known one and, of a small one, one less."""
-    degrees = {degree, max((one for one in known if one < degree), default=degree)}
+    degrees = {degree, max((smaller for smaller in known if smaller < degree), default=degree)}
     return sorted(degrees | ({max(degree - 1, 1)} if degree <= _SMALL_GROUP else set()))
 
 
@@ -173,54 +307,47 @@ def arrangements(
     dp, tp, pp = degrees
     size = dp * tp * pp
     by_speed = sorted(ranks, key=lambda rank: -speeds[rank])  # stable: neighbours stay neighbours
-    within = _within_nodes(by_speed, tp, model.nodes)[:size]
-    taken = set(by_speed[:size])
     together = by_speed[:size]
     columns = np.array(together).reshape(tp, size // tp).T.ravel().tolist()
+    as_given = [rank for rank in ranks if rank in set(together)]
     strategies = set()
-    for order in ([rank for rank in ranks if rank in taken], together, columns, within):
-        for shares, boundaries in itertools.product((False, True), (False, True)):
-            strategies.add(_divided(degrees, order, speeds, model, by_shares=shares, by_layers=boundaries))
+    for order in (as_given, together, columns, _within_nodes(by_speed, tp, model.nodes)[:size]):
+        for by_speed_of_shards, by_speed_of_stages in itertools.product((False, True), (False, True)):
+            shares = _shares(degrees, order, speeds, model, by_speed=by_speed_of_shards)
+            boundaries = _boundaries(degrees, order, speeds, shares, model) if by_speed_of_stages else ()
+            strategies.add(Strategy(dp, tp, pp, tuple(order), shares, boundaries))
     return strategies
-
-
-def _with_shares(strategy: Strategy, speeds: Sequence[float], model: ModelDivision) -> Strategy:
-    """The strategy with shares by the speeds: units move inside the tensor-parallel groups, and nothing else does."""
-    return replace(strategy, shares=_shares(strategy.degrees, strategy.ranks, speeds, model, by_speed=True))
 
 
 def _within_nodes(ranks: Sequence[int], tp: int, nodes: Sequence[int]) -> list[int]:
     """The ranks node by node, as many groups of ``tp`` of each as it has; those that are left over come last."""
     if not nodes:
         return list(ranks)
-    of_node: dict[int, list[int]] = {}
-    for rank in sorted(ranks, key=lambda rank: nodes[rank]):
-        of_node.setdefault(nodes[rank], []).append(rank)
-    whole = {node: len(own) // tp * tp for node, own in of_node.items()}
-    groups = [rank for node, own in of_node.items() for rank in own[: whole[node]]]
-    return groups + [rank for node, own in of_node.items() for rank in own[whole[node] :]]
+    whole, left_over = [], []
+    for node in sorted({nodes[rank] for rank in ranks}):
+        of_node = [rank for rank in ranks if nodes[rank] == node]
+        in_groups = len(of_node) // tp * tp
+        whole += of_node[:in_groups]
+        left_over += of_node[in_groups:]
+    return whole + left_over
 
 
-def _divided(
+def _boundaries(
     degrees: tuple[int, int, int],
     ranks: Sequence[int],
     speeds: Sequence[float],
+    shares: Sequence[float],
     model: ModelDivision,
-    *,
-    by_shares: bool,
-    by_layers: bool,
-) -> Strategy:
+) -> tuple[int, ...]:
+    """[pp + 1] by the slowest shard of each stage; none where all are as fast."""
     dp, tp, pp = degrees
-    shares = _shares(degrees, ranks, speeds, model, by_speed=by_shares)
-    of_stage = np.array([speeds[rank] for rank in ranks]).reshape(pp, dp, tp)
-    of_shard = np.array(shares or (1.0,) * tp)
+    of_stage, of_shard = np.array([speeds[rank] for rank in ranks]).reshape(pp, dp, tp), np.array(shares or (1.0,) * tp)
     paces = np.full_like(of_stage, np.inf)
     np.divide(of_stage, of_shard, out=paces, where=of_shard > 0.0)
     stage_speeds = paces.min(axis=(1, 2))
-    boundaries: tuple[int, ...] = ()
-    if by_layers and len(set(stage_speeds.tolist())) > 1:
-        boundaries = balanced_partition(PipelineLoad.of(model.layer_work, pp, speeds=stage_speeds)).boundaries
-    return Strategy(dp, tp, pp, tuple(ranks), shares, boundaries)
+    if len(set(stage_speeds.tolist())) == 1:
+        return ()
+    return balanced_partition(PipelineLoad.of(model.layer_work, pp, speeds=stage_speeds)).boundaries
 
 
 def _shares(
@@ -231,23 +358,22 @@ def _shares(
     *,
     by_speed: bool,
 ) -> tuple[float, ...]:
-    """[tp] by the slowest rank of each shard, as all groups have the same shares; none where equal ones do."""
+    """[tp] by the slowest rank of each shard, as all groups have the same shares; none where equal ones do.
+
+    They are those of whole units of the most finely divided segment: speeds that divide alike give the same strategy.
+    """
     dp, tp, pp = degrees
     of_shard = np.array([speeds[rank] for rank in ranks]).reshape(pp * dp, tp).min(axis=0)
     if by_speed and len(set(of_shard.tolist())) > 1:
-        shares = _in_units(_with_a_unit_each(of_shard.tolist(), model.most_shards), model)
+        fewest, most = min(model.unit_counts, default=1), max(model.unit_counts, default=1)
+        counts = np.diff(unit_bounds(most, _with_a_unit_each(of_shard.tolist(), fewest)))
+        shares = _with_a_unit_each(counts.tolist(), fewest)
         is_even = all(len(set(np.diff(unit_bounds(units, shares)).tolist())) == 1 for units in model.unit_counts)
         if not is_even and len(set(shares)) > 1:
             return shares
     if all(units % tp == 0 for units in model.unit_counts):
         return ()
     return (1.0 + _HAIR, *(1.0,) * (tp - 1))
-
-
-def _in_units(shares: Sequence[float], model: ModelDivision) -> tuple[float, ...]:
-    """Those of whole units of the most finely divided segment: speeds that divide alike give the same strategy."""
-    counts = np.diff(unit_bounds(max(model.unit_counts), shares)).astype(np.float64)
-    return _with_a_unit_each(counts.tolist(), model.most_shards)
 
 
 def _with_a_unit_each(shares: Sequence[float], num_units: int) -> tuple[float, ...]:
@@ -264,23 +390,6 @@ def _with_a_unit_each(shares: Sequence[float], num_units: int) -> tuple[float, .
         raised[is_least] = raised[~is_least].sum() / (num_units - is_least.sum())
 
 
-def slow_ranks(strategies: Sequence[Strategy], speeds: Sequence[float]) -> list[int]:
-    """Return the ranks with a part in the strategies that are slower than :data:`SLOW_BELOW` allows, slowest first."""
-    ranks = sorted(set(itertools.chain.from_iterable(one.ranks for one in strategies)))
-    fastest = max(speeds[rank] for rank in ranks)
-    return sorted((rank for rank in ranks if speeds[rank] < SLOW_BELOW * fastest), key=lambda rank: speeds[rank])
-
-
-def _on_the_rest(
-    strategy: Strategy, left_out: Sequence[int], speeds: Sequence[float], model: ModelDivision
-) -> set[Strategy]:
-    rest = [rank for rank in strategy.ranks if rank not in left_out]
-    strategies: set[Strategy] = set()
-    for degrees in smaller_degrees(strategy.degrees, len(rest), model):
-        strategies |= arrangements(degrees, rest, speeds, model)
-    return strategies
-
-
 def _best(
     kind: Kind,
     left_out: tuple[int, ...],
@@ -294,19 +403,17 @@ def _best(
     """
     ranked = []
     for number, strategies in enumerate(options):
-        seconds_of = {one: costs.range_s(number, one, speeds) for one in strategies}
-        possible = [one for one in strategies if seconds_of[one] < np.inf]
         # Of equally fast ones that which is told most shortly, on all ranks alike.
-        ranked.append(sorted(possible, key=lambda one: (seconds_of[one], len(str(one)), str(one))))
+        keys = {each: (costs.range_s(number, each, speeds), len(str(each)), str(each)) for each in strategies}
+        ranked.append(sorted((each for each in strategies if keys[each][0] < np.inf), key=lambda each: keys[each]))
     for optimizer_strategy in ranked[costs.optimizer_strategy]:
-        fitting = [
-            [one for one in strategies if costs.fits(number, one, optimizer_strategy)][:1]
-            for number, strategies in enumerate(
-                [optimizer_strategy] if number == costs.optimizer_strategy else strategies
-                for number, strategies in enumerate(ranked)
-            )
+        allowed = list(ranked)
+        allowed[costs.optimizer_strategy] = [optimizer_strategy]
+        fastest = [
+            next((each for each in strategies if costs.fits(number, each, optimizer_strategy)), None)
+            for number, strategies in enumerate(allowed)
         ]
-        chosen = tuple(itertools.chain.from_iterable(fitting))
-        if len(chosen) == len(ranked) and costs.switches_fit(chosen):
+        chosen = tuple(strategy for strategy in fastest if strategy is not None)
+        if len(chosen) == len(fastest) and costs.switches_fit(chosen):
             return [Candidate(kind, left_out, chosen)]
     return []

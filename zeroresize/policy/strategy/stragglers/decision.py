@@ -43,8 +43,7 @@ class StrategyProposal:
     """Describe what a candidate would bring.
 
     Attributes:
-        candidate: what would be in force.
-        step_s: seconds of a step then.
+        step_s: seconds of a step with it.
         saving_s: by how much steps would be shorter than as it is; negative where they would be longer.
         switch_s: seconds of the switch, one way.
         owed_s: what it has cost not to have it in force.
@@ -59,14 +58,7 @@ class StrategyProposal:
 
 @dataclass
 class StragglerState:
-    """Hold what a decision goes on from.
-
-    Attributes:
-        in_force: strategies of each range.
-        cost: of a switch, as far as is known.
-        rental: what is owed for others.
-        owed_for: these, by key.
-    """
+    """Hold what a decision goes on from: each range's strategy, what a switch costs, and what is owed for others."""
 
     in_force: tuple[Strategy, ...]
     cost: MoveCost
@@ -81,18 +73,13 @@ class StragglerDecision:
         original: of each range, as the caller wants it while all ranks are equally fast.
         model: how it can be divided.
         costs: tells what steps take.
-        tolerance: see :data:`TOLERANCE`.
-        min_saving: see :data:`~zeroresize.policy.moves.rental.MIN_SAVING`.
+        tolerance, min_saving: see :data:`TOLERANCE` and :data:`~zeroresize.policy.moves.rental.MIN_SAVING`.
         cost: of a switch, until one was made; a strategy that the model does not have is one setup.
         as_planned_s: tells the seconds of a step by the plans that there are, where steps are planned ahead for the
             speeds that ranks had, and can be planned anew. Every change pays for that, too.
 
     Attributes:
-        original: of each range.
         verdict: what the last update came to, and why.
-
-    Raises:
-        ValueError: for values that are not allowed.
     """
 
     def __init__(
@@ -124,10 +111,7 @@ class StragglerDecision:
         return self.state.in_force
 
     def what_if(self, speeds: Sequence[float]) -> tuple[StrategyProposal, ...]:
-        """Return what each candidate would bring at these speeds.
-
-        The first is to stay; the others are sorted by their steps' seconds.
-        """
+        """Return what each candidate would bring at these speeds: to stay, then the others by their steps' seconds."""
         key = tuple(speeds), self.in_force, self.state.cost, self._replan
         if self._last is None or self._last[0] != key:  # speeds mostly stay, and to look at all candidates takes long
             stay, *others = candidates(self.original, self.in_force, speeds, self._model, self._costs)
@@ -143,25 +127,18 @@ class StragglerDecision:
     def update(self, speeds: Sequence[float]) -> StrategyProposal | None:
         """Take a step made at these speeds and return what is to be put in force now, None where everything stays.
 
-        Whoever is given one calls :meth:`made`, or :meth:`refuse`. Nothing is worked out where there is nothing to do:
-        no rank is slow, the original strategies are in force and planned for that, and nothing is owed.
+        Whoever is given a proposal calls :meth:`made`, or :meth:`refuse`. Nothing is worked out where there is nothing
+        to do: no rank is slow, the original strategies are in force and planned for that, and nothing is owed.
         """
         state, is_even = self.state, not slow_ranks(self.original, speeds)
         if is_even and self._is_planned_evenly and self.in_force == self.original and not state.rental.owed_s:
             self.verdict = state.rental.decide((), 0.0, 1)
             return None
         stay, *others = self.what_if(speeds)
-        best_s = min(proposal.step_s for proposal in (stay, *others))
-        suffices = any(
-            proposal.candidate.kind == "shares" or (proposal.candidate.kind in ("stay", "replan") and self._is_modest)
-            for proposal in (stay, *others)
-            if proposal.step_s <= (1.0 + self._tolerance) * best_s
-        )
-        allowed = {
-            proposal.candidate.key: proposal
-            for proposal in others
-            if proposal.candidate.kind in _MODEST or not suffices
-        }
+        longest_s = (1.0 + self._tolerance) * min(proposal.step_s for proposal in (stay, *others))
+        modest = ("shares", "stay", "replan") if self._is_modest else ("shares",)
+        suffices = any(each.candidate.kind in modest and each.step_s <= longest_s for each in (stay, *others))
+        allowed = {each.candidate.key: each for each in others if each.candidate.kind in _MODEST or not suffices}
         options = [Option(key, proposal.saving_s, 2.0 * proposal.switch_s) for key, proposal in allowed.items()]
         options += [  # owed, and not offered now, as no rank is slow or something else suffices
             Option(key, stay.step_s - self._costs.step_s(strategies, speeds), math.inf)
@@ -201,10 +178,7 @@ class StragglerDecision:
         self._last = None
 
     def go_on_from(self, state: StragglerState) -> None:
-        """Go on from :attr:`state`; the strategies in force stay.
-
-        Where these are others than the state's, nothing is owed for changing those.
-        """
+        """Go on from :attr:`state`; where other strategies are in force they stay, and nothing is owed."""
         is_alike = state.in_force == self.in_force
         self.state = replace(state, in_force=self.in_force)
         if not is_alike:

@@ -1,9 +1,7 @@
-"""How fast ranks are, by what their part of a step should have taken and did; pure, the same on every rank.
+"""How fast ranks are, and after which steps that is worth working out; pure, the same on every rank.
 
 A :class:`~zeroresize.policy.speed.meter.SpeedMeter` of each rank follows seconds per unit of work: every third step it
-takes the last three, and at once if their usual one is a jump.
-
-``R`` ranks.
+takes the last three, and at once if their usual one is a jump. ``R`` ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +18,11 @@ _RECENT = 3
 #: Ranks whose speeds differ by less from the middle one's are taken to be as fast, and a speed that is told changes by
 #: no less: a share.
 _ALIKE = 0.08
+#: Share of training that working out what steps take takes at most, beyond the first steps: with tens of ranks it takes
+#: seconds.
+MAX_WORKING = 0.01
+#: Steps between two samples of steps: at least, and at most, whatever working out costs.
+LEAST_STEPS, MOST_STEPS = 16, 1000
 
 
 @dataclass
@@ -108,3 +111,39 @@ class RankSpeeds:
 def _steady(old: float, new: float) -> float:
     """``old`` where ``new`` is about as much: decisions are to change with speeds, not with noise."""
     return old if abs(new / old - 1.0) < _ALIKE else new
+
+
+@dataclass
+class SampleCadence:
+    """Say after which steps a new sample is taken, from which what steps take is worked out anew.
+
+    After each of the first few, then once in so many. What was spent on working out is owed, and each step pays
+    :data:`MAX_WORKING` of its seconds; a new sample waits until nothing is owed, so dear ones are rare. Proposals that
+    changed speeds ask for do not wait, but are owed, too. All ranks are given the same figures.
+
+    Attributes:
+        num_first: steps of a whole sample, of which each makes a new one.
+        owed_s: seconds that steps have not paid for yet.
+    """
+
+    num_first: int
+    owed_s: float = 0.0
+    _num_steps: int = field(default=0, init=False, repr=False)
+    _last: int = field(default=0, init=False, repr=False)
+
+    def is_due(self) -> bool:
+        """Count a step, and return whether a new sample is taken after it."""
+        self._num_steps += 1
+        is_paid = self._num_steps - self._last >= (MOST_STEPS if self.owed_s > 0.0 else LEAST_STEPS)
+        is_due = self._num_steps <= self.num_first or is_paid
+        if is_due:
+            self._last = self._num_steps
+        return is_due
+
+    def learn(self, working_s: float, step_s: float) -> None:
+        """Take a step: how many seconds the slowest rank has worked out since the one before, and those of the step."""
+        self.owed_s = max(self.owed_s + working_s - MAX_WORKING * step_s, 0.0)
+
+    def begin_anew(self) -> None:
+        """Let the next steps be the first ones of a sample; what is owed stays."""
+        self._num_steps = self._last = 0
