@@ -12,13 +12,13 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_ranks, group_size, require_group, same_ranks
 from zeroresize.config.checks import checked_share_choice
-from zeroresize.integrations.attention_heads import require_whole_heads
 from zeroresize.integrations.hosts import HostAdapter, host_of, known_kinds, process_group_of
 from zeroresize.integrations.known_faults import warn_of_known_faults
+from zeroresize.integrations.named_segments import require_heads_on_ranks
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import Segment
 from zeroresize.layers.segments import all_segments, owned_segments
-from zeroresize.layers.ties import probably_untied, require_ties_kept
+from zeroresize.layers.splitting import probably_untied, require_ties_kept
 from zeroresize.layers.weight_checks import is_sharded, why_no_whole_weight
 from zeroresize.measure.device_speed import measure_wanted_shares
 from zeroresize.plan.ownership import checked_shares
@@ -105,7 +105,7 @@ def convert(
         _convert_again(model, group, segments, wanted, module_filter_fn)
         return model
 
-    require_whole_heads(unwrap(model))
+    require_heads_on_ranks(unwrap(model))
     if group_rank(group) == 0 and (untied := next(probably_untied(unwrap(model)), None)) is not None:
         logger.warning(
             "%s and %s hold the same numbers: they are probably one weight that splitting has untied, and will be "

@@ -13,10 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import zeroresize as zr
 from zeroresize import ColumnParallelLinear, RowParallelLinear
 from zeroresize.convert import balanced_layers
-from zeroresize.integrations import elementwise, segment_registry
-from zeroresize.integrations.elementwise import register_elementwise
+from zeroresize.integrations import known_modules
 from zeroresize.integrations.find_segments import find_segments
-from zeroresize.integrations.segment_registry import StaysEven, register_segments
+from zeroresize.integrations.known_modules import StaysEven, register_elementwise, register_segments
 from zeroresize.layers.segment import Segment
 
 OFF = zr.BalanceConfig(mode="off")
@@ -26,8 +25,8 @@ WIDTH, INNER = 8, 12
 @pytest.fixture(autouse=True)
 def registries(monkeypatch):
     """What a test registers is forgotten again."""
-    monkeypatch.setattr(segment_registry, "_adapters", dict(segment_registry._adapters))
-    monkeypatch.setattr(elementwise, "_registered", set(elementwise._registered))
+    monkeypatch.setattr(known_modules, "_adapters", dict(known_modules._adapters))
+    monkeypatch.setattr(known_modules, "_registered", set(known_modules._registered))
 
 
 class Layers:
@@ -253,7 +252,7 @@ NOT_PROVEN = {
     ),
     "PReLU": (lambda layers: mlp(layers, nn.PReLU(INNER // 2, dtype=torch.float64)), "not proven element-wise: 1"),
     "in place": (odd(lambda self, x: [h := self.a(x), h.cumsum_(-1), self.b(h)][2]), "also used by cumsum_()"),
-    "an index": (odd(lambda self, x: self.b(self.a(x)[..., [1, 0, 2, 3, 4, 5]])), "getitem()"),
+    "an index": (odd(lambda self, x: self.b(self.a(x)[..., [1, 0, 2, 3, 4, 5]])), "getitem__()"),
     "its own parameter": (
         odd(lambda self, x: self.b(self.a(x) * self.scale), scale=nn.Parameter(torch.ones(6))),
         "scale",
@@ -265,7 +264,7 @@ NOT_PROVEN = {
     "parts": (odd(mixed_parts), "repeat()"),
     "branches": (odd(branching), "torch.fx cannot trace the model (Module): TraceError"),
     "another in evaluation": (odd(by_mode), "softmax()"),
-    "attention": (attention, "not proven element-wise: reshape()"),
+    "attention": (attention, "not proven element-wise: view()"),
     "a hook": (hooked, "1 has a forward hook"),
     "another forward": (another_forward, "0 has another forward than its class"),
     "another forward around": (
@@ -280,7 +279,7 @@ NOT_PROVEN = {
     ),
     "row after row": (
         lambda layers: nn.Sequential(*mlp(layers), layers.row(WIDTH * 2, WIDTH), layers.col()),
-        "its input follows from what 2 returns, which is row-parallel",
+        "its input is no output of a column-parallel layer",
     ),
     "column alone": (lambda layers: nn.Sequential(layers.col(), nn.ReLU()), "no row-parallel layer was found"),
     "row alone": (lambda layers: nn.Sequential(layers.row(), nn.ReLU()), "no output of a column-parallel layer"),

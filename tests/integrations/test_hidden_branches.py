@@ -123,12 +123,12 @@ BY_NUMBERS = "computed with numbers: MixesUnitsError: a unit has other numbers"
 KEEPS = "its forward keeps something from call to call: Module."
 #: A forward, further attributes of its module, and a part of the reason.
 NOT_PROVEN = {
-    "a type": (softmax_if(lambda self, h: type(h) is torch.Tensor), {}, BY_NUMBERS),
-    "a pattern": (softmax_if(by_pattern), {}, BY_NUMBERS),
-    "a tensor": (softmax_if(lambda self, h: isinstance(h, torch.Tensor)), {}, BY_NUMBERS),
-    "is_tensor": (softmax_if(lambda self, h: torch.is_tensor(h)), {}, BY_NUMBERS),
-    "no attribute": (softmax_if(lambda self, h: not hasattr(h, "quantized")), {}, BY_NUMBERS),
-    "a graph": (softmax_if(lambda self, h: h.requires_grad is True), {}, BY_NUMBERS),
+    "a type": (softmax_if(lambda self, h: type(h) is torch.Tensor), {}, "softmax()"),
+    "a pattern": (softmax_if(by_pattern), {}, "softmax()"),
+    "a tensor": (softmax_if(lambda self, h: isinstance(h, torch.Tensor)), {}, "softmax()"),
+    "is_tensor": (softmax_if(lambda self, h: torch.is_tensor(h)), {}, "softmax()"),
+    "no attribute": (softmax_if(lambda self, h: not hasattr(h, "quantized")), {}, "softmax()"),
+    "a graph": (softmax_if(lambda self, h: h.requires_grad is True), {}, "also used by requires_grad()"),
     "a backward": (lambda self, x: self.b(MixesInBackward.apply(self.a(x))), {}, BY_NUMBERS),
     "a flag": (is_mixing, {}, "softmax()"),
     "a flag that is not given": (is_not_told, {}, "softmax()"),
@@ -137,7 +137,7 @@ NOT_PROVEN = {
     "a bias": (lambda self, x: self.b(self.a(x)) + self.a.bias.sum(), {}, "the forward uses a.bias itself"),
     "a weight in place": (scales_a_weight, {}, "the forward uses b.weight itself"),
     "a weight's data": (sets_a_weight, {}, "the forward uses b.weight itself"),
-    "data": (sets_data, {}, "what relu() returns is also used by getattr()"),
+    "data": (sets_data, {}, "also used by data()"),
     "a shape": (softmax_if(lambda self, h: h.shape[-1] > 8), {}, "TraceError: symbolically traced variables"),
     "where it asks": (softmax_if(lambda self, h: h.shape[-1] > 8), {}, "test_hidden_branches.py:"),
     "without gradients": (softmax_if(lambda self, h: not torch.is_grad_enabled()), {}, "softmax()"),

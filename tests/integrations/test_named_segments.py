@@ -146,9 +146,9 @@ def test_a_follower_that_fails_is_named(run_ranks):
 
 
 def test_a_registered_class_without_a_follower_stays_even(run_ranks, monkeypatch, caplog):
-    from zeroresize.integrations import register_segments, segment_registry
+    from zeroresize.integrations import known_modules, register_segments
 
-    monkeypatch.setattr(segment_registry, "_adapters", dict(segment_registry._adapters))
+    monkeypatch.setattr(known_modules, "_adapters", dict(known_modules._adapters))
     register_segments(Attention, lambda one: zr.Segment([one.q, one.k, one.v], one.out, unit_size=2 * HEAD))
 
     def check(rank, group):

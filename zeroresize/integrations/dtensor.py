@@ -21,7 +21,7 @@ from zeroresize.comm.collectives import group_size, require_group
 from zeroresize.integrations.changed_modules import remembered_by
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.dtensor_linear import LinearLayouts, become_dtensor_linear
-from zeroresize.layers.whole_linear import why_no_plain_linear
+from zeroresize.layers.splitting import why_no_plain_linear
 from zeroresize.utils.torch_private import hooks_of
 
 #: Where the styles are defined whose hooks are read, and whether their row-parallel layers add the whole bias at once.

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from zeroresize.layers.functional import (
     ProductContext,
+    SharedProducts,
     column_backward,
     column_forward,
     row_backward,
     row_forward,
 )
-from zeroresize.layers.shared_products import SharedProducts
 from zeroresize.plan.layer import LayerPlan
 from zeroresize.utils.torch_private import (
     constant_in_graphs,

@@ -27,10 +27,8 @@ from zeroresize.comm.collectives import (
     scatter_to_tp_region,
 )
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.jagged import on_tokens
-from zeroresize.layers.module_names import qualified_name
-from zeroresize.layers.parts import Parts, checked_parts, part_of_rank
-from zeroresize.layers.ties import keep_ties
+from zeroresize.layers.local_parts import on_tokens
+from zeroresize.layers.splitting import Parts, checked_parts, keep_ties, part_of_rank, qualified_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zeroresize.layers.parts import Parts
+from zeroresize.layers.splitting import Parts
 from zeroresize.plan.ownership import OwnershipMap
 
 #: Takes the numbers of the units that this rank owns.
