@@ -106,7 +106,7 @@ def _reading(module: nn.Module, layer: Any, holding: nn.Module | None, arguments
         if "forward" not in vars(module):
             with suppress(Exception), own_hooks_off(module), nothing_kept(module), WatchedFunctions(reading.call):
                 reading.trace(module, concrete_args=arguments)
-        if reading.is_complete or reading.cuts():
+        if reading.fits:
             break
     return reading
 
@@ -118,12 +118,14 @@ class _Reading(ForwardTracer):
         was_called: whether the forward calls the layer.
         is_returned: whether its output leaves the forward uncut.
         is_complete: whether the forward was traced to its end.
+        fits: whether the dimensions of the batch are such as what reads the output needs.
         inner: an operation that takes features of every head.
     """
 
     def __init__(self, layer: Any, holding: nn.Module | None, batch: tuple[int, ...]) -> None:
         super().__init__(holding)
         self.was_called = self.is_returned = self.is_complete = self._have_met = self._passes_whole = False
+        self.fits = True
         self.inner: str | None = None
         self._layer, self._batch, self._size = layer, batch, layer.even_shape[0]
         self.shape = torch.Size((*batch, layer.even_shape[1]))
@@ -155,7 +157,9 @@ class _Reading(ForwardTracer):
             self._ends["glu()"] = {self._size // 2}
         if name == "glu" or any(isinstance(value, fx.Proxy) for value in given):
             return self.create_proxy("call_function", function, (), {})
+        self.fits = False
         result = function(*args, **kwargs)
+        self.fits = True
         if isinstance(result, tuple | list) and any(isinstance(piece, Tensor) for piece in result):
             return tuple(self._taken(function, piece, whole) for piece in result)
         return self._taken(function, result, whole) if isinstance(result, Tensor) else result
