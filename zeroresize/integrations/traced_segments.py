@@ -281,7 +281,9 @@ class _StimulatedTracer(ForwardTracer):
             module = self._root.get_submodule(str(node.target))
             changed = why_changed(module) if is_elementwise_module(module) else None
             return f"{node.target} ({type(module).__name__})" if changed is None else f"{node.target} {changed}"
-        others = ", ".join(str(other.target) for other in node.all_input_nodes if other.op in ("placeholder", "get_attr"))
+        others = ", ".join(
+            str(other.target) for other in node.all_input_nodes if other.op in ("placeholder", "get_attr")
+        )
         return f"{name_of_function(node.target)}()" + (f" with {others}" if others else "")
 
     @contextmanager
