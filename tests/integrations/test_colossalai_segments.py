@@ -7,8 +7,7 @@ from helpers.parallel_layers import assert_any_owner_computes_the_same
 from helpers.segments import convert_and_find
 
 from zeroresize.convert import balanced_layers
-from zeroresize.integrations.keyed_dropout import KeyedDropout
-from zeroresize.layers.unit_dropout import UnitDropout
+from zeroresize.layers.unit_dropout import KeyedDropout, UnitDropout
 
 pytestmark = [pytest.mark.usefixtures("colossalai_module"), pytest.mark.slow]
 

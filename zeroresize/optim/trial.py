@@ -76,9 +76,8 @@ class StateBytes:
                 error,
             )
             return _OF_ADAM
-        return float(
-            sum(kept.element_size() for kept in state.values() if _is_whole(kept) and kept.shape == parameter.shape)
-        )
+        whole = [kept for kept in state.values() if _is_whole(kept) and kept.shape == parameter.shape]
+        return float(sum(kept.element_size() for kept in whole))
 
 
 def why_steps_differ(optimizer: Optimizer, tensors: Iterable[Tensor], *, by_element: bool) -> str | None:
@@ -96,9 +95,9 @@ def why_steps_differ(optimizer: Optimizer, tensors: Iterable[Tensor], *, by_elem
             [torch.full_like(values[0], at != alone, dtype=torch.bool) for at, values in enumerate(drawn)]
             for alone in range(len(likes))
         ]
-    for larger in masks:
+    for larger in masks if likes else ():
         stepped, numbers = _after_steps(optimizer, likes, drawn)
-        changed, other_numbers = _after_steps(optimizer, likes, list(map(_with_larger, drawn, larger)))
+        changed, other_numbers = _after_steps(optimizer, likes, list(map(_with_larger, drawn, larger)), seed=1)
         for name, number in numbers.items():
             if number != other_numbers.get(name):
                 raise NoTrialError(f"in a trial its {name} followed the gradients of other elements")
@@ -148,12 +147,13 @@ def _with_larger(drawn: Tensor, mask: Tensor) -> Tensor:
 
 
 def _after_steps(
-    optimizer: Optimizer, likes: Sequence[_Like], drawn: Sequence[Tensor]
+    optimizer: Optimizer, likes: Sequence[_Like], drawn: Sequence[Tensor], seed: int = 0
 ) -> tuple[list[tuple[Tensor, Mapping[str, Any]]], dict[str, float]]:
-    """Let a copy of an optimizer step without a trace; random numbers differ from copy to copy.
+    """Let a copy of an optimizer step without a trace.
 
     Args:
         drawn: of each of ``likes`` its values, and the gradients of all steps.
+        seed: of random numbers, which are to differ from copy to copy.
 
     Returns:
         (each parameter with its state, numbers of the copy's own by name).
@@ -167,7 +167,7 @@ def _after_steps(
         devices = [values.device for values in drawn[:1] if values.is_cuda]
         with warnings.catch_warnings(), torch.random.fork_rng(devices), torch.enable_grad():
             warnings.simplefilter("ignore")
-            torch.default_generator.seed()
+            torch.manual_seed(seed)
             made = _copied(optimizer, likes, parameters)
             for gradients in zip(*(values[1:] for values in drawn), strict=True):
                 for parameter, gradient in zip(parameters, gradients, strict=True):
