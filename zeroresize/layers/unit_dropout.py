@@ -2,12 +2,11 @@
 
 An element is kept or dropped by a hash of (seed, number of the call, global unit, position), so a step is the same
 wherever its units are computed. ``F`` features of this rank's units; ``L`` positions before their dimension, ``I``
-after it.
+after it. :class:`KeyedDropout` puts such modules in place of a model's, for as long as a balancer works.
 
 A mask's number is counted by the module itself, alike on all ranks, whatever their random states are. A forward that
 activation checkpointing computes again is known by one number that every call draws from torch's CPU generator: with
-``preserve_rng_state=True``, torch's default, it draws the same one and gets the same mask. :class:`KeyedDropout` puts such modules in place of a model's, for as long
-as a balancer works.
+``preserve_rng_state=True``, torch's default, it draws the same one and gets the same mask.
 """
 
 from __future__ import annotations
@@ -173,44 +172,44 @@ class KeyedDropout:
         places = _places(model)
         self._keyed: list[tuple[UnitDropout, OwnedSegment, int, nn.Module, str]] = []
         for segment in segments:
-            for number, (dropout, _) in enumerate(segment.dropouts):
+            for place, (dropout, _) in enumerate(segment.dropouts):
                 if isinstance(dropout, UnitDropout) or (isinstance(dropout, nn.Dropout) and dropout.p):
-                    self._key(segment, number, *places[id(dropout)][0])
+                    self._key(segment, place, *places[id(dropout)][0])
 
-    def _key(self, segment: OwnedSegment, number: int, parent: nn.Module, attribute: str) -> None:
-        dropout, dim = segment.dropouts[number]
+    def _key(self, segment: OwnedSegment, place: int, parent: nn.Module, attribute: str) -> None:
+        dropout, dim = segment.dropouts[place]
         if isinstance(dropout, UnitDropout):  # whoever put it there was not closed, or left units away
             keyed = dropout
             keyed.segment = segment
         else:
             assert isinstance(dropout, nn.Dropout)
             rank = group_rank(segment.modules[-1].process_group)
-            seed = mixed(self._seed, zlib.crc32(f"{segment.name}/{number}".encode()))
+            seed = mixed(self._seed, zlib.crc32(f"{segment.name}/{place}".encode()))
             keyed = UnitDropout(dropout.p, segment, rank, dim=dim, seed=seed, replaces=dropout)
-            keyed.resume(segment.dropout_calls.get(number, 0))
+            keyed.resume(segment.dropout_calls.get(place, 0))
             setattr(parent, attribute, keyed.train(dropout.training))
-            _set_dropout(segment, number, keyed)
-        self._keyed.append((keyed, segment, number, parent, attribute))
+            _set_dropout(segment, place, keyed)
+        self._keyed.append((keyed, segment, place, parent, attribute))
 
     def close(self) -> None:
         """Put the modules back that were replaced, but for those of segments whose units are away.
 
         There a mask by each rank's own random numbers would be another one on every owner.
         """
-        for keyed, segment, number, parent, attribute in self._keyed:
+        for keyed, segment, place, parent, attribute in self._keyed:
             replaced = keyed.replaced
-            if replaced is None or not segment.owned.is_even or segment.dropouts[number][0] is not keyed:
+            if replaced is None or not segment.owned.is_even or segment.dropouts[place][0] is not keyed:
                 continue
-            segment.dropout_calls[number] = keyed.num_calls
-            _set_dropout(segment, number, replaced)
+            segment.dropout_calls[place] = keyed.num_calls
+            _set_dropout(segment, place, replaced)
             if children_of(parent).get(attribute) is keyed:
                 setattr(parent, attribute, replaced.train(keyed.training))
         self._keyed = []
 
 
-def _set_dropout(segment: OwnedSegment, number: int, module: nn.Module) -> None:
+def _set_dropout(segment: OwnedSegment, place: int, module: nn.Module) -> None:
     dropouts = list(segment.dropouts)
-    dropouts[number] = module, dropouts[number][1]
+    dropouts[place] = module, dropouts[place][1]
     segment.dropouts = tuple(dropouts)
 
 
