@@ -68,19 +68,6 @@ def test_any_owner_computes_the_same(run_ranks, kind, attention):
     run_ranks(check, 2)
 
 
-def test_the_even_model_is_the_whole_one(run_ranks):
-    """So that what the others are compared with is right."""
-
-    def check(rank, group):
-        from torch.testing import assert_close
-
-        for kind in ATTENTION:
-            whole = compute(kind)(build(kind))
-            assert_close(compute(kind)(sharded(kind, group)[0]), whole, rtol=1e-10, atol=1e-10)
-
-    run_ranks(check, 2)
-
-
 @pytest.mark.parametrize("kind", ["ViT", "Bert", "GPT2"])
 def test_a_bias_that_the_activation_adds_moves_along(run_ranks, kind):
     def check(rank, group):

@@ -10,7 +10,6 @@ from zeroresize import ColumnParallelLinear, RowParallelLinear
 from zeroresize.convert import balanced_layers
 from zeroresize.layers.segments import owned_segments
 
-OFF = zr.BalanceConfig(mode="off")
 WIDTH, HEAD = 8, 4
 
 
@@ -119,19 +118,6 @@ def test_every_rank_keeps_a_unit_unless_the_user_says_that_it_needs_none(run_ran
         torch.testing.assert_close(uneven(x), even(x))
         empty = converted(group, (1, 0), min_units=0)
         assert owned_segments(balanced_layers(empty))[0].owned.counts == (4, 0)
-
-    run_ranks(check, 2)
-
-
-def test_neurons_that_are_named_change_hands_by_eights_too(run_ranks):
-    def check(rank, group):
-        model = nn.Sequential(
-            ColumnParallelLinear(WIDTH, 2048, process_group=group), RowParallelLinear(2048, WIDTH, process_group=group)
-        )
-        zr.convert(model, process_group=group, segments=[zr.Segment(["0"], "1")], shares=(1000, 1))
-        (segment,) = owned_segments(balanced_layers(model))
-        assert segment.quantum == segment.min_units == 8
-        assert all(count and count % 8 == 0 for count in segment.owned.counts)
 
     run_ranks(check, 2)
 
