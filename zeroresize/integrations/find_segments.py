@@ -48,11 +48,6 @@ def find_segments(
 
     Returns:
         (the segments in the order of the model, for every other layer the reason why it stays even).
-
-    Raises:
-        ValueError: for a packed layer that was split across its parts; for a named segment whose layers do not exist,
-            are not converted, are of the wrong kind, do not fit each other's sizes, or are in another one, saying which
-            and what is allowed.
     """
     search = _Search(model, layers, num_ranks)
     for segment in named:

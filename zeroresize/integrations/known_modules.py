@@ -95,11 +95,7 @@ def adapter_of(module: nn.Module) -> SegmentAdapter | None:
 
 
 def registered_segments(module: nn.Module) -> Iterator[Segment]:
-    """Yield the segments that the registry knows in ``module`` itself.
-
-    Raises:
-        StaysEven: with the reason, where the module's class is known and this one has none.
-    """
+    """Yield the segments that the registry knows in ``module`` itself."""
     adapter = adapter_of(module)
     if adapter is not None:
         segments = adapter(module)

@@ -28,11 +28,7 @@ _QKV = re.compile(r"(to_|w)?(q|k|v|qkv)(_proj)?|query|key|value")
 
 
 def require_heads_on_ranks(model: nn.Module) -> None:
-    """Check that the ranks divide the heads of attention modules: else a forward fails in words about views.
-
-    Raises:
-        ValueError: if they do not, naming the layer, its heads and the ranks.
-    """
+    """Check that the ranks divide the heads of attention modules: else a forward fails in words about views."""
     for path, module in model.named_modules():
         sizes = (getattr(module, name, None) for name in ("head_dim", "attention_head_size"))
         size = next((value for value in sizes if isinstance(value, int)), 0)
@@ -67,10 +63,6 @@ def require_sound(
             unit in each part.
         units: of this rank, at even shares.
         modules: of the model, by name.
-
-    Raises:
-        StaysEven: if a unit is, or may be, a part of a head; if the modules between the layers keep counts, or tensors,
-            of what this rank holds, which do not follow it.
     """
     parts = _parts(list(rows), modules)
     holders = [module for module, _ in parts.values() if not type(module).__module__.startswith("torch.")]

@@ -51,9 +51,6 @@ def require_right_parts(
 
     Args:
         with_given_parts: layers of which somebody has said how their weights are packed on a rank.
-
-    Raises:
-        ValueError: naming a layer and the operation that cuts its output, where these are not the undivided blocks.
     """
     modules = dict(model.named_modules())
     for name, layer in layers.items():

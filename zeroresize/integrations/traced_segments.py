@@ -63,12 +63,7 @@ class TracedSegment:
 
 
 def traced_segment(module: nn.Module, name: str, row: Any) -> TracedSegment:
-    """Prove which segment the row-parallel layer ``row`` in ``module``, which the model calls ``name``, ends.
-
-    Raises:
-        FromOutside: if a larger module may show more.
-        NotProven: with the reason.
-    """
+    """Prove which segment the row-parallel layer ``row`` in ``module``, which the model calls ``name``, ends."""
     described = f"{name or 'the model'} ({type(module).__name__})"
     failure: NotProven | None = None
     for holding in (None, row):  # what cannot be traced may be another submodule's forward
@@ -155,11 +150,7 @@ class _StimulatedTracer(ForwardTracer):
             return super().trace(root, concrete_args)
 
     def reading(self) -> TracedSegment:
-        """Return the segment that the trace shows.
-
-        Raises:
-            NotProven: with the reason, if it shows none.
-        """
+        """Return the segment that the trace shows."""
         if not self._inputs:
             raise NotProven(f"the forward of {type(self._root).__name__} does not call it")
         reached = []
@@ -310,11 +301,7 @@ class WatchedFunctions(TorchFunctionMode):
 
 
 def _under_every_circumstance(module: nn.Module, trace: Callable[[dict[str, Any] | None], object]) -> None:
-    """Call ``trace``, which is given arguments for the forward of ``module``, as often as that may differ.
-
-    Raises:
-        Exception: whatever it raises, and TypeError where the forward keeps something or draws random numbers.
-    """
+    """Call ``trace``, which is given arguments for the forward of ``module``, as often as that may differ."""
     if "forward" in vars(module):  # fx would trace that of its class
         raise TypeError("its forward was replaced")
     kind = next((parameter.device.type for parameter in module.parameters() if not parameter.is_meta), "cpu")

@@ -172,11 +172,7 @@ def _implementation(module: Any) -> str | None:
 
 
 def _require_unmixed(module: Any, segment: Segment) -> None:
-    """Check by numbers that the module treats units alike, whatever it calls.
-
-    Raises:
-        StaysEven: if it does not, or cannot be run.
-    """
+    """Check by numbers that the module treats units alike, whatever it calls."""
     row: Any = segment.row
     parts = segment.parts if isinstance(segment.parts, int) else 1
     units = row.even_shape[1] // segment.unit_size
@@ -192,11 +188,7 @@ def _require_unmixed(module: Any, segment: Segment) -> None:
 
 @contextmanager
 def _without_flash_attention(module: Any) -> Iterator[None]:
-    """Let eager attention take the place of transformers' flash attention, which is of half precision only.
-
-    Raises:
-        StaysEven: if another function has its name.
-    """
+    """Let eager attention take the place of transformers' flash attention, which is of half precision only."""
     name = _implementation(module)
     if name not in _FLASH:
         yield

@@ -74,11 +74,7 @@ class Stimulus:
         return output
 
     def record(self, x: Any) -> None:
-        """Record the row-parallel layer's input, and gradients of a sum of it in which no two elements cancel.
-
-        Raises:
-            MixesUnitsError: if it is not of the units that are there.
-        """
+        """Record the row-parallel layer's input, and gradients of a sum of it in which no two elements cancel."""
         weights = self._weights
         if not isinstance(x, Tensor) or x.shape[-1] != weights.shape[-1] or x.numel() != weights.numel():
             what = f"of shape {list(x.shape)}" if isinstance(x, Tensor) else "changed by other inputs, too"
@@ -110,10 +106,6 @@ def require_unmixed(
     Args:
         columns, row, num_rows: as of :class:`Stimulus`.
         compute: runs what lies between the layers with a stimulus for them.
-
-    Raises:
-        MixesUnitsError: with the reason, if it has not.
-        Exception: whatever ``compute`` raises.
     """
     whole, part = (Stimulus(columns, row, num_rows, units) for units in (range(NUM_UNITS), KEPT))
     compute(whole)
@@ -143,9 +135,6 @@ def require_unmixed_in_call(
         module: holds the layers.
         call: takes the replicated input, and calls the row-parallel layer at the end.
         on_change: lets the module follow the units that are there.
-
-    Raises:
-        as :func:`require_unmixed`.
     """
 
     def compute(stimulus: Stimulus) -> None:

@@ -105,11 +105,7 @@ class CompiledForwards:
         return torch.tensor(0 if plan is None else self._num_plans, device="cpu")
 
     def made_by(self, number: int) -> tuple[LayerPlan | None, SharedProducts | None, Sequence[Tensor]]:
-        """Return what :meth:`number_of` was given.
-
-        Raises:
-            KeyError: with the reason, if it is not known any more.
-        """
+        """Return what :meth:`number_of` was given."""
         if number < 0:
             lent = self._lent.get(number)
             if lent is None:

@@ -75,9 +75,6 @@ class _DTensorLinear(BalancedLinear, nn.Linear):
 
         Seeded alike, the ranks together hold what one rank would. A bias that all ranks hold is rank 0's; collective
         then. What ``fully_shard`` has divided further is drawn by torch itself.
-
-        Raises:
-            RuntimeError: while units are away.
         """
         is_whole = self.weight.is_meta or not is_dtensor(self.weight)  # while ``nn.Linear`` makes it
         if is_whole or self.is_sharded_further(self.weight):

@@ -313,9 +313,6 @@ def require_eager_autograd() -> None:
 
     It would capture the waits for other ranks' gradients once, and lose what several micro-batches share after the
     first.
-
-    Raises:
-        RuntimeError: naming what to change.
     """
     if in_compiled_autograd():
         raise RuntimeError(

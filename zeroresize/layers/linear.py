@@ -284,9 +284,6 @@ def require_divisible(linear: nn.Linear, features: str, process_group: ProcessGr
         features: the name of its attribute that is divided.
         process_group: the ranks.
         whose: what the error calls itself.
-
-    Raises:
-        ValueError: if they cannot, naming the layer as its model does, where a model holds it.
     """
     if getattr(linear, features) % group_size(process_group):
         name = qualified_name(linear)

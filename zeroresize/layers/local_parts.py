@@ -52,11 +52,7 @@ def local_in_graph(tensor: Tensor) -> Tensor:
 
 
 def on_tokens(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``function(x)`` for a function of each token alone; for a jagged ``x``, of its packed tokens, jagged as x is.
-
-    Raises:
-        ValueError: for a nested tensor of another layout.
-    """
+    """``function(x)`` for a function of each token alone; for a jagged ``x``, of its packed tokens, jagged as x is."""
     if not x.is_nested:
         return function(x)
     if x.layout is not torch.jagged:

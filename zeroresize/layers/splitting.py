@@ -40,9 +40,6 @@ def checked_parts(parts: Parts, size: int, num_shares: int, whose: str, shares: 
         num_shares: into how many equal shares each part is divided.
         whose: what the error calls itself.
         shares: what the error calls them.
-
-    Raises:
-        ValueError: for parts that are not of the layer's size, or that do not divide.
     """
     sizes: tuple[int, ...] = ()
     if type(parts) is int:
@@ -123,11 +120,7 @@ _ORIGIN = "_zeroresize_origin"
 
 
 def require_split_alike(linear: nn.Module, wholes: Mapping[str, Tensor], division: Hashable) -> None:
-    """Check, before ``linear`` is split, that what it shares with layers split before is divided as there.
-
-    Raises:
-        ValueError: if it is not, naming both layers.
-    """
+    """Check, before ``linear`` is split, that what it shares with layers split before is divided as there."""
     for name, whole in wholes.items():
         part = _part_of_another(linear, whole)
         if part is not None and part[1:] != (name, division):
@@ -144,9 +137,6 @@ def keep_ties(linear: nn.Module, wholes: Mapping[str, Tensor], layer: nn.Module,
     Args:
         wholes: the parameters that ``linear`` had, by name.
         division: tells layers that are divided alike.
-
-    Raises:
-        ValueError: as :func:`require_split_alike`.
     """
     require_split_alike(linear, wholes, division)
     for name, whole in wholes.items():
@@ -161,11 +151,7 @@ def keep_ties(linear: nn.Module, wholes: Mapping[str, Tensor], layer: nn.Module,
 
 
 def require_ties_kept(model: nn.Module) -> None:
-    """Check that no two parameters of ``model`` that train were one before layers were split.
-
-    Raises:
-        ValueError: if there are, naming both.
-    """
+    """Check that no two parameters of ``model`` that train were one before layers were split."""
     seen: dict[_Origin, tuple[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
         origin = getattr(parameter, _ORIGIN, None)

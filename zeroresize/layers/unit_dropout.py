@@ -51,10 +51,6 @@ class UnitDropout(nn.Module):
 
     Attributes:
         num_calls: forwards in training so far, but for those that were computed again. The balancer's state holds it.
-
-    Raises:
-        ValueError: if ``p`` is not 0 to 1, or an input's dimension is no multiple of this rank's units.
-        RuntimeError: for a forward that is computed again from another random state (``preserve_rng_state=False``).
     """
 
     def __init__(

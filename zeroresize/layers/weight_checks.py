@@ -93,9 +93,6 @@ def sharding_of(parameters: Sequence[Tensor]) -> tuple[ProcessGroup | None, list
 
     Returns:
         (None if there is no balanced layer's parameter among them, one flag for each).
-
-    Raises:
-        ValueError: if layers of different groups are among them, or shards and no layer that tells of which group.
     """
     known = {id(parameter): (layer.process_group, is_shard) for layer in _layers for parameter, is_shard in _of(layer)}
     group: ProcessGroup | None = None

@@ -24,12 +24,7 @@ _MOST_OBJECTS = 20_000
 
 
 def require_whole_parameters(layers: Sequence[nn.Module]) -> None:
-    """Check that the layers' parameters are whole tensors of their own.
-
-    Raises:
-        ValueError: for layers inside DistributedDataParallel or FSDP, and for other tensors than plain ones, such as
-            DTensors and lazily made parameters.
-    """
+    """Check that the layers' parameters are whole tensors of their own."""
     for number, layer in enumerate(layers):
         for path, module in layer.named_modules():
             if isinstance(module, DistributedDataParallel) or is_wrapped_by_fsdp(module):

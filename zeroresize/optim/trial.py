@@ -81,11 +81,7 @@ class StateBytes:
 
 
 def why_steps_differ(optimizer: Optimizer, tensors: Iterable[Tensor], *, by_element: bool) -> str | None:
-    """Tell how the step of an element of ``tensors``, or of a tensor, depends on other ones; None where it does not.
-
-    Raises:
-        NoTrialError: if that cannot be tried.
-    """
+    """Tell how the step of an element of ``tensors``, or of a tensor, depends on other ones; None where it does not."""
     likes = _likes_of(optimizer, tensors, num_alike=1 if by_element else 2)
     drawn, generator = [_drawn(like, seed) for seed, like in enumerate(likes)], torch.Generator().manual_seed(0)
     if by_element:
@@ -157,9 +153,6 @@ def _after_steps(
 
     Returns:
         (each parameter with its state, numbers of the copy's own by name).
-
-    Raises:
-        NoTrialError: if it cannot, or keeps tensors elsewhere than in its state.
     """
     parameters = [nn.Parameter(values[0].clone()) for values in drawn]
     try:
