@@ -71,12 +71,11 @@ def test_changed_plans_compile_nothing_and_results_are_those_of_the_layers(run_r
 @pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_moves_compile_twice_at_most_and_leave_the_losses(run_ranks, backend, caplog):
+def test_moves_compile_twice_at_most_and_leave_the_losses(run_ranks, backend):
     shares = [(3, 1), (1, 3), (1, 1), (2, 1), (1, 2), (1, 1)]
 
     def check(rank, group):
         torch._dynamo.reset()
-        caplog.set_level("INFO", "zeroresize.layers.compiled_products")
         outcomes = []
         for compiles in (False, True):
             model = feed_forwards(group)
@@ -92,14 +91,11 @@ def test_moves_compile_twice_at_most_and_leave_the_losses(run_ranks, backend, ca
 
             outcomes.append(train(call, model, 6, batch(), after, optimizer))
             balancer.close()
-        log_lines = [record.getMessage() for record in caplog.records if "torch.compile" in record.getMessage()]
-        return outcomes, sizes, counter.frame_count, log_lines
+        return outcomes, sizes, counter.frame_count
 
     results = run_ranks(check, 2, timeout_s=110)
-    for (expected, losses), _, num_compilations, lines in results:
+    for (expected, losses), _, num_compilations in results:
         assert num_compilations <= 3
-        assert len(lines) == num_compilations
-        assert "Changed plans compile nothing" in lines[-1]
         assert losses == (expected if backend == "aot_eager" else pytest.approx(expected, rel=1e-12))
     assert [sum(sizes) for sizes in zip(*(sizes for _, sizes, *_ in results), strict=True)] == [HIDDEN] * 6
     assert len(set(results[0][1])) == 5
