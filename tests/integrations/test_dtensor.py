@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.dtensor_comparisons import assert_same
 from helpers.dtensor_models import (
@@ -261,25 +260,5 @@ def test_every_rank_keeps_a_unit_so_that_the_largest_element_clips(run_ranks):
         functional.cross_entropy(model(batch(0)).flatten(0, 1), batch(100).flatten()).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=float("inf"))
         assert norm.full_tensor().item() == pytest.approx(expected, abs=1e-12)
-
-    run_ranks(check, 2)
-
-
-def test_parameters_are_drawn_anew_as_one_rank_draws_them(run_ranks):
-    def check(rank, group):
-        model = split(whole_model(), mesh_of())
-        zr.convert(model, segments=ATTENTION)
-        for seed in (0, rank):
-            torch.manual_seed(seed)
-            for layer in balanced_layers(model).values():
-                layer.reset_parameters()
-            if seed == 0 and rank == 0:
-                torch.manual_seed(0)
-        biases = [local_of(block.mlp.down.bias).clone() for block in model.blocks]
-        other = [torch.empty_like(bias) for bias in biases]
-        for bias, received in zip(biases, other, strict=True):
-            received.copy_(bias)
-            dist.broadcast(received, 0)
-            assert torch.equal(received, bias)
 
     run_ranks(check, 2)

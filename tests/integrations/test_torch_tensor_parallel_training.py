@@ -89,29 +89,6 @@ def test_units_move_between_accumulated_gradients_and_take_them_along(run_ranks,
     run_ranks(check, 2)
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_autocast_is_the_hosts(run_ranks, sequence):
-    def check(rank, group):
-        host, model = (one.float() for one in (split(whole_model(), mesh_of(), sequence=sequence), whole_model()))
-        model = split(model, mesh_of(), sequence=sequence)
-        zr.convert(model, segments=ATTENTION)
-        balancer = zr.Balancer(model, adamw(model), EXACT)
-        results = []
-        for module in (host, model):
-            with torch.autocast("cpu", torch.bfloat16):
-                logits = module(batch(0))
-                assert logits.dtype == torch.bfloat16
-            logits.float().square().mean().backward()
-            results.append([logits, *(local_of(parameter.grad) for parameter in module.parameters())])
-        assert all(map(torch.equal, *results))
-        assert {one.grad.dtype for one in model.parameters()} == {torch.float32}
-        balancer.move((3, 1))
-        with torch.autocast("cpu", torch.bfloat16):
-            torch.testing.assert_close(model(batch(0)), logits, atol=0.05, rtol=0.05)
-
-    run_ranks(check, 2)
-
-
 def test_a_cast_while_units_are_away_leaves_them_there_and_their_guards(run_ranks):
     def check(rank, group):
         model = converted(mesh_of())

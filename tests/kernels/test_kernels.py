@@ -70,15 +70,6 @@ def test_same_imputes_zero_in_the_first_step_and_after_a_change_of_shape(last_sh
         assert gradient[:, [1, 4]].ne(0).all()
 
 
-def test_average_is_taken_row_by_row_over_the_computed_columns_only():
-    dy_TN = torch.eye(2, dtype=torch.float64)
-    w_NK = torch.tensor([[1.0, 100.0, 3.0], [10.0, 100.0, 20.0]], dtype=torch.float64)
-
-    dx_TK = kernels.dgrad(dy_TN, w_NK, plan_keeping({0, 2}, 3, "average"), None, multiply)
-
-    assert dx_TK.tolist() == [[1.0, 2.0, 3.0], [10.0, 15.0, 20.0]]
-
-
 def test_only_the_kept_columns_are_multiplied():
     x_TK, w_NK, bias_N, dy_TN = random_operands(3, 4, 10)
     plan = plan_keeping({2, 7}, 10)

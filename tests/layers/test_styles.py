@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -238,20 +237,6 @@ def test_a_mesh_of_two_dimensions_is_told(run_ranks):
         assert local_of(linear.weight).shape == (4, 8)
 
     run_ranks(check, 2)
-
-
-def test_layers_of_two_meshes_are_an_error_that_names_both(run_ranks):
-    def check(rank, group):
-        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = whole_model()
-        parallelize_module(model[0], grid["tp"], {"up": zr.ColwiseParallel(), "down": zr.RowwiseParallel()})
-        parallelize_module(model[1], grid["dp"], {"up": zr.ColwiseParallel(), "down": zr.RowwiseParallel()})
-        tp, dp = (sorted(dist.get_process_group_ranks(grid[name].get_group())) for name in ("tp", "dp"))
-        with pytest.raises(ValueError, match=r"two process groups: 0\.up of ranks") as caught:
-            zr.Balancer(model, adamw(model))
-        assert str(tp) in str(caught.value) and str(dp) in str(caught.value)
-
-    run_ranks(check, 4)
 
 
 class _WithMethod(nn.Linear):
