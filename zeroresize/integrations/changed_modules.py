@@ -70,7 +70,7 @@ def why_adapted(model: nn.Module, name: str, layer: nn.Module | None = None) -> 
         layer: if given, it was called so when it was converted, and may be elsewhere in the model since.
     """
     there: Any = model
-    path = []
+    path: list[str] = []
     for part in name.split("."):
         if layer is None and _is_of_peft(there):
             return f"{'.'.join(path) or 'the model'} is a {_kind_of(there)} around it, {_STAYS_BEHIND}"

@@ -22,7 +22,7 @@ from zeroresize.integrations.changed_modules import why_adapted, why_changed
 from zeroresize.integrations.known_modules import StaysEven, adapter_of, registered_segments
 from zeroresize.integrations.named_segments import require_sound
 from zeroresize.integrations.packed_layers import REMEDY, described, require_right_parts
-from zeroresize.integrations.traced_segments import FromOutside, NotProven, TracedAgain, traced_segment
+from zeroresize.integrations.traced_segments import FromOutside, NotProven, TracedAgain, found_outside, traced_segment
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment, Segment, UnitTensor
@@ -165,8 +165,8 @@ class _Search:
         if len(blocks) > 1:
             raise NotProven("its column-parallel layers hold different numbers of blocks")
         layers: list[Any] = [*columns, row]
-        for layer in layers:
-            self._require_only_in(holder, layer)
+        if outside := found_outside(module, layers, self._model):
+            raise NotProven(f"{self._name_of(outside[0])} is registered in the model at several places")
         segment = Segment(
             layers[:-1],
             layers[-1],
@@ -179,14 +179,6 @@ class _Search:
         )
         names = sorted(map(self._name_of, columns), key=self._order.__getitem__)
         self._take(segment, names, name, is_proven=True)
-
-    def _require_only_in(self, holder: str, layer: Any) -> None:
-        """The layer is nowhere else than in that module, wherever the module is."""
-        prefix = f"{holder}." if holder else ""
-        inside = [name.removeprefix(prefix) for name in self._names[id(layer)] if name.startswith(prefix)]
-        holders = self._names[id(self._modules[holder])]
-        if set(self._names[id(layer)]) != {f"{each}.{name}".lstrip(".") for each in holders for name in inside}:
-            raise NotProven(f"{self._name_of(layer)} is registered in the model at several places")
 
     def _take(self, segment: Segment, columns: Sequence[str], row: str, *, is_proven: bool = False) -> None:
         names = (*columns, row)

@@ -367,7 +367,7 @@ class TracedAgain:
 
     def __call__(self) -> str | None:
         described = f"{self.name or 'the model'} ({type(self.holder).__name__}) was changed after convert"
-        if not _are_only_in(self.holder, (*self.reading.columns, self.row), self.model):
+        if found_outside(self.holder, (*self.reading.columns, self.row), self.model):
             return f"{described}: it, or a layer in it, is now elsewhere in the model"
         try:
             now = traced_segment(self.holder, self.name, self.row)
@@ -380,8 +380,11 @@ class TracedAgain:
         return None
 
 
-def _are_only_in(holder: nn.Module, layers: Sequence[Any], model: nn.Module) -> bool:
-    """Tell whether the model has the holder, and every way from the model to the layers passes it."""
+def found_outside(holder: nn.Module, layers: Sequence[Any], model: nn.Module) -> list[Any]:
+    """Return which of the layers in ``holder`` the model also reaches on a way that does not pass it.
+
+    All of them where ``holder`` is not in the model any more.
+    """
     seen: set[nn.Module] = set()
     todo = [model]
     while todo:
@@ -389,4 +392,4 @@ def _are_only_in(holder: nn.Module, layers: Sequence[Any], model: nn.Module) -> 
         if module not in seen:
             seen.add(module)
             todo += [] if module is holder else module.children()
-    return holder in seen and seen.isdisjoint(layers)
+    return [layer for layer in layers if holder not in seen or layer in seen]
