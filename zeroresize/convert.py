@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -12,13 +13,13 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_ranks, group_size, require_group, same_ranks
 from zeroresize.config.checks import checked_share_choice
-from zeroresize.integrations.attention_heads import require_whole_heads
 from zeroresize.integrations.hosts import HostAdapter, host_of, known_kinds, process_group_of
 from zeroresize.integrations.known_faults import warn_of_known_faults
+from zeroresize.integrations.named_segments import require_heads_on_ranks
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import Segment
 from zeroresize.layers.segments import all_segments, owned_segments
-from zeroresize.layers.ties import probably_untied, require_ties_kept
+from zeroresize.layers.splitting import probably_untied, require_ties_kept
 from zeroresize.layers.weight_checks import is_sharded, why_no_whole_weight
 from zeroresize.measure.device_speed import measure_wanted_shares
 from zeroresize.plan.ownership import checked_shares
@@ -93,7 +94,8 @@ def convert(
         TypeError: if a host adapter does not make a layer balanceable in place.
     """
     group = group_of(model, process_group, module_filter_fn)
-    require_ties_kept(unwrap(model))
+    inner, is_first_rank = unwrap(model), group_rank(group) == 0
+    require_ties_kept(inner)
     wanted = None if shares is None else checked_share_choice(shares, group_size(group))
     if isinstance(wanted, tuple):
         wanted = checked_shares(wanted, group_size(group))
@@ -102,11 +104,16 @@ def convert(
         logger.info("convert: the process group has one rank, so there is nothing to balance")
         return model
     if any(layer.is_searched for layer in balanced_layers(model).values()):
-        _convert_again(model, group, segments, wanted, module_filter_fn)
+        if segments or wanted is not None:
+            raise ValueError(
+                "convert: the model is converted already: its segments stay as they are, and a balancer's "
+                "move(shares) divides them anew"
+            )
+        _convert_again(model, group, module_filter_fn)
         return model
 
-    require_whole_heads(unwrap(model))
-    if group_rank(group) == 0 and (untied := next(probably_untied(unwrap(model)), None)) is not None:
+    require_heads_on_ranks(inner)
+    if is_first_rank and (untied := next(probably_untied(inner), None)) is not None:
         logger.warning(
             "%s and %s hold the same numbers: they are probably one weight that splitting has untied, and will be "
             "trained apart. Split both with zeroresize's styles, which keep ties, or let one layer have the other's "
@@ -114,19 +121,16 @@ def convert(
             *untied,
         )
     converted_before = list(balanced_layers(model).values())
-    left_alone: dict[str, str] = {}
-    filtered: list[str] = []
-    layers: dict[str, BalancedLinear] = {}
+    choice = _Choice()
     error: Exception | None = None
     try:
-        left_alone, filtered = _swap_layers(model, group, module_filter_fn)
-        layers = balanced_layers(model)
-        if not layers:
-            raise ValueError(_nothing_to_convert(model, left_alone, filtered))
-        _tell_names(layers)
-        search_segments(model, layers, group, segments)
+        choice = _swap_layers(model, group, module_filter_fn)
+        if not balanced_layers(model):
+            raise ValueError(_nothing_to_convert(model, choice))
+        _search(model, balanced_layers(model), group, segments)
     except Exception as raised:  # other ranks may be about to divide
         error = raised
+    layers = balanced_layers(model)
     try:
         if error is not None and wanted in (None, "even"):
             raise error
@@ -136,16 +140,19 @@ def convert(
         elif wanted is not None:
             _divide(model, group, wanted, optimizer, error)
     except Exception:
-        _take_back(balanced_layers(model), converted_before)
+        if all(segment.owned.is_even for segment in all_segments(layers)):  # it may be converted again, rightly
+            for layer in layers.values():
+                layer.is_converted = layer in converted_before
+                layer.segment = layer.stays_even = None
         raise
-    guard_save_pretrained(unwrap(model))
-    if group_rank(group) == 0:
-        warn_of_known_faults(unwrap(model), optimizer)
+    guard_save_pretrained(inner)
+    if is_first_rank:
+        warn_of_known_faults(inner, optimizer)
         logger.info(
             "convert: %d layers can be balanced, %d were left alone, %d were left out by module_filter_fn; %s",
             len(layers),
-            len(left_alone),
-            len(filtered),
+            len(choice.left_alone),
+            len(choice.filtered),
             summary_of_segments(layers),
         )
     return model
@@ -171,8 +178,7 @@ def group_of(
         return require_group(process_group)
     layers = balanced_layers(model)
     groups = {name: layer.process_group for name, layer in layers.items()}
-    is_converted = any(layer.is_searched for layer in layers.values())
-    if not is_converted:  # convert() leaves the layers of other groups on purpose
+    if not any(layer.is_searched for layer in layers.values()):  # convert() leaves layers of other groups on purpose
         is_only = not groups
         for name, module, host in _parallel_layers(model):
             if module_filter_fn is None or module_filter_fn(module, name):
@@ -180,7 +186,7 @@ def group_of(
                 if is_only or group_size(group) > 1:
                     groups[name] = group
     if not groups:
-        raise ValueError(_nothing_to_convert(model, {}, []))
+        raise ValueError(_nothing_to_convert(model, _Choice()))
     first_name, first = next(iter(groups.items()))
     for name, group in groups.items():
         if not same_ranks(group, first):
@@ -201,36 +207,53 @@ def balanced_layers(model: nn.Module) -> dict[str, BalancedLinear]:
     }
 
 
-def _convert_again(
-    model: nn.Module,
-    process_group: ProcessGroup,
-    segments: Sequence[Segment],
-    shares: tuple[float, ...] | str | None,
-    module_filter_fn: ModuleFilter | None,
-) -> None:
+@dataclass
+class _Choice:
+    """Which parallel layers were not converted: why by name, and names of those that the filter refused."""
+
+    left_alone: dict[str, str] = field(default_factory=dict)
+    filtered: list[str] = field(default_factory=list)
+
+
+def _convert_again(model: nn.Module, process_group: ProcessGroup, module_filter_fn: ModuleFilter | None) -> None:
     """Look for the segments of layers that ``parallelize_module`` made since; all others stay as they are."""
     layers = balanced_layers(model)
     if module_filter_fn is not None:
-        _require_same_choice(model, layers, process_group, module_filter_fn)
-    if segments or shares is not None:
-        raise ValueError(
-            "convert: the model is converted already: its segments stay as they are, and a balancer's move(shares) "
-            "divides them anew"
-        )
+        chosen = [
+            name
+            for name, module, host in _parallel_layers(model)
+            if module_filter_fn(module, name)
+            and (name in layers or _why_left_alone(module, host, process_group) is None)
+        ]
+        differences = {
+            "would be new": sorted(set(chosen) - set(layers)),
+            "would be left out": sorted(set(layers) - set(chosen)),
+        }
+        if any(differences.values()):
+            raise ValueError(
+                "convert: the model is converted already, and module_filter_fn chooses other layers: "
+                f"{'; '.join(f'{first_of(names)} {what}' for what, names in differences.items() if names)}. "
+                "Convert a model that is not converted yet with this filter, or this one without a filter"
+            )
     new = {name: layer for name, layer in layers.items() if not layer.is_searched}
-    if new:
-        _tell_names(new)
-        search_segments(model, new, process_group)
-        if group_rank(process_group) == 0:
-            logger.info("convert: %d more layers can be balanced; %s", len(new), summary_of_segments(new))
-    else:
+    if not new:
         logger.info("convert: the model is converted already, nothing was changed")
+        return
+    _search(model, new, process_group)
+    if group_rank(process_group) == 0:
+        logger.info("convert: %d more layers can be balanced; %s", len(new), summary_of_segments(new))
 
 
-def _tell_names(layers: Mapping[str, BalancedLinear]) -> None:
-    """Let layers name themselves in errors."""
+def _search(
+    model: nn.Module,
+    layers: Mapping[str, BalancedLinear],
+    process_group: ProcessGroup,
+    segments: Sequence[Segment] = (),
+) -> None:
+    """Find the segments of layers, which learn their names for errors."""
     for name, layer in layers.items():
         layer.name_in_model = name
+    search_segments(model, layers, process_group, segments)
 
 
 def _divide(
@@ -252,59 +275,18 @@ def _divide(
     divide_units(units, checked_shares(numbers, group_size(process_group)))
 
 
-def _take_back(layers: Mapping[str, BalancedLinear], converted_before: Sequence[BalancedLinear]) -> None:
-    """After an error: the model may be converted again, in the right way."""
-    if all(segment.owned.is_even for segment in all_segments(layers)):
-        for layer in layers.values():
-            layer.is_converted = False
-            layer.segment = layer.stays_even = None
-        for layer in converted_before:
-            layer.is_converted = True
-
-
-def _require_same_choice(
-    model: nn.Module,
-    layers: Mapping[str, BalancedLinear],
-    process_group: ProcessGroup,
-    module_filter_fn: ModuleFilter,
-) -> None:
-    """Check that the filter chooses the layers that are converted already."""
-    chosen = {
-        name
-        for name, module, host in _parallel_layers(model)
-        if module_filter_fn(module, name) and (name in layers or _why_left_alone(module, host, process_group) is None)
-    }
-    if chosen != set(layers):
-        differences = {
-            "would be new": [name for name in chosen if name not in layers],
-            "would be left out": [name for name in layers if name not in chosen],
-        }
-        raise ValueError(
-            "convert: the model is converted already, and module_filter_fn chooses other layers: "
-            f"{'; '.join(f'{first_of(sorted(names))} {what}' for what, names in differences.items() if names)}. "
-            "Convert a model that is not converted yet with this filter, or this one without a filter"
-        )
-
-
-def _swap_layers(
-    model: nn.Module, process_group: ProcessGroup, module_filter_fn: ModuleFilter | None
-) -> tuple[dict[str, str], list[str]]:
-    """Swap what can be swapped and mark it as converted.
-
-    Returns:
-        (the reasons for the others by layer name, names of those that the filter refuses).
-    """
-    left_alone: dict[str, str] = {}
-    filtered: list[str] = []
+def _swap_layers(model: nn.Module, process_group: ProcessGroup, module_filter_fn: ModuleFilter | None) -> _Choice:
+    """Swap what can be swapped, and mark it as converted."""
+    choice = _Choice()
     for name, module, host in _parallel_layers(model):
         if isinstance(module, BalancedLinear):
             module.is_converted = False  # parallelize_module may have converted it
         if module_filter_fn is not None and not module_filter_fn(module, name):
-            filtered.append(name)
+            choice.filtered.append(name)
             continue
         reason = _why_left_alone(module, host, process_group)
         if reason is not None:
-            left_alone[name] = reason
+            choice.left_alone[name] = reason
             # A gathered classifier is usual; anything else a user would want to know.
             level = logging.INFO if reason == GATHERED else logging.WARNING
             logger.log(level, "convert: layer %s is left alone: %s", name, reason)
@@ -316,7 +298,7 @@ def _swap_layers(
                 "BalancedLinear in place: swap_layer must change the layer's class and return the same layer"
             )
         module.is_converted = True
-    return left_alone, filtered
+    return choice
 
 
 def _require_no_other_group(model: nn.Module) -> None:
@@ -350,19 +332,19 @@ def _why_left_alone(module: Any, host: HostAdapter, process_group: ProcessGroup)
     return None
 
 
-def _nothing_to_convert(model: nn.Module, left_alone: Mapping[str, str], filtered: list[str]) -> str:
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in left_alone.items()) or "none"
-    refused = f". module_filter_fn left out {first_of(filtered)}" if filtered else ""
-    sharded = {name: type(one).__name__ for name, one in unwrap(model).named_parameters() if is_sharded(one)}
+def _nothing_to_convert(model: nn.Module, choice: _Choice) -> str:
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.left_alone.items()) or "none"
+    if choice.filtered:
+        reasons += f". module_filter_fn left out {first_of(choice.filtered)}"
+    sharded = {name: type(each).__name__ for name, each in unwrap(model).named_parameters() if is_sharded(each)}
     if sharded:
         return (
             f"convert: the model has no layer that can be balanced, and {len(sharded)} of its parameters are "
             f"{', '.join(sorted(set(sharded.values())))}s, as parallelize_module and fully_shard make them: "
             f"{first_of(list(sharded))}. Taken are nn.Linear layers that parallelize_module has split by "
-            "ColwiseParallel and RowwiseParallel, torch's or zeroresize's. Parallel layers that were left alone: "
-            f"{reasons}{refused}"
+            f"ColwiseParallel and RowwiseParallel, torch's or zeroresize's. Parallel layers left alone: {reasons}"
         )
     return (
         f"convert: the model has no layer that can be balanced. Wanted are {known_kinds()}, or layers of a host that "
-        f"zeroresize.integrations.register_host was given. Parallel layers found but left alone: {reasons}{refused}"
+        f"zeroresize.integrations.register_host was given. Parallel layers found but left alone: {reasons}"
     )

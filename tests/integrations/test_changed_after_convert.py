@@ -10,8 +10,8 @@ from torch.nn.modules import module as modules_of_torch
 import zeroresize as zr
 from zeroresize import ColumnParallelLinear, RowParallelLinear
 from zeroresize.convert import balanced_layers
-from zeroresize.integrations import elementwise
-from zeroresize.integrations.elementwise import register_elementwise
+from zeroresize.integrations import known_modules
+from zeroresize.integrations.known_modules import register_elementwise
 from zeroresize.layers.segments import owned_segments
 from zeroresize.resharding.agreement import CannotMoveError
 
@@ -93,7 +93,7 @@ CHANGES = {
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
     """What a test registers is forgotten again."""
-    monkeypatch.setattr(elementwise, "_registered", set(elementwise._registered))
+    monkeypatch.setattr(known_modules, "_registered", set(known_modules._registered))
 
 
 def balanced(model, group, **options):

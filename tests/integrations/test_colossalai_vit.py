@@ -8,7 +8,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import parallel_layers
 from helpers.hosts import DEPTH, HIDDEN, Host, batch, small_vit
-from helpers.processes import caught_log_lines
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.testing import assert_close
@@ -55,28 +54,6 @@ def plan_keeping(keep, num_columns):
 
 
 # ---- without a plan -------------------------------------------------------------------------------------------------
-
-
-def test_a_sharded_model_is_converted_once_and_a_single_rank_never(run_ranks):
-    def check(rank, group):
-        host = Host(group)
-        model = host.shard(small_vit())
-        convert(model, process_group=group)
-        classes = [type(module) for module in model.modules()]
-        with caught_log_lines() as lines:
-            convert(model, process_group=group)
-        assert [type(module) for module in model.modules()] == classes
-        assert len(lines) == 1 and "converted already" in lines[0]
-
-        alone = [dist.new_group([0]), dist.new_group([1])][rank]
-        host.group = alone
-        model = host.shard(small_vit())
-        with caught_log_lines() as lines:
-            convert(model, process_group=alone)
-        assert balanced_layers(model) == {}
-        assert len(lines) == 1 and "one rank" in lines[0]
-
-    run_ranks(check, 2)
 
 
 TAKEN = [

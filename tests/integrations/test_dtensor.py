@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.dtensor_comparisons import assert_same
 from helpers.dtensor_models import (
@@ -224,32 +223,6 @@ def test_every_configuration_computes_what_it_does_with_plain_parameters(run_ran
     run_ranks(check, 2)
 
 
-@pytest.mark.slow
-def test_what_a_rank_holds_is_counted_as_with_plain_parameters(run_ranks):
-    def check(rank, group):
-        mesh, counts = mesh_of(), []
-        for is_dtensor in (True, False):
-            whole = whole_model()
-            model = split(whole, mesh) if is_dtensor else of_plain_parameters(whole, group)
-            zr.convert(model, segments=ATTENTION)
-            optimizer = adamw(model)
-            balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(memory_limits=[2**30] * 2, update_every=1))
-            of_units = []
-            for shares in ((1, 1), (3, 1)):
-                balancer.move(shares)
-                loss = functional.cross_entropy(model(batch(0)).flatten(0, 1), batch(100).flatten())
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                balancer.step()
-                of_units.append(balancer.metrics()["balance/memory_bytes"])
-            counts.append(of_units[1] - of_units[0])
-            balancer.close()
-        assert counts[0] == counts[1] and (counts[0] > 0) == (rank == 0)
-
-    run_ranks(check, 2)
-
-
 def test_what_was_made_while_units_were_away_is_guarded_too_and_an_older_graph_is_no_more_used(run_ranks):
     def check(rank, group):
         model = split(whole_model(), mesh_of())
@@ -287,38 +260,5 @@ def test_every_rank_keeps_a_unit_so_that_the_largest_element_clips(run_ranks):
         functional.cross_entropy(model(batch(0)).flatten(0, 1), batch(100).flatten()).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=float("inf"))
         assert norm.full_tensor().item() == pytest.approx(expected, abs=1e-12)
-
-    run_ranks(check, 2)
-
-
-def test_a_size_that_would_not_follow_is_seen_beside_a_dtensor(run_ranks):
-    def check(rank, group):
-        model = split(whole_model(), mesh_of())
-        zr.convert(model, segments=ATTENTION)
-        weight = model.blocks[0].mlp.up.weight
-        weight.main_grad = torch.zeros_like(local_of(weight))
-        balancer = zr.Balancer(model, adamw(model), zr.BalanceConfig(mode="exact"))
-        with pytest.raises(ValueError, match=r"has an attribute 'main_grad'"):
-            balancer.move((3, 1))
-
-    run_ranks(check, 2)
-
-
-def test_parameters_are_drawn_anew_as_one_rank_draws_them(run_ranks):
-    def check(rank, group):
-        model = split(whole_model(), mesh_of())
-        zr.convert(model, segments=ATTENTION)
-        for seed in (0, rank):
-            torch.manual_seed(seed)
-            for layer in balanced_layers(model).values():
-                layer.reset_parameters()
-            if seed == 0 and rank == 0:
-                torch.manual_seed(0)
-        biases = [local_of(block.mlp.down.bias).clone() for block in model.blocks]
-        other = [torch.empty_like(bias) for bias in biases]
-        for bias, received in zip(biases, other, strict=True):
-            received.copy_(bias)
-            dist.broadcast(received, 0)
-            assert torch.equal(received, bias)
 
     run_ranks(check, 2)

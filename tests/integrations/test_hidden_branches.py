@@ -109,6 +109,18 @@ def sets_data(self, x):
     return self.b(h)
 
 
+def adds_to_another(self, x):
+    h = self.a(x)
+    total = torch.zeros(())
+    total.add_(h[0, 0, 0])
+    return self.b(h) * total.sum()
+
+
+def summed(h):
+    """As a kernel that torch knows nothing of."""
+    return torch.tensor([float(sum(h.detach().reshape(-1).tolist()))])
+
+
 class MixesInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -123,12 +135,12 @@ BY_NUMBERS = "computed with numbers: MixesUnitsError: a unit has other numbers"
 KEEPS = "its forward keeps something from call to call: Module."
 #: A forward, further attributes of its module, and a part of the reason.
 NOT_PROVEN = {
-    "a type": (softmax_if(lambda self, h: type(h) is torch.Tensor), {}, BY_NUMBERS),
-    "a pattern": (softmax_if(by_pattern), {}, BY_NUMBERS),
-    "a tensor": (softmax_if(lambda self, h: isinstance(h, torch.Tensor)), {}, BY_NUMBERS),
-    "is_tensor": (softmax_if(lambda self, h: torch.is_tensor(h)), {}, BY_NUMBERS),
-    "no attribute": (softmax_if(lambda self, h: not hasattr(h, "quantized")), {}, BY_NUMBERS),
-    "a graph": (softmax_if(lambda self, h: h.requires_grad is True), {}, BY_NUMBERS),
+    "a type": (softmax_if(lambda self, h: type(h) is torch.Tensor), {}, "softmax()"),
+    "a pattern": (softmax_if(by_pattern), {}, "softmax()"),
+    "a tensor": (softmax_if(lambda self, h: isinstance(h, torch.Tensor)), {}, "softmax()"),
+    "is_tensor": (softmax_if(lambda self, h: torch.is_tensor(h)), {}, "softmax()"),
+    "no attribute": (softmax_if(lambda self, h: not hasattr(h, "quantized")), {}, "softmax()"),
+    "a graph": (softmax_if(lambda self, h: h.requires_grad is True), {}, "also used by requires_grad()"),
     "a backward": (lambda self, x: self.b(MixesInBackward.apply(self.a(x))), {}, BY_NUMBERS),
     "a flag": (is_mixing, {}, "softmax()"),
     "a flag that is not given": (is_not_told, {}, "softmax()"),
@@ -137,7 +149,17 @@ NOT_PROVEN = {
     "a bias": (lambda self, x: self.b(self.a(x)) + self.a.bias.sum(), {}, "the forward uses a.bias itself"),
     "a weight in place": (scales_a_weight, {}, "the forward uses b.weight itself"),
     "a weight's data": (sets_a_weight, {}, "the forward uses b.weight itself"),
-    "data": (sets_data, {}, "what relu() returns is also used by getattr()"),
+    "data": (sets_data, {}, "also used by data()"),
+    "a number": (lambda self, x: self.b(self.a(x)) * self.a(x).sum().item(), {}, "also used by sum()"),
+    "a size": (lambda self, x: self.b(self.a(x)) * self.a(x).shape[-1], {}, "also used by shape()"),
+    "a size as one asks": (lambda self, x: self.b(self.a(x)) * self.a(x).size(-1), {}, "also used by size()"),
+    "an array": (lambda self, x: self.b(torch.from_numpy(np.tanh(self.a(x).detach().numpy()))), {}, "cannot trace"),
+    "a tensor beside": (adds_to_another, {}, "also used by"),
+    "another way out": (
+        lambda self, x: self.b(self.a(x)) + self.sums[0](self.a(x)),
+        {"sums": [summed]},
+        "cannot trace",
+    ),
     "a shape": (softmax_if(lambda self, h: h.shape[-1] > 8), {}, "TraceError: symbolically traced variables"),
     "where it asks": (softmax_if(lambda self, h: h.shape[-1] > 8), {}, "test_hidden_branches.py:"),
     "without gradients": (softmax_if(lambda self, h: not torch.is_grad_enabled()), {}, "softmax()"),

@@ -11,8 +11,7 @@ from torch import nn
 import zeroresize as zr
 from zeroresize.convert import balanced_layers
 from zeroresize.integrations.find_segments import find_segments
-from zeroresize.integrations.keyed_dropout import KeyedDropout, why_not_keyable
-from zeroresize.layers.unit_dropout import UnitDropout
+from zeroresize.layers.unit_dropout import KeyedDropout, UnitDropout, why_not_keyable
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,6 @@ from zeroresize import ColumnParallelLinear, RowParallelLinear
 from zeroresize.convert import balanced_layers
 from zeroresize.layers.segments import owned_segments
 
-OFF = zr.BalanceConfig(mode="off")
 WIDTH, HEAD = 8, 4
 
 
@@ -123,19 +122,6 @@ def test_every_rank_keeps_a_unit_unless_the_user_says_that_it_needs_none(run_ran
     run_ranks(check, 2)
 
 
-def test_neurons_that_are_named_change_hands_by_eights_too(run_ranks):
-    def check(rank, group):
-        model = nn.Sequential(
-            ColumnParallelLinear(WIDTH, 2048, process_group=group), RowParallelLinear(2048, WIDTH, process_group=group)
-        )
-        zr.convert(model, process_group=group, segments=[zr.Segment(["0"], "1")], shares=(1000, 1))
-        (segment,) = owned_segments(balanced_layers(model))
-        assert segment.quantum == segment.min_units == 8
-        assert all(count and count % 8 == 0 for count in segment.owned.counts)
-
-    run_ranks(check, 2)
-
-
 def test_a_follower_that_fails_is_named(run_ranks):
     def check(rank, group):
         message = r"on_change of the segment of 0\.out failed for [13] KV groups: KeyError: 'slopes'"
@@ -146,9 +132,9 @@ def test_a_follower_that_fails_is_named(run_ranks):
 
 
 def test_a_registered_class_without_a_follower_stays_even(run_ranks, monkeypatch, caplog):
-    from zeroresize.integrations import register_segments, segment_registry
+    from zeroresize.integrations import known_modules, register_segments
 
-    monkeypatch.setattr(segment_registry, "_adapters", dict(segment_registry._adapters))
+    monkeypatch.setattr(known_modules, "_adapters", dict(known_modules._adapters))
     register_segments(Attention, lambda one: zr.Segment([one.q, one.k, one.v], one.out, unit_size=2 * HEAD))
 
     def check(rank, group):

@@ -9,8 +9,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import zeroresize as zr
 from zeroresize.convert import balanced_layers
-from zeroresize.integrations import segment_registry
-from zeroresize.integrations.segment_registry import register_segments
+from zeroresize.integrations import known_modules
+from zeroresize.integrations.known_modules import register_segments
 
 WIDTH, HEADS, HEAD = 24, 8, 5
 HERE = HEADS // 2
@@ -136,7 +136,7 @@ def test_what_on_change_sets_may_stand_between_and_is_as_it_was(run_ranks):
 
 
 def test_a_registered_module_with_sinks_stays_even(run_ranks, monkeypatch):
-    monkeypatch.setattr(segment_registry, "_adapters", dict(segment_registry._adapters))
+    monkeypatch.setattr(known_modules, "_adapters", dict(known_modules._adapters))
 
     def check(rank, group):
         register_segments(

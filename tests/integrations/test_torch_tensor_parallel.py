@@ -11,7 +11,6 @@ from helpers.dtensor_comparisons import (
     feed_forward,
     input_of,
     results,
-    whole_of,
 )
 from helpers.dtensor_models import mesh_of
 from helpers.processes import caught_log_lines
@@ -22,7 +21,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zeroresize as zr
 from zeroresize.convert import balanced_layers
-from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segments import owned_segments
 
 X_LAYOUTS = {"whole": Replicate(), "batch": Shard(0), "sequence": Shard(1)}
@@ -96,33 +94,6 @@ def messages(model, x):
     with CommDebugMode() as counts:
         results(model, x)
     return counts.get_total_counts()
-
-
-def test_parameters_that_are_frozen_when_split_stay_frozen(run_ranks):
-    def check(rank, group):
-        mesh = mesh_of()
-        host, model = feed_forward(), feed_forward()
-        for module in (host, model):
-            module.up.weight.requires_grad = module.down.bias.requires_grad = False
-            parallelize_module(module, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        zr.convert(model)
-        flags = [name for name, one in model.named_parameters() if one.requires_grad]
-        assert flags == ["up.bias", "down.weight"]
-        x = input_of("plain", mesh, Replicate())
-        for module in (host, model):
-            module(x).square().sum().backward()
-        assert model.up.weight.grad is None and model.down.bias.grad is None
-        assert torch.equal(local_of(model.up.bias.grad), local_of(host.up.bias.grad))
-        assert torch.equal(local_of(model.down.weight.grad), local_of(host.down.weight.grad))
-        optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad])
-        balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="exact"))
-        balancer.move((3, 1))
-        y = model(x)
-        torch.testing.assert_close(y, whole_of(host(x)), atol=1e-9, rtol=0)
-        balancer.close(at_home=True)
-        assert [name for name, one in model.named_parameters() if one.requires_grad] == flags
-
-    run_ranks(check, 2)
 
 
 def test_what_gathers_or_is_no_linear_layer_is_left_alone_and_told(run_ranks):

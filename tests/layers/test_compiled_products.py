@@ -1,7 +1,5 @@
 """Split layers in compiled graphs: one graph, the results of the layers as they are, and few compilations."""
 
-import copy
-
 import pytest
 import torch
 from helpers.compiled import HIDDEN, assert_same_training, batch, compiled, feed_forwards, train, weights_of
@@ -12,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
 from zeroresize.kernels.probe import ProductProbe
-from zeroresize.layers import compiled_products
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.plan.layer import LayerPlan
 
@@ -74,12 +71,11 @@ def test_changed_plans_compile_nothing_and_results_are_those_of_the_layers(run_r
 @pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_moves_compile_twice_at_most_and_leave_the_losses(run_ranks, backend, caplog):
+def test_moves_compile_twice_at_most_and_leave_the_losses(run_ranks, backend):
     shares = [(3, 1), (1, 3), (1, 1), (2, 1), (1, 2), (1, 1)]
 
     def check(rank, group):
         torch._dynamo.reset()
-        caplog.set_level("INFO", "zeroresize.layers.compiled_products")
         outcomes = []
         for compiles in (False, True):
             model = feed_forwards(group)
@@ -95,14 +91,11 @@ def test_moves_compile_twice_at_most_and_leave_the_losses(run_ranks, backend, ca
 
             outcomes.append(train(call, model, 6, batch(), after, optimizer))
             balancer.close()
-        log_lines = [record.getMessage() for record in caplog.records if "torch.compile" in record.getMessage()]
-        return outcomes, sizes, counter.frame_count, log_lines
+        return outcomes, sizes, counter.frame_count
 
     results = run_ranks(check, 2, timeout_s=110)
-    for (expected, losses), _, num_compilations, lines in results:
+    for (expected, losses), _, num_compilations in results:
         assert num_compilations <= 3
-        assert len(lines) == num_compilations
-        assert "Changed plans compile nothing" in lines[-1]
         assert losses == (expected if backend == "aot_eager" else pytest.approx(expected, rel=1e-12))
     assert [sum(sizes) for sizes in zip(*(sizes for _, sizes, *_ in results), strict=True)] == [HIDDEN] * 6
     assert len(set(results[0][1])) == 5
@@ -237,40 +230,6 @@ def test_loans_that_begin_and_end_compile_nothing_and_results_are_those_of_the_l
 
 
 @pytest.mark.slow
-def test_beside_loans_graphs_are_used_often_recomputed_and_mixed_with_layers_as_they_are(run_ranks):
-    """The first block in a graph, once more at the end; the second one as it is, whose weight a graph's layer sends."""
-
-    def check(rank, group):
-        torch._dynamo.reset()
-        outcomes = []
-        for compiles in (False, True):
-            model = feed_forwards(group)
-            first = compiled(model[0])[0] if compiles else model[0]
-
-            def call(x, first=first, second=model[1]):
-                return checkpoint(first, second(first(x)), use_reentrant=False)
-
-            config = zr.BalanceConfig(mode="mig", ratio=0.5, ranks=[0])
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            balancer, values = zr.Balancer(model, optimizer, config), []
-            for _ in range(2):
-                losses = [call(batch() * size).square().mean() for size in (1, 2)]
-                losses[0].backward()
-                losses[1].backward()
-                with torch.no_grad():
-                    values += [*(loss.item() for loss in losses), call(batch()).sum().item()]
-                optimizer.step()
-                optimizer.zero_grad()
-                balancer.step()
-            balancer.close()
-            outcomes.append((values, weights_of(model)))
-        expected, computed = outcomes
-        assert_same_training(computed, expected)
-
-    run_ranks(check, 2, timeout_s=110)
-
-
-@pytest.mark.slow
 def test_a_graph_tells_weights_that_changed_while_they_were_lent_and_forwards_that_were_copied(run_ranks):
     def check(rank, group):
         torch._dynamo.reset()
@@ -294,14 +253,3 @@ def test_a_graph_tells_weights_that_changed_while_they_were_lent_and_forwards_th
         balancer.close()
 
     run_ranks(check, 2, timeout_s=110)
-
-
-def test_copies_of_a_layer_have_numbers_of_their_own(run_ranks):
-    def check(rank, group):
-        layer = feed_forwards(group)[0].up
-        copied = copy.deepcopy(layer)
-        numbers = [int(one.forwards.number) for one in (layer, copied)]
-        assert [compiled_products._layers[number] for number in numbers] == [layer, copied]
-        assert len(set(numbers)) == 2
-
-    run_ranks(check, 1)

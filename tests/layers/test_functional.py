@@ -19,7 +19,6 @@ from zeroresize.kernels.probe import Probes
 from zeroresize.layers.functional import LastGradients, ProductContext, column_parallel_products, row_parallel_products
 from zeroresize.plan.layer import LayerPlan
 
-IMPUTATIONS = ("zero", "average", "same")
 KINDS = ("column", "row")
 LEADING_SHAPES = [(), (1,), (7,), (5, 3), (2, 3, 5)]
 
@@ -132,31 +131,6 @@ def test_any_shape_and_any_kept_columns(run_ranks):
     run_ranks(lambda rank, group: check(group), 1)
 
 
-def test_kept_columns_pass_finite_differences(run_ranks):
-    """The pruned forward is a function of the kept columns only, and their gradients are its derivatives."""
-
-    @for_each(itertools.product(KINDS, IMPUTATIONS))
-    def check(rank, group, kind, imputation):
-        keep, num_columns = [0, 2, 3], 5
-        plan = plan_keeping(keep, num_columns, imputation)
-
-        def whole(kept):
-            """The kept columns in their places among others of any value."""
-            base = torch.full((*kept.shape[:-1], num_columns), 7.0, dtype=kept.dtype)
-            return base.index_copy(-1, torch.tensor(keep), kept)
-
-        def of_kept(x_kept, w_kept, bias_N):
-            return products(kind, whole(x_kept), whole(w_kept), bias_N, plan, group, LastGradients())
-
-        kept_operands = [randn(2, 3, 3, seed=1), randn(4, 3, seed=2), randn(4, seed=3)]
-        kept_operands[2].requires_grad_(kind == "column")
-        assert torch.autograd.gradcheck(
-            of_kept, [operand.requires_grad_() for operand in kept_operands[:2]] + kept_operands[2:]
-        )
-
-    run_ranks(check, 1)
-
-
 def test_finite_differences_through_the_collectives(run_ranks):
     """With zeros imputed, all gradients are the derivatives of what the pruned group computes together."""
 
@@ -214,37 +188,6 @@ def test_operands_in_any_memory_layout(run_ranks):
         assert_all_close(case.computed(0, group), case.expected(0))
 
     run_ranks(check, 1)
-
-
-def test_inputs_are_never_changed(run_ranks):
-    @for_each([(kind,) for kind in KINDS])
-    def check(rank, group, kind):
-        case = Case(kind, [[0, 3], [2]], (3,), imputation="average")
-        x, dy = case.x[rank].clone(), case.dy[rank].clone()
-        case.computed(rank, group, x=x, dy=dy)
-        assert torch.equal(x, case.x[rank]) and torch.equal(dy, case.dy[rank])
-
-    run_ranks(check, 2)
-
-
-def test_only_what_learns_gets_a_gradient(run_ranks):
-    @for_each(itertools.product(KINDS, (True, False), (True, False)))
-    def check(rank, group, kind, x_learns, w_learns):
-        case = Case(kind, [[0, 3], [2]], (3,))
-        x, w_NK = case.x[rank].requires_grad_(x_learns), case.w_NK[rank].requires_grad_(w_learns)
-        y = products(kind, x, w_NK, None, case.plan(rank), group)
-        if not (x_learns or w_learns):
-            assert not y.requires_grad
-            return
-        y.backward(case.dy[rank])
-        with torch.no_grad():
-            _, dx, dw_NK, _ = case.expected(rank)
-            if kind == "column":
-                dx = sum(case.expected(other)[1] for other in range(2))
-        assert_close(x.grad, dx if x_learns else None)
-        assert_close(w_NK.grad, dw_NK if w_learns else None)
-
-    run_ranks(check, 2)
 
 
 def test_a_second_derivative_is_an_error_not_a_wrong_number(run_ranks):

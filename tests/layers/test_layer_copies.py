@@ -6,13 +6,12 @@ import pickle
 
 import pytest
 import torch
-from helpers.virtual_training import Run, keep_time
+from helpers.virtual_training import Run
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import zeroresize as zr
 from zeroresize.config.keys import MIGRATION_TRANSPORTS
-from zeroresize.control import start_checks
 from zeroresize.convert import balanced_layers
 
 FORCED = {"ratio": 0.5, "ranks": [1]}
@@ -77,63 +76,6 @@ def test_a_copy_is_whole_and_in_no_balancers_hands(run_ranks, config, make_copy)
 
     for expected, losses in run_ranks(train, 2):
         assert losses == expected, "the model itself goes on as if it had not been copied"
-
-
-@pytest.mark.few(2)
-@each_config
-def test_a_deep_copy_has_weights_of_its_own_and_can_be_balanced_itself(run_ranks, config):
-    def check(rank, group):
-        run = Run(group, **config)
-        run.steps(4)
-        copied = copy.deepcopy(run.model)
-        before = [parameter.detach().clone() for parameter in copied.parameters()]
-        run.steps(2)
-        assert all(torch.equal(now, then) for now, then in zip(copied.parameters(), before, strict=True))
-
-        keep_time(run.time, balanced_layers(copied).values())
-        optimizer = torch.optim.AdamW(copied.parameters())
-        balancer = zr.Balancer(copied, optimizer, process_group=group, config=run.config)
-        for _ in range(2):
-            copied(run.x).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            balancer.step()
-        run.steps(2)
-
-    run_ranks(check, 2)
-
-
-def test_an_average_follows_a_model_that_lends(run_ranks):
-    def check(rank, group):
-        run = Run(group, mode="mig", **FORCED)
-        average, seen = AveragedModel(run.model), []
-        for _ in range(3):
-            run.steps(1)
-            average.update_parameters(run.model)
-            seen.append(run.model.up.weight.detach().clone())
-        torch.testing.assert_close(average.module.up.weight.detach(), torch.stack(seen).mean(dim=0))
-
-    run_ranks(check, 2)
-
-
-def test_a_copy_that_was_made_before_training_checks_nothing(run_ranks, monkeypatch):
-    """Its forwards are its own affair, also once the balancer is closed."""
-
-    def check(rank, group):
-        compared = []
-        compare = start_checks.StartCheck.compare
-        monkeypatch.setattr(start_checks.StartCheck, "compare", lambda self: compared.append(compare(self)))
-        run = Run(group, mode="off")
-        copied = copy.deepcopy(run.model).train()
-        copied(run.x)
-        assert compared == []
-        run.steps(2)
-        copied(run.x)
-        run.balancer.close()
-        copied(run.x)
-        return len(compared)
-
-    assert run_ranks(check, 2) == [1, 1]
 
 
 def test_weights_that_layers_share_are_shared_in_the_copy(run_ranks):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers.parallel_layers import LAYERS, Comparison, seeded_linear
 from helpers.processes import for_each
 from torch import nn
@@ -85,18 +84,5 @@ def test_own_features_are_those_of_uneven_shares_on_meta(run_ranks):
             ColumnParallelLinear(3, 5, process_group=group, own_features=6, device="meta")
         with pytest.raises(ValueError, match="own_features=2 of in_features=5 is not allowed"):
             RowParallelLinear(5, 3, process_group=group, own_features=2)
-
-    run_ranks(check, 2)
-
-
-def test_a_layer_needs_a_group_that_this_rank_is_in(run_ranks):
-    @for_each([(ColumnParallelLinear,), (RowParallelLinear,)])
-    def check(rank, group, layer_class):
-        with pytest.raises(ValueError, match="process_group=None is not allowed"):
-            layer_class(4, 4, process_group=None)
-        of_rank_0 = dist.new_group([0])
-        if rank == 1:
-            with pytest.raises(ValueError, match="not a member of process_group"):
-                layer_class(4, 4, process_group=of_rank_0)
 
     run_ranks(check, 2)

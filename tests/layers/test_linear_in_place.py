@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.parallel_layers import LAYERS, Comparison, equal_loans, lend, mask, plan_keeping, randn, shard_of
-from helpers.virtual_training import Pair, Run
 from torch import nn
 
 from zeroresize.config.keys import MIGRATION_TRANSPORTS
@@ -167,66 +166,3 @@ def test_a_nested_tensor_of_another_layout_is_an_error(run_ranks):
                 InState(kind, group, "no plan").layer(x)
 
     run_ranks(check, 2)
-
-
-@each_layer_in_each_state
-def test_what_backward_needs_cannot_be_modified_unnoticed(run_ranks, kind, options, state):
-    """Autograd counts changes of what it saved; a layer that saved a copy may go on."""
-
-    def check(rank, group):
-        for modified in ("x", "weight"):
-            compared = InState(kind, group, state, **options)
-            compared.forward(4, 5)
-            with torch.no_grad():
-                (compared.own_x if modified == "x" else compared.layer.weight).add_(1.0)
-            try:
-                compared.backward()
-            except RuntimeError as error:
-                assert "modified" in str(error) or "changed" in str(error), error
-            else:
-                assert modified == "x"
-                compared.assert_close()
-
-    run_ranks(check, num_ranks(state))
-
-
-class PairInPlace(Pair):
-    """A bias-free up, and everything that can be done in place."""
-
-    def __init__(self, group):
-        super().__init__(group)
-        self.up.bias = self.down.bias = None
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x):
-        y = self.down(self.relu(self.up(x)))
-        y += x
-        return y
-
-
-class PairOutOfPlace(PairInPlace):
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"mode": "semi"},
-        *({"mode": "mig", "migration_transport": migration_transport} for migration_transport in MIGRATION_TRANSPORTS),
-    ],
-    ids=["default", "semi", *MIGRATION_TRANSPORTS],
-)
-def test_training_in_place_goes_on_when_a_rank_is_relieved(run_ranks, config):
-    def train(rank, group):
-        losses = []
-        for model in (PairOutOfPlace, PairInPlace):
-            run = Run(group, chi={1: 4.0}, model=model, **{"mode": "zero-pri", **config})
-            losses.append(run.steps(18))
-            assert run.balancer.plan.ranks[1].spared > 0.3
-        return losses
-
-    for expected, losses in run_ranks(train, 3):
-        assert losses == expected

@@ -77,14 +77,3 @@ def test_a_padded_parameter_trains_as_the_plain_one_does(run_ranks, priority):
     assert wide == plain
     assert plain[0][1] == {"0": FEATURES, "2": FEATURES}
     assert all(plain[0][2].values()), "the rank prunes"
-
-
-def test_what_is_outside_local_weight_gets_no_gradient(run_ranks):
-    def check(rank, group):
-        model = pair(group, is_padded=True)
-        model(torch.ones(2, FEATURES)).sum().backward()
-        for layer in (model[0], model[2]):
-            assert layer.weight.grad.shape == layer.weight.shape
-            assert layer.weight.grad[:, :-PADDING].any() and not layer.weight.grad[:, -PADDING:].any()
-
-    run_ranks(check, 2)

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers.compiled import compiled
 from helpers.dtensor_models import mesh_of
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -141,11 +140,6 @@ def test_what_is_replicated_behind_a_named_segment_is_dropped_alike(run_ranks, s
     run_ranks(lambda rank, group: check_alike(group, split), 2)
 
 
-@pytest.mark.slow
-def test_what_is_replicated_behind_a_named_segment_of_colossalai_is_dropped_alike(run_ranks, colossalai_module):
-    run_ranks(lambda rank, group: check_alike(group, colossalai), 2)
-
-
 def test_a_checkpointed_part_draws_again_what_it_drew(run_ranks):
     def check(rank, group):
         expected = None
@@ -191,16 +185,6 @@ def test_segments_that_overlap_draw_alike_behind_each(run_ranks):
         torch.manual_seed(1)
         x = torch.randn(3, 5, WIDTH, dtype=torch.float64)
         assert_alike([model(x), model(x)], group)
-        balancer.close()
-
-    run_ranks(check, 2)
-
-
-def test_a_compiled_segment_draws_alike_behind_it(run_ranks):
-    def check(rank, group):
-        model = blocks_of(group, plain, BETWEEN["F.dropout"])
-        balancer, x = moved(model, group), torch.ones(3, 5, WIDTH, dtype=torch.float64, requires_grad=True)
-        assert_alike([compiled(model)[0](x)], group)
         balancer.close()
 
     run_ranks(check, 2)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -130,19 +129,6 @@ def test_ranks_that_drew_different_weights_get_those_of_the_source(run_ranks):
     run_ranks(check, 2)
 
 
-def test_what_learns_and_what_is_frozen_stays_so(run_ranks):
-    def check(rank, group):
-        model = whole_model()
-        model[0].up.weight.requires_grad_(False)
-        model[0].down = nn.Linear(HIDDEN, WIDTH, bias=False).double()
-        split(model, mesh_of())
-        assert not model[0].up.weight.requires_grad and model[0].up.bias.requires_grad
-        assert model[0].down.bias is None and list(model[0].down.state_dict()) == ["weight"]
-        model(x_of()).sum().backward()
-
-    run_ranks(check, 2)
-
-
 def test_a_model_on_the_meta_device_is_split_before_it_is_materialised(run_ranks):
     def check(rank, group):
         with torch.device("meta"):
@@ -253,20 +239,6 @@ def test_a_mesh_of_two_dimensions_is_told(run_ranks):
     run_ranks(check, 2)
 
 
-def test_layers_of_two_meshes_are_an_error_that_names_both(run_ranks):
-    def check(rank, group):
-        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = whole_model()
-        parallelize_module(model[0], grid["tp"], {"up": zr.ColwiseParallel(), "down": zr.RowwiseParallel()})
-        parallelize_module(model[1], grid["dp"], {"up": zr.ColwiseParallel(), "down": zr.RowwiseParallel()})
-        tp, dp = (sorted(dist.get_process_group_ranks(grid[name].get_group())) for name in ("tp", "dp"))
-        with pytest.raises(ValueError, match=r"two process groups: 0\.up of ranks") as caught:
-            zr.Balancer(model, adamw(model))
-        assert str(tp) in str(caught.value) and str(dp) in str(caught.value)
-
-    run_ranks(check, 4)
-
-
 class _WithMethod(nn.Linear):
     def norm(self):
         return self.weight.norm()
@@ -289,40 +261,6 @@ def test_a_subclass_that_would_lose_something_is_refused(run_ranks):
         assert local_of(made.weight).shape == (4, 8)
 
     run_ranks(check, 2)
-
-
-def test_what_is_no_placement_is_an_error_that_shows_it():
-    with pytest.raises(ValueError, match=r"ColwiseParallel\(output_layouts='x'\) is not allowed"):
-        zr.ColwiseParallel(output_layouts="x")
-
-
-def test_layers_of_another_group_count_also_where_only_styles_have_converted(run_ranks):
-    def check(rank, group):
-        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = whole_model()
-        parallelize_module(model[0], grid["tp"], {"up": zr.ColwiseParallel(), "down": zr.RowwiseParallel()})
-        model.append(zr.ColumnParallelLinear(8, 8, process_group=grid["dp"]))
-        with pytest.raises(ValueError, match=r"two process groups: 0\.up of ranks"):
-            zr.Balancer(model, adamw(model))
-        zr.convert(model, grid["tp"])  # it leaves the others alone
-        zr.Balancer(model, adamw(model), process_group=grid["tp"]).close()
-
-    run_ranks(check, 4)
-
-
-def test_a_mesh_of_one_rank_trains_as_the_whole_model_and_balances_nothing(run_ranks):
-    def check(rank, group):
-        whole = whole_model()
-        expected = losses_and_norms(whole, adamw(whole), 3, nn.utils.clip_grad_norm_)
-        model = split(whole_model(), mesh_of(1))
-        assert balanced_layers(model) == {}
-        optimizer = adamw(model)
-        balancer = zr.Balancer(model, optimizer)
-        actual = losses_and_norms(model, optimizer, 3, zr.clip_grad_norm_, lambda step: balancer.step())
-        assert actual == pytest.approx(expected, rel=1e-12)
-        balancer.close()
-
-    run_ranks(check, 1)
 
 
 def test_segments_can_be_named_and_layers_left_out_after_parallelize_module(run_ranks):
@@ -353,25 +291,5 @@ def test_layers_that_are_split_later_are_found_by_the_next_balancer(run_ranks):
         parallelize_module(model[1], mesh, plan)
         zr.Balancer(model, adamw(model)).close()
         assert [segment.name for segment in owned_segments(balanced_layers(model))] == ["0.down", "1.down"]
-
-    run_ranks(check, 2)
-
-
-def test_a_checkpoint_of_any_division_loads_into_any_other(run_ranks, tmp_path):
-    def check(rank, group):
-        import torch.distributed.checkpoint as dcp
-
-        model = split(whole_model(), mesh_of())
-        balancer = zr.Balancer(model, adamw(model))
-        balancer.move((3, 1))
-        dcp.save(zr.sharded_state_dict(model), checkpoint_id=str(tmp_path))
-        other = split(whole_model(seed=7), mesh_of())
-        dcp.load(zr.sharded_state_dict(other), checkpoint_id=str(tmp_path))
-        expected = whole_model()
-        assert torch.equal(local_of(other[1].up.weight), expected[1].up.weight.chunk(2)[rank])
-        assert torch.equal(local_of(other[1].down.weight), expected[1].down.weight.chunk(2, dim=1)[rank])
-        with balancer.at_home():
-            other.load_state_dict(model.state_dict())
-        assert torch.equal(local_of(other[0].up.weight), expected[0].up.weight.chunk(2)[rank])
 
     run_ranks(check, 2)

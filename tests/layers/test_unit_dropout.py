@@ -67,15 +67,6 @@ def test_masks_are_as_random_as_coins():
         assert sums.std() == pytest.approx(1.0, abs=0.15)
 
 
-def test_other_seeds_and_calls_have_other_masks():
-    x = torch.ones(64, 8)
-    first, second = (dropout_of(segment_of([0] * 8, 1), 0, seed=seed) for seed in (1, 2))
-    masks = [layer(x) for layer in (first, first, second)]
-    assert not any(torch.equal(masks[one], masks[other]) for one, other in ((0, 1), (0, 2), (1, 2)))
-    first.num_calls = 0
-    assert torch.equal(first(x), masks[0])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_gradients_are_masked_as_the_output(dtype):
     x = torch.randn(6, 8, dtype=dtype).requires_grad_()

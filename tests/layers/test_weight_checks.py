@@ -164,18 +164,6 @@ def test_what_does_not_work_beside_fsdp_is_refused_by_the_balancer(run_ranks, wr
     run_ranks(check, 4)
 
 
-@pytest.mark.parametrize("kind", ["flat", "original"])
-def test_a_model_that_fsdp1_has_sharded_already_has_nothing_to_convert(run_ranks, kind):
-    def check(rank, group):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "tensor"))
-        group = mesh["tensor"].get_group()
-        model = WRAPS[kind](Pair(group), mesh["replicas"])
-        with pytest.raises(ValueError, match=r"left alone: .*up: .*FullyShardedDataParallel"):
-            zr.convert(model, process_group=group)
-
-    run_ranks(check, 4)
-
-
 @pytest.mark.parametrize("is_sharded_later", [False, True])
 def test_no_unit_moves_where_fully_shard_holds_shards_of_its_weights(run_ranks, is_sharded_later):
     def move(rank, _):

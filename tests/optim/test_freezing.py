@@ -100,24 +100,6 @@ def test_pruned_columns_of_weight_and_state_stay_and_the_others_step_as_ever(run
     run_ranks(check, 1)
 
 
-def test_a_closed_freezer_lets_columns_step_again(run_ranks):
-    def check(rank, group):
-        layer = zr.ColumnParallelLinear(COLUMNS, 4, process_group=group)
-        optimizer = make_optimizer("SGD", [layer.weight])
-        freezer = ColumnFreezer({"layer": layer}, optimizer)
-        layer.plan = plan_of([2])
-        moved = []
-        for step in range(2):
-            before = layer.weight.detach().clone()
-            layer.weight.grad = gradient(step, [2])
-            optimizer.step()
-            moved.append(not is_same(before, layer.weight, [2]))
-            freezer.close()
-        assert moved == [False, True]
-
-    run_ranks(check, 1)
-
-
 def test_what_the_optimizer_is_given_later_is_frozen_too(run_ranks):
     """As layers are unfrozen one after the other."""
 
@@ -142,57 +124,6 @@ def test_what_the_optimizer_is_given_later_is_frozen_too(run_ranks):
 
 
 # ---- in training ----------------------------------------------------------------------------------------------------
-
-
-def copied_state(run):
-    return {name: tensors_of(run.optimizer, getattr(run.model, name).weight) for name in ("up", "down")}
-
-
-@pytest.mark.parametrize("pruned_update", ["freeze", "optimizer"])
-def test_in_training_pruned_columns_stay_for_the_epoch_only_when_frozen(run_ranks, pruned_update):
-    """Two epochs of four steps, with columns of their own. By the second all columns have moments."""
-
-    def train(rank, group):
-        run = Run(group, ratio=0.5, ranks="all", iters_per_epoch=4, pruned_update=pruned_update, block=2)
-        outcomes = []
-        for _ in range(2):
-            before, pruned = copied_state(run), run.pruned()
-            run.steps(3)
-            after = copied_state(run)
-            for layer, tensors in after.items():
-                assert list(tensors) == ["weight", "exp_avg", "exp_avg_sq"]
-                for key, tensor in tensors.items():
-                    was = before[layer].get(key, torch.zeros_like(tensor))
-                    outcomes.append(is_same(tensor, was, pruned[layer]))
-                    kept = [column for column in range(tensor.shape[1]) if column not in pruned[layer].tolist()]
-                    assert (tensor != was)[:, kept].any(dim=0).all()
-            run.steps(1)
-        return outcomes
-
-    for outcomes in run_ranks(train, 2):
-        first_weights, second_epoch = [outcomes[0], outcomes[3]], outcomes[6:]
-        assert set(first_weights + second_epoch) == {pruned_update == "freeze"}
-
-
-def test_clipping_sees_the_same_norm_and_training_the_same_losses_while_columns_are_pruned(run_ranks):
-    """Pruned columns take part in nothing, so freezing them changes nothing until they are computed again."""
-
-    def train(rank, group, pruned_update):
-        run = Run(group, ratio=0.5, ranks="all", pruned_update=pruned_update)
-        seen = []
-        for _ in range(5):
-            loss = run.model(run.x).square().mean()
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.01)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-            run.balancer.step()
-            seen.append((loss.item(), norm.item()))
-        return seen
-
-    frozen, free = (run_ranks(train, 2, pruned_update) for pruned_update in ("freeze", "optimizer"))
-    assert frozen == free
-    assert all(norm > 0.01 for _, norm in frozen[0]), "all steps were clipped"
 
 
 def test_freezing_under_data_parallelism_is_refused(run_ranks):

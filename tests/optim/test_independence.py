@@ -1,4 +1,4 @@
-"""Optimizers that see more than one element at once are seen through, and no others."""
+"""Optimizers that see more than one element, or one parameter, at once are seen through, and no others."""
 
 import threading
 import types
@@ -12,110 +12,169 @@ from zeroresize.optim import independence
 from zeroresize.optim.independence import why_not_by_parameter, why_not_elementwise
 from zeroresize.optim.optimizers import hook_steps
 
-ELEMENTWISE = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+KNOWN = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 
 
-class Lion(torch.optim.Optimizer):
-    """One that torch does not have, element by element."""
+class Steps(torch.optim.Optimizer):
+    """Changes each parameter by ``change``; subclasses of one that torch does not have."""
 
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params, lr=0.1, **defaults):
+        super().__init__(params, {"lr": lr, **defaults})
 
-    def step(self):
+    @torch.no_grad()
+    def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self.change(parameter, group["lr"], self.state[parameter])
+                    self.change(parameter, parameter.grad, group, self.state[parameter])
 
-    def change(self, parameter, lr, state):
-        moment = state.setdefault("moment", torch.zeros_like(parameter))
-        parameter.data.add_((0.9 * moment + 0.1 * parameter.grad).sign(), alpha=-lr)
-        moment.lerp_(parameter.grad, 0.01)
+    def change(self, parameter, grad, group, state):
+        raise NotImplementedError
 
 
-class Lamb(Lion):
-    """By the norms of whole matrices."""
-
-    def change(self, parameter, lr, state):
-        parameter.data.add_(parameter.grad * parameter.data.norm() / (parameter.grad.norm() + 1e-6), alpha=-lr)
+def stepping(name, change):
+    return type(name, (Steps,), {"change": lambda self, *given: change(*given)})
 
 
-class RowMean(Lion):
-    """By the means of rows, so that only columns cannot be divided."""
+def descending(name, factor):
+    """Steps by the gradient times a factor of it."""
 
-    def change(self, parameter, lr, state):
-        parameter.data.sub_(lr * parameter.grad / (parameter.grad.square().mean(-1, keepdim=True).sqrt() + 1e-6))
+    def change(parameter, grad, group, state):
+        parameter.sub_(group["lr"] * grad * factor(grad, state))
 
-
-class Later(Lion):
-    """Element by element until it begins with something else."""
-
-    def change(self, parameter, lr, state):
-        state["step"] = state.get("step", 0) + 1
-        parameter.data.sub_(lr * parameter.grad * (parameter.grad.norm() if state["step"] > 5 else 1.0))
+    return stepping(name, change)
 
 
-class Blocks(Lion):
-    """By blocks of 256 elements, of large tensors only, as 8-bit optimizers do it."""
-
-    def change(self, parameter, lr, state):
-        scale = torch.ones_like(parameter).flatten()
-        if parameter.numel() >= 4096:
-            scale = torch.cat([part.abs().max().expand(len(part)) for part in parameter.grad.flatten().split(256)])
-        parameter.data.sub_(lr * parameter.grad * scale.view_as(parameter))
+def lion(parameter, grad, group, state):
+    moment = state.setdefault("moment", torch.zeros_like(parameter))
+    parameter.add_((0.9 * moment + 0.1 * grad).sign(), alpha=-group["lr"])
+    moment.lerp_(grad, 0.01)
 
 
-class Multiples(Lion):
-    """By blocks of 256 elements where they fit, as torchao's 8-bit optimizers do it."""
-
-    def change(self, parameter, lr, state):
-        scale = torch.ones_like(parameter).flatten()
-        if parameter.numel() >= 4096 and parameter.numel() % 256 == 0:
-            scale = torch.cat([part.abs().max().expand(256) for part in parameter.grad.flatten().split(256)])
-        parameter.data.sub_(lr * parameter.grad * scale.view_as(parameter))
+def later(grad, state):
+    state["step"] = state.get("step", 0) + 1
+    return grad.norm() if state["step"] > 5 else 1.0
 
 
-class AtLeast128(Lion):
-    """By means of rows and columns, of large matrices only; of long vectors here, too."""
-
-    def change(self, parameter, lr, state):
-        square = parameter.grad.square()
-        if min(parameter.shape) >= 128:
-            square = square.mean(-1, keepdim=True) * square.mean(0, keepdim=True)
-        parameter.data.sub_(lr * parameter.grad / (square.sqrt() + 1e-8))
+def blocks(grad, state):
+    """Of 256 elements, of large tensors only, and where they fit, as 8-bit optimizers have them."""
+    if grad.numel() < 4096 or grad.numel() % 256:
+        return 1.0
+    return torch.cat([part.abs().max().expand(256) for part in grad.flatten().split(256)]).view_as(grad)
 
 
-class ClipsAt1000(Lion):
-    """By the norm of all gradients, where it is large."""
+def at_least_128(grad, state):
+    """By rows and columns of large matrices only; of long vectors here, too."""
+    square = grad.square()
+    if min(grad.shape) >= 128:
+        square = square.mean(-1, keepdim=True) * square.mean(0, keepdim=True)
+    return 1 / (square.sqrt() + 1e-8)
 
+
+def factored(parameter, grad, group, state):
+    """As Adafactor keeps its second moments, and steps by them later."""
+    row = state.setdefault("row", torch.zeros(parameter.shape[0]))
+    row.lerp_(grad.square().flatten(1).mean(1) if grad.dim() > 1 else grad.square(), 0.1)
+    parameter.sub_(group["lr"] * grad.sign())
+
+
+def counted_norm(parameter, grad, group, state):
+    state["norm"] = float(grad.norm())
+    parameter.sub_(group["lr"] * grad.sign())
+
+
+def cautious(parameter, grad, group, state):
+    """Steps where moment and gradient agree, and the more the fewer do."""
+    moment = state.setdefault("moment", torch.zeros_like(parameter)).lerp_(grad, 0.1)
+    mask = (moment * grad > 0).to(grad.dtype)
+    parameter.sub_(group["lr"] * moment.sign() * mask / mask.mean().clamp_min(1e-3))
+
+
+Lion = stepping("Lion", lion)
+Lamb = stepping("Lamb", lambda p, g, group, state: p.sub_(g * p.norm() / (g.norm() + 1e-6), alpha=group["lr"]))
+RowMean = descending("RowMean", lambda grad, state: 1 / (grad.square().mean(-1, keepdim=True).sqrt() + 1e-6))
+Noisy = stepping("Noisy", lambda p, g, group, state: p.sub_(group["lr"] * (g + torch.randn_like(g))))
+
+
+class AcrossParameters(Steps):
+    """By the norm of all gradients; or only where that is large."""
+
+    is_clipping = False
+
+    @torch.no_grad()
     def step(self):
-        params = [one for one in self.param_groups[0]["params"] if one.grad is not None]
-        norm = torch.stack([one.grad.norm() for one in params]).norm()
-        for parameter in params:
-            parameter.data.sub_(0.1 * parameter.grad * torch.clamp(1e3 / norm, max=1.0))
+        gradients = [each.grad for each in self.param_groups[0]["params"]]
+        norm = torch.stack([grad.norm() for grad in gradients]).norm()
+        for parameter, grad in zip(self.param_groups[0]["params"], gradients, strict=True):
+            parameter.sub_(0.1 * grad * (torch.clamp(1e3 / norm, max=1.0) if self.is_clipping else norm))
 
 
-class AcrossParameters(Lion):
-    """By the norm of all gradients."""
-
-    def step(self):
-        params = self.param_groups[0]["params"]
-        norm = sum(one.grad.norm() for one in params if one.grad is not None)
-        for parameter in params:
-            parameter.data.sub_(0.1 * parameter.grad * norm)
+class ClipsAt1000(AcrossParameters):
+    is_clipping = True
 
 
-class Noisy(Lion):
-    def change(self, parameter, lr, state):
-        parameter.data.sub_(lr * (parameter.grad + torch.randn_like(parameter)))
+def parameters(dtype=torch.float32, shapes=((6, 5), (7,))):
+    return [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
 
 
-class Lazy(Lion):
+SEEN = [
+    *(Lamb, RowMean, Noisy, AcrossParameters, ClipsAt1000),
+    *(descending("Later", later), descending("Blocks", blocks), descending("AtLeast128", at_least_128)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_what_sees_more_than_an_element_is_refused(dtype):
+    for kind in SEEN:
+        params = parameters(dtype)
+        reason = why_not_elementwise(kind(params, lr=1e-9), params)
+        assert f"{kind.__name__} is not element-wise: in a trial its steps on a tensor" in reason
+        assert "mark_elementwise" not in reason  # what was seen to be so is nothing to give one's word for
+
+
+def test_state_and_steps_that_depend_on_other_elements_are_found():
+    expected = {
+        factored: "its state row of a tensor (128, 192) was a tensor (128,)",
+        counted_norm: "were others where the gradients of other elements were 1000 times as large",
+        cautious: "were others",
+    }
+    for change, reason in expected.items():
+        params = parameters(shapes=[(6, 5)])
+        assert reason in why_not_elementwise(stepping("Other", change)(params), params)
+
+
+def test_torchs_classes_that_see_matrices_are_refused():
+    for name in ("Muon", "Adafactor", "LBFGS"):
+        params = parameters(shapes=[(6, 5)])
+        if hasattr(torch.optim, name):
+            assert why_not_elementwise(getattr(torch.optim, name)(params, lr=0.1), params) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+def test_element_wise_optimizers_pass_a_trial_too(monkeypatch, dtype):
+    monkeypatch.setattr(independence, "_known", set())
+    kinds = [*(getattr(torch.optim, name) for name in KNOWN), Lion, type("Own", (torch.optim.AdamW,), {})]
+    for kind in kinds:
+        for options in [{}] if kind is Lion else [{"lr": 0.0}, {"foreach": True}]:  # as a warm-up begins
+            params = parameters(dtype, ((6, 5), (7,), (3, 4, 2)))
+            optimizer = kind([{"params": params[:1]}, {"params": params[1:], "lr": 0.0}], **{"lr": 0.1, **options})
+            assert why_not_elementwise(optimizer, params) is None, (kind, options)
+            assert why_not_by_parameter(optimizer, params) is None, (kind, options)
+
+
+def test_matrices_by_themselves_may_lie_on_different_ranks_and_what_sees_other_parameters_may_not():
+    for kind in (Lamb, RowMean, Noisy, AcrossParameters, ClipsAt1000, torch.optim.LBFGS):
+        params = parameters()
+        reason = why_not_by_parameter(kind(params, lr=0.1), params)
+        assert reason is None if kind in (Lamb, RowMean) else "parameter by parameter" in reason, kind
+
+
+class Lazy(Steps):
     def step(self):
         pass
 
 
-class Locks(Lion):
+class Locks(Steps):
     def __init__(self, params, lr):
         super().__init__(params, lr)
         self.lock = threading.Lock()
@@ -125,100 +184,107 @@ class Totals(Lion):
     """Keeps the norm of all gradients, and steps by it from some size on alone."""
 
     def step(self):
-        self.total = sum(float(one.grad.norm()) for one in self.param_groups[0]["params"])
+        self.total = sum(float(each.grad.norm()) for each in self.param_groups[0]["params"])
         super().step()
 
 
-def parameters(dtype=torch.float32, matrices_only=False):
-    shapes = [(6, 5)] if matrices_only else [(6, 5), (7,)]
-    return [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
+class Kept(Steps):
+    """SGD with momentum that is kept where ``where`` says."""
+
+    def __init__(self, params, where):
+        super().__init__(params)
+        self.where, self.kept = where, {}
+
+    def change(self, parameter, grad, group, state):
+        place = {"attribute": self.kept, "group": group.setdefault("kept", {}), "state": state}[self.where]
+        key = "momentum" if self.where == "state" else len(parameter)
+        parameter.sub_(place.setdefault(key, torch.zeros_like(parameter)).mul_(0.9).add_(grad), alpha=group["lr"])
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_torchs_classes_that_are_known_pass_the_trial_too(monkeypatch, name):
+class ByDistance(Steps):
+    """As Prodigy and DAdaptAdam: the step size begins at 1e-6 and is a quotient of sums over all parameters."""
+
+    def __init__(self, params, lr=1.0):
+        super().__init__(params, lr, d=1e-6, d_numerator=0.0, k=0)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            denominator = 0.0
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                moved = state.setdefault("first", parameter.clone()) - parameter
+                sum_s = state.setdefault("s", torch.zeros_like(parameter)).add_(parameter.grad, alpha=group["d"])
+                group["d_numerator"] += group["d"] * float((parameter.grad * moved).sum())
+                denominator += float(sum_s.abs().sum())
+                parameter.sub_(group["lr"] * group["d"] * parameter.grad)
+            group["d"] = max(group["d"], group["d_numerator"] / denominator)
+            group["k"] += 1
+
+
+def test_what_cannot_be_tried_is_refused_with_the_reason():
+    refused = [
+        (lambda params: Lazy(params), "in a trial it did not step"),
+        (lambda params: Locks(params, 0.1), "a trial of a copy failed (TypeError: cannot pickle '_thread.lock' object"),
+        (lambda params: Totals(params), "in a trial its total followed the gradients of other elements"),
+        (lambda params: ByDistance(params), "in a trial its param_groups[0]['d"),
+        (lambda params: Kept(params, "attribute"), "it kept tensors in kept"),
+        (lambda params: Kept(params, "group"), "it kept tensors in param_groups[0]['kept']"),
+    ]
+    for make, expected in refused:
+        for why_not, call in ((why_not_elementwise, "mark_elementwise"), (why_not_by_parameter, "mark_by_parameter")):
+            params = parameters()
+            reason = why_not(make(params), params)
+            assert expected in reason and f"say so by zeroresize.{call}(" in reason
     params = parameters()
-    optimizer = getattr(torch.optim, name)(params, lr=0.0)  # as a warm-up begins
-    assert why_not_elementwise(optimizer, params) is None
-    monkeypatch.setattr(independence, "_known", set())
-    assert why_not_elementwise(optimizer, params) is None and why_not_by_parameter(optimizer, params) is None
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"fused": True, "amsgrad": True}, {"foreach": True}, {"lr": torch.tensor(0.1), "foreach": False}],
-    ids=["fused", "foreach", "tensor"],
-)
-def test_a_subclass_of_a_known_class_is_tried_with_its_settings(settings):
-    params = parameters()
-    assert why_not_elementwise(type("Own", (torch.optim.AdamW,), {})(params, **settings), params) is None
-
-
-@pytest.mark.parametrize(
-    "kind", [Lamb, RowMean, Later, Blocks, Multiples, AtLeast128, ClipsAt1000, AcrossParameters, Noisy]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_what_sees_more_than_an_element_is_refused(kind, dtype):
-    params = parameters(dtype)
-    reason = why_not_elementwise(kind(params, lr=1e-9), params)
-    assert f"{kind.__name__} is not element-wise: in a trial its steps on a tensor" in reason
-    assert "mark_elementwise" not in reason  # what was seen to be so is nothing to give one's word for
-
-
-@pytest.mark.parametrize("name", [name for name in ("Muon", "Adafactor", "LBFGS") if hasattr(torch.optim, name)])
-def test_torchs_classes_that_see_matrices_are_refused(name):
-    params = parameters(matrices_only=True)
-    assert why_not_elementwise(getattr(torch.optim, name)(params, lr=0.1), params) is not None
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        (Lazy, "in a trial it did not step"),
-        (Locks, "a trial of a copy failed (TypeError: cannot pickle '_thread.lock' object)"),
-        (Totals, "in a trial its total followed the gradients of other elements"),
-    ],
-)
-def test_what_cannot_be_tried_is_refused_with_the_reason(kind, reason):
-    params = parameters()
-    reason_given = why_not_elementwise(kind(params, lr=0.1), params)
-    assert reason in reason_given and "say so by zeroresize.mark_elementwise(" in reason_given
-
-
-def test_the_users_word_counts_for_that_class_alone(monkeypatch):
-    monkeypatch.setattr(independence, "_elementwise", set())
-    params = parameters()
-    assert zr.mark_elementwise(Noisy) is Noisy
-    assert why_not_elementwise(Noisy(params, lr=0.1), params) is None
-    assert why_not_elementwise(type("Noisier", (Noisy,), {})(params, lr=0.1), params) is not None
-    with pytest.raises(ValueError, match="wanted is the class of an optimizer"):
-        zr.mark_elementwise(Noisy(params, lr=0.1))
+    assert why_not_elementwise(Kept(params, "state"), params) is None
 
 
 def test_only_the_groups_of_the_divided_tensors_count():
-    class Mixed(Lion):
-        def __init__(self, params, lr, by_norm=False):
-            torch.optim.Optimizer.__init__(self, params, {"lr": lr, "by_norm": by_norm})
+    def change(parameter, grad, group, state):
+        parameter.sub_(grad * (grad.norm() if group["by_norm"] else 1.0), alpha=group["lr"])
 
-        def step(self):
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.data.sub_(
-                        parameter.grad * (parameter.grad.norm() if group["by_norm"] else 1.0), alpha=group["lr"]
-                    )
-
-    first, second = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2))
-    optimizer = Mixed([{"params": [first], "by_norm": True}, {"params": [second]}], lr=0.1)
+    first, second = parameters(shapes=((3, 2), (3, 2)))
+    groups = [{"params": [first], "by_norm": True}, {"params": [second]}]
+    optimizer = stepping("Mixed", change)(groups, by_norm=False)
     assert why_not_elementwise(optimizer, [second]) is None
     assert why_not_elementwise(optimizer, [first, second]) is not None
 
 
 def test_a_trial_leaves_parameters_state_and_random_numbers_as_they_were():
     params = parameters()
-    optimizer = Noisy(params, lr=0.1)
+    optimizer = Noisy(params)
     before = torch.get_rng_state()
     why_not_elementwise(optimizer, params)
     assert torch.equal(torch.get_rng_state(), before) and not optimizer.state
-    assert all(bool((one == 1.0).all()) and one.grad is None for one in params)
+    assert all(bool((each == 1.0).all()) and each.grad is None for each in params)
+
+
+def test_state_of_steps_before_does_no_harm():
+    params = parameters(shapes=[(6, 5)])
+    optimizer = Lion(params)
+    params[0].grad = torch.ones(6, 5)
+    optimizer.step()
+    before = optimizer.state[params[0]]["moment"].clone()
+    assert why_not_elementwise(optimizer, params) is None
+    assert torch.equal(optimizer.state[params[0]]["moment"], before)
+
+
+# ---- the user's word, and wrappers -----------------------------------------------------------------------------------
+
+
+def test_the_users_word_counts_for_that_class_alone(monkeypatch):
+    monkeypatch.setattr(independence, "_elementwise", set())
+    monkeypatch.setattr(independence, "_by_parameter", set())
+    params = parameters()
+    assert zr.mark_by_parameter(Noisy) is Noisy
+    assert why_not_by_parameter(Noisy(params), params) is None
+    assert "Noisy is not element-wise" in why_not_elementwise(Noisy(params), params)
+    assert zr.mark_elementwise(Noisy) is Noisy
+    assert why_not_elementwise(Noisy(params), params) is None
+    assert why_not_elementwise(type("Noisier", (Noisy,), {})(params), params) is not None
+    with pytest.raises(ValueError, match="wanted is the class of an optimizer"):
+        zr.mark_elementwise(Noisy(params))
 
 
 class Wrapper:
@@ -233,43 +299,25 @@ def test_wrappers_of_known_hosts_are_seen_through_and_others_are_not(monkeypatch
     params = parameters()
     optimizer = torch.optim.SGD(params, lr=0.1)
     assert "it is a wrapper of an optimizer that is not known" in why_not_elementwise(Wrapper(optimizer), params)
+    assert "it is no torch.optim.Optimizer and holds none" in why_not_elementwise(object(), params)
     colossalais = type("OptimizerWrapper", (Wrapper,), {"__module__": "colossalai.interface.optimizer"})
     assert why_not_elementwise(colossalais(optimizer), params) is None
-    assert why_not_elementwise(colossalais(Lamb(params, lr=0.1)), params) is not None
+    assert why_not_elementwise(colossalais(Lamb(params)), params) is not None
     zr.mark_elementwise(Wrapper)
     assert why_not_elementwise(Wrapper(optimizer), params) is None
-    assert why_not_elementwise(Wrapper(Lamb(params, lr=0.1)), params) is not None
+    assert why_not_elementwise(Wrapper(Lamb(params)), params) is not None
 
 
 def test_accelerates_wrapper_is_seen_through():
     accelerate = pytest.importorskip("accelerate")
     params = parameters()
-    for inner, is_refused in ((torch.optim.AdamW(params), False), (Lamb(params, lr=0.1), True)):
+    for inner, is_refused in ((torch.optim.AdamW(params), False), (Lamb(params), True)):
         wrapped = accelerate.optimizer.AcceleratedOptimizer.__new__(accelerate.optimizer.AcceleratedOptimizer)
         wrapped.optimizer = inner
         assert (why_not_elementwise(wrapped, params) is not None) == is_refused
 
 
-@pytest.mark.parametrize("kind", [Lamb, RowMean, Noisy])
-def test_matrices_by_themselves_may_lie_on_different_ranks(kind):
-    params = parameters()
-    is_refused = kind is Noisy
-    assert (why_not_by_parameter(kind(params, lr=0.1), params) is not None) == is_refused
-
-
-@pytest.mark.parametrize("kind", [AcrossParameters, ClipsAt1000, torch.optim.LBFGS])
-def test_what_sees_other_parameters_may_not(kind):
-    params = parameters()
-    assert "parameter by parameter" in why_not_by_parameter(kind(params, lr=0.1), params)
-
-
-def test_the_users_word_for_parameters_says_nothing_of_elements(monkeypatch):
-    monkeypatch.setattr(independence, "_by_parameter", set())
-    params = parameters()
-    assert why_not_by_parameter(Noisy(params, lr=0.1), params) is not None
-    assert zr.mark_by_parameter(Noisy) is Noisy
-    assert why_not_by_parameter(Noisy(params, lr=0.1), params) is None
-    assert "Noisy is not element-wise" in why_not_elementwise(Noisy(params, lr=0.1), params)
+# ---- what an optimizer knows of its settings, and of single parameters -----------------------------------------------
 
 
 class ByAttribute(torch.optim.SGD):
@@ -277,43 +325,24 @@ class ByAttribute(torch.optim.SGD):
 
     def __init__(self, params, lr, trust=False):
         super().__init__(params, lr=lr)
-        self.trust = trust
-
-    def is_trusted(self):
-        return self.trust
-
-    def step(self):
-        if self.is_trusted():
-            for parameter in self.param_groups[0]["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(parameter.data.norm() / (parameter.grad.norm() + 1e-6))
-        super().step()
-
-
-class BySettings(ByAttribute):
-    def __init__(self, params, lr, trust=False):
-        super().__init__(params, lr)
         self.settings, self.call = types.SimpleNamespace(trust=[trust]), self.is_trusted
-        self._trust, self.mine = trust, [one for group in self.param_groups for one in group["params"]]
-        del self.trust
 
     def is_trusted(self):
         return self.settings.trust[0]
 
     def step(self):
-        self.trust = self.call()
+        for parameter in self.param_groups[0]["params"] if self.call() else ():
+            parameter.grad.mul_(parameter.data.norm() / (parameter.grad.norm() + 1e-6))
         super().step()
 
 
-@pytest.mark.parametrize("kind", [ByAttribute, BySettings])
-def test_a_trial_has_the_settings_that_are_attributes(kind):
+def test_a_trial_has_the_settings_that_are_attributes():
     params = parameters()
-    assert "is not element-wise" in why_not_elementwise(kind(params, lr=0.1, trust=True), params)
-    assert why_not_elementwise(kind(params, lr=0.1), params) is None
-    later = kind(params, lr=0.1)
-    if kind is ByAttribute:
-        later.trust = True
-        assert "is not element-wise" in why_not_elementwise(later, params)
+    assert "is not element-wise" in why_not_elementwise(ByAttribute(params, lr=0.1, trust=True), params)
+    optimizer = ByAttribute(params, lr=0.1)
+    assert why_not_elementwise(optimizer, params) is None
+    optimizer.settings.trust[0] = True
+    assert "is not element-wise" in why_not_elementwise(optimizer, params)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Lion])
@@ -322,57 +351,63 @@ def test_schedulers_profilers_and_balancers_may_hang_on_an_instance(kind):
     optimizer = kind(params, lr=0.1)
     for _ in range(2):
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    hook_steps(optimizer, Lazy(params, 0.1).step, Lazy(params, 0.1).step)
+    hook_steps(optimizer, Lazy(params).step, Lazy(params).step)
     optimizer.register_step_post_hook(torch.profiler._optimizer_post_hook)
     assert "step" in vars(optimizer) and why_not_elementwise(optimizer, params) is None
 
 
-class Holder:
-    """As apex and DeepSpeed wrap optimizers."""
+class ByNorm(Steps):
+    """By the norm of a matrix, or of all of them, where ``sees`` says so; else as SGD."""
 
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-    def __getattr__(self, name):
-        return getattr(self.__dict__["optimizer"], name)
-
-
-def test_other_wrappers_and_what_is_no_optimizer_are_refused(monkeypatch):
-    monkeypatch.setattr(independence, "_elementwise", set())
-    params = parameters()
-    wrapped = Holder(torch.optim.SGD(params, lr=0.1))
-    assert "Holder is not known" in why_not_elementwise(wrapped, params)
-    assert "it is no torch.optim.Optimizer and holds none" in why_not_elementwise(object(), params)
-    zr.mark_elementwise(Holder)
-    assert why_not_elementwise(wrapped, params) is None
-    assert why_not_elementwise(Holder(Lamb(params, lr=0.1)), params) is not None
-
-
-class Momentum(torch.optim.Optimizer):
-    """SGD with momentum that is kept where ``where`` says."""
-
-    def __init__(self, params, lr=0.1, where="list"):
-        super().__init__(params, {"lr": lr})
-        self.where, self.kept = where, {}
+    together = False
 
     @torch.no_grad()
     def step(self):
-        for group in self.param_groups:
-            for at, parameter in enumerate(group["params"]):
-                kept = {"attribute": self.kept, "group": group.setdefault("kept", {}), "state": self.state[parameter]}[
-                    self.where
-                ]
-                key = "momentum" if self.where == "state" else at
-                momentum = kept.setdefault(key, torch.zeros_like(parameter))
-                parameter.sub_(momentum.mul_(0.9).add_(parameter.grad), alpha=group["lr"])
+        params = self.param_groups[0]["params"]
+        seen = [id(each) for each in params if self.sees(each)]
+        norms = {id(each): each.grad.float().norm() for each in params}
+        of_all = torch.stack([norms[key] for key in seen] or [torch.ones(())]).norm()
+        for each in params:
+            norm = 1.0 if id(each) not in seen else of_all if self.together else norms[id(each)]
+            each.sub_((0.1 * each.grad / (norm + 1e-8)).to(each.dtype))
 
 
-@pytest.mark.parametrize("where", ["attribute", "group", "state"])
-@pytest.mark.parametrize("why_not", [why_not_elementwise, why_not_by_parameter])
-def test_what_is_kept_elsewhere_than_in_the_state_would_stay_behind(why_not, where):
-    params = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))]
-    reason = why_not(Momentum(params, where=where), params)
-    if where == "state":
-        assert reason is None
-    else:
-        assert "kept tensors in " in reason and "kept" in reason and "moves along" in reason
+def counted_marks(self, parameter):
+    state = self.state[parameter]
+    state["count"] = state.get("count", 0) + 1
+    return getattr(parameter, "use_muon", False) and state["count"] > 9
+
+
+SEES = {
+    "ByMark": lambda self, one: getattr(one, "use_muon", False),
+    "ByDtype": lambda self, one: one.dtype == torch.bfloat16,
+    "ByMarkAndSize": lambda self, one: getattr(one, "use_muon", False) and min(one.shape) >= 128,
+    "ByMarkAndLater": counted_marks,
+}
+
+
+def test_matrices_that_are_told_by_what_is_at_a_parameter_are_found():
+    for name, sees in SEES.items():
+        kind = type(name, (ByNorm,), {"sees": sees})
+        for is_seen in (True, False):
+            dtype = torch.bfloat16 if name == "ByDtype" and is_seen else torch.float32
+            params = parameters(dtype, [(6, 5)] * 4)
+            for parameter in params[1:3]:
+                parameter.use_muon = is_seen
+            optimizer = kind(params)
+            reason = why_not_elementwise(optimizer, params)
+            assert f"{name} is not element-wise: in a trial" in reason if is_seen else reason is None
+            assert why_not_by_parameter(optimizer, params) is None
+            optimizer.together = True
+            assert (why_not_by_parameter(optimizer, params) is not None) == is_seen
+
+
+def test_what_knows_parameters_themselves_knows_those_of_a_trial():
+    params = parameters(shapes=[(6, 5)] * 2)
+    matrices = []
+    kind = type("Appended", (ByNorm,), {"sees": lambda self, one: any(one is other for other in self.matrices)})
+    optimizer = kind(params)
+    optimizer.matrices = matrices
+    assert why_not_elementwise(optimizer, params) is None
+    matrices.append(params[0])
+    assert "is not element-wise" in why_not_elementwise(optimizer, params)

@@ -17,7 +17,7 @@ from zeroresize.comm.collectives import group_size, require_group
 from zeroresize.integrations.hosts import host_of, process_group_of
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_of
-from zeroresize.layers.shards import is_marked_as_shard
+from zeroresize.layers.weight_checks import is_marked_as_shard
 from zeroresize.resharding.ranks import Ranks
 from zeroresize.utils.torch_private import is_dividing, is_dtensor
 

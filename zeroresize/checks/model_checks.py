@@ -14,7 +14,7 @@ from zeroresize.checks.apart import number_of
 from zeroresize.checks.divided import Part
 from zeroresize.checks.finding import BACKWARDS, NORM, TIE, ParallelFinding, finding
 from zeroresize.checks.gradient_checks import local_gradients
-from zeroresize.layers.ties import probably_untied
+from zeroresize.layers.splitting import probably_untied
 from zeroresize.resharding.ranks import Ranks
 
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from zeroresize.checks.divided import kind_of_layer
 from zeroresize.checks.replicated import distance_of_sums, sums_of
-from zeroresize.integrations.elementwise import is_elementwise_method
+from zeroresize.integrations.known_modules import is_elementwise_function
 from zeroresize.integrations.packed_layers import block_in
 from zeroresize.layers.local_parts import local_of
 from zeroresize.resharding.ranks import Ranks
@@ -136,7 +136,7 @@ class Recorder(TorchFunctionMode):
                 block = block_in(local_of(y), local_of(x), size)
                 if block is not None and block != (0, size):
                     self.blocks.setdefault(layer, {}).setdefault(block, name)
-            elif is_elementwise_method(name) and (y.shape, y.stride()) == (x.shape, x.stride()):
+            elif is_elementwise_function(name) and (y.shape, y.stride()) == (x.shape, x.stride()):
                 self._followed[_storage_of(y)] = layer, size, y
             elif name == "glu":
                 halves = (0, size // 2), (size // 2, size)

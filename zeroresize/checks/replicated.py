@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import same_ranks
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.shards import is_marked_as_shard
+from zeroresize.layers.weight_checks import is_marked_as_shard
 from zeroresize.utils.fingerprint import fingerprint
 
 #: Elements that are summed at once, and side by side.

@@ -9,9 +9,9 @@ from zeroresize.comm.collectives import group_ranks
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MOVING_MODES
 from zeroresize.control.setup import Layers
-from zeroresize.integrations.keyed_dropout import KeyedDropout, drops
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import all_segments
+from zeroresize.layers.unit_dropout import KeyedDropout, drops
 from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.resharding.segments.search_segments import log_staying_even
 from zeroresize.utils.mixed_bits import mixed

@@ -14,7 +14,7 @@ from zeroresize.layers.segment import UnitTensor
 from zeroresize.layers.segments import owned_segments, segment_works
 from zeroresize.measure.activation_bytes import ActivationBytes
 from zeroresize.optim.optimizers import SteppedTensors, torch_optimizer
-from zeroresize.optim.state_bytes import StateBytes
+from zeroresize.optim.trial import StateBytes
 from zeroresize.policy.tensor.memory import GroupMemory, HeldBytes
 
 

@@ -3,9 +3,8 @@
 A library is imported only when it is already in use.
 """
 
-from zeroresize.integrations.elementwise import register_elementwise
 from zeroresize.integrations.hosts import HostAdapter, SwappedClasses, register_host
-from zeroresize.integrations.segment_registry import StaysEven, register_segments
+from zeroresize.integrations.known_modules import StaysEven, register_elementwise, register_segments
 
 __all__ = [
     "HostAdapter",

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.jagged import on_tokens
+from zeroresize.layers.local_parts import on_tokens
 from zeroresize.utils.torch_private import parameters_of
 
 #: Sequence-parallel modes that gather or reduce-scatter the sequence inside the linear layer itself.

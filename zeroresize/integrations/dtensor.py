@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -21,7 +21,7 @@ from zeroresize.comm.collectives import group_size, require_group
 from zeroresize.integrations.changed_modules import remembered_by
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.dtensor_linear import LinearLayouts, become_dtensor_linear
-from zeroresize.layers.whole_linear import why_no_plain_linear
+from zeroresize.layers.splitting import why_no_plain_linear
 from zeroresize.utils.torch_private import hooks_of
 
 #: Where the styles are defined whose hooks are read, and whether their row-parallel layers add the whole bias at once.
@@ -66,7 +66,7 @@ def process_group_of(module: Any) -> ProcessGroup:
 
 def why_left_alone(module: Any) -> str | None:
     """Tell why a layer that was split must stay as it is; None if it can be balanced."""
-    style = _style_of(module)
+    style = _style(module)
     if isinstance(style, str):
         return style
     placements, wanted = module.weight.placements[-1:], Shard(0 if style.is_column else 1)
@@ -85,7 +85,7 @@ def swap_layer(module: Any) -> Any:
     """Make ``module`` a balanced layer in place, without what its style has put on it, and return it."""
     if isinstance(module, BalancedLinear):
         return module
-    style = _style_of(module)
+    style = _style(module)
     assert isinstance(style, _Style)
     style.take_off()
     return become_dtensor_linear(module, style.layouts, is_column=style.is_column)
@@ -119,11 +119,9 @@ def _tp_of(mesh: DeviceMesh) -> DeviceMesh | None:
     return mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else None
 
 
-def _style_of(module: Any) -> _Style | str:
+def _style(module: Any) -> _Style | str:
     """What was done to a layer, or why that is not known."""
-    if "forward" in vars(module):
-        return _style_with_forward(module)
-    return _style_with_hooks(module)
+    return _style_with_forward(module) if "forward" in vars(module) else _style_with_hooks(module)
 
 
 def _style_with_forward(module: Any) -> _Style | str:
@@ -143,18 +141,16 @@ def _style_with_forward(module: Any) -> _Style | str:
 
 
 def _style_with_hooks(module: Any) -> _Style | str:
-    reads, writes = (_hook_of_style(module, kind, name) for kind, name in _PARTS.items())
-    if isinstance(reads, str):
-        return reads
-    if isinstance(writes, str):
-        return writes
-    (x, *_), (y, is_y_local) = reads.arguments[0], writes.arguments
-    if (reads.file, reads.style, reads.mesh) != (writes.file, writes.style, writes.mesh) or reads.mesh.ndim != 1:
+    reads = _hook_of_style(module, "forward_pre", "_prepare_input_fn")
+    writes = _hook_of_style(module, "forward", "_prepare_output_fn")
+    if isinstance(reads, str) or isinstance(writes, str):
+        return reads if isinstance(reads, str) else str(writes)
+    if reads[2:] != writes[2:] or reads.mesh.ndim != 1:
         return f"its hooks are of different styles: {reads.style} and {writes.style}"
     if "_bias" in dict(module.named_parameters(recurse=False)):
         return "transformers has moved its bias in a forward: convert before the first one"
-    once = _STYLES_WITH_HOOKS[reads.file]
-    layouts = LinearLayouts(reads.mesh, x, y[0], bool(is_y_local), adds_bias_once=once)
+    (x, *_), (y, is_y_local) = reads.call.args[0], writes.call.args
+    layouts = LinearLayouts(reads.mesh, x, y[0], bool(is_y_local), adds_bias_once=_STYLES_WITH_HOOKS[reads.file])
 
     def take_off() -> None:
         del hooks_of(module, "forward_pre")[reads.key], hooks_of(module, "forward")[writes.key]
@@ -162,17 +158,12 @@ def _style_with_hooks(module: Any) -> _Style | str:
     return _Style(reads.style, layouts, take_off)
 
 
-#: The kinds of hooks and the functions of a style that they call.
-_PARTS = {"forward_pre": "_prepare_input_fn", "forward": "_prepare_output_fn"}
-
-
-@dataclass(frozen=True)
-class _HookOfStyle:
+class _HookOfStyle(NamedTuple):
     key: int
+    call: functools.partial[Any]
     file: str
     style: str
     mesh: DeviceMesh
-    arguments: tuple[Any, ...]
 
 
 def _hook_of_style(module: nn.Module, kind: str, function_name: str) -> _HookOfStyle | str:
@@ -187,13 +178,9 @@ def _hook_of_style(module: nn.Module, kind: str, function_name: str) -> _HookOfS
         function = call.func if isinstance(call, functools.partial) else call
         file, name = str(getattr(function, "__module__", "")), str(getattr(function, "__qualname__", ""))
         style, _, called = name.partition(".")
-        if (
-            isinstance(call, functools.partial)
-            and file in _STYLES_WITH_HOOKS
-            and style in _KINDS
-            and called == function_name
-        ):
-            return _HookOfStyle(key, file, style, mesh, call.args)
+        is_known = file in _STYLES_WITH_HOOKS and style in _KINDS and called == function_name
+        if is_known and isinstance(call, functools.partial):
+            return _HookOfStyle(key, call, file, style, mesh)
         others.append(f"{file}.{name}")
     what = "input" if kind == "forward_pre" else "output"
     return f"how it was split is not known: {', '.join(others) or 'nothing'} prepares its {what}"

@@ -2,33 +2,31 @@
 
 A segment is the column-parallel layers that read one replicated x, the row-parallel layer whose y is summed, and what
 lies between, which must treat units independently of each other. That is known of a module's class
-(:mod:`zeroresize.integrations.segment_registry`), proven by tracing (:mod:`~zeroresize.integrations.traced_segments`),
-or the user's word.
+(:mod:`zeroresize.integrations.known_modules`), proven by tracing (:mod:`~zeroresize.integrations.traced_segments`), or
+the user's word.
 
 ``N`` output and ``K`` input features of a layer on this rank, ``U`` units of all ``R`` ranks.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 import zeroresize.integrations.transformers_segments  # noqa: F401 - it registers what it knows
 from zeroresize.comm.collectives import group_rank
-from zeroresize.integrations.changed_modules import StillSound, why_adapted, why_changed
-from zeroresize.integrations.graph_reading import FromOutside, NotProven
-from zeroresize.integrations.named_segments import require_followed_tensors, require_follower, require_whole_heads
+from zeroresize.integrations.changed_modules import why_adapted, why_changed
+from zeroresize.integrations.known_modules import StaysEven, adapter_of, registered_segments
+from zeroresize.integrations.named_segments import require_sound
 from zeroresize.integrations.packed_layers import REMEDY, described, require_right_parts
-from zeroresize.integrations.segment_registry import StaysEven, is_registered, registered_segments
-from zeroresize.integrations.traced_segments import TracedAgain, TracedModule
+from zeroresize.integrations.traced_segments import FromOutside, NotProven, TracedAgain, found_outside, traced_segment
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_of
-from zeroresize.layers.parts import checked_parts
 from zeroresize.layers.segment import OwnedSegment, Segment, UnitTensor
+from zeroresize.layers.splitting import checked_parts
 from zeroresize.plan.ownership import OwnershipMap, neuron_quantum
 from zeroresize.utils.torch_private import buffers_of, children_of, parameters_of
 
@@ -50,11 +48,6 @@ def find_segments(
 
     Returns:
         (the segments in the order of the model, for every other layer the reason why it stays even).
-
-    Raises:
-        ValueError: for a packed layer that was split across its parts; for a named segment whose layers do not exist,
-            are not converted, are of the wrong kind, do not fit each other's sizes, or are in another one, saying which
-            and what is allowed.
     """
     search = _Search(model, layers, num_ranks)
     for segment in named:
@@ -73,9 +66,9 @@ class _Search:
         self._names: dict[int, list[str]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
             self._names.setdefault(id(module), []).append(name)
-        self._uses = Counter(id(one) for module in model.modules() for one in parameters_of(module).values())
-        self._segments: list[OwnedSegment] = []
-        self._owner: dict[str, OwnedSegment] = {}
+        self._uses = Counter(id(each) for module in model.modules() for each in parameters_of(module).values())
+        #: By name of each of its layers.
+        self._segments: dict[str, OwnedSegment] = {}
         self._reasons: dict[str, str] = {}
         #: Layers of whose weights somebody says how they are packed on a rank.
         self.with_given_parts: set[str] = set()
@@ -83,61 +76,78 @@ class _Search:
         self._ends_at: dict[str, str] = {}
 
     def result(self) -> tuple[list[OwnedSegment], dict[str, str]]:
-        segments = sorted(self._segments, key=lambda segment: self._order[segment.name])
-        for name, layer in self._layers.items():
-            if name not in self._owner and layer.why_even is not None:  # naming it would be refused
-                self._reasons[name] = layer.why_even
-            if name in self._owner or name in self._reasons:
-                continue
-            if (row := self._ends_at.get(name)) is not None and row in self._reasons:
-                self._reasons[name] = f"no segment with {row}: {self._reasons[row]}"
-            elif layer.is_column_parallel:
-                self._reasons[name] = f"no row-parallel layer was found that reads what it returns: {_NAME_IT}"
-            else:
-                self._reasons[name] = f"its input is no output of a column-parallel layer: {_NAME_IT}"
-        return segments, {name: self._reasons[name] for name in self._layers if name not in self._owner}
+        segments = sorted(set(self._segments.values()), key=lambda segment: self._order[segment.name])
+        return segments, {name: self._reason(name) for name in self._layers if name not in self._segments}
+
+    def _reason(self, name: str) -> str:
+        layer = self._layers[name]
+        row = self._ends_at.get(name)
+        if layer.why_even is not None:  # naming it would be refused
+            return layer.why_even
+        if name in self._reasons:
+            return self._reasons[name]
+        if row in self._reasons:
+            return f"no segment with {row}: {self._reasons[row]}"
+        if layer.is_column_parallel:
+            return f"no row-parallel layer was found that reads what it returns: {_NAME_IT}"
+        return f"its input is no output of a column-parallel layer: {_NAME_IT}"
 
     def take_named(self, segment: Segment) -> None:
+        given = [(layer, True) for layer in segment.column] + [(segment.row, False)]
         try:
-            columns = [self._named_layer(one, segment, is_column=True) for one in segment.column]
-            row = self._named_layer(segment.row, segment, is_column=False)
+            *columns, row = [self._named_layer(layer, is_column=is_column) for layer, is_column in given]
             if not columns:
                 raise StaysEven("it names no column-parallel layer")
             self._take(segment, columns, row)
         except StaysEven as error:
-            raise ValueError(f"{self._described(segment)}: {error}. {_TRY_IT}") from None
+            *columns, row = [
+                layer if isinstance(layer, str) else self._names.get(id(layer), [type(layer).__name__])[0]
+                for layer, _ in given
+            ]
+            raise ValueError(f"Segment(column={columns}, row={row!r}): {error}. {_TRY_IT}") from None
 
     def take_registered(self) -> None:
         for name, module in self._modules.items():
-            if not is_registered(module):
+            if adapter_of(module) is None:
                 continue
             inside = self._free(name)
             try:
-                self._require_no_adapters(inside)
+                if why := next(filter(None, (why_adapted(self._model, each) for each in inside)), None):
+                    raise StaysEven(why)
                 for segment in registered_segments(module):
-                    self._take_found(segment)
+                    self._take_registered(segment)
             except StaysEven as error:
                 for layer_name in inside:
                     self._reasons.setdefault(layer_name, f"{type(module).__name__}: {error}")
 
+    def _take_registered(self, segment: Segment) -> None:
+        """Take what an adapter returned: its layers stay even with a reason unless all are converted."""
+        names = [self._names.get(id(layer), ["?"])[0] for layer in (*segment.column, segment.row)]
+        free = [name for name in names if name in self._layers and name not in self._segments]
+        try:
+            if free and (missing := [name for name in names if name not in free]):
+                why = "in a segment that was named" if missing[0] in self._layers else "not converted"
+                raise StaysEven(f"{missing[0]}, of the same segment, is {why}")
+            if free:
+                self._take(segment, names[:-1], names[-1])
+        except StaysEven as error:
+            for name in free:
+                self._reasons.setdefault(name, str(error))
+
     def take_traced(self) -> None:
-        traced: dict[str, TracedModule] = {}
         for name, row in self._layers.items():
-            if row.is_column_parallel or name in self._owner or name in self._reasons:
+            if row.is_column_parallel or name in self._segments or name in self._reasons:
                 continue
             if not reads_its_slice(row):
                 self._reasons[name] = _SPLITS_ITSELF
                 continue
             for holder in _ancestors(name):
-                inside = [
-                    layer_name for layer_name in self._free(holder) if self._layers[layer_name].is_column_parallel
-                ]
-                inside = [layer_name for layer_name in inside if layer_name not in self._reasons]
+                inside = [each for each in self._free(holder) if self._layers[each].is_column_parallel]
+                inside = [each for each in inside if each not in self._reasons]
                 if not inside:
                     continue
-                module = traced.setdefault(holder, TracedModule(self._modules[holder], holder))
                 try:
-                    self._take_traced(module, name, row)
+                    self._take_traced(holder, name, row)
                 except FromOutside as error:
                     self._reasons[name] = str(error)
                     continue
@@ -148,14 +158,15 @@ class _Search:
                         self._ends_at.setdefault(layer_name, name)
                 break
 
-    def _take_traced(self, module: TracedModule, name: str, row: BalancedLinear) -> None:
-        traced = module.segment_of(row)
+    def _take_traced(self, holder: str, name: str, row: BalancedLinear) -> None:
+        module = self._modules[holder]
+        traced = traced_segment(module, holder, row)
         columns, blocks = traced.columns, set(traced.columns.values())
         if len(blocks) > 1:
             raise NotProven("its column-parallel layers hold different numbers of blocks")
-        for layer in (*columns, row):
-            self._require_only_in(module, layer)
         layers: list[Any] = [*columns, row]
+        if outside := found_outside(module, layers, self._model):
+            raise NotProven(f"{self._name_of(outside[0])} is registered in the model at several places")
         segment = Segment(
             layers[:-1],
             layers[-1],
@@ -164,115 +175,69 @@ class _Search:
             kind="neurons",
             dropouts=[(dropout, -1) for dropout in traced.dropouts],
             has_other_dropout=traced.has_other_dropout,
-            why_even=TracedAgain(self._model, module.module, module.name, row, traced),
+            why_even=TracedAgain(self._model, module, holder, row, traced),
         )
         names = sorted(map(self._name_of, columns), key=self._order.__getitem__)
-        self._reasons.pop(name, None)
         self._take(segment, names, name, is_proven=True)
-
-    def _require_only_in(self, holder: TracedModule, layer: Any) -> None:
-        """The layer is nowhere else than in that module, wherever the module is."""
-        prefix = f"{holder.name}." if holder.name else ""
-        inside = {name.removeprefix(prefix) for name in self._names[id(layer)] if name.startswith(prefix)}
-        wanted = {
-            f"{module_name}.{relative}" if module_name else relative
-            for module_name in self._names[id(holder.module)]
-            for relative in inside
-        }
-        if set(self._names[id(layer)]) != wanted:
-            raise NotProven(f"{self._name_of(layer)} is registered in the model at several places")
-
-    def _take_found(self, segment: Segment) -> None:
-        """Take what an adapter returned: its layers stay even with a reason unless all are converted."""
-        modules: list[Any] = [*segment.column, segment.row]
-        names = [self._names.get(id(one), ["?"])[0] for one in modules]
-        converted = [name for name in names if name in self._layers]
-        if not converted:
-            return
-        try:
-            for name in names:
-                if name not in self._layers:
-                    raise StaysEven(f"{name}, of the same segment, is not converted")
-                if name in self._owner:
-                    raise StaysEven(f"{name}, of the same segment, is in a segment that was named")
-            self._take(segment, names[:-1], names[-1])
-        except StaysEven as error:
-            for name in converted:
-                if name not in self._owner:
-                    self._reasons.setdefault(name, str(error))
 
     def _take(self, segment: Segment, columns: Sequence[str], row: str, *, is_proven: bool = False) -> None:
         names = (*columns, row)
-        twice = [name for name, count in Counter(names).items() if count > 1]
-        if twice:
-            raise StaysEven(f"layer {twice[0]} is in it twice")
+        if len(set(names)) < len(names):
+            raise StaysEven(f"layer {Counter(names).most_common(1)[0][0]} is in it twice")
         for name in names:
-            if name in self._owner:
-                raise StaysEven(f"layer {name} is in another segment already, that of {self._owner[name].name}")
+            if name in self._segments:
+                raise StaysEven(f"layer {name} is in another segment already, that of {self._segments[name].name}")
             self._require_movable(name)
         owned = self._owned(segment, columns, row)
         owned.may_draw = not is_proven
         if not is_proven:
-            self._require_sound(segment, owned, columns, row)
-        if is_proven and any(set(one.rows) != {1} for one in owned.tensors):
-            raise StaysEven("what lies between changes the number of features")
-        if segment.parts is not None and not is_proven:
-            self.with_given_parts.update(columns)
-        self._segments.append(owned)
-        self._owner.update(dict.fromkeys(names, owned))
+            rows = {tensor.owner: tensor.rows for tensor in owned.tensors}
+            units = owned.owned.units_of(group_rank(self._layers[row].process_group)).tolist()
+            require_sound(segment, {name: rows[self._layers[name]] for name in names}, units, self._modules)
+            if segment.parts is not None:
+                self.with_given_parts.update(columns)
         for name in names:
+            self._segments[name] = owned
             self._reasons.pop(name, None)
-
-    def _require_sound(self, segment: Segment, owned: OwnedSegment, columns: Sequence[str], row: str) -> None:
-        """Check of somebody's word what can be seen without running the model."""
-        rows = {one.name.removesuffix(".weight"): one.rows for one in owned.tensors if one.attribute == "weight"}
-        require_whole_heads(segment, {name: math.gcd(*rows[name]) for name in columns}, row, self._modules)
-        num_units = owned.owned.counts[0]
-        num_features = [num_units * of_part for name in (*columns, row) for of_part in rows[name]]
-        require_follower(segment, num_units, num_features, (*columns, row), self._modules)
-        units = owned.owned.units_of(group_rank(self._layers[row].process_group)).tolist()
-        require_followed_tensors(segment, units, num_features, (*columns, row), self._modules)
 
     def _owned(self, segment: Segment, columns: Sequence[str], row: str) -> OwnedSegment:
         unit_size = segment.unit_size
         if unit_size < 1:
             raise StaysEven(f"unit_size={unit_size}: it must be at least 1")
         num_inputs = self._layers[row].even_shape[1]
-        num_units, left = divmod(num_inputs, unit_size)
-        if left or not num_units:
+        num_here, left = divmod(num_inputs, unit_size)
+        num_units = num_here * self._num_ranks
+        if left or not num_here:
             raise StaysEven(
                 f"{row} has {num_inputs} input features on a rank, which are no whole number of units of "
                 f"unit_size={unit_size}"
             )
         names = (*columns, row)
-        tensors: list[UnitTensor] = []
-        for name in columns:
-            rows = self._rows_of_unit(name, segment, num_units * self._num_ranks)
-            tensors += self._unit_tensors(name, rows)
+        tensors = [each for name in columns for each in self._tensors(name, self._rows(name, segment, num_units))]
         if len(self._layers[row].parts or ()) > 1:
             raise StaysEven(f"{row} reads several parts, parts={self._layers[row].parts}")
-        if not 0 <= segment.min_units <= num_units:
-            raise StaysEven(f"min_units={segment.min_units}: allowed are 0 to {num_units}, what a rank has")
+        if not 0 <= segment.min_units <= num_here:
+            raise StaysEven(f"min_units={segment.min_units}: allowed are 0 to {num_here}, what a rank has")
         # torch's clipping by the largest element is an error on a rank whose part of a DTensor is empty.
-        least = max(segment.min_units, int(any(self._layers[name].has_dtensors for name in (*columns, row))))
-        quantum = neuron_quantum(num_units * self._num_ranks, self._num_ranks) if unit_size == 1 else 1
+        least = max(segment.min_units, int(any(self._layers[name].has_dtensors for name in names)))
+        quantum = neuron_quantum(num_units, self._num_ranks) if unit_size == 1 else 1
         return OwnedSegment(
             name=row,
             kind=segment.kind,
             layers=names,
-            tensors=(*tensors, *self._unit_tensors(row, (unit_size,))),
-            owned=OwnershipMap.even(num_units * self._num_ranks, self._num_ranks),
+            tensors=(*tensors, *self._tensors(row, (unit_size,))),
+            owned=OwnershipMap.even(num_units, self._num_ranks),
             quantum=quantum,
             min_units=-(-least // quantum) * quantum,  # so that all counts are multiples
             on_change=segment.on_change,
-            why_even=StillSound(self._model, {name: self._layers[name] for name in names}, segment.why_even),
+            why_even=_still_sound(self._model, {name: self._layers[name] for name in names}, segment.why_even),
             modules=tuple(self._layers[name] for name in names),
             dropouts=tuple(segment.dropouts),
             has_other_dropout=segment.has_other_dropout,
         )
 
-    def _rows_of_unit(self, name: str, segment: Segment, num_units: int) -> tuple[int, ...]:
-        """Of a column-parallel layer in each of its parts, as the segment, or who has split the layer, says."""
+    def _rows(self, name: str, segment: Segment, num_units: int) -> tuple[int, ...]:
+        """Of a unit in each part of a column-parallel layer, as the segment, or who has split the layer, says."""
         known, size = self._layers[name].parts, self._layers[name].even_shape[0] * self._num_ranks
         given = known or 1 if segment.parts is None else segment.parts
         try:
@@ -286,7 +251,7 @@ class _Search:
             )
         return tuple(part // num_units for part in parts)
 
-    def _unit_tensors(self, name: str, rows: tuple[int, ...]) -> Iterator[UnitTensor]:
+    def _tensors(self, name: str, rows: tuple[int, ...]) -> Iterator[UnitTensor]:
         layer: Any = self._layers[name]
         dim = 0 if layer.is_column_parallel != layer.weight_is_transposed else 1
         yield UnitTensor(layer, "weight", f"{name}.weight", dim, rows)
@@ -296,17 +261,13 @@ class _Search:
     def _require_movable(self, name: str) -> None:
         layer: Any = self._layers[name]
         parameters = {key: parameter for key, parameter in parameters_of(layer).items() if parameter is not None}
-        weight = parameters.get("weight")
-        held = None if weight is None else local_of(weight)
-        whole = None if held is None else (held.t() if layer.weight_is_transposed else held)
-        if (
-            whole is None
-            or whole.shape != layer.local_weight.shape
-            or whole.data_ptr() != layer.local_weight.data_ptr()
-        ):
+        held = local_of(parameters["weight"]) if "weight" in parameters else None
+        whole = held.t() if held is not None and layer.weight_is_transposed else held
+        local = layer.local_weight
+        mode = getattr(layer, "seq_parallel_mode", None)
+        if whole is None or whole.shape != local.shape or whole.data_ptr() != local.data_ptr():
             raise StaysEven(f"{name} multiplies by something else than its weight")
-        others = {*parameters, *buffers_of(layer), *children_of(layer)} - {"weight", "bias"}
-        if others:
+        if others := {*parameters, *buffers_of(layer), *children_of(layer)} - {"weight", "bias"}:
             raise StaysEven(f"{name} holds {', '.join(sorted(others))} beside its weight and bias")
         if getattr(layer, "bias", None) is not None and "bias" not in parameters:
             raise StaysEven(f"{name} makes its bias anew in every forward")
@@ -315,37 +276,29 @@ class _Search:
                 raise StaysEven(f"{name} shares its {key} with another module")
         if (why := why_adapted(self._model, name) or layer.why_even) is not None:
             raise StaysEven(f"{name}: {why}")
-        mode = getattr(layer, "seq_parallel_mode", None)
         if mode is not None:
             raise StaysEven(f"{name} has seq_parallel_mode={mode!r}")
         if not layer.is_column_parallel and not reads_its_slice(layer):
             raise StaysEven(f"{name}: {_SPLITS_ITSELF}")
-        changed = why_changed(layer)
-        if changed is not None:
+        if (changed := why_changed(layer)) is not None:
             raise StaysEven(f"{name} {changed}")
 
-    def _require_no_adapters(self, names: Sequence[str]) -> None:
-        for name in names:
-            if (why := why_adapted(self._model, name)) is not None:
-                raise StaysEven(why)
-
     def _free(self, holder: str) -> list[str]:
+        """Names of layers in a module that are in no segment yet."""
         prefix = f"{holder}." if holder else ""
-        return [name for name in self._layers if name.startswith(prefix) and name not in self._owner]
+        return [name for name in self._layers if name.startswith(prefix) and name not in self._segments]
 
     def _name_of(self, layer: Any) -> str:
-        return next((name for name in self._names.get(id(layer), ()) if name in self._layers), "?")
+        names = self._names[id(layer)]
+        return next((name for name in names if name in self._layers), names[0])
 
-    def _named_layer(self, layer: str | nn.Module, segment: Segment, *, is_column: bool) -> str:
+    def _named_layer(self, layer: str | nn.Module, *, is_column: bool) -> str:
         """The name of a layer that the user names, by its name or itself."""
-        if isinstance(layer, str):
-            name = layer
-            if name not in self._modules:
-                raise StaysEven(f"the model has no layer {name!r}")
-        elif id(layer) in self._names:
-            name = self._name_of(layer) if self._name_of(layer) != "?" else self._names[id(layer)][0]
-        else:
+        if isinstance(layer, str) and layer not in self._modules:
+            raise StaysEven(f"the model has no layer {layer!r}")
+        if not isinstance(layer, str) and id(layer) not in self._names:
             raise StaysEven(f"a {type(layer).__name__} that it names is not in the model")
+        name = layer if isinstance(layer, str) else self._name_of(layer)
         if name not in self._layers:
             raise StaysEven(
                 f"layer {name} is not converted; allowed are {', '.join(list(self._layers)[:8])}"
@@ -356,14 +309,19 @@ class _Search:
             raise StaysEven(f"layer {name} is {kind}-parallel, and {wanted} must name {wanted}-parallel layers")
         return name
 
-    def _described(self, segment: Segment) -> str:
-        """The segment as the user may have written it, its layers by their names."""
-        column, row = [self._given_name(one) for one in segment.column], self._given_name(segment.row)
-        return f"Segment(column={column}, row={row!r})"
 
-    def _given_name(self, layer: str | nn.Module) -> str:
-        """Return the name of a layer that a user names, also where it is not in the model."""
-        return layer if isinstance(layer, str) else self._names.get(id(layer), [type(layer).__name__])[0]
+def _still_sound(
+    model: nn.Module, layers: Mapping[str, Any], why_even: Callable[[], str | None] | None
+) -> Callable[[], str | None]:
+    """Make what tells, before units move, why they must stay: what was put on the layers since, or ``why_even``."""
+
+    def ask() -> str | None:
+        for name, layer in layers.items():
+            if (changed := why_adapted(model, name, layer) or why_changed(layer)) is not None:
+                return f"{name} {changed}"
+        return None if why_even is None else why_even()
+
+    return ask
 
 
 def reads_its_slice(layer: Any) -> bool:

@@ -41,12 +41,9 @@ def process_group_of(host: HostAdapter, module: Any) -> ProcessGroup:
     """Return the tensor-parallel group of a layer that ``host`` knows: its ``process_group``, unless the adapter says
     another way by a method ``process_group_of``, for layers that know no group.
     """
-    ask = getattr(host, "process_group_of", None)
-    if ask is None or isinstance(module, BalancedLinear):
-        known: ProcessGroup = module.process_group
-        return known
-    asked: ProcessGroup = ask(module)
-    return asked
+    ask = None if isinstance(module, BalancedLinear) else getattr(host, "process_group_of", None)
+    group: ProcessGroup = module.process_group if ask is None else ask(module)
+    return group
 
 
 class SwappedClasses:
@@ -116,25 +113,17 @@ class _OnceImported:
     def __init__(self, library: str, adapter_module: str, kinds: str) -> None:
         self._library, self._adapter_module, self.kinds = library, adapter_module, kinds
 
-    def process_group_of(self, module: Any) -> ProcessGroup:
-        return process_group_of(self._adapter, module)
-
     def is_parallel_linear(self, module: nn.Module) -> bool:
-        return self._library in sys.modules and self._adapter.is_parallel_linear(module)
+        if self._library not in sys.modules:
+            return False
+        return bool(importlib.import_module(self._adapter_module).is_parallel_linear(module))
 
-    def why_left_alone(self, module: Any) -> str | None:
-        return self._adapter.why_left_alone(module)
-
-    def swap_layer(self, module: Any) -> Any:
-        return self._adapter.swap_layer(module)
-
-    @property
-    def _adapter(self) -> Any:
-        return importlib.import_module(self._adapter_module)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._adapter_module), name)
 
 
 #: The first that knows a layer is asked about it.
-_hosts: list[HostAdapter] = [
+_hosts: list[Any] = [
     _OnceImported(  # importing it takes ten seconds
         "colossalai",
         "zeroresize.integrations.colossalai",

@@ -9,7 +9,7 @@ import functools
 import io
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,16 +23,12 @@ try:
 except ImportError:
     from pytorch_lightning import Callback
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
 logger = logging.getLogger(__name__)
 
 _STRATEGY = "ModelParallelStrategy"
 
 
-class BalanceCallback(Callback):
+class BalanceCallback(TrainerBalancing, Callback):
     """Balances a model that a module's ``configure_model`` has split, while a Trainer fits it::
 
         strategy = ModelParallelStrategy(tensor_parallel_size=2)
@@ -59,26 +55,13 @@ class BalanceCallback(Callback):
             as :class:`zeroresize.Balancer` does.
     """
 
-    def __init__(
-        self,
-        config: zr.BalanceConfig | None = None,
-        *,
-        process_group: ProcessGroup | DeviceMesh | None = None,
-        data_parallel_group: ProcessGroup | DeviceMesh | None = None,
-        on_update: Callable[[zr.UpdateRecord], None] | None = None,
-    ) -> None:
-        self._balancing = TrainerBalancing(
-            config, process_group=process_group, data_parallel_group=data_parallel_group, on_update=on_update
-        )
+    def __init__(self, config: zr.BalanceConfig | None = None, **options: Any) -> None:
+        super().__init__(config, **options)
         self._num_steps = 0
         self._loaded: dict[str, Any] | None = None
         self._to_save: dict[str, Any] = {}
         self._saving: Callable[..., None] | None = None  # in place of the Trainer's own, or of what somebody put there
         self._saved_by: Callable[..., None] | None = None
-
-    @property
-    def balancer(self) -> zr.Balancer | None:
-        return self._balancing.balancer
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Have units at home that a training has left away which broke off; collective where there was one."""
@@ -93,10 +76,10 @@ class BalanceCallback(Callback):
             )
         if len(trainer.optimizers) != 1:
             raise ValueError(f"BalanceCallback with {len(trainer.optimizers)} optimizers is not allowed: wanted is one")
-        self._balancing.begin(pl_module, trainer.optimizers[0])
+        self._begin(pl_module, trainer.optimizers[0])
         self._num_steps = trainer.global_step
         if self._loaded is not None:
-            self._balancing.present_balancer.load_state_dict(self._loaded)
+            self.present_balancer.load_state_dict(self._loaded)
             self._loaded = None
         elif trainer.global_step:
             logger.warning(
@@ -111,15 +94,15 @@ class BalanceCallback(Callback):
         """Balance, if the optimizer has stepped since the last call."""
         if trainer.global_step != self._num_steps:
             self._num_steps = trainer.global_step
-            self._balancing.step()
+            self._balance()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Choose columns anew, where the configuration does not say how long an epoch is."""
-        self._balancing.end_epoch()
+        self._end_epoch()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Stop balancing, with all units at home."""
-        self._balancing.end()
+        self._end()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Give the Trainer its own way of saving back; after a training that broke off this is not called."""
@@ -129,7 +112,7 @@ class BalanceCallback(Callback):
                 trainer.save_checkpoint = self._saved_by
         self._saving = self._saved_by = None
         if self.balancer is not None:
-            self._balancing.end()
+            self._end()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the balancer's state on all ranks while the Trainer saves; on rank 0 only, which writes it."""
@@ -145,7 +128,7 @@ class BalanceCallback(Callback):
 
         @functools.wraps(save)
         def save_checkpoint(*args: Any, **options: Any) -> None:
-            balancer = self._balancing.present_balancer
+            balancer = self.present_balancer
             self._to_save = _gathered(balancer.state_dict())  # as divided now is how it goes on
             try:
                 with balancer.at_home():

@@ -97,9 +97,6 @@ def nothing_kept(module: nn.Module, *, but_for_attributes: bool = False) -> Iter
 
     Args:
         but_for_attributes: whether attributes may change.
-
-    Raises:
-        KeepsStateError: if something had changed.
     """
     state, random_before = ModuleState(module), _random_states(module)
     error: Exception | None = None

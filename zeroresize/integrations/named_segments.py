@@ -1,60 +1,114 @@
-"""What can be checked of a segment that is somebody's word: whole heads, and counts and tensors that follow the units.
-
-``U`` units of a rank at even shares.
-"""
+"""What can be checked of a segment that is somebody's word, as that heads stay whole, and of how ranks divide heads."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from zeroresize.comm.collectives import group_size
+from zeroresize.integrations.hosts import host_of, process_group_of
+from zeroresize.integrations.known_modules import StaysEven
 from zeroresize.integrations.module_state import restored
-from zeroresize.integrations.segment_registry import StaysEven
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import Segment
 from zeroresize.utils.torch_private import buffers_of, parameters_of
-
-#: Of a model, by name.
-Modules = Mapping[str, Any]
 
 #: Attributes by which modules keep how many features one head has.
 _SIZES = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_head")
 #: Names of counts of heads.
 _COUNTS = re.compile(r"heads?$|^n_?head|^n(um)?_kv")
 _NO_COUNTS = re.compile(r"(dim|size|groups|layers?)$")
+#: Names of layers whose output is viewed as heads.
+_QKV = re.compile(r"(to_|w)?(q|k|v|qkv)(_proj)?|query|key|value")
 
 
-def require_whole_heads(segment: Segment, rows: Mapping[str, int], row: str, modules: Modules) -> None:
-    """Check that no unit is a part of a head.
+def require_heads_on_ranks(model: nn.Module) -> None:
+    """Check that the ranks divide the heads of attention modules: else a forward fails in words about views."""
+    for path, module in model.named_modules():
+        sizes = (getattr(module, name, None) for name in ("head_dim", "attention_head_size"))
+        size = next((value for value in sizes if isinstance(value, int)), 0)
+        for name, layer in module.named_children() if size else ():
+            ranks = _ranks_of_rows(layer) if _QKV.fullmatch(name) else 1
+            heads, left = divmod(layer.out_features, size) if ranks > 1 else (0, 0)
+            if not left and heads % ranks:
+                raise ValueError(
+                    f"{path}.{name} has {heads} heads of {size} rows and is split over {ranks} ranks, which cuts "
+                    "through heads: num_attention_heads and num_key_value_heads must be divisible by the number "
+                    "of ranks. Split over fewer ranks, or leave this attention's layers out of the plan".lstrip(".")
+                )
+
+
+def _ranks_of_rows(layer: Any) -> int:
+    """Over how many ranks a layer is split that is column-parallel and returns this rank's part; else 1."""
+    host = host_of(layer)
+    if host is None or host.why_left_alone(layer) == "gather_output=True" or getattr(layer, "gather_output", False):
+        return 1
+    shards = [placement.is_shard(0) for placement in getattr(layer.weight, "placements", ())]
+    is_column = getattr(layer, "is_column_parallel", any(shards))
+    return group_size(process_group_of(host, layer)) if is_column else 1
+
+
+def require_sound(
+    segment: Segment, rows: Mapping[str, Sequence[int]], units: Sequence[int], modules: Mapping[str, Any]
+) -> None:
+    """Check of somebody's word what can be seen without running the model.
 
     Args:
-        rows: of every column-parallel layer, by name, how many output features belong to a unit.
-        row: name of the row-parallel layer.
+        rows: of the column-parallel layers, and of the row-parallel one at last, by name: how many features belong to a
+            unit in each part.
+        units: of this rank, at even shares.
         modules: of the model, by name.
-
-    Raises:
-        StaysEven: if one is, or if that cannot be seen.
     """
+    parts = _parts(list(rows), modules)
+    holders = [module for module, _ in parts.values() if not type(module).__module__.startswith("torch.")]
+    sizes = ((getattr(module, name, None), f"{type(module).__name__}.{name}") for module in holders for name in _SIZES)
+    size_there = next((each for each in sizes if type(each[0]) is int and each[0] > 0), (None, ""))
+    _require_whole_heads(segment, {name: math.gcd(*of_parts) for name, of_parts in rows.items()}, *size_there)
+    num_features = {len(units) * of_part for of_parts in rows.values() for of_part in of_parts}
+    is_divisible_anywhere = segment.unit_size == 1 and segment.kind != "heads"
+    if segment.on_change is None and not is_divisible_anywhere:
+        for module in holders:
+            _require_no_count(module, len(units), num_features)
+    head_size = segment.head_size or size_there[0] or segment.unit_size
+    of_units = num_features | {len(units), len(units) * segment.unit_size // head_size}
+    of_all = {modules[name].even_shape[modules[name].is_column_parallel] for name in rows}
+    holder, _ = next(iter(parts.values()))
+    for name, (module, holds_layers) in parts.items():
+        # In a module of its own it is as likely of the features that all heads have, as a norm or a rotary embedding.
+        others = of_all | {1} | (set() if holds_layers else {head_size, head_size // 2})
+        for attribute, tensor in (vars(module) | parameters_of(module) | buffers_of(module)).items():
+            shape = list(local_of(tensor).shape) if isinstance(tensor, Tensor) else []
+            suspects = [size for size in of_units - others if shape.count(size) == 1]
+            if suspects and not _follows(segment, units, module, attribute, holder):
+                remedy = "on_change must set it for the units that it is called with"
+                if tensor.requires_grad:
+                    remedy = "parameters beside the layers do not move along: leave the segment out, and it stays even"
+                raise StaysEven(
+                    f"{name}.{attribute}, of shape {shape}, seems to be of the {suspects[0]} units, heads or features "
+                    f"that a rank has, and does not follow them: {remedy}"
+                )
+
+
+def _require_whole_heads(segment: Segment, rows: Mapping[str, int], size_there: int | None, place: str) -> None:
     size, where = segment.head_size, "head_size"
+    *columns, _row = rows
     if size is not None and (type(size) is not int or size < 1):
         raise StaysEven(f"head_size={size!r} is not allowed: wanted is a whole number of features, at least 1")
     if size is None and (segment.unit_size > 1 or segment.kind != "neurons"):
-        size, where = _size_of_head([*rows, row], modules)
-    if size is None:
-        if segment.unit_size > 1 and set(rows.values()) != {segment.unit_size}:
-            counts = ", ".join(f"{number} of {name}" for name, number in rows.items())
-            raise StaysEven(
-                f"its layers hold different numbers of features of a unit ({counts}, {segment.unit_size} of {row}), so "
-                "that a unit may be a part of a head: say by head_size= how many output features are one head (1 if "
-                "any number may be a unit)"
-            )
-        return
-    for name, number in {**rows, row: segment.unit_size}.items():
-        if number % size:
+        size, where = size_there, place
+    if size is None and segment.unit_size > 1 and {rows[name] for name in columns} != {segment.unit_size}:
+        counts = ", ".join(f"{number} of {name}" for name, number in rows.items())
+        raise StaysEven(
+            f"its layers hold different numbers of features of a unit ({counts}), so that a unit may be a part of a "
+            "head: say by head_size= how many output features are one head (1 if any number may be a unit)"
+        )
+    for name, number in rows.items():
+        if size is not None and number % size:
             what = f"{number} feature{'s' if number > 1 else ''}"
             raise StaysEven(
                 f"unit_size={segment.unit_size} makes {what} of {name} a unit, which are no whole heads of {size} "
@@ -64,66 +118,17 @@ def require_whole_heads(segment: Segment, rows: Mapping[str, int], row: str, mod
             )
 
 
-def require_follower(
-    segment: Segment, num_units: int, num_features: Sequence[int], layers: Sequence[str], modules: Modules
-) -> None:
-    """Check that there is an ``on_change`` where the modules between the layers keep counts of what this rank holds.
-
-    Args:
-        num_units: U.
-        num_features: of the layers on this rank, at even shares.
-
-    Raises:
-        StaysEven: if there is none, naming the count.
-    """
-    if segment.on_change is not None or (segment.unit_size == 1 and segment.kind != "heads"):
-        return
-    for module in _between(layers, modules):
-        for name, value in vars(module).items():
-            if type(value) is not int or value < 1 or name in _SIZES:
-                continue
-            is_count = _COUNTS.search(name) or (name.startswith(("num_", "n_")) and value == num_units)
-            if value in num_features or (is_count and not _NO_COUNTS.search(name)):
-                raise StaysEven(
-                    f"{type(module).__name__}.{name}={value} seems to count what this rank holds, and there is no "
-                    "on_change: give on_change=function, which is called with the list of the units that the rank "
-                    f"owns and sets what follows them, such as {name}; on_change=lambda units: None if nothing does"
-                )
-
-
-def require_followed_tensors(
-    segment: Segment, units: Sequence[int], num_features: Sequence[int], layers: Sequence[str], modules: Modules
-) -> None:
-    """Check that no tensor beside the layers is of single units (sinks, slopes, scales) and would not follow them.
-
-    One is taken for such that has a dimension of as many units, heads or features as this rank has.
-
-    Args:
-        units: of this rank, at even shares.
-        num_features: of the layers on this rank, at even shares.
-
-    Raises:
-        StaysEven: if one is, naming it.
-    """
-    head_size = segment.head_size or _size_of_head(layers, modules)[0] or segment.unit_size
-    of_units = {len(units), len(units) * segment.unit_size // head_size, *num_features}
-    of_all = {modules[name].even_shape[modules[name].is_column_parallel] for name in layers}
-    parts = _parts(layers, modules)
-    holder, _ = next(iter(parts.values()))
-    for name, (module, holds_layers) in parts.items():
-        # In a module of its own it is as likely of the features that all heads have, as a norm or a rotary embedding.
-        others = of_all | {1} | (set() if holds_layers else {head_size, head_size // 2})
-        for attribute, tensor in (vars(module) | parameters_of(module) | buffers_of(module)).items():
-            shape = list(local_of(tensor).shape) if isinstance(tensor, Tensor) else []
-            sizes = [size for size in of_units - others if shape.count(size) == 1]
-            if sizes and not _follows(segment, units, module, attribute, holder):
-                remedy = "on_change must set it for the units that it is called with"
-                if tensor.requires_grad:
-                    remedy = "parameters beside the layers do not move along: leave the segment out, and it stays even"
-                raise StaysEven(
-                    f"{name}.{attribute}, of shape {shape}, seems to be of the {sizes[0]} units, heads or features "
-                    f"that a rank has, and does not follow them: {remedy}"
-                )
+def _require_no_count(module: nn.Module, num_units: int, num_features: set[int]) -> None:
+    for name, value in vars(module).items():
+        if type(value) is not int or value < 1 or name in _SIZES:
+            continue
+        is_count = _COUNTS.search(name) or (name.startswith(("num_", "n_")) and value == num_units)
+        if value in num_features or (is_count and not _NO_COUNTS.search(name)):
+            raise StaysEven(
+                f"{type(module).__name__}.{name}={value} seems to count what this rank holds, and there is no "
+                "on_change: give on_change=function, which is called with the list of the units that the rank "
+                f"owns and sets what follows them, such as {name}; on_change=lambda units: None if nothing does"
+            )
 
 
 def _follows(segment: Segment, units: Sequence[int], owner: Any, attribute: str, holder: nn.Module) -> bool:
@@ -141,22 +146,7 @@ def _follows(segment: Segment, units: Sequence[int], owner: Any, attribute: str,
     return follows
 
 
-def _size_of_head(layers: Sequence[str], modules: Modules) -> tuple[int | None, str]:
-    for module in _between(layers, modules):
-        for name in _SIZES:
-            size = getattr(module, name, None)
-            if type(size) is int and size > 0:
-                return size, f"{type(module).__name__}.{name}"
-    return None, ""
-
-
-def _between(layers: Sequence[str], modules: Modules) -> Iterator[nn.Module]:
-    """The modules that hold the layers, and what else is in them, but for torch's."""
-    parts = (module for module, _ in _parts(layers, modules).values())
-    yield from (module for module in parts if not type(module).__module__.startswith("torch."))
-
-
-def _parts(layers: Sequence[str], modules: Modules) -> dict[str, tuple[nn.Module, bool]]:
+def _parts(layers: Sequence[str], modules: Mapping[str, Any]) -> dict[str, tuple[nn.Module, bool]]:
     """The modules that hold the layers, from the nearest that holds all of them, and their children without layers.
 
     Each by its name, with whether it holds layers.
@@ -169,7 +159,7 @@ def _parts(layers: Sequence[str], modules: Modules) -> dict[str, tuple[nn.Module
     parts = {name: (modules[name], True) for name in names}
     for name in names:
         for child_name, child in modules[name].named_children():
-            if not any(isinstance(one, BalancedLinear) for one in child.modules()):
+            if not any(isinstance(inside, BalancedLinear) for inside in child.modules()):
                 prefix = f"{name}.{child_name}" if name else child_name
-                parts |= {inner: (one, False) for inner, one in child.named_modules(prefix=prefix)}
+                parts |= {inner: (module, False) for inner, module in child.named_modules(prefix=prefix)}
     return parts

@@ -1,8 +1,8 @@
 """Packed column-parallel layers, such as q, k and v in one, must be split over the ranks part by part.
 
 Where the forward that calls such a layer cuts what it returns into blocks, ``chunk``, ``split``, slices and views say
-which features of this rank lie in which block. The operations behind the layer are run on a tensor of its shape. All of
-them are views of it, so that strides and offsets tell what they hold, in whatever words they are written.
+which features of this rank lie in which block. The forward is traced, but the layer returns a tensor of its shape. All
+that cuts it are views of it, so that strides and offsets tell what they hold, in whatever words they are written.
 
 ``N`` output features of a layer on this rank.
 """
@@ -12,17 +12,19 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from zeroresize.integrations.elementwise import is_elementwise_function, is_elementwise_method, is_elementwise_module
-from zeroresize.integrations.forward_graphs import graphs_as_far_as_traced
-from zeroresize.integrations.graph_reading import described as described_node
-from zeroresize.integrations.graph_reading import is_glu, module_of
+from zeroresize.integrations.changed_modules import own_hooks_off
+from zeroresize.integrations.known_modules import is_elementwise_function, is_elementwise_module, name_of_function
+from zeroresize.integrations.module_state import nothing_kept
+from zeroresize.integrations.traced_segments import ForwardTracer, WatchedFunctions, arguments_of
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.utils.torch_private import leaves_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +36,6 @@ REMEDY = (
 _BATCHES = ((2, 3), (6,), (2, 3, 5))
 #: How many modules around a layer are traced, from the nearest on, until one shows what happens to its output.
 _MOST_HOLDERS = 3
-#: Libraries whose functions are run.
-_RUN = ("torch", "_operator", "builtins", "math", "einops")
 _JOINING = ("cat", "concat", "concatenate", "stack", "hstack", "vstack")
 
 
@@ -51,19 +51,15 @@ def require_right_parts(
 
     Args:
         with_given_parts: layers of which somebody has said how their weights are packed on a rank.
-
-    Raises:
-        ValueError: naming a layer and the operation that cuts its output, where these are not the undivided blocks.
     """
     modules = dict(model.named_modules())
-    graphs: dict[tuple[int, int], list[fx.Graph]] = {}
     for name, layer in layers.items():
         parts = layer.parts
         if not layer.is_column_parallel or layer.why_even is not None or (parts is None and name in with_given_parts):
             continue
-        cuts, inner = _cuts_of(name, layer, modules, graphs)
+        cuts, inner = _cuts_of(name, layer, modules)
         bounds = {end // num_ranks for end in itertools.accumulate(parts or ())}
-        wrong = next((node for node, ends in cuts.items() if not ends <= bounds), None)
+        wrong = next((operation for operation, ends in cuts.items() if not ends <= bounds), None)
         if wrong is not None and parts is None:
             logger.warning(
                 "layer %s: %s cuts its output into blocks, which is right only if its weight holds this rank's share "
@@ -83,120 +79,147 @@ def require_right_parts(
             )
 
 
-def _cuts_of(
-    name: str, layer: Any, modules: Mapping[str, nn.Module], graphs: dict[tuple[int, int], list[fx.Graph]]
-) -> tuple[dict[str, frozenset[int]], str | None]:
+def _cuts_of(name: str, layer: Any, modules: Mapping[str, nn.Module]) -> tuple[dict[str, set[int]], str | None]:
     """Which operations cut a layer's output into blocks, with the ends of these, and one that cuts every head."""
     holder = name
     for _ in range(_MOST_HOLDERS):
         holder = holder.rpartition(".")[0]
-        readings = []
+        readings: list[_Reading] = []
         for holding in (None, layer):  # what cannot be traced may be another submodule's forward
-            key = id(modules[holder]), id(holding)
-            if key not in graphs:
-                graphs[key] = list(graphs_as_far_as_traced(modules[holder], holding))
-            readings = [_Reading(graph, modules[holder], layer) for graph in graphs[key]]
+            readings = [_reading(modules[holder], layer, holding, given) for given in arguments_of(modules[holder])[:2]]
             if any(reading.was_called for reading in readings):
                 break
-        cuts = {node: ends for reading in readings for node, ends in reading.wrong_unless().items()}
+        cuts = {operation: ends for reading in readings for operation, ends in reading.cuts().items()}
         inner = next((reading.inner for reading in readings if reading.inner is not None), None)
         if cuts or inner or not holder or not any(one.is_returned or not one.was_called for one in readings):
             break
     return cuts, inner
 
 
-class _Reading:
-    """Runs what a graph does to a layer's output, as far as that shows features of it.
+def _reading(module: nn.Module, layer: Any, holding: nn.Module | None, arguments: dict[str, Any] | None) -> _Reading:
+    """Trace a forward as far as that goes, for the first batch whose dimensions fit it."""
+    for batch in _BATCHES:
+        reading = _Reading(layer, holding, batch)
+        if "forward" not in vars(module):
+            with suppress(Exception), own_hooks_off(module), nothing_kept(module), WatchedFunctions(reading.call):
+                reading.trace(module, concrete_args=arguments)
+        if reading.fits:
+            break
+    return reading
+
+
+class _Reading(ForwardTracer):
+    """Runs what a forward does to a layer's output, as far as that shows features of it, and traces the rest.
 
     Attributes:
-        was_called: whether the graph calls the layer.
-        is_returned: whether its output leaves the graph uncut.
+        was_called: whether the forward calls the layer.
+        is_returned: whether its output leaves the forward uncut.
+        is_complete: whether the forward was traced to its end.
+        fits: whether the dimensions of the batch are such as what reads the output needs.
         inner: an operation that takes features of every head.
     """
 
-    def __init__(self, graph: fx.Graph, module: nn.Module, layer: Any) -> None:
-        self._graph, self._layer = graph, layer
-        self._modules = dict(module.named_modules(remove_duplicate=False))
-        self._size, self._num_inputs = layer.even_shape
-        for self._batch in _BATCHES:
-            self.was_called = self.is_returned = self._have_met = False
-            self.inner: str | None = None
-            self._ends: dict[str, frozenset[int]] = {}
-            self._values: dict[fx.Node, Any] = {}
-            self._blocks: dict[fx.Node, frozenset[Any]] = {}
-            self._origins: dict[fx.Node, tuple[fx.Node, Tensor]] = {}
-            try:
-                for node in graph.nodes:
-                    self._read(node)
-            except (IndexError, RuntimeError, TypeError, ValueError):  # another number of dimensions, mostly
-                continue
-            break
+    def __init__(self, layer: Any, holding: nn.Module | None, batch: tuple[int, ...]) -> None:
+        super().__init__(holding)
+        self.was_called = self.is_returned = self.is_complete = self._have_met = self._passes_whole = False
+        self.fits = True
+        self.inner: str | None = None
+        self._layer, self._batch, self._size = layer, batch, layer.even_shape[0]
+        self.shape = torch.Size((*batch, layer.even_shape[1]))
+        #: Tensors with all features, by id.
+        self._wholes: dict[int, Tensor] = {}
+        #: Where blocks end, by the operation that makes them; which blocks a node has.
+        self._ends: dict[str, set[int]] = {}
+        self._blocks: dict[fx.Node, frozenset[tuple[int, int]]] = {}
 
-    def wrong_unless(self) -> dict[str, frozenset[int]]:
+    def cuts(self) -> dict[str, set[int]]:
         """Return where blocks end on this rank, for each operation that makes some, if they are told apart.
 
         Blocks that only join again are not, such as heads that are computed one after the other.
         """
-        blocks = frozenset().union(*self._blocks.values())
-        is_whole = any(node.op == "output" for node in self._graph.nodes)
-        sizes = {end - begin for begin, end in blocks}
-        are_few = len(blocks) in (2, 3) or len(sizes) > 1
-        return self._ends if self._have_met or (not is_whole and are_few) else {}
+        blocks = frozenset[tuple[int, int]]().union(*self._blocks.values())
+        are_few = len(blocks) in (2, 3) or len({end - begin for begin, end in blocks}) > 1
+        return self._ends if self._have_met or (not self.is_complete and are_few) else {}
 
-    def _read(self, node: fx.Node) -> None:
-        module, inputs = module_of(node, self._modules), node.all_input_nodes
-        blocks = frozenset().union(*(self._blocks.get(one, frozenset()) for one in inputs))
-        if len(blocks) > 1:
-            self._have_met = self._have_met or not (node.op == "output" or _name(node) in _JOINING)
-        elif blocks:
-            self._blocks[node] = blocks
-        if module is self._layer:
-            self.was_called = True
-            self._values[node] = torch.empty(*self._batch, self._size)
-            return
-        known = [self._values[one] for one in inputs if one in self._values]
-        whole = next((one for one in known if isinstance(one, Tensor)), None)
-        if whole is not None and node.op == "output":
-            self.is_returned = True
-        elif whole is not None and is_glu(node, self._modules):
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function of torch that the forward calls."""
+        given, name = leaves_of((args, kwargs)), name_of_function(function)
+        whole = next((value for value in given if id(value) in self._wholes), None)
+        if whole is None:
+            return function(*args, **kwargs)
+        if is_elementwise_function(name):
+            return whole
+        if name == "glu":
             self._have_met = True
-            self._ends[described_node(node)] = frozenset((self._size // 2,))
-        elif whole is not None and _is_elementwise(node, module):
-            self._values[node] = whole
-        elif not known and _name(node) in ("shape", "size"):
-            shape = torch.Size((*self._batch, self._num_inputs))
-            dim: Any = node.args[1] if node.op == "call_method" and len(node.args) > 1 else slice(None)
-            self._values[node] = shape[dim]
-        elif known and len(known) == len(inputs) and (result := self._run(node, module)) is not None:
-            origin = self._origins.get(inputs[0]) if whole is None else (node, whole)
-            if isinstance(result, tuple | list) and origin is not None:
-                self._origins[node] = origin
-                for piece in () if node.users else result:  # the graph ends in a loop over them
-                    self._is_whole(node, piece, *origin)
-            if not isinstance(result, Tensor) or origin is None or self._is_whole(node, result, *origin):
-                self._values[node] = result
+            self._ends["glu()"] = {self._size // 2}
+        if name == "glu" or any(isinstance(value, fx.Proxy) for value in given):
+            return self.create_proxy("call_function", function, (), {})
+        self.fits = False
+        result = function(*args, **kwargs)
+        self.fits = True
+        if isinstance(result, tuple | list) and any(isinstance(piece, Tensor) for piece in result):
+            return tuple(self._taken(function, piece, whole) for piece in result)
+        return self._taken(function, result, whole) if isinstance(result, Tensor) else result
 
-    def _run(self, node: fx.Node, module: nn.Module | None) -> Any:
-        """What ``node`` computes; None if that cannot be known."""
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        library = str(getattr(node.target, "__module__", "torch") or "torch").partition(".")[0]
-        if node.op == "call_function" and library in _RUN:
-            return node.target(*args, **kwargs)  # type: ignore[operator]
-        return module(*args, **kwargs) if isinstance(module, nn.Flatten | nn.Unflatten) else None
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if m is self._layer:
+            self.was_called = True
+            return self._whole(torch.empty(*self._batch, self._size))
+        if args and id(args[0]) in self._wholes:
+            if is_elementwise_module(m):
+                return args[0]
+            if isinstance(m, nn.GLU | nn.Flatten | nn.Unflatten):
+                return m.forward(*args)
+        return super().call_module(m, forward, args, kwargs)
 
-    def _is_whole(self, node: fx.Node, result: Tensor, cutting: fx.Node, whole: Tensor) -> bool:
-        """Whether ``result`` is a view of ``whole`` that holds all features; else what it holds is noted."""
-        if result.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
-            return False
-        block, cut = block_in(result, whole, self._size), described_node(cutting)
-        if block is None:
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, Tensor) and not isinstance(a, nn.Parameter):
+            self._passes_whole = self._passes_whole or id(a) in self._wholes
+            return None
+        return super().create_arg(a)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        blocks = frozenset[tuple[int, int]]().union(*(self._blocks.get(one, ()) for one in node.all_input_nodes))
+        if node.op == "output":
+            self.is_complete, self.is_returned = True, self._passes_whole
+        elif len(blocks) == 1:
+            self._blocks[node] = blocks
+        elif blocks and name_of_function(node.target) not in _JOINING:
+            self._have_met = True
+        self._passes_whole = False
+        return node
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Shaped(node, self)
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        self._wholes[id(tensor)] = tensor
+        return tensor
+
+    def _taken(self, function: Any, result: Tensor, whole: Tensor) -> Any:
+        """``result`` itself where it is a view of ``whole`` with all features; else what it holds is noted."""
+        is_view = result.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        block = block_in(result, whole, self._size) if is_view else None
+        if block == (0, self._size):
+            return self._whole(result)
+        proxy, cut = self.create_proxy("call_function", function, (), {}), f"{name_of_function(function)}()"
+        if block is not None:
+            self._ends[cut] = self._ends.get(cut, set()) | {*block} - {0, self._size}
+            self._blocks[proxy.node] = frozenset((block,))
+        elif is_view:
             self.inner = self.inner or cut
-        elif block != (0, self._size):
-            self._ends[cut] = self._ends.get(cut, frozenset()) | {*block} - {0, self._size}
-            self._blocks[node] = self._blocks.get(node, frozenset()) | {block}
-        return block == (0, self._size)
+        return proxy
+
+
+class _Shaped(fx.Proxy):
+    """Stands for another tensor, taken for one like the layer's input."""
+
+    def __getattr__(self, name: str) -> Any:
+        shape = self.tracer.shape  # type: ignore[attr-defined]
+        if name == "size":
+            return lambda dim=None: shape if dim is None else shape[dim]
+        return shape if name == "shape" else super().__getattr__(name)
 
 
 def block_in(view: Tensor, whole: Tensor, size: int) -> tuple[int, int] | None:
@@ -223,18 +246,3 @@ def _features(view: Tensor, size: int) -> tuple[int, int, int, int]:
     begin = int(view.storage_offset()) % size
     end = begin + 1 + sum((length - 1) * step for length, step in dims)
     return begin, end, max((step for _, step in dims), default=0), math.prod(length for length, _ in dims)
-
-
-def _name(node: fx.Node) -> str:
-    """Of the method, the function or the attribute that a node asks for."""
-    if node.target is getattr:
-        return str(node.args[1])
-    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-
-
-def _is_elementwise(node: fx.Node, module: nn.Module | None) -> bool:
-    if module is not None:
-        return is_elementwise_module(module)
-    if node.op == "call_method":
-        return is_elementwise_method(str(node.target))
-    return node.op == "call_function" and is_elementwise_function(node.target)

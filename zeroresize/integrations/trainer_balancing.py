@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TrainerBalancing:
-    """Holds the balancer of a training from its begin to its end; all methods are collective.
+    """A mixin of callbacks: holds the balancer of a training from its begin to its end; methods are collective.
 
     Args:
         config, process_group, data_parallel_group, on_update: as of :class:`zeroresize.Balancer`.
@@ -31,51 +31,41 @@ class TrainerBalancing:
         data_parallel_group: ProcessGroup | DeviceMesh | None = None,
         on_update: Callable[[zr.UpdateRecord], None] | None = None,
     ) -> None:
+        super().__init__()
         self._config = config
-        self._options: dict[str, Any] = {
-            "process_group": process_group,
-            "data_parallel_group": data_parallel_group,
-            "on_update": on_update,
-        }
+        self._groups: dict[str, Any] = {"process_group": process_group, "data_parallel_group": data_parallel_group}
+        self._on_update = on_update
         self.balancer: zr.Balancer | None = None
         self._visit = ExitStack()
-
-    def begin(self, model: Any, optimizer: Any) -> None:
-        """Make the balancer of a model as it is trained and of its optimizer.
-
-        Raises:
-            ValueError: as :class:`zeroresize.Balancer` does.
-        """
-        if self.balancer is not None:  # of a training that broke off, perhaps
-            self.end()
-        self.balancer = zr.Balancer(model, optimizer, self._config, **self._options)
-
-    def step(self) -> None:
-        """Balance, after a step of the optimizer."""
-        self.come_back()
-        self.present_balancer.step()
-
-    def end_epoch(self) -> None:
-        """Choose columns anew, where the configuration does not say how long an epoch is."""
-        self.come_back()
-        if not self.present_balancer.config.iters_per_epoch:
-            self.present_balancer.epoch_end()
-
-    def go_home(self) -> None:
-        """Have all units at home until :meth:`come_back`, or until something else is called."""
-        self._visit.enter_context(self.present_balancer.at_home())
-
-    def come_back(self) -> None:
-        """Bring units back where they were, if a visit home has not ended."""
-        self._visit.close()
-
-    def end(self) -> None:
-        """Stop balancing, with all units at home."""
-        self.come_back()
-        self.present_balancer.close(at_home=True)
 
     @property
     def present_balancer(self) -> zr.Balancer:
         """The balancer, once training has begun."""
         assert self.balancer is not None, "training has not begun"
         return self.balancer
+
+    def _begin(self, model: Any, optimizer: Any) -> None:
+        """Make the balancer of a model as it is trained and of its optimizer; a ValueError is the balancer's."""
+        if self.balancer is not None:  # of a training that broke off, perhaps
+            self._end()
+        self.balancer = zr.Balancer(model, optimizer, self._config, **self._groups, on_update=self._on_update)
+
+    def _balance(self) -> None:
+        """Balance, after a step of the optimizer."""
+        self._visit.close()
+        self.present_balancer.step()
+
+    def _end_epoch(self) -> None:
+        """Choose columns anew, where the configuration does not say how long an epoch is."""
+        self._visit.close()
+        if not self.present_balancer.config.iters_per_epoch:
+            self.present_balancer.epoch_end()
+
+    def _go_home(self) -> None:
+        """Have all units at home until ``_visit`` is closed, as whatever else is called does."""
+        self._visit.enter_context(self.present_balancer.at_home())
+
+    def _end(self) -> None:
+        """Stop balancing, with all units at home."""
+        self._visit.close()
+        self.present_balancer.close(at_home=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -18,10 +18,6 @@ import zeroresize as zr
 from zeroresize.integrations.trainer_balancing import TrainerBalancing
 from zeroresize.utils.torch_private import is_dtensor
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
 logger = logging.getLogger(__name__)
 
 #: In a checkpoint of the Trainer: the model and its optimizer in whole tensors, and what the balancer has learned.
@@ -31,7 +27,7 @@ FOLDER = "zeroresize"
 _dividing: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-class BalanceCallback(TrainerCallback):
+class BalanceCallback(TrainerBalancing, TrainerCallback):
     """Balances a model that ``from_pretrained(tp_plan="auto")`` has split, while a Trainer trains it::
 
         trainer = Trainer(model, arguments, train_dataset=data, callbacks=[BalanceCallback()])
@@ -62,19 +58,11 @@ class BalanceCallback(TrainerCallback):
         self,
         config: zr.BalanceConfig | None = None,
         *,
-        process_group: ProcessGroup | DeviceMesh | None = None,
-        data_parallel_group: ProcessGroup | DeviceMesh | None = None,
-        on_update: Callable[[zr.UpdateRecord], None] | None = None,
         resume_from_checkpoint: str | Path | None = None,
+        **options: Any,
     ) -> None:
+        super().__init__(config, **options)
         self._resumes_from = resume_from_checkpoint
-        self._balancing = TrainerBalancing(
-            config, process_group=process_group, data_parallel_group=data_parallel_group, on_update=on_update
-        )
-
-    @property
-    def balancer(self) -> zr.Balancer | None:
-        return self._balancing.balancer
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let the model load the whole tensors of a checkpoint that the Trainer goes on from."""
@@ -84,7 +72,7 @@ class BalanceCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the balancer of the optimizer as the Trainer has prepared it; collective."""
-        self._balancing.begin(kwargs["model"], kwargs["optimizer"])
+        self._begin(kwargs["model"], kwargs["optimizer"])
         if not state.global_step:
             return
         folder = Path(self._resumes_from or _checkpoint_of(args, state)) / FOLDER
@@ -100,27 +88,27 @@ class BalanceCallback(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bring units back where they were, if a visit home has not ended."""
-        self._balancing.come_back()
+        self._visit.close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Balance, after the optimizer's step; units go home where the Trainer looks at the model next."""
-        self._balancing.step()
+        self._balance()
         self._go_home_if_needed(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Choose columns anew, where the configuration does not say how long an epoch is."""
-        self._balancing.end_epoch()
+        self._end_epoch()
         self._go_home_if_needed(control)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save, beside what the Trainer has saved, what training goes on from."""
-        self._balancing.come_back()  # as divided now is how it goes on
+        self._visit.close()  # as divided now is how it goes on
         dcp.save(self._state_of(kwargs), checkpoint_id=_checkpoint_of(args, state) / FOLDER)
         self._go_home_if_needed(control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop balancing, with all units at home."""
-        self._balancing.end()
+        self._end()
 
     def _state_of(self, trained: Mapping[str, Any]) -> dict[str, Any]:
         """What training goes on from, of what the Trainer gives to its callbacks."""
@@ -132,7 +120,7 @@ class BalanceCallback(TrainerCallback):
     def _go_home_if_needed(self, control: Any) -> None:
         """Be at home while the Trainer saves, or loads its best model after the last step."""
         if control.should_save or control.should_training_stop:
-            self._balancing.go_home()
+            self._go_home()
 
 
 def _divide_whole_tensors(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

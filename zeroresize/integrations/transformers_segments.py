@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroresize.integrations.changed_modules import remembered_by, why_hooked
-from zeroresize.integrations.segment_registry import SegmentAdapter, StaysEven, register_by_name, require_elementwise
+from zeroresize.integrations.changed_modules import remembered_by, why_changed, why_hooked
+from zeroresize.integrations.known_modules import SegmentAdapter, StaysEven, is_elementwise_module, register_by_name
 from zeroresize.integrations.unit_proof import require_unmixed_in_call
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import Segment
@@ -34,17 +34,11 @@ _SUMMING_FORWARD = (
 )
 
 
-def _vit_attention(module: Any) -> Segment:
-    if hasattr(module, "q_proj"):  # from transformers 5 on
-        return _llama_attention(module)
-    return _self_attention(module.attention, module.output)
-
-
 def _bert_attention(module: Any) -> Segment:
-    return _self_attention(module.self, module.output)
-
-
-def _self_attention(attention: Any, output: Any) -> Segment:
+    """Of BERT and RoBERTa, and of ViT and DeiT, where these are not as LLaMA's, as from transformers 5 on."""
+    if hasattr(module, "q_proj"):
+        return _llama_attention(module)
+    attention, output = module.self if hasattr(module, "self") else module.attention, module.output
     head_size = attention.attention_head_size
 
     def set_heads(heads: list[int]) -> None:
@@ -64,13 +58,10 @@ def _self_attention(attention: Any, output: Any) -> Segment:
     )
 
 
-def _vit_layer(module: Any) -> Segment | None:
-    """From transformers 5 on its feed-forward layers are in a module of their own, which is traced."""
-    return None if hasattr(module, "mlp") else _encoder_layer(module)
-
-
-def _encoder_layer(module: Any) -> Segment:
-    require_elementwise(module.intermediate.intermediate_act_fn)
+def _encoder_layer(module: Any) -> Segment | None:
+    if hasattr(module, "mlp"):  # from transformers 5 on ViT's are in a module of their own, which is traced
+        return None
+    _require_elementwise(module.intermediate.intermediate_act_fn)
     return Segment([module.intermediate.dense], module.output.dense, min_units=0, kind="neurons")
 
 
@@ -142,13 +133,25 @@ def _gpt2_attention(module: Any) -> Segment:
 
 
 def _gpt2_mlp(module: Any) -> Segment:
-    require_elementwise(module.act)
+    _require_elementwise(module.act)
     return Segment([module.c_fc], module.c_proj, min_units=0, kind="neurons")
 
 
 def _dropout(module: nn.Module) -> nn.Module:
-    require_elementwise(module)
+    _require_elementwise(module)
     return module
+
+
+def _require_elementwise(activation: Any) -> None:
+    """Check that ``activation``, which a configuration gave to a module, is known to be element-wise."""
+    name = type(activation).__name__ if isinstance(activation, nn.Module) else repr(activation)
+    if not is_elementwise_module(activation):
+        raise StaysEven(
+            f"{name} between the layers is not known to be element-wise: if it is, tell by "
+            "zeroresize.integrations.register_elementwise"
+        )
+    if isinstance(activation, nn.Module) and (changed := why_changed(activation)) is not None:
+        raise StaysEven(f"{name} between the layers {changed}")
 
 
 def _is_read(module: nn.Module) -> bool:
@@ -169,11 +172,7 @@ def _implementation(module: Any) -> str | None:
 
 
 def _require_unmixed(module: Any, segment: Segment) -> None:
-    """Check by numbers that the module treats units alike, whatever it calls.
-
-    Raises:
-        StaysEven: if it does not, or cannot be run.
-    """
+    """Check by numbers that the module treats units alike, whatever it calls."""
     row: Any = segment.row
     parts = segment.parts if isinstance(segment.parts, int) else 1
     units = row.even_shape[1] // segment.unit_size
@@ -189,11 +188,7 @@ def _require_unmixed(module: Any, segment: Segment) -> None:
 
 @contextmanager
 def _without_flash_attention(module: Any) -> Iterator[None]:
-    """Let eager attention take the place of transformers' flash attention, which is of half precision only.
-
-    Raises:
-        StaysEven: if another function has its name.
-    """
+    """Let eager attention take the place of transformers' flash attention, which is of half precision only."""
     name = _implementation(module)
     if name not in _FLASH:
         yield
@@ -267,32 +262,16 @@ def _checked(adapter: Callable[[Any], Segment | None]) -> SegmentAdapter:
     return checked
 
 
-def _names(model: str, *classes: str) -> list[str]:
-    return [f"transformers.models.{model}.modeling_{model}.{name}" for name in classes]
+def _class_names(models: str, part: str) -> list[str]:
+    return [f"transformers.models.{name.lower()}.modeling_{name.lower()}.{name}{part}" for name in models.split()]
 
 
-for _classes, _adapter in (
-    ([*_names("vit", "ViTAttention"), *_names("deit", "DeiTAttention")], _vit_attention),
-    ([*_names("bert", "BertAttention"), *_names("roberta", "RobertaAttention")], _bert_attention),
-    ([*_names("vit", "ViTLayer"), *_names("deit", "DeiTLayer")], _vit_layer),
-    (
-        [
-            *_names("bert", "BertLayer"),
-            *_names("roberta", "RobertaLayer"),
-        ],
-        _encoder_layer,
-    ),
-    (
-        [
-            *_names("llama", "LlamaAttention"),
-            *_names("mistral", "MistralAttention"),
-            *_names("qwen2", "Qwen2Attention"),
-            *_names("gemma", "GemmaAttention"),
-        ],
-        _llama_attention,
-    ),
-    (_names("qwen3", "Qwen3Attention"), _attention_with_norms_of_heads),
-    (_names("gpt2", "GPT2Attention"), _gpt2_attention),
-    (_names("gpt2", "GPT2MLP"), _gpt2_mlp),
-):
+for _adapter, _classes in {
+    _bert_attention: _class_names("ViT DeiT Bert Roberta", "Attention"),
+    _encoder_layer: _class_names("ViT DeiT Bert Roberta", "Layer"),
+    _llama_attention: _class_names("Llama Mistral Qwen2 Gemma", "Attention"),
+    _attention_with_norms_of_heads: _class_names("Qwen3", "Attention"),
+    _gpt2_attention: _class_names("GPT2", "Attention"),
+    _gpt2_mlp: _class_names("GPT2", "MLP"),
+}.items():
     register_by_name(_classes, _checked(_adapter))

@@ -12,13 +12,11 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zeroresize.integrations.changed_modules import own_hooks_off
-from zeroresize.integrations.forward_graphs import ForwardTracer, forward_traces
 from zeroresize.integrations.module_state import nothing_kept
-from zeroresize.layers.unit_dropout import UnitDropout
 from zeroresize.utils.torch_private import gradients_within_modes, is_compiled_module
 
 #: How many units there are, and which of them remain, in which order.
@@ -49,12 +47,15 @@ class Stimulus:
 
     Attributes:
         results: the row-parallel layer's inputs, each followed by the gradients of the outputs so far, with their rows.
+        elsewhere: what else was computed with, where a forward is traced; units must have no part in it.
+        is_in_backward: whether a gradient is computed, for which activation checkpointing may compute again.
     """
 
     def __init__(self, columns: Mapping[Any, Rows], row: Any, num_rows: int, units: Sequence[int]) -> None:
         self.columns, self.row, self.units, self._rows = columns, row, units, (num_rows,)
         self.device = torch.device("cpu") if row.weight.is_meta else row.weight.device
         self.results: list[tuple[Tensor, Rows]] = []
+        self.elsewhere: list[Tensor] = []
         generator = torch.Generator().manual_seed(0)
         self._drawn = {layer: self._draw(rows, generator) for layer, rows in columns.items()}
         self._weights = self._draw(self._rows, generator)
@@ -63,33 +64,31 @@ class Stimulus:
     def begin(self) -> None:
         """Begin another forward."""
         self._outputs: list[tuple[Tensor, Rows]] = []
-        self._is_in_backward = False
+        self.is_in_backward = False
 
     def output_of(self, layer: Any) -> Tensor:
         """Return numbers in place of a column-parallel layer's output, alike in every call."""
         output = self._drawn[layer].clone().requires_grad_()
-        if not self._is_in_backward:  # where activation checkpointing computes again
+        if not self.is_in_backward:  # where activation checkpointing computes again
             self._outputs.append((output, self.columns[layer]))
         return output
 
     def record(self, x: Any) -> None:
-        """Record the row-parallel layer's input, and gradients of a sum of it in which no two elements cancel.
-
-        Raises:
-            MixesUnitsError: if it is not of the units that are there.
-        """
+        """Record the row-parallel layer's input, and gradients of a sum of it in which no two elements cancel."""
         weights = self._weights
         if not isinstance(x, Tensor) or x.shape[-1] != weights.shape[-1] or x.numel() != weights.numel():
             what = f"of shape {list(x.shape)}" if isinstance(x, Tensor) else "changed by other inputs, too"
             raise MixesUnitsError(f"for {len(self.units)} units what the row-parallel layer reads is {what}")
         outputs = [output for output, _ in self._outputs]
+        with torch.enable_grad():  # x may be an output itself
+            weighted_sum = (x * weights.view_as(x)).sum()
+        if self.is_in_backward:
+            return
         gradients: Sequence[Tensor | None] = [None] * len(outputs)
         if x.requires_grad:
-            self._is_in_backward = True
-            with torch.enable_grad():  # x may be an output itself
-                weighted_sum = (x * weights.view_as(x)).sum()
+            self.is_in_backward = True
             gradients = gradients_within_modes(weighted_sum, outputs)
-            self._is_in_backward = False
+            self.is_in_backward = False
         self.results.append((x.detach().reshape(weights.shape).double(), self._rows))
         for (output, rows), gradient in zip(self._outputs, gradients, strict=True):
             self.results.append((torch.zeros_like(output) if gradient is None else gradient, rows))
@@ -107,39 +106,19 @@ def require_unmixed(
     Args:
         columns, row, num_rows: as of :class:`Stimulus`.
         compute: runs what lies between the layers with a stimulus for them.
-
-    Raises:
-        MixesUnitsError: with the reason, if it has not.
-        Exception: whatever ``compute`` raises.
     """
     whole, part = (Stimulus(columns, row, num_rows, units) for units in (range(NUM_UNITS), KEPT))
-    for stimulus in (whole, part):
-        with _WithoutDropout():
-            compute(stimulus)
+    compute(whole)
+    compute(part)
     if not part.results or [rows for _, rows in whole.results] != [rows for _, rows in part.results]:
         raise MixesUnitsError("where there are fewer units the layers are called otherwise")
+    is_alike = len(whole.elsewhere) == len(part.elsewhere) and all(map(torch.equal, whole.elsewhere, part.elsewhere))
+    if not is_alike:
+        raise MixesUnitsError("something else than the row-parallel layer reads what depends on the units")
     for (expected, rows), (values, _) in zip(whole.results, part.results, strict=True):
         difference = (expected[..., _features_of(KEPT, rows)] - values).abs().max()
         if not difference <= _TOLERANCE * max(1.0, float(values.abs().max())):  # so that NaN counts, too
             raise MixesUnitsError("a unit has other numbers where there are other units beside it")
-
-
-def require_unmixed_in_trace(
-    module: nn.Module, holding: nn.Module | None, columns: Mapping[Any, Rows], row: Any
-) -> None:
-    """Check that between these layers the forward of ``module`` mixes no units, as often as it may compute otherwise.
-
-    What leads to them is traced, as its shapes are not known; what lies between is computed.
-
-    Raises:
-        as :func:`require_unmixed`.
-    """
-
-    def compute(stimulus: Stimulus) -> None:
-        for _ in forward_traces(module, lambda: _StimulatedTracer(holding, stimulus), with_autocast=False):
-            pass
-
-    require_unmixed(columns, row, 1, compute)
 
 
 def require_unmixed_in_call(
@@ -156,9 +135,6 @@ def require_unmixed_in_call(
         module: holds the layers.
         call: takes the replicated input, and calls the row-parallel layer at the end.
         on_change: lets the module follow the units that are there.
-
-    Raises:
-        as :func:`require_unmixed`.
     """
 
     def compute(stimulus: Stimulus) -> None:
@@ -169,7 +145,8 @@ def require_unmixed_in_call(
         x = torch.ones(*_BATCH, row.even_shape[0], dtype=torch.float64, device=stimulus.device)
         is_compiled = any(map(is_compiled_module, module.modules()))
         eagerly = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
-        with own_hooks_off(module), nothing_kept(module, but_for_attributes=True), torch.no_grad(), eagerly:
+        kept = nothing_kept(module, but_for_attributes=True)
+        with own_hooks_off(module), kept, torch.no_grad(), eagerly, _WithoutDropout():
             if on_change is not None:
                 on_change(list(range(len(stimulus.units))))
             for layer in columns:
@@ -179,47 +156,6 @@ def require_unmixed_in_call(
                 call(x)
 
     require_unmixed(columns, row, num_rows, compute)
-
-
-class _StimulatedTracer(ForwardTracer):
-    """Computes with numbers what follows from a stimulus, and traces the rest."""
-
-    def __init__(self, holding: nn.Module | None, stimulus: Stimulus) -> None:
-        super().__init__(holding)
-        self._stimulus = stimulus
-        stimulus.begin()
-
-    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if m in self._stimulus.columns:
-            return self._stimulus.output_of(m)
-        if m is self._stimulus.row:
-            self._stimulus.record(*args, *kwargs.values())
-            return self.create_proxy("call_module", self.path_of_module(m), (), {})
-        if isinstance(m, UnitDropout):
-            return args[0]
-        is_computed = args and all(isinstance(value, Tensor) for value in (*args, *kwargs.values()))
-        return forward(*args, **kwargs) if is_computed else super().call_module(m, forward, args, kwargs)
-
-    def create_arg(self, a: Any) -> Any:
-        is_number = isinstance(a, Tensor) and not isinstance(a, nn.Parameter)
-        return None if is_number else super().create_arg(a)  # which would become an attribute of the module
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Around(node, self)
-
-
-class _Around(fx.Proxy):
-    """Stands for a tensor around the layers, whose kind is known."""
-
-    def __getattr__(self, name: str) -> Any:
-        known = {"dtype": torch.float64, "device": self.tracer._stimulus.device}  # type: ignore[attr-defined]
-        return known[name] if name in known else super().__getattr__(name)
-
-    @classmethod
-    def __torch_function__(cls, orig_method: Any, types: Any, args: Any = None, kwargs: Any = None) -> Any:
-        if orig_method in (Tensor.to, Tensor.type_as) and isinstance(args[0], Tensor):
-            return args[0]
-        return super().__torch_function__(orig_method, types, args, kwargs)
 
 
 class _WithoutDropout(TorchFunctionMode):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,31 +70,25 @@ def implementation_for(operand: Tensor) -> Implementation:
 
 def forward(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: LayerPlan | None, gemm: Gemm) -> Tensor:
     """Return y_TN, as :func:`zeroresize.kernels.reference.forward` does, by the implementation for ``x_TK``."""
-    how = implementation_for(x_TK)
-    if how.is_fused:
-        return gemm.whole(how.forward, x_TK, w_NK, bias_N, plan)
-    return how.forward(x_TK, w_NK, bias_N, plan, gemm)
+    return _computed("forward", gemm, x_TK, w_NK, bias_N, plan)
 
 
 def dgrad(dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None, last_dx_TK: Tensor | None, gemm: Gemm) -> Tensor:
     """Return dx_TK, as :func:`zeroresize.kernels.reference.dgrad` does, by the implementation for ``dy_TN``."""
-    how = implementation_for(dy_TN)
-    if how.is_fused:
-        return gemm.whole(how.dgrad, dy_TN, w_NK, plan, last_dx_TK)
-    return how.dgrad(dy_TN, w_NK, plan, last_dx_TK, gemm)
+    return _computed("dgrad", gemm, dy_TN, w_NK, plan, last_dx_TK)
 
 
 def dgrad_by_columns(dy_TN: Tensor, w_NK: Tensor, gemm: Gemm) -> Tensor:
     """Return dx_TK, as :func:`zeroresize.kernels.reference.dgrad_by_columns`, by the implementation for ``dy_TN``."""
-    how = implementation_for(dy_TN)
-    if how.is_fused:
-        return gemm.whole(how.dgrad_by_columns, dy_TN, w_NK)
-    return how.dgrad_by_columns(dy_TN, w_NK, gemm)
+    return _computed("dgrad_by_columns", gemm, dy_TN, w_NK)
 
 
 def wgrad(dy_TN: Tensor, x_TK: Tensor, plan: LayerPlan | None, last_dw_NK: Tensor | None, gemm: Gemm) -> Tensor:
     """Return dw_NK, as :func:`zeroresize.kernels.reference.wgrad` does, by the implementation for ``dy_TN``."""
-    how = implementation_for(dy_TN)
-    if how.is_fused:
-        return gemm.whole(how.wgrad, dy_TN, x_TK, plan, last_dw_NK)
-    return how.wgrad(dy_TN, x_TK, plan, last_dw_NK, gemm)
+    return _computed("wgrad", gemm, dy_TN, x_TK, plan, last_dw_NK)
+
+
+def _computed(product: str, gemm: Gemm, first: Tensor, *operands: Any) -> Tensor:
+    how = implementation_for(first)
+    kernel: Callable[..., Tensor] = getattr(how, product)
+    return gemm.whole(kernel, first, *operands) if how.is_fused else kernel(first, *operands, gemm)

@@ -12,20 +12,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.kernels.probe import Probes
-from zeroresize.layers.autocast import cast_for_autocast
 from zeroresize.layers.compiled_products import (
     CompiledForwards,
     compiled_column_products,
     compiled_row_products,
 )
-from zeroresize.layers.functional import LastGradients, ProductContext, column_parallel_products, row_parallel_products
+from zeroresize.layers.functional import (
+    LastGradients,
+    ProductContext,
+    SharedProducts,
+    column_parallel_products,
+    row_parallel_products,
+)
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segment_draws import follow_draws
-from zeroresize.layers.shards import tell_shards_of
-from zeroresize.layers.shared_products import SharedProducts
-from zeroresize.layers.weight_checks import is_sharded
+from zeroresize.layers.weight_checks import is_sharded, tell_shards_of
 from zeroresize.plan.layer import LayerPlan
+from zeroresize.utils.autocast_dtype import autocast_dtype
 from zeroresize.utils.torch_private import current_backward
 
 #: Attributes that a balancer, or an injector of slowness, fills.
@@ -33,6 +37,25 @@ _OF_A_BALANCER = frozenset(
     {"plan", "loans", "probes", "last", "needs_eager_autograd", "segment", "forwards"}
     | {"watch_start", "watch_forward", "watch_input"}
 )
+
+
+def cast_for_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the operands as ``torch.autocast`` casts those of ``F.linear``; autograd casts gradients back."""
+    dtype = autocast_dtype(x.device.type)
+    if dtype is None:
+        return x, weight, bias
+    return _cast(x, dtype), _cast(weight, dtype), None if bias is None else _cast(bias, dtype)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Autocast leaves float64 as it is."""
+    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+
+
+def is_cast_by_autocast(x: Tensor) -> bool:
+    """Tell whether a layer computes with another dtype than that of its input, since autocast is on."""
+    dtype = autocast_dtype(x.device.type)
+    return dtype is not None and x.dtype not in (dtype, torch.float64) and not x.is_nested
 
 
 def is_being_captured(x: Tensor) -> bool:

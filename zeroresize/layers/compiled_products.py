@@ -9,7 +9,6 @@ of its dw itself, since what comes after all layers is outside of the graph. ``K
 from __future__ import annotations
 
 import itertools
-import logging
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -20,21 +19,18 @@ from torch import Tensor
 
 from zeroresize.layers.functional import (
     ProductContext,
+    SharedProducts,
     column_backward,
     column_forward,
     row_backward,
     row_forward,
 )
-from zeroresize.layers.shared_products import SharedProducts
 from zeroresize.plan.layer import LayerPlan
 from zeroresize.utils.torch_private import (
     constant_in_graphs,
-    current_compilation,
     keep_order_in_graphs,
     let_shapes_of_parameters_vary,
 )
-
-logger = logging.getLogger(__name__)
 
 #: So many plans a layer remembers for backwards of forwards that lie before a change of plan.
 _MOST_PLANS = 8
@@ -105,11 +101,7 @@ class CompiledForwards:
         return torch.tensor(0 if plan is None else self._num_plans, device="cpu")
 
     def made_by(self, number: int) -> tuple[LayerPlan | None, SharedProducts | None, Sequence[Tensor]]:
-        """Return what :meth:`number_of` was given.
-
-        Raises:
-            KeyError: with the reason, if it is not known any more.
-        """
+        """Return what :meth:`number_of` was given."""
         if number < 0:
             lent = self._lent.get(number)
             if lent is None:
@@ -149,30 +141,8 @@ def compiled_row_products(
     return y
 
 
-_last_compilation: tuple[int, int] | None = None
-
-
-def _tell_compilation() -> None:
-    """Called when layers are compiled, not when they run: once for each layer of a graph."""
-    global _last_compilation
-    let_shapes_of_parameters_vary()
-    compilation = current_compilation()
-    if compilation is None or compilation == _last_compilation:
-        return
-    _last_compilation = compilation
-    frame, times = compilation
-    if times == 0:
-        logger.info("torch.compile compiles balanced layers (frame %d)", frame)
-    else:
-        logger.info(
-            "torch.compile compiles balanced layers again (frame %d, time %d), as after a move of units, for eval(), "
-            "or at a first loan of DTensor layers whose x is divided or cast. Changed plans compile nothing",
-            frame,
-            times + 1,
-        )
-
-
-_graph_begins = constant_in_graphs(_tell_compilation)
+#: Called when layers are compiled, not when they run.
+_graph_begins = constant_in_graphs(let_shapes_of_parameters_vary)
 
 
 def _forward(kind: Any, x: Tensor, w_NK: Tensor, bias_N: Any, number: Tensor, is_training: bool, sums: bool) -> Any:

@@ -17,12 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from zeroresize.comm.collectives import broadcast, group_rank, group_size, message_device, require_group
-from zeroresize.layers.autocast import is_cast_by_autocast
-from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.dtensor_guards import METHODS, OF_CHECKPOINTS, guard_dtensors
-from zeroresize.layers.jagged import on_tokens
-from zeroresize.layers.local_parts import local_in_graph, local_of
-from zeroresize.layers.parts import part_of_rank
+from zeroresize.layers.balanced_linear import BalancedLinear, is_cast_by_autocast
+from zeroresize.layers.local_parts import METHODS, OF_CHECKPOINTS, guard_dtensors, local_in_graph, local_of, on_tokens
+from zeroresize.layers.splitting import part_of_rank
 from zeroresize.utils.torch_private import is_dtensor, is_tensor_of_tensors, strided_shard
 
 
@@ -78,9 +75,6 @@ class _DTensorLinear(BalancedLinear, nn.Linear):
 
         Seeded alike, the ranks together hold what one rank would. A bias that all ranks hold is rank 0's; collective
         then. What ``fully_shard`` has divided further is drawn by torch itself.
-
-        Raises:
-            RuntimeError: while units are away.
         """
         is_whole = self.weight.is_meta or not is_dtensor(self.weight)  # while ``nn.Linear`` makes it
         if is_whole or self.is_sharded_further(self.weight):

@@ -12,7 +12,7 @@ layer                     weight          input            forward collective   
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +27,123 @@ from zeroresize.comm.collectives import (
     scatter_to_tp_region,
 )
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.jagged import on_tokens
-from zeroresize.layers.module_names import qualified_name
-from zeroresize.layers.parts import Parts, checked_parts, part_of_rank
-from zeroresize.layers.ties import keep_ties
+from zeroresize.layers.local_parts import on_tokens
+from zeroresize.layers.splitting import Parts, checked_parts, keep_ties, part_of_rank, qualified_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_LayerT = TypeVar("_LayerT", bound="_ParallelLinear")
 
-class ColumnParallelLinear(BalancedLinear, nn.Module):
+
+class _ParallelLinear(BalancedLinear, nn.Module):
+    """Holds what both kinds have in common: they are divided along dimension 0 or 1 of the weight."""
+
+    in_features: int
+    out_features: int
+    bias: Any
+
+    def _make(
+        self,
+        process_group: ProcessGroup | DeviceMesh,
+        bias: bool,
+        own_features: int | None,
+        parts: Parts | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        why_whole: str | None,
+    ) -> None:
+        """Make the parameters.
+
+        Args:
+            why_whole: the option by which the layer itself gathers or splits the divided features, so that they are
+                even and of one part; None without it.
+        """
+        self.process_group = require_group(process_group)
+        num_ranks, name = group_size(self.process_group), self._divided
+        size, kind = getattr(self, name), type(self).__name__
+        if parts is not None:
+            self.parts = checked_parts(parts, size, num_ranks, kind)
+            if why_whole and len(self.parts) > 1:
+                raise ValueError(f"{kind}: parts={parts!r} is not allowed with {why_whole}")
+        here = size // num_ranks if own_features is None else own_features
+        is_meta = device is not None and torch.device(device).type == "meta"
+        if own_features is not None and (not is_meta or why_whole or not 0 <= own_features <= size):
+            raise ValueError(
+                f"own_features={own_features} of {name}={size} is not allowed: it must be from 0 to {size}, on "
+                "device='meta', and not of a layer that gathers its output or splits its input evenly itself"
+            )
+        if own_features is None and size % num_ranks:
+            raise ValueError(f"{kind}: {_indivisible(name, self, self.process_group, None)}")
+        shape = (here, self.in_features) if self.is_column_parallel else (self.out_features, here)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
+        self.prepare_balancing()
+        self.reset_parameters()
+
+    @property
+    def _divided(self) -> str:
+        return "out_features" if self.is_column_parallel else "in_features"
+
+    def reset_parameters(self) -> None:
+        """Draw the whole layer as ``torch.nn.Linear`` does and keep this rank's slice; a row-parallel bias is zero.
+
+        Seeded alike, the ranks together hold what one rank would.
+        """
+        if self.weight.device.type == "meta":
+            return
+        is_drawn = self.is_column_parallel and self.bias is not None
+        whole = nn.Linear(
+            self.in_features, self.out_features, is_drawn, device=self.weight.device, dtype=self.weight.dtype
+        )
+        self._take_slice_of(whole)
+        if self.bias is not None and not is_drawn:
+            nn.init.zeros_(self.bias)
+
+    @classmethod
+    def _from_linear(
+        cls: type[_LayerT], linear: nn.Linear, process_group: ProcessGroup | DeviceMesh, **options: Any
+    ) -> _LayerT:
+        if isinstance(linear, BalancedLinear) or not isinstance(linear, nn.Linear):
+            split = ", which is split already" if isinstance(linear, BalancedLinear) else ""
+            raise ValueError(f"from_linear needs a whole torch.nn.Linear, found a {type(linear).__name__}{split}")
+        divided = "out_features" if cls.is_column_parallel else "in_features"
+        require_divisible(linear, divided, require_group(process_group), f"{cls.__name__}.from_linear")
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            process_group=process_group,
+            device="meta",
+            **options,
+        )
+        layer._take_slice_of(linear)
+        division = layer.is_column_parallel, tuple(layer.parts or ()), *group_ranks(layer.process_group)
+        keep_ties(linear, dict(linear.named_parameters(recurse=False)), layer, division)
+        return layer.train(linear.training)
+
+    def _take_slice_of(self, linear: nn.Linear) -> None:
+        parts, dim = self.parts or (getattr(self, self._divided),), 0 if self.is_column_parallel else 1
+        where = group_size(self.process_group), group_rank(self.process_group)
+        for name, whole in linear.named_parameters(recurse=False):
+            is_divided = name == "weight" or self.is_column_parallel
+            value = part_of_rank(whole, dim, parts, *where) if is_divided else whole.detach().clone()
+            setattr(self, name, nn.Parameter(value, requires_grad=whole.requires_grad))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return on_tokens(self._forward, x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"ranks={group_size(self.process_group)}, bias={self.bias is not None}"
+        )
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """Computes y = x Aᵀ + b with A split by rows (output features) over the group.
 
     Args:
@@ -75,35 +182,9 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.process_group = require_group(process_group)
-        self.in_features, self.out_features = in_features, out_features
-        self.gather_output = gather_output
-        num_ranks = group_size(self.process_group)
-        if parts is not None:
-            self.parts = checked_parts(parts, out_features, num_ranks, type(self).__name__)
-            if gather_output and len(self.parts) > 1:
-                raise ValueError(f"{type(self).__name__}: parts={parts!r} cannot be gathered: gather_output=False")
-        num_rows = _own_size(self, "out_features", out_features, num_ranks, own_features, device, gather_output)
-        self.weight = nn.Parameter(torch.empty(num_rows, in_features, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(num_rows, device=device, dtype=dtype)) if bias else None
-        self.prepare_balancing()
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the whole layer as ``torch.nn.Linear`` does and keep this rank's slice.
-
-        Seeded alike, the ranks together hold what one rank would.
-        """
-        if self.weight.device.type == "meta":
-            return
-        whole = nn.Linear(
-            self.in_features,
-            self.out_features,
-            bias=self.bias is not None,
-            device=self.weight.device,
-            dtype=self.weight.dtype,
-        )
-        self._take_slice_of(whole)
+        self.in_features, self.out_features, self.gather_output = in_features, out_features, gather_output
+        why_whole = "gather_output=True" if gather_output else None
+        self._make(process_group, bias, own_features, parts, device, dtype, why_whole)
 
     @classmethod
     def from_linear(
@@ -122,43 +203,17 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
             ValueError: for features or parts that do not divide by the number of ranks, a missing group, or what is no
                 ``nn.Linear`` or split already.
         """
-        _require_whole(linear)
-        require_divisible(linear, "out_features", require_group(process_group), f"{cls.__name__}.from_linear")
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            bias=linear.bias is not None,
-            process_group=process_group,
-            gather_output=gather_output,
-            parts=parts,
-            device="meta",
-        )
-        layer._take_slice_of(linear)
-        _keep_ties(linear, layer)
-        return layer.train(linear.training)
-
-    def _take_slice_of(self, linear: nn.Linear) -> None:
-        ranks, rank = group_size(self.process_group), group_rank(self.process_group)
-        parts = self.parts or (self.out_features,)
-        self.weight = _slice_of(linear.weight, 0, parts, ranks, rank)
-        if linear.bias is not None:
-            self.bias = _slice_of(linear.bias, 0, parts, ranks, rank)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return on_tokens(self._forward, x)
+        return cls._from_linear(linear, process_group, gather_output=gather_output, parts=parts)
 
     def _forward(self, x: Tensor) -> Tensor:
         y = self.column_products(x, self.bias)
         return gather_from_tp_region(y, self.process_group) if self.gather_output else y
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"ranks={group_size(self.process_group)}, bias={self.bias is not None}, gather_output={self.gather_output}"
-        )
+        return f"{super().extra_repr()}, gather_output={self.gather_output}"
 
 
-class RowParallelLinear(BalancedLinear, nn.Module):
+class RowParallelLinear(_ParallelLinear):
     """Computes y = x Aᵀ + b, A split by columns (input features) over the group; b is replicated and added once.
 
     Args:
@@ -195,34 +250,9 @@ class RowParallelLinear(BalancedLinear, nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.process_group = require_group(process_group)
-        self.in_features, self.out_features = in_features, out_features
-        self.input_is_parallel = input_is_parallel
-        splits = not input_is_parallel
-        num_ranks = group_size(self.process_group)
-        if parts is not None:
-            self.parts = checked_parts(parts, in_features, num_ranks, type(self).__name__)
-            if splits and len(self.parts) > 1:
-                raise ValueError(f"{type(self).__name__}: parts={parts!r} of a whole input: input_is_parallel=True")
-        num_columns = _own_size(self, "in_features", in_features, num_ranks, own_features, device, splits)
-        self.weight = nn.Parameter(torch.empty(out_features, num_columns, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
-        self.prepare_balancing()
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the whole weight as ``torch.nn.Linear`` does and keep this rank's slice; the bias is zero.
-
-        Seeded alike, the ranks together hold what one rank would.
-        """
-        if self.weight.device.type == "meta":
-            return
-        device, dtype = self.weight.device, self.weight.dtype
-        whole = nn.Linear(self.in_features, self.out_features, bias=False, device=device, dtype=dtype)
-        ranks, rank = group_size(self.process_group), group_rank(self.process_group)
-        self.weight = _slice_of(whole.weight, 1, self.parts or (self.in_features,), ranks, rank)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        self.in_features, self.out_features, self.input_is_parallel = in_features, out_features, input_is_parallel
+        why_whole = None if input_is_parallel else "input_is_parallel=False"
+        self._make(process_group, bias, own_features, parts, device, dtype, why_whole)
 
     @classmethod
     def from_linear(
@@ -233,32 +263,8 @@ class RowParallelLinear(BalancedLinear, nn.Module):
         input_is_parallel: bool = True,
         parts: Parts = 1,
     ) -> RowParallelLinear:
-        """Make the layer of this rank's slice of a full ``linear`` that every rank holds alike.
-
-        Raises:
-            ValueError: for features or parts that do not divide by the number of ranks, a missing group, or what is no
-                ``nn.Linear`` or split already.
-        """
-        _require_whole(linear)
-        require_divisible(linear, "in_features", require_group(process_group), f"{cls.__name__}.from_linear")
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            bias=linear.bias is not None,
-            process_group=process_group,
-            input_is_parallel=input_is_parallel,
-            parts=parts,
-            device="meta",
-        )
-        ranks, rank = group_size(layer.process_group), group_rank(layer.process_group)
-        layer.weight = _slice_of(linear.weight, 1, layer.parts or (linear.in_features,), ranks, rank)
-        if linear.bias is not None:
-            layer.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=linear.bias.requires_grad)
-        _keep_ties(linear, layer)
-        return layer.train(linear.training)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return on_tokens(self._forward, x)
+        """Make the layer of this rank's slice of a full ``linear``; see :meth:`ColumnParallelLinear.from_linear`."""
+        return cls._from_linear(linear, process_group, input_is_parallel=input_is_parallel, parts=parts)
 
     def _forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
@@ -267,24 +273,7 @@ class RowParallelLinear(BalancedLinear, nn.Module):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"ranks={group_size(self.process_group)}, bias={self.bias is not None}, "
-            f"input_is_parallel={self.input_is_parallel}"
-        )
-
-
-def _keep_ties(linear: nn.Linear, layer: ColumnParallelLinear | RowParallelLinear) -> None:
-    division = layer.is_column_parallel, tuple(layer.parts or ()), *group_ranks(layer.process_group)
-    keep_ties(linear, dict(linear.named_parameters(recurse=False)), layer, division)
-
-
-def _require_whole(linear: nn.Module) -> None:
-    if isinstance(linear, BalancedLinear) or not isinstance(linear, nn.Linear):
-        raise ValueError(
-            f"from_linear needs a whole torch.nn.Linear, found a {type(linear).__name__}"
-            f"{', which is split already' if isinstance(linear, BalancedLinear) else ''}"
-        )
+        return f"{super().extra_repr()}, input_is_parallel={self.input_is_parallel}"
 
 
 def require_divisible(linear: nn.Linear, features: str, process_group: ProcessGroup, whose: str) -> None:
@@ -295,9 +284,6 @@ def require_divisible(linear: nn.Linear, features: str, process_group: ProcessGr
         features: the name of its attribute that is divided.
         process_group: the ranks.
         whose: what the error calls itself.
-
-    Raises:
-        ValueError: if they cannot, naming the layer as its model does, where a model holds it.
     """
     if getattr(linear, features) % group_size(process_group):
         name = qualified_name(linear)
@@ -312,29 +298,3 @@ def _indivisible(features: str, layer: Any, process_group: ProcessGroup, name: s
         f"out_features={layer.out_features}. The next larger {features} that is divisible is "
         f"{(size // num_ranks + 1) * num_ranks}"
     )
-
-
-def _own_size(
-    layer: ColumnParallelLinear | RowParallelLinear,
-    name: str,
-    size: int,
-    num_ranks: int,
-    own_features: int | None,
-    device: torch.device | str | None,
-    needs_even: bool,
-) -> int:
-    if own_features is not None:
-        if device is None or torch.device(device).type != "meta" or needs_even or not 0 <= own_features <= size:
-            raise ValueError(
-                f"own_features={own_features} of {name}={size} is not allowed: it must be from 0 to {size}, on "
-                "device='meta', and not of a layer that gathers its output or splits its input evenly itself"
-            )
-        return own_features
-    if size % num_ranks:
-        raise ValueError(f"{type(layer).__name__}: {_indivisible(name, layer, layer.process_group, None)}")
-    return size // num_ranks
-
-
-def _slice_of(parameter: Tensor, dim: int, parts: tuple[int, ...], num_ranks: int, rank: int) -> nn.Parameter:
-    part = part_of_rank(parameter, dim, parts, num_ranks, rank)
-    return nn.Parameter(part, requires_grad=parameter.requires_grad)

@@ -1,19 +1,28 @@
-"""What this rank holds of a tensor: all of a plain one, and of a DTensor its local part.
+"""What this rank holds of a tensor: all of a plain one, of a DTensor its local part, of a jagged one its packed tokens.
 
 While units are away from home only the local parts of a parameter, its gradient and its optimizer state have another
-size; shape and placements of the DTensors stay those of even shares.
+size; shape and placements of the DTensors stay those of even shares, and torch looks at these alone: some ranks would
+wait for what others do not send, or a file would hold what belongs elsewhere. Of a packed layer they tell no order that
+checkpoints know, or, where its parts are of different sizes, none at all. So methods that look at placements are errors
+then.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from zeroresize.utils.torch_private import dtensor_like, is_dtensor, local_tensor_of
+from zeroresize.utils.torch_private import dtensor_like, is_dtensor, jagged_like, local_tensor_of
+
+#: What torch.distributed.checkpoint asks before it looks for DTensors.
+OF_CHECKPOINTS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
+#: These, and methods of a DTensor.
+METHODS = ("full_tensor", "redistribute", *OF_CHECKPOINTS)
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -40,6 +49,54 @@ def local_in_graph(tensor: Tensor) -> Tensor:
         return local_tensor_of(tensor)
     local: Tensor = _LocalPart.apply(tensor)
     return local
+
+
+def on_tokens(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``function(x)`` for a function of each token alone; for a jagged ``x``, of its packed tokens, jagged as x is."""
+    if not x.is_nested:
+        return function(x)
+    if x.layout is not torch.jagged:
+        raise ValueError(f"input is a nested tensor of layout {x.layout}: allowed are plain ones and torch.jagged")
+    return jagged_like(x, function(x.values()))
+
+
+def guard_dtensors(tensors: Iterable[Tensor], *, are_away: bool, refused: Collection[str] = ()) -> None:
+    """Let DTensors be gathered, redistributed and saved, or not while their units are away.
+
+    Args:
+        tensors: parameters and optimizer state; plain ones are left alone.
+        are_away: whether some rank of the group holds other units than at home.
+        refused: methods that are errors at home, too.
+    """
+    for tensor in tensors:
+        if is_dtensor(tensor):
+            for name in METHODS:
+                if are_away or name in refused:
+                    vars(tensor)[name] = _Refusal(name, are_away)
+                else:
+                    vars(tensor).pop(name, None)
+
+
+class _Refusal:
+    """In place of a method while units are away, or of a packed layer."""
+
+    def __init__(self, name: str, are_away: bool) -> None:
+        self._name, self._are_away = name, are_away
+
+    def __call__(self, *args: Any, **options: Any) -> NoReturn:
+        what = "a checkpoint" if self._name.startswith("__") else f"{self._name}()"
+        if not self._are_away:
+            raise RuntimeError(
+                f"{what} of a DTensor of a packed layer (parts=): its placements do not say how each part is divided. "
+                "Let torch.distributed.checkpoint save `zeroresize.sharded_state_dict(model, optimizer)`, which holds "
+                "the layout of the undivided model"
+            )
+        raise RuntimeError(
+            f"{what} of a DTensor whose units are divided unevenly among the ranks: its placements say what ranks hold "
+            "at home. Have all units at home, `with balancer.at_home(): ...` on every rank of the group, or let "
+            "torch.distributed.checkpoint save `zeroresize.sharded_state_dict(model, optimizer)`, which holds any "
+            "division"
+        )
 
 
 class _LocalPart(torch.autograd.Function):

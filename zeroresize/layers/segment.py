@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zeroresize.layers.parts import Parts
+from zeroresize.layers.splitting import Parts
 from zeroresize.plan.ownership import OwnershipMap
 
 #: Takes the numbers of the units that this rank owns.
@@ -142,11 +142,7 @@ class OwnedSegment:
         self.shares = self.shares or (1.0,) * self.owned.num_ranks
 
     def follow(self, rank: int) -> None:
-        """Let what lies between the layers follow what ``rank``, this one, owns now.
-
-        Raises:
-            RuntimeError: from what ``on_change`` raises, naming the segment.
-        """
+        """Let what lies between the layers follow what ``rank``, this one, owns now."""
         if self.on_change is None:
             return
         try:

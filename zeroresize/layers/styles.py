@@ -17,9 +17,7 @@ from zeroresize.comm.collectives import group_ranks, group_size, require_group
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.dtensor_linear import LinearLayouts, become_dtensor_linear, split_over
 from zeroresize.layers.linear import require_divisible
-from zeroresize.layers.parts import Parts, checked_parts
-from zeroresize.layers.ties import keep_ties, require_split_alike
-from zeroresize.layers.whole_linear import why_no_plain_linear
+from zeroresize.layers.splitting import Parts, checked_parts, keep_ties, require_split_alike, why_no_plain_linear
 from zeroresize.utils.torch_private import is_dtensor
 
 

@@ -2,7 +2,7 @@
 
 An element is kept or dropped by a hash of (seed, number of the call, global unit, position), so a step is the same
 wherever its units are computed. ``F`` features of this rank's units; ``L`` positions before their dimension, ``I``
-after it.
+after it. :class:`KeyedDropout` puts such modules in place of a model's, for as long as a balancer works.
 
 A mask's number is counted by the module itself, alike on all ranks, whatever their random states are. A forward that
 activation checkpointing computes again is known by one number that every call draws from torch's CPU generator: with
@@ -12,7 +12,9 @@ activation checkpointing computes again is known by one number that every call d
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+import zlib
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,10 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from zeroresize.comm.collectives import group_rank
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.utils.mixed_bits import mixed
-from zeroresize.utils.torch_private import current_backward
+from zeroresize.utils.torch_private import children_of, current_backward
 from zeroresize.utils.value_checks import number
 
 #: Calls of which a module knows the numbers, for those that are computed again.
@@ -48,10 +51,6 @@ class UnitDropout(nn.Module):
 
     Attributes:
         num_calls: forwards in training so far, but for those that were computed again. The balancer's state holds it.
-
-    Raises:
-        ValueError: if ``p`` is not 0 to 1, or an input's dimension is no multiple of this rank's units.
-        RuntimeError: for a forward that is computed again from another random state (``preserve_rng_state=False``).
     """
 
     def __init__(
@@ -125,6 +124,99 @@ class UnitDropout(nn.Module):
         features = torch.from_numpy((units[:, None] * each + np.arange(each)).reshape(-1)).to(device)
         self._features = owned, num_features, device, features
         return features
+
+
+def drops(segment: OwnedSegment) -> bool:
+    """Tell whether something between the layers drops elements, in training, by random numbers that are not keyed."""
+    return segment.has_other_dropout or any(
+        getattr(dropout, "p", 0.0) for dropout, _ in segment.dropouts if not isinstance(dropout, UnitDropout)
+    )
+
+
+def why_not_keyable(model: nn.Module, segments: Sequence[OwnedSegment]) -> dict[str, str]:
+    """Tell, by name, why :class:`KeyedDropout` cannot replace a segment's dropout: its units must stay even.
+
+    Args:
+        model: holds the segments, without a host's wrappers.
+    """
+    places = _places(model)
+    uses = Counter(id(dropout) for segment in segments for dropout, _ in segment.dropouts)
+    reasons: dict[str, str] = {}
+    for segment in segments:
+        if segment.has_other_dropout:
+            reasons[segment.name] = (
+                "it drops elements in a function, a fused attention or a module that is used elsewhere"
+            )
+        for dropout, _ in segment.dropouts:
+            stands_twice = uses[id(dropout)] > 1 or len(places.get(id(dropout), ())) > 1
+            if isinstance(dropout, nn.Dropout) and dropout.p and stands_twice:
+                reasons[segment.name] = "its dropout module stands at several places of the model"
+    return reasons
+
+
+class KeyedDropout:
+    """Replaces dropout modules with p > 0 between the layers of ``segments`` by :class:`UnitDropout`, in place.
+
+    Args:
+        model: holds the segments, without a host's wrappers.
+        segments: of the kind that :func:`why_not_keyable` names no reason for.
+        seed: the same on all ranks of the tensor-parallel group, another one on each replica of the model.
+    """
+
+    def __init__(self, model: nn.Module, segments: Sequence[OwnedSegment], *, seed: int) -> None:
+        self._segments, self._seed = segments, seed
+        places = _places(model)
+        self._keyed: list[tuple[UnitDropout, OwnedSegment, int, nn.Module, str]] = []
+        for segment in segments:
+            for place, (dropout, _) in enumerate(segment.dropouts):
+                if isinstance(dropout, UnitDropout) or (isinstance(dropout, nn.Dropout) and dropout.p):
+                    self._key(segment, place, *places[id(dropout)][0])
+
+    def _key(self, segment: OwnedSegment, place: int, parent: nn.Module, attribute: str) -> None:
+        dropout, dim = segment.dropouts[place]
+        if isinstance(dropout, UnitDropout):  # whoever put it there was not closed, or left units away
+            keyed = dropout
+            keyed.segment = segment
+        else:
+            assert isinstance(dropout, nn.Dropout)
+            rank = group_rank(segment.modules[-1].process_group)
+            seed = mixed(self._seed, zlib.crc32(f"{segment.name}/{place}".encode()))
+            keyed = UnitDropout(dropout.p, segment, rank, dim=dim, seed=seed, replaces=dropout)
+            keyed.resume(segment.dropout_calls.get(place, 0))
+            setattr(parent, attribute, keyed.train(dropout.training))
+            _set_dropout(segment, place, keyed)
+        self._keyed.append((keyed, segment, place, parent, attribute))
+
+    def close(self) -> None:
+        """Put the modules back that were replaced, but for those of segments whose units are away.
+
+        There a mask by each rank's own random numbers would be another one on every owner.
+        """
+        for keyed, segment, place, parent, attribute in self._keyed:
+            replaced = keyed.replaced
+            if replaced is None or not segment.owned.is_even or segment.dropouts[place][0] is not keyed:
+                continue
+            segment.dropout_calls[place] = keyed.num_calls
+            _set_dropout(segment, place, replaced)
+            if children_of(parent).get(attribute) is keyed:
+                setattr(parent, attribute, replaced.train(keyed.training))
+        self._keyed = []
+
+
+def _set_dropout(segment: OwnedSegment, place: int, module: nn.Module) -> None:
+    dropouts = list(segment.dropouts)
+    dropouts[place] = module, dropouts[place][1]
+    segment.dropouts = tuple(dropouts)
+
+
+def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Return where each module stands: the modules that hold it, and under which names."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for attribute, child in children_of(module).items():
+            if child is not None:
+                places.setdefault(id(child), []).append((module, attribute))
+    return places
 
 
 class _Dropped(torch.autograd.Function):

@@ -28,9 +28,6 @@ class ColumnFreezer:
     Args:
         layers: balanced layers by name; their plans say which columns are pruned.
         optimizer: a torch optimizer, or Colossal-AI's wrapper of one.
-
-    Raises:
-        ValueError: if the optimizer does not keep whole parameters, or two layers share a weight.
     """
 
     def __init__(self, layers: Mapping[str, BalancedLinear], optimizer: Any) -> None:

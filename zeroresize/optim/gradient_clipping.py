@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import all_gather, all_reduce, group_size, message_device
-from zeroresize.layers.shards import sharding_of
+from zeroresize.layers.weight_checks import sharding_of
 from zeroresize.utils.torch_private import norms_of, scale_all
 
 

@@ -14,11 +14,7 @@ from zeroresize.utils.torch_private import is_initialized
 
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return ``optimizer`` itself, or the one inside Colossal-AI's or Accelerate's wrappers.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Return ``optimizer`` itself, or the one inside Colossal-AI's or Accelerate's wrappers."""
     inner = optimizer
     while not isinstance(inner, torch.optim.Optimizer) or _only_wraps(inner):
         inner = getattr(inner, "optimizer" if isinstance(inner, torch.optim.Optimizer) else "optim", None)
@@ -39,9 +35,6 @@ def stepped_tensors(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict[st
     """Return what the optimizer updates for each named parameter: the parameter itself or its fp32 master copy.
 
     Parameters that it does not update (frozen, or of another optimizer) are left out.
-
-    Raises:
-        ValueError: for a parameter whose master copy is stored in another shape (ZeRO's flat shards).
     """
     stepped = _ids_of_stepped(torch_optimizer(optimizer))
     masters = _masters(optimizer)
@@ -127,11 +120,7 @@ def not_stepped(optimizer: Any, parameters: Mapping[str, Tensor]) -> list[str]:
 
 
 def require_stepping(optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
-    """Check that an optimizer steps all parameters that are to move, or be saved, with what it keeps for them.
-
-    Raises:
-        ValueError: naming those that want gradients, and that it does not step.
-    """
+    """Check that an optimizer steps all parameters that are to move, or be saved, with what it keeps for them."""
     why = None if optimizer is None else why_others_step(not_stepped(optimizer, parameters))
     if why is not None:
         raise ValueError(why)

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroresize.layers.references import read_parameters
-from zeroresize.layers.whole_parameters import path_of
+from zeroresize.layers.whole_parameters import path_of, read_parameters
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.division import PipelineLoad, balanced_partition
 from zeroresize.resharding.parameter_state import emptied, replace_data

@@ -215,18 +215,6 @@ def constant_in_graphs(function: Any) -> Any:
     return function
 
 
-def current_compilation() -> tuple[int, int] | None:
-    """Return which frame dynamo compiles now, and how often it has before: ``_guards.CompileContext``.
-
-    None outside of a compilation, or where the names are missing.
-    """
-    context = getattr(sys.modules.get("torch._guards"), "CompileContext", None)
-    compilation = context.current_compile_id() if context is not None else None
-    if compilation is None:
-        return None
-    return compilation.frame_id, compilation.frame_compile_id
-
-
 def let_shapes_of_parameters_vary() -> None:
     """Let dynamo take a parameter's size for a variable once it has changed: ``config.force_parameter_static_shapes``.
 

@@ -11,10 +11,10 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_size
 from zeroresize.integrations.find_segments import find_segments
-from zeroresize.integrations.keyed_dropout import why_not_keyable
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import Segment
 from zeroresize.layers.segments import owned_segments
+from zeroresize.layers.unit_dropout import why_not_keyable
 from zeroresize.resharding.checkpoints.state_dict_guards import guard_modules
 from zeroresize.resharding.data_parallel import unwrap
 

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from zeroresize.comm.collectives import group_rank, group_size
-from zeroresize.integrations.keyed_dropout import KeyedDropout, drops
 from zeroresize.integrations.module_state import restored
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_in_graph, local_of
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segment_draws import streams_of_all
 from zeroresize.layers.segments import owned_segments
+from zeroresize.layers.unit_dropout import KeyedDropout, drops
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.resharding.ranks import Ranks

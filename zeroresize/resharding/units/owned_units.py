@@ -15,8 +15,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import group_rank, group_size, message_device
 from zeroresize.comm.meeting import Meet
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.dtensor_guards import guard_dtensors
-from zeroresize.layers.local_parts import local_of
+from zeroresize.layers.local_parts import guard_dtensors, local_of
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments, segment_works
 from zeroresize.layers.weight_checks import is_sharded_in

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.comm.collectives import group_rank, group_size, message_device
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.dtensor_guards import guard_dtensors
 from zeroresize.layers.functional import LastGradients
+from zeroresize.layers.local_parts import guard_dtensors
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.plan.ownership import Indices, OwnershipMap, transfer_plan
 from zeroresize.resharding.data_parallel import drop_reducers, rebuild_reducers, require_rebuildable

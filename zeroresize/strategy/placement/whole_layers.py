@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
-from zeroresize.layers.parts import checked_parts
-from zeroresize.layers.references import read_parameters
 from zeroresize.layers.segment import Segment
-from zeroresize.layers.whole_parameters import path_of, require_whole_parameters
+from zeroresize.layers.splitting import checked_parts
+from zeroresize.layers.whole_parameters import path_of, read_parameters, require_whole_parameters
 from zeroresize.plan.layout import TensorSpec, UnitDivision
 from zeroresize.utils.torch_private import parameters_of, unsaved_buffers_of
 

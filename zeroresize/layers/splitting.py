@@ -1,26 +1,104 @@
-"""Weights that layers share, while the layers are split one at a time.
+"""What splitting whole linear layers over ranks needs: which may be split, parts of packed ones, names, and ties.
 
-What a whole parameter was split into is remembered while either lives, so that the next layer that has it gets the same
+A packed layer, such as q, k and v in one weight, has parts, each of which is divided over the ranks by itself: a rank
+holds its r-th of every part, one part after the other. Where layers share a weight, they are split one at a time: what
+a whole parameter was split into is remembered while either lives, so that the next layer that has it gets the same
 part, and a model in which whole and part, or two parts, stand side by side is refused.
 """
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zeroresize.layers.module_names import qualified_name
 from zeroresize.utils.torch_private import is_dividing, is_dtensor, local_tensor_of, parameters_of
 
+#: An int is that many equal parts; a sequence holds the features of each part in the undivided layer.
+Parts = int | Sequence[int]
+
+#: What a subclass of ``nn.Linear`` may have and still compute the same as an ``nn.Linear``, once it is made.
+_LOSES_NOTHING = {
+    *("__init__", "__module__", "__doc__", "__qualname__", "__annotations__", "__annotate_func__", "__parameters__"),
+    *("__constants__", "__firstlineno__", "__static_attributes__"),
+}
 _REMEDY = (
     "Split both alike (the same style and ranks), or leave both whole; where they are to be independent, give one a "
     "copy of its own before the split: nn.Parameter(weight.detach().clone())"
 )
+
+
+def checked_parts(parts: Parts, size: int, num_shares: int, whose: str, shares: str = "ranks") -> tuple[int, ...]:
+    """Return the features of each part of an undivided layer that has ``size`` of them.
+
+    Args:
+        num_shares: into how many equal shares each part is divided.
+        whose: what the error calls itself.
+        shares: what the error calls them.
+    """
+    sizes: tuple[int, ...] = ()
+    if type(parts) is int:
+        sizes = (size // parts,) * parts if parts > 0 else ()
+    elif isinstance(parts, Sequence) and all(type(part) is int and part > 0 for part in parts):
+        sizes = tuple(parts)
+    if not sizes or sum(sizes) != size:
+        raise ValueError(
+            f"{whose}: parts={parts!r} is not allowed: wanted is how many equal parts the {size} features are, or the "
+            f"features of each part, which sum up to {size}"
+        )
+    if indivisible := [part for part in sizes if part % num_shares]:
+        raise ValueError(
+            f"{whose}: parts={parts!r}: a part of {indivisible[0]} features is not divisible by {num_shares} {shares}"
+        )
+    return sizes
+
+
+def part_of_rank(tensor: Tensor, dim: int, parts: Sequence[int], num_ranks: int, rank: int) -> Tensor:
+    """Return what ``rank`` holds of the undivided ``tensor``, a copy: its share of each part along ``dim``."""
+    shares = [part.chunk(num_ranks, dim)[rank] for part in tensor.detach().split(list(parts), dim)]
+    return torch.cat(shares, dim)
+
+
+def why_no_plain_linear(module: Any, *, but_for_forward: bool = False) -> str | None:
+    """Tell why a linear layer may compute something else than its weight and bias say; None if it does not.
+
+    Args:
+        but_for_forward: whether a forward in place of the class's is known already.
+    """
+    kind = type(module)
+    if kind.forward is not nn.Linear.forward or ("forward" in vars(module) and not but_for_forward):
+        return f"a {kind.__name__} with a forward of its own"
+    classes = kind.__mro__[: kind.__mro__.index(nn.Linear)]
+    lost = sorted({added for each in classes for added in vars(each)} - _LOSES_NOTHING)
+    if lost:
+        return f"a {kind.__name__}: its {', '.join(lost)} would be lost"
+    named = (*module.named_parameters(), *module.named_buffers(), *module.named_children())
+    others = {part for part, _ in named} - {"weight", "bias"}
+    return f"one that holds {', '.join(sorted(others))} beside its weight and bias" if others else None
+
+
+def qualified_name(module: nn.Module) -> str | None:
+    """Return the module's qualified name in the largest model that holds it; None where no module holds it.
+
+    It looks through all objects of the process, which takes a part of a second: for errors only.
+    """
+    holders: dict[int, tuple[nn.Module, str]] = {}
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), nn.Module):
+            for name, child in (vars(candidate).get("_modules") or {}).items():
+                holders.setdefault(id(child), (candidate, name))
+    names: list[str] = []
+    seen: set[int] = set()
+    while id(module) in holders and id(module) not in seen:
+        seen.add(id(module))
+        module, name = holders[id(module)]
+        names.append(name)
+    return ".".join(reversed(names)) if names else None
 
 
 @dataclass(eq=False)
@@ -42,11 +120,7 @@ _ORIGIN = "_zeroresize_origin"
 
 
 def require_split_alike(linear: nn.Module, wholes: Mapping[str, Tensor], division: Hashable) -> None:
-    """Check, before ``linear`` is split, that what it shares with layers split before is divided as there.
-
-    Raises:
-        ValueError: if it is not, naming both layers.
-    """
+    """Check, before ``linear`` is split, that what it shares with layers split before is divided as there."""
     for name, whole in wholes.items():
         part = _part_of_another(linear, whole)
         if part is not None and part[1:] != (name, division):
@@ -63,9 +137,6 @@ def keep_ties(linear: nn.Module, wholes: Mapping[str, Tensor], layer: nn.Module,
     Args:
         wholes: the parameters that ``linear`` had, by name.
         division: tells layers that are divided alike.
-
-    Raises:
-        ValueError: as :func:`require_split_alike`.
     """
     require_split_alike(linear, wholes, division)
     for name, whole in wholes.items():
@@ -80,11 +151,7 @@ def keep_ties(linear: nn.Module, wholes: Mapping[str, Tensor], layer: nn.Module,
 
 
 def require_ties_kept(model: nn.Module) -> None:
-    """Check that no two parameters of ``model`` that train were one before layers were split.
-
-    Raises:
-        ValueError: if there are, naming both.
-    """
+    """Check that no two parameters of ``model`` that train were one before layers were split."""
     seen: dict[_Origin, tuple[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
         origin = getattr(parameter, _ORIGIN, None)
