@@ -5,8 +5,8 @@ from helpers.processes import instances_of
 from helpers.virtual_training import Run
 
 from zeroresize.measure import rank_monitor
-from zeroresize.measure.compare_products import choose_reference, compare_products, time_reference
 from zeroresize.measure.rank_monitor import RankMonitor
+from zeroresize.measure.timed_products import choose_reference, compare_products, time_reference
 
 
 @pytest.mark.parametrize("chi", [1.0, 7.0])

@@ -13,8 +13,8 @@ from zeroresize.config.keys import MOVABLE_MODES, MOVING_MODES
 from zeroresize.control.move_log import MoveLog
 from zeroresize.control.parts import Parts
 from zeroresize.control.stay_log import StayLog
-from zeroresize.measure.compare_products import BUDGET_S
 from zeroresize.measure.links import measure_move_cost
+from zeroresize.measure.timed_products import BUDGET_S
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError

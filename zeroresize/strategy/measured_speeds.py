@@ -14,8 +14,8 @@ from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.whereabouts import Call
 from zeroresize.measure.clocks import Clock, clock_for
-from zeroresize.measure.device_speed import product_seconds
 from zeroresize.measure.step_timer import StepTimer
+from zeroresize.measure.timed_products import product_seconds
 from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds
 from zeroresize.strategy.model import SwitchableModel
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from zeroresize.policy.slowness.group_slowness import SlownessEvent, SlowRank
 from zeroresize.policy.slowness.windows import Cause
-from zeroresize.utils.line_texts import seconds_text
+from zeroresize.utils.line_texts import percent_text, seconds_text
 
 #: Up to so many ranks have a line each; of more a line tells how many they are.
 _MOST_NAMED = 3
@@ -49,7 +49,7 @@ def _of_event(event: SlownessEvent, share_saved: float, compares_work: bool) -> 
     now = f"{slow.times:.2f} times slower than the others"
     if event.kind == "changes":
         now += f" now, {event.times_before:.2f} times before"
-    brings = f"; work divided by speed would make steps {_percent(share_saved)} shorter at most"
+    brings = f"; work divided by speed would make steps {percent_text(share_saved)} shorter at most"
     return (
         f"rank {slow.rank} is {now}, slow since step {slow.since_step} ({seconds_text(slow.seconds)}): "
         f"{_why(slow, compares_work)}; that has cost {seconds_text(slow.cost_s)} so far"
@@ -71,8 +71,4 @@ def _of_many(events: Sequence[SlownessEvent], compares_work: bool) -> str:
 def _why(slow: SlowRank, compares_work: bool) -> str:
     share = slow.causes.get(slow.cause, 1.0)
     more_work = "" if compares_work or slow.cause == "loader" else ", or it has more work"
-    return _TEXTS[slow.cause] + (f" ({_percent(share)} of the delay)" if share < _CLEAR else "") + more_work
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0%}".replace("%", " %")
+    return _TEXTS[slow.cause] + (f" ({percent_text(share)} of the delay)" if share < _CLEAR else "") + more_work
