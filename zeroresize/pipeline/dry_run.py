@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from zeroresize.measure.saved_bytes import SavedBytes
+from zeroresize.measure.memory_meter import SavedBytes
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad

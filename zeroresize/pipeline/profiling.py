@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroresize.comm.collectives import all_reduce
-from zeroresize.measure.saved_bytes import SavedBytes
+from zeroresize.measure.memory_meter import SavedBytes
 from zeroresize.pipeline.layer_watchers import LayerWatcher
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
