@@ -4,8 +4,7 @@ import pytest
 import torch
 from helpers.virtual_training import FakeTime
 
-from zeroresize.injection.delay import Delays, HostDelay
-from zeroresize.injection.device_delay import CudaDevice, DeviceDelay
+from zeroresize.injection.delay import CudaDevice, Delayed, Delays, DeviceDelay, HostDelay
 
 # ---- the host -------------------------------------------------------------------------------------------------------
 
@@ -130,11 +129,12 @@ def test_device_delay_does_nothing_without_slowness():
 
 def test_each_device_has_its_own_delay_with_the_same_chi():
     delays = Delays(make_device_delay=lambda _: DeviceDelay(FakeDevice()))
-    delays.chi = 2.0
+    slow = Delayed(delays)
+    slow.chi = 2.0
     first, second, host = (delays.on(torch.device(name)) for name in ("cuda:0", "cuda:1", "cpu"))
     assert first is delays.on(torch.device("cuda:0")) and first is not second
     assert [first.chi, second.chi, host.chi] == [2.0] * 3
-    delays.chi = 5.0
+    slow.chi = 5.0
     assert [first.chi, second.chi, host.chi] == [5.0] * 3
 
 

@@ -96,9 +96,10 @@ def test_delay_comes_after_each_product_and_before_its_collective(run_ranks):
         functional.start_all_reduce = logged("start", functional.start_all_reduce)
         dist.all_reduce = logged("all-reduce", dist.all_reduce)
         delays = Delays(HostDelay(clock=fake.clock, sleep=logged("delay", fake.sleep)))
-        delays.chi = 2.0
         model = mlp(group)
-        with SlowLayers([model[0], model[2]], scope, delays):
+        slow = SlowLayers([model[0], model[2]], scope, delays)
+        slow.chi = 2.0
+        with slow:
             train_step(model)
         assert fake.sleeps == pytest.approx([1e-3] * 6 if scope == "gemm" else [2e-3, 1e-3] * 6)
         return log

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zeroresize.injection.delay import Delay, Delayed, Delays
+from zeroresize.injection.delay import Delayed, Delays
 from zeroresize.pipeline.layer_watchers import LayerWatcher
 from zeroresize.pipeline.pipeline import Pipeline
 
@@ -28,11 +28,7 @@ class SlowStage(LayerWatcher, Delayed):
         self._pipeline = pipeline
 
     def begins(self, number: int, is_forward: bool, inputs: Sequence[Any]) -> None:
-        self._delay.begins()
+        self._delays.on(self._pipeline.device).begins()
 
     def ends(self, number: int, is_forward: bool) -> None:
-        self._delay.ends((number, is_forward))
-
-    @property
-    def _delay(self) -> Delay:
-        return self._delays.on(self._pipeline.device)
+        self._delays.on(self._pipeline.device).ends((number, is_forward))
