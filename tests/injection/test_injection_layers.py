@@ -9,7 +9,7 @@ from helpers.virtual_training import FakeTime
 from torch import nn
 
 from zeroresize.injection import StragglerInjector, round_robin, static
-from zeroresize.injection.delay import Delays, HostDelay
+from zeroresize.injection.delay import HostDelay
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.kernels.probe import ProductProbe
 from zeroresize.layers import functional
@@ -95,9 +95,9 @@ def test_delay_comes_after_each_product_and_before_its_collective(run_ranks):
             setattr(functional.kernels, name, logged_kernel(name, getattr(functional.kernels, name)))
         functional.start_all_reduce = logged("start", functional.start_all_reduce)
         dist.all_reduce = logged("all-reduce", dist.all_reduce)
-        delays = Delays(HostDelay(clock=fake.clock, sleep=logged("delay", fake.sleep)))
+        host = HostDelay(clock=fake.clock, sleep=logged("delay", fake.sleep))
         model = mlp(group)
-        slow = SlowLayers([model[0], model[2]], scope, delays)
+        slow = SlowLayers([model[0], model[2]], scope, host)
         slow.chi = 2.0
         with slow:
             train_step(model)

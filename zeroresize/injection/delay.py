@@ -188,55 +188,46 @@ class DeviceDelay(Delay):
         self._device.recycle([begin, end])
 
 
-class Delays:
-    """The delays of one rank: one on the host, one for each GPU that it computes on, all with the same χ."""
+class Slowdown:
+    """The base of what slows this rank: a delay on the host, one for each GPU that it computes on, all with the same χ.
 
-    def __init__(
-        self,
-        host: HostDelay | None = None,
-        make_device_delay: Callable[[torch.device], Delay] = lambda device: DeviceDelay(CudaDevice(device)),
-    ) -> None:
+    Args:
+        host: the delay on the host; None for one that sleeps.
+    """
+
+    def __init__(self, host: HostDelay | None = None) -> None:
         self._host = host or HostDelay()
-        self._make_device_delay = make_device_delay
-        self._devices: dict[torch.device, Delay] = {}
+        self._devices: dict[torch.device, DeviceDelay] = {}
 
-    def on(self, device: torch.device) -> Delay:
+    def delay_on(self, device: torch.device) -> Delay:
         """Return the delay for products on ``device``."""
         if device.type != "cuda":
             return self._host
         if device not in self._devices:
-            self._devices[device] = self._make_device_delay(device)
+            self._devices[device] = DeviceDelay(CudaDevice(device))
             self._devices[device].chi = self._host.chi
         return self._devices[device]
 
     @property
-    def all(self) -> list[Delay]:
-        """Those of the host and of the devices so far."""
-        return [self._host, *self._devices.values()]
-
-
-class Delayed:
-    """The base of what slows a rank by ``delays``, and tells of them."""
-
-    def __init__(self, delays: Delays | None) -> None:
-        self._delays = delays or Delays()
-
-    @property
     def chi(self) -> float:
         """The skewness χ ≥ 1 in force."""
-        return self._delays.all[0].chi
+        return self._host.chi
 
     @chi.setter
     def chi(self, chi: float) -> None:
-        for delay in self._delays.all:
+        for delay in self._all:
             delay.chi = chi
 
     @property
     def num_products(self) -> int:
         """How often something was slowed: products, or forwards and backwards of whole layers."""
-        return sum(delay.num_products for delay in self._delays.all)
+        return sum(delay.num_products for delay in self._all)
 
     @property
     def seconds_added(self) -> float:
         """How many seconds that was in all."""
-        return sum(delay.seconds_added for delay in self._delays.all)
+        return sum(delay.seconds_added for delay in self._all)
+
+    @property
+    def _all(self) -> list[Delay]:
+        return [self._host, *self._devices.values()]

@@ -7,25 +7,25 @@ from typing import Any
 
 import torch
 
-from zeroresize.injection.delay import Delay, Delayed, Delays
+from zeroresize.injection.delay import Delay, HostDelay, Slowdown
 from zeroresize.kernels.probe import ProductProbe
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.plan.layer import LayerPlan
 
 
-class SlowLayers(Delayed):
+class SlowLayers(Slowdown):
     """While active, delays the products of ``layers``; innermost, so that whatever measures them sees the slowness.
 
     Args:
         layers: the balanced layers.
         scope: ``"gemm"`` delays by the matrix multiplication alone, ``"all"`` by the whole product with its gathers
             and fills. Of fused kernels, which show no multiplication, both delay by the whole product.
-        delays: how products are delayed.
+        host: how products on the host are delayed.
     """
 
-    def __init__(self, layers: Sequence[BalancedLinear], scope: str, delays: Delays | None = None) -> None:
-        super().__init__(delays)
-        self._probes = [(layer, _SlowProduct(layer, self._delays, scope == "all")) for layer in layers]
+    def __init__(self, layers: Sequence[BalancedLinear], scope: str, host: HostDelay | None = None) -> None:
+        super().__init__(host)
+        self._probes = [(layer, _SlowProduct(layer, self, scope == "all")) for layer in layers]
 
     def __enter__(self) -> None:
         for layer, probe in self._probes:
@@ -43,8 +43,8 @@ class _SlowProduct(ProductProbe):
     multiplication, and what is filled after it. So whoever measures the multiplication apart sees only its slowness.
     """
 
-    def __init__(self, layer: BalancedLinear, delays: Delays, is_whole_product: bool) -> None:
-        self._layer, self._delays = layer, delays
+    def __init__(self, layer: BalancedLinear, slowdown: Slowdown, is_whole_product: bool) -> None:
+        self._layer, self._slowdown = layer, slowdown
         self._is_whole_product = is_whole_product
         self._key: Hashable = None
 
@@ -71,4 +71,4 @@ class _SlowProduct(ProductProbe):
 
     @property
     def _delay(self) -> Delay:
-        return self._delays.on(self._layer.local_weight.device)
+        return self._slowdown.delay_on(self._layer.local_weight.device)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroresize.injection.delay import Delayed, Delays
+from zeroresize.injection.delay import Slowdown
 from zeroresize.injection.schedule import SCOPES
 from zeroresize.utils.torch_private import DispatchMode, Operator, dispatch_modes, name_of_operator
 from zeroresize.utils.value_checks import one_of
@@ -17,7 +17,7 @@ _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_addmm_activation", "at
 _NO_WORK = ("c10d", "_c10d", "_dtensor", "symm_mem", "prim::", "profiler::")
 
 
-class SlowOps(Delayed):
+class SlowOps(Slowdown):
     """While active, delays the linear products of this thread (and of its backward), or every op.
 
     Only a rank with χ > 1 pays for watching its ops (some 4 µs each). Code inside ``torch.compile`` is not seen.
@@ -25,16 +25,15 @@ class SlowOps(Delayed):
     Args:
         scope: ``"gemm"`` delays the matrix products of linear layers (not attention's, which multiply batch by batch);
             ``"all"`` every op but collectives, the optimizer's included.
-        delays: how ops are delayed.
 
     Raises:
         ValueError: for an unknown scope.
     """
 
-    def __init__(self, *, scope: str = "gemm", delays: Delays | None = None) -> None:
-        super().__init__(delays)
+    def __init__(self, *, scope: str = "gemm") -> None:
+        super().__init__()
         one_of("scope", scope, SCOPES)
-        self._mode = _SlowOpsMode(self._delays, scope == "all")
+        self._mode = _SlowOpsMode(self, scope == "all")
         self._is_active = False
         self._num_modes_below = 0
 
@@ -50,7 +49,7 @@ class SlowOps(Delayed):
 
     @chi.setter
     def chi(self, chi: float) -> None:
-        for delay in self._delays.all:
+        for delay in self._all:
             delay.chi = chi
         if self._is_active:
             self._watch(chi > 1.0)
@@ -77,9 +76,9 @@ class SlowOps(Delayed):
 
 
 class _SlowOpsMode(DispatchMode):
-    def __init__(self, delays: Delays, is_every_op: bool) -> None:
+    def __init__(self, slowdown: Slowdown, is_every_op: bool) -> None:
         super().__init__()
-        self._delays = delays
+        self._slowdown = slowdown
         self._is_every_op = is_every_op
 
     def __torch_dispatch__(
@@ -92,7 +91,7 @@ class _SlowOpsMode(DispatchMode):
         if any(cls.__torch_dispatch__ is not Tensor.__torch_dispatch__ for cls in types):
             # A subclass such as DTensor: the ops that it is made of come by here in their turn.
             return NotImplemented
-        delay = self._delays.on(_device_of(args, kwargs or {}))
+        delay = self._slowdown.delay_on(_device_of(args, kwargs or {}))
         if delay.chi == 1.0 or not self._is_slowed(func, args):
             return func(*args, **(kwargs or {}))
         delay.begins()
