@@ -111,12 +111,8 @@ class StragglerInjector:
     def __enter__(self) -> StragglerInjector:
         if self._is_active:
             raise RuntimeError("this StragglerInjector is active already")
+        self._slowness.chi = self._own_chi
         self._slowness.__enter__()
-        try:
-            self._slowness.chi = self._own_chi
-        except BaseException:
-            self._slowness.__exit__(None, None, None)
-            raise
         self._is_active = True
         return self
 

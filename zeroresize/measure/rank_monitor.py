@@ -20,7 +20,7 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.measure.calibration import measure_resizing_cost
 from zeroresize.measure.clocks import clock_for
 from zeroresize.measure.step_timer import LayerTimer, StepTimer
-from zeroresize.measure.timed_products import Reference, choose_reference, compare_products, time_reference
+from zeroresize.measure.timed_products import compare_products, time_reference
 from zeroresize.plan.group import Shares
 from zeroresize.policy.tensor.costs import ResizingCost
 from zeroresize.policy.tensor.estimation.estimator import RankEstimator
@@ -37,19 +37,14 @@ _FEWEST_OUTSIDE = 3
 
 @dataclass(frozen=True)
 class _Conditions:
-    """Describes what a calibration depends on.
+    """Describes what a calibration depends on."""
 
-    Attributes:
-        computing: the device, the dtypes that layers compute in, by which kernels, and how columns are pruned.
-        work: tokens of a step times the sizes of the weights they meet.
-    """
-
-    computing: str
-    work: float
+    computing: str  # the device, the dtypes that layers compute in, by which kernels, and how columns are pruned
+    work: float  # tokens of a step times the sizes of the weights they meet
 
     @classmethod
     def of_step(cls, layers: Mapping[str, BalancedLinear], config: BalanceConfig) -> _Conditions:
-        """Return the conditions of the step that has just ended."""
+        """Those of the step that has just ended."""
         seen = [layer for layer in layers.values() if layer.num_tokens > 0]
         # In mode "mig" the kept columns are neighbours, which are not gathered.
         computing = {f"γ ≤ {config.max_ratio}, {config.block} columns, gathered {config.mode != 'mig'}"}
@@ -70,7 +65,6 @@ class MonitorState:
         calibrated_on: under which conditions what pruning costs was measured; None before.
         num_tokens: of each layer in the last step of training, by name.
         most_forwards: of a layer in that step.
-        reference: the product by which a rank that owns nothing is measured; None before the calibration.
         outsides_s: seconds outside of the layers in the last steps.
         interval: the steps since the last update.
     """
@@ -79,7 +73,6 @@ class MonitorState:
     calibrated_on: _Conditions | None = None
     num_tokens: dict[str, int] = field(default_factory=dict)
     most_forwards: int = 1
-    reference: Reference | None = None
     outsides_s: list[float] = field(default_factory=list)
     interval: list[StepTimes] = field(default_factory=list)
 
@@ -177,8 +170,6 @@ class RankMonitor:
         """Measure and return what pruning costs on the shapes of the step that has just ended; takes about a second."""
         self.state.estimator = RankEstimator(measure_resizing_cost(self._layers, self._config))
         self.state.calibrated_on = _Conditions.of_step(self._layers, self._config)
-        with _optional("how fast this rank is while it owns nothing"):
-            self.state.reference = choose_reference(self._layers, self.state.num_tokens)
         self._time_reference(self._shares_in_force.owned)
         return self.cost
 
@@ -207,11 +198,12 @@ class RankMonitor:
         return time.perf_counter() - began
 
     def _time_reference(self, owned: float) -> None:
-        reference = self.state.reference
-        layer = self._layers.get(reference.layer) if reference is not None else None
-        if reference is not None and layer is not None:
-            with _optional("how fast this rank is while it owns nothing"):
-                self.state.estimator.learn_reference(time_reference(layer, reference), owned)
+        if self.state.calibrated_on is None:  # nothing is known of what it takes beside this rank's products
+            return
+        with _optional("how fast this rank is while it owns nothing"):
+            seconds = time_reference(self._layers, self.state.num_tokens)
+            if seconds is not None:
+                self.state.estimator.learn_reference(seconds, owned)
 
     def learn(self) -> None:
         """Learn full-work times, and what pruning costs, from the interval that ends."""

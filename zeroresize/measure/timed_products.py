@@ -191,7 +191,7 @@ def _time_in_turn(
 ) -> tuple[float, float]:
     """Seconds of the products at two shapes for all tokens: medians of ``_ROUNDS`` in turn."""
     tokens = min(even.num_tokens, FIRST_TOKENS)
-    of_token_s = _time_once(layer, even, tokens) / tokens
+    of_token_s = _time_again(layer, even, tokens) / tokens
     tokens = max(min(even.num_tokens, int(budget_s / (2 * _ROUNDS * max(of_token_s, LEAST_SECONDS)))), 1)
     repeats = _repeats_of(of_token_s * tokens)
     operands = [random_operands(shape, tokens) for shape in (even, present) if shape.work > 0]
@@ -203,43 +203,29 @@ def _time_in_turn(
     return even_s, others[0] if others else 0.0
 
 
-@dataclass(frozen=True)
-class Reference:
-    """Describes a product that is always the same, whatever a rank owns.
+def time_reference(layers: Mapping[str, BalancedLinear], num_tokens: Mapping[str, int]) -> float | None:
+    """Measure the seconds of a step's products at even shares if all were as fast as the smallest of them is now.
 
-    Attributes:
-        layer: name of the layer of whose even shape it is.
-        num_tokens: T.
-        repeats: how often it is carried out.
-        scale: how many times as many FLOPs all products of a step have at even shares.
+    So the speed of a rank is known that owns nothing, and is compared with what it was.
+
+    Args:
+        layers: balanced layers by name.
+        num_tokens: T of a step by layer.
+
+    Returns:
+        The seconds; None where no layer has seen tokens.
     """
-
-    layer: str
-    num_tokens: int
-    repeats: int
-    scale: float
-
-
-def choose_reference(layers: Mapping[str, BalancedLinear], num_tokens: Mapping[str, int]) -> Reference | None:
-    """Choose the smallest product of a step that is long enough for a sample; None where no layer has seen tokens."""
-    sizes = {
-        name: tokens * layer.even_shape.numel() for name, layer in layers.items() if (tokens := num_tokens.get(name, 0))
-    }
-    if not sizes:
+    work = {name: num_tokens.get(name, 0) * layer.even_shape.numel() for name, layer in layers.items()}
+    name = min((name for name in work if work[name] > 0), key=lambda name: work[name], default=None)
+    if name is None:
         return None
-    name = min(sizes, key=lambda name: sizes[name])
     layer, tokens = layers[name], min(num_tokens[name], FIRST_TOKENS)
-    repeats = _repeats_of(_time_once(layer, ProductShape.of(layer, layer.even_shape, tokens), tokens))
-    return Reference(name, tokens, repeats, sum(sizes.values()) / (tokens * layer.even_shape.numel() * repeats))
+    shape = ProductShape.of(layer, layer.even_shape, tokens)
+    repeats = _repeats_of(_time_again(layer, shape, tokens))
+    return sum(work.values()) / (shape.work * repeats) * _time_again(layer, shape, tokens, repeats)
 
 
-def time_reference(layer: BalancedLinear, reference: Reference) -> float:
-    """Measure the seconds of a step's products at even shares if all were as fast as ``reference`` is now."""
-    shape = ProductShape.of(layer, layer.even_shape, reference.num_tokens)
-    return reference.scale * _time_once(layer, shape, reference.num_tokens, reference.repeats)
-
-
-def _time_once(layer: BalancedLinear, shape: ProductShape, num_tokens: int, repeats: int = 1) -> float:
+def _time_again(layer: BalancedLinear, shape: ProductShape, num_tokens: int, repeats: int = 1) -> float:
     """Seconds of products that were made once before, which sets up threads and libraries, and touches the memory."""
     operands = random_operands(shape, num_tokens)
     time_products(layer, *operands, 1)
