@@ -21,7 +21,7 @@ from zeroresize.layers.segment import Segment
 from zeroresize.layers.segments import all_segments, owned_segments
 from zeroresize.layers.splitting import probably_untied, require_ties_kept
 from zeroresize.layers.weight_checks import is_sharded, why_no_whole_weight
-from zeroresize.measure.device_speed import measure_wanted_shares
+from zeroresize.measure.timed_products import measure_wanted_shares
 from zeroresize.plan.ownership import checked_shares
 from zeroresize.resharding.checkpoints.state_dict_guards import guard_save_pretrained
 from zeroresize.resharding.data_parallel import unwrap

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CLOSED = "this watch is closed: make a new one with zeroresize.watch(...)"
+#: Nobody means to overlook a rank that takes so many times as long again.
+_MOST_TOLERANCE = 10.0
 
 
 def watch(
@@ -119,7 +120,7 @@ class Watch:
             RuntimeError: where an optimizer was given, whose steps are counted, or after :meth:`close`.
         """
         if self._is_closed:
-            raise RuntimeError(_CLOSED)
+            raise RuntimeError("this watch is closed: make a new one with zeroresize.watch(...)")
         if self._has_optimizer:
             raise RuntimeError(
                 "step() is for watches without an optimizer: this one hears the steps of its optimizer. To count work, "
@@ -197,11 +198,8 @@ def _check(model: Any, optimizer: Any, update_every: Any, tolerance: Any) -> Non
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model={type(model).__name__} is not allowed: wanted is a torch.nn.Module")
-    if isinstance(update_every, bool) or not isinstance(update_every, int) or update_every < 1:
-        raise ValueError(f"update_every={update_every!r} is not allowed: wanted is a whole number of steps from 1 on")
-    is_number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
-    if not is_number or not 0.0 < tolerance < 10.0:
-        raise ValueError(f"tolerance={tolerance!r} is not allowed: wanted is a share above 0, such as {TOLERANCE}")
+    value_checks.at_least("update_every", update_every, 1)
+    value_checks.number("tolerance", tolerance, above=0.0, below=_MOST_TOLERANCE)
     if optimizer is not None:
         try:
             torch_optimizer(optimizer)

@@ -29,7 +29,7 @@ from torch import nn
 
 import zeroresize as zr
 from zeroresize.convert import balanced_layers
-from zeroresize.injection.delay import Delays, HostDelay
+from zeroresize.injection.delay import HostDelay
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.policy.tensor.rules.bounds import work_conserving_bound_s
 
@@ -165,7 +165,7 @@ def slowness_of(model: nn.Module) -> SlowLayers:
     They are slowed by their CPU time, as ranks may share a core and would be held up the longer for having lost it.
     """
     layers = list(balanced_layers(model).values())
-    return SlowLayers(layers, "gemm", Delays(HostDelay(work_clock=time.thread_time)))
+    return SlowLayers(layers, "gemm", HostDelay(work_clock=time.thread_time))
 
 
 def shortest_step_s(balancer: zr.Balancer, chis: Sequence[float], homogeneous_s: float) -> float:

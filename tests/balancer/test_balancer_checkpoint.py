@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import zeroresize as zr
 from zeroresize.config.keys import MODES
-from zeroresize.measure import calibrate_resizing, rank_monitor
+from zeroresize.measure import rank_monitor
+from zeroresize.policy.tensor.costs import ResizingCost
 
 
 @pytest.mark.parametrize("steps_before", [9, 8])  # at an update, and just before one
@@ -139,7 +140,7 @@ def test_what_pruning_costs_is_measured_anew_where_columns_are_gathered_that_wer
 
     def calibrate(layers, config):
         modes_measured_in.append(config.mode)
-        return calibrate_resizing.proportional_to_flops(config)
+        return ResizingCost.linear(config.max_ratio)
 
     def train(rank, group):
         monkeypatch.setattr(rank_monitor, "measure_resizing_cost", calibrate)

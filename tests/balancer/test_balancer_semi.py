@@ -10,8 +10,8 @@ from helpers.states import held_by
 from helpers.virtual_training import Run
 
 import zeroresize as zr
-from zeroresize.measure import calibrate_migration
-from zeroresize.measure.calibrate_migration import measure_migration_cost
+from zeroresize.measure import calibration
+from zeroresize.measure.calibration import measure_migration_cost
 
 
 def slow_run(group, chis, **config):
@@ -111,8 +111,8 @@ def test_the_calibration_of_migrating_tells_every_rank_the_same(run_ranks, migra
         with pytest.raises(ValueError, match="no layer has seen"):
             measure_migration_cost(layers, group, migration_transport)
         run.model(run.x).mean().backward()
-        calibrate_migration.time = time
-        return measure_migration_cost(layers, group, migration_transport, budget_s=0.1)
+        calibration.time = time
+        return measure_migration_cost(layers, group, migration_transport)
 
     results = run_ranks(measure, 3)
     assert all(result == results[0] for result in results)

@@ -10,7 +10,8 @@ from helpers.states import held_by
 from helpers.virtual_training import FEATURES, Run
 
 import zeroresize as zr
-from zeroresize.measure import calibrate_resizing, rank_monitor
+from zeroresize.measure import rank_monitor
+from zeroresize.policy.tensor.costs import ResizingCost
 
 
 def slow_rank_1(run, rank, chi=4.0):
@@ -120,7 +121,7 @@ def test_a_balancer_made_after_training_measures_what_pruning_costs_in_one_step(
 
     def calibrate(layers, config):
         seen.append([layer.num_tokens for layer in layers.values()])
-        return calibrate_resizing.proportional_to_flops(config)
+        return ResizingCost.linear(config.max_ratio)
 
     def train(rank, group):
         monkeypatch.setattr(rank_monitor, "measure_resizing_cost", calibrate)
@@ -143,7 +144,7 @@ def test_what_was_measured_of_a_batch_of_another_size_is_measured_anew_on_all_ra
 
     def calibrate(layers, config):
         seen.append(True)
-        return calibrate_resizing.proportional_to_flops(config)
+        return ResizingCost.linear(config.max_ratio)
 
     def train(rank, group):
         monkeypatch.setattr(rank_monitor, "measure_resizing_cost", calibrate)

@@ -11,7 +11,7 @@ from torch import nn
 
 import zeroresize as zr
 from zeroresize.kernels.probe import ProductProbe
-from zeroresize.measure import calibrate_migration, clocks, step_timer, timed_products
+from zeroresize.measure import calibration, clocks, step_timer, timed_products
 from zeroresize.plan.layer import LayerPlan
 from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
 from zeroresize.policy.tensor.estimation.times import RankTimes
@@ -61,7 +61,7 @@ class VirtualTime(ProductProbe):
 
 def keep_time(time, layers):
     """What balancing measures of these layers, converted already, it reads off this clock from now on."""
-    for module in (clocks, step_timer, timed_products, calibrate_migration):
+    for module in (clocks, step_timer, timed_products, calibration):
         module.time = types.SimpleNamespace(perf_counter=time.perf_counter)
     for layer in layers:
         layer.probes.add_innermost(time)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from helpers.virtual_training import FakeTime
 
-from zeroresize.injection.delay import Delays, HostDelay
-from zeroresize.injection.device_delay import CudaDevice, DeviceDelay
+from zeroresize.injection import delay
+from zeroresize.injection.delay import CudaDevice, DeviceDelay, HostDelay
 
 # ---- the host -------------------------------------------------------------------------------------------------------
 
@@ -14,51 +14,51 @@ from zeroresize.injection.device_delay import CudaDevice, DeviceDelay
 @pytest.mark.parametrize("chi", [1.1, 2.0, 8.0])
 def test_delay_is_exact_on_average_though_sleeping_ends_late(product_s, chi):
     fake = FakeTime(overshoot_s=80e-6)
-    delay = HostDelay(clock=fake.clock, sleep=fake.sleep)
-    delay.chi = chi
+    slow = HostDelay(clock=fake.clock, sleep=fake.sleep)
+    slow.chi = chi
     num_products = 1000
     for _ in range(num_products):
-        delay.begins()
+        slow.begins()
         fake.now_s += product_s
-        delay.ends()
+        slow.ends()
     wanted_s = num_products * product_s * chi
     assert fake.now_s == pytest.approx(wanted_s, abs=200e-6)
-    assert delay.seconds_added == pytest.approx(fake.now_s - num_products * product_s)
-    assert delay.num_products == num_products
+    assert slow.seconds_added == pytest.approx(fake.now_s - num_products * product_s)
+    assert slow.num_products == num_products
     assert min(fake.sleeps) >= 100e-6
 
 
 def test_delay_follows_each_long_product_at_once():
     fake = FakeTime()
-    delay = HostDelay(clock=fake.clock, sleep=fake.sleep)
-    delay.chi = 3.0
+    slow = HostDelay(clock=fake.clock, sleep=fake.sleep)
+    slow.chi = 3.0
     for product_s in (1e-3, 4e-3):
-        delay.begins()
+        slow.begins()
         fake.now_s += product_s
-        delay.ends()
+        slow.ends()
     assert fake.sleeps == pytest.approx([2e-3, 8e-3])
 
 
 def test_a_product_that_lost_its_core_is_not_held_up_the_longer_by_a_clock_of_its_own_work():
     fake, worked_s = FakeTime(), 0.0
-    delay = HostDelay(clock=fake.clock, sleep=fake.sleep, work_clock=lambda: worked_s)
-    delay.chi = 3.0
+    slow = HostDelay(clock=fake.clock, sleep=fake.sleep, work_clock=lambda: worked_s)
+    slow.chi = 3.0
     for lost_s in (0.0, 5e-3):
-        delay.begins()
+        slow.begins()
         fake.now_s += 1e-3 + lost_s
         worked_s += 1e-3
-        delay.ends()
+        slow.ends()
     assert fake.sleeps == pytest.approx([2e-3, 2e-3])
 
 
 def test_without_slowness_nothing_sleeps_and_a_change_drops_the_debt():
     fake = FakeTime(overshoot_s=50e-3)
-    delay = HostDelay(clock=fake.clock, sleep=fake.sleep)
+    slow = HostDelay(clock=fake.clock, sleep=fake.sleep)
     for chi in (2.0, 1.0, 3.0):
-        delay.chi = chi
-        delay.begins()
+        slow.chi = chi
+        slow.begins()
         fake.now_s += 1e-3
-        delay.ends()
+        slow.ends()
     assert fake.sleeps == pytest.approx([1e-3, 2e-3])
 
 
@@ -96,45 +96,42 @@ class FakeDevice:
         self.now_s += cycles * self.seconds_per_cycle + self.launch_s
 
 
-def slowed_on(device, delay, products):
+def slowed_on(device, slow, products):
     """Seconds of products and of everything on the stream."""
     begin_s, products_s = device.now_s, 0.0
     for key, seconds in products:
-        delay.begins()
+        slow.begins()
         device.run(seconds)
         products_s += seconds
-        delay.ends(key)
+        slow.ends(key)
     return products_s, device.now_s - begin_s
 
 
 def test_device_delay_is_exact_though_clocks_drift_and_products_vary():
     device = FakeDevice()
-    delay = DeviceDelay(device)
-    delay.chi = 4.0
-    slowed_on(device, delay, [("small", 5e-3), ("large", 9e-3)])  # first executions load kernels
+    slow = DeviceDelay(device)
+    slowed_on(device, slow, [("small", 1e-3)])
+    assert device.marks == [] and device.now_s == 1e-3, "nothing without slowness"
+    slow.chi = 4.0
+    slowed_on(device, slow, [("small", 5e-3), ("large", 9e-3)])  # first executions load kernels
     num_waits = device.num_waits
     device.seconds_per_cycle = 1.3e-9  # the clock falls after calibration
     products = [("small", 50e-6 * (1 + 0.2 * (i % 3))) for i in range(500)] + [("large", 2e-3)] * 200
-    products_s, total_s = slowed_on(device, delay, products)
+    products_s, total_s = slowed_on(device, slow, products)
     assert total_s / products_s == pytest.approx(4.0, rel=0.02)
     assert device.num_waits == num_waits == 3  # calibration, and the first execution of either key
-    assert delay.num_products == 702
+    assert slow.num_products == 702
     assert device.recycled > 2000
 
 
-def test_device_delay_does_nothing_without_slowness():
-    device = FakeDevice()
-    slowed_on(device, DeviceDelay(device), [("a", 1e-3)])
-    assert device.marks == [] and device.now_s == 1e-3
-
-
-def test_each_device_has_its_own_delay_with_the_same_chi():
-    delays = Delays(make_device_delay=lambda _: DeviceDelay(FakeDevice()))
-    delays.chi = 2.0
-    first, second, host = (delays.on(torch.device(name)) for name in ("cuda:0", "cuda:1", "cpu"))
-    assert first is delays.on(torch.device("cuda:0")) and first is not second
+def test_each_device_has_its_own_delay_with_the_same_chi(monkeypatch):
+    monkeypatch.setattr(delay, "CudaDevice", lambda device: FakeDevice())
+    slow = delay.Slowdown()
+    slow.chi = 2.0
+    first, second, host = (slow.delay_on(torch.device(name)) for name in ("cuda:0", "cuda:1", "cpu"))
+    assert first is slow.delay_on(torch.device("cuda:0")) and first is not second
     assert [first.chi, second.chi, host.chi] == [2.0] * 3
-    delays.chi = 5.0
+    slow.chi = 5.0
     assert [first.chi, second.chi, host.chi] == [5.0] * 3
 
 
@@ -142,21 +139,21 @@ def test_each_device_has_its_own_delay_with_the_same_chi():
 @pytest.mark.parametrize("chi", [2.0, 8.0])
 def test_a_product_on_a_gpu_takes_chi_times_as_long(chi):
     matrix = torch.rand(2048, 2048, device="cuda")
-    delay = DeviceDelay(CudaDevice(torch.device("cuda")))
+    slow = DeviceDelay(CudaDevice(torch.device("cuda")))
 
     def device_s(num_products):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(num_products):
-            delay.begins()
+            slow.begins()
             matrix @ matrix
-            delay.ends("square")
+            slow.ends("square")
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
 
     device_s(20)
     plain_s = device_s(200)
-    delay.chi = chi
+    slow.chi = chi
     device_s(20)
     assert device_s(200) / plain_s == pytest.approx(chi, rel=0.1)

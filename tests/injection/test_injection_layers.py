@@ -9,7 +9,8 @@ from helpers.virtual_training import FakeTime
 from torch import nn
 
 from zeroresize.injection import StragglerInjector, round_robin, static
-from zeroresize.injection.delay import Delays, HostDelay
+from zeroresize.injection.delay import HostDelay
+from zeroresize.injection.schedule import checked_chi
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.kernels.probe import ProductProbe
 from zeroresize.layers import functional
@@ -95,10 +96,11 @@ def test_delay_comes_after_each_product_and_before_its_collective(run_ranks):
             setattr(functional.kernels, name, logged_kernel(name, getattr(functional.kernels, name)))
         functional.start_all_reduce = logged("start", functional.start_all_reduce)
         dist.all_reduce = logged("all-reduce", dist.all_reduce)
-        delays = Delays(HostDelay(clock=fake.clock, sleep=logged("delay", fake.sleep)))
-        delays.chi = 2.0
+        host = HostDelay(clock=fake.clock, sleep=logged("delay", fake.sleep))
         model = mlp(group)
-        with SlowLayers([model[0], model[2]], scope, delays):
+        slow = SlowLayers([model[0], model[2]], scope, host)
+        slow.chi = 2.0
+        with slow:
             train_step(model)
         assert fake.sleeps == pytest.approx([1e-3] * 6 if scope == "gemm" else [2e-3, 1e-3] * 6)
         return log
@@ -144,10 +146,12 @@ def test_only_stragglers_are_slowed_and_results_stay_bitwise(run_ranks):
         expected = train_step(model)
         with StragglerInjector(model, process_group=group, chi={1: 2.0, 2: 0}) as injector:
             assert torch.equal(train_step(model), expected)
+            model.eval()(torch.ones(4, 8))
+            injector.set_epoch(1)  # which changes nothing without a schedule
             assert injector.chi == {1: 2.0, 2: 1.0}
         return injector.num_products
 
-    assert run_ranks(products, 4) == [0, 6, 0, 0]
+    assert run_ranks(products, 4) == [0, 6 + 2, 0, 0]
 
 
 def test_set_chi_and_round_robin_while_running(run_ranks):
@@ -177,26 +181,6 @@ def test_set_chi_and_round_robin_while_running(run_ranks):
     assert run_ranks(products, 2) == [[6, 0, 6, 0, 6], [0, 6, 0, 0, 6]]
 
 
-def test_without_a_schedule_epochs_change_nothing(run_ranks):
-    def chi(rank, group):
-        with StragglerInjector(mlp(group), process_group=group, chi={0: 2.0}) as injector:
-            injector.set_chi({0: 4.0})
-            injector.set_epoch(1)
-            return injector.chi
-
-    assert run_ranks(chi, 1) == [{0: 4.0}]
-
-
-def test_products_of_evaluation_are_slowed(run_ranks):
-    def products(rank, group):
-        model = mlp(group).eval()
-        with StragglerInjector(model, process_group=group, chi={0: 2.0}) as injector, torch.no_grad():
-            model(torch.ones(4, 8))
-        return injector.num_products
-
-    assert run_ranks(products, 1) == [2]
-
-
 def test_exit_leaves_the_layers_as_they_were(run_ranks):
     def check(rank, group):
         model = mlp(group)
@@ -218,3 +202,20 @@ def test_exit_leaves_the_layers_as_they_were(run_ranks):
         assert injector.num_products == 6
 
     run_ranks(check, 1)
+
+
+def test_schedules_say_who_is_slow_and_wrong_chi_is_named():
+    schedule = round_robin(chi=3.0)
+    assert [schedule(epoch, 3) for epoch in range(4)] == [{0: 3.0}, {1: 3.0}, {2: 3.0}, {0: 3.0}]
+    assert static({0: 8, 1: 6})(5, 2) == {0: 8, 1: 6}
+    assert checked_chi({0: 0, 1: 2.5}, 2) == {0: 1.0, 1: 2.5}  # 0 means 1
+    for chi, message in [
+        ({2: 4.0}, r"chi=\{2: 4.0\}: rank 2 .* allowed are 0 to 1"),
+        ({"0": 4.0}, "rank '0'"),
+        ({0: 0.5}, r"chi=\{0: 0.5\} is not allowed.*at least 1"),
+        ({0: float("nan")}, "finite"),
+        ({0: True}, "finite"),
+        (4.0, "mapping of rank to χ"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            checked_chi(chi, 2)

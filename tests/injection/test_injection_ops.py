@@ -1,7 +1,5 @@
 """Injected slowness of any other model: which of torch's ops are slowed, and when they are watched."""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,15 +18,12 @@ def slowed_ops(run, scope="gemm"):
     return slow.num_products
 
 
-def test_plain_linear_is_slowed_forward_and_backward():
-    layer, x = nn.Linear(8, 4), torch.randn(2, 3, 8, requires_grad=True)
-    y = layer(x)
-    assert slowed_ops(lambda: layer(x)) == 1
-    assert slowed_ops(lambda: y.sum().backward()) == 2
-
-
 def test_every_way_torch_multiplies_by_a_weight_counts_and_attention_does_not():
     x, weight = torch.randn(4, 5, 8), torch.randn(8, 8)
+    layer = nn.Linear(8, 4)
+    y = layer(x.clone().requires_grad_())
+    assert slowed_ops(lambda: layer(x)) == 1
+    assert slowed_ops(lambda: y.sum().backward()) == 2
     strided = torch.randn(5, 4, 8).transpose(0, 1)
     heads = torch.randn(2, 4, 5, 8)
     assert slowed_ops(lambda: strided.matmul(weight)) == 1  # which torch carries out as a batched product
@@ -59,19 +54,6 @@ def test_scope_all_slows_every_op_but_views_and_collectives(run_ranks):
         ]
 
     assert run_ranks(count, 2) == [[2, 0, 0, 0]] * 2
-
-
-def test_plain_linear_takes_chi_times_as_long(run_ranks):
-    def ratio(rank, group):
-        model, x = nn.Linear(1024, 1024), torch.randn(512, 1024)
-        with StragglerInjector(model, process_group=group, chi={0: 4.0}) as injector:
-            begin_s = time.perf_counter()
-            for _ in range(10):
-                model(x)
-            total_s = time.perf_counter() - begin_s
-        return total_s / (total_s - injector.seconds_added)
-
-    assert run_ranks(ratio, 1) == [pytest.approx(4.0, rel=0.15)]
 
 
 def test_rank_that_is_not_slow_does_not_watch_its_ops(run_ranks):
@@ -108,11 +90,6 @@ def test_other_modes_keep_their_turn():
         with Other(), pytest.raises(RuntimeError, match="outside that"):
             slow.chi = 2.0
     assert _get_current_dispatch_mode_stack() == []
-
-
-def test_an_unknown_scope_is_refused():
-    with pytest.raises(ValueError, match="scope='some'"):
-        SlowOps(scope="some")
 
 
 def test_colossalai_layer_is_slowed_before_its_all_reduce(run_ranks, colossalai_module):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from zeroresize.injection import StragglerInjector, round_robin
-from zeroresize.injection.delay import Delays, HostDelay
+from zeroresize.injection.delay import HostDelay
 from zeroresize.injection.slow_stage import SlowStage
 from zeroresize.pipeline import LayerProfiler, Pipeline, measuring, move_layers
 
@@ -60,7 +60,7 @@ def test_layers_of_a_slow_stage_take_chi_times_as_long_those_that_arrive_too(run
             return nn.functional.mse_loss(_Working.apply(outputs, pipeline.layers[0]), target)
 
         pipeline = pipeline_of(group, clock.passes, loss)
-        slow = SlowStage(pipeline, Delays(HostDelay(clock=lambda: clock.now, sleep=clock.passes)))
+        slow = SlowStage(pipeline, HostDelay(clock=lambda: clock.now, sleep=clock.passes))
         x, profiles = torch.ones(4, 4), []
         pipeline.step(x, target=x)
         with slow:

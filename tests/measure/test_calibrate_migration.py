@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
 from zeroresize.config.keys import MIGRATION_TRANSPORTS
-from zeroresize.measure import calibrate_migration
+from zeroresize.measure import calibration
 from zeroresize.migration.lender import make_transport
 
 IN, HIDDEN, TOKENS, LENT = 24, 48, 10, 0.75
@@ -25,9 +25,9 @@ def calibrated_bytes(layers, group, migration_transport):
         transports.append(make_transport(*args))
         return transports[-1]
 
-    calibrate_migration.make_transport = make_watched_transport
-    calibrate_migration.time = types.SimpleNamespace(perf_counter=lambda: transports[-1].bytes_moved)
-    return calibrate_migration.measure_migration_cost(layers, group, migration_transport).seconds([LENT])
+    calibration.make_transport = make_watched_transport
+    calibration.time = types.SimpleNamespace(perf_counter=lambda: transports[-1].bytes_moved)
+    return calibration.measure_migration_cost(layers, group, migration_transport).seconds([LENT])
 
 
 @pytest.mark.few(4)

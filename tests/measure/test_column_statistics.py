@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from helpers.processes import instances_of
+from helpers.processes import for_each, instances_of
 from helpers.virtual_training import Run
 from torch import nn
 
@@ -14,14 +14,8 @@ from zeroresize.config.keys import PRIORITIES
 from zeroresize.measure.column_statistics import ActivationNorms, PathLength, WeightVariation, build_statistic
 from zeroresize.plan.layer import LayerPlan
 
-COLUMNS = {"one": 6, "two": 8, "three": 5}
+COLUMNS = {"first": 6, "second": 8, "third": 5}
 KINDS = [*({"priority": priority} for priority in PRIORITIES), {"priority": "variation", "paper": {"snapshot": "bf16"}}]
-
-
-def layers_of_one_rank(group, names=tuple(COLUMNS)):
-    """The same at every call."""
-    torch.manual_seed(0)
-    return {name: zr.ColumnParallelLinear(COLUMNS[name], 4, process_group=group) for name in names}
 
 
 def random(*shape, seed):
@@ -33,14 +27,9 @@ def mean_change(now_NK, then_NK):
     return (now_NK.detach().double() - then_NK.detach().double()).abs().mean(dim=0).numpy()
 
 
-def train_step(layers, optimizer, step):
-    for position, layer in enumerate(layers.values()):
-        layer(random(3, layer.num_columns, seed=10 * step + position)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-# ---- variation of the weights ---------------------------------------------------------------------------------------
+def set_weight(layer, weight_NK):
+    with torch.no_grad():
+        layer.weight.copy_(weight_NK)
 
 
 def layer_with_weight(group, weight_NK):
@@ -49,20 +38,48 @@ def layer_with_weight(group, weight_NK):
     return layer
 
 
-def set_weight(layer, weight_NK):
-    with torch.no_grad():
-        layer.weight.copy_(weight_NK)
+class Training:
+    """Layers of one rank, the same at every call, with their optimizer and statistic."""
+
+    def __init__(self, group, kind, frozen=(), **options):
+        torch.manual_seed(0)
+        self.layers = {
+            name: zr.ColumnParallelLinear(number, 4, process_group=group, **options) for name, number in COLUMNS.items()
+        }
+        for name in frozen:
+            self.layers[name].weight.requires_grad_(False)
+        self.config = zr.BalanceConfig(mode="zero-pri", **kind)
+        self.optimizer = torch.optim.AdamW([layer.weight for layer in self.layers.values()], lr=0.1)
+        self.statistic = build_statistic(self.config, self.layers, self.optimizer)
+
+    def train(self, steps):
+        """δ of every step and layer, from copies of the weights."""
+        changes = []
+        for step in steps:
+            then = {name: layer.weight.detach().clone() for name, layer in self.layers.items()}
+            self.statistic.begin_step(step)
+            for position, layer in enumerate(self.layers.values()):
+                x = random(3, layer.num_columns, seed=10 * step + position)
+                layer(x.to(layer.weight.dtype)).square().sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            changes.append({name: mean_change(layer.weight, then[name]) for name, layer in self.layers.items()})
+        return changes
 
 
-def test_variation_on_the_host_is_the_mean_change_since_the_last_take(run_ranks):
-    """Weights are multiples of 1/64, which makes every sum exact."""
+def test_variation_on_the_host_is_the_mean_change_since_the_last_take_and_first_since_training_begins(run_ranks):
+    """Weights are multiples of 1/64, which makes every sum exact. A checkpoint may bring the first ones."""
 
     def check(rank, group):
-        weights = [(64 * random(8, 5, seed=seed)).round() / 64 for seed in range(3)]
+        weights = [(64 * random(8, 5, seed=seed)).round() / 64 for seed in range(4)]
         layer = layer_with_weight(group, weights[0])
         statistic = WeightVariation({"layer": layer}, storage="host")
-        for then, now in ((weights[0], weights[1]), (weights[1], weights[2])):
+        assert statistic.bytes_held == 4 * 8 * 5
+        layer.load_state_dict({**layer.state_dict(), "weight": weights[1]})
+        layer(random(3, 5, seed=3))
+        for then, now in ((weights[1], weights[2]), (weights[2], weights[3])):
             set_weight(layer, now)
+            layer(random(3, 5, seed=4))
             assert statistic.take()["layer"].tolist() == mean_change(now, then).tolist()
         assert statistic.take()["layer"].tolist() == [0.0] * 5
 
@@ -84,31 +101,6 @@ def test_variation_in_bf16_counts_changes_below_its_resolution_right_on_average(
     run_ranks(check, 1)
 
 
-def test_variation_counts_from_the_weights_that_training_begins_with(run_ranks):
-    """Which a checkpoint may bring after the balancer is made."""
-
-    def check(rank, group):
-        layer = layer_with_weight(group, random(8, 5, seed=0))
-        statistic = WeightVariation({"layer": layer}, storage="host")
-        loaded, trained = random(8, 5, seed=1), random(8, 5, seed=2)
-        layer.load_state_dict({**layer.state_dict(), "weight": loaded})
-        layer(random(3, 5, seed=3))
-        set_weight(layer, trained)
-        layer(random(3, 5, seed=4))
-        assert statistic.take()["layer"] == pytest.approx(mean_change(trained, loaded), rel=1e-6)
-
-    run_ranks(check, 1)
-
-
-@pytest.mark.parametrize(("storage", "bytes_a_weight"), [("host", 4), ("bf16", 2)])
-def test_variation_holds_a_copy_of_the_weights(run_ranks, storage, bytes_a_weight):
-    def check(rank, group):
-        statistic = WeightVariation(layers_of_one_rank(group), storage=storage)
-        assert statistic.bytes_held == bytes_a_weight * 4 * sum(COLUMNS.values())
-
-    run_ranks(check, 1)
-
-
 def test_metrics_tell_the_memory_of_the_statistic(run_ranks):
     def bytes_held(rank, group):
         run = Run(group, mode="zero-pri", priority="variation", paper={"snapshot": "bf16"})
@@ -118,15 +110,12 @@ def test_metrics_tell_the_memory_of_the_statistic(run_ranks):
     assert run_ranks(bytes_held, 2) == [2.0, 2.0]
 
 
-# ---- norms of activations -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_pruned", [False, True], ids=["whole", "pruned"])
-def test_activation_norms_are_of_the_training_forwards_of_sampled_steps(run_ranks, is_pruned):
+def test_activation_norms_are_of_the_training_forwards_of_sampled_steps(run_ranks):
     """An epoch's first step and every tenth after it, with two forwards each; evaluation is no training. A row-parallel
     layer sees its own slice."""
 
-    def check(rank, group):
+    @for_each([(False,), (True,)])
+    def check(rank, group, is_pruned):
         torch.manual_seed(0)
         layers = {
             "column": zr.ColumnParallelLinear(6, 8, process_group=group),
@@ -184,22 +173,6 @@ def test_a_forward_that_overflows_tells_nothing(run_ranks):
     run_ranks(check, 1)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_layers_of_any_precision_have_a_statistic(run_ranks, dtype, kind):
-    def check(rank, group):
-        layer = zr.ColumnParallelLinear(6, 8, process_group=group, dtype=dtype)
-        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-        statistic = build_statistic(zr.BalanceConfig(mode="zero-pri", **kind), {"layer": layer}, optimizer)
-        for step in range(2):
-            statistic.begin_step(step)
-            layer(random(4, 6, seed=step).to(dtype)).square().mean().backward()
-            optimizer.step()
-        return bool(np.isfinite(statistic.take()["layer"]).all())
-
-    assert run_ranks(check, 1) == [True]
-
-
 def test_activation_norms_sample_the_first_step_of_every_epoch_of_the_balancer(run_ranks):
     """However short it is, and however often is decided; a change of plan within a step changes nothing."""
 
@@ -218,48 +191,23 @@ def test_activation_norms_sample_the_first_step_of_every_epoch_of_the_balancer(r
     assert run_ranks(sampled, 2) == [[0, 2, 12, 15]] * 2
 
 
-# ---- path length ----------------------------------------------------------------------------------------------------
-
-
-def changes_by_step(layers, optimizer, steps):
-    """δ of every step and layer, from own copies."""
-    changes = []
-    for step in steps:
-        then = {name: layer.weight.detach().clone() for name, layer in layers.items()}
-        train_step(layers, optimizer, step)
-        changes.append({name: mean_change(layer.weight, then[name]) for name, layer in layers.items()})
-    return changes
-
-
-def test_path_length_of_one_layer_is_the_sum_of_its_steps(run_ranks):
-    def check(rank, group):
-        layers = layers_of_one_rank(group, ["two"])
-        optimizer = torch.optim.SGD(layers["two"].parameters(), lr=0.02, momentum=0.5)
-        statistic = PathLength(layers, optimizer)
-        began = layers["two"].weight.detach().clone()
-        changes = changes_by_step(layers, optimizer, range(5))
-        taken = statistic.take()["two"]
-        assert taken == pytest.approx(sum(change["two"] for change in changes), rel=1e-4)
-        assert (taken > 1.01 * mean_change(layers["two"].weight, began)).any(), "a path, no distance"
-
-    run_ranks(check, 1)
-
-
 def test_path_length_looks_at_the_layers_by_turns_and_each_stands_for_all_steps(run_ranks):
     def check(rank, group):
-        layers = layers_of_one_rank(group)
-        optimizer = torch.optim.AdamW([layer.weight for layer in layers.values()], lr=0.1)
-        statistic = PathLength(layers, optimizer)
-        changes = changes_by_step(layers, optimizer, range(7))
-        taken = statistic.take()
-        for turn, name in enumerate(layers):
+        training = Training(group, {"priority": "path_length"})
+        began = training.layers["first"].weight.detach().clone()
+        changes = training.train(range(7))
+        taken = training.statistic.take()
+        for turn, name in enumerate(COLUMNS):
             changes_of_turn = [changes[step][name] for step in range(turn, 7, 3)]
             assert taken[name] == pytest.approx(7 / len(changes_of_turn) * sum(changes_of_turn), rel=1e-4)
+        assert (taken["first"] > 1.01 * mean_change(training.layers["first"].weight, began)).any(), (
+            "a path, no distance"
+        )
 
-        change = changes_by_step(layers, optimizer, [7])[0]["two"]  # whose turn it is
-        taken = statistic.take()
-        assert taken["two"] == pytest.approx(change, rel=1e-4)
-        assert np.isnan(taken["one"]).all() and np.isnan(taken["three"]).all(), "an epoch too short to see them"
+        change = training.train([7])[0]["second"]  # whose turn it is
+        taken = training.statistic.take()
+        assert taken["second"] == pytest.approx(change, rel=1e-4)
+        assert np.isnan(taken["first"]).all() and np.isnan(taken["third"]).all(), "an epoch too short to see them"
 
     run_ranks(check, 1)
 
@@ -272,8 +220,7 @@ def test_path_length_does_not_count_steps_that_freezing_takes_back(run_ranks):
             run = Run(group, mode="zero-pri", priority="path_length", ratio=0.5, ranks="all", pruned_update="freeze")
         run.steps(4)
         pruned = run.pruned()
-        taken = statistics[0].take()
-        for name, values in taken.items():
+        for name, values in statistics[0].take().items():
             kept = np.setdiff1d(np.arange(len(values)), pruned[name])
             assert values[pruned[name]].tolist() == [0.0] * len(pruned[name])
             assert (values[kept] > 0).all()
@@ -281,38 +228,32 @@ def test_path_length_does_not_count_steps_that_freezing_takes_back(run_ranks):
     run_ranks(check, 2)
 
 
-# ---- all of them ----------------------------------------------------------------------------------------------------
+def test_layers_of_any_precision_have_a_statistic(run_ranks):
+    @for_each([(dtype, kind) for dtype in (torch.float64, torch.bfloat16) for kind in KINDS])
+    def check(rank, group, dtype, kind):
+        training = Training(group, kind, dtype=dtype)
+        training.train(range(3))
+        assert all(np.isfinite(values).all() for values in training.statistic.take().values())
+
+    run_ranks(check, 1)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
-def test_a_statistic_saved_within_an_epoch_goes_on_as_if_uninterrupted(run_ranks, kind):
-    def check(rank, group):
-        config = zr.BalanceConfig(mode="zero-pri", update_every=2, **kind)
+def test_a_statistic_saved_within_an_epoch_goes_on_as_if_uninterrupted(run_ranks):
+    @for_each([(kind,) for kind in KINDS])
+    def check(rank, group, kind):
+        def parts(training):
+            return nn.ModuleDict(training.layers), training.optimizer, training.statistic
 
-        def start():
-            layers = layers_of_one_rank(group)
-            optimizer = torch.optim.AdamW([layer.weight for layer in layers.values()], lr=0.1)
-            return nn.ModuleDict(layers), optimizer, build_statistic(config, layers, optimizer)
-
-        def train(training, steps):
-            layers, optimizer, statistic = training
-            for step in steps:
-                statistic.begin_step(step)
-                train_step(layers, optimizer, step)
-
-        uninterrupted = start()
-        train(uninterrupted, range(6))
-        uninterrupted[2].take()
-        train(uninterrupted, range(6, 8))  # two of three layers have had their turn
-        saved = copy.deepcopy([part.state_dict() for part in uninterrupted])
-        train(uninterrupted, range(8, 12))
-
-        resumed = start()
-        for part, state in zip(resumed, saved, strict=True):
+        uninterrupted, resumed = Training(group, kind), Training(group, kind)
+        uninterrupted.train(range(6))
+        uninterrupted.statistic.take()
+        uninterrupted.train(range(6, 8))  # two of three layers have had their turn
+        saved = copy.deepcopy([part.state_dict() for part in parts(uninterrupted)])
+        uninterrupted.train(range(8, 12))
+        for part, state in zip(parts(resumed), saved, strict=True):
             part.load_state_dict(state)
-        train(resumed, range(8, 12))
-
-        first, second = uninterrupted[2].take(), resumed[2].take()
+        resumed.train(range(8, 12))
+        first, second = uninterrupted.statistic.take(), resumed.statistic.take()
         for name in COLUMNS:
             assert np.isfinite(first[name]).all() and (first[name] > 0).any()
             assert first[name].tolist() == second[name].tolist()
@@ -320,27 +261,23 @@ def test_a_statistic_saved_within_an_epoch_goes_on_as_if_uninterrupted(run_ranks
     run_ranks(check, 1)
 
 
-@pytest.mark.parametrize("kind", KINDS[1:], ids=lambda kind: "-".join(map(str, kind.values())))
-def test_change_of_a_weight_that_is_not_trained_is_unknown(run_ranks, kind):
+def test_change_of_a_weight_that_is_not_trained_is_unknown(run_ranks):
     """It does not move because nobody trains it, which says nothing of its importance."""
 
+    @for_each([(kind,) for kind in KINDS if kind["priority"] != "activation"])
+    def check(rank, group, kind):
+        training = Training(group, kind, frozen=["second"])
+        training.train(range(4))
+        return {name: bool(np.isnan(values).all()) for name, values in training.statistic.take().items()}
+
+    (results,) = run_ranks(check, 1)
+    assert results and all(result == {"first": False, "second": True, "third": False} for result in results)
+
+
+@pytest.mark.parametrize("kind", [ActivationNorms, PathLength])
+def test_a_closed_statistic_sees_nothing_more(run_ranks, kind):
     def check(rank, group):
-        layers = layers_of_one_rank(group)
-        layers["two"].weight.requires_grad_(False)
-        optimizer = torch.optim.AdamW([layer.weight for layer in layers.values()], lr=0.1)
-        statistic = build_statistic(zr.BalanceConfig(mode="zero-pri", **kind), layers, optimizer)
-        for step in range(4):
-            statistic.begin_step(step)
-            train_step(layers, optimizer, step)
-        return {name: bool(np.isnan(values).all()) for name, values in statistic.take().items()}
-
-    assert run_ranks(check, 1) == [{"one": False, "two": True, "three": False}]
-
-
-@pytest.mark.parametrize("priority", ["activation", "path_length"])
-def test_a_closed_statistic_sees_nothing_more(run_ranks, priority):
-    def check(rank, group):
-        kind = {"activation": ActivationNorms, "path_length": PathLength}[priority]
+        priority = {ActivationNorms: "activation", PathLength: "path_length"}[kind]
         with instances_of(kind) as statistics:
             run = Run(group, mode="zero-pri", priority=priority, update_every=1)
         run.steps(2)
@@ -355,29 +292,24 @@ def test_a_closed_statistic_sees_nothing_more(run_ranks, priority):
     run_ranks(check, 2)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
-def test_a_statistic_that_begins_anew_tells_of_the_layers_as_they_are_then(run_ranks, kind):
+def test_a_statistic_that_begins_anew_tells_of_the_layers_as_they_are_then(run_ranks):
     """With other columns and outputs: as one that was made then, but that each layer's turn goes on."""
 
-    def check(rank, group):
-        layers = layers_of_one_rank(group)
-        optimizer = torch.optim.SGD([layer.weight for layer in layers.values()], lr=0.1)
-        config = zr.BalanceConfig(mode="zero-pri", **kind)
-        statistic = build_statistic(config, layers, optimizer)
-        for step in range(3):  # whole turns
-            statistic.begin_step(step)
-            train_step(layers, optimizer, step)
-        layer = layers["two"]
+    @for_each([(kind,) for kind in KINDS])
+    def check(rank, group, kind):
+        training = Training(group, kind)
+        training.train(range(3))  # whole turns
+        layer = training.layers["second"]
         layer.weight.data = layer.weight.detach()[:, : layer.num_columns // 2].clone()
         layer.weight.grad = None
-        statistic.restart()
-        made_then = build_statistic(config, layers, optimizer)
+        training.statistic.restart()
+        made_then = build_statistic(training.config, training.layers, training.optimizer)
         if kind["priority"] != "path_length":
-            statistic.begin_step(3)
-        state, expected = statistic.state_dict(), made_then.state_dict()
+            training.statistic.begin_step(3)
+        state, expected = training.statistic.state_dict(), made_then.state_dict()
         assert state.keys() == expected.keys()
         for name, value in state.items():
             assert name in ("first_step", "turn") or torch.equal(value, expected[name]), name
-        assert len(statistic.take()["two"]) == layer.num_columns
+        assert len(training.statistic.take()["second"]) == layer.num_columns
 
     run_ranks(check, 1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zeroresize import BalanceConfig
 from zeroresize.config.keys import MODES
-from zeroresize.measure import calibrate_resizing
+from zeroresize.measure import calibration
 from zeroresize.measure.rank_monitor import RankMonitor
 from zeroresize.policy.tensor.controller import Controller
 from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
@@ -132,9 +132,7 @@ def test_impossible_steps_are_left_out_of_an_interval(steps):
 
 
 def test_a_calibration_whose_clock_stands_still_tells_nothing(run_ranks, monkeypatch):
-    monkeypatch.setattr(
-        calibrate_resizing, "_measure_shape", lambda layer, shape, plans, budget_s: [(0.0,) * 4] * len(plans)
-    )
+    monkeypatch.setattr(calibration, "_measure_shape", lambda layer, shape, plans, budget_s: [(0.0, 0.0)] * len(plans))
 
     def train(rank, group):
         with instances_of(RankMonitor) as monitors:

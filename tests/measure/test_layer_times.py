@@ -8,10 +8,8 @@ from helpers.virtual_training import FEATURES, Run
 from torch import nn
 
 import zeroresize as zr
-from zeroresize.kernels.probe import Probes
 from zeroresize.measure.clocks import clock_for
 from zeroresize.measure.step_timer import LayerTimer, StepTimer
-from zeroresize.plan.group import Shares
 
 
 def product(clock, probe, seconds):
@@ -38,16 +36,6 @@ def test_each_layers_products_are_summed_and_make_up_those_of_all(clock, timer):
     assert timer.end_step()[0].layers == {"down": 3.0}
 
 
-def test_times_of_layers_come_late_where_the_device_does(clock, timer):
-    clock.passed = 0.0
-    timer.begin_step()
-    product(clock, LayerTimer(timer, "up"), 1.0)
-    assert timer.end_step() == []
-    clock.passed = clock.now
-    timer.begin_step()
-    assert timer.end_step()[0].layers == {"up": 1.0}
-
-
 def test_layers_take_no_more_marks_and_no_more_memory(clock, timer):
     """As many marks as without names, and sums that do not grow with the number of products."""
     probes = [LayerTimer(timer, f"layer {number}") for number in range(20)]
@@ -60,21 +48,6 @@ def test_layers_take_no_more_marks_and_no_more_memory(clock, timer):
     timer.end_step()
     assert num_marks == 2 + 4 * 5_000 * 20
     assert sys.getsizeof(timer._unread) < 1_000 and not timer._unread
-
-
-def test_a_fused_product_counts_for_its_layer(clock, timer):
-    timer.gemm_part = lambda spared_share, borrowed_share: 1.0 - spared_share
-    probes = Probes([LayerTimer(timer, "up")])
-
-    def fused(x, gemm):
-        clock.advance(2.0)
-        return x
-
-    timer.begin_step(Shares(0.25))
-    probes.product(lambda x, gemm: gemm.whole(fused, x), torch.ones(1))
-    (times,) = timer.end_step()
-    assert times.layers == {"up": 2.0}
-    assert (times.gemm_s, times.gather_fill_s) == (1.5, 0.5)
 
 
 #: x without a gradient, so dx of the first layer is never computed; a product of all of a rank's columns in float32.
@@ -111,21 +84,6 @@ def test_a_balancer_tells_the_times_of_its_layers(run_ranks):
         assert times_of_update == pytest.approx(
             {"up": 8 * PRODUCT_S * kept["up"], "down": 12 * PRODUCT_S * kept["down"]}
         )
-
-
-def test_steps_of_a_loaded_state_take_part(run_ranks):
-    """Most of the interval was trained by the process that saved it."""
-
-    def train(rank, group):
-        before = Run(group, gather_s=0.0, update_every=5)
-        before.steps(4)
-        resumed = Run(group, gather_s=0.0, update_every=5)
-        resumed.balancer.load_state_dict(before.balancer.state_dict())
-        resumed.steps(1)
-        return resumed.balancer.layer_times()
-
-    for times in run_ranks(train, 2):
-        assert times == pytest.approx({"up": 2 * PRODUCT_S, "down": 3 * PRODUCT_S})
 
 
 def test_what_a_receiver_computes_for_others_is_in_its_layers_times(run_ranks):

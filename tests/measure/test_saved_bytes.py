@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from zeroresize.measure.saved_bytes import SavedBytes
+from zeroresize.measure.memory_meter import SavedBytes
 
 
 def forward(model, x):

@@ -13,7 +13,7 @@ from helpers.states import resumed
 from torch import nn
 
 from lm_examples.microbatches.blocks import summed_loss
-from zeroresize.measure.live_bytes import LiveBytes
+from zeroresize.measure.memory_meter import LiveBytes
 from zeroresize.microbatch.cost_table import CostTable
 from zeroresize.microbatch.measured_table import measure_model
 from zeroresize.microbatch.padded import PaddedBatch
@@ -164,7 +164,7 @@ def test_peak_memory_of_a_step_is_predicted(kind, recompute):
         stage.train(instructions_of("gpipe", 1, 3)[0], batches, summed_loss)
     kept, workspace = prices.activation_bytes[:, 0], prices.workspace_bytes[:, 0]
     expected = max(kept.sum() + workspace[0], kept[:2].sum() + workspace[1], kept.sum() + workspace[2])
-    assert live.most == pytest.approx(expected, rel=0.08)
+    assert live.most() == pytest.approx(expected, rel=0.08)
 
 
 def test_no_more_points_are_counted_than_are_measured():

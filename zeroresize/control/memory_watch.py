@@ -12,7 +12,7 @@ from zeroresize.control.setup import Setup
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import UnitTensor
 from zeroresize.layers.segments import owned_segments, segment_works
-from zeroresize.measure.activation_bytes import ActivationBytes
+from zeroresize.measure.memory_meter import ActivationBytes
 from zeroresize.optim.optimizers import SteppedTensors, torch_optimizer
 from zeroresize.optim.trial import StateBytes
 from zeroresize.policy.tensor.memory import GroupMemory, HeldBytes

@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from zeroresize.config.keys import MOVABLE_MODES, MOVING_MODES
 from zeroresize.control.assembly import Parts
 from zeroresize.control.reporter import Reporter
-from zeroresize.measure.compare_products import BUDGET_S
 from zeroresize.measure.links import measure_move_cost
+from zeroresize.measure.timed_products import BUDGET_S
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError

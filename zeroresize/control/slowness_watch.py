@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from zeroresize.comm.exchange import Exchange, GatheredNumbers
 from zeroresize.policy.slowness.group_slowness import TOLERANCE, GroupSlowness, WatchReport
@@ -17,9 +17,6 @@ from zeroresize.policy.slowness.lines import lines_of
 from zeroresize.policy.slowness.windows import StepWindow, WatchedStep, window_of
 
 logger = logging.getLogger(__name__)
-
-#: So many rounds may be under way; a rank that is further behind than that does not train with the others.
-_MOST_PENDING = 1000
 
 
 class SlownessWatch:
@@ -60,16 +57,19 @@ class SlownessWatch:
         self._num_steps += 1
         self._steps += read
         try:
-            self._take_what_has_come()
+            while self._pending and self._pending[0].has_ended:
+                self._take(self._pending.popleft().take())
             if self._num_steps % self._update_every == 0:
-                self._send()
+                window, self._steps = window_of(self._steps, self._num_steps), []
+                # Never left out: the ranks' rounds meet in the order in which they are started.
+                self._pending.append(GatheredNumbers(self._exchange.group, window.as_numbers()))
         except RuntimeError as error:
             self._is_over = True
             self._pending.clear()
             logger.warning(
                 "step %d: slow ranks are not watched any more, as exchanging times with the other ranks failed: %s",
                 self._num_steps,
-                str(error).splitlines()[0] if str(error) else type(error).__name__,
+                str(error).partition("\n")[0] or type(error).__name__,
             )
         self._watching_s = time.perf_counter() - began
 
@@ -85,13 +85,11 @@ class SlownessWatch:
     def metrics(self) -> dict[str, float]:
         """Return what :meth:`zeroresize.watch.Watch.metrics` tells."""
         report = self.report()
-        slow = {slow.rank: slow for slow in report.slow}
-        here = slow.get(self._rank)
         numbers = {
             "cost_s": report.cost_s,
-            "num_slow": float(len(slow)),
+            "num_slow": float(len(report.slow)),
             "share_saved": report.share_saved,
-            "slower": here.times if here is not None else 1.0,
+            "slower": next((slow.times for slow in report.slow if slow.rank == self._rank), 1.0),
             "step_s": report.step_s,
             "watching_s": self._watching_s,
         }
@@ -109,18 +107,9 @@ class SlownessWatch:
         self._is_over = True
         self._pending.clear()
 
-    def _send(self) -> None:
-        window, self._steps = window_of(self._steps, self._num_steps), []
-        if len(self._pending) >= _MOST_PENDING:
-            raise RuntimeError(f"other ranks are {len(self._pending)} rounds of {self._update_every} steps behind")
-        # Never left out: the ranks' rounds meet in the order in which they are started.
-        self._pending.append(GatheredNumbers(self._exchange.group, window.as_numbers()))
-
-    def _take_what_has_come(self) -> None:
-        while self._pending and self._pending[0].has_ended:
-            rows = self._pending.popleft().take()
-            events = self._group.update([StepWindow.of_numbers(numbers) for numbers in rows])
-            if events and self._rank == 0:
-                share_saved = self._group.report().share_saved
-                for line in lines_of(events, share_saved, compares_work=self._group.compares_work):
-                    logger.warning("step %d: %s", self._num_steps, line)
+    def _take(self, rows: Sequence[Sequence[float]]) -> None:
+        events = self._group.update([StepWindow.of_numbers(numbers) for numbers in rows])
+        if events and self._rank == 0:
+            share_saved = self._group.report().share_saved
+            for line in lines_of(events, share_saved, compares_work=self._group.compares_work):
+                logger.warning("step %d: %s", self._num_steps, line)

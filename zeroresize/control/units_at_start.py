@@ -8,7 +8,7 @@ from zeroresize.comm.meeting import Meet
 from zeroresize.config.keys import MOVING_MODES
 from zeroresize.control.memory_watch import MemoryWatch
 from zeroresize.control.setup import Setup
-from zeroresize.measure.device_speed import measure_wanted_shares
+from zeroresize.measure.timed_products import measure_wanted_shares
 from zeroresize.plan.ownership import checked_shares
 from zeroresize.policy.tensor.memory import GroupMemory
 from zeroresize.policy.tensor.rules.ownership import nearest_fitting

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -112,20 +111,14 @@ class StragglerInjector:
     def __enter__(self) -> StragglerInjector:
         if self._is_active:
             raise RuntimeError("this StragglerInjector is active already")
+        self._slowness.chi = self._own_chi
         self._slowness.__enter__()
-        try:
-            self._slowness.chi = self._own_chi
-        except BaseException:
-            self._slowness.__exit__(None, None, None)
-            raise
         self._is_active = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._is_active = False
-        self._slowness.__exit__(kind, error, traceback)
+        self._slowness.__exit__(None, None, None)
 
     @property
     def _own_chi(self) -> float:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroresize.injection.delay import Delays
+from zeroresize.injection.delay import Slowdown
 from zeroresize.injection.schedule import SCOPES
 from zeroresize.utils.torch_private import DispatchMode, Operator, dispatch_modes, name_of_operator
 from zeroresize.utils.value_checks import one_of
@@ -18,7 +17,7 @@ _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_addmm_activation", "at
 _NO_WORK = ("c10d", "_c10d", "_dtensor", "symm_mem", "prim::", "profiler::")
 
 
-class SlowOps:
+class SlowOps(Slowdown):
     """While active, delays the linear products of this thread (and of its backward), or every op.
 
     Only a rank with χ > 1 pays for watching its ops (some 4 µs each). Code inside ``torch.compile`` is not seen.
@@ -26,16 +25,15 @@ class SlowOps:
     Args:
         scope: ``"gemm"`` delays the matrix products of linear layers (not attention's, which multiply batch by batch);
             ``"all"`` every op but collectives, the optimizer's included.
-        delays: how ops are delayed.
 
     Raises:
         ValueError: for an unknown scope.
     """
 
-    def __init__(self, *, scope: str = "gemm", delays: Delays | None = None) -> None:
-        self._delays = delays or Delays()
+    def __init__(self, *, scope: str = "gemm") -> None:
+        super().__init__()
         one_of("scope", scope, SCOPES)
-        self._mode = _SlowOpsMode(self._delays, scope == "all")
+        self._mode = _SlowOpsMode(self, scope == "all")
         self._is_active = False
         self._num_modes_below = 0
 
@@ -47,23 +45,14 @@ class SlowOps:
             RuntimeError: when an active ``SlowOps`` is set from 1 to more inside another ``TorchDispatchMode`` that
                 was entered after it.
         """
-        return self._delays.chi
+        return super().chi
 
     @chi.setter
     def chi(self, chi: float) -> None:
-        self._delays.chi = chi
+        for delay in self._all:
+            delay.chi = chi
         if self._is_active:
             self._watch(chi > 1.0)
-
-    @property
-    def num_products(self) -> int:
-        """How many products (or ops) were slowed."""
-        return self._delays.num_products
-
-    @property
-    def seconds_added(self) -> float:
-        """How many seconds they were slowed by in all."""
-        return self._delays.seconds_added
 
     def __enter__(self) -> SlowOps:
         self._num_modes_below = len(dispatch_modes())
@@ -71,9 +60,7 @@ class SlowOps:
         self._watch(self.chi > 1.0)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._is_active = False
         self._watch(False)
 
@@ -89,9 +76,9 @@ class SlowOps:
 
 
 class _SlowOpsMode(DispatchMode):
-    def __init__(self, delays: Delays, is_every_op: bool) -> None:
+    def __init__(self, slowdown: Slowdown, is_every_op: bool) -> None:
         super().__init__()
-        self._delays = delays
+        self._slowdown = slowdown
         self._is_every_op = is_every_op
 
     def __torch_dispatch__(
@@ -104,9 +91,9 @@ class _SlowOpsMode(DispatchMode):
         if any(cls.__torch_dispatch__ is not Tensor.__torch_dispatch__ for cls in types):
             # A subclass such as DTensor: the ops that it is made of come by here in their turn.
             return NotImplemented
-        if self._delays.chi == 1.0 or not self._is_slowed(func, args):
+        delay = self._slowdown.delay_on(_device_of(args, kwargs or {}))
+        if delay.chi == 1.0 or not self._is_slowed(func, args):
             return func(*args, **(kwargs or {}))
-        delay = self._delays.on(_device_of(args, kwargs or {}))
         delay.begins()
         result = func(*args, **(kwargs or {}))
         delay.ends(_key_of(func, args))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zeroresize.injection.delay import Delay, Delayed, Delays
+from zeroresize.injection.delay import HostDelay, Slowdown
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.stage_layers import LayerWatcher
 
 
-class SlowStage(LayerWatcher, Delayed):
+class SlowStage(LayerWatcher, Slowdown):
     """While active, whatever layers this rank runs take ``chi`` times as long, forward and backward.
 
     Enter it before a block is profiled: then the profile sees the slowness. A layer is held up by what it took, so one
@@ -19,20 +19,16 @@ class SlowStage(LayerWatcher, Delayed):
     Args:
         pipeline: the pipeline of which this rank is a stage. Layers that arrive by a move are slowed, those that have
             left are not.
-        delays: how layers are delayed.
+        host: how layers on the host are delayed.
     """
 
-    def __init__(self, pipeline: Pipeline, delays: Delays | None = None) -> None:
-        Delayed.__init__(self, delays)
+    def __init__(self, pipeline: Pipeline, host: HostDelay | None = None) -> None:
+        Slowdown.__init__(self, host)
         LayerWatcher.__init__(self, pipeline.module.watchers)
         self._pipeline = pipeline
 
     def begins(self, number: int, is_forward: bool, inputs: Sequence[Any]) -> None:
-        self._delay.begins()
+        self.delay_on(self._pipeline.device).begins()
 
     def ends(self, number: int, is_forward: bool) -> None:
-        self._delay.ends((number, is_forward))
-
-    @property
-    def _delay(self) -> Delay:
-        return self._delays.on(self._pipeline.device)
+        self.delay_on(self._pipeline.device).ends((number, is_forward))

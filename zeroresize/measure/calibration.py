@@ -1,22 +1,46 @@
-"""Which calibrations a group makes: of pruning, of migration, or both."""
+"""Calibrations: what pruning costs on this rank, and what lending adds to a step, on the shapes that training uses.
+
+Every distinct shape is measured once and counted as often as layers have it.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import group_rank
+from zeroresize.comm.collectives import all_reduce, group_rank, group_size
 from zeroresize.comm.meeting import Meet
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.measure.calibrate_migration import measure_migration_cost
-from zeroresize.measure.rank_monitor import RankMonitor
-from zeroresize.policy.tensor.costs import MigrationCost
-from zeroresize.policy.tensor.estimation.times import MOST_SECONDS
+from zeroresize.measure.timed_products import FIRST_TOKENS, ProductShape, random_operands, watch_products
+from zeroresize.migration.buffers import Buffers
+from zeroresize.migration.lender import make_transport
+from zeroresize.migration.transport import LoanRoute, Transport, bounds_of_parts
+from zeroresize.plan.layer import LayerPlan
+from zeroresize.policy.tensor.columns.order import decided_columns, num_lent, order_without_priority
+from zeroresize.policy.tensor.costs import NUM_POINTS, MigrationCost, ResizingCost, spread_ratios
+from zeroresize.policy.tensor.estimation.times import LEAST_SECONDS, MOST_SECONDS
+from zeroresize.utils.line_texts import percent_text, seconds_text
+
+if TYPE_CHECKING:
+    from zeroresize.measure.rank_monitor import RankMonitor  # which calibrates
+
+#: So often everything is measured; the fastest counts, as noise only adds time.
+_ROUNDS = 3
+#: What a product costs on average over the measured ratios, roughly, as a share of the whole one.
+_MEAN_COST = 0.7
+#: Shares of its columns that one rank lends in the calibration. The cost is taken to be a straight line through them.
+_LENT = (0.25, 0.75)
 
 logger = logging.getLogger(__name__)
 
@@ -49,16 +73,16 @@ def calibrate_group(
     if measures_pruning:
         cost = monitor.calibrate()
         results.append(
-            f"without {100.0 * cost.max_ratio:.0f} % of its columns this rank's products take "
-            f"{100.0 * cost.gemm_share[-1]:.0f} % of their time"
+            f"without {percent_text(cost.max_ratio)} of its columns this rank's products take "
+            f"{percent_text(cost.gemm_share[-1])} of their time"
         )
     if may_migrate and not all(layer.may_lend for layer in layers.values()):
         migration = MigrationCost(fixed_s=MOST_SECONDS)  # so nobody plans to lend
     elif may_migrate and (measures_pruning or measures_migrating):
         migration = measure_migration_cost(layers, process_group, config.migration_transport)
         results.append(
-            f"lending columns to other ranks takes {1e3 * migration.fixed_s:.1f} ms a step, and where all are lent "
-            f"{1e3 * migration.per_share_s:.1f} ms more"
+            f"lending columns to other ranks takes {seconds_text(migration.fixed_s)} a step, and where all are lent "
+            f"{seconds_text(migration.per_share_s)} more"
         )
     if results and group_rank(process_group) == 0:
         logger.info(
@@ -68,3 +92,219 @@ def calibrate_group(
             "; ".join(results),
         )
     return migration
+
+
+# ---- pruning --------------------------------------------------------------------------------------------------------
+
+
+def measure_resizing_cost(
+    layers: Mapping[str, BalancedLinear], config: BalanceConfig, budget_s: float = 1.0
+) -> ResizingCost:
+    """Measure what pruning costs this rank at ``NUM_POINTS`` ratios from 0 to γ_max, over all layers together.
+
+    The products run through the layers' probes, so injected slowness counts as it does in training. A fused kernel
+    counts as one multiplication. Fewer tokens are used where all do not fit the budget. Where nothing can be measured
+    the cost is in proportion to FLOPs.
+
+    Args:
+        layers: balanced layers by name; measured are those that ran training forwards in the last iteration.
+        config: up to which ratio, and in which blocks, layers prune.
+        budget_s: seconds it may take, roughly.
+    """
+    examples: dict[ProductShape, BalancedLinear] = {}
+    counts: Counter[ProductShape] = Counter()
+    for layer in layers.values():
+        if layer.num_tokens > 0:
+            shape = ProductShape.of(layer, layer.even_shape, layer.num_tokens)  # though units may be away
+            examples.setdefault(shape, layer)
+            counts[shape] += 1
+    pruned, gemm_s, gather_fill_s = ([0.0] * NUM_POINTS for _ in range(3))
+    for shape, count in counts.items():
+        plans = [_spread_plan(ratio, shape, config) for ratio in spread_ratios(config.max_ratio)]
+        measured = _measure_shape(examples[shape], shape, plans, budget_s / len(counts))
+        for point, (plan, (multiplying_s, rest_s)) in enumerate(zip(plans, measured, strict=True)):
+            pruned[point] += count * shape.work * (plan.pruned_share if plan else 0.0)
+            gemm_s[point] += count * multiplying_s
+            gather_fill_s[point] += count * rest_s
+    if not gemm_s[0] > 0.0:  # there was no training, or the clock did not advance
+        return ResizingCost.linear(config.max_ratio)
+    work = sum(count * shape.work for shape, count in counts.items())
+    ratios = tuple(columns / work for columns in pruned)
+    if any(low >= high for low, high in itertools.pairwise(ratios)):  # layers of a few columns: several plans are equal
+        ratios = spread_ratios(config.max_ratio)
+    gemm_share = tuple(max(seconds, LEAST_SECONDS) / gemm_s[0] for seconds in gemm_s)
+    return ResizingCost(ratios, gemm_share, (0.0, *gather_fill_s[1:]))
+
+
+def _measure_shape(
+    layer: BalancedLinear, shape: ProductShape, plans: Sequence[LayerPlan | None], budget_s: float
+) -> list[tuple[float, float]]:
+    """Measure under every plan the seconds that the three products multiply, and gather and fill, of all tokens.
+
+    Plans are measured in turn, so that drift hits all alike.
+    """
+    num_tokens = min(shape.num_tokens, FIRST_TOKENS)
+    operands = random_operands(shape, num_tokens)
+    watch_products(layer, *operands, None)  # first calls set up threads and libraries
+    of_token_s = watch_products(layer, *operands, None).products_s / num_tokens
+    affordable = budget_s / (max(of_token_s, LEAST_SECONDS) * len(plans) * _ROUNDS * _MEAN_COST)
+    num_tokens = min(shape.num_tokens, max(num_tokens // 2, int(affordable)))
+    operands = random_operands(shape, num_tokens)
+    rounds = [[watch_products(layer, *operands, plan) for plan in plans] for _ in range(_ROUNDS)]
+    scale = shape.num_tokens / num_tokens
+    return [
+        (
+            scale * min(watched.gemm_s for watched in of_plan),
+            scale * max(min(watched.products_s - watched.gemm_s for watched in of_plan), 0.0),
+        )
+        for of_plan in zip(*rounds, strict=True)
+    ]
+
+
+def _spread_plan(ratio: float, shape: ProductShape, config: BalanceConfig) -> LayerPlan | None:
+    """Prunes as many columns as training would at this ratio, in a selector's order without priorities."""
+    order = order_without_priority(config, shape.num_columns)
+    pruned = decided_columns(order, ratio, config.block, config.max_ratio)
+    if len(pruned) == 0:
+        return None
+    return LayerPlan.from_pruned(torch.tensor(pruned.tolist(), device="cpu"), shape.num_columns, shape.device)
+
+
+# ---- migration (Φ1 of section IV-B) ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Shape:
+    num_tokens: int  # of one forward
+    num_micro_batches: int
+    num_recomputations: int  # forwards of activation checkpointing, beyond one a micro-batch
+    num_columns: int
+    num_outputs: int
+    is_column_parallel: bool
+    weight_dtype: torch.dtype
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, layer: BalancedLinear) -> _Shape:
+        num_outputs, num_columns = layer.even_shape  # units may be away, and all ranks must measure alike
+        return cls(
+            num_tokens=layer.num_tokens // layer.num_forwards,
+            num_micro_batches=layer.num_forwards - layer.num_recomputations,
+            num_recomputations=layer.num_recomputations,
+            num_columns=num_columns,
+            num_outputs=num_outputs,
+            is_column_parallel=layer.is_column_parallel,
+            weight_dtype=layer.local_weight.dtype,
+            dtype=layer.compute_dtype,
+            device=layer.local_weight.device,
+        )
+
+
+def measure_migration_cost(
+    layers: Mapping[str, BalancedLinear], process_group: ProcessGroup, migration_transport: str
+) -> MigrationCost:
+    """Measure the seconds of all transfers of a step when one rank lends and nothing overlaps; collective.
+
+    In training some transfers overlap, and ranks wait for each other's results; what training shows corrects the scale
+    later.
+
+    Args:
+        layers: balanced layers by name; measured are those that ran training forwards in the last iteration.
+        process_group: their tensor-parallel group.
+        migration_transport: how slices travel.
+
+    Raises:
+        ValueError: if no layer has run a training forward.
+    """
+    shapes = Counter(_Shape.of(layer) for layer in layers.values() if layer.num_tokens > 0)
+    if not shapes:
+        raise ValueError("no layer has seen a training forward yet: there is nothing to measure")
+    seconds = torch.zeros(_ROUNDS, len(_LENT), group_size(process_group), dtype=torch.float64)
+    for of_round in seconds:
+        transport = make_transport(migration_transport, process_group, Buffers())
+        for lent, of_ranks in zip(_LENT, of_round, strict=True):
+            of_ranks[transport.rank] = sum(
+                count * _Transfers(shape, lent, transport).seconds_of_step() for shape, count in shapes.items()
+            )
+    seconds = seconds.to(next(iter(shapes)).device)
+    all_reduce(seconds, process_group)
+    small_s, large_s = seconds.amax(dim=-1).amin(dim=0).tolist()  # of the slowest rank, in the fastest round
+    per_share_s = max(large_s - small_s, 0.0) / (_LENT[1] - _LENT[0])
+    return MigrationCost(max(small_s - _LENT[0] * per_share_s, 0.0), per_share_s)
+
+
+class _Transfers:
+    """The transfers of one layer in a step in which rank 0 lends to all others, with zeros as content."""
+
+    def __init__(self, shape: _Shape, lent: float, transport: Transport) -> None:
+        self._shape, self._transport = shape, transport
+        num_receivers = group_size(transport.process_group) - 1
+        num_columns = num_lent(shape.num_columns, lent)
+        bounds = bounds_of_parts(num_columns, [1.0 / num_receivers] * num_receivers)
+        self._route = LoanRoute(0, tuple(range(1, num_receivers + 1)), bounds)
+        self._is_owner = transport.rank == 0
+        columns = torch.arange(num_columns, device=shape.device)
+        self._columns = columns if self._is_owner else columns[self._route.part_of(transport.rank)]
+        self._x_TK, self._y_TN, self._dw_NK = (
+            torch.zeros(*size, dtype=shape.dtype, device=shape.device)
+            for size in (
+                (shape.num_tokens, shape.num_columns),
+                (shape.num_tokens, shape.num_outputs),
+                (shape.num_outputs, shape.num_columns),
+            )
+        )
+        self._w_NK = self._dw_NK.to(shape.weight_dtype)
+
+    def seconds_of_step(self) -> float:
+        """Measure the weights once, and forward and backward for each micro-batch."""
+        self._send_weights()  # first calls set up buffers and connections
+        self._forward_and_backward()
+        seconds = self._time(self._send_weights)
+        seconds += self._shape.num_micro_batches * self._time(self._forward_and_backward)
+        if self._shape.num_recomputations:
+            seconds += self._shape.num_recomputations * self._time(self._forward)
+        return seconds
+
+    def _time(self, transfer: Callable[[], None]) -> float:
+        """Seconds until it is done on every rank."""
+        self._meet()
+        began = time.perf_counter()
+        transfer()
+        self._transport.buffers.finish_sending()
+        self._meet()
+        return time.perf_counter() - began
+
+    def _meet(self) -> None:
+        all_reduce(torch.zeros(1, device=self._shape.device), self._transport.process_group)
+        if self._shape.device.type == "cuda":
+            torch.cuda.synchronize(self._shape.device)
+
+    def _send_weights(self) -> None:
+        self._send_out(self._w_NK, "w")
+
+    def _forward(self) -> None:
+        if not self._shape.is_column_parallel:
+            self._send_out(self._x_TK, "x")
+        if self._shape.is_column_parallel or not self._transport.merges:
+            if self._is_owner:
+                expected = self._transport.expect_addends(self._route, tuple(self._y_TN.shape), self._y_TN, "y")
+                self._transport.add_up(self._route, self._y_TN, expected).wait()
+            else:
+                self._transport.give(self._route, self._y_TN, "y")
+
+    def _forward_and_backward(self) -> None:
+        self._forward()
+        if self._shape.is_column_parallel:
+            self._transport.send_whole(self._route, self._y_TN, self._shape.num_outputs, "dy").wait()
+        if not self._shape.is_column_parallel or not self._transport.merges:
+            self._return_slice(self._x_TK, "dx")
+        self._return_slice(self._dw_NK, "dw")
+
+    def _send_out(self, matrix: Tensor, name: str) -> None:
+        packed = matrix.index_select(1, self._columns) if self._is_owner else None
+        self._transport.send_slice(self._route, packed, len(matrix), matrix, name).wait()
+
+    def _return_slice(self, matrix: Tensor, name: str) -> None:
+        part = None if self._is_owner else matrix.index_select(1, self._columns)
+        self._transport.return_slice(self._route, part, len(matrix), matrix, name).wait()

@@ -32,13 +32,22 @@ Fresh = dict[str, NDArray[np.float64]]
 class ColumnStatistic(ABC):
     """Keeps one kind of statistic over all balanced layers of this rank.
 
+    Args:
+        layers: balanced layers by name.
+
     Attributes:
         incremental: whether pruning a column spoils its statistic, so the last value from before must be kept.
         adds_up: whether it adds up over the steps of an epoch.
+        state: what it keeps from step to step within the epoch, by names; tensors are replaced, not changed in place.
     """
 
     incremental: bool = True
     adds_up: bool = True
+
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+        self.state: dict[str, Tensor] = {}
+        self.restart()
 
     @abstractmethod
     def take(self) -> Fresh:
@@ -52,20 +61,23 @@ class ColumnStatistic(ABC):
         """Begin optimizer step number ``step`` (from 0)."""
 
     @property
-    @abstractmethod
     def bytes_held(self) -> int:
         """Memory that it keeps from step to step."""
+        return sum(tensor.nbytes for tensor in self.state.values())
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
         """Return its state within the epoch, this rank's own."""
+        return dict(self.state)
 
-    @abstractmethod
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from :meth:`state_dict`."""
+        for name, tensor in self.state.items():
+            self.state[name] = state[name].to(tensor, copy=True)
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to take back
+    def close(self) -> None:
         """Detach its hooks."""
+        for layer in self._layers.values():
+            layer.watch_input = None
 
 
 def build_statistic(config: BalanceConfig, layers: Layers, optimizer: Any) -> ColumnStatistic:
@@ -94,60 +106,42 @@ class WeightVariation(ColumnStatistic):
     """
 
     def __init__(self, layers: Layers, *, storage: str) -> None:
-        self._layers, self._storage = layers, storage
-        self._then = {name: self._copy_of(layer.local_weight) for name, layer in layers.items()}
+        self._to: Any = torch.bfloat16 if storage == "bf16" else "cpu"
+        super().__init__(layers)
         for name, layer in layers.items():
             layer.watch_input = self._first_forward(name)
 
     @torch.no_grad()
     def take(self) -> Fresh:
-        fresh = {}
+        fresh, then = {}, self.state
+        self.restart()
         for name, layer in self._layers.items():
-            now = self._copy_of(layer.local_weight)
-            change_NK = now.to(torch.float32) - self._then[name].to(torch.float32)
+            change_NK = self.state[name].to(torch.float32) - then[name].to(torch.float32)
             fresh[name] = change_NK.abs_().mean(dim=0, dtype=torch.float64).cpu().numpy()
             if not layer.weight.requires_grad:
                 fresh[name][:] = np.nan  # a frozen weight does not move, which says nothing
-            self._then[name] = now
         return fresh
 
-    @torch.no_grad()
     def restart(self) -> None:
-        self._then = {name: self._copy_of(layer.local_weight) for name, layer in self._layers.items()}
-
-    @property
-    def bytes_held(self) -> int:
-        return sum(copy.numel() * copy.element_size() for copy in self._then.values())
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self._then)
+        self.state = {name: self._copy_of(layer) for name, layer in self._layers.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.close()
-        for name, then in self._then.items():
-            self._then[name] = state[name].to(then, copy=True)
-
-    def close(self) -> None:
-        for layer in self._layers.values():
-            layer.watch_input = None
+        super().load_state_dict(state)
 
     def _first_forward(self, name: str) -> Callable[[Tensor], None]:
         layer = self._layers[name]
         version = version_of(layer.local_weight)
 
-        @torch.no_grad()
         def look(_: Tensor) -> None:
             layer.watch_input = None
             if version_of(layer.local_weight) != version:
-                self._then[name] = self._copy_of(layer.local_weight)
+                self.state[name] = self._copy_of(layer)
 
         return look
 
-    def _copy_of(self, weight: Tensor) -> Tensor:
-        detached = weight.detach()
-        if self._storage == "bf16":
-            return detached.to(torch.bfloat16, copy=True)
-        return detached.to("cpu", copy=True)
+    def _copy_of(self, layer: BalancedLinear) -> Tensor:
+        return layer.local_weight.detach().to(self._to, copy=True)
 
 
 class ActivationNorms(ColumnStatistic):
@@ -159,22 +153,17 @@ class ActivationNorms(ColumnStatistic):
 
     incremental = adds_up = False
 
-    def __init__(self, layers: Layers) -> None:
-        self._layers = layers
-        self.restart()
-
     def restart(self) -> None:
-        self._first_step: int | None = None
-        self._squares = {name: self._zeros(layer) for name, layer in self._layers.items()}
-        self._num_tokens = {
-            name: torch.zeros((), dtype=torch.int64, device=layer.local_weight.device)
-            for name, layer in self._layers.items()
-        }
+        self.state = {"first_step": torch.tensor(-1)}
+        for name, layer in self._layers.items():
+            device = layer.local_weight.device
+            self.state[f"{name}.squares"] = torch.zeros(layer.num_columns, dtype=torch.float32, device=device)
+            self.state[f"{name}.num_tokens"] = torch.zeros((), dtype=torch.int64, device=device)
 
     def begin_step(self, step: int) -> None:
-        if self._first_step is None:
-            self._first_step = step
-        is_sampled = (step - self._first_step) % _SAMPLE_EVERY == 0
+        if self.state["first_step"] < 0:
+            self.state["first_step"] = torch.tensor(step)
+        is_sampled = (step - int(self.state["first_step"])) % _SAMPLE_EVERY == 0
         for name, layer in self._layers.items():
             layer.watch_input = self._watcher(name) if is_sampled else None
 
@@ -182,7 +171,8 @@ class ActivationNorms(ColumnStatistic):
     def take(self) -> Fresh:
         fresh = {}
         for name, layer in self._layers.items():
-            mean_squares_K = self._squares[name] / self._num_tokens[name]  # NaN where there were none
+            # NaN where there were none
+            mean_squares_K = self.state[f"{name}.squares"] / self.state[f"{name}.num_tokens"]
             norms_K = _norms_of_columns(layer.local_weight.detach())
             fresh[name] = (norms_K * mean_squares_K.sqrt()).to("cpu", torch.float64).numpy()
             if not len(layer.local_weight):
@@ -190,39 +180,16 @@ class ActivationNorms(ColumnStatistic):
         self.restart()
         return fresh
 
-    @property
-    def bytes_held(self) -> int:
-        return sum(squares.numel() * squares.element_size() for squares in self._squares.values())
-
-    def state_dict(self) -> dict[str, Tensor]:
-        seen = {f"{name}.squares": squares.clone() for name, squares in self._squares.items()}
-        seen |= {f"{name}.num_tokens": number.clone() for name, number in self._num_tokens.items()}
-        return seen | {"first_step": torch.tensor(self._first_step or 0)}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._first_step = int(state["first_step"])
-        for name, squares in self._squares.items():
-            self._squares[name] = state[f"{name}.squares"].to(squares, copy=True)
-            self._num_tokens[name] = state[f"{name}.num_tokens"].to(self._num_tokens[name], copy=True)
-
-    def close(self) -> None:
-        for layer in self._layers.values():
-            layer.watch_input = None
-
     def _watcher(self, name: str) -> Callable[[Tensor], None]:
         @torch.no_grad()
         def watch(x: Tensor) -> None:
             x_TK = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])  # K may be 0
             squares_K = _norms_of_columns(x_TK).square()
             is_finite = squares_K.isfinite().all()  # stays on the device
-            self._squares[name] += squares_K.where(is_finite, 0.0)
-            self._num_tokens[name] += is_finite * x_TK.shape[0]
+            seen = {"squares": squares_K.where(is_finite, 0.0), "num_tokens": is_finite * x_TK.shape[0]}
+            self.state |= {f"{name}.{what}": self.state[f"{name}.{what}"] + more for what, more in seen.items()}
 
         return watch
-
-    @staticmethod
-    def _zeros(layer: BalancedLinear) -> Tensor:
-        return torch.zeros(layer.num_columns, dtype=torch.float32, device=layer.local_weight.device)
 
 
 def _norms_of_columns(x_TK: Tensor) -> Tensor:
@@ -238,42 +205,25 @@ class PathLength(ColumnStatistic):
     """
 
     def __init__(self, layers: Layers, optimizer: Any) -> None:
-        self._layers = layers
         self._stepped = SteppedTensors(optimizer, {name: layer.weight for name, layer in layers.items()})
-        self._turn = 0
-        self.restart()
+        super().__init__(layers)
         self._unhook = hook_steps(optimizer, self._before_step, self._after_step)
 
     def restart(self) -> None:
         """As all do; the next step samples the layer whose turn it is."""
-        self._paths = {name: torch.zeros(layer.num_columns) for name, layer in self._layers.items()}
-        self._num_looks = dict.fromkeys(self._layers, 0)
-        self._num_steps = 0
+        self.state = {"turn": self.state.get("turn", torch.tensor(0)), "steps": torch.tensor(0)}
+        for name, layer in self._layers.items():
+            self.state |= {f"{name}.path": torch.zeros(layer.num_columns), f"{name}.looks": torch.tensor(0)}
         self._looked_at: tuple[str, Tensor, Tensor] | None = None
 
     def take(self) -> Fresh:
         fresh = {}
-        for name, path in self._paths.items():
-            steps_a_look = self._num_steps / self._num_looks[name] if self._num_looks[name] else math.nan
-            fresh[name] = path.to("cpu", torch.float64).numpy() * steps_a_look
+        for name in self._layers:
+            looks = int(self.state[f"{name}.looks"])
+            steps_a_look = int(self.state["steps"]) / looks if looks else math.nan
+            fresh[name] = self.state[f"{name}.path"].to("cpu", torch.float64).numpy() * steps_a_look
         self.restart()
         return fresh
-
-    @property
-    def bytes_held(self) -> int:
-        return sum(path.numel() * path.element_size() for path in self._paths.values())
-
-    def state_dict(self) -> dict[str, Tensor]:
-        looks = {f"{name}.looks": number for name, number in self._num_looks.items()}
-        numbers = {"turn": self._turn, "steps": self._num_steps, **looks}
-        paths = {f"{name}.path": path for name, path in self._paths.items()}
-        return {**paths, **{name: torch.tensor(number) for name, number in numbers.items()}}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._turn, self._num_steps = int(state["turn"]), int(state["steps"])
-        for name, path in self._paths.items():
-            self._paths[name] = state[f"{name}.path"].to(path, copy=True)
-            self._num_looks[name] = int(state[f"{name}.looks"])
 
     def close(self) -> None:
         self._unhook()
@@ -283,7 +233,7 @@ class PathLength(ColumnStatistic):
         stepped = self._stepped.now()
         trained = [name for name in stepped if self._layers[name].weight.requires_grad]
         if trained:
-            name = trained[self._turn % len(trained)]
+            name = trained[int(self.state["turn"]) % len(trained)]
             tensor = local_of(stepped[name])
             self._looked_at = name, tensor, tensor.detach().clone()
 
@@ -292,8 +242,8 @@ class PathLength(ColumnStatistic):
         if self._looked_at is None:
             return
         name, now, before = self._looked_at
-        change_NK = now.detach() - before
-        step_K = change_NK.abs_().mean(dim=0, dtype=torch.float32)
-        self._paths[name] = self._paths[name].to(step_K.device) + step_K
-        self._num_looks[name] += 1
-        self._looked_at, self._turn, self._num_steps = None, self._turn + 1, self._num_steps + 1
+        self._looked_at = None
+        step_K = (now.detach() - before).abs_().mean(dim=0, dtype=torch.float32)
+        self.state[f"{name}.path"] = self.state[f"{name}.path"].to(step_K.device) + step_K
+        for counted in ("turn", "steps", f"{name}.looks"):
+            self.state[counted] = self.state[counted] + 1

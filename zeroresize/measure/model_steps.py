@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.measure import waits
 from zeroresize.measure.clocks import clock_for
 from zeroresize.measure.step_timer import StepTimer
 from zeroresize.policy.slowness.windows import WatchedStep
 from zeroresize.policy.tensor.estimation.times import StepTimes
-from zeroresize.utils.torch_private import is_compiled_module
+from zeroresize.utils.torch_private import current_backward, is_compiled_module
 
 _T = TypeVar("_T")
 
@@ -50,23 +51,22 @@ class ModelSteps:
     def __init__(self, model: nn.Module) -> None:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._timer = StepTimer(clock_for(device))
-        multiplying = [] if _is_compiled(model) else list(_modules_that_multiply(model))
+        # A compiled model would be compiled anew for hooks of its modules.
+        is_compiled = any(is_compiled_module(module) for module in model.modules())
+        multiplying = [] if is_compiled else list(_modules_that_multiply(model))
         self._products = _some(multiplying, _MOST_PRODUCTS)
         self._products_of_timed = _PRODUCTS_OF_FORWARD * _size_of(multiplying) / max(_size_of(self._products), 1)
         self._timing: list[RemovableHandle] = []  # hooks of a step in which products are timed
-        self._are_timed: deque[bool] = deque()  # of the steps that were not read yet
-        self._works: deque[float] = deque()
+        self._unread: deque[tuple[bool, float]] = deque()  # of each step, whether products were timed, and its work
         self._num_steps = 0
-        self._has_seen_work = False
         reference = weakref.ref(self)
         handles = [
             model.register_forward_pre_hook(_calling(reference, ModelSteps._work_begins), prepend=True),
-            model.register_forward_hook(_hearing_of_backward(reference)),
+            model.register_forward_hook(_hear_of_backward),
         ]
         learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in _some(learning, _MOST_PARAMETERS):
-            hook = _calling(reference, ModelSteps._backward_is_under_way)
-            handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            handles.append(parameter.register_post_accumulate_grad_hook(_backward_is_under_way))
         self._close = weakref.finalize(self, _detach, self._timer, handles, self._timing)
         self._close.atexit = False
         self._begin_step()
@@ -76,8 +76,8 @@ class ModelSteps:
 
         A step without any work of the model, such as that of another model's optimizer, is told as well.
         """
-        self._stop_timing_products()
-        self._works.append(work)
+        self._unread.append((bool(self._timing), work))
+        _remove(self._timing)
         read = [self._described(step) for step in self._timer.end_step()]
         self._num_steps += 1
         self._begin_step()
@@ -88,28 +88,17 @@ class ModelSteps:
         self._close()
 
     def _begin_step(self) -> None:
-        is_timed = bool(self._products) and self._num_steps % _TIMED_EVERY == _TIMED_EVERY // 2
-        self._are_timed.append(is_timed)
         self._timer.begin_step()
-        if is_timed:
-            self._time_products()
+        if self._num_steps % _TIMED_EVERY == _TIMED_EVERY // 2:
+            reference = weakref.ref(self)
+            for module in self._products:
+                begin = module.register_forward_pre_hook(_calling(reference, ModelSteps._product_begins))
+                self._timing += [begin, module.register_forward_hook(_calling(reference, ModelSteps._product_ends))]
 
     def _described(self, step: StepTimes) -> WatchedStep:
-        is_timed = self._are_timed.popleft()
-        products_s = self._products_of_timed * step.gemm_s if is_timed else 0.0
-        return WatchedStep.of_times(step, products_s, self._works.popleft())
-
-    def _time_products(self) -> None:
-        begin = _calling(weakref.ref(self), ModelSteps._product_begins)
-        end = _calling(weakref.ref(self), ModelSteps._product_ends)
-        for module in self._products:
-            self._timing.append(module.register_forward_pre_hook(begin))
-            self._timing.append(module.register_forward_hook(end))
-
-    def _stop_timing_products(self) -> None:
-        for handle in self._timing:
-            handle.remove()
-        self._timing.clear()
+        is_timed, work = self._unread.popleft()
+        products_s = self._products_of_timed * step.gather_fill_s if is_timed else 0.0
+        return WatchedStep.of_times(step, products_s, work)
 
     def _work_begins(self) -> None:
         if torch.is_grad_enabled():
@@ -118,66 +107,59 @@ class ModelSteps:
     def _product_begins(self) -> None:
         # What is computed again in a backward is left out: so all steps are alike, with checkpointing or without.
         # Nor does evaluation count; a checkpointed part of a forward records no gradients either.
-        if not self._timer.is_in_backward and (torch.is_grad_enabled() or not self._timer.is_outside):
+        if current_backward() == -1 and (torch.is_grad_enabled() or not self._timer.is_outside):
             self._timer.product_begins()
-            self._timer.whole_begins(())
 
     def _product_ends(self) -> None:
         self._timer.product_ends()
 
-    def _backward_is_under_way(self) -> None:
-        self._timer.watch_end_of_backward()
 
-
-def _detach(timer: StepTimer, handles: list[RemovableHandle], timing: list[RemovableHandle]) -> None:
+def _detach(timer: StepTimer, *handles: list[RemovableHandle]) -> None:
     timer.close()
-    for handle in [*handles, *timing]:
+    for some in handles:
+        _remove(some)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
         handle.remove()
     handles.clear()
-    timing.clear()
 
 
 def _calling(reference: weakref.ref[ModelSteps], method: Callable[[ModelSteps], None]) -> Callable[..., None]:
     def call(*_: Any) -> None:
-        if torch.compiler.is_compiling():  # compiled code hears nothing of this
-            return
-        steps = reference()
+        steps = None if torch.compiler.is_compiling() else reference()  # compiled code hears nothing of this
         if steps is not None:
             method(steps)
 
     return call
 
 
-def _hearing_of_backward(reference: weakref.ref[ModelSteps]) -> Callable[..., None]:
-    """Return a hook of a model's forward: the gradient of its result tells that a backward has begun."""
-    backward_begins = _calling(reference, ModelSteps._backward_is_under_way)
+def _backward_is_under_way(_: Tensor) -> None:
+    waits.watch_end_of_backward()
 
-    def hear(module: nn.Module, args: Any, result: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        tensor = next((tensor for tensor in _tensors_in(result) if tensor.requires_grad), None)
-        if tensor is not None:
-            tensor.register_hook(backward_begins)
 
-    return hear
+def _hear_of_backward(module: nn.Module, args: Any, result: Any) -> None:
+    """The gradient of a model's result tells that a backward has begun."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    tensor = next((tensor for tensor in _tensors_in(result) if tensor.requires_grad), None)
+    if tensor is not None:
+        tensor.register_hook(_backward_is_under_way)
 
 
 def _tensors_in(value: Any, level: int = 0) -> Iterator[Tensor]:
     """Yield the tensors of a model's result: of mappings, sequences and dataclasses, nested or not."""
     if isinstance(value, Tensor):
         yield value
-        return
-    if level == _MOST_NESTED:
-        return
-    parts: Iterable[Any] = ()
-    if isinstance(value, dict):
-        parts = value.values()
-    elif isinstance(value, list | tuple):
-        parts = value
-    elif is_dataclass(value) and not isinstance(value, type):
-        parts = [getattr(value, field.name) for field in fields(value)]
-    for part in parts:
-        yield from _tensors_in(part, level + 1)
+    elif level < _MOST_NESTED:
+        parts: Iterable[Any] = value if isinstance(value, list | tuple) else ()
+        if isinstance(value, dict):
+            parts = value.values()
+        elif is_dataclass(value) and not isinstance(value, type):
+            parts = [getattr(value, field.name) for field in fields(value)]
+        for part in parts:
+            yield from _tensors_in(part, level + 1)
 
 
 def _some(known: Sequence[_T], most: int) -> list[_T]:
@@ -190,18 +172,11 @@ def _size_of(modules: Iterable[nn.Module]) -> int:
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
-def _is_compiled(model: nn.Module) -> bool:
-    """Return whether a part of the model is compiled: it would be compiled anew for hooks of its modules."""
-    return any(is_compiled_module(module) for module in model.modules())
-
-
 def _modules_that_multiply(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules whose forward is a matrix product or a convolution, or attention as a whole.
 
     Not this package's own layers: their balancer knows their products, and they may be traced.
     """
-    if isinstance(module, BalancedLinear):
-        return
     children = list(module.children())
     weight = getattr(module, "weight", None)
     has_matrix = not children and isinstance(weight, Tensor) and weight.dim() >= 2
@@ -213,4 +188,4 @@ def _modules_that_multiply(module: nn.Module) -> Iterator[nn.Module]:
 
 
 #: They have a weight of two dimensions, perhaps, and multiply no matrices by it.
-_NO_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm)
+_NO_PRODUCTS = (BalancedLinear, nn.Embedding, nn.EmbeddingBag, nn.LayerNorm)

@@ -17,10 +17,10 @@ import torch
 from zeroresize.config import BalanceConfig
 from zeroresize.kernels import implementation_on
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.measure.calibrate_resizing import ProductSplit, measure_resizing_cost
+from zeroresize.measure.calibration import measure_resizing_cost
 from zeroresize.measure.clocks import clock_for
-from zeroresize.measure.compare_products import Reference, choose_reference, compare_products, time_reference
 from zeroresize.measure.step_timer import LayerTimer, StepTimer
+from zeroresize.measure.timed_products import compare_products, time_reference
 from zeroresize.plan.group import Shares
 from zeroresize.policy.tensor.costs import ResizingCost
 from zeroresize.policy.tensor.estimation.estimator import RankEstimator
@@ -37,38 +37,23 @@ _FEWEST_OUTSIDE = 3
 
 @dataclass(frozen=True)
 class _Conditions:
-    """Describes what a calibration depends on.
+    """Describes what a calibration depends on."""
 
-    Attributes:
-        device: its name, the dtypes that layers compute in, and by which kernels.
-        work: tokens of a step times the sizes of the weights they meet.
-        max_ratio, block: of the configuration: up to which ratio, and by which columns, pruning was measured.
-        is_gathered: whether columns were gathered; in mode "mig" the kept columns are neighbours, which are a view.
-    """
-
-    device: str
-    work: float
-    max_ratio: float
-    block: int
-    is_gathered: bool
+    computing: str  # the device, the dtypes that layers compute in, by which kernels, and how columns are pruned
+    work: float  # tokens of a step times the sizes of the weights they meet
 
     @classmethod
     def of_step(cls, layers: Mapping[str, BalancedLinear], config: BalanceConfig) -> _Conditions:
-        """Return the conditions of the step that has just ended."""
+        """Those of the step that has just ended."""
         seen = [layer for layer in layers.values() if layer.num_tokens > 0]
-        names = {
-            torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-            for device in {layer.local_weight.device for layer in seen}
-        }
-        dtypes = {str(layer.compute_dtype) for layer in seen}
-        kernels = {implementation_on(layer.local_weight.device.type, layer.compute_dtype).name for layer in seen}
+        # In mode "mig" the kept columns are neighbours, which are not gathered.
+        computing = {f"γ ≤ {config.max_ratio}, {config.block} columns, gathered {config.mode != 'mig'}"}
+        for layer in seen:
+            device = layer.local_weight.device
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+            computing.add(f"{name} {layer.compute_dtype} {implementation_on(device.type, layer.compute_dtype).name}")
         work = sum(layer.num_tokens * math.prod(layer.even_shape) for layer in seen)
-        device = " ".join(sorted(names) + sorted(dtypes) + sorted(kernels))
-        return cls(device, float(work), config.max_ratio, config.block, config.mode != "mig")
-
-    def is_like(self, other: _Conditions) -> bool:
-        is_like = 1 / _LIKE <= self.work / max(other.work, 1.0) <= _LIKE
-        return is_like and dataclasses.replace(self, work=other.work) == other
+        return cls("; ".join(sorted(computing)), float(work))
 
 
 @dataclass
@@ -78,20 +63,16 @@ class MonitorState:
     Attributes:
         estimator: of the rank's times.
         calibrated_on: under which conditions what pruning costs was measured; None before.
-        split: of fused products; None before the calibration.
         num_tokens: of each layer in the last step of training, by name.
         most_forwards: of a layer in that step.
-        reference: the product by which a rank that owns nothing is measured; None before the calibration.
         outsides_s: seconds outside of the layers in the last steps.
         interval: the steps since the last update.
     """
 
     estimator: RankEstimator
     calibrated_on: _Conditions | None = None
-    split: ProductSplit | None = None
     num_tokens: dict[str, int] = field(default_factory=dict)
     most_forwards: int = 1
-    reference: Reference | None = None
     outsides_s: list[float] = field(default_factory=list)
     interval: list[StepTimes] = field(default_factory=list)
 
@@ -105,22 +86,25 @@ class RankMonitor:
 
     Attributes:
         state: what was learned.
+        last_read: the steps whose times were read at the last :meth:`end_step`.
+        wait_s: seconds of waiting in a usual step under the last update's last plan, NaN where none was read.
+        step_s: seconds of such a step, waits included; NaN where none was read.
+        layer_times: seconds of each layer's products in such a step, by name; empty where none was read.
     """
 
     def __init__(self, layers: Mapping[str, BalancedLinear], config: BalanceConfig) -> None:
         self._layers, self._config = layers, config
         self.state = MonitorState(RankEstimator(ResizingCost.linear(config.max_ratio)))
-        self._last_read: list[StepTimes] = []
+        self.last_read: list[StepTimes] = []
+        self.wait_s = self.step_s = math.nan
+        self.layer_times: dict[str, float] = {}
         self._shares_in_force = Shares()
-        self._wait_s = math.nan
         self._has_seen_training = self._has_warned = False
         # Ranks run row-parallel layers together, since their outputs are summed; a model without any counts all layers.
         self._counted = [layer for layer in layers.values() if not layer.is_column_parallel] or list(layers.values())
         self._num_forwards_before_step = 0
         device = next(iter(layers.values())).local_weight.device if layers else torch.device("cpu")
         self._timer = StepTimer(clock_for(device))
-        self._layer_times: dict[str, float] = {}
-        self._step_s = math.nan
         probes = []
         for name, layer in layers.items():
             layer.forget_forwards()
@@ -132,28 +116,13 @@ class RankMonitor:
     def times(self) -> RankTimes | None:
         """Times at full work as far as is known, None before the first update."""
         times = self.state.estimator.times
-        return None if times is None else dataclasses.replace(times, outside_s=self._outside_s)
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds of waiting in a usual step under the last update's last plan, NaN where none was read."""
-        return self._wait_s
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a usual step under the last update's last plan, waits included; NaN where none was read."""
-        return self._step_s
+        outside_s = usual_of(self.state.outsides_s) if self.state.outsides_s else 0.0
+        return None if times is None else dataclasses.replace(times, outside_s=outside_s)
 
     @property
     def cost(self) -> ResizingCost:
         """What pruning costs; proportional to FLOPs until :meth:`calibrate`."""
         return self.state.estimator.cost
-
-    @property
-    def layer_times(self) -> dict[str, float]:
-        """Seconds of each layer's products in a usual step under the last update's last plan, by name; empty where
-        none was read."""
-        return dict(self._layer_times)
 
     @property
     def timer_s(self) -> float:
@@ -170,17 +139,12 @@ class RankMonitor:
 
     def end_step(self) -> None:
         """End the step."""
-        self._last_read = self._timer.end_step()
-        self.state.interval += self._last_read
+        self.last_read = self._timer.end_step()
+        self.state.interval += self.last_read
         if self.is_step_of_training:
             self._has_seen_training = True
             self.state.num_tokens = {name: layer.num_tokens for name, layer in self._layers.items()}
             self.state.most_forwards = max(layer.num_forwards for layer in self._layers.values())
-
-    @property
-    def last_read(self) -> list[StepTimes]:
-        """The steps whose times were read at the last :meth:`end_step`."""
-        return self._last_read
 
     @property
     def is_step_of_training(self) -> bool:
@@ -197,27 +161,17 @@ class RankMonitor:
     def is_calibrated(self) -> bool:
         """Whether the cost of pruning was measured under the present conditions: this device, this configuration, and
         steps like the one that has just ended."""
-        now = _Conditions.of_step(self._layers, self._config)
-        return self.state.calibrated_on is not None and self.state.calibrated_on.is_like(now)
+        then, now = self.state.calibrated_on, _Conditions.of_step(self._layers, self._config)
+        if then is None or then.computing != now.computing:
+            return False
+        return 1 / _LIKE <= then.work / max(now.work, 1.0) <= _LIKE
 
     def calibrate(self) -> ResizingCost:
         """Measure and return what pruning costs on the shapes of the step that has just ended; takes about a second."""
-        cost, split = measure_resizing_cost(self._layers, self._config)
-        self.state.estimator = RankEstimator(cost)
-        self._take_split(split)
+        self.state.estimator = RankEstimator(measure_resizing_cost(self._layers, self._config))
         self.state.calibrated_on = _Conditions.of_step(self._layers, self._config)
-        with self._optional(
-            "how fast this rank is while it owns nothing cannot be measured, as no product could be chosen for that"
-        ):
-            self.state.reference = choose_reference(self._layers, self.state.num_tokens)
         self._time_reference(self._shares_in_force.owned)
-        logger.debug(
-            "calibration of pruning: at γ = %.2f multiplications take %.2f of their time, gathers and fills %.1f ms",
-            cost.max_ratio,
-            cost.gemm_share[-1],
-            1e3 * cost.gather_fill_s[-1],
-        )
-        return cost
+        return self.cost
 
     def compare(self, owned: float) -> float:
         """Time products at even shares and at the present ones in turn, after units have moved.
@@ -235,75 +189,61 @@ class RankMonitor:
         if owned == 0.0:
             self._time_reference(owned)
         elif owned != 1.0:
-            with self._optional(
-                "after the move this rank's products could not be timed, so its speed is known only after some updates"
-            ):
-                state = self.state
-                of_forward = {name: -(-tokens // state.most_forwards) for name, tokens in state.num_tokens.items()}
+            with _optional("what this rank's products take after the move"):
+                forwards = self.state.most_forwards
+                of_forward = {name: -(-tokens // forwards) for name, tokens in self.state.num_tokens.items()}
                 ratio = compare_products(self._layers, of_forward)
                 if ratio is not None:
                     self.state.estimator.compare(owned, ratio)
         return time.perf_counter() - began
 
     def _time_reference(self, owned: float) -> None:
-        layer = self._layers.get(self.state.reference.layer) if self.state.reference is not None else None
-        if self.state.reference is not None and layer is not None:
-            with self._optional("how fast this rank is while it owns nothing could not be measured this time"):
-                self.state.estimator.learn_reference(time_reference(layer, self.state.reference), owned)
-
-    @contextmanager
-    def _optional(self, lacking: str) -> Iterator[None]:
-        """What is measured beside training may fail, mostly for lack of memory: the other ranks wait for this one."""
-        try:
-            yield
-        except Exception as error:
-            logger.warning("%s: %s", lacking, str(error) or type(error).__name__)
+        if self.state.calibrated_on is None:  # nothing is known of what it takes beside this rank's products
+            return
+        with _optional("how fast this rank is while it owns nothing"):
+            seconds = time_reference(self._layers, self.state.num_tokens)
+            if seconds is not None:
+                self.state.estimator.learn_reference(seconds, owned)
 
     def learn(self) -> None:
         """Learn full-work times, and what pruning costs, from the interval that ends."""
-        if self.state.interval and not self._has_seen_training and not self._has_warned:
+        steps, self.state.interval = self.state.interval, []
+        if steps and not self._has_seen_training and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "no converted layer was in training in %d steps: layers in eval() compute in full and are not balanced",
-                len(self.state.interval),
+                len(steps),
             )
+        self._has_seen_training = False
         if self._shares_in_force.owned == 0.0:  # no step tells the speed of a rank without products
             self._time_reference(0.0)
-        self._learn_outside()
-        self.state.estimator.learn([step.inside for step in self.state.interval])
+        possible = [step for step in steps if step.is_possible]
+        # Of those before as many stay as make three, so that an evaluation is no lateness.
+        outsides_s = [*self.state.outsides_s[-_FEWEST_OUTSIDE:], *(step.outside_s for step in possible)]
+        self.state.outsides_s = outsides_s[-max(len(possible), _FEWEST_OUTSIDE) :]
+        self.state.estimator.learn([step.inside for step in steps])
         usual = self.state.estimator.usual_step
-        self._wait_s = math.nan
-        under_last_plan = [step for step in self.state.interval if step.shares == self._shares_in_force]
-        whole = [step.busy_s + step.wait_s for step in under_last_plan if step.is_possible]
-        self._step_s = statistics.median(whole) if whole else math.nan
-        if self.state.interval and usual is not None and usual.shares == self._shares_in_force:
-            self._wait_s = usual.wait_s
-        by_layer = [step.layers for step in under_last_plan if step.layers]
-        self._layer_times = {
+        is_known = bool(steps) and usual is not None and usual.shares == self._shares_in_force
+        self.wait_s = usual.wait_s if is_known and usual is not None else math.nan
+        whole = [step.busy_s + step.wait_s for step in possible if step.shares == self._shares_in_force]
+        self.step_s = statistics.median(whole) if whole else math.nan
+        by_layer = [step.layers for step in steps if step.layers and step.shares == self._shares_in_force]
+        self.layer_times = {
             name: statistics.median(layers.get(name, 0.0) for layers in by_layer) for name in self._layers if by_layer
         }
-        self.state.interval, self._has_seen_training = [], False
-
-    @property
-    def _outside_s(self) -> float:
-        return usual_of(self.state.outsides_s) if self.state.outsides_s else 0.0
-
-    def _learn_outside(self) -> None:
-        """Keep the interval's steps, and of those before as many as make three: an evaluation is no lateness."""
-        measured = [step.outside_s for step in self.state.interval if step.is_possible]
-        outsides_s = [*self.state.outsides_s[-_FEWEST_OUTSIDE:], *measured]
-        self.state.outsides_s = outsides_s[-max(len(measured), _FEWEST_OUTSIDE) :]
-
-    def _take_split(self, split: ProductSplit) -> None:
-        self.state.split = split
-        self._timer.gemm_part = split.gemm_part
 
     def go_on_from(self, state: MonitorState) -> None:
         """Go on from the :attr:`state` of another monitor of these layers."""
-        split = state.split or self.state.split
         self.state = state
-        if split is not None:
-            self._take_split(split)
+
+
+@contextmanager
+def _optional(what: str) -> Iterator[None]:
+    """What is measured beside training may fail, mostly for lack of memory: the other ranks wait for this one."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("%s could not be measured this time: %s", what, str(error) or type(error).__name__)
 
 
 def _detach(timer: StepTimer, probes: list[tuple[BalancedLinear, LayerTimer]]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +21,8 @@ from zeroresize.utils.torch_private import current_backward
 
 #: At most so many pairs of marks are kept, besides those that the device has not passed yet.
 _MOST_PAIRS = 1024
+#: So many pairs of marks tell what one costs.
+_PAIRS_OF_TRIAL = 500
 
 _WHOLE = Shares()
 
@@ -33,17 +34,16 @@ class _Step:
     ``pairs`` are the intervals of which the clock has not told the seconds yet, each with its kind and its layer;
     ``seconds`` are the sums of the others by kind, ``layers`` those of products by layer. ``outside_begin`` is since
     when no balanced layer computes: from the beginning, or the end of a backward, to the next forward. Waits meanwhile
-    have a kind of their own, by the number of backwards before; ``outside_waits`` are the kinds of those that a forward
-    followed.
+    have a kind of their own, by the number of backwards before; a forward followed the first ``num_outside`` of these.
     """
 
     begin: Any
-    shares: Shares = _WHOLE
-    is_forced: bool = False
+    shares: Shares
+    is_forced: bool
+    outside_begin: Any
     end: Any = None
-    outside_begin: Any = None
     num_backwards: int = 0
-    outside_waits: list[str] = field(default_factory=list)
+    num_outside: int = 0
     num_marks: int = 1
     pairs: deque[tuple[str, str | None, Any, Any]] = field(default_factory=deque)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -55,6 +55,10 @@ class _Step:
         pairs = [(self.outside_begin, self.end), *((begin, end) for *_, begin, end in self.pairs)]
         marks_of_pairs = [mark for pair in pairs for mark in pair if mark is not None and mark is not self.begin]
         return [self.begin, *marks_of_pairs]
+
+    @property
+    def kind_of_waits(self) -> str:
+        return "waits" if self.outside_begin is None else f"waits {self.num_backwards}"
 
     def add(self, kind: str, layer: str | None, begin: Any, end: Any, clock: Clock) -> None:
         self.pairs.append((kind, layer, begin, end))
@@ -79,17 +83,12 @@ class StepTimer(ProductProbe):
     Training is the thread that begins the steps, and autograd's threads. What other threads wait for (a checkpoint that
     is saved in the background, batches that are fetched ahead) holds up nobody here. Nor do products of an
     evaluation count: no plan relieves them.
-
-    Attributes:
-        gemm_part: which part of the time of fused products is multiplying, of the shares of a rank's products that it
-            is spared and that it borrows; all of it until a calibration tells.
     """
 
     sees_evaluation = False
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self.gemm_part: Callable[[float, float], float] = lambda spared_share, borrowed_share: 1.0
         self._unread: deque[_Step] = deque()
         self._step: _Step | None = None
         self._thread = threading.get_ident()
@@ -114,12 +113,14 @@ class StepTimer(ProductProbe):
 
         On the host's clock that is this iteration; on a device the one before, none, or several.
         """
-        if self._step is not None:
-            self._step.end = self._clock.mark()
-            self._end_outside()  # the optimizer's step is not outside: it is less where units are few
-            self._last_num_marks = self._step.num_marks + 1
-            self._unread.append(self._step)
-            self._step = None
+        step, self._step = self._step, None
+        if step is not None:
+            step.end = self._clock.mark()
+            if step.outside_begin not in (None, step.begin):
+                self._clock.recycle([step.outside_begin])
+            step.outside_begin = None  # the optimizer's step is not outside: it is less where units are few
+            self._last_num_marks = step.num_marks + 1
+            self._unread.append(step)
         read = []
         while self._unread and all(map(self._clock.has_passed, self._unread[0].marks)):
             read.append(self._read(self._unread.popleft()))
@@ -137,130 +138,95 @@ class StepTimer(ProductProbe):
 
     def work_begins(self) -> None:
         """Note that the model computes: what lay outside ends here. In a backward its end is watched from now on."""
-        self.watch_end_of_backward()
-        if self._step is not None and self._step.outside_begin is not None and self._counts():
-            self._step.add("outside", None, self._step.outside_begin, self._clock.mark(), self._clock)
-            self._step.num_marks -= 1  # of the two one was counted when it was taken
-            self._step.outside_waits.append(f"waits {self._step.num_backwards}")
-            self._step.outside_begin = None
-
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether this thread is in a backward, where what is computed is gradients, or computed again."""
-        return current_backward() != -1
+        waits.watch_end_of_backward()
+        step = self._step
+        if step is not None and step.outside_begin is not None and self._counts():
+            step.add("outside", None, step.outside_begin, self._clock.mark(), self._clock)
+            step.num_marks -= 1  # of the two one was counted when it was taken
+            step.outside_begin, step.num_outside = None, step.num_backwards + 1
 
     @property
     def is_outside(self) -> bool:
         """Whether the model has not begun to compute since the step began, or since its last backward ended."""
         return self._step is None or self._step.outside_begin is not None
 
-    def watch_end_of_backward(self) -> None:
-        """In a backward, count what autograd runs at its end as a wait; outside of one, do nothing."""
-        waits.watch_end_of_backward()
-
     def product_begins(self) -> None:
         self.work_begins()
-        self._begun.is_whole = False
         self._begin("products")
 
     def product_ends(self, layer: str | None = None) -> None:
         """End a product, that of the layer that ``layer`` names."""
-        self._end("wholes" if getattr(self._begun, "is_whole", False) else "products", layer, begun="products")
-
-    def whole_begins(self, operands: tuple[Any, ...]) -> None:
-        self._begun.is_whole = True
-
-    def whole_ends(self, operands: tuple[Any, ...]) -> None:
-        """Do nothing, as the product ends right after it."""
+        self._end("products", "products", layer)
 
     def gemm_begins(self, operands: tuple[Any, ...]) -> None:
-        self._begun.is_whole = False  # a fused kernel has left this product to one that shows its multiplication
         self._begin("gemms")
 
     def gemm_ends(self, operands: tuple[Any, ...]) -> None:
-        self._end("gemms")
+        self._end("gemms", "gemms")
 
     def wait_begins(self) -> None:
         self._begin("waits")
 
     def wait_ends(self) -> None:
-        kind = "waits"
-        if getattr(self._begun, "products", None) is not None:
-            kind = "waits in products"
-        elif self._step is not None and self._step.outside_begin is not None:
-            kind = f"waits {self._step.num_backwards}"
-        self._end(kind, begun="waits")
+        if self._step is not None:
+            is_in_product = getattr(self._begun, "products", None) is not None
+            self._end("waits", "waits in products" if is_in_product else self._step.kind_of_waits)
 
     def backward_ends(self) -> None:
         # Where none of these layers has computed since, it is the backward of another model.
-        if self._step is not None and self._step.outside_begin is None and self._counts():
+        if not self.is_outside and self._step is not None and self._counts():
             self._step.outside_begin = self._clock.mark()
             self._step.num_marks += 1
             self._step.num_backwards += 1
 
-    def _end_outside(self) -> None:
-        """Nothing more is outside; what was begun does not count."""
-        assert self._step is not None
-        begin, self._step.outside_begin = self._step.outside_begin, None
-        if begin is not None and begin is not self._step.begin:
-            self._clock.recycle([begin])
-
     def _counts(self) -> bool:
         """Whether what is done now is a part of the step."""
-        return self._is_training_thread() and self._clock.is_on_main_stream()
+        is_training_thread = threading.get_ident() == self._thread or current_backward() != -1
+        return is_training_thread and self._clock.is_on_main_stream()
 
-    def _begin(self, kind: str) -> None:
+    def _begin(self, what: str) -> None:
         if self._step is not None and self._counts():
-            setattr(self._begun, kind, self._clock.mark())
+            setattr(self._begun, what, self._clock.mark())
 
-    def _end(self, kind: str, layer: str | None = None, begun: str = "") -> None:
-        begin = getattr(self._begun, begun or kind, None)
-        setattr(self._begun, begun or kind, None)
-        if self._step is None or begin is None:
-            return
-        self._step.add(kind, layer, begin, self._clock.mark(), self._clock)
-
-    def _is_training_thread(self) -> bool:
-        return threading.get_ident() == self._thread or current_backward() != -1
+    def _end(self, what: str, kind: str, layer: str | None = None) -> None:
+        begin = getattr(self._begun, what, None)
+        setattr(self._begun, what, None)
+        if self._step is not None and begin is not None:
+            self._step.add(kind, layer, begin, self._clock.mark(), self._clock)
 
     def _drop_step(self) -> None:
         if self._step is not None:
             self._clock.recycle(self._step.marks)
             self._step = None
 
-    def _measure_mark_s(self, num_pairs: int = 500) -> float:
+    def _measure_mark_s(self) -> float:
         """Seconds that one mark costs the host, bookkeeping included."""
         self.begin_step()
         probe = LayerTimer(self, "")
         began = time.perf_counter()
-        for _ in range(num_pairs):
+        for _ in range(_PAIRS_OF_TRIAL):
             probe.product_begins()
             probe.product_ends()
         elapsed_s = time.perf_counter() - began
         self._step = None
-        return elapsed_s / (2 * num_pairs)
+        return elapsed_s / (2 * _PAIRS_OF_TRIAL)
 
     def _read(self, step: _Step) -> StepTimes:
         step.sum_up(self._clock)
-        wall_s = self._clock.seconds(step.begin, step.end)
+        seconds, wall_s = step.seconds, self._clock.seconds(step.begin, step.end)
         self._clock.recycle([step.begin, step.end])
-        split_s, whole_s, gemm_s = (step.seconds[kind] for kind in ("products", "wholes", "gemms"))
-        waits_s = sum(seconds for kind, seconds in step.seconds.items() if kind.startswith("waits"))
-        outside_wait_s = sum(step.seconds[kind] for kind in step.outside_waits)
-        outside_s = max(step.seconds["outside"] - outside_wait_s, 0.0)
-        whole_s = max(whole_s - step.seconds["waits in products"], 0.0)  # only whole modules wait inside
-        products_s = split_s + whole_s
-        if whole_s > 0.0:
-            gemm_s += whole_s * self.gemm_part(step.shares.spared, step.shares.borrowed)
+        waits_s = sum(elapsed_s for kind, elapsed_s in seconds.items() if kind.startswith("waits"))
+        outside_wait_s = sum(seconds[f"waits {number}"] for number in range(step.num_outside))
+        products_s = max(seconds["products"] - seconds["waits in products"], 0.0)  # as of whole modules of other hosts
         busy_s = max(wall_s - waits_s, products_s)
         return StepTimes(
             busy_s=busy_s,
-            gemm_s=gemm_s,
-            gather_fill_s=max(products_s - gemm_s, 0.0),
+            gemm_s=seconds["gemms"],
+            gather_fill_s=max(products_s - seconds["gemms"], 0.0),
             shares=step.shares,
             is_forced=step.is_forced,
             wait_s=max(wall_s - busy_s, 0.0),
-            outside_s=min(outside_s, busy_s - products_s),
+            outside_s=min(max(seconds["outside"] - outside_wait_s, 0.0), busy_s - products_s),
             outside_wait_s=outside_wait_s,
             layers=dict(step.layers),
         )
@@ -284,12 +250,6 @@ class LayerTimer(ProductProbe):
 
     def product_ends(self) -> None:
         self.timer.product_ends(self._layer)
-
-    def whole_begins(self, operands: tuple[Any, ...]) -> None:
-        self.timer.whole_begins(operands)
-
-    def whole_ends(self, operands: tuple[Any, ...]) -> None:
-        self.timer.whole_ends(operands)
 
     def gemm_begins(self, operands: tuple[Any, ...]) -> None:
         self.timer.gemm_begins(operands)

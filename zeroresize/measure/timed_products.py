@@ -1,18 +1,50 @@
-"""Products that are timed apart from training, through their layer's probes, so that injected slowness counts."""
+"""Products that are timed apart from training: how fast ranks are, and what owning so much costs at whatever speed.
+
+A step under a new division tells speed and cost of that division together, and the speed may have changed just then.
+Products that are timed in turn within some milliseconds have one speed, so their ratio tells the cost alone. They run
+through their layer's probes, so that injected slowness counts.
+
+``T`` tokens, ``K`` in, ``N`` out.
+"""
 
 from __future__ import annotations
 
+import logging
+import statistics
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from zeroresize import kernels
+from zeroresize.comm.collectives import group_size, world_size
+from zeroresize.comm.meeting import Meet
 from zeroresize.kernels.probe import ProductProbe
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.measure.clocks import clock_for
 from zeroresize.plan.layer import LayerPlan
+from zeroresize.plan.ownership import normalised
+from zeroresize.policy.tensor.estimation.times import LEAST_SECONDS
+
+#: Seconds that a comparison may take, roughly.
+BUDGET_S = 0.2
+#: Tokens of a first trial, from which the others are planned.
+FIRST_TOKENS = 256
+#: So often products are timed; the median counts of what is compared, and the fastest of what is not.
+_ROUNDS = 5
+#: A sample is at least so long, since what delays a product may be carried to the next, and a shorter one can lie
+#: wholly within a time slice of another process; a product is repeated for that so often at most.
+_LEAST_SAMPLE_S, _MOST_REPEATS = 2e-3, 64
+#: A measurement that tells how fast ranks are is at least so long, and ranks that differ by a smaller share are taken
+#: to be equally fast.
+_LEAST_S, _ALIKE = 0.05, 0.05
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -24,6 +56,11 @@ class ProductShape:
     num_outputs: int
     dtype: torch.dtype
     device: torch.device
+
+    @classmethod
+    def of(cls, layer: BalancedLinear, size: Sequence[int], num_tokens: int) -> ProductShape:
+        """Return the shape of a layer's products by a weight of ``size`` [N, K]."""
+        return cls(num_tokens, size[1], size[0], layer.compute_dtype, layer.local_weight.device)
 
     @property
     def work(self) -> int:
@@ -43,6 +80,39 @@ def random_operands(shape: ProductShape, num_tokens: int) -> tuple[Tensor, Tenso
         random(num_tokens, shape.num_outputs),
         random(shape.num_outputs, shape.num_columns),
     )
+
+
+class Stopwatch(ProductProbe):
+    """Times products and multiplications with the device at rest: only here, never inside an iteration.
+
+    Attributes:
+        products_s: of whole products.
+        gemm_s: of multiplications inside of them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._began_s = 0.0
+        self._gemm_began_s: float | None = None
+        self.products_s = self.gemm_s = 0.0
+
+    def product_begins(self) -> None:
+        self._began_s = self._now()
+
+    def product_ends(self) -> None:
+        self.products_s += self._now() - self._began_s
+
+    def gemm_begins(self, operands: tuple[Any, ...]) -> None:
+        self._gemm_began_s = self._now()
+
+    def gemm_ends(self, operands: tuple[Any, ...]) -> None:
+        if self._gemm_began_s is not None:  # or a fused kernel that ends has left the product to another one
+            self.gemm_s += self._now() - self._gemm_began_s
+        self._gemm_began_s = None
+
+    def _now(self) -> float:
+        _synchronize(self._device)
+        return time.perf_counter()
 
 
 def watch_products(
@@ -68,13 +138,13 @@ def time_products(layer: BalancedLinear, x_TK: Tensor, dy_TN: Tensor, w_NK: Tens
     if device.type != "cuda":
         return sum(watch_products(layer, x_TK, dy_TN, w_NK, None).products_s for _ in range(repeats))
     with torch.cuda.device(device):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+        clock = clock_for(device)
+        begin = clock.mark()
         for _ in range(repeats):
             _multiply(layer, x_TK, dy_TN, w_NK, None)
-        end.record()
+        end = clock.mark()
         end.synchronize()
-    return 1e-3 * float(begin.elapsed_time(end))
+        return clock.seconds(begin, end)
 
 
 def _multiply(layer: BalancedLinear, x_TK: Tensor, dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None) -> None:
@@ -83,44 +153,156 @@ def _multiply(layer: BalancedLinear, x_TK: Tensor, dy_TN: Tensor, w_NK: Tensor, 
     layer.probes.product(kernels.wgrad, dy_TN, x_TK, plan, None)
 
 
-class Stopwatch(ProductProbe):
-    """Times products and multiplications with the device at rest: only here, never inside an iteration.
+def compare_products(
+    layers: Mapping[str, BalancedLinear], num_tokens: Mapping[str, int], budget_s: float = BUDGET_S
+) -> float | None:
+    """Measure how many times as long the products of all layers take as they would at even shares.
 
-    Attributes:
-        products_s: of whole products.
-        gemm_s: of multiplications inside of them.
-        whole_s: of fused products that showed no multiplication.
+    Every pair of an even and a present shape is measured once for all layers that have it, with random numbers; fewer
+    tokens are used where all do not fit the budget.
+
+    Args:
+        layers: balanced layers by name.
+        num_tokens: T of a forward by layer; layers without any do not count.
+        budget_s: seconds it may take, roughly.
+
+    Returns:
+        The ratio; None where there is nothing to compare, or the clock did not advance.
     """
+    counts: Counter[tuple[ProductShape, ProductShape]] = Counter()
+    examples: dict[tuple[ProductShape, ProductShape], BalancedLinear] = {}
+    for name, layer in layers.items():
+        if tokens := num_tokens.get(name, 0):
+            even, present = (
+                ProductShape.of(layer, size, tokens) for size in (layer.even_shape, layer.local_weight.shape)
+            )
+            counts[even, present] += 1
+            examples.setdefault((even, present), layer)
+    even_s = present_s = 0.0
+    for pair, count in counts.items():
+        in_turn = _time_in_turn(examples[pair], *pair, budget_s / len(counts))
+        even_s += count * in_turn[0]
+        present_s += count * in_turn[1]
+    return present_s / even_s if even_s > 0.0 and present_s > 0.0 else None
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._begun: list[float] = []
-        self._is_whole = False
-        self.products_s = self.gemm_s = self.whole_s = 0.0
 
-    def product_begins(self) -> None:
-        self._is_whole = False
-        self._begun.append(self._now())
+def _time_in_turn(
+    layer: BalancedLinear, even: ProductShape, present: ProductShape, budget_s: float
+) -> tuple[float, float]:
+    """Seconds of the products at two shapes for all tokens: medians of ``_ROUNDS`` in turn."""
+    tokens = min(even.num_tokens, FIRST_TOKENS)
+    of_token_s = _time_again(layer, even, tokens) / tokens
+    tokens = max(min(even.num_tokens, int(budget_s / (2 * _ROUNDS * max(of_token_s, LEAST_SECONDS)))), 1)
+    repeats = _repeats_of(of_token_s * tokens)
+    operands = [random_operands(shape, tokens) for shape in (even, present) if shape.work > 0]
+    for pair in operands:
+        time_products(layer, *pair, 1)
+    rounds = [[time_products(layer, *pair, repeats) for pair in operands] for _ in range(_ROUNDS)]
+    scale = even.num_tokens / tokens / repeats
+    even_s, *others = (scale * statistics.median(seconds) for seconds in zip(*rounds, strict=True))
+    return even_s, others[0] if others else 0.0
 
-    def product_ends(self) -> None:
-        elapsed_s = self._now() - self._begun.pop()
-        self.products_s += elapsed_s
-        self.whole_s += elapsed_s if self._is_whole else 0.0
 
-    def whole_begins(self, operands: tuple[Any, ...]) -> None:
-        self._is_whole = True
+def time_reference(layers: Mapping[str, BalancedLinear], num_tokens: Mapping[str, int]) -> float | None:
+    """Measure the seconds of a step's products at even shares if all were as fast as the smallest of them is now.
 
-    def whole_ends(self, operands: tuple[Any, ...]) -> None:
-        pass
+    So the speed of a rank is known that owns nothing, and is compared with what it was.
 
-    def gemm_begins(self, operands: tuple[Any, ...]) -> None:
-        self._is_whole = False
-        self._begun.append(self._now())
+    Args:
+        layers: balanced layers by name.
+        num_tokens: T of a step by layer.
 
-    def gemm_ends(self, operands: tuple[Any, ...]) -> None:
-        self.gemm_s += self._now() - self._begun.pop()
+    Returns:
+        The seconds; None where no layer has seen tokens.
+    """
+    work = {name: num_tokens.get(name, 0) * layer.even_shape.numel() for name, layer in layers.items()}
+    name = min((name for name in work if work[name] > 0), key=lambda name: work[name], default=None)
+    if name is None:
+        return None
+    layer, tokens = layers[name], min(num_tokens[name], FIRST_TOKENS)
+    shape = ProductShape.of(layer, layer.even_shape, tokens)
+    repeats = _repeats_of(_time_again(layer, shape, tokens))
+    return sum(work.values()) / (shape.work * repeats) * _time_again(layer, shape, tokens, repeats)
 
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+
+def _time_again(layer: BalancedLinear, shape: ProductShape, num_tokens: int, repeats: int = 1) -> float:
+    """Seconds of products that were made once before, which sets up threads and libraries, and touches the memory."""
+    operands = random_operands(shape, num_tokens)
+    time_products(layer, *operands, 1)
+    return time_products(layer, *operands, repeats)
+
+
+def _repeats_of(seconds: float) -> int:
+    return max(min(round(_LEAST_SAMPLE_S / max(seconds, LEAST_SECONDS)), _MOST_REPEATS), 1)
+
+
+def measure_wanted_shares(
+    shares: Sequence[float] | str,
+    layers: Mapping[str, BalancedLinear],
+    process_group: ProcessGroup,
+    meet: Meet,
+) -> tuple[float, ...]:
+    """Return ``shares``, or for ``"auto"`` those at which all ranks take equally long, with a mean of 1.
+
+    Collective for ``"auto"``, and takes about a second: every rank multiplies at the same time, forward and backward,
+    by the weight of its largest layer.
+
+    Args:
+        layers: balanced layers by name.
+        meet: gives every rank's numbers for this rank's.
+
+    Raises:
+        ValueError: for ``"auto"`` beside ranks outside of ``process_group``.
+    """
+    if not isinstance(shares, str):
+        return tuple(shares)
+    if world_size() > group_size(process_group):
+        raise ValueError(
+            "shares='auto' is not allowed beside data parallelism, where all replicas must be divided alike and "
+            "may measure differently: give the shares as numbers"
+        )
+    meet(0.0)  # so that all of them multiply at the same time
+    weight = max((layer.local_weight for layer in layers.values()), key=Tensor.numel).detach()
+    seconds = [seconds for seconds, *_ in meet(product_seconds(weight))]
+    are_alike = max(seconds) - min(seconds) <= _ALIKE * statistics.fmean(seconds)
+    measured = (1.0,) * len(seconds) if are_alike else normalised([1.0 / of_rank for of_rank in seconds])
+    logger.info(
+        "shares='auto': by how fast the ranks multiply they are to own the shares %s",
+        [round(share, 2) for share in measured],
+    )
+    return measured
+
+
+@torch.no_grad()
+def product_seconds(weight: Tensor, *, least_s: float = _LEAST_S, repetitions: int = _ROUNDS) -> float:
+    """Measure the seconds of the three products of one layer.
+
+    Args:
+        weight: [N, K] of the layer.
+        least_s: that one measurement takes.
+        repetitions: of it, of which the fastest counts: whatever disturbs only adds time.
+    """
+    x = torch.ones(FIRST_TOKENS, weight.shape[1], dtype=weight.dtype, device=weight.device)
+
+    def seconds_of(num_products: int) -> float:
+        _synchronize(weight.device)
+        began = time.perf_counter()
+        for _ in range(num_products):
+            y = x @ weight.t()
+            y @ weight
+            y.t() @ x
+        _synchronize(weight.device)
+        return time.perf_counter() - began
+
+    seconds_of(1)  # what is set up once
+    fastest_s, num_products = float("inf"), 1
+    for _ in range(repetitions):
+        while (elapsed_s := seconds_of(num_products)) < least_s:
+            num_products *= 2
+        fastest_s = min(fastest_s, elapsed_s / num_products)
+    return fastest_s
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

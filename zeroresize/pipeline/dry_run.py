@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from zeroresize.measure.saved_bytes import SavedBytes
+from zeroresize.measure.memory_meter import SavedBytes
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.division import PipelineLoad
 from zeroresize.policy.pipeline.profiles import LayerCosts, LayerProfile, PipelineProfile

@@ -30,7 +30,7 @@ from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.whereabouts import Call
 from zeroresize.measure.links import measure_neighbour_links
-from zeroresize.measure.saved_bytes import SavedBytes
+from zeroresize.measure.memory_meter import SavedBytes
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.replicas import PipelineReplicas
 from zeroresize.pipeline.stage_layers import LayerWatcher

@@ -1,14 +1,19 @@
 """What a group's windows tell: who, since when, why, what it has cost, and what a division by speed would save."""
 
-import dataclasses
 import math
 
 import pytest
 
-from zeroresize.policy.slowness.causes import main_cause, share_saved, shares_of_causes
 from zeroresize.policy.slowness.group_slowness import GroupSlowness
 from zeroresize.policy.slowness.lines import lines_of
-from zeroresize.policy.slowness.windows import StepWindow, WatchedStep, window_of
+from zeroresize.policy.slowness.windows import (
+    StepWindow,
+    WatchedStep,
+    main_cause,
+    share_saved,
+    shares_of_causes,
+    window_of,
+)
 from zeroresize.utils.usual import usual_of, usual_of_others
 
 EVERY = 10
@@ -79,7 +84,6 @@ def test_a_round_in_which_a_rank_has_measured_nothing_is_left_out():
 def test_numbers_bring_a_window_over():
     sent = window(30)
     assert StepWindow.of_numbers(sent.as_numbers()) == sent
-    assert len(sent.as_numbers()) == StepWindow.NUM_NUMBERS
 
 
 def test_one_long_step_of_a_window_is_not_usual_and_timed_steps_are_left_out():
@@ -125,11 +129,6 @@ def test_lines_say_who_since_when_why_and_what_it_costs():
     (_, changes), *_ = run(group, 6, {1: {"products_s": 0.26}}, num_ranks=2, begins=24)
     (line,) = lines_of([changes], 0.3, compares_work=True)
     assert line.startswith("rank 1 is 3.00 times slower than the others now, 1.50 times before, slow since step 200")
-    faster = dataclasses.replace(changes, slow=dataclasses.replace(changes.slow, times=0.85), times_before=3.0)
-    assert lines_of([faster], 0.3, compares_work=True) == [
-        "rank 1 is hardly slower than the others any more (0.85 times their time, 3.00 times before), and counts as "
-        "slow until that has lasted"
-    ]
     (_, ends), *_ = run(group, 6, WELL, num_ranks=2, begins=30)
     (line,) = lines_of([ends], 0.0, compares_work=True)
     assert line.startswith("rank 1 is as fast as the others again: it was 3.00 times slower, from step 200 on for ")

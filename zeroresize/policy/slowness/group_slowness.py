@@ -11,9 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from zeroresize.policy.slowness.causes import Cause, main_cause, share_saved, shares_of_causes, usual_window
 from zeroresize.policy.slowness.rank_level import Change, RankLevel
-from zeroresize.policy.slowness.windows import StepWindow, at_work
+from zeroresize.policy.slowness.windows import (
+    Cause,
+    StepWindow,
+    at_work,
+    main_cause,
+    share_saved,
+    shares_of_causes,
+    usual_window,
+)
 from zeroresize.utils.usual import usual_of_others
 
 #: A rank is slow from this share of a step on, unless the caller says otherwise.
@@ -22,10 +29,6 @@ TOLERANCE = 0.03
 _MOST_KEPT = 16
 #: A usual time is that of so many rounds.
 _USUAL = 4
-#: Of so many ranks a slow one hardly changes what is usual among the others of each.
-_MANY = 5
-#: After this many rounds ranks are compared: the first steps compile, allocate and fill caches.
-_WARM_UP = 1
 
 
 @dataclass(frozen=True)
@@ -100,19 +103,12 @@ class WatchReport:
 class _Round:
     windows: Sequence[StepWindow]
     first_step: int
-    counted_s: float = 0.0  # what is counted of it as cost of the group
-    others_busy_s: list[float] = field(init=False)  # [R] what is usual among the others
-
-    def __post_init__(self) -> None:
-        self.others_busy_s = usual_of_others([window.busy_s for window in self.windows])
+    others_busy_s: list[float]  # [R] what is usual among the others
+    counted_s: float = 0.0  # of it, what is counted as cost of the group
 
     @property
     def num_steps(self) -> int:
         return max(window.end_step for window in self.windows) - self.first_step
-
-    @property
-    def seconds(self) -> float:
-        return self.num_steps * max(window.step_s for window in self.windows)
 
     def excess_s(self, rank: int) -> float:
         """Seconds of all its steps that a rank takes longer than is usual among the others."""
@@ -121,25 +117,18 @@ class _Round:
 
 @dataclass
 class _Slowness:
-    """A slowness under way; its rounds at its present level are the last ``num_rounds``."""
+    """A slowness under way; ``num_rounds`` have passed at its present level."""
 
     since_step: int
     num_steps: int = 0
     seconds: float = 0.0
     cost_s: float = 0.0
     num_rounds: int = 0
-    shares: dict[Cause, float] = field(default_factory=dict)
-
-    def add(self, past: _Round, rank: int) -> None:
-        excess_s = past.excess_s(rank)
-        self.num_steps += past.num_steps
-        self.seconds += past.seconds
-        self.cost_s += excess_s
-        self.num_rounds += 1
+    causes: dict[Cause, float] = field(default_factory=dict)
 
 
 class GroupSlowness:
-    """Follows every rank of a group, of two at least.
+    """Follows every rank of a group, of two at least. The first round, of steps that compile or allocate, is left out.
 
     Args:
         num_ranks: R.
@@ -154,7 +143,7 @@ class GroupSlowness:
         self._levels = [RankLevel(tolerance) for _ in range(num_ranks)]
         self._slow: dict[int, _Slowness] = {}
         self._rounds: deque[_Round] = deque(maxlen=_MOST_KEPT)
-        self._num_rounds, self._last_step, self._cost_s = 0, 0, 0.0
+        self._last_step, self._cost_s = 0, 0.0
         self.compares_work = False
 
     def update(self, windows: Sequence[StepWindow]) -> list[SlownessEvent]:
@@ -170,27 +159,30 @@ class GroupSlowness:
         if self.compares_work:
             windows = [at_work(window, work) for window in windows]
         first_step, self._last_step = self._last_step, max(window.end_step for window in windows)
-        self._num_rounds += 1
-        if self._num_rounds <= _WARM_UP:
+        if first_step == 0:
             return []
-        self._rounds.append(_Round(windows, first_step))
+        self._rounds.append(_Round(windows, first_step, usual_of_others([window.busy_s for window in windows])))
         events = [event for rank in range(len(windows)) if (event := self._follow(rank)) is not None]
-        self._count_cost()
+        for rank, slowness in self._slow.items():  # also in rounds before the slowness was told
+            for past in self._rounds:
+                if past.first_step >= slowness.since_step and (excess_s := past.excess_s(rank)) > past.counted_s:
+                    self._cost_s += excess_s - past.counted_s
+                    past.counted_s = excess_s
         return events
 
     @property
     def scores(self) -> tuple[float, ...]:
         """[R] the fastest rank's usual time as a share of each rank's own; empty before the first round."""
-        busy_s = [window.busy_s for window in self._usual()]
+        busy_s = [window.busy_s for window in self._usual(_USUAL)]
         return tuple(min(busy_s) / seconds for seconds in busy_s)
 
     def report(self) -> WatchReport:
         """Return who is slow now, and what that has cost."""
-        usual = self._usual()
+        usual = self._usual(_USUAL)
         return WatchReport(
             step=self._last_step,
             num_ranks=len(self._levels),
-            slow=tuple(self._described(rank) for rank in sorted(self._slow)),
+            slow=tuple(self._described(rank, self._levels[rank].times) for rank in sorted(self._slow)),
             scores=self.scores,
             busy_s=tuple(window.busy_s for window in usual),
             step_s=max((window.step_s for window in usual), default=math.nan),
@@ -198,61 +190,47 @@ class GroupSlowness:
             share_saved=share_saved(usual) if usual else math.nan,
         )
 
-    def _usual(self) -> list[StepWindow]:
-        """[R] the usual windows of the last rounds."""
-        last = list(self._rounds)[-_USUAL:]
+    def _usual(self, num_rounds: int) -> list[StepWindow]:
+        """[R] the usual windows of the last rounds; empty before there was any."""
+        last = list(self._rounds)[-num_rounds:]
         return [usual_window([past.windows[rank] for past in last]) for rank in range(len(self._levels)) if last]
 
     def _follow(self, rank: int) -> SlownessEvent | None:
         newest = self._rounds[-1]
-        window = newest.windows[rank]
-        level = math.log(window.busy_s / newest.others_busy_s[rank])
-        is_another_slow = any(other != rank for other in self._slow)
-        change = self._levels[rank].update(level, learns=len(self._levels) >= _MANY or not is_another_slow)
-        if rank in self._slow:
-            self._slow[rank].add(self._rounds[-1], rank)
-        elif change is not None:
-            self._begin(rank, change.num_windows)
+        change = self._levels[rank].update(math.log(newest.windows[rank].busy_s / newest.others_busy_s[rank]))
+        new = [newest]
+        if rank not in self._slow:
+            if change is None:
+                return None
+            new = list(self._rounds)[-change.num_windows :]
+            self._slow[rank] = _Slowness(new[0].first_step)
+        slowness = self._slow[rank]
+        for past in new:
+            slowness.num_steps += past.num_steps
+            slowness.seconds += past.num_steps * max(window.step_s for window in past.windows)
+            slowness.cost_s += past.excess_s(rank)
+            slowness.num_rounds += 1
         if change is None:
             return None
         if change.kind == "changes":
-            self._slow[rank].num_rounds = change.num_windows
+            slowness.num_rounds = change.num_windows
         event = SlownessEvent(change.kind, self._described(rank, change.after), change.before)
         if change.kind == "ends":
             del self._slow[rank]
         return event
 
-    def _begin(self, rank: int, num_windows: int) -> None:
-        begun = list(self._rounds)[-num_windows:]
-        self._slow[rank] = _Slowness(begun[0].first_step)
-        for other, level in enumerate(self._levels) if len(self._levels) < _MANY else ():
-            if other != rank:
-                level.forget_newest(num_windows)
-        for past in begun:
-            self._slow[rank].add(past, rank)
-
-    def _count_cost(self) -> None:
-        """Count what the slowest of the slow ranks has cost, also in rounds before that was told."""
-        for rank, slowness in self._slow.items():
-            for past in self._rounds:
-                if past.first_step >= slowness.since_step and (excess_s := past.excess_s(rank)) > past.counted_s:
-                    self._cost_s += excess_s - past.counted_s
-                    past.counted_s = excess_s
-
-    def _described(self, rank: int, times: float | None = None) -> SlowRank:
+    def _described(self, rank: int, times: float) -> SlowRank:
         slowness = self._slow[rank]
-        last = list(self._rounds)[-max(min(slowness.num_rounds, _MOST_KEPT), 1) :]
-        usual = [usual_window([past.windows[peer] for past in last]) for peer in range(len(self._levels))]
-        others = [window for peer, window in enumerate(usual) if peer != rank]
         if times != 1.0:  # a rank that has recovered was slow for the reason told before
-            slowness.shares = shares_of_causes(usual[rank], others)
+            others = self._usual(slowness.num_rounds)
+            slowness.causes = shares_of_causes(others.pop(rank), others)
         return SlowRank(
             rank=rank,
-            times=self._levels[rank].times if times is None else times,
+            times=times,
             since_step=slowness.since_step,
             num_steps=slowness.num_steps,
             seconds=slowness.seconds,
-            cause=main_cause(slowness.shares),
-            causes=dict(slowness.shares),
+            cause=main_cause(slowness.causes),
+            causes=dict(slowness.causes),
             cost_s=slowness.cost_s,
         )

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeroresize.policy.slowness.causes import Cause
 from zeroresize.policy.slowness.group_slowness import SlownessEvent, SlowRank
-from zeroresize.utils.line_texts import seconds_text
+from zeroresize.policy.slowness.windows import Cause
+from zeroresize.utils.line_texts import percent_text, seconds_text
 
 #: Up to so many ranks have a line each; of more a line tells how many they are.
 _MOST_NAMED = 3
 #: The main cause is told with its share where it is less than this.
 _CLEAR = 0.8
-#: A rank that takes less than so many times as long as the others is told to be hardly slower.
-_HARDLY = 1.05
 _TEXTS: dict[Cause, str] = {
     "products": "its matrix products take longer",
     "rest": "what it computes besides matrix products takes longer",
@@ -44,24 +42,18 @@ def _of_event(event: SlownessEvent, share_saved: float, compares_work: bool) -> 
     slow = event.slow
     if event.kind == "ends":
         return (
-            f"rank {slow.rank} is as fast as the others again: it was {_times(event.times_before)} slower, from step "
+            f"rank {slow.rank} is as fast as the others again: it was {event.times_before:.2f} times slower, from step "
             f"{slow.since_step} on for {slow.num_steps} steps ({seconds_text(slow.seconds)}), which cost "
             f"{seconds_text(slow.cost_s)}"
         )
-    if event.kind == "changes" and slow.times < _HARDLY:
-        return (
-            f"rank {slow.rank} is hardly slower than the others any more ({_times(slow.times)} their time, "
-            f"{_times(event.times_before)} before), and counts as slow until that has lasted"
-        )
-    now = f"{_times(slow.times)} slower than the others"
+    now = f"{slow.times:.2f} times slower than the others"
     if event.kind == "changes":
-        now += f" now, {_times(event.times_before)} before"
-    brings = ""
-    if slow.cause != "loader":
-        brings = f"; work divided by speed would make steps {100.0 * share_saved:.0f} % shorter at most"
+        now += f" now, {event.times_before:.2f} times before"
+    brings = f"; work divided by speed would make steps {percent_text(share_saved)} shorter at most"
     return (
         f"rank {slow.rank} is {now}, slow since step {slow.since_step} ({seconds_text(slow.seconds)}): "
-        f"{_why(slow, compares_work)}; that has cost {seconds_text(slow.cost_s)} so far{brings}"
+        f"{_why(slow, compares_work)}; that has cost {seconds_text(slow.cost_s)} so far"
+        + (brings if slow.cause != "loader" else "")
     )
 
 
@@ -72,15 +64,11 @@ def _of_many(events: Sequence[SlownessEvent], compares_work: bool) -> str:
     changed = " have become faster or slower, and" if events[0].kind == "changes" else ""
     return (
         f"{len(events)} ranks{changed} are slower than the others, rank {most.slow.rank} most, "
-        f"{_times(most.slow.times)}: {_why(most.slow, compares_work)}"
+        f"{most.slow.times:.2f} times: {_why(most.slow, compares_work)}"
     )
 
 
 def _why(slow: SlowRank, compares_work: bool) -> str:
     share = slow.causes.get(slow.cause, 1.0)
     more_work = "" if compares_work or slow.cause == "loader" else ", or it has more work"
-    return _TEXTS[slow.cause] + (f" ({100.0 * share:.0f} % of the delay)" if share < _CLEAR else "") + more_work
-
-
-def _times(times: float) -> str:
-    return f"{times:.2f} times"
+    return _TEXTS[slow.cause] + (f" ({percent_text(share)} of the delay)" if share < _CLEAR else "") + more_work

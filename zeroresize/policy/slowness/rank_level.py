@@ -1,4 +1,4 @@
-"""Whether one rank is slow: its usual time against that of the others, window after window, told with hysteresis.
+"""Whether one rank is slow: the level of its times against the others', window after window, beyond learned noise.
 
 ``y`` is the logarithm of a rank's busy time as a multiple of the usual busy time of the others, once a window.
 """
@@ -7,26 +7,26 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from zeroresize.policy.slowness.level_noise import LevelNoise
-from zeroresize.utils.usual import usual_of
+from zeroresize.policy.speed.meter import SpeedMeter
 
 Change = Literal["begins", "changes", "ends"]
 
-#: Over so many windows in a row a level is compared; slowness that lasts for less than the fewest is not told.
-_SPANS = (2, 4, 8, 16)
-#: A level stands out of the noise by so many standard deviations where slowness begins or changes, and where it ends.
-_BEGINS, _ENDS = 4.5, 3.0
-#: A change of level is at least so large: the logarithm of times.
+#: So many standard deviations a level must be from another one to be told apart.
+_SURE = 4.5
+#: What is told to change is at least so much: the logarithm of times.
 _LEAST_CHANGE = 0.1
-#: A slowness that is over after fewer windows was short: after each the next one must have lasted twice as long to be
-#: told, until so many windows have passed without any.
+#: While the noise is not known, in the first so many windows, only a level above this logarithm of times is told.
+_NEW, _LEAST_OF_NEW = 16, 0.4
+#: Windows in a row that must show a change.
+_LASTING = 2
+#: A slowness that was over within so many windows was short: the next must last twice as long to be told, for no more
+#: than ``_MOST_KEPT`` windows, and half as long again after so many windows without any.
 _SHORT, _FORGOTTEN = 8, 64
-#: So many windows of a slowness are kept, of which its level is the median.
-_MOST_KEPT = 64
+#: A slowness is told to have begun at most so many windows ago.
+_MOST_KEPT = 16
 
 
 @dataclass(frozen=True)
@@ -45,108 +45,66 @@ class LevelChange:
     num_windows: int
 
 
+@dataclass
 class RankLevel:
-    """Follows one rank's y and says when it becomes slow, slower or less so, and when it has recovered.
+    """Follow one rank's y, and say when it becomes slow, slower or less so, and when it has recovered.
 
-    Args:
+    Attributes:
         tolerance: by which share of their time a rank must be slower than the others, at least.
+        meter: of y.
     """
 
-    def __init__(self, tolerance: float) -> None:
-        self._least = math.log1p(tolerance)
-        self._noise = LevelNoise()
-        self._recent: deque[float] = deque(maxlen=max(_SPANS))
-        self._level = 0.0  # what was told last
-        self._values: list[float] | None = None  # of the slowness at its present level; None where there is none
-        self._num_slow = self._num_well = 0  # windows since the last change to slow, and to well
-        self._num_short = 0  # of the spans, how many are too short to tell
+    tolerance: float
+    meter: SpeedMeter = field(default_factory=SpeedMeter)
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_KEPT))
+    _level: float | None = None  # what was told last; None where the rank is not slow
+    _num_windows: int = 0  # so many have been seen
+    _lasts: int = 0  # so many windows in a row show another level than was told
+    _since: int = 0  # windows since the last slowness has begun, or ended
+    _must_last: int = _LASTING
 
     @property
     def times(self) -> float:
         """How many times as long as the others the rank takes; 1 where it is not slow."""
-        return math.exp(usual_of(self._values)) if self._values else 1.0
+        return 1.0 if self._level is None else math.exp(self.meter.level)
 
-    def update(self, level: float, *, learns: bool = True) -> LevelChange | None:
-        """Take the next window's y.
+    def update(self, y: float) -> LevelChange | None:
+        """Take the next window's y; return what it changes, None where nothing."""
+        self.meter.pass_interval()
+        self.meter.take([y])
+        self._recent.append(y)
+        self._num_windows += 1
+        self._since += 1
+        level, sure = self.meter.level, _SURE * math.sqrt(self.meter.variance)
+        least = max(math.log1p(self.tolerance), sure, _LEAST_OF_NEW if self._num_windows <= _NEW else 0.0)
+        if self._level is None:
+            if self._since % _FORGOTTEN == 0:
+                self._must_last = max(self._must_last // 2, _LASTING)
+            return self._begin() if self._has_lasted(level > least, self._must_last) else None
+        before = math.exp(self._level)
+        has_recovered = level < least / 2.0
+        differs = abs(level - self._level) > max(_LEAST_CHANGE, math.sqrt(2.0) * sure)
+        if not self._has_lasted(has_recovered or differs, _LASTING):
+            return None
+        if not has_recovered:
+            self._level = level
+            return LevelChange("changes", before, self.times, _LASTING)
+        if self._since - _LASTING < _SHORT:
+            self._must_last = min(2 * self._must_last, _MOST_KEPT)
+        self._level, self._since = None, 0
+        return LevelChange("ends", before, 1.0, _LASTING)
 
-        Args:
-            level: y.
-            learns: whether it tells how y varies: not where it is another rank that is slow, of few.
+    def _has_lasted(self, shows: bool, num_windows: int) -> bool:
+        self._lasts = self._lasts + 1 if shows else 0
+        if self._lasts < num_windows:
+            return False
+        self._lasts = 0
+        return True
 
-        Returns:
-            What it changes; None where nothing.
-        """
-        if self._values is None:
-            self._recent.append(level)
-            self._num_well += 1
-            if self._num_well % _FORGOTTEN == 0:
-                self._num_short = max(self._num_short - 1, 0)
-            change = self._begin() if level > self._least / 2.0 else None
-            if learns and change is None:
-                self._noise.learn(level)
-            return change
-        self._num_slow += 1
-        self._values = [*self._values, level][-_MOST_KEPT:]
-        return self._end() or self._follow()
-
-    def forget_newest(self, num_windows: int) -> None:
-        """Forget the newest windows as noise: this rank, or another of few, has become slow meanwhile."""
-        self._noise.forget_newest(num_windows)
-
-    def _least_level(self, num_windows: int) -> float:
-        return max(self._least, _BEGINS * self._noise.deviation(num_windows))
-
-    def _begin(self) -> LevelChange | None:
-        recent = list(self._recent)
-        for span in _SPANS[self._num_short :]:
-            if len(recent) < span or usual_of(recent[-span:]) < self._least_level(span):
-                continue
-            least = usual_of(recent[-span:]) / 2.0
-            begins = next((at for at in range(len(recent), 0, -1) if recent[at - 1] < least), 0)
-            # Slowness that comes and goes may be low in the last two windows, though the span is usually high.
-            if len(recent) - begins < 2 or usual_of(recent[begins:]) < self._least:
-                begins = len(recent) - span
-            self._values = recent[begins:]
-            self._recent.clear()
-            self.forget_newest(len(self._values) - 1)  # but for the newest, which was not learned
-            self._num_slow = len(self._values)
-            self._level = usual_of(self._values)
-            return LevelChange("begins", 1.0, self.times, len(self._values))
-        return None
-
-    def _end(self) -> LevelChange | None:
-        assert self._values is not None
-        for span in _SPANS:
-            recent, earlier = self._values[-span:], self._values[:-span]
-            if len(recent) < span:
-                return None
-            level = usual_of(earlier) if earlier else self._level
-            highest = _highest_usual(recent)
-            if highest < self._least_level(span) / 2.0 and level - highest > _ENDS * self._noise.deviation(span):
-                self._values = None
-                self._recent.extend(recent)
-                self._num_well = 0
-                if self._num_slow - span < _SHORT:
-                    self._num_short = min(self._num_short + 1, len(_SPANS) - 1)
-                return LevelChange("ends", math.exp(level), 1.0, span)
-        return None
-
-    def _follow(self) -> LevelChange | None:
-        assert self._values is not None
-        for span in _SPANS[:-1]:
-            recent, earlier = self._values[-span:], self._values[:-span]
-            if len(earlier) < 2:
-                return None
-            least = max(_LEAST_CHANGE, _BEGINS * math.sqrt(2.0) * self._noise.deviation(span))
-            rise, fall = usual_of(recent) - usual_of(earlier), usual_of(earlier) - _highest_usual(recent)
-            if max(rise, fall) > least and abs(usual_of(recent) - self._level) > _LEAST_CHANGE:
-                before = math.exp(usual_of(earlier))
-                self._values = recent
-                self._level = usual_of(recent)
-                return LevelChange("changes", before, self.times, span)
-        return None
-
-
-def _highest_usual(values: Sequence[float]) -> float:
-    """The median, and of two the larger."""
-    return -usual_of([-value for value in values])
+    def _begin(self) -> LevelChange:
+        """The slowness began after the last of the recent windows that was nearer to the others than to it."""
+        self._level = self.meter.level
+        newest_first = enumerate(reversed(self._recent))
+        self._since = next((back for back, y in newest_first if y < self._level / 2.0), len(self._recent))
+        self._since = max(self._since, _LASTING)
+        return LevelChange("begins", 1.0, self.times, self._since)

@@ -1,4 +1,4 @@
-"""What a rank tells of some steps in a row: its usual times, as a few numbers that the ranks exchange.
+"""A rank's steps in a row: its usual times, as a few numbers that the ranks exchange, and what they tell of a delay.
 
 ``R`` ranks of the group.
 """
@@ -6,19 +6,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import Literal, TypeVar
 
-from zeroresize.policy.tensor.estimation.times import StepTimes
+import numpy as np
+
+from zeroresize.policy.tensor.estimation.times import LEAST_SECONDS, MOST_SECONDS, StepTimes
 from zeroresize.utils.usual import usual_of
 
 _TimedT = TypeVar("_TimedT", "WatchedStep", "StepWindow")
 
+#: "compute" stands for products and the rest together, where products were not timed.
+Cause = Literal["products", "rest", "loader", "compute"]
+
 #: Steps of which the products were timed are left out of the usual time where so many others are there.
 _FEWEST_UNTIMED = 3
-#: No step takes longer, in seconds.
-_MOST_SECONDS = 1e9
+#: The usual time is that which this share of the steps do not exceed.
+_QUARTILE = 0.25
 
 
 @dataclass(frozen=True)
@@ -67,13 +72,9 @@ class StepWindow:
     products_s: float
     work: float = math.nan
 
-    #: How many numbers :meth:`as_numbers` returns.
-    NUM_NUMBERS = 7
-
     def as_numbers(self) -> list[float]:
         """Return the window as numbers to be sent."""
-        measured = self.busy_s, self.step_s, self.loader_s, self.products_s, self.work
-        return [float(self.end_step), float(self.num_steps), *measured]
+        return [float(number) for number in astuple(self)]
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[float]) -> StepWindow:
@@ -84,7 +85,12 @@ class StepWindow:
     @property
     def is_sound(self) -> bool:
         """Whether steps can have taken these times; what a clock that was set may tell is not sound."""
-        return 0.0 < self.busy_s <= _MOST_SECONDS and 0.0 <= self.loader_s <= _MOST_SECONDS and self.num_steps > 0
+        return 0.0 < self.busy_s <= MOST_SECONDS and 0.0 <= self.loader_s <= MOST_SECONDS and self.num_steps > 0
+
+    @property
+    def computing_s(self) -> float:
+        """Seconds from the beginning of the model's forward on, without waits."""
+        return self.busy_s - self.loader_s
 
 
 def at_work(timed: _TimedT, work: float) -> _TimedT:
@@ -101,14 +107,14 @@ def window_of(steps: Sequence[WatchedStep], end_step: int) -> StepWindow:
         steps: those that could be read since the last window; on a device the newest may be missing.
         end_step: how many steps are over.
     """
-    sound = [step for step in steps if 0.0 < step.busy_s <= _MOST_SECONDS and step.work != 0.0]
-    work = math.fsum(step.work for step in sound) / max(len(sound), 1)
-    if not math.isnan(work):
-        sound = [at_work(step, work) for step in sound]
+    sound = [step for step in steps if 0.0 < step.busy_s <= MOST_SECONDS and step.work != 0.0]
     if not sound:
         return StepWindow(end_step, 0, math.nan, math.nan, math.nan, math.nan)
+    work = math.fsum(step.work for step in sound) / len(sound)
+    if not math.isnan(work):
+        sound = [at_work(step, work) for step in sound]
+    timed_s = [step.products_s for step in sound if not math.isnan(step.products_s)]
     untimed = [step for step in sound if math.isnan(step.products_s)]
-    timed = [step for step in sound if not math.isnan(step.products_s)]
     usual = untimed if len(untimed) >= _FEWEST_UNTIMED else sound
     return StepWindow(
         end_step=end_step,
@@ -116,15 +122,68 @@ def window_of(steps: Sequence[WatchedStep], end_step: int) -> StepWindow:
         busy_s=_uninterrupted([step.busy_s for step in usual]),
         step_s=usual_of([step.busy_s + step.wait_s for step in usual]),
         loader_s=_uninterrupted([step.loader_s for step in usual]),
-        products_s=usual_of([step.products_s for step in timed]) if timed else math.nan,
+        products_s=usual_of(timed_s) if timed_s else math.nan,
         work=work,
     )
 
 
 def _uninterrupted(values: Sequence[float]) -> float:
     """Return the lower quartile: other work on the machine lengthens steps, and hardly shortens any."""
-    ascending = sorted(values)
-    place = (len(ascending) - 1) / 4.0
-    lower = int(place)
-    upper = min(lower + 1, len(ascending) - 1)
-    return ascending[lower] + (ascending[upper] - ascending[lower]) * (place - lower)
+    return float(np.quantile(values, _QUARTILE))
+
+
+def usual_window(windows: Sequence[StepWindow]) -> StepWindow:
+    """Return what is usual among windows of a rank."""
+    timed_s = [window.products_s for window in windows if not math.isnan(window.products_s)]
+    return replace(
+        windows[-1],
+        busy_s=usual_of([window.busy_s for window in windows]),
+        step_s=usual_of([window.step_s for window in windows]),
+        loader_s=usual_of([window.loader_s for window in windows]),
+        products_s=usual_of(timed_s) if timed_s else math.nan,
+    )
+
+
+def shares_of_causes(slow: StepWindow, others: Sequence[StepWindow]) -> dict[Cause, float]:
+    """Return which share of a rank's delay comes from which part of its step, the largest first.
+
+    Args:
+        slow: the usual window of the slow rank.
+        others: those of the others; parts are compared with what is usual among them.
+
+    Returns:
+        Shares that add up to 1; a part in which the rank is not slower has none. Empty where it is not slower at all.
+    """
+    compute_s = slow.computing_s - usual_of([other.computing_s for other in others])
+    delays: dict[Cause, float] = {"loader": slow.loader_s - usual_of([other.loader_s for other in others])}
+    if any(math.isnan(window.products_s) for window in (slow, *others)):
+        delays["compute"] = compute_s
+    else:
+        products_s = slow.products_s - usual_of([other.products_s for other in others])
+        delays |= {"products": products_s, "rest": compute_s - products_s}
+    total_s = math.fsum(seconds for seconds in delays.values() if seconds > 0.0)
+    by_delay = sorted(delays.items(), key=lambda item: item[1], reverse=True)
+    return {cause: seconds / total_s for cause, seconds in by_delay if seconds > 0.0}
+
+
+def main_cause(shares: Mapping[Cause, float]) -> Cause:
+    """Return the part that most of the delay comes from."""
+    return next(iter(shares), "compute")
+
+
+def share_saved(windows: Sequence[StepWindow]) -> float:
+    """Return which share of a step is saved at most if work is divided by the ranks' speeds.
+
+    What a rank does before its forward stays where it is. The rest, c seconds of rank i, is divided so that all ranks
+    end together, at T with Σ (T − loader_i) / c_i = R. Whether work can be divided at all is not asked.
+
+    Args:
+        windows: [R], the usual one of every rank.
+    """
+    weights = [1.0 / max(window.computing_s, LEAST_SECONDS) for window in windows]
+    loaded = math.fsum(weight * window.loader_s for weight, window in zip(weights, windows, strict=True))
+    balanced_s = (len(windows) + loaded) / math.fsum(weights)
+    balanced_s = max(balanced_s, *(window.loader_s for window in windows))
+    longest_s = max(window.busy_s for window in windows)
+    step_s = max(longest_s, *(window.step_s for window in windows))
+    return max(longest_s - balanced_s, 0.0) / step_s
