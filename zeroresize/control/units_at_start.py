@@ -15,8 +15,7 @@ from zeroresize.policy.tensor.rules.ownership import nearest_fitting
 from zeroresize.resharding.checkpoints.state_dict_guards import guard_optimizer
 from zeroresize.resharding.data_parallel import DataParallelReplicas
 from zeroresize.resharding.segments.same_segments import require_same_segments
-from zeroresize.resharding.units.initial_division import divide_units, require_segments
-from zeroresize.resharding.units.owned_units import OwnedUnits
+from zeroresize.resharding.units.owned_units import OwnedUnits, divide_units, require_segments
 
 logger = logging.getLogger(__name__)
 

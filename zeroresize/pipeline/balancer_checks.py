@@ -9,7 +9,7 @@ import torch
 from zeroresize.optim.independence import why_not_by_parameter
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.policy.pipeline.profile_cadence import ProfileEvery
-from zeroresize.resharding.movable_optimizer import groups_of, require_movable_state
+from zeroresize.resharding.parameter_state import groups_of, require_movable_state
 from zeroresize.utils import value_checks
 
 

@@ -109,7 +109,7 @@ class LayerNote:
 
 
 def notes_to_json(notes: Iterable[LayerNote]) -> str:
-    """Return a text of the notes that :func:`notes_from_json` reads."""
+    """Return a text that :func:`notes_from_json` reads."""
     return json.dumps([encoded(one) for one in notes])
 
 
@@ -130,8 +130,6 @@ def describe(
     """Return the note of a layer of this stage, and its tensors in the note's order, without copies.
 
     Args:
-        number: of the layer.
-        layer_tensors: what belongs to the layer alone.
         groups: the number of each parameter's group in the optimizer, by the parameter's ``id``.
         with_room: whether a gradient that may yet come has a note, too, with the parameter in its place.
 
@@ -208,12 +206,7 @@ def require_fitting(note: LayerNote, layer: nn.Module, layer_tensors: LayerTenso
 
 
 class Arrived:
-    """Holds a layer that has come to this rank until it is installed.
-
-    Args:
-        layer_tensors: what belongs to the layer alone on this rank.
-        new: the tensors that have come, in the note's order.
-    """
+    """Holds a layer that has come to this rank, ``new`` tensors in the note's order, until it is installed."""
 
     def __init__(self, note: LayerNote, layer: nn.Module, layer_tensors: LayerTensors, new: Sequence[Tensor]) -> None:
         self._note, self._layer, self._tensors = note, layer, layer_tensors

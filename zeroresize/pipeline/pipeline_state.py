@@ -46,8 +46,14 @@ from zeroresize.pipeline.layer_contents import (
 )
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.resharding.checkpoints.sharded_state import sharded_state_of
-from zeroresize.resharding.movable_optimizer import groups_of, require_movable_state, settings_of
-from zeroresize.resharding.parameter_state import GRADIENT, PARAMETER, STATE
+from zeroresize.resharding.parameter_state import (
+    GRADIENT,
+    PARAMETER,
+    STATE,
+    groups_of,
+    require_movable_state,
+    settings_of,
+)
 from zeroresize.utils.checkpoint_reader import CheckpointReader, register_reads_itself
 from zeroresize.utils.torch_private import no_torch_function
 

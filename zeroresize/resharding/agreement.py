@@ -65,16 +65,12 @@ class NotEnoughMemoryError(RuntimeError):
 
 
 def meet_over(process_group: ProcessGroup, device: torch.device, over: Channel | None = None) -> Meet:
-    """Return a :data:`Meet` of the group, whose messages are on ``device`` where it sends from there.
-
-    Args:
-        over: another transport between the group's ranks, with messages on the CPU; None for the group itself.
-    """
+    """Return a :data:`Meet` of the group, from ``device`` where it sends from there; or ``over`` a channel of it."""
     where = message_device(process_group, device) if over is None else torch.device("cpu")
 
     def exchange(numbers: Sequence[float]) -> Sequence[Sequence[float]]:
         row = torch.tensor(numbers, dtype=torch.float64, device=where)
-        return [part.tolist() for part in _gather(row, process_group, over)]
+        return [part.tolist() for part in _fill(_parts(row, process_group), process_group, over)]
 
     return meet_by(exchange)
 
@@ -89,7 +85,6 @@ def gather_texts(
 
     Raises:
         NotEnoughMemoryError: on every rank, if the texts do not fit on some.
-        RuntimeError: if a rank does not come, naming it.
     """
     data = text.encode()
     if sizes is None:
@@ -122,14 +117,11 @@ def wait_for_all(transfers: Mapping[int, Sequence[Waitable]]) -> dict[int, Runti
 def meet_prepared(
     meet: Meet, numbers: Sequence[float] | Exception, what: str = "what moves"
 ) -> Sequence[Sequence[float]]:
-    """Exchange numbers between all ranks, or let them know that this one cannot give any; collective.
+    """Return the numbers of every rank, or let all know that this one cannot give any; collective.
 
     Args:
         numbers: of this rank, the first of them not negative; or what kept it from giving any.
         what: is prepared, for errors where memory runs out.
-
-    Returns:
-        The numbers of every rank, in the order of the ranks.
 
     Raises:
         ValueError: what is given, if it is one.
@@ -162,15 +154,11 @@ def agreed(
     numbers_of: Callable[[_T], Sequence[float]] = lambda _: (0.0, 0.0),
     what: str = "what moves",
 ) -> tuple[_T, Sequence[Sequence[float]]]:
-    """Make something on every rank, and let all know where it fails on one; collective.
+    """Return what ``make`` makes here and the numbers of every rank, or let all know where it fails on one; collective.
 
     Args:
-        make: called once, on this rank.
         numbers_of: what was made: numbers that all ranks are told, the first of them not negative.
         what: is made, for errors where memory runs out.
-
-    Returns:
-        What was made here, and the numbers of every rank, in the order of the ranks.
 
     Raises:
         Exception: as :func:`meet_prepared`, which is given what ``make`` raises.
@@ -191,11 +179,7 @@ def named(rows: Sequence[int], meet: Meet) -> str:
 
 
 def require_same(numbers: Sequence[float], what: str, meet: Meet) -> None:
-    """Check that all ranks gave one number.
-
-    Raises:
-        RuntimeError: if not, naming the ranks that agree with each other.
-    """
+    """Raise RuntimeError unless all ranks gave the same number, naming the ranks that agree with each other."""
     if len(set(numbers)) > 1:
         groups = alike(numbers, [_number(row, meet) for row in range(len(numbers))])
         raise RuntimeError(
@@ -211,7 +195,7 @@ def allocate_together(
     what: str = "new tensors",
     check: Callable[[Sequence[Sequence[float]]], None] | None = None,
 ) -> None:
-    """Call ``allocate`` once it is known that what every rank needs fits; collective.
+    """Call ``allocate`` where what it needs fits, and go on once every rank has; collective.
 
     Ranks on one CPU, or on one GPU, share what is free there.
 
@@ -226,7 +210,6 @@ def allocate_together(
         NotEnoughMemoryError: on every rank, naming those that lack memory, and how much; also where ``allocate`` runs
             out of memory all the same, as if nothing were free there.
         Exception: what else ``allocate`` raises; the other ranks then raise a RuntimeError.
-        RuntimeError: if a rank does not come.
     """
     free = free_bytes(device)
     free_here = math.inf if free is None else float(max(free, 0))
@@ -297,16 +280,12 @@ def _left_to_container() -> float:
 def require_received(
     error: BaseException | None, meet: Meet, number: float = 0.0, left: timedelta | None = None
 ) -> list[float]:
-    """Check with all ranks that every one of them has received all; collective.
+    """Return a number of every rank, once all of them have received all; collective.
 
     Args:
         error: what kept this rank from it; None if it has received all.
-        number: for the others.
         left: how long to wait for the others where this rank has failed, at least a second; None for the group's time
             limit. It may have waited for as long already, for a rank that will not come to this either.
-
-    Returns:
-        The number of every rank, in the order of the ranks.
 
     Raises:
         RuntimeError: if a rank has not, naming it.
@@ -349,30 +328,22 @@ def _place_of(device: torch.device) -> str:
     return f"{socket.gethostname()} {device} {visible}"
 
 
-def _gather(tensor: Tensor, process_group: ProcessGroup, over: Channel | None = None) -> list[Tensor]:
-    parts = _parts(tensor, process_group)
-    _fill(parts, process_group, over)
-    return parts
-
-
 def _parts(tensor: Tensor, process_group: ProcessGroup) -> list[Tensor]:
     """Memory for a tensor of every rank, of which this one's is there."""
     rank, num_ranks = process_group.rank(), group_size(process_group)
     return [tensor if peer == rank else torch.empty_like(tensor) for peer in range(num_ranks)]
 
 
-def _fill(parts: Sequence[Tensor], process_group: ProcessGroup, over: Channel | None = None) -> None:
+def _fill(parts: Sequence[Tensor], process_group: ProcessGroup, over: Channel | None = None) -> Sequence[Tensor]:
     """From rank to rank: a collective could not tell who did not come."""
     rank, ranks = process_group.rank(), group_ranks(process_group)
-    part = parts[rank]
-    others = [peer for peer in range(len(parts)) if peer != rank]
-    receives = {peer: parts[peer] for peer in others}
+    receives = {peer: part for peer, part in enumerate(parts) if peer != rank}
     tag = 0 if over is None else _MET_ASIDE
-    transfers = start_messages(dict.fromkeys(others, part), receives, process_group, over, tag)
-    errors = wait_for_all(transfers)
+    errors = wait_for_all(start_messages(dict.fromkeys(receives, parts[rank]), receives, process_group, over, tag))
     if errors:
         missing = sorted(errors)
         raise RuntimeError(
             f"ranks {missing} of the group (ranks {[ranks[peer] for peer in missing]} of the job) did not come: "
             f"{errors[missing[0]]}"
         ) from errors[missing[0]]
+    return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +16,6 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import group_rank, group_size, message_device
 from zeroresize.comm.meeting import Meet
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.dtensor_guards import guard_dtensors
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments, segment_works
@@ -28,8 +28,9 @@ from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryErro
 from zeroresize.resharding.data_parallel import DataParallelReplicas
 from zeroresize.resharding.parameter_state import why_of_fixed_size
 from zeroresize.resharding.replaced_parts import ReplacedParts
-from zeroresize.resharding.units.moving_units import bytes_of_units, move_units
-from zeroresize.resharding.units.unit_contents import contents_of
+from zeroresize.resharding.units.moving_units import bytes_of_units, contents_of, move_units
+
+logger = logging.getLogger(__name__)
 
 _ALONE = DataParallelReplicas()
 
@@ -176,7 +177,7 @@ class OwnedUnits:
         Args:
             reason: of this rank; None if it can.
         """
-        devices = (one.parameter.device for segment in self.segments for one in segment.tensors)
+        devices = (tensor.parameter.device for segment in self.segments for tensor in segment.tensors)
         where = message_device(self._group, next(devices, torch.device("cpu")))
         texts: list[str] = []
         with suppress(NotEnoughMemoryError):  # on all ranks
@@ -258,24 +259,14 @@ class OwnedUnits:
             raise CannotMoveError(f"nothing has changed: {self.gather_reasons(why)}")
 
     def _why_captured(self) -> str | None:
-        names = (
-            name
-            for segment in self.segments
-            for name, layer in zip(segment.layers, segment.modules, strict=True)
-            if layer.is_captured
-        )
-        if (name := next(names, None)) is None:
+        layers = (pair for segment in self.segments for pair in zip(segment.layers, segment.modules, strict=True))
+        if (name := next((name for name, layer in layers if layer.is_captured), None)) is None:
             return None
         return (
             f"a forward of {name} was captured in a CUDA graph, which would go on to read its weight where it lay "
             "before a move. Capture once units have moved for the last time, with a Balancer of moves=False or "
             "mode='off' from then on, or leave such layers out by module_filter_fn"
         )
-
-    def _require_units(self) -> None:
-        """Raises ValueError for a parameter, or optimizer state, that is not divided by units as segments say."""
-        for segment in self.segments:
-            contents_of(segment, self._optimizer, self._rank)
 
     def guard_new_state(self) -> None:
         """Let what the optimizer has made be gathered no more than the parameters that it belongs to; no collective.
@@ -287,8 +278,7 @@ class OwnedUnits:
         self._is_guarded = True
         for segment in self.segments:
             for contents in contents_of(segment, self._optimizer, self._rank):
-                refused = getattr(contents.unit_tensor.owner, "refused_at_home", ())
-                guard_dtensors(contents.state.installed, are_away=not segment.owned.is_even, refused=refused)
+                contents.guard(are_away=not segment.owned.is_even)
                 self._is_guarded = self._is_guarded and (contents.state.has_state or contents.state.stepped is None)
 
     def forget_moves(self) -> None:
@@ -361,7 +351,44 @@ class OwnedUnits:
         if replicas.group is None:
             return None
         try:
-            self._require_units()
+            for segment in self.segments:
+                contents_of(segment, self._optimizer, self._rank)
         except (ValueError, RuntimeError, AttributeError) as error:
             return str(error)
         return None
+
+
+def divide_units(units: OwnedUnits, shares: Sequence[float]) -> None:
+    """Divide the units of all segments by ``shares``, on which all ranks have agreed, before training; collective.
+
+    Args:
+        units: on which :meth:`OwnedUnits.agree` was called.
+        shares: of every rank.
+
+    Raises:
+        ValueError: if the optimizer does not let units be divided; on every rank.
+        RuntimeError: as :meth:`OwnedUnits.move`.
+    """
+    if (why := units.why_not_divisible or units.why_not_stepped) is not None:
+        raise ValueError(f"shares={list(shares)}: units cannot be divided so: {why}")
+    units.move(shares)
+    units.forget_moves()
+    for segment in units.segments:
+        segment.has_given_shares = True
+    counts = "; ".join(f"{kind} {' : '.join(map(str, of_ranks))}" for kind, of_ranks in units.num_units.items())
+    totals = [sum(of_rank) for of_rank in zip(*units.num_units.values(), strict=True)]
+    without = [rank for rank, total in enumerate(totals) if not total]
+    logger.info(
+        "units are divided by the shares %s: of all layers together the ranks own %s%s",
+        list(shares),
+        counts,
+        f"; ranks {without} own none, and have no work in these layers" if without else "",
+    )
+
+
+def require_segments(shares: Sequence[float] | str, segments: Sequence[object]) -> None:
+    """Raise ValueError unless there are segments to divide by ``shares``."""
+    if not segments:
+        raise ValueError(
+            f"shares={shares!r}: no segment of the model is known to be divisible by units: name one by segments="
+        )

@@ -12,10 +12,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank
-from zeroresize.comm.side_groups import free_group_number
 from zeroresize.plan.layout import Layout
 from zeroresize.plan.strategy import Strategy
-from zeroresize.resharding.agreement import meet_prepared
 from zeroresize.strategy.placement.placement import Placement
 from zeroresize.strategy.placement.strategy_groups import StrategyGroups
 from zeroresize.strategy.placement.whole_layers import WholeLayers
@@ -86,8 +84,7 @@ class Placements(Mapping[Strategy, Placement]):
         Raises:
             RuntimeError: if a rank does not come, or cannot make them.
         """
-        free = [number for number, *_ in meet_prepared(self._agreement.meet, (float(free_group_number()), 0.0))]
-        numbers = itertools.count(int(max(free)))
+        numbers = itertools.count(self._agreement.free_group_number())
         setups_s: list[float] = []
 
         def made() -> dict[Strategy, Placement]:
@@ -95,8 +92,8 @@ class Placements(Mapping[Strategy, Placement]):
             for strategy, layout in layouts.items():
                 if strategy in placements:
                     continue
-                known = placements.values()
-                placement = next((one for one in known if self._divides_alike(one, strategy, layout)), None)
+                known = (one for one in placements.values() if self._divides_alike(one, strategy, layout))
+                placement = next(known, None)
                 if placement is None:
                     begin, num_made = time.perf_counter(), self._groups.num_made
                     groups = self._groups.of(strategy, numbers)
@@ -120,7 +117,7 @@ class Placements(Mapping[Strategy, Placement]):
             ValueError: for one that does not fit the ranks or layers.
             RuntimeError: if ranks differ in it, or one does not come.
         """
-        specs, num_ranks = [one.spec for one in self._layers.tensors], len(self._nodes)
+        specs, num_ranks = [tensor.spec for tensor in self._layers.tensors], len(self._nodes)
         layout = self._agreement.make_alike(
             lambda: strategy.layout(specs, num_ranks, self._layers.num_layers),
             lambda _: strategy.as_dict(),
@@ -162,21 +159,15 @@ class Placements(Mapping[Strategy, Placement]):
             after: where the weights go; None where they do not travel.
             optimizer_placement: where the gradients go; None where they stay.
         """
-        key = tuple(None if one is None else one.strategy for one in (before, after, optimizer_placement))
+        ends = before, after, optimizer_placement
+        key = tuple(None if placement is None else placement.strategy for placement in ends)
         if key not in self._routes:
-            self._routes[key] = SwitchRoute.of(
-                before,
-                after,
-                optimizer_placement,
-                self._layers.tensors,
-                self._nodes,
-                self._rank,
-                self._max_bytes,
-                self._types,
-            )
+            how = self._layers.tensors, self._nodes, self._rank, self._max_bytes, self._types
+            self._routes[key] = SwitchRoute.of(*ends, *how)
         return self._routes[key]
 
     def _keep_groups_of(self, placements: Iterable[Placement]) -> None:
+        """Destroy the other groups, on all ranks."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._groups.keep(placement.strategy for placement in placements)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_size
-from zeroresize.comm.side_groups import destroy_side_group, free_group_number, make_side_group
+from zeroresize.comm.side_groups import destroy_side_group, make_side_group
 from zeroresize.plan.strategy import Strategy
-from zeroresize.resharding.agreement import NotEnoughMemoryError, meet_prepared
+from zeroresize.resharding.agreement import NotEnoughMemoryError
 from zeroresize.resharding.transaction import (
     Participants,
     prepare_in_one_meeting,
@@ -62,11 +62,9 @@ class Switcher:
         switch = self._prepare_beside(lambda: self._placements[strategy], before, optimizer_placement, gradients=False)
         if switch is None:
             return False
-        returning = self._returning
-        if returning is None:
-            switch.start(self._participants.device)
-        else:  # its messages go first over the same links, so that ranks pair the same
-            switch.start(self._participants.device, returning.wait)
+        # What is on its way sends first over the same links, so that ranks pair the same messages.
+        earlier = () if self._returning is None else (self._returning.wait,)
+        switch.start(self._participants.device, *earlier)
         self._coming = before, self._placements[strategy], switch
         return True
 
@@ -85,7 +83,7 @@ class Switcher:
         def find_after() -> Placement:
             after = self._placements[strategy]
             leaves = before not in (optimizer_placement, after)
-            if leaves and not gradients and any(one.grad is not None for one in before.masters.values()):
+            if leaves and not gradients and any(master.grad is not None for master in before.masters.values()):
                 raise ValueError(
                     "switch_to(gradients=False) would lose gradients: there are some; abandon() drops them"
                 )
@@ -117,21 +115,6 @@ class Switcher:
             destroy_side_group(self._side_group)
         self._side_group = None
 
-    def _run(
-        self,
-        find_after: Callable[[], Placement | None],
-        before: Placement,
-        optimizer_placement: Placement,
-        *,
-        gradients: bool,
-    ) -> Switch:
-        group = self._participants.process_group
-
-        def make() -> Switch:
-            return self._made(find_after(), before, optimizer_placement, group, gradients=gradients)
-
-        return run_transaction(make, self._participants, in_two_meetings=True)
-
     def _switch_beside(
         self,
         find_after: Callable[[], Placement],
@@ -144,7 +127,10 @@ class Switcher:
         after = self._agreement.make_alike(
             find_after, lambda after: [after.strategy.as_dict(), gradients, in_background], "where the switch leads"
         )
-        done = self._end_return()
+        done: list[Switch] = []
+        if self._returning is not None:
+            returned, self._returning = self._returning, None
+            done.append(self._end(returned))
         if self._coming is not None and self._coming[:2] != (before, after):
             self.discard_coming()
         returning = None
@@ -158,15 +144,34 @@ class Switcher:
         else:
             if at_once:
                 done.append(self._run(lambda: None, before, optimizer_placement, gradients=True))
-            *_, coming = self._coming
-            self._coming = None
-            receive_transaction(coming, self._participants)
-            coming.commit()
-            done.append(coming)
+            (*_, coming), self._coming = self._coming, None
+            done.append(self._end(coming))
         if returning is not None:
             returning.start(self._participants.device)
             self._returning = returning
         return done
+
+    def _run(
+        self,
+        find_after: Callable[[], Placement | None],
+        before: Placement,
+        optimizer_placement: Placement,
+        *,
+        gradients: bool,
+    ) -> Switch:
+        """Do a switch now."""
+        group = self._participants.process_group
+
+        def make() -> Switch:
+            return self._made(find_after(), before, optimizer_placement, group, gradients=gradients)
+
+        return run_transaction(make, self._participants, in_two_meetings=True)
+
+    def _end(self, switch: Switch) -> Switch:
+        """Wait for a switch that is under way, and put it in force."""
+        receive_transaction(switch, self._participants)
+        switch.commit()
+        return switch
 
     def _prepare_beside(
         self,
@@ -203,25 +208,12 @@ class Switcher:
         route = self._placements.route(
             before, None if is_cast_there else after, optimizer_placement if gradients and leaves else None
         )
-        device = self._participants.device
-        return Switch(
-            route, before, after, optimizer_placement, self._tensors, process_group, device, is_beside=is_beside
-        )
-
-    def _end_return(self) -> list[Switch]:
-        """Wait for gradients that are on their way, if there are any."""
-        returning, self._returning = self._returning, None
-        if returning is None:
-            return []
-        receive_transaction(returning, self._participants)
-        returning.commit()
-        return [returning]
+        where = process_group, self._participants.device
+        return Switch(route, before, after, optimizer_placement, self._tensors, *where, is_beside=is_beside)
 
     def _make_side_group(self) -> ProcessGroup:
         if self._side_group is None:
-            group = self._participants.process_group
-            table = meet_prepared(self._agreement.meet, (float(free_group_number()), 0.0))
-            number = int(max(number for number, *_ in table))
+            group, number = self._participants.process_group, self._agreement.free_group_number()
             members = range(group_size(group))
             self._side_group = group if len(members) == 1 else make_side_group(group, members, number)
         return self._side_group
