@@ -25,8 +25,12 @@ from zeroresize.plan.ownership import checked_shares
 from zeroresize.resharding.agreement import meet_over
 from zeroresize.resharding.checkpoints.state_dict_guards import guard_save_pretrained
 from zeroresize.resharding.data_parallel import unwrap
-from zeroresize.resharding.segments.same_segments import require_same_segments
-from zeroresize.resharding.segments.search_segments import first_of, search_segments, summary_of_segments
+from zeroresize.resharding.segments.search_segments import (
+    first_of,
+    require_same_segments,
+    search_segments,
+    summary_of_segments,
+)
 from zeroresize.resharding.units.owned_units import OwnedUnits, divide_units, require_segments
 
 if TYPE_CHECKING:

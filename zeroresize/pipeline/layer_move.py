@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from zeroresize.comm.collectives import Channel
 from zeroresize.layers.whole_parameters import require_whole_parameters
 from zeroresize.pipeline.layer_contents import (
     Arrived,
@@ -27,7 +26,6 @@ from zeroresize.plan.partition import Partition
 from zeroresize.resharding.parameter_state import groups_of, require_movable_state, settings_of
 from zeroresize.resharding.parcels import End, Parcel, RankRounds
 from zeroresize.resharding.transaction import Transaction
-from zeroresize.resharding.transport import Transport
 from zeroresize.utils.fingerprint import fingerprint
 
 
@@ -53,8 +51,6 @@ class LayerMove(Transaction):
     memory_name = "new tensors of layers that move"
     #: Whether gradients that may yet come have room in the move.
     with_room = False
-    #: Another transport between the stages than their group.
-    channel: Channel | None = None
 
     def __init__(
         self,
@@ -64,7 +60,8 @@ class LayerMove(Transaction):
         max_bytes: int,
         stages: Sequence[int] | None = None,
     ) -> None:
-        self._pipeline, self._rank, self._max_bytes = pipeline, pipeline.stage, max_bytes
+        super().__init__(pipeline.process_group, pipeline.device)
+        self._pipeline, self._max_bytes = pipeline, max_bytes
         self._layers, self._layer_tensors = list(pipeline.layers), pipeline.tensors
         if max_bytes < 2:
             raise ValueError(f"max_bytes={max_bytes} is too small: it must be at least 2")
@@ -81,7 +78,6 @@ class LayerMove(Transaction):
             transfer.layer: self._described(transfer.layer) for transfer in self.moving if transfer.source == self._rank
         }
         self._coming = [transfer.layer for transfer in self.moving if transfer.destination == self._rank]
-        self._message_device = pipeline.meet_device
         self.plan = fingerprint(
             json.dumps([type(self).__name__, pipeline.boundaries, self.boundaries, self.stages, max_bytes])
         )
@@ -115,8 +111,7 @@ class LayerMove(Transaction):
                 turn = self.turn_of(number, note)
                 self.parcels.append(Parcel(((source, destination),), note.num_bytes, 1, torch.uint8, turn))
                 self._travelling.append((number, index))
-        rounds = RankRounds.of(self.parcels, self._rank, self._max_bytes)
-        self.transport = Transport(rounds, self._pipeline.process_group)
+        self.lay_out(RankRounds.of(self.parcels, self._rank, self._max_bytes))
         self.new_bytes = sum(self._notes[number].num_bytes for number in self._coming)
 
     def turn_of(self, number: int, tensor: TensorNote) -> int:
@@ -127,21 +122,20 @@ class LayerMove(Transaction):
         """Return one of the tensors of a layer that is sent."""
         return self._sent[number][1][index]
 
-    def allocate(self) -> None:
-        self.transport.allocate(self._message_device)
+    def make_tensors(self) -> None:
         self._new = {
-            number: [note.new(self._pipeline.device) for note in self._notes[number].tensors] for number in self._coming
+            number: [note.new(self._device) for note in self._notes[number].tensors] for number in self._coming
         }
 
+    def source_of(self, parcel: int) -> End:
+        return End(bytes_of(self.sent_tensor(*self._travelling[parcel])).view(1, -1, 1))
+
+    def target_of(self, parcel: int) -> End:
+        number, index = self._travelling[parcel]
+        return End(bytes_of(self._new[number][index]).view(1, -1, 1))
+
     def send_and_receive(self) -> Exception | None:
-        def source_of(parcel: int) -> End:
-            return End(bytes_of(self.sent_tensor(*self._travelling[parcel])).view(1, -1, 1))
-
-        def target_of(parcel: int) -> End:
-            number, index = self._travelling[parcel]
-            return End(bytes_of(self._new[number][index]).view(1, -1, 1))
-
-        if (failure := self.transport.carry_out(source_of, target_of, over=self.channel)) is not None:
+        if (failure := super().send_and_receive()) is not None:
             return failure
         self._arrived = [
             Arrived(self._notes[number], self._layers[number], self._layer_tensors[number], new)

@@ -46,7 +46,7 @@ class LayerMoveDuringBackward(LayerMove):
         if num_steps < 1:
             raise ValueError(f"num_steps={num_steps} is not allowed: it is at least 1")
         self.finished = FinishedLayers(pipeline, num_steps)
-        self._message_device = torch.device("cpu")
+        self.message_device = torch.device("cpu")
         self._versions = {number: list(map(version_of, tensors)) for number, (_, tensors) in self._sent.items()}
         self._was_finished: set[int] = set()
         self._may_begin, self._is_dropped = Event(), False
@@ -54,7 +54,7 @@ class LayerMoveDuringBackward(LayerMove):
     @property
     def needed_bytes(self) -> int:
         """Return what the pipeline's own forward and backward take meanwhile, too, where a layer comes."""
-        return super().needed_bytes + (bytes_up_to_peak(self._pipeline.device) if self.new_bytes else 0)
+        return super().needed_bytes + (bytes_up_to_peak(self._device) if self.new_bytes else 0)
 
     @property
     def is_outdated(self) -> bool:
@@ -87,7 +87,7 @@ class LayerMoveDuringBackward(LayerMove):
             RuntimeError: where there is no memory for them, or a rank does not come.
         """
         self.channel = self._pipeline.open_side_group()
-        self.start(self._pipeline.device, self._may_begin.wait)
+        self.start(self._device, self._may_begin.wait)
 
     def begin(self) -> None:
         """Let the thread send and receive."""

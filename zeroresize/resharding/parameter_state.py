@@ -27,18 +27,13 @@ GRADIENTS = (GRADIENT, MASTER_GRADIENT)
 
 
 class StateKind(Enum):
-    """Tells what an entry of an optimizer's state is to its parameter."""
+    """Tells what an entry of an optimizer's state is to its parameter: all but the first kind belong to the whole."""
 
-    #: A tensor of the parameter's shape, such as Adam's moments: it divides as the parameter does.
-    LIKE_PARAMETER = "like the parameter"
-    #: A tensor of one element, such as Adam's step: one number for the whole parameter.
-    NUMBER = "number"
-    #: A bool, number, text or None, for the whole parameter.
-    PLAIN = "plain"
-    #: A tensor of another shape, such as Adafactor's rows: it belongs to the whole parameter and cannot be divided.
-    OTHER_TENSOR = "other tensor"
-    #: Anything else, which cannot be sent.
-    OTHER = "other"
+    LIKE_PARAMETER = "a tensor of its shape, such as Adam's moments, which divides as it does"
+    NUMBER = "a tensor of one element, such as Adam's step"
+    PLAIN = "a bool, number, text or None"
+    OTHER_TENSOR = "a tensor of another shape, such as Adafactor's rows, which cannot be divided"
+    OTHER = "anything else, which cannot be sent"
 
 
 def kind_of_state(key: str, value: Any, parameter: Tensor) -> StateKind:
@@ -55,12 +50,8 @@ def kind_of_state(key: str, value: Any, parameter: Tensor) -> StateKind:
 class ParameterState:
     """Takes a parameter of this rank apart: its weight, its gradient, and what the optimizer keeps of it.
 
-    Args:
-        name: of the parameter, for errors.
-        optimizer: the torch optimizer; None without one.
-        stepped: what the optimizer steps for the parameter: itself, or a master copy; None if nothing.
-
     Attributes:
+        stepped: what the optimizer steps for the parameter: itself, or a master copy; None if nothing.
         tensors: that have the parameter's shape, by what they are: PARAMETER, GRADIENT, MASTER, MASTER_GRADIENT, and
             STATE with the key of optimizer state. Gradients may be sparse. Of DTensors these are the local parts.
     """
@@ -103,9 +94,7 @@ class ParameterState:
     def description(self, num_units: int = 1) -> Description:
         """Describe what this rank holds, for the other ranks that the parameter is divided over.
 
-        Args:
-            num_units: how many units of the parameter are here; without any, state that is of no kind known is nobody's
-                and left out.
+        Of a parameter without units here, state of another shape is nobody's and left out.
 
         Raises:
             ValueError: for a sparse gradient, and for optimizer state that neither divides nor is one number or text.
@@ -129,7 +118,7 @@ class ParameterState:
 
         Args:
             new: by what they are, as in ``agreed.dtypes``.
-            agreed: what all ranks have agreed on; a rank that had no units takes the numbers over from it.
+            agreed: by all ranks; a rank that had no units takes the numbers over from it.
         """
         state = {key.removeprefix(STATE): tensor for key, tensor in new.items() if key.startswith(STATE)}
         replace_data(self.parameter, new[PARAMETER], new.get(GRADIENT))
@@ -138,12 +127,12 @@ class ParameterState:
             replace_data(self.stepped, new[MASTER], new.get(MASTER_GRADIENT))
         if self._optimizer is None or self.stepped is None:
             return
-        kept = {key for key, kind, _ in self.entries() if kind in (StateKind.NUMBER, StateKind.PLAIN)}
+        kept = self._kept()
         divided = {what.removeprefix(STATE) for what in self.tensors if what.startswith(STATE)}
         if not (agreed.kept or state or kept or divided):
             return
         of_tensor = self._optimizer.state[self.stepped]  # of the optimizer's own kind where there was none
-        if agreed.kept != self._kept() or divided != state.keys():  # without units it follows those with some
+        if agreed.kept != kept or divided != state.keys():  # without units it follows those with some
             of_tensor.clear()
             of_tensor.update(agreed.kept_values(self.stepped.device))
         of_tensor.update({key: with_local(self.stepped, tensor) for key, tensor in state.items()})
@@ -152,8 +141,6 @@ class ParameterState:
 
     def install_whole(self, new: Mapping[str, Tensor], plain: Mapping[str, Any], *, requires_grad: bool) -> None:
         """Put another rank's tensors of the whole parameter in place of those there, and its optimizer state.
-
-        The parameter stays this object; the optimizer keeps what is given and nothing else.
 
         Args:
             new: by what they are: PARAMETER, GRADIENT where there is one, and STATE with the key of optimizer state.
@@ -166,10 +153,7 @@ class ParameterState:
         set_state(self._optimizer, self.parameter, {**plain, **state})
 
     def empty(self) -> None:
-        """Leave the parameter without elements, gradient and optimizer state, as another rank has them now.
-
-        It keeps its number of dimensions, by which users may choose parameter groups.
-        """
+        """Leave the parameter without elements, gradient and optimizer state, as another rank has them now."""
         replace_data(self.parameter, emptied(self.parameter, self.parameter.device), None)
         set_state(self._optimizer, self.parameter, {})
 
@@ -238,13 +222,10 @@ def descriptions_from_json(text: str) -> list[Description]:
 
 
 def agreed_descriptions(of_ranks: Sequence[Sequence[Description]]) -> list[Description]:
-    """Return what travels of each parameter, and what is kept, given what every rank holds.
+    """Return what travels of each parameter, and what is kept, given what every rank holds, [R][number of parameters].
 
     A rank without units has nothing to lose: it follows the others. A gradient that only some ranks have travels, and
     is zero where there is none.
-
-    Args:
-        of_ranks: [R][number of parameters], all in one order.
 
     Raises:
         RuntimeError: if ranks that have units differ in optimizer state, such as the number of steps: no rank could
@@ -285,7 +266,10 @@ def set_state(optimizer: torch.optim.Optimizer | None, stepped: Tensor, state: M
 
 
 def emptied(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return what is in place of a tensor that is on another rank: it has no elements, and as many dimensions."""
+    """Return what is in place of a tensor that is on another rank: no elements, in as many dimensions.
+
+    By these users may choose parameter groups.
+    """
     return torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
 
 

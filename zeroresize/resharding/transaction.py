@@ -24,9 +24,10 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import message_device, time_limit
+from zeroresize.comm.collectives import Channel, group_rank, message_device, time_limit
 from zeroresize.comm.meeting import Meet
 from zeroresize.resharding.agreement import agreed, allocate_together, gather_texts, require_received, require_same
+from zeroresize.resharding.parcels import End, RankRounds
 from zeroresize.resharding.transport import Transport
 
 
@@ -71,7 +72,7 @@ class Participants:
 
 
 class Transaction(ABC):
-    """Makes one rank's part of a move.
+    """Makes one rank's part of a move, over the messages of ``process_group``, of what lies on ``device``.
 
     Attributes:
         plan: a fingerprint of what must be alike on all ranks; ``plan_name`` says what that is, where it is not.
@@ -79,7 +80,9 @@ class Transaction(ABC):
         memory_name: what memory is needed for.
         title: what moves, in words of an error.
         transport: of the messages, once the ranks have agreed.
-        new_bytes: that :meth:`allocate` makes beside messages, once the ranks have agreed.
+        new_bytes: that :meth:`make_tensors` makes, once the ranks have agreed.
+        channel: another transport between the ranks than the group; None for the group itself.
+        message_device: on which messages lie.
     """
 
     plan_name: ClassVar[str]
@@ -90,7 +93,12 @@ class Transaction(ABC):
     state: float = 0.0
     transport: Transport
     new_bytes: int
+    channel: Channel | None = None
     _under_way: _InBackground | None = None
+
+    def __init__(self, process_group: ProcessGroup, device: torch.device) -> None:
+        self._group, self._device, self._rank = process_group, device, group_rank(process_group)
+        self.message_device = message_device(process_group, device)
 
     @property
     def needed_bytes(self) -> int:
@@ -112,21 +120,41 @@ class Transaction(ABC):
         What it raises, as where the descriptions do not fit each other, is told to all of them.
         """
 
-    @abstractmethod
+    def lay_out(self, rounds: RankRounds) -> None:
+        """Take the rounds in which messages travel."""
+        self.transport = Transport(rounds, self._group)
+
     def allocate(self) -> None:
         """Make the new tensors and the memory of messages."""
+        self.transport.allocate(self.message_device)
+        self.make_tensors()
+
+    @abstractmethod
+    def make_tensors(self) -> None:
+        """Make the new tensors."""
+
+    @abstractmethod
+    def source_of(self, parcel: int) -> End:
+        """Return where a parcel, by its number, is sent from."""
+
+    @abstractmethod
+    def target_of(self, parcel: int) -> End:
+        """Return where a parcel, by its number, is put."""
+
+    def copy_kept(self) -> None:  # noqa: B027 (some moves copy nothing)
+        """Copy what stays on this rank into the new tensors, while the first messages are on their way."""
 
     @property
     def is_outdated(self) -> bool:
         """Return whether something that this rank has sent is another now, as where it was sent while it computed."""
         return False
 
-    @abstractmethod
     def send_and_receive(self) -> Exception | None:
         """Send and receive everything, into the new tensors; return the first failure, None if there is none.
 
         After a failure the other messages travel all the same: ranks that live wait for them.
         """
+        return self.transport.carry_out(self.source_of, self.target_of, meanwhile=self.copy_kept, over=self.channel)
 
     def start(self, device: torch.device, wait_before: Callable[[], object] = lambda: None) -> None:
         """Send and receive from now on beside what this rank computes; :meth:`carry_out` waits for the end.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from zeroresize.comm.collectives import group_rank, group_size, message_device, require_group
+from zeroresize.comm.collectives import group_size, require_group
 from zeroresize.comm.meeting import Meet
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.dtensor_guards import guard_dtensors
@@ -40,7 +40,6 @@ from zeroresize.resharding.parameter_state import (
 )
 from zeroresize.resharding.parcels import End, Pair, Parcel, RankRounds, copy_units
 from zeroresize.resharding.transaction import MoveReport, Participants, Transaction, run_transaction
-from zeroresize.resharding.transport import Transport
 from zeroresize.utils.fingerprint import fingerprint
 
 #: Of the messages of a rank in a round, unless less is allowed: these stay in a processor's cache.
@@ -334,7 +333,7 @@ class UnitMove(Transaction):
         max_bytes: int,
         device: torch.device,
     ) -> None:
-        self._device, self._group, self._rank = device, process_group, group_rank(process_group)
+        super().__init__(process_group, device)
         self._max_bytes, self._wrappers = max_bytes, data_parallel
         known = {segment.name for segment in segments}
         if unknown := sorted(targets.keys() - known):
@@ -382,21 +381,21 @@ class UnitMove(Transaction):
                 parcels.append(parcel)
                 self._travelling.append((moving, stack, places))
         self.new_bytes = sum(moving.new_bytes for moving in self._moving)
-        max_bytes = min(self._max_bytes, 2 * _ROUND_BYTES)
-        self.transport = Transport(RankRounds.of(parcels, self._rank, max_bytes), self._group)
+        self.lay_out(RankRounds.of(parcels, self._rank, min(self._max_bytes, 2 * _ROUND_BYTES)))
 
-    def allocate(self) -> None:
-        self.transport.allocate(message_device(self._group, self._device))
+    def make_tensors(self) -> None:
         for moving in self._moving:
             moving.allocate()
 
-    def send_and_receive(self) -> Exception | None:
-        return self.transport.carry_out(
-            lambda parcel: self._end(parcel, 0), lambda parcel: self._end(parcel, 1), meanwhile=self._copy_kept
-        )
+    def source_of(self, parcel: int) -> End:
+        moving, stack, places = self._travelling[parcel]
+        return End(moving.stacks[stack][0], places)
 
-    def _copy_kept(self) -> None:
-        """Copy units that stay, while the first messages are on their way."""
+    def target_of(self, parcel: int) -> End:
+        moving, stack, places = self._travelling[parcel]
+        return End(moving.stacks[stack][1], places)
+
+    def copy_kept(self) -> None:
         for moving in self._moving:
             moving.copy_kept()
 
@@ -410,11 +409,6 @@ class UnitMove(Transaction):
         rebuild_reducers(self._wrappers)
         for moving in self._moving:
             moving.segment.follow(self._rank)
-
-    def _end(self, parcel: int, side: int) -> End:
-        """Where a parcel is sent from, or with ``side`` 1 put."""
-        moving, stack, places = self._travelling[parcel]
-        return End(moving.stacks[stack][side], places)
 
 
 def _require_fitting(segment: OwnedSegment, after: OwnershipMap, num_ranks: int) -> None:

@@ -65,11 +65,10 @@ class OwnedUnits:
 
     Args:
         model, layers, optimizer, process_group: as of :class:`~zeroresize.balancer.Balancer`.
-        meet: exchanges up to two numbers with all ranks of the group.
         replicas: who else holds this rank's shards.
 
     Attributes:
-        meet: as above; to be replaced where replicas move, too.
+        meet: exchanges numbers with all ranks of the group; to be replaced where replicas move, too.
         segments: of the model, in its order.
         works: what decisions must know of them.
         shares: by which the units are divided now, one a rank.
@@ -105,8 +104,7 @@ class OwnedUnits:
             self._why_captured,
         ]
         self._owned_by: tuple[tuple[float, ...], float] = self.home, 1.0
-        self.why_not_divisible = self._why_not_divisible()
-        self.why_not_stepped = self._why_not_stepped()
+        self.why_not_divisible, self.why_not_stepped = self._why_not_divided_or_stepped()
         self.why_not_movable = self._why_not_movable(replicas)
 
     @property
@@ -210,7 +208,9 @@ class OwnedUnits:
             return None
         if self.why_not_divisible is not None:
             raise CannotMoveError(f"nothing has changed: {self.why_not_divisible}")
-        self._require_willing(why_not or self.why_not_now())
+        why = why_not or self.why_not_now()
+        if any(row[0] for row in meet_unchanged(self.meet, float(why is not None), 0.0)):
+            raise CannotMoveError(f"nothing has changed: {self.gather_reasons(why)}")
         targets = {
             segment.name: segment.owned.with_counts(unit_counts(after, work))
             for segment, work in zip(self.segments, self.works, strict=True)
@@ -235,28 +235,24 @@ class OwnedUnits:
             segment.shares = after
         self.shares, self._is_guarded = after, not self._has_dtensors
         try:
-            sent, received = zip(*self.meet(report.sent_bytes, report.received_bytes), strict=True)
-            seconds = max(row[0] for row in self.meet(report.seconds, 0.0))
+            table = self.meet(report.sent_bytes, report.received_bytes, report.seconds)
         except RuntimeError as error:
             raise RuntimeError(f"the units have moved, they are divided by {list(after)} now; then: {error}") from error
+        sent, received, seconds = zip(*table, strict=True)
+        changes = {kind: tuple(map(operator.sub, now, owned_before[kind])) for kind, now in self.num_units.items()}
         move = Move(
-            before,
-            after,
-            report.sent_bytes,
-            report.received_bytes,
-            int(sum(sent)),
-            int(most_bytes(sent, received)),
-            seconds,
-            {kind: tuple(map(operator.sub, now, owned_before[kind])) for kind, now in self.num_units.items()},
-            owned_before,
+            before=before,
+            after=after,
+            sent_bytes=report.sent_bytes,
+            received_bytes=report.received_bytes,
+            total_bytes=int(sum(sent)),
+            most_bytes=int(most_bytes(sent, received)),
+            seconds=max(seconds),
+            changes=changes,
+            owned_before=owned_before,
         )
         self.moves.append(move)
         return move
-
-    def _require_willing(self, why: str | None) -> None:
-        """Raises CannotMoveError on every rank if one of them says why; collective."""
-        if any(row[0] for row in meet_unchanged(self.meet, float(why is not None), 0.0)):
-            raise CannotMoveError(f"nothing has changed: {self.gather_reasons(why)}")
 
     def _why_captured(self) -> str | None:
         layers = (pair for segment in self.segments for pair in zip(segment.layers, segment.modules, strict=True))
@@ -290,66 +286,41 @@ class OwnedUnits:
         """Those that hold units, by name."""
         return {one.name: one.parameter for segment in self.segments for one in segment.tensors}
 
-    def _stepped(self) -> dict[str, Tensor] | None:
-        """What the optimizer steps of the units, by name; None without one, or where it keeps them in other shapes."""
-        if self._optimizer is None:
-            return None
+    def _why_not_divided_or_stepped(self) -> tuple[str | None, str | None]:
+        """Why the optimizer does not let units be divided, and which of their parameters something else steps."""
         try:
-            return stepped_tensors(self._optimizer, self._parameters)
-        except ValueError:  # a move tells
-            return None
-
-    def _why_not_divisible(self) -> str | None:
-        stepped = self._stepped()
+            stepped = None if self._optimizer is None else stepped_tensors(self._optimizer, self._parameters)
+        except ValueError:  # it keeps them in other shapes; a move tells
+            stepped = None
         if stepped is None:
-            return None
-        if not self.is_home and (why := self._why_state_does_not_fit(stepped)) is not None:
-            return why
-        return why_not_elementwise(self._optimizer, stepped.values())
-
-    def _why_state_does_not_fit(self, stepped: Mapping[str, Tensor]) -> str | None:
-        """Where the optimizer has stepped before the units were divided without it."""
+            return None, None
+        others = [name for name, one in self._parameters.items() if one.requires_grad and name not in stepped]
         state = torch_optimizer(self._optimizer).state
-        for name, tensor in stepped.items():
+        for name, tensor in {} if self.is_home else stepped.items():  # it may have stepped before they were divided
             for value in state.get(tensor, {}).values():
                 if not isinstance(value, Tensor) or value.ndim != tensor.ndim:
                     continue
                 shape, state_shape = tuple(local_of(tensor).shape), tuple(local_of(value).shape)
                 if shape != state_shape:
-                    return (
-                        f"{name} has shape {shape} and its state in the optimizer {state_shape}: "
-                        "pass optimizer= to convert where it has stepped before"
-                    )
-        return None
-
-    def _why_not_stepped(self) -> str | None:
-        stepped = self._stepped()
-        if stepped is None:
-            return None
-        return why_others_step(
-            [name for name, one in self._parameters.items() if one.requires_grad and name not in stepped]
-        )
+                    why = f"{name} has shape {shape} and its state in the optimizer {state_shape}"
+                    return f"{why}: pass optimizer= to convert where it has stepped before", why_others_step(others)
+        return why_not_elementwise(self._optimizer, stepped.values()), why_others_step(others)
 
     def _why_not_movable(self, replicas: DataParallelReplicas) -> str | None:
         if not self.segments:
             return "the model has no segment that is known to be divisible unevenly (the log of convert says why)"
-        tensors = (one for segment in self.segments for one in segment.tensors)
-        sharded = next((one.name for one in tensors if is_sharded_in(one.owner, one.parameter)), None)
+        tensors = (tensor for segment in self.segments for tensor in segment.tensors)
+        sharded = next((tensor.name for tensor in tensors if is_sharded_in(tensor.owner, tensor.parameter)), None)
         if sharded is not None:
             return f"{sharded} is a DTensor, of which this rank holds a shard only, as with fully_shard"
         if replicas.why_unknown is not None:
             return replicas.why_unknown
-        if any(one.__name__ == "ZeroRedundancyOptimizer" for one in type(self._optimizer).__mro__):
+        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(self._optimizer).__mro__):
             return "the optimizer is a ZeroRedundancyOptimizer, whose replicas keep different parts of its state"
-        if self.why_not_divisible is not None:
-            return self.why_not_divisible
-        if self.why_not_stepped is not None:
-            return self.why_not_stepped
-        fixed = (why_of_fixed_size(name, one) for name, one in self._parameters.items())
-        if reason := next(filter(None, fixed), None):
+        fixed = (why_of_fixed_size(name, parameter) for name, parameter in self._parameters.items())
+        reasons = (self.why_not_divisible, self.why_not_stepped, *fixed)
+        if (reason := next(filter(None, reasons), None)) is not None or replicas.group is None:
             return reason
-        if replicas.group is None:
-            return None
         try:
             for segment in self.segments:
                 contents_of(segment, self._optimizer, self._rank)

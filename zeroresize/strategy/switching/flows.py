@@ -12,14 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import group_rank, message_device
 from zeroresize.plan.layout import Indices
 from zeroresize.plan.transfers import SliceTransfers
 from zeroresize.resharding.parcels import End, Pair, Parcel, RankRounds, copy_units
 from zeroresize.resharding.transaction import Transaction
-from zeroresize.resharding.transport import Transport
 from zeroresize.strategy.placement.placement import Placement
 from zeroresize.strategy.placement.whole_layers import WholeTensor
 from zeroresize.utils.fingerprint import digest
@@ -112,9 +109,9 @@ class Relocation:
         dtypes: of what is wanted under the strategy after, by the number of the tensor.
 
     Attributes:
-        tensors: under the strategy after, by the number of the tensor, once they are allocated. Those of which the rank
+        tensors: under the strategy after, by the number of the tensor, once they are made. Those of which the rank
             holds the same part before and after stay the same.
-        new_bytes: of what :meth:`allocate` makes.
+        new_bytes: of what :meth:`make_tensors` makes.
     """
 
     def __init__(
@@ -140,7 +137,7 @@ class Relocation:
     def _units(self, placement: Placement, number: int) -> range:
         return placement.layout.units_of(number, self._rank)
 
-    def allocate(self, device: torch.device) -> None:
+    def make_tensors(self, device: torch.device) -> None:
         """Make the new tensors."""
         for number, dtype in self._made.items():
             self.tensors[number] = torch.empty(self._after.parameters[number].shape, dtype=dtype, device=device)
@@ -175,34 +172,27 @@ class FlowMove(Transaction):
     flows: FlowRounds
     relocations: Sequence[Relocation] = ()
 
-    def __init__(self, process_group: ProcessGroup, device: torch.device) -> None:
-        self._group, self._device, self._rank = process_group, device, group_rank(process_group)
-
-    def connect(self, flows: FlowRounds) -> None:
-        """Take what travels."""
-        self.flows, self.transport = flows, Transport(flows.rounds, self._group)
-
-    def allocate(self) -> None:
-        self.transport.allocate(message_device(self._group, self._device))
+    def make_tensors(self) -> None:
         for relocation in self.relocations:
-            relocation.allocate(self._device)
+            relocation.make_tensors(self._device)
 
     def ends(self) -> list[FlowEnds]:
-        """Return where each flow begins and ends."""
+        """Return where each flow begins and ends; what this rank has already of what it makes is copied now."""
         return [relocation.ends() for relocation in self.relocations]
 
     def send_and_receive(self) -> Exception | None:
-        ends, slices = self.ends(), self.flows.slices
+        self._ends = self.ends()
+        return super().send_and_receive()
 
-        def source_of(parcel: int) -> End:
-            flow, tensor, begin = slices[parcel]
-            return End(ends[flow].sources[tensor], begin - int(ends[flow].source_begins[tensor]))
+    def source_of(self, parcel: int) -> End:
+        flow, tensor, begin = self.flows.slices[parcel]
+        ends = self._ends[flow]
+        return End(ends.sources[tensor], begin - int(ends.source_begins[tensor]))
 
-        def target_of(parcel: int) -> End:
-            flow, tensor, begin = slices[parcel]
-            return End(ends[flow].targets[tensor], begin - int(ends[flow].target_begins[tensor]), ends[flow].adds)
-
-        return self.transport.carry_out(source_of, target_of)
+    def target_of(self, parcel: int) -> End:
+        flow, tensor, begin = self.flows.slices[parcel]
+        ends = self._ends[flow]
+        return End(ends.targets[tensor], begin - int(ends.target_begins[tensor]), ends.adds)
 
 
 def stack_of(placement: Placement, number: int, specs: Sequence[WholeTensor], data: Tensor, rank: int) -> Tensor:

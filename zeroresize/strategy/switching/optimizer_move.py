@@ -116,7 +116,8 @@ class OptimizerMove(FlowMove):
             flows.append(Flow(plan.transfers, dtypes))
             self._state[what.removeprefix(STATE)] = Relocation(before, after, tensors, rank, held, wanted)
         self.relocations = [self._weights, *self._state.values()]
-        self.connect(FlowRounds.of(flows, tensors, rank, before.layout.replicas.tolist(), self._max_bytes))
+        self.flows = FlowRounds.of(flows, tensors, rank, before.layout.replicas.tolist(), self._max_bytes)
+        self.lay_out(self.flows.rounds)
         self.new_bytes = sum(relocation.new_bytes for relocation in self.relocations)
 
     def commit(self) -> None:

@@ -172,10 +172,11 @@ class Switch(FlowMove):
 
     def agree(self, descriptions: Iterable[str] | None) -> None:
         """Take the rounds of the route, which is planned by what all ranks know."""
-        self.connect(self._route.flows)
+        self.flows = self._route.flows
+        self.lay_out(self.flows.rounds)
 
-    def allocate(self) -> None:
-        super().allocate()
+    def make_tensors(self) -> None:
+        super().make_tensors()
         for zeros, placement in ((self._gradients, self._optimizer_placement), (self._sums, self._before)):
             for number in zeros:
                 master = placement.masters[number]
