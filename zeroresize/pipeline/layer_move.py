@@ -95,11 +95,7 @@ class LayerMove(Transaction):
         return notes_to_json(note for note, _ in self._sent.values())
 
     def agree(self, descriptions: Iterable[str] | None) -> None:
-        """Take the notes of all that ranks will send, and lay out the rounds.
-
-        Raises:
-            ValueError: if what will come here does not fit.
-        """
+        """Take the notes of all that ranks will send, if what comes here fits, and lay out the rounds."""
         self._notes = {note.layer: note for text in descriptions or () for note in notes_from_json(text)}
         for number in self._coming:
             require_fitting(self._notes[number], self._layers[number], self._layer_tensors[number], self._groups)

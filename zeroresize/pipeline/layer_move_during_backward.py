@@ -81,11 +81,7 @@ class LayerMoveDuringBackward(LayerMove):
         return tensors[index]
 
     def connect(self) -> None:
-        """Open the side group and start the thread that waits to send; collective.
-
-        Raises:
-            RuntimeError: where there is no memory for them, or a rank does not come.
-        """
+        """Open the side group and start the thread that waits to send, where there is memory for them; collective."""
         self.channel = self._pipeline.open_side_group()
         self.start(self._device, self._may_begin.wait)
 

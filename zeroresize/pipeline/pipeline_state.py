@@ -261,7 +261,7 @@ class _Read:
             (note,) = notes_from_json(texts[_note_of(number)])
             if self._optimizer is None:
                 notes = tuple(one for one in note.tensors if not one.what.startswith(STATE))
-                bare = {name: replace(one, group=None, state=None) for name, one in note.parameters.items()}
+                bare = {name: replace(one, group=None, state={}) for name, one in note.parameters.items()}
                 note = replace(note, tensors=notes, parameters=bare)
             note = replace(note, training=tuple(one.training for one in layer.modules()))
             require_fitting(note, layer, layer_tensors, groups)

@@ -61,11 +61,7 @@ class OwnershipMap:
 
     @classmethod
     def even(cls, num_units: int, num_ranks: int) -> OwnershipMap:
-        """Return the map that hosts make when they shard: rank r owns the r-th U / R units.
-
-        Raises:
-            ValueError: if the units do not divide by the ranks.
-        """
+        """Return the map that hosts make when they shard: rank r owns the r-th U / R units, which must divide."""
         if num_units % num_ranks:
             raise ValueError(f"{num_units} units do not divide by {num_ranks} ranks")
         return cls(np.repeat(np.arange(num_ranks), num_units // num_ranks), num_ranks)

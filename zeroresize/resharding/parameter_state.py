@@ -99,9 +99,7 @@ class ParameterState:
         Raises:
             ValueError: for a sparse gradient, and for optimizer state that neither divides nor is one number or text.
         """
-        for what in GRADIENTS:
-            if what in self.tensors and self.tensors[what].layout is not torch.strided:
-                raise ValueError(f"{self.name}: a gradient of layout {self.tensors[what].layout} cannot move")
+        self.require_dense_gradients()
         for key, kind, value in self.entries():
             if kind is StateKind.OTHER or (kind is StateKind.OTHER_TENSOR and num_units):
                 is_tensor = isinstance(value, Tensor)
@@ -112,6 +110,12 @@ class ParameterState:
                 )
         dtypes = {what: _name_of(tensor.dtype) for what, tensor in sorted(self.tensors.items())}
         return Description(self.name, num_units, dtypes, self._kept())
+
+    def require_dense_gradients(self) -> None:
+        """Raise ValueError for a sparse gradient."""
+        for what in GRADIENTS:
+            if what in self.tensors and self.tensors[what].layout is not torch.strided:
+                raise ValueError(f"{self.name}: a gradient of layout {self.tensors[what].layout} cannot move")
 
     def install(self, new: Mapping[str, Tensor], agreed: Description) -> None:
         """Put other units' tensors in place of those there; parameter, master and state dictionary stay these objects.

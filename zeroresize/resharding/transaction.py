@@ -56,7 +56,6 @@ class Participants:
     """Names the ranks that make a move, and how they meet.
 
     Attributes:
-        process_group: whose ranks exchange messages.
         device: of what moves on this rank.
         meet: of these ranks, and of others that must move alike.
     """
@@ -157,10 +156,9 @@ class Transaction(ABC):
         return self.transport.carry_out(self.source_of, self.target_of, meanwhile=self.copy_kept, over=self.channel)
 
     def start(self, device: torch.device, wait_before: Callable[[], object] = lambda: None) -> None:
-        """Send and receive from now on beside what this rank computes; :meth:`carry_out` waits for the end.
+        """Send and receive beside what this rank computes, once ``wait_before`` returns in the other thread.
 
-        Args:
-            wait_before: waits, in the other thread, for what must come first.
+        :meth:`carry_out` waits for the end.
         """
         self._under_way = _InBackground(self.send_and_receive, device, wait_before)
 
@@ -251,11 +249,7 @@ def run_transaction(
 
 
 def prepare_transaction(make: Callable[[], TransactionT], participants: Participants) -> TransactionT:
-    """Make a move on which all ranks have agreed, with the memory that it takes; collective.
-
-    Raises:
-        Exception: as :func:`run_transaction`, before anything has travelled.
-    """
+    """Make a move on which all ranks have agreed, with the memory that it takes; collective."""
     meet = participants.meet
 
     def make_and_describe() -> tuple[TransactionT, str]:
@@ -279,11 +273,7 @@ def prepare_transaction(make: Callable[[], TransactionT], participants: Particip
 
 
 def prepare_in_one_meeting(make: Callable[[], TransactionT], participants: Participants) -> TransactionT:
-    """Do as :func:`prepare_transaction`, without descriptions: ranks compare plans when they meet about memory.
-
-    Raises:
-        Exception: as :func:`run_transaction`, before anything has travelled.
-    """
+    """Do as :func:`prepare_transaction`, without descriptions: ranks compare plans when they meet about memory."""
     made = _attempt(lambda: _laid_out(make()))
 
     def meet_with_plan(*numbers: float) -> Sequence[Sequence[float]]:

@@ -170,10 +170,9 @@ class OwnedUnits:
             raise ValueError(f"units are divided by the shares {list(self.shares)}: {self.why_not_divisible}")
 
     def gather_reasons(self, reason: str | None) -> str:
-        """Return why some ranks cannot do something; collective. Reasons of ranks of other replicas are not known.
+        """Return why some ranks cannot do something, given this rank's reason; collective.
 
-        Args:
-            reason: of this rank; None if it can.
+        Reasons of ranks of other replicas are not known.
         """
         devices = (tensor.parameter.device for segment in self.segments for tensor in segment.tensors)
         where = message_device(self._group, next(devices, torch.device("cpu")))
@@ -193,12 +192,10 @@ class OwnedUnits:
         """Divide the units by ``shares``; None where that is how they are divided already.
 
         Args:
-            shares: of every rank.
             why_not: why this rank refuses; None if it does not.
 
         Raises:
-            CannotMoveError: on every rank, if something on one of them cannot move, as state of the optimizer that has
-                another shape, or a model that was changed after converting; nothing has changed.
+            CannotMoveError: on every rank, if something on one of them cannot move; nothing has changed.
             NotEnoughMemoryError: on every rank, if one lacks the memory; nothing has changed.
             RuntimeError: if the ranks do not agree, or one has died; nothing has changed here, unless the error says
                 that the units have moved.
@@ -331,10 +328,6 @@ class OwnedUnits:
 
 def divide_units(units: OwnedUnits, shares: Sequence[float]) -> None:
     """Divide the units of all segments by ``shares``, on which all ranks have agreed, before training; collective.
-
-    Args:
-        units: on which :meth:`OwnedUnits.agree` was called.
-        shares: of every rank.
 
     Raises:
         ValueError: if the optimizer does not let units be divided; on every rank.

@@ -74,12 +74,7 @@ class FlowRounds:
     def of(
         cls, flows: Sequence[Flow], tensors: Sequence[WholeTensor], rank: int, order: Sequence[int], max_bytes: int
     ) -> FlowRounds:
-        """Plan the rounds of a rank.
-
-        Args:
-            order: [R]: what comes from ranks of smaller numbers is put in place first.
-            max_bytes: that a rank sends and receives at once; a single unit may be larger.
-        """
+        """Plan the rounds of a rank; what comes from ranks of a smaller ``order`` [R] is put in place first."""
         parcels, slices = [], []
         for number, flow in enumerate(flows):
             routes: dict[tuple[int, int, int], list[Pair]] = {}
@@ -162,12 +157,7 @@ class Relocation:
 
 
 class FlowMove(Transaction):
-    """Moves what ranks hold under strategies by flows, of which the first ones are those of relocations.
-
-    Attributes:
-        flows: what travels, once the ranks have agreed.
-        relocations: of the tensors that change their layout.
-    """
+    """Moves what ranks hold under strategies by ``flows``, of which the first ones are those of ``relocations``."""
 
     flows: FlowRounds
     relocations: Sequence[Relocation] = ()

@@ -33,9 +33,7 @@ class OptimizerMove(FlowMove):
 
     Args:
         strategy: that is wanted; ``after`` may have been made for another one that divides alike.
-        optimizer: None without one.
         nodes: [R], on which node each rank is.
-        max_bytes: of messages that a rank sends and receives at once.
 
     Raises:
         ValueError: for a wrapper or ZeRO, one that steps other parameters than its strategy's, gradients that are still
@@ -96,11 +94,7 @@ class OptimizerMove(FlowMove):
         return json.dumps([self._group_of, described])
 
     def agree(self, descriptions: Iterable[str] | None) -> None:
-        """Take what all ranks hold, and lay out the rounds.
-
-        Raises:
-            RuntimeError: if ranks that hold parts of a tensor differ in its state, or in its parameter group.
-        """
+        """Take what all ranks hold, and lay out the rounds; ranks that share a tensor must agree on it."""
         before, after, tensors, rank = self._before, self._after, self._tensors, self._rank
         self._agreed, self._group_of = _agreed(descriptions or (), tensors)
         plan = plan_weights(before.layout, after.layout, [tensor.spec for tensor in tensors], self._nodes)

@@ -25,10 +25,7 @@ class Placements(Mapping[Strategy, Placement]):
     """Holds the placements of strategies; strategies that divide a model alike share one.
 
     Args:
-        layers: the undivided model.
         nodes: [R], on which node each rank is.
-        process_group: of the job's ranks.
-        device: of the weights.
         max_bytes: of the messages that a rank sends and receives at once in a switch.
         types: in which weights and gradients travel.
     """
@@ -51,11 +48,7 @@ class Placements(Mapping[Strategy, Placement]):
         self._setups_s: list[float] = []
 
     def __getitem__(self, strategy: Strategy) -> Placement:
-        """Return the placement of a strategy.
-
-        Raises:
-            ValueError: for a strategy that the model does not have.
-        """
+        """Return the placement of a strategy; a ValueError if the model does not have it."""
         if strategy not in self._placements:
             known = ", ".join(map(str, self._placements))
             raise ValueError(f"strategy {strategy} is none of the model's: {known}; add(strategy) takes another")
@@ -79,11 +72,7 @@ class Placements(Mapping[Strategy, Placement]):
         return statistics.fmean(self._setups_s) if self._setups_s else None
 
     def place(self, layouts: Mapping[Strategy, Layout]) -> None:
-        """Take strategies, each with its process groups and modules, on all ranks or on none; collective.
-
-        Raises:
-            RuntimeError: if a rank does not come, or cannot make them.
-        """
+        """Take strategies, each with its process groups and modules, on all ranks or on none; collective."""
         numbers = itertools.count(self._agreement.free_group_number())
         setups_s: list[float] = []
 
@@ -115,7 +104,7 @@ class Placements(Mapping[Strategy, Placement]):
 
         Raises:
             ValueError: for one that does not fit the ranks or layers.
-            RuntimeError: if ranks differ in it, or one does not come.
+            RuntimeError: if ranks differ in it.
         """
         specs, num_ranks = [tensor.spec for tensor in self._layers.tensors], len(self._nodes)
         layout = self._agreement.make_alike(
@@ -128,12 +117,9 @@ class Placements(Mapping[Strategy, Placement]):
     def forget(self, strategy: Strategy, in_use: Collection[Strategy]) -> None:
         """Give up a strategy, with the groups, modules and routes that no other one needs; collective.
 
-        Args:
-            in_use: those that cannot be given up.
-
         Raises:
-            ValueError: for a strategy that the model does not have, or that is in use.
-            RuntimeError: if ranks differ in it, or one does not come.
+            ValueError: for a strategy that the model does not have, or that is ``in_use``.
+            RuntimeError: if ranks differ in it.
         """
 
         def checked() -> Placement:

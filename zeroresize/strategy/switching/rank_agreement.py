@@ -19,11 +19,7 @@ _T = TypeVar("_T")
 
 
 class RankAgreement:
-    """Compares what each rank of a job has made; all methods are collective over the ranks of ``process_group``.
-
-    Attributes:
-        meet: the meeting of these ranks; see :func:`~zeroresize.resharding.agreement.meet_over`.
-    """
+    """Compares what each rank of a job has made, over their ``meet``; all methods are collective."""
 
     def __init__(self, process_group: ProcessGroup, device: torch.device) -> None:
         self._process_group, self._device = process_group, device
@@ -53,7 +49,7 @@ class RankAgreement:
 
         Raises:
             ValueError: if there are not as many numbers as ranks.
-            RuntimeError: if ranks differ in them, or one does not come.
+            RuntimeError: if ranks differ in them.
         """
         num_ranks = group_size(self._process_group)
 

@@ -55,7 +55,6 @@ class SwitchRoute:
     """Holds all that a switch between two strategies is, computed once.
 
     Attributes:
-        flows: of this rank.
         has_weights, has_gradients: what travels.
         has_sums: whether nodes sum gradients before they leave them.
         fingerprint: the same on ranks with the same plan.
@@ -79,14 +78,7 @@ class SwitchRoute:
         max_bytes: int,
         types: TravelTypes,
     ) -> SwitchRoute:
-        """Plan the way from one strategy to another (HotSPa, Algorithm 1).
-
-        Args:
-            after: where the weights go; None where they do not travel.
-            optimizer_placement: where the gradients go; None where they stay.
-            nodes: [R], on which node each rank is.
-            max_bytes: of messages that a rank sends and receives at once.
-        """
+        """Plan the way from one strategy to another (HotSPa, Algorithm 1); as :meth:`Placements.route`."""
         specs = [tensor.spec for tensor in tensors]
         flows: list[Flow] = []
         has_sums = False
@@ -116,7 +108,6 @@ class Switch(FlowMove):
 
     Args:
         after: the strategy that is in force then; None where only gradients travel.
-        process_group: over which messages travel.
         is_beside: whether training goes on meanwhile, so that what it takes must be free, too.
 
     Raises:
@@ -210,11 +201,7 @@ class Switch(FlowMove):
         ]
 
     def _stacks(self, placement: Placement, zeros: dict[int, Tensor], *, in_place: bool) -> dict[int, Tensor]:
-        """The gradients under a strategy, by the number of the tensor.
-
-        Args:
-            in_place: whether they are added to, so that the stack must be a view of the gradient.
-        """
+        """The gradients under a strategy, as views of them where they are added to."""
         stacks: dict[int, Tensor] = {}
         for number, master in placement.masters.items():
             gradient = zeros.get(number, master.grad)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from torch.distributed import ProcessGroup
 
@@ -26,6 +27,9 @@ from zeroresize.strategy.placement.whole_layers import WholeTensor
 from zeroresize.strategy.switching.placements import Placements
 from zeroresize.strategy.switching.rank_agreement import RankAgreement
 from zeroresize.strategy.switching.switch import Switch, SwitchReport
+
+#: The placement to which the weights go; None where they stay.
+_FindAfter = Callable[[], Placement | None]
 
 
 class Switcher:
@@ -59,7 +63,7 @@ class Switcher:
             Whether they do: they do not where memory for a second set of weights does not suffice on some rank.
         """
         self.discard_coming()
-        switch = self._prepare_beside(lambda: self._placements[strategy], before, optimizer_placement, gradients=False)
+        switch = self._prepare_beside(lambda: self._placements[strategy], before, optimizer_placement, False)
         if switch is None:
             return False
         # What is on its way sends first over the same links, so that ranks pair the same messages.
@@ -90,7 +94,7 @@ class Switcher:
             return after
 
         if self._coming is None and self._returning is None and not in_background:
-            done = [self._run(find_after, before, optimizer_placement, gradients=gradients)]
+            done = [self._run(find_after, before, optimizer_placement, gradients)]
         else:
             done = self._switch_beside(find_after, before, optimizer_placement, gradients, in_background)
         return SwitchReport.of(done, begin, held)
@@ -119,7 +123,7 @@ class Switcher:
         self,
         find_after: Callable[[], Placement],
         before: Placement,
-        optimizer_placement: Placement,
+        optimizer: Placement,
         gradients: bool,
         in_background: bool,
     ) -> list[Switch]:
@@ -134,16 +138,16 @@ class Switcher:
         if self._coming is not None and self._coming[:2] != (before, after):
             self.discard_coming()
         returning = None
-        gradients = gradients and before not in (optimizer_placement, after)
+        gradients = gradients and before not in (optimizer, after)
         # The optimizer's strategy adds to its gradients itself while it trains.
-        if gradients and in_background and after is not optimizer_placement:
-            returning = self._prepare_beside(lambda: None, before, optimizer_placement, gradients=True)
+        if gradients and in_background and after is not optimizer:
+            returning = self._prepare_beside(lambda: None, before, optimizer, True)
         at_once = gradients and returning is None
         if self._coming is None:
-            done.append(self._run(lambda: after, before, optimizer_placement, gradients=at_once))
+            done.append(self._run(lambda: after, before, optimizer, at_once))
         else:
             if at_once:
-                done.append(self._run(lambda: None, before, optimizer_placement, gradients=True))
+                done.append(self._run(lambda: None, before, optimizer, True))
             (*_, coming), self._coming = self._coming, None
             done.append(self._end(coming))
         if returning is not None:
@@ -151,69 +155,50 @@ class Switcher:
             self._returning = returning
         return done
 
-    def _run(
-        self,
-        find_after: Callable[[], Placement | None],
-        before: Placement,
-        optimizer_placement: Placement,
-        *,
-        gradients: bool,
-    ) -> Switch:
+    def _run(self, find_after: _FindAfter, before: Placement, optimizer: Placement, gradients: bool) -> Switch:
         """Do a switch now."""
-        group = self._participants.process_group
+        make = self._maker(find_after, before, optimizer, gradients, self._participants.process_group)
+        return run_transaction(make, self._participants, in_two_meetings=True)
+
+    def _prepare_beside(
+        self, find_after: _FindAfter, before: Placement, optimizer: Placement, gradients: bool
+    ) -> Switch | None:
+        """What may start beside training; None where memory does not suffice for it and for training."""
+        if self._side_group is None:
+            group, number = self._participants.process_group, self._agreement.free_group_number()
+            members = range(group_size(group))
+            self._side_group = group if len(members) == 1 else make_side_group(group, members, number)
+        make = self._maker(find_after, before, optimizer, gradients, self._side_group, is_beside=True)
+        with suppress(NotEnoughMemoryError):
+            return prepare_in_one_meeting(make, self._participants)
+        return None
+
+    def _maker(
+        self,
+        find_after: _FindAfter,
+        before: Placement,
+        optimizer: Placement,
+        gradients: bool,
+        group: ProcessGroup,
+        *,
+        is_beside: bool = False,
+    ) -> Callable[[], Switch]:
+        """What makes this rank's part of a switch."""
 
         def make() -> Switch:
-            return self._made(find_after(), before, optimizer_placement, group, gradients=gradients)
+            after = find_after()
+            is_cast_there = optimizer.is_mixed and after is optimizer
+            leaves = before not in (optimizer, after)
+            route = self._placements.route(
+                before, None if is_cast_there else after, optimizer if gradients and leaves else None
+            )
+            where = group, self._participants.device
+            return Switch(route, before, after, optimizer, self._tensors, *where, is_beside=is_beside)
 
-        return run_transaction(make, self._participants, in_two_meetings=True)
+        return make
 
     def _end(self, switch: Switch) -> Switch:
         """Wait for a switch that is under way, and put it in force."""
         receive_transaction(switch, self._participants)
         switch.commit()
         return switch
-
-    def _prepare_beside(
-        self,
-        find_after: Callable[[], Placement | None],
-        before: Placement,
-        optimizer_placement: Placement,
-        *,
-        gradients: bool,
-    ) -> Switch | None:
-        """What may start beside training; None where memory does not suffice for it and for training."""
-        group = self._make_side_group()
-
-        def make() -> Switch:
-            after = find_after()
-            return self._made(after, before, optimizer_placement, group, gradients=gradients, is_beside=True)
-
-        try:
-            return prepare_in_one_meeting(make, self._participants)
-        except NotEnoughMemoryError:
-            return None
-
-    def _made(
-        self,
-        after: Placement | None,
-        before: Placement,
-        optimizer_placement: Placement,
-        process_group: ProcessGroup,
-        *,
-        gradients: bool,
-        is_beside: bool = False,
-    ) -> Switch:
-        is_cast_there = optimizer_placement.is_mixed and after is optimizer_placement
-        leaves = before not in (optimizer_placement, after)
-        route = self._placements.route(
-            before, None if is_cast_there else after, optimizer_placement if gradients and leaves else None
-        )
-        where = process_group, self._participants.device
-        return Switch(route, before, after, optimizer_placement, self._tensors, *where, is_beside=is_beside)
-
-    def _make_side_group(self) -> ProcessGroup:
-        if self._side_group is None:
-            group, number = self._participants.process_group, self._agreement.free_group_number()
-            members = range(group_size(group))
-            self._side_group = group if len(members) == 1 else make_side_group(group, members, number)
-        return self._side_group

@@ -23,11 +23,7 @@ class Moves(NamedTuple):
 
 
 class PartialGradients:
-    """Assign the partial gradients of slices that the same ranks hold and want.
-
-    Attributes:
-        queues: who sends, by source replica.
-    """
+    """Assign the partial gradients of slices that the same ranks hold and want; ``queues`` tell who sends."""
 
     def __init__(
         self, source: Layout, optimizer_layout: Layout, held: Flags, wanted: Flags, nodes: Indices, *, heuristics: bool
