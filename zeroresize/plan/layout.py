@@ -123,7 +123,7 @@ class Layout:
         rows = np.arange(len(first)) - np.repeat(np.cumsum(counts) - counts, counts)
         table = np.zeros((2, max(counts.max(initial=0), 1), num_ranks), dtype=np.int64)
         table[0, rows, ranks[order]], table[1, rows, ranks[order]] = first[order], ends[order]
-        return cls(*table, np.zeros(num_ranks, dtype=np.int64), np.array([0, table.shape[1]]))
+        return cls(table[0], table[1], np.zeros(num_ranks, dtype=np.int64), np.array([0, table.shape[1]]))
 
     @property
     def num_tensors(self) -> int:

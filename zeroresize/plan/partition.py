@@ -112,7 +112,8 @@ class Partition:
             )
         owners = np.array(self.stages), np.repeat(named, after.counts)
         num_ranks = int(max(map(np.max, owners))) + 1
-        moved = transfers(*(Layout.of_owners(of_layers, num_ranks) for of_layers in owners))
+        layout_before, layout_after = (Layout.of_owners(of_layers, num_ranks) for of_layers in owners)
+        moved = transfers(layout_before, layout_after)
         return tuple(
             LayerTransfer(layer, source, destination)
             for _, begin, end, source, destination in moved

@@ -186,5 +186,5 @@ def common_slices(before: Layout, after: Layout, tensors: Sequence[TensorSpec] |
 
 def _is_within(units: Indices, begins: Indices, ends: Indices) -> Flags:
     """[units, R]: whether each rank has each unit in one of its runs."""
-    within: Flags = ((begins[:, None] <= units[:, None]) & (units[:, None] < ends[:, None])).any(axis=0)
+    within: Flags = np.any((begins[:, None] <= units[:, None]) & (units[:, None] < ends[:, None]), axis=0)
     return within

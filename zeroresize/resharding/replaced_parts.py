@@ -36,11 +36,10 @@ class ReplacedParts:
         return None if gone is None else f"{gone}: close() the Balancer and make a new one of what there is now"
 
     def _gone_layer(self) -> str | None:
-        root, there = unwrap(self._model), None
-        for name, layer in self._layers.items():
-            if _at(root, name) is layer:
-                continue
-            there = there or set(map(id, root.modules()))  # it may have been wrapped
+        root = unwrap(self._model)
+        elsewhere = {name: layer for name, layer in self._layers.items() if id(_at(root, name)) != id(layer)}
+        there = set(map(id, root.modules())) if elsewhere else set()  # they may have been wrapped
+        for name, layer in elsewhere.items():
             if id(layer) not in there:
                 return f"layer {name} was replaced in the model, or taken out of it, after the Balancer was made"
         return None

@@ -349,8 +349,8 @@ class UnitMove(Transaction):
                 continue
             key = before.owners.tobytes(), after.owners.tobytes()
             if key not in planned:
-                layouts = (Layout.of_owners(owned.owners, owned.num_ranks) for owned in (before, after))
-                planned[key] = transfers(*layouts).units_by_pair()
+                here, there = (Layout.of_owners(owned.owners, owned.num_ranks) for owned in (before, after))
+                planned[key] = transfers(here, there).units_by_pair()
             self._moving.append(_MovingSegment(segment, after, planned[key], optimizer, self._rank))
             num_units = sum(map(len, planned[key].values()))
             self.num_units[segment.kind] = self.num_units.get(segment.kind, 0) + num_units

@@ -148,8 +148,8 @@ class Placements(Mapping[Strategy, Placement]):
         ends = before, after, optimizer_placement
         key = tuple(None if placement is None else placement.strategy for placement in ends)
         if key not in self._routes:
-            how = self._layers.tensors, self._nodes, self._rank, self._max_bytes, self._types
-            self._routes[key] = SwitchRoute.of(*ends, *how)
+            tensors, types = self._layers.tensors, self._types
+            self._routes[key] = SwitchRoute.of(*ends, tensors, self._nodes, self._rank, self._max_bytes, types)
         return self._routes[key]
 
     def _keep_groups_of(self, placements: Iterable[Placement]) -> None:
