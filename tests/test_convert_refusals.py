@@ -42,7 +42,7 @@ DIFFERENT = {
         [(2, 1), (2, 1)],
         "in units of the segment of 2, rank 0: 16; rank 1: 8",
     ),
-    "no segment": ([named(), []], [(2, 1), (2, 1)], "there are segments of 2 only on rank 0"),
+    "no segment": ([named(), []], [(2, 1), (2, 1)], "rank 0: 1, not on all ranks: 2; rank 1: 0"),
     "shares": ([named(), named()], [(2, 1), (1, 2)], r"in shares=, rank 0: \[1\.3.*; rank 1: \[0\.6"),
 }
 

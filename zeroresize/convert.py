@@ -23,12 +23,16 @@ from zeroresize.layers.splitting import probably_untied, require_ties_kept
 from zeroresize.layers.weight_checks import is_sharded, why_no_whole_weight
 from zeroresize.measure.timed_products import measure_wanted_shares
 from zeroresize.plan.ownership import checked_shares
+from zeroresize.resharding.agreement import meet_over
 from zeroresize.resharding.checkpoints.state_dict_guards import guard_save_pretrained
 from zeroresize.resharding.data_parallel import unwrap
-from zeroresize.resharding.segments.same_segments import require_same_segments
-from zeroresize.resharding.segments.search_segments import first_of, search_segments, summary_of_segments
-from zeroresize.resharding.units.initial_division import divide_units, meet_over_layers, require_segments
-from zeroresize.resharding.units.owned_units import OwnedUnits
+from zeroresize.resharding.segments.search_segments import (
+    first_of,
+    require_same_segments,
+    search_segments,
+    summary_of_segments,
+)
+from zeroresize.resharding.units.owned_units import OwnedUnits, divide_units, require_segments
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -268,7 +272,7 @@ def _divide(
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     require_same_segments(owned_segments(layers), shares, error, process_group, device)
     require_segments(shares, owned_segments(layers))
-    meet = meet_over_layers(process_group, layers)
+    meet = meet_over(process_group, device)
     numbers = measure_wanted_shares(shares, layers, process_group, meet)
     units = OwnedUnits(model, layers, optimizer, process_group, meet=meet)
     units.agree()

@@ -22,8 +22,7 @@ from zeroresize.pipeline import move_layers, moving_during_backward, repack
 from zeroresize.pipeline.layer_move import LayerMove
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.plan.strategy import Strategy
-from zeroresize.resharding.units.moving_units import move_units
-from zeroresize.resharding.units.unit_move import UnitMove
+from zeroresize.resharding.units.moving_units import UnitMove, move_units
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.switching.optimizer_move import OptimizerMove
 from zeroresize.strategy.switching.switch import Switch

@@ -16,7 +16,7 @@ from lm_examples.llama import token_loss
 from zeroresize.layers.segment import Segment
 from zeroresize.plan.layout import Layout, TensorSpec, UnitDivision, unit_bounds
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.switches.slices import Slices
+from zeroresize.plan.transfers import Slices
 from zeroresize.strategy.packed import Packed
 
 

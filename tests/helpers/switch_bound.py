@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroresize.plan.layout import Indices, Layout, TensorSpec
-from zeroresize.policy.strategy.switches.slices import common_slices
+from zeroresize.plan.transfers import common_slices
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import zeroresize as zr
-from zeroresize.resharding.movable_optimizer import require_movable_state
+from zeroresize.resharding.parameter_state import require_movable_state
 
 accelerate = pytest.importorskip("accelerate")
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from helpers import pipelines
 from helpers.pipelines import assert_same, groups_of, held, pipeline_of
-from helpers.processes import memory_of_at_most
+from helpers.processes import for_each, memory_of_at_most
 from torch import nn
 
 from zeroresize.pipeline import move_layers, moving_during_backward
@@ -44,28 +44,6 @@ class Training:
         assert_same(held(self.pipeline, self.optimizer), self.before)
         return f"{type(caught.value).__name__}: {caught.value}"
 
-    def moves(self):
-        """Afterwards a move is possible, and training goes on."""
-        assert self.move().num_layers
-        pipelines.train_step(self.pipeline, self.optimizer, 1)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "expected"),
-    [
-        ((0, 0, 6, 7), "every stage has at least one layer"),
-        ((0, 1, 7), "must be 4 rising whole numbers from 0 to 7"),
-    ],
-)
-def test_boundaries_that_do_not_fit_are_told_to_all(run_ranks, wrong, expected):
-    def check(rank, group):
-        training = Training(group)
-        text = training.fails(wrong if rank == 2 else None, (ValueError, RuntimeError))
-        assert (expected if rank == 2 else "ranks [2] of the group failed before") in text
-        training.moves()
-
-    run_ranks(check, 3)
-
 
 @pytest.mark.parametrize("megabytes", [0.5, *(pytest.param(one, marks=pytest.mark.slow) for one in (2, 8, 40))])
 @pytest.mark.parametrize("is_early", [False, True])
@@ -97,34 +75,16 @@ def test_wherever_memory_runs_out_all_are_told_at_once_that_it_was_that(run_rank
     ), text
 
 
-def test_optimizers_with_other_settings_or_groups_do_not_get_layers(run_ranks):
-    def check(rank, group):
-        training = Training(group)
-        training.optimizer.param_groups[1]["lr"] *= 1 + rank
-        assert "differ in the settings of the optimizer's parameter groups" in training.fails()
-        training.optimizer.param_groups[1]["lr"] /= 1 + rank
+def with_another_group(training):
+    if training.pipeline.stage == 0:
         first, second = training.optimizer.param_groups
-        if rank == 0:
-            second["params"].append(first["params"].pop(3))
-        text = training.fails(kind=(ValueError, RuntimeError))
-        if rank == 0:
-            first["params"].insert(3, second["params"].pop())
-            assert "is in parameter group 0 of the optimizer where it comes from, and in 1 here" in text
-        training.moves()
-
-    run_ranks(check, 2)
+        second["params"].append(first["params"].pop(3))
 
 
-def test_an_optimizer_that_was_given_this_stage_only_is_an_error(run_ranks):
-    def check(rank, group):
-        training = Training(group)
-        stage_optimizer = torch.optim.AdamW(one for one in training.pipeline.parameters() if one.numel())
-        stage_optimizer.state.update(training.optimizer.state)
-        training.optimizer = stage_optimizer
-        return training.fails(kind=(ValueError, RuntimeError))
-
-    for text in run_ranks(check, 2):
-        assert "the optimizer does not step" in text and "those of other stages of a pipeline included" in text
+def for_this_stage_only(training):
+    stage_optimizer = torch.optim.AdamW(one for one in training.pipeline.parameters() if one.numel())
+    stage_optimizer.state.update(training.optimizer.state)
+    training.optimizer = stage_optimizer
 
 
 def wrapped_by_ddp(training):
@@ -149,43 +109,24 @@ def with_state_that_cannot_travel(training):
     training.optimizer.state[training.pipeline.layers[3].weight]["history"] = [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (wrapped_by_ddp, "layers.1.up is inside DistributedDataParallel, which keeps buckets or shards"),
-        (stepped_by_zero, "cannot move with ZeroRedundancyOptimizer: other ranks hold shards"),
-        (stepped_by_a_wrapper, "Mixed is no torch.optim.Optimizer: layers cannot move with wrappers"),
-        (with_state_that_cannot_travel, "layers.3.weight: its optimizer keeps 'history' as a list"),
-    ],
-)
-def test_what_cannot_move_is_refused_with_the_reason(run_ranks, change, expected):
-    def check(rank, group):
+REFUSED = [
+    ("is in parameter group 0 of the optimizer where it comes from, and in 1 here", with_another_group, {}),
+    ("those of other stages of a pipeline included", for_this_stage_only, {}),
+    ("layers.1.up is inside DistributedDataParallel, which keeps buckets or shards", wrapped_by_ddp, {}),
+    ("cannot move with ZeroRedundancyOptimizer: other ranks hold shards", stepped_by_zero, {}),
+    ("Mixed is no torch.optim.Optimizer: layers cannot move with wrappers", stepped_by_a_wrapper, {}),
+    ("layers.3.weight: its optimizer keeps 'history' as a list", with_state_that_cannot_travel, {}),
+    ("max_bytes=1 is too small: it must be at least 2", lambda training: None, {"max_bytes": 1}),
+]
+
+
+def test_what_cannot_move_is_refused_with_the_reason(run_ranks):
+    @for_each(REFUSED)
+    def check(rank, group, expected, change, options):
         training = Training(group)
         change(training)
         training.before = held(training.pipeline, training.optimizer)
-        return training.fails(kind=(ValueError, RuntimeError))
+        return training.fails(kind=(ValueError, RuntimeError), **options)
 
-    texts = run_ranks(check, 2)
-    assert any(expected in text for text in texts), texts
-
-
-def test_a_sparse_gradient_does_not_move(run_ranks):
-    def check(rank, group):
-        pipeline = pipeline_of(group, (0, 2, 3), layers=[nn.ReLU(), nn.Embedding(5, 3, sparse=True), nn.ReLU()])
-        if rank == 0:
-            pipeline.layers[1](torch.tensor([1])).sum().backward()
-        with pytest.raises((ValueError, RuntimeError)) as caught:
-            move_layers(pipeline, (0, 1, 3), optimizer=None)
-        return str(caught.value)
-
-    first, second = run_ranks(check, 2)
-    assert first == "layers.1.weight: a gradient of layout torch.sparse_coo cannot move"
-    assert "ranks [0] of the group failed before" in second
-
-
-def test_room_for_less_than_two_messages_is_an_error(run_ranks):
-    def check(rank, group):
-        with pytest.raises(ValueError, match="max_bytes=1 is too small: it must be at least 2"):
-            move_layers(pipeline_of(group), (0, 7), optimizer=None, max_bytes=1)
-
-    run_ranks(check, 1)
+    for (expected, *_), texts in zip(REFUSED, zip(*run_ranks(check, 2), strict=True), strict=True):
+        assert any(expected in text for text in texts), texts

@@ -14,9 +14,8 @@ from zeroresize.policy.tensor.memory import GroupMemory
 from zeroresize.policy.tensor.rules.ownership import nearest_fitting
 from zeroresize.resharding.checkpoints.state_dict_guards import guard_optimizer
 from zeroresize.resharding.data_parallel import DataParallelReplicas
-from zeroresize.resharding.segments.same_segments import require_same_segments
-from zeroresize.resharding.units.initial_division import divide_units, require_segments
-from zeroresize.resharding.units.owned_units import OwnedUnits
+from zeroresize.resharding.segments.search_segments import require_same_segments
+from zeroresize.resharding.units.owned_units import OwnedUnits, divide_units, require_segments
 
 logger = logging.getLogger(__name__)
 

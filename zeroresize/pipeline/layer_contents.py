@@ -54,6 +54,12 @@ class TensorNote:
     stride: tuple[int, ...]
     is_on_cpu: bool
 
+    @classmethod
+    def of(cls, name: str, what: str, tensor: Tensor) -> TensorNote:
+        """Return the note of a dense tensor."""
+        dtype, is_on_cpu = str(tensor.dtype).removeprefix("torch."), tensor.device.type == "cpu"
+        return cls(name, what, dtype, tuple(tensor.shape), tensor.stride(), is_on_cpu)
+
     @property
     def num_bytes(self) -> int:
         """Return the bytes of the tensor."""
@@ -76,12 +82,12 @@ class ParameterNote:
 
     Attributes:
         group: the optimizer's parameter group that holds it; None for none.
-        state: what is no tensor of its optimizer state; None where there is no state.
+        state: what is no tensor of its optimizer state.
     """
 
     group: int | None
     requires_grad: bool
-    state: dict[str, Any] | None
+    state: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ class LayerNote:
 
 
 def notes_to_json(notes: Iterable[LayerNote]) -> str:
-    """Return a text of the notes that :func:`notes_from_json` reads."""
+    """Return a text that :func:`notes_from_json` reads."""
     return json.dumps([encoded(one) for one in notes])
 
 
@@ -130,8 +136,6 @@ def describe(
     """Return the note of a layer of this stage, and its tensors in the note's order, without copies.
 
     Args:
-        number: of the layer.
-        layer_tensors: what belongs to the layer alone.
         groups: the number of each parameter's group in the optimizer, by the parameter's ``id``.
         with_room: whether a gradient that may yet come has a note, too, with the parameter in its place.
 
@@ -146,19 +150,17 @@ def describe(
         if reason := why_of_fixed_size(f"layers.{number}.{name}", parameter):
             raise ValueError(f"{reason}, so its layer cannot move")
         state = ParameterState(f"layers.{number}.{name}", parameter, parameter, optimizer)
-        gradient = state.tensors.get(GRADIENT)
-        if gradient is not None and gradient.layout is not torch.strided:
-            raise ValueError(f"{state.name}: a gradient of layout {gradient.layout} cannot move")
-        contents.append((name, PARAMETER, state.tensors[PARAMETER]))
+        state.require_dense_gradients()
+        weight, gradient = state.tensors[PARAMETER], state.tensors.get(GRADIENT)
+        contents.append((name, PARAMETER, weight))
         if gradient is not None or (with_room and parameter.requires_grad):
-            contents.append((name, GRADIENT, state.tensors[PARAMETER] if gradient is None else gradient))
+            contents.append((name, GRADIENT, weight if gradient is None else gradient))
             has_gradient.append(gradient is not None)
-        plain: dict[str, Any] | None = {} if state.has_state else None
+        plain: dict[str, Any] = {}
         for key, kind, value in state.entries():
             if isinstance(value, Tensor):  # a layer is whole: what has another shape goes along, too
                 contents.append((name, STATE + key, value.detach()))
             elif kind is StateKind.PLAIN:
-                assert plain is not None
                 plain[key] = value
             else:
                 raise ValueError(
@@ -168,17 +170,17 @@ def describe(
         parameters[name] = ParameterNote(groups.get(id(parameter)), parameter.requires_grad, plain)
     buffers = {name: buffers_of(module)[key] for name, (module, key) in layer_tensors.buffers.items()}
     contents += [(name, BUFFER, buffer.detach()) for name, buffer in buffers.items() if buffer is not None]
-    contents += [(path, EXTRA, _serialized(module.get_extra_state())) for path, module in _with_extra_state(layer)]
+    for path, module in layer.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            stream = io.BytesIO()
+            torch.save(module.get_extra_state(), stream)
+            contents.append((path, EXTRA, torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)))
     if with_room:
         contents.append(("", HAS_GRADIENT, torch.tensor(has_gradient, dtype=torch.uint8, device="cpu")))
-    dense = [(name, what, _dense(tensor)) for name, what, tensor in contents]
-    notes = tuple(
-        TensorNote(name, what, str(tensor.dtype)[6:], tuple(tensor.shape), tensor.stride(), tensor.device.type == "cpu")
-        for name, what, tensor in dense
-    )
+    tensors = [_dense(tensor) for *_, tensor in contents]
+    notes = tuple(TensorNote.of(name, what, tensor) for (name, what, _), tensor in zip(contents, tensors, strict=True))
     missing = tuple(name for name, buffer in buffers.items() if buffer is None)
-    training = tuple(module.training for module in layer.modules())
-    return LayerNote(number, notes, parameters, missing, training), [one for *_, one in dense]
+    return LayerNote(number, notes, parameters, missing, tuple(each.training for each in layer.modules())), tensors
 
 
 def require_fitting(note: LayerNote, layer: nn.Module, layer_tensors: LayerTensors, groups: Mapping[int, int]) -> None:
@@ -208,12 +210,7 @@ def require_fitting(note: LayerNote, layer: nn.Module, layer_tensors: LayerTenso
 
 
 class Arrived:
-    """Holds a layer that has come to this rank until it is installed.
-
-    Args:
-        layer_tensors: what belongs to the layer alone on this rank.
-        new: the tensors that have come, in the note's order.
-    """
+    """Holds a layer that has come to this rank, ``new`` tensors in the note's order, until it is installed."""
 
     def __init__(self, note: LayerNote, layer: nn.Module, layer_tensors: LayerTensors, new: Sequence[Tensor]) -> None:
         self._note, self._layer, self._tensors = note, layer, layer_tensors
@@ -244,7 +241,7 @@ class Arrived:
             note = self._note.parameters[name]
             new = {what: tensor for (of, what), tensor in self._new.items() if of == name}
             state = ParameterState(f"layers.{self._note.layer}.{name}", parameter, parameter, optimizer)
-            state.install_whole(new, note.state or {}, requires_grad=note.requires_grad)
+            state.install_whole(new, note.state, requires_grad=note.requires_grad)
         for name, (module, key) in self._tensors.buffers.items():
             arrived, known = self._new.get((name, BUFFER)), buffers_of(module)[key]
             if arrived is not None and known is not None:
@@ -278,17 +275,3 @@ def _dense(tensor: Tensor) -> Tensor:
     """The tensor itself where its elements lie side by side, in whatever order; else a copy."""
     strides = torch.empty_like(tensor, device="meta").stride()
     return tensor if tensor.stride() == strides else torch.empty_like(tensor).copy_(tensor)
-
-
-def _with_extra_state(layer: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [
-        (path, module)
-        for path, module in layer.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-    ]
-
-
-def _serialized(state: Any) -> Tensor:
-    stream = io.BytesIO()
-    torch.save(state, stream)
-    return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)

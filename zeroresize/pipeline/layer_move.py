@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from zeroresize.comm.collectives import Channel
 from zeroresize.layers.whole_parameters import require_whole_parameters
 from zeroresize.pipeline.layer_contents import (
     Arrived,
@@ -24,10 +23,9 @@ from zeroresize.pipeline.layer_contents import (
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.stage_layers import require_ties_within_stages
 from zeroresize.plan.partition import Partition
-from zeroresize.resharding.movable_optimizer import groups_of, require_movable_state, settings_of
-from zeroresize.resharding.parcels import End, Pair, Parcel, RankRounds
+from zeroresize.resharding.parameter_state import groups_of, require_movable_state, settings_of
+from zeroresize.resharding.parcels import End, Parcel, RankRounds
 from zeroresize.resharding.transaction import Transaction
-from zeroresize.resharding.transport import Transport
 from zeroresize.utils.fingerprint import fingerprint
 
 
@@ -41,7 +39,7 @@ class LayerMove(Transaction):
 
     Attributes:
         stages: as given.
-        moving: the layers that move, by (sender, receiver).
+        moving: the layers that move, in the whole pipeline.
         parcels: all tensors that move, as bytes; known once all ranks have agreed.
 
     Raises:
@@ -62,41 +60,33 @@ class LayerMove(Transaction):
         max_bytes: int,
         stages: Sequence[int] | None = None,
     ) -> None:
-        self._pipeline, self._rank = pipeline, pipeline.stage
-        self._layers = list(pipeline.layers)
+        super().__init__(pipeline.process_group, pipeline.device)
+        self._pipeline, self._max_bytes = pipeline, max_bytes
+        self._layers, self._layer_tensors = list(pipeline.layers), pipeline.tensors
         if max_bytes < 2:
             raise ValueError(f"max_bytes={max_bytes} is too small: it must be at least 2")
         self.stages = tuple(range(pipeline.num_stages)) if stages is None else tuple(stages)
         after = Partition.of(boundaries, len(self._layers), len(self.stages))
         self.boundaries = after.boundaries
+        self.title = f"a move of layers to boundaries {list(self.boundaries)}"
         require_whole_parameters(self._layers)
         require_ties_within_stages(self._layers, self.boundaries)
         self._optimizer = require_movable_state(optimizer, dict(pipeline.named_parameters()))
         self._groups = groups_of(self._optimizer)
-        self.moving: dict[Pair, list[int]] = {}
-        for transfer in Partition(pipeline.boundaries).transfers_to(after, self.stages):
-            self.moving.setdefault((transfer.source, transfer.destination), []).append(transfer.layer)
-        self._layer_tensors = pipeline.tensors
-        self._max_bytes = max_bytes
+        self.moving = Partition(pipeline.boundaries).transfers_to(after, self.stages)
         self._sent: dict[int, tuple[LayerNote, list[Tensor]]] = {
-            number: self._described(number)
-            for pair, numbers in self.moving.items()
-            for number in numbers
-            if pair[0] == self._rank
+            transfer.layer: self._described(transfer.layer) for transfer in self.moving if transfer.source == self._rank
         }
+        self._coming = [transfer.layer for transfer in self.moving if transfer.destination == self._rank]
         self.plan = fingerprint(
             json.dumps([type(self).__name__, pipeline.boundaries, self.boundaries, self.stages, max_bytes])
         )
         self.state = fingerprint(json.dumps(settings_of(self._optimizer)))
 
     @property
-    def title(self) -> str:
-        return f"a move of layers to boundaries {list(self.boundaries)}"
-
-    @property
     def num_layers(self) -> int:
         """Return how many layers change stages, in the whole pipeline."""
-        return sum(map(len, self.moving.values()))
+        return len(self.moving)
 
     def needs_descriptions(self, states: Sequence[float]) -> bool:
         return True
@@ -105,49 +95,20 @@ class LayerMove(Transaction):
         return notes_to_json(note for note, _ in self._sent.values())
 
     def agree(self, descriptions: Iterable[str] | None) -> None:
-        """Take the notes of all that ranks will send, and lay out the rounds.
-
-        Raises:
-            ValueError: if what will come here does not fit.
-        """
+        """Take the notes of all that ranks will send, if what comes here fits, and lay out the rounds."""
         self._notes = {note.layer: note for text in descriptions or () for note in notes_from_json(text)}
-        for pair, numbers in self.moving.items():
-            for number in numbers if pair[1] == self._rank else ():
-                require_fitting(self._notes[number], self._layers[number], self._layer_tensors[number], self._groups)
+        for number in self._coming:
+            require_fitting(self._notes[number], self._layers[number], self._layer_tensors[number], self._groups)
         self.parcels: list[Parcel] = []
         #: The layer of each parcel, and which of its tensors that is.
         self._travelling: list[tuple[int, int]] = []
-        for pair, numbers in self.moving.items():
-            for number in numbers:
-                for index, note in enumerate(self._notes[number].tensors):
-                    self.parcels.append(Parcel((pair,), note.num_bytes, 1, torch.uint8, self.turn_of(number, note)))
-                    self._travelling.append((number, index))
-        self.transport = Transport(
-            RankRounds.of(self.parcels, self._rank, self._max_bytes), self._pipeline.process_group
-        )
-        self.new_bytes = sum(parcel.num_bytes for parcel in self.parcels if parcel.routes[0][1] == self._rank)
-
-    def allocate(self) -> None:
-        self.transport.allocate(self.messages_on)
-        self._new: dict[int, list[Tensor]] = {
-            number: [note.new(self._pipeline.device) for note in self._notes[number].tensors]
-            for pair, numbers in self.moving.items()
-            if pair[1] == self._rank
-            for number in numbers
-        }
-
-    def send_and_receive(self) -> Exception | None:
-        return self.transport.carry_out(self._source_of, self._target_of, over=self.channel) or self._read()
-
-    @property
-    def channel(self) -> Channel | None:
-        """Return another transport between the stages than their group; None, here."""
-        return None
-
-    @property
-    def messages_on(self) -> torch.device:
-        """Return the device that messages lie on."""
-        return self._pipeline.meet_device
+        for number, source, destination in self.moving:
+            for index, note in enumerate(self._notes[number].tensors):
+                turn = self.turn_of(number, note)
+                self.parcels.append(Parcel(((source, destination),), note.num_bytes, 1, torch.uint8, turn))
+                self._travelling.append((number, index))
+        self.lay_out(RankRounds.of(self.parcels, self._rank, self._max_bytes))
+        self.new_bytes = sum(self._notes[number].num_bytes for number in self._coming)
 
     def turn_of(self, number: int, tensor: TensorNote) -> int:
         """Return in which turn a tensor of a layer travels: all in one, here."""
@@ -157,28 +118,27 @@ class LayerMove(Transaction):
         """Return one of the tensors of a layer that is sent."""
         return self._sent[number][1][index]
 
-    def _source_of(self, parcel: int) -> End:
+    def make_tensors(self) -> None:
+        self._new = {
+            number: [note.new(self._device) for note in self._notes[number].tensors] for number in self._coming
+        }
+
+    def source_of(self, parcel: int) -> End:
         return End(bytes_of(self.sent_tensor(*self._travelling[parcel])).view(1, -1, 1))
 
-    def _target_of(self, parcel: int) -> End:
+    def target_of(self, parcel: int) -> End:
         number, index = self._travelling[parcel]
         return End(bytes_of(self._new[number][index]).view(1, -1, 1))
 
-    def _described(self, number: int) -> tuple[LayerNote, list[Tensor]]:
-        layer, tensors = self._layers[number], self._layer_tensors[number]
-        return describe(number, layer, tensors, self._optimizer, self._groups, with_room=self.with_room)
-
-    def _read(self) -> Exception | None:
-        """Read the layers that have come, and return what failed; nothing is installed."""
-        try:
-            self._arrived = [
-                Arrived(self._notes[number], self._layers[number], self._layer_tensors[number], new)
-                for number, new in self._new.items()
-            ]
-            for arrived in self._arrived:
-                arrived.read_extra_state(is_from_file=False)
-        except Exception as error:  # the others must hear of any
-            return error
+    def send_and_receive(self) -> Exception | None:
+        if (failure := super().send_and_receive()) is not None:
+            return failure
+        self._arrived = [
+            Arrived(self._notes[number], self._layers[number], self._layer_tensors[number], new)
+            for number, new in self._new.items()
+        ]
+        for arrived in self._arrived:
+            arrived.read_extra_state(is_from_file=False)
         return None
 
     def commit(self) -> None:
@@ -196,3 +156,7 @@ class LayerMove(Transaction):
             let_go(self._layer_tensors[number], self._optimizer)
         for arrived in self._arrived:
             arrived.install(self._optimizer)
+
+    def _described(self, number: int) -> tuple[LayerNote, list[Tensor]]:
+        layer, tensors = self._layers[number], self._layer_tensors[number]
+        return describe(number, layer, tensors, self._optimizer, self._groups, with_room=self.with_room)

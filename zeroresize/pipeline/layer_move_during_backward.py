@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroresize.comm.collectives import Channel
 from zeroresize.pipeline.layer_contents import TensorNote, bytes_of
 from zeroresize.pipeline.layer_move import LayerMove
 from zeroresize.pipeline.pipeline import Pipeline
@@ -29,13 +28,10 @@ class LayerMoveDuringBackward(LayerMove):
     """Carries out this rank's part of a move by a thread of its own, over the pipeline's side group.
 
     Args:
-        boundaries: after the move.
-        max_bytes: of messages at once.
         num_steps: of the pipeline while it is made.
 
     Attributes:
         finished: to be entered while the pipeline computes.
-        is_outdated: whether something that this rank has sent is another at the end.
 
     Raises:
         ValueError: for what cannot move; see :func:`~zeroresize.pipeline.move_layers`.
@@ -50,22 +46,15 @@ class LayerMoveDuringBackward(LayerMove):
         if num_steps < 1:
             raise ValueError(f"num_steps={num_steps} is not allowed: it is at least 1")
         self.finished = FinishedLayers(pipeline, num_steps)
-        self._as_sent = {number: list(map(_Sent, tensors)) for number, (_, tensors) in self._sent.items()}
+        self.message_device = torch.device("cpu")
+        self._versions = {number: list(map(version_of, tensors)) for number, (_, tensors) in self._sent.items()}
         self._was_finished: set[int] = set()
         self._may_begin, self._is_dropped = Event(), False
 
     @property
     def needed_bytes(self) -> int:
         """Return what the pipeline's own forward and backward take meanwhile, too, where a layer comes."""
-        return super().needed_bytes + (bytes_up_to_peak(self._pipeline.device) if self.new_bytes else 0)
-
-    @property
-    def channel(self) -> Channel | None:
-        return self._side_group
-
-    @property
-    def messages_on(self) -> torch.device:
-        return torch.device("cpu")
+        return super().needed_bytes + (bytes_up_to_peak(self._device) if self.new_bytes else 0)
 
     @property
     def is_outdated(self) -> bool:
@@ -85,17 +74,16 @@ class LayerMoveDuringBackward(LayerMove):
             if note_now == note:
                 for place, tensor_note in enumerate(note.tensors):
                     if not tensor_note.is_constant:
-                        tensors[place], self._as_sent[number][place] = tensors_now[place], _Sent(tensors_now[place])
+                        tensors[place], self._versions[number][place] = (
+                            tensors_now[place],
+                            version_of(tensors_now[place]),
+                        )
         return tensors[index]
 
     def connect(self) -> None:
-        """Open the side group and start the thread that waits to send; collective.
-
-        Raises:
-            RuntimeError: where there is no memory for them, or a rank does not come.
-        """
-        self._side_group = self._pipeline.open_side_group()
-        self.start(self._pipeline.device, self._may_begin.wait)
+        """Open the side group and start the thread that waits to send, where there is memory for them; collective."""
+        self.channel = self._pipeline.open_side_group()
+        self.start(self._device, self._may_begin.wait)
 
     def begin(self) -> None:
         """Let the thread send and receive."""
@@ -111,9 +99,17 @@ class LayerMoveDuringBackward(LayerMove):
         return None if self._is_dropped else super().send_and_receive()
 
     def _is_as_sent(self, number: int) -> bool:
+        """Whether nothing was written to what was sent, and there is the same memory now, or the same bits."""
         note, tensors = self._described(number)
-        sent = self._as_sent[number]
-        return note == self._sent[number][0] and all(map(_Sent.is_still, sent, tensors))
+        note_sent, sent = self._sent[number]
+        return (
+            note == note_sent
+            and list(map(version_of, sent)) == self._versions[number]
+            and all(
+                tensor.data_ptr() == other.data_ptr() or torch.equal(bytes_of(tensor), bytes_of(other))
+                for tensor, other in zip(sent, tensors, strict=True)
+            )
+        )
 
 
 class FinishedLayers(LayerWatcher):
@@ -162,16 +158,3 @@ class FinishedLayers(LayerWatcher):
             self._on_device[number] = torch.cuda.Event()
             self._on_device[number].record(torch.cuda.current_stream(self._device))
         self._finished[number].set()
-
-
-class _Sent:
-    """A tensor as it was when it was sent."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor, version_of(tensor)
-
-    def is_still(self, other: Tensor) -> bool:
-        """Whether nothing was written to it, and ``other`` is the same memory or has the same bits."""
-        if version_of(self._tensor) != self._version:
-            return False
-        return other.data_ptr() == self._tensor.data_ptr() or torch.equal(bytes_of(other), bytes_of(self._tensor))

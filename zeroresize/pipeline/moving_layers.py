@@ -127,7 +127,11 @@ def moving_during_backward(
         yield outcome
         outcome.report = LayerMoveReport(num_layers=0, **move.figures(begin) | {"seconds": 0.0})
         return
-    _connect(move, pipeline.meet())
+    try:  # on all ranks or on none
+        agreed(pipeline.meet(), move.connect, what=f"an early move of layers to boundaries {list(move.boundaries)}")
+    except Exception:
+        move.drop()
+        raise
     move.begin()
     meet = pipeline.meet_aside()
     before_s = time.perf_counter() - begin
@@ -169,15 +173,6 @@ def _give_up(pipeline: Pipeline, move: LayerMoveDuringBackward, error: BaseExcep
             within(max(left, _LEAST_WAIT), tell)
     finally:  # also where an interrupt ends this wait
         pipeline.leave_side_group()
-
-
-def _connect(move: LayerMoveDuringBackward, meet: Meet) -> None:
-    """On all ranks or on none; collective."""
-    try:
-        agreed(meet, move.connect, what=f"an early move of layers to boundaries {list(move.boundaries)}")
-    except Exception:
-        move.drop()
-        raise
 
 
 def participants_of(pipeline: Pipeline) -> Participants:

@@ -46,8 +46,14 @@ from zeroresize.pipeline.layer_contents import (
 )
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.resharding.checkpoints.sharded_state import sharded_state_of
-from zeroresize.resharding.movable_optimizer import groups_of, require_movable_state, settings_of
-from zeroresize.resharding.parameter_state import GRADIENT, PARAMETER, STATE
+from zeroresize.resharding.parameter_state import (
+    GRADIENT,
+    PARAMETER,
+    STATE,
+    groups_of,
+    require_movable_state,
+    settings_of,
+)
 from zeroresize.utils.checkpoint_reader import CheckpointReader, register_reads_itself
 from zeroresize.utils.torch_private import no_torch_function
 
@@ -255,7 +261,7 @@ class _Read:
             (note,) = notes_from_json(texts[_note_of(number)])
             if self._optimizer is None:
                 notes = tuple(one for one in note.tensors if not one.what.startswith(STATE))
-                bare = {name: replace(one, group=None, state=None) for name, one in note.parameters.items()}
+                bare = {name: replace(one, group=None, state={}) for name, one in note.parameters.items()}
                 note = replace(note, tensors=notes, parameters=bare)
             note = replace(note, training=tuple(one.training for one in layer.modules()))
             require_fitting(note, layer, layer_tensors, groups)

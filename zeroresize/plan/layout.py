@@ -1,7 +1,8 @@
 """Which part of every tensor each rank holds: plain numbers, for planning what must travel between two layouts.
 
-A tensor is divided by **units** of one dimension, such as attention heads, of which every rank holds neighbours. What
-is not divided is one unit, which every rank of a tensor-parallel group holds.
+A tensor is divided by **units** of one dimension, such as attention heads; a rank holds some **runs** of neighbouring
+units. What is not divided is one unit. An :class:`~zeroresize.plan.ownership.OwnershipMap`, of a segment's units, and a
+:class:`~zeroresize.plan.partition.Partition`, of layers, are layouts, too: every unit, or layer, has one owner.
 
 ``P`` tensors, ``R`` ranks, ``T`` tensor-parallel ranks of a group, ``U`` units of a tensor.
 """
@@ -98,22 +99,36 @@ class TensorSpec:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Describe which units of every tensor each rank holds, from ``begins`` up to ``ends``; none where both are equal.
+    """Describe which units of every tensor each rank holds, as runs from ``begins`` up to ``ends``.
 
     Attributes:
-        begins, ends: [P, R], int64.
+        begins, ends: [K, R], int64: in each row every rank has a run of one tensor; none where both are equal.
         replicas: [R], int64: which copy of the model the rank is a part of, from 0; -1 for a rank without a part. Ranks
             of one replica hold every unit together, and what more than one of them holds is the same on all of them.
+        rows: [P + 1]: tensor p has the rows from entry p up to entry p + 1; None where each has one.
     """
 
     begins: Indices
     ends: Indices
     replicas: Indices
+    rows: Indices | None = None
+
+    @classmethod
+    def of_owners(cls, owners: Indices, num_ranks: int) -> Layout:
+        """Return the layout of one tensor whose units have one owner each, ``owners`` [U]."""
+        first = np.flatnonzero(np.diff(owners, prepend=-1))
+        ranks, ends = owners[first], np.append(first[1:], len(owners))
+        order = np.argsort(ranks, kind="stable")
+        counts = np.bincount(ranks, minlength=num_ranks)
+        rows = np.arange(len(first)) - np.repeat(np.cumsum(counts) - counts, counts)
+        table = np.zeros((2, max(counts.max(initial=0), 1), num_ranks), dtype=np.int64)
+        table[0, rows, ranks[order]], table[1, rows, ranks[order]] = first[order], ends[order]
+        return cls(table[0], table[1], np.zeros(num_ranks, dtype=np.int64), np.array([0, table.shape[1]]))
 
     @property
     def num_tensors(self) -> int:
         """Return P, the number of tensors."""
-        return self.begins.shape[0]
+        return len(self.begins) if self.rows is None else len(self.rows) - 1
 
     @property
     def num_ranks(self) -> int:
@@ -125,13 +140,18 @@ class Layout:
         """Return how many replicas of the model there are."""
         return int(self.replicas.max(initial=-1)) + 1
 
+    def rows_of(self, tensor: int) -> tuple[Indices, Indices]:
+        """Return the begins and ends of a tensor's runs, both [rows, R]."""
+        begin, end = (tensor, tensor + 1) if self.rows is None else self.rows[tensor : tensor + 2]
+        return self.begins[begin:end], self.ends[begin:end]
+
     def units_of(self, tensor: int, rank: int) -> range:
-        """Return the units that a rank holds of a tensor."""
+        """Return the units that a rank holds of a tensor, of which each rank has one run."""
         return range(int(self.begins[tensor, rank]), int(self.ends[tensor, rank]))
 
     def rank_bytes(self, tensors: Sequence[TensorSpec]) -> Indices:
-        """Return [R] bytes that each rank holds of these tensors, which are those of the layout."""
-        unit_bytes = np.array([one.unit_bytes for one in tensors], dtype=np.int64)
+        """Return [R] bytes that each rank holds of these tensors, of which each rank has one run."""
+        unit_bytes = np.array([spec.unit_bytes for spec in tensors], dtype=np.int64)
         return unit_bytes @ (self.ends - self.begins)
 
 

@@ -61,11 +61,7 @@ class OwnershipMap:
 
     @classmethod
     def even(cls, num_units: int, num_ranks: int) -> OwnershipMap:
-        """Return the map that hosts make when they shard: rank r owns the r-th U / R units.
-
-        Raises:
-            ValueError: if the units do not divide by the ranks.
-        """
+        """Return the map that hosts make when they shard: rank r owns the r-th U / R units, which must divide."""
         if num_units % num_ranks:
             raise ValueError(f"{num_units} units do not divide by {num_ranks} ranks")
         return cls(np.repeat(np.arange(num_ranks), num_units // num_ranks), num_ranks)
@@ -209,32 +205,3 @@ def owned_shares(shares: Sequence[float], segments: Sequence[SegmentWork]) -> tu
             owned[rank] += segment.work * count * len(shares) / segment.num_units
     # All of it and nothing are exact: who owns nothing is treated otherwise than who owns a little.
     return tuple(round(share, _OWNED_DECIMALS) for share in owned)
-
-
-def transfer_plan(before: OwnershipMap, after: OwnershipMap) -> dict[tuple[int, int], Indices]:
-    """Return which units travel, by (source, destination): those that change owners and no others.
-
-    Every unit has one owner, so its source is no choice, and no plan sends less.
-
-    Returns:
-        Ascending units for every pair of ranks that has any, in ascending order of the pairs.
-
-    Raises:
-        ValueError: if the maps are of different units or ranks.
-    """
-    if len(before.owners) != len(after.owners) or before.num_ranks != after.num_ranks:
-        raise ValueError(
-            f"a map of {len(before.owners)} units on {before.num_ranks} ranks cannot follow one of "
-            f"{len(after.owners)} units on {after.num_ranks} ranks"
-        )
-    moved = np.flatnonzero(before.owners != after.owners)
-    if not moved.size:
-        return {}
-    pairs = before.owners[moved] * before.num_ranks + after.owners[moved]
-    order = np.argsort(pairs, kind="stable")
-    pairs, moved = pairs[order], moved[order]
-    begins = np.flatnonzero(np.diff(pairs, prepend=-1))
-    return {
-        (int(pairs[begin]) // before.num_ranks, int(pairs[begin]) % before.num_ranks): units
-        for begin, units in zip(begins, np.split(moved, begins[1:]), strict=True)
-    }

@@ -8,12 +8,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from zeroresize.plan.layout import Layout
+from zeroresize.plan.transfers import transfers
 
-@dataclass(frozen=True)
-class LayerTransfer:
+
+class LayerTransfer(NamedTuple):
     """Describe a layer that changes stages."""
 
     layer: int
@@ -35,8 +38,7 @@ class Partition:
     boundaries: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        rises = all(begin < end for begin, end in itertools.pairwise(self.boundaries))
-        if len(self.boundaries) < 2 or self.boundaries[0] != 0 or not rises:
+        if not _rise_from_zero(self.boundaries):
             raise ValueError(
                 f"boundaries={self.boundaries} are not allowed: they begin with 0 and rise, as every stage has layers"
             )
@@ -60,9 +62,8 @@ class Partition:
             ValueError: if they do not divide ``num_layers`` layers over ``num_stages`` stages, at least one for each.
         """
         require_enough_layers(num_layers, num_stages)
-        checked = tuple(int(one) for one in boundaries)
-        is_whole = len(checked) == num_stages + 1 and checked[0] == 0 and checked[-1] == num_layers
-        if not is_whole or any(begin >= end for begin, end in itertools.pairwise(checked)):
+        checked = tuple(map(int, boundaries))
+        if len(checked) != num_stages + 1 or checked[-1] != num_layers or not _rise_from_zero(checked):
             raise ValueError(
                 f"boundaries {list(checked)} do not divide {num_layers} layers over {num_stages} stages: they must be "
                 f"{num_stages + 1} rising whole numbers from 0 to {num_layers}, so that every stage has at least one "
@@ -95,9 +96,7 @@ class Partition:
         return range(self.boundaries[stage], self.boundaries[stage + 1])
 
     def transfers_to(self, after: Partition, stages: Sequence[int] | None = None) -> tuple[LayerTransfer, ...]:
-        """Return the layers that have another stage in ``after``, ascending.
-
-        Each travels once, straight to where it goes.
+        """Return the layers that have another stage in ``after``, ascending; each travels once, straight there.
 
         Args:
             after: of the same layers.
@@ -111,13 +110,23 @@ class Partition:
             raise ValueError(
                 f"{self.num_layers} layers on {self.num_stages} stages cannot become {after.num_layers} on {len(named)}"
             )
-        sources = np.repeat(np.arange(self.num_stages), self.counts)
-        destinations = np.repeat(named, after.counts)
-        moved = np.flatnonzero(sources != destinations)
-        return tuple(map(LayerTransfer, moved.tolist(), sources[moved].tolist(), destinations[moved].tolist()))
+        owners = np.array(self.stages), np.repeat(named, after.counts)
+        num_ranks = int(max(map(np.max, owners))) + 1
+        layout_before, layout_after = (Layout.of_owners(of_layers, num_ranks) for of_layers in owners)
+        moved = transfers(layout_before, layout_after)
+        return tuple(
+            LayerTransfer(layer, source, destination)
+            for _, begin, end, source, destination in moved
+            for layer in range(begin, end)
+        )
 
 
 def require_enough_layers(num_layers: int, num_stages: int) -> None:
     """Raise ValueError unless each stage can have a layer."""
     if not 1 <= num_stages <= num_layers:
         raise ValueError(f"{num_layers} layers cannot be divided over {num_stages} stages: each has at least one")
+
+
+def _rise_from_zero(boundaries: Sequence[int]) -> bool:
+    rises = all(begin < end for begin, end in itertools.pairwise(boundaries))
+    return len(boundaries) >= 2 and boundaries[0] == 0 and rises

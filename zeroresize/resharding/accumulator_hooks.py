@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Hooks = Any  # an ordered dictionary that torch keeps, weakly referable
-
+#: Returns an ordered dictionary of hooks, which torch keeps; None once it is gone.
+Source = Callable[[], Any]
 #: The present node of a parameter, by the ``id`` of the hooks on its first one, for as long as these live.
 _present: dict[int, list[Any]] = {}
 
@@ -27,62 +27,33 @@ class KeptHooks:
 
     def __init__(self, parameter: Tensor) -> None:
         node = _accumulator(parameter)
-        self._sources = {} if node is None else {kind: _sources(node, kind) for kind in (_Before, _After)}
+        self._sources = [] if node is None else [(is_before, _sources(node, is_before)) for is_before in (True, False)]
 
     def put_on(self, parameter: Tensor) -> None:
         """Let the accumulator that ``parameter`` has now call the kept hooks."""
-        for kind, sources in self._sources.items():
+        for is_before, sources in self._sources:
             first = sources[0]() if sources else None
             if first is None:
                 continue
             node = _accumulator(parameter)
-            kind.register(node, kind(sources))
+            _register(node, is_before, _Calling(sources, is_before))
             if id(first) not in _present:
                 weakref.finalize(first, _present.pop, id(first), None).atexit = False
             _present[id(first)] = [node]
 
 
 class _Calling:
-    """A hook that calls those of other nodes.
+    """A hook that calls those of other nodes, in the order of ``sources``; before accumulation they may change it."""
 
-    Args:
-        sources: return hooks, in the order in which they are called; None once they are gone.
-    """
+    def __init__(self, sources: list[Source], is_before: bool) -> None:
+        self.sources, self._is_before = sources, is_before
 
-    register: Callable[[Any, Any], Any]
-
-    def __init__(self, sources: list[Callable[[], Hooks | None]]) -> None:
-        self.sources = sources
-
-    def _hooks(self) -> list[Any]:
-        hooks_of_nodes = [source() for source in self.sources]
-        return [hook for hooks in hooks_of_nodes if hooks is not None for hook in _hooks_of_others(hooks)]
-
-
-class _Before(_Calling):
-    """Of ``register_prehook``: hooks may give another gradient."""
-
-    @staticmethod
-    def register(node: Any, hook: Any) -> Any:
-        return node.register_prehook(hook)
-
-    def __call__(self, gradients: Any) -> Any:
-        for hook in self._hooks():
-            changed = hook(gradients)
-            gradients = gradients if changed is None else changed if isinstance(changed, tuple) else (changed,)
-        return gradients
-
-
-class _After(_Calling):
-    """Of ``register_hook``: there are no inputs' gradients that hooks could change."""
-
-    @staticmethod
-    def register(node: Any, hook: Any) -> Any:
-        return node.register_hook(hook)
-
-    def __call__(self, inputs: Any, outputs: Any) -> None:
-        for hook in self._hooks():
-            hook(inputs, outputs)
+    def __call__(self, gradients: Any, *outputs: Any) -> Any:
+        for hook in [hook for source in self.sources for hook in _hooks_of_others(source() or {})]:
+            changed = hook(gradients, *outputs)
+            if self._is_before and changed is not None:
+                gradients = changed if isinstance(changed, tuple) else (changed,)
+        return gradients if self._is_before else None
 
 
 def _accumulator(parameter: Tensor) -> Any:
@@ -94,20 +65,20 @@ def _accumulator(parameter: Tensor) -> Any:
     return None if view.grad_fn is None else view.grad_fn.next_functions[0][0]
 
 
-def _sources(node: Any, kind: type[_Calling]) -> list[Callable[[], Hooks | None]]:
+def _register(node: Any, is_before: bool, hook: Any) -> Any:
+    return node.register_prehook(hook) if is_before else node.register_hook(hook)
+
+
+def _sources(node: Any, is_before: bool) -> list[Source]:
     """Where the hooks of a node come from: first what somebody else holds on to, then what is only here."""
-    handle = kind.register(node, _nothing)  # the only way to the hooks that are there
+    handle = _register(node, is_before, lambda *_: None)  # the only way to the hooks that are there
     hooks = handle.hooks_dict_ref()
     handle.remove()
-    kept = [source for hook in hooks.values() if isinstance(hook, kind) for source in hook.sources]
+    kept = [source for hook in hooks.values() if isinstance(hook, _Calling) for source in hook.sources]
     if not kept:
         return [weakref.ref(hooks)] if hooks else []
     return [*kept, lambda: hooks] if _hooks_of_others(hooks) else kept
 
 
-def _hooks_of_others(hooks: Hooks) -> list[Any]:
+def _hooks_of_others(hooks: Any) -> list[Any]:
     return [hook for hook in list(hooks.values()) if not isinstance(hook, _Calling)]
-
-
-def _nothing(*_: Any) -> None:
-    pass

@@ -25,24 +25,6 @@ from zeroresize.utils.fingerprint import fingerprint
 from zeroresize.utils.memory_errors import is_out_of_memory, reason
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class MeetReplicas:
-    """Exchanges numbers (a :data:`Meet`) in a group and its data-parallel replicas: none of them may move alone.
-
-    Attributes:
-        meet: of all their ranks, replica by replica.
-        ranks: theirs, counted over the whole world, with which errors name them.
-    """
-
-    meet: Meet
-    ranks: Sequence[int]
-
-    def __call__(self, *numbers: float) -> Sequence[Sequence[float]]:
-        return self.meet(*numbers)
-
-
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 #: What is left free of the memory that is free.
@@ -64,17 +46,29 @@ class NotEnoughMemoryError(RuntimeError):
     """Tells that a move does not fit into the memory of some ranks; nothing has changed on any rank."""
 
 
-def meet_over(process_group: ProcessGroup, device: torch.device, over: Channel | None = None) -> Meet:
-    """Return a :data:`Meet` of the group, whose messages are on ``device`` where it sends from there.
+@dataclass(frozen=True)
+class MeetReplicas:
+    """Exchanges numbers (a :data:`Meet`) in a group and its data-parallel replicas: none of them may move alone.
 
-    Args:
-        over: another transport between the group's ranks, with messages on the CPU; None for the group itself.
+    Attributes:
+        meet: of all their ranks, replica by replica.
+        ranks: theirs, counted over the whole world, with which errors name them.
     """
+
+    meet: Meet
+    ranks: Sequence[int]
+
+    def __call__(self, *numbers: float) -> Sequence[Sequence[float]]:
+        return self.meet(*numbers)
+
+
+def meet_over(process_group: ProcessGroup, device: torch.device, over: Channel | None = None) -> Meet:
+    """Return a :data:`Meet` of the group, from ``device`` where it sends from there; or ``over`` a channel of it."""
     where = message_device(process_group, device) if over is None else torch.device("cpu")
 
     def exchange(numbers: Sequence[float]) -> Sequence[Sequence[float]]:
         row = torch.tensor(numbers, dtype=torch.float64, device=where)
-        return [part.tolist() for part in _gather(row, process_group, over)]
+        return [part.tolist() for part in _fill(_parts(row, process_group), process_group, over)]
 
     return meet_by(exchange)
 
@@ -89,7 +83,6 @@ def gather_texts(
 
     Raises:
         NotEnoughMemoryError: on every rank, if the texts do not fit on some.
-        RuntimeError: if a rank does not come, naming it.
     """
     data = text.encode()
     if sizes is None:
@@ -122,14 +115,11 @@ def wait_for_all(transfers: Mapping[int, Sequence[Waitable]]) -> dict[int, Runti
 def meet_prepared(
     meet: Meet, numbers: Sequence[float] | Exception, what: str = "what moves"
 ) -> Sequence[Sequence[float]]:
-    """Exchange numbers between all ranks, or let them know that this one cannot give any; collective.
+    """Return the numbers of every rank, or let all know that this one cannot give any; collective.
 
     Args:
         numbers: of this rank, the first of them not negative; or what kept it from giving any.
         what: is prepared, for errors where memory runs out.
-
-    Returns:
-        The numbers of every rank, in the order of the ranks.
 
     Raises:
         ValueError: what is given, if it is one.
@@ -152,7 +142,7 @@ def meet_prepared(
     failed = [rank for rank, (number, *_) in enumerate(table) if number < 0.0]
     if failed:
         kind = NotEnoughMemoryError if all(table[rank][0] == _RAN_OUT for rank in failed) else CannotMoveError
-        raise kind(f"{_NOTHING_CHANGED}: {named(failed, meet)} failed before; their errors tell why")
+        raise kind(f"{_NOTHING_CHANGED}: {_named(failed, meet)} failed before; their errors tell why")
     return table
 
 
@@ -162,15 +152,11 @@ def agreed(
     numbers_of: Callable[[_T], Sequence[float]] = lambda _: (0.0, 0.0),
     what: str = "what moves",
 ) -> tuple[_T, Sequence[Sequence[float]]]:
-    """Make something on every rank, and let all know where it fails on one; collective.
+    """Return what ``make`` makes here and numbers of every rank, or let all know where it fails on one; collective.
 
     Args:
-        make: called once, on this rank.
         numbers_of: what was made: numbers that all ranks are told, the first of them not negative.
         what: is made, for errors where memory runs out.
-
-    Returns:
-        What was made here, and the numbers of every rank, in the order of the ranks.
 
     Raises:
         Exception: as :func:`meet_prepared`, which is given what ``make`` raises.
@@ -185,22 +171,50 @@ def agreed(
     return made, meet_prepared(meet, numbers, what)
 
 
-def named(rows: Sequence[int], meet: Meet) -> str:
-    """Return the ranks that gave these rows of what ``meet`` returns, as words of an error."""
-    return f"ranks {[_number(row, meet) for row in rows]} of the {_whose(meet)}"
-
-
 def require_same(numbers: Sequence[float], what: str, meet: Meet) -> None:
-    """Check that all ranks gave one number.
-
-    Raises:
-        RuntimeError: if not, naming the ranks that agree with each other.
-    """
+    """Raise RuntimeError unless all ranks gave the same number, naming the ranks that agree with each other."""
     if len(set(numbers)) > 1:
         groups = alike(numbers, [_number(row, meet) for row in range(len(numbers))])
         raise RuntimeError(
             f"{_NOTHING_CHANGED}: the ranks of the {_whose(meet)} differ in {what}: {groups}{at_fault(groups)}"
         )
+
+
+def meet_unchanged(meet: Meet, *numbers: float) -> Sequence[Sequence[float]]:
+    """Return what ``meet`` returns; its error then says that nothing has moved yet; collective."""
+    try:
+        return meet(*numbers)
+    except RuntimeError as error:
+        raise RuntimeError(f"{_NOTHING_CHANGED}: {error}") from error
+
+
+def require_received(
+    error: BaseException | None, meet: Meet, number: float = 0.0, left: timedelta | None = None
+) -> list[float]:
+    """Return a number of every rank, once all of them have received all; collective.
+
+    Args:
+        error: what kept this rank from it; None if it has received all.
+        left: how long to wait for the others where this rank has failed, at least a second; None for the group's time
+            limit. It may have waited for as long already, for a rank that will not come to this either.
+
+    Raises:
+        RuntimeError: if a rank has not, naming it.
+    """
+    try:
+        if error is None or left is None:
+            table = meet(0.0 if error is None else 1.0, number)
+        else:
+            table = within(max(left, _LEAST_WAIT), lambda: meet(1.0, number))
+    except TimeoutError:
+        raise RuntimeError(f"{_NOTHING_CHANGED}: {reason(error) if error else 'no answer'}") from error
+    except RuntimeError as gone:
+        raise RuntimeError(f"{_NOTHING_CHANGED}: {gone}") from (error or gone)
+    if error is not None:
+        raise RuntimeError(f"{_NOTHING_CHANGED}: {reason(error)}") from error
+    if failed := [rank for rank, (has_failed, *_) in enumerate(table) if has_failed]:
+        raise RuntimeError(f"{_NOTHING_CHANGED}: {_named(failed, meet)} have not received everything")
+    return [number for _, number, *_ in table]
 
 
 def allocate_together(
@@ -211,7 +225,7 @@ def allocate_together(
     what: str = "new tensors",
     check: Callable[[Sequence[Sequence[float]]], None] | None = None,
 ) -> None:
-    """Call ``allocate`` once it is known that what every rank needs fits; collective.
+    """Call ``allocate`` where what it needs fits, and go on once every rank has; collective.
 
     Ranks on one CPU, or on one GPU, share what is free there.
 
@@ -226,7 +240,6 @@ def allocate_together(
         NotEnoughMemoryError: on every rank, naming those that lack memory, and how much; also where ``allocate`` runs
             out of memory all the same, as if nothing were free there.
         Exception: what else ``allocate`` raises; the other ranks then raise a RuntimeError.
-        RuntimeError: if a rank does not come.
     """
     free = free_bytes(device)
     free_here = math.inf if free is None else float(max(free, 0))
@@ -244,20 +257,17 @@ def allocate_together(
     if check is not None:
         check(table)
     all_needed, frees, places = zip(*(row[:3] for row in table), strict=True)
-    lacking = {}
+    lacks = []
     for rank, needed_there in enumerate(all_needed):
         sharing = [other for other, place in enumerate(places) if place == places[rank]]
         lack = sum(all_needed[other] for other in sharing) - min(frees[other] for other in sharing)
         if needed_there and lack > 0.0:
-            lacking[rank] = lack
-    if lacking:
-        lacks = "; ".join(
-            f"rank {_number(rank, meet)} lacks {lack / 1e6:.1f} MB, of {all_needed[rank] / 1e6:.1f} MB that it needs"
-            for rank, lack in lacking.items()
-        )
+            needs = f"of {needed_there / 1e6:.1f} MB that it needs"
+            lacks.append(f"rank {_number(rank, meet)} lacks {lack / 1e6:.1f} MB, {needs}")
+    if lacks:
         why = "" if ran_out is None else f": {reason(ran_out)}"
         raise NotEnoughMemoryError(
-            f"{_NOTHING_CHANGED}, as there is not enough memory for {what}: {lacks}{why}"
+            f"{_NOTHING_CHANGED}, as there is not enough memory for {what}: {'; '.join(lacks)}{why}"
         ) from ran_out
 
 
@@ -272,7 +282,11 @@ def free_bytes(device: torch.device) -> int | None:
     available = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE)
     if available is None:
         return None
-    return int(min(int(available[1]) * 1024, _left_to_container()) * (1.0 - _MARGIN))
+    left_to_container = math.inf
+    with suppress(OSError, ValueError):  # no such files, or "max": no limit
+        most, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        left_to_container = max(most - used, 0)
+    return int(min(int(available[1]) * 1024, left_to_container) * (1.0 - _MARGIN))
 
 
 def bytes_up_to_peak(device: torch.device) -> int:
@@ -285,55 +299,9 @@ def bytes_up_to_peak(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
 
 
-def _left_to_container() -> float:
-    """Bytes that a limit of this container leaves; infinite where there is none."""
-    try:
-        most, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # no such files, or "max"
-        return math.inf
-    return max(most - used, 0)
-
-
-def require_received(
-    error: BaseException | None, meet: Meet, number: float = 0.0, left: timedelta | None = None
-) -> list[float]:
-    """Check with all ranks that every one of them has received all; collective.
-
-    Args:
-        error: what kept this rank from it; None if it has received all.
-        number: for the others.
-        left: how long to wait for the others where this rank has failed, at least a second; None for the group's time
-            limit. It may have waited for as long already, for a rank that will not come to this either.
-
-    Returns:
-        The number of every rank, in the order of the ranks.
-
-    Raises:
-        RuntimeError: if a rank has not, naming it.
-    """
-    try:
-        if error is None or left is None:
-            table = meet(0.0 if error is None else 1.0, number)
-        else:
-            table = within(max(left, _LEAST_WAIT), lambda: meet(1.0, number))
-    except TimeoutError:
-        raise RuntimeError(f"{_NOTHING_CHANGED}: {reason(error) if error else 'no answer'}") from error
-    except RuntimeError as gone:
-        raise RuntimeError(f"{_NOTHING_CHANGED}: {gone}") from (error or gone)
-    failed = [rank for rank, (has_failed, *_) in enumerate(table) if has_failed]
-    if error is not None:
-        raise RuntimeError(f"{_NOTHING_CHANGED}: {reason(error)}") from error
-    if failed:
-        raise RuntimeError(f"{_NOTHING_CHANGED}: {named(failed, meet)} have not received everything")
-    return [number for _, number, *_ in table]
-
-
-def meet_unchanged(meet: Meet, *numbers: float) -> Sequence[Sequence[float]]:
-    """Return what ``meet`` returns; its error then says that nothing has moved yet; collective."""
-    try:
-        return meet(*numbers)
-    except RuntimeError as error:
-        raise RuntimeError(f"{_NOTHING_CHANGED}: {error}") from error
+def _named(rows: Sequence[int], meet: Meet) -> str:
+    """The ranks that gave these rows of what ``meet`` returns, as words of an error."""
+    return f"ranks {[_number(row, meet) for row in rows]} of the {_whose(meet)}"
 
 
 def _whose(meet: Meet) -> str:
@@ -349,30 +317,22 @@ def _place_of(device: torch.device) -> str:
     return f"{socket.gethostname()} {device} {visible}"
 
 
-def _gather(tensor: Tensor, process_group: ProcessGroup, over: Channel | None = None) -> list[Tensor]:
-    parts = _parts(tensor, process_group)
-    _fill(parts, process_group, over)
-    return parts
-
-
 def _parts(tensor: Tensor, process_group: ProcessGroup) -> list[Tensor]:
     """Memory for a tensor of every rank, of which this one's is there."""
     rank, num_ranks = process_group.rank(), group_size(process_group)
     return [tensor if peer == rank else torch.empty_like(tensor) for peer in range(num_ranks)]
 
 
-def _fill(parts: Sequence[Tensor], process_group: ProcessGroup, over: Channel | None = None) -> None:
+def _fill(parts: Sequence[Tensor], process_group: ProcessGroup, over: Channel | None = None) -> Sequence[Tensor]:
     """From rank to rank: a collective could not tell who did not come."""
     rank, ranks = process_group.rank(), group_ranks(process_group)
-    part = parts[rank]
-    others = [peer for peer in range(len(parts)) if peer != rank]
-    receives = {peer: parts[peer] for peer in others}
+    receives = {peer: part for peer, part in enumerate(parts) if peer != rank}
     tag = 0 if over is None else _MET_ASIDE
-    transfers = start_messages(dict.fromkeys(others, part), receives, process_group, over, tag)
-    errors = wait_for_all(transfers)
+    errors = wait_for_all(start_messages(dict.fromkeys(receives, parts[rank]), receives, process_group, over, tag))
     if errors:
         missing = sorted(errors)
         raise RuntimeError(
             f"ranks {missing} of the group (ranks {[ranks[peer] for peer in missing]} of the job) did not come: "
             f"{errors[missing[0]]}"
         ) from errors[missing[0]]
+    return parts

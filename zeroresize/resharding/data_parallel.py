@@ -115,7 +115,7 @@ def _groups_around(
 
 
 def wrappers_of(model: nn.Module) -> tuple[DistributedDataParallel, ...]:
-    """Return the DistributedDataParallel modules in ``model`` and those around it or around a part of it.
+    """Return the DistributedDataParallel modules in ``model``, and around it or a part of it.
 
     The ones around it are found by looking at all objects of this process, which takes hundredths of a second, until
     some are found.
@@ -143,13 +143,7 @@ def _with_subclasses(kind: type) -> set[type]:
 
 
 def require_rebuildable(wrappers: Sequence[DistributedDataParallel]) -> None:
-    """Check that :func:`rebuild_reducers` will work.
-
-    Raises:
-        RuntimeError: for a wrapper whose reducer cannot be built anew: with mixed precision, one all-reduce of all
-            gradients, a built-in communication hook, an optimizer in backward, or under a torch that builds reducers
-            differently.
-    """
+    """Raise RuntimeError for a wrapper whose reducer :func:`rebuild_reducers` cannot build anew, saying why."""
     for wrapper in wrappers:
         reason = why_ddp_cannot_be_rebuilt(wrapper)
         if reason is not None:

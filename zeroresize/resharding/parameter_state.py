@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zeroresize.layers.local_parts import local_of, with_local
+from zeroresize.optim.optimizers import require_stepping, torch_optimizer
 from zeroresize.resharding.accumulator_hooks import KeptHooks
 from zeroresize.utils.alike import alike, at_fault, by_rank
 from zeroresize.utils.torch_private import is_dtensor, set_local_tensor
@@ -26,18 +27,13 @@ GRADIENTS = (GRADIENT, MASTER_GRADIENT)
 
 
 class StateKind(Enum):
-    """Tells what an entry of an optimizer's state is to its parameter."""
+    """Tells what an entry of an optimizer's state is to its parameter: all but the first kind belong to the whole."""
 
-    #: A tensor of the parameter's shape, such as Adam's moments: it divides as the parameter does.
-    LIKE_PARAMETER = "like the parameter"
-    #: A tensor of one element, such as Adam's step: one number for the whole parameter.
-    NUMBER = "number"
-    #: A bool, number, text or None, for the whole parameter.
-    PLAIN = "plain"
-    #: A tensor of another shape, such as Adafactor's rows: it belongs to the whole parameter and cannot be divided.
-    OTHER_TENSOR = "other tensor"
-    #: Anything else, which cannot be sent.
-    OTHER = "other"
+    LIKE_PARAMETER = "a tensor of its shape, such as Adam's moments, which divides as it does"
+    NUMBER = "a tensor of one element, such as Adam's step"
+    PLAIN = "a bool, number, text or None"
+    OTHER_TENSOR = "a tensor of another shape, such as Adafactor's rows, which cannot be divided"
+    OTHER = "anything else, which cannot be sent"
 
 
 def kind_of_state(key: str, value: Any, parameter: Tensor) -> StateKind:
@@ -54,12 +50,8 @@ def kind_of_state(key: str, value: Any, parameter: Tensor) -> StateKind:
 class ParameterState:
     """Takes a parameter of this rank apart: its weight, its gradient, and what the optimizer keeps of it.
 
-    Args:
-        name: of the parameter, for errors.
-        optimizer: the torch optimizer; None without one.
-        stepped: what the optimizer steps for the parameter: itself, or a master copy; None if nothing.
-
     Attributes:
+        stepped: what the optimizer steps for the parameter: itself, or a master copy; None if nothing.
         tensors: that have the parameter's shape, by what they are: PARAMETER, GRADIENT, MASTER, MASTER_GRADIENT, and
             STATE with the key of optimizer state. Gradients may be sparse. Of DTensors these are the local parts.
     """
@@ -102,16 +94,12 @@ class ParameterState:
     def description(self, num_units: int = 1) -> Description:
         """Describe what this rank holds, for the other ranks that the parameter is divided over.
 
-        Args:
-            num_units: how many units of the parameter are here; without any, state that is of no kind known is nobody's
-                and left out.
+        Of a parameter without units here, state of another shape is nobody's and left out.
 
         Raises:
             ValueError: for a sparse gradient, and for optimizer state that neither divides nor is one number or text.
         """
-        for what in GRADIENTS:
-            if what in self.tensors and self.tensors[what].layout is not torch.strided:
-                raise ValueError(f"{self.name}: a gradient of layout {self.tensors[what].layout} cannot move")
+        self.require_dense_gradients()
         for key, kind, value in self.entries():
             if kind is StateKind.OTHER or (kind is StateKind.OTHER_TENSOR and num_units):
                 is_tensor = isinstance(value, Tensor)
@@ -123,12 +111,18 @@ class ParameterState:
         dtypes = {what: _name_of(tensor.dtype) for what, tensor in sorted(self.tensors.items())}
         return Description(self.name, num_units, dtypes, self._kept())
 
+    def require_dense_gradients(self) -> None:
+        """Raise ValueError for a sparse gradient."""
+        for what in GRADIENTS:
+            if what in self.tensors and self.tensors[what].layout is not torch.strided:
+                raise ValueError(f"{self.name}: a gradient of layout {self.tensors[what].layout} cannot move")
+
     def install(self, new: Mapping[str, Tensor], agreed: Description) -> None:
         """Put other units' tensors in place of those there; parameter, master and state dictionary stay these objects.
 
         Args:
             new: by what they are, as in ``agreed.dtypes``.
-            agreed: what all ranks have agreed on; a rank that had no units takes the numbers over from it.
+            agreed: by all ranks; a rank that had no units takes the numbers over from it.
         """
         state = {key.removeprefix(STATE): tensor for key, tensor in new.items() if key.startswith(STATE)}
         replace_data(self.parameter, new[PARAMETER], new.get(GRADIENT))
@@ -137,12 +131,12 @@ class ParameterState:
             replace_data(self.stepped, new[MASTER], new.get(MASTER_GRADIENT))
         if self._optimizer is None or self.stepped is None:
             return
-        kept = {key for key, kind, _ in self.entries() if kind in (StateKind.NUMBER, StateKind.PLAIN)}
+        kept = self._kept()
         divided = {what.removeprefix(STATE) for what in self.tensors if what.startswith(STATE)}
         if not (agreed.kept or state or kept or divided):
             return
         of_tensor = self._optimizer.state[self.stepped]  # of the optimizer's own kind where there was none
-        if agreed.kept != self._kept() or divided != state.keys():  # without units it follows those with some
+        if agreed.kept != kept or divided != state.keys():  # without units it follows those with some
             of_tensor.clear()
             of_tensor.update(agreed.kept_values(self.stepped.device))
         of_tensor.update({key: with_local(self.stepped, tensor) for key, tensor in state.items()})
@@ -151,8 +145,6 @@ class ParameterState:
 
     def install_whole(self, new: Mapping[str, Tensor], plain: Mapping[str, Any], *, requires_grad: bool) -> None:
         """Put another rank's tensors of the whole parameter in place of those there, and its optimizer state.
-
-        The parameter stays this object; the optimizer keeps what is given and nothing else.
 
         Args:
             new: by what they are: PARAMETER, GRADIENT where there is one, and STATE with the key of optimizer state.
@@ -165,10 +157,7 @@ class ParameterState:
         set_state(self._optimizer, self.parameter, {**plain, **state})
 
     def empty(self) -> None:
-        """Leave the parameter without elements, gradient and optimizer state, as another rank has them now.
-
-        It keeps its number of dimensions, by which users may choose parameter groups.
-        """
+        """Leave the parameter without elements, gradient and optimizer state, as another rank has them now."""
         replace_data(self.parameter, emptied(self.parameter, self.parameter.device), None)
         set_state(self._optimizer, self.parameter, {})
 
@@ -237,13 +226,10 @@ def descriptions_from_json(text: str) -> list[Description]:
 
 
 def agreed_descriptions(of_ranks: Sequence[Sequence[Description]]) -> list[Description]:
-    """Return what travels of each parameter, and what is kept, given what every rank holds.
+    """Return what travels of each parameter, and what is kept, given what every rank holds, [R][number of parameters].
 
     A rank without units has nothing to lose: it follows the others. A gradient that only some ranks have travels, and
     is zero where there is none.
-
-    Args:
-        of_ranks: [R][number of parameters], all in one order.
 
     Raises:
         RuntimeError: if ranks that have units differ in optimizer state, such as the number of steps: no rank could
@@ -284,7 +270,10 @@ def set_state(optimizer: torch.optim.Optimizer | None, stepped: Tensor, state: M
 
 
 def emptied(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return what is in place of a tensor that is on another rank: it has no elements, and as many dimensions."""
+    """Return what is in place of a tensor that is on another rank: no elements, in as many dimensions.
+
+    By these users may choose parameter groups.
+    """
     return torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
 
 
@@ -323,6 +312,51 @@ def why_of_fixed_size(name: str, parameter: Tensor) -> str | None:
                 "there, which may be a part of a buffer and would not follow"
             )
     return None
+
+
+def require_movable_state(optimizer: object | None, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer | None:
+    """Return ``optimizer`` itself, if what it keeps for ``parameters`` can follow them to other ranks.
+
+    Raises:
+        ValueError: for a wrapper, which may keep master copies or shards elsewhere, for ZeRO, and for an optimizer that
+            does not step all parameters that want gradients.
+    """
+    if optimizer is None:
+        return None
+    if not isinstance(optimizer, torch.optim.Optimizer) or torch_optimizer(optimizer) is not optimizer:
+        kind = "only wraps a" if isinstance(optimizer, torch.optim.Optimizer) else "is no"
+        raise ValueError(
+            f"{type(optimizer).__name__} {kind} torch.optim.Optimizer: layers cannot move with wrappers of optimizers, "
+            "which may keep master copies or shards of the parameters"
+        )
+    # By its name: importing it takes a while and warns.
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        raise ValueError("layers cannot move with ZeroRedundancyOptimizer: other ranks hold shards of their state")
+    require_stepping(optimizer, parameters)
+    return optimizer
+
+
+def groups_of(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
+    """Return the number of each parameter's group in the optimizer, by the parameter's ``id``."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
+
+
+def settings_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    """Return each parameter group's settings as plain values, comparable between ranks."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [
+        {key: _plain(value) for key, value in sorted(group.items()) if key not in ("params", "param_names")}
+        for group in groups
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, tuple | list):
+        return list(map(_plain, value))
+    return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
 
 
 def dtype_of(name: str) -> torch.dtype:

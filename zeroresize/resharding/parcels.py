@@ -163,8 +163,6 @@ class RankRounds:
     """Holds a rank's messages of all rounds of a move.
 
     Attributes:
-        parcels: of all ranks.
-        rank: this one.
         max_bytes: of its messages at once; a single unit may be larger.
         rounds: its pieces in each, by (sender, receiver), in the order in which they are put in place.
         turns: the turn of each round.
@@ -178,11 +176,7 @@ class RankRounds:
 
     @classmethod
     def of(cls, parcels: Sequence[Parcel], rank: int, max_bytes: int, order: Sequence[int] | None = None) -> RankRounds:
-        """Plan the rounds, equally many on all ranks.
-
-        Args:
-            order: [R]: what comes from ranks of smaller numbers is put in place first; None for that of the ranks.
-        """
+        """Plan the rounds; what comes from ranks of a smaller ``order`` [R] is put in place first."""
 
         def turn(pair: Pair) -> tuple[int, Pair]:
             return (0 if order is None else order[pair[0]]), pair

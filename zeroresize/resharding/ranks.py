@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import all_gather, all_reduce, broadcast, group_rank, group_size, message_device
-from zeroresize.resharding.agreement import meet_over
+from zeroresize.comm.collectives import all_reduce, broadcast, group_rank, group_size, message_device
+from zeroresize.resharding.agreement import gather_texts, meet_over
 from zeroresize.utils.fingerprint import fingerprint
 
 _T = TypeVar("_T")
 _FAILED, _WELL = 0.0, 1.0
-#: Bytes that travel at once, and of the length of a text before it.
-_SHORT, _DIGITS = 256, 16
 
 
 class TogetherError(ValueError):
@@ -29,11 +27,7 @@ class _ElsewhereError(RuntimeError):
 
 
 class Ranks:
-    """Exchanges plain values and sums between the ranks of a group; every call is collective.
-
-    Args:
-        device: of the model.
-    """
+    """Exchanges plain values and sums between the ranks of a group, from a model's device; every call is collective."""
 
     def __init__(self, process_group: ProcessGroup, device: torch.device) -> None:
         self.process_group, self.device = process_group, device
@@ -43,16 +37,7 @@ class Ranks:
 
     def share(self, value: Any) -> list[Any]:
         """Return every rank's value, in the order of the ranks: of what JSON can hold."""
-        text = json.dumps(value).encode()
-        parts = self._gathered(f"{len(text):<{_DIGITS}}".encode() + text, _SHORT)
-        most = max(int(part[:_DIGITS]) for part in parts) + _DIGITS
-        if most > _SHORT:
-            parts = self._gathered(b" " * _DIGITS + text, most)
-        return [json.loads(part[_DIGITS:]) for part in parts]
-
-    def _gathered(self, text: bytes, length: int) -> list[bytes]:
-        message = torch.frombuffer(bytearray(text[:length].ljust(length)), dtype=torch.uint8).to(self._messages)
-        return [part.cpu().numpy().tobytes() for part in all_gather(message, self.process_group)]
+        return list(map(json.loads, gather_texts(json.dumps(value), self.meet, self.process_group, self._messages)))
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of the ranks' tensors."""
@@ -68,18 +53,14 @@ class Ranks:
 
     def arrive(self, place: str) -> None:
         """Meet the others at a place of the program, before a collective in which a failed rank would be waited for."""
-        rows = self.meet(_WELL, fingerprint(place))
-        if len({tuple(row) for row in rows}) > 1:
+        if len({tuple(row) for row in self.meet(_WELL, fingerprint(place))}) > 1:
             raise _ElsewhereError
 
     def together(self, call: Callable[[], _T], *, meets: bool = False) -> _T:
-        """Return what ``call`` returns.
+        """Return what ``call`` returns, or raise TogetherError on every rank with what it has raised on some.
 
         Args:
             meets: whether it arrives at places, where others are to hear that it has failed.
-
-        Raises:
-            TogetherError: on every rank, where it has raised on some, with what they have raised.
         """
         failure, error, result = "", None, None
         try:

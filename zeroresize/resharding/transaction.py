@@ -13,26 +13,21 @@ A move goes through four phases, each of which all ranks end together:
 from __future__ import annotations
 
 import math
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import message_device, time_limit
+from zeroresize.comm.collectives import Channel, group_rank, message_device, time_limit
 from zeroresize.comm.meeting import Meet
-from zeroresize.resharding.agreement import (
-    allocate_together,
-    gather_texts,
-    meet_prepared,
-    require_received,
-    require_same,
-)
-from zeroresize.resharding.background import BackgroundCall
+from zeroresize.resharding.agreement import agreed, allocate_together, gather_texts, require_received, require_same
+from zeroresize.resharding.parcels import End, RankRounds
 from zeroresize.resharding.transport import Transport
 
 
@@ -61,7 +56,6 @@ class Participants:
     """Names the ranks that make a move, and how they meet.
 
     Attributes:
-        process_group: whose ranks exchange messages.
         device: of what moves on this rank.
         meet: of these ranks, and of others that must move alike.
     """
@@ -77,29 +71,33 @@ class Participants:
 
 
 class Transaction(ABC):
-    """Makes one rank's part of a move.
+    """Makes one rank's part of a move, over the messages of ``process_group``, of what lies on ``device``.
 
     Attributes:
         plan: a fingerprint of what must be alike on all ranks; ``plan_name`` says what that is, where it is not.
         state: a fingerprint of what the optimizer must have alike; without a ``state_name`` ranks may differ in it.
         memory_name: what memory is needed for.
+        title: what moves, in words of an error.
         transport: of the messages, once the ranks have agreed.
-        new_bytes: that :meth:`allocate` makes beside messages, once the ranks have agreed.
+        new_bytes: that :meth:`make_tensors` makes, once the ranks have agreed.
+        channel: another transport between the ranks than the group; None for the group itself.
+        message_device: on which messages lie.
     """
 
     plan_name: ClassVar[str]
     state_name: ClassVar[str | None] = None
     memory_name: ClassVar[str] = "new tensors"
+    title: str
     plan: float
     state: float = 0.0
     transport: Transport
     new_bytes: int
-    _under_way: BackgroundCall[Exception | None] | None = None
+    channel: Channel | None = None
+    _under_way: _InBackground | None = None
 
-    @property
-    @abstractmethod
-    def title(self) -> str:
-        """Return what moves, in words of an error."""
+    def __init__(self, process_group: ProcessGroup, device: torch.device) -> None:
+        self._group, self._device, self._rank = process_group, device, group_rank(process_group)
+        self.message_device = message_device(process_group, device)
 
     @property
     def needed_bytes(self) -> int:
@@ -116,47 +114,65 @@ class Transaction(ABC):
 
     @abstractmethod
     def agree(self, descriptions: Iterable[str] | None) -> None:
-        """Take what all ranks have described, and lay out the rounds.
+        """Lay out the rounds, given what all ranks have described, in their order; None where it was not needed.
 
-        Args:
-            descriptions: [R], in the order of the ranks; None where they were not needed.
-
-        Raises:
-            Exception: if the ranks' descriptions do not fit each other; told to all of them.
+        What it raises, as where the descriptions do not fit each other, is told to all of them.
         """
 
-    @abstractmethod
+    def lay_out(self, rounds: RankRounds) -> None:
+        """Take the rounds in which messages travel."""
+        self.transport = Transport(rounds, self._group)
+
     def allocate(self) -> None:
         """Make the new tensors and the memory of messages."""
+        self.transport.allocate(self.message_device)
+        self.make_tensors()
+
+    @abstractmethod
+    def make_tensors(self) -> None:
+        """Make the new tensors."""
+
+    @abstractmethod
+    def source_of(self, parcel: int) -> End:
+        """Return where a parcel, by its number, is sent from."""
+
+    @abstractmethod
+    def target_of(self, parcel: int) -> End:
+        """Return where a parcel, by its number, is put."""
+
+    def copy_kept(self) -> None:  # noqa: B027 (some moves copy nothing)
+        """Copy what stays on this rank into the new tensors, while the first messages are on their way."""
 
     @property
     def is_outdated(self) -> bool:
         """Return whether something that this rank has sent is another now, as where it was sent while it computed."""
         return False
 
-    @abstractmethod
     def send_and_receive(self) -> Exception | None:
         """Send and receive everything, into the new tensors; return the first failure, None if there is none.
 
         After a failure the other messages travel all the same: ranks that live wait for them.
         """
+        return self.transport.carry_out(self.source_of, self.target_of, meanwhile=self.copy_kept, over=self.channel)
 
     def start(self, device: torch.device, wait_before: Callable[[], object] = lambda: None) -> None:
-        """Send and receive from now on beside what this rank computes; :meth:`carry_out` waits for the end.
+        """Send and receive beside what this rank computes, once ``wait_before`` returns in the other thread.
 
-        Args:
-            wait_before: waits, in the other thread, for what must come first.
+        :meth:`carry_out` waits for the end.
         """
-        self._under_way = BackgroundCall(self.send_and_receive, device, wait_before)
+        self._under_way = _InBackground(self.send_and_receive, device, wait_before)
 
     def wait(self) -> None:
         """Wait until nothing travels any more of what was started."""
         if self._under_way is not None:
-            self._under_way.wait()
+            self._under_way.join()
 
     def carry_out(self) -> Exception | None:
         """Return the first failure of :meth:`send_and_receive`, which has been started or is called now."""
-        return self.send_and_receive() if self._under_way is None else self._under_way.result()
+        if self._under_way is None:
+            return self.send_and_receive()
+        self.wait()
+        return self._under_way.failure
 
     @abstractmethod
     def commit(self) -> None:
@@ -164,14 +180,43 @@ class Transaction(ABC):
 
     def figures(self, begin: float) -> dict[str, Any]:
         """Return the attributes of a :class:`MoveReport` of a move begun at ``begin`` (``time.perf_counter()``)."""
+        transport = self.transport
         return {
             "seconds": time.perf_counter() - begin,
-            "sent_bytes": self.transport.sent_bytes,
-            "received_bytes": self.transport.received_bytes,
-            "num_rounds": self.transport.num_rounds,
-            "buffer_bytes": self.transport.buffer_bytes,
+            "sent_bytes": transport.sent_bytes,
+            "received_bytes": transport.received_bytes,
+            "num_rounds": transport.num_rounds,
+            "buffer_bytes": transport.buffer_bytes,
             "new_bytes": self.new_bytes,
         }
+
+
+class _InBackground(threading.Thread):
+    """Sends and receives beside what this rank computes, on a GPU on a stream of its own; ends with the process."""
+
+    def __init__(
+        self, call: Callable[[], Exception | None], device: torch.device, wait_before: Callable[[], object]
+    ) -> None:
+        super().__init__(name="zeroresize move", daemon=True)
+        self._call, self._wait_before = call, wait_before
+        self.failure: Exception | None = None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":  # behind what has been given to the present one
+            self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._wait_before()
+            with torch.no_grad(), torch.cuda.stream(self._stream):
+                self.failure = self._call()
+                if self._stream is not None:
+                    self._stream.synchronize()
+        except Exception as error:  # the other thread, and the other ranks, must hear of any
+            self.failure = error
+        finally:  # what it holds is free as soon as nobody else needs it
+            del self._call, self._wait_before
 
 
 TransactionT = TypeVar("TransactionT", bound=Transaction)
@@ -204,85 +249,72 @@ def run_transaction(
 
 
 def prepare_transaction(make: Callable[[], TransactionT], participants: Participants) -> TransactionT:
-    """Make a move on which all ranks have agreed, with the memory that it takes; collective.
-
-    Raises:
-        Exception: as :func:`run_transaction`, before anything has travelled.
-    """
+    """Make a move on which all ranks have agreed, with the memory that it takes; collective."""
     meet = participants.meet
-    numbers: tuple[float, float, float] | Exception
-    try:
+
+    def make_and_describe() -> tuple[TransactionT, str]:
         transaction = make()
-        description = transaction.describe()
-        numbers = transaction.plan, transaction.state, float(len(description.encode()))
-    except Exception as error:  # the others must hear of any
-        numbers = error
-    plans, states, sizes = zip(*(row[:3] for row in meet_prepared(meet, numbers)), strict=True)
+        return transaction, transaction.describe()
+
+    (transaction, description), table = agreed(
+        meet, make_and_describe, lambda made: (made[0].plan, made[0].state, float(len(made[1].encode())))
+    )
+    plans, states, sizes = zip(*(row[:3] for row in table), strict=True)
     require_same(plans, transaction.plan_name, meet)
     if transaction.state_name is not None:
         require_same(states, transaction.state_name, meet)
-    if transaction.needs_descriptions(states):
-        device = participants.message_device
-        descriptions = gather_texts(description, meet, participants.process_group, device, sizes)
-        agreed: tuple[float, float] | Exception = (0.0, 0.0)
-        needed, allocate = 0, transaction.allocate
-        try:
-            transaction.agree(descriptions)
-            needed = transaction.needed_bytes
-        except Exception as error:  # the others must hear of any
-            agreed = error
-        meet_prepared(meet, agreed, transaction.title)
-    else:
-        needed, allocate = _agree_alone(transaction)
-    allocate_together(needed, participants.device, allocate, meet, transaction.memory_name)
+    if not transaction.needs_descriptions(states):
+        _allocate(_attempt(lambda: _laid_out(transaction)), participants, transaction.memory_name)
+        return transaction
+    texts = gather_texts(description, meet, participants.process_group, participants.message_device, sizes)
+    agreed(meet, lambda: _laid_out(transaction, texts), what=transaction.title)
+    _allocate(transaction, participants, transaction.memory_name)
     return transaction
 
 
-def _agree_alone(transaction: Transaction) -> tuple[int, Callable[[], None]]:
-    """Lay out the rounds without descriptions; return the bytes they need, and what allocates or raises the failure."""
-    try:
-        transaction.agree(None)
-        return transaction.needed_bytes, transaction.allocate
-    except Exception as error:  # the others must hear of any, when they meet over memory
-        failure = error
-
-    def fail() -> None:
-        raise failure
-
-    return 0, fail
-
-
 def prepare_in_one_meeting(make: Callable[[], TransactionT], participants: Participants) -> TransactionT:
-    """Do as :func:`prepare_transaction`, without descriptions: ranks compare plans when they meet about memory.
-
-    Raises:
-        Exception: as :func:`run_transaction`, before anything has travelled.
-    """
-    made: TransactionT | Exception
-    try:
-        made = make()
-        made.agree(None)
-    except Exception as error:  # the others must hear of any
-        made = error
+    """Do as :func:`prepare_transaction`, without descriptions: ranks compare plans when they meet about memory."""
+    made = _attempt(lambda: _laid_out(make()))
 
     def meet_with_plan(*numbers: float) -> Sequence[Sequence[float]]:
         return participants.meet(*numbers, math.nan if isinstance(made, Exception) else made.plan)
 
     def require_same_plans(table: Sequence[Sequence[float]]) -> None:
         plans = [plan for *_, plan in table]
-        if not any(map(math.isnan, plans)):  # a rank that ran out of memory has none
-            assert not isinstance(made, Exception)
+        if not isinstance(made, Exception) and not any(map(math.isnan, plans)):  # a rank out of memory has none
             require_same(plans, made.plan_name, participants.meet)
 
+    _allocate(made, replace(participants, meet=meet_with_plan), check=require_same_plans)
+    assert not isinstance(made, Exception)
+    return made
+
+
+def _laid_out(transaction: TransactionT, descriptions: Iterable[str] | None = None) -> TransactionT:
+    transaction.agree(descriptions)
+    return transaction
+
+
+def _attempt(make: Callable[[], TransactionT]) -> TransactionT | Exception:
+    """What it makes, or the failure that the others must hear of when they meet about memory."""
+    try:
+        return make()
+    except Exception as error:
+        return error
+
+
+def _allocate(
+    made: Transaction | Exception,
+    participants: Participants,
+    what: str = Transaction.memory_name,
+    check: Callable[[Sequence[Sequence[float]]], None] | None = None,
+) -> None:
     def allocate() -> None:
         if isinstance(made, Exception):
             raise made
         made.allocate()
 
     needed = 0 if isinstance(made, Exception) else made.needed_bytes
-    allocate_together(needed, participants.device, allocate, meet_with_plan, check=require_same_plans)
-    assert not isinstance(made, Exception)
-    return made
+    allocate_together(needed, participants.device, allocate, participants.meet, what, check)
 
 
 def receive_transaction(transaction: Transaction, participants: Participants) -> bool:

@@ -21,14 +21,9 @@ EndOf = Callable[[int], End]
 
 
 class Transport:
-    """Sends and receives one rank's parcels of a move, round after round.
-
-    Args:
-        rounds: of this rank; all ranks have planned them from the same parcels.
-        process_group: whose ranks exchange messages.
+    """Sends and receives one rank's parcels of a move, whose rounds all ranks have planned from the same parcels.
 
     Attributes:
-        num_rounds: in which messages are sent.
         buffer_bytes: memory that this rank's messages take.
         sent_bytes, received_bytes: by this rank so far.
     """

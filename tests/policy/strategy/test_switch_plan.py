@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from zeroresize.plan.layout import TensorSpec, UnitDivision
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.switches.slices import common_slices
+from zeroresize.plan.transfers import common_slices
 from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 

@@ -131,53 +131,6 @@ def test_what_depends_on_who_owns_a_unit_is_an_error_on_every_rank(run_ranks, ki
     assert first == other
 
 
-class Plain(nn.Module):
-    def __init__(self, group):
-        super().__init__()
-        self.q, self.k, self.v = (ColumnParallelLinear(WIDTH, HEADS * HEAD, process_group=group) for _ in "qkv")
-        self.out = RowParallelLinear(HEADS * HEAD, WIDTH, process_group=group)
-        self.num_heads, self.head_dim = HEADS // group.size(), HEAD
-
-    def forward(self, x):
-        q, k, v = (one(x).unflatten(-1, (self.num_heads, HEAD)).transpose(-2, -3) for one in (self.q, self.k, self.v))
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(-2, -3).flatten(-2))
-
-
-def refused(group, columns, follow):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Sequential(Plain(group)), Plain(group))
-    inner = model[0][0]
-    named = zr.Segment(
-        [getattr(inner, name) for name in columns],
-        inner.out,
-        unit_size=HEAD,
-        kind="heads",
-        on_change=lambda heads: follow(inner, heads),
-    )
-    zr.convert(model, process_group=group, segments=[named])
-    with pytest.raises(ValueError, match=r"0\.0\.out \(heads\): ") as error:
-        zr.check_segments(model, batch()["x"])
-    return str(error.value)
-
-
-def test_a_layer_that_was_left_out_of_a_segment_is_asked_after(run_ranks):
-    def check(rank, group):
-        message = refused(group, "qk", lambda one, heads: setattr(one, "num_heads", len(heads)))
-        assert "0.0.v is in no segment: does it belong to column? " in message
-        assert message.count("in no segment") == 1, "what lies in another module is not asked after"
-
-    run_ranks(check, 2, timeout_s=20)
-
-
-def test_a_count_that_stays_is_hinted_at(run_ranks):
-    def check(rank, group):
-        message = refused(group, "qkv", lambda one, heads: None)
-        assert "on_change must set what counts units (num_heads)" in message and "unit_size must be" in message
-        assert "in no segment" not in message
-
-    run_ranks(check, 2, timeout_s=20)
-
-
 @pytest.mark.slow
 def test_zero_units_are_tried_where_the_user_says_that_none_are_needed(run_ranks):
     """A rank that fails alone must not leave the other waiting for it."""

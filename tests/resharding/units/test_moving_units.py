@@ -218,26 +218,6 @@ def test_a_rank_without_units_takes_over_the_state_of_those_that_have_some(run_r
     assert first[1] == 5.0
 
 
-def test_shapes_are_right_though_something_holds_on_to_the_accumulators(run_ranks):
-    """As DistributedDataParallel's reducer does, and the graph of a loss that is still there; hooks stay."""
-
-    def check(rank, group):
-        model = parallel_layers.block(group)
-        segments = segments_of(model, group)
-        weight = model[1].up.weight
-        seen = []
-        weight.register_hook(lambda grad: seen.append(grad.shape))
-        weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.shape))
-        accumulators = [one.expand_as(one).grad_fn.next_functions[0][0] for one in model.parameters()]
-        mover(group, None)(segments, uneven(2))
-        loss_of(model, 0).backward()
-        assert seen == [weight.shape] * 2 and len(weight) in (3, 21)
-        assert weight.requires_grad and weight.is_leaf and weight.is_contiguous()
-        assert len(accumulators) == len(list(model.parameters()))
-
-    run_ranks(check, 2)
-
-
 def test_what_was_decided_and_remembered_of_other_columns_is_forgotten(run_ranks):
     def check(rank, group):
         model = parallel_layers.block(group)

@@ -18,11 +18,7 @@ from zeroresize.utils.torch_private import buffers_of, hooks_of, is_dtensor, par
 
 
 def require_replaceable(model: nn.Module, who: str = "check_segments") -> None:
-    """Check that parameters can be replaced by others for a while: those that FSDP gathers in every forward cannot.
-
-    Raises:
-        ValueError: naming one that cannot.
-    """
+    """Raise ValueError for a parameter that others cannot replace for a while, as FSDP gathers it in every forward."""
     is_fully_sharded = any(is_wrapped_by_fsdp(module) for module in model.modules())
     for name, parameter in model.named_parameters():
         is_whole = not is_sharded(parameter) or (is_dtensor(parameter) and not is_fully_sharded)

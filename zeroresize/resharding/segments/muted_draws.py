@@ -53,11 +53,7 @@ class MutedDraws(DispatchMode):
 
 
 def require_drawn_alike(draws: MutedDraws, at_home: MutedDraws) -> None:
-    """Check that nothing is drawn for what all ranks hold behind what is drawn for single units.
-
-    Raises:
-        ValueError: for what is, naming the operators.
-    """
+    """Raise ValueError if something is drawn for what all ranks hold behind what is drawn for single units."""
     of_units: dict[int, str] = {}
     for (stream, operator, shape), (_, _, shape_at_home) in zip(draws.draws, at_home.draws, strict=False):
         if shape != shape_at_home:

@@ -1,22 +1,27 @@
-"""search_segments(): every converted layer knows the segment that it lies in, or why its units stay evenly divided."""
+"""Every converted layer knows the segment that it lies in, or why its units stay evenly divided, alike on all ranks."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import group_size
+from zeroresize.comm.collectives import group_size, message_device
 from zeroresize.integrations.find_segments import find_segments
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.segment import Segment
+from zeroresize.layers.segment import OwnedSegment, Segment
 from zeroresize.layers.segments import owned_segments
 from zeroresize.layers.unit_dropout import why_not_keyable
+from zeroresize.resharding.agreement import gather_texts, meet_over
 from zeroresize.resharding.checkpoints.state_dict_guards import guard_modules
 from zeroresize.resharding.data_parallel import unwrap
+from zeroresize.utils.alike import alike, at_fault, by_rank, lists_by_rank
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +45,7 @@ def search_segments(
     Raises:
         ValueError: for a named segment that does not fit the model.
     """
-    if isinstance(named, Segment) or not all(isinstance(one, Segment) for one in named):
+    if isinstance(named, Segment) or not all(isinstance(segment, Segment) for segment in named):
         raise ValueError(f"segments={named!r}: wanted is a list of zeroresize.Segment")
     segments, staying_even = find_segments(unwrap(model), layers, group_size(process_group), named)
     reasons = why_not_keyable(unwrap(model), segments)
@@ -57,11 +62,7 @@ def search_segments(
 
 
 def log_staying_even(staying_even: Mapping[str, str]) -> None:
-    """Log one line of level DEBUG for each reason why layers stay evenly divided.
-
-    Args:
-        staying_even: why units of layers stay evenly divided, by the layer's name.
-    """
+    """Log one line of level DEBUG for each reason why layers, by their names, stay evenly divided."""
     names_by_reason: dict[str, list[str]] = {}
     for name, reason in staying_even.items():
         names_by_reason.setdefault(reason, []).append(name)
@@ -70,11 +71,7 @@ def log_staying_even(staying_even: Mapping[str, str]) -> None:
 
 
 def summary_of_segments(layers: Mapping[str, BalancedLinear]) -> str:
-    """Return how many segments have units that can move, how many layers stay, and the first reason, for a log line.
-
-    Args:
-        layers: converted layers by name, for which :func:`search_segments` was called.
-    """
+    """Return how many segments have units that can move, how many layers stay, and the first reason, for a log line."""
     segments = owned_segments(layers)
     kinds = Counter(segment.kind for segment in segments)
     of_kinds = f" ({', '.join(f'{count} of {kind}' for kind, count in kinds.items())})" if kinds else ""
@@ -90,3 +87,64 @@ def summary_of_segments(layers: Mapping[str, BalancedLinear]) -> str:
 def first_of(names: Sequence[str]) -> str:
     """Return the first few names, for a message."""
     return f"{', '.join(names[:_MOST_NAMED])}{', …' if names[_MOST_NAMED:] else ''}"
+
+
+def require_same_segments(
+    segments: Sequence[OwnedSegment],
+    shares: Any,
+    error: Exception | None,
+    process_group: ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Check that all ranks found the same segments, and are to divide them alike, by ``shares``; collective.
+
+    Args:
+        error: what kept this rank from finding any.
+        device: of the model.
+
+    Raises:
+        Exception: ``error``, on the rank that has one.
+        ValueError: on every other rank then, and on every rank where they differ, naming what does.
+        RuntimeError: if a rank does not come.
+    """
+    found = {segment.name: _described(segment) for segment in segments}
+    text = json.dumps([None if error is None else str(error), shares, found])
+    texts = gather_texts(text, meet_over(process_group, device), process_group, message_device(process_group, device))
+    if error is not None:
+        raise error
+    errors, shares_of, segments_of = zip(*map(json.loads, texts), strict=True)
+    for rank, failure in enumerate(errors):
+        if failure is not None:
+            raise ValueError(f"nothing was divided, as rank {rank} of the group failed: {failure}")
+    groups = alike(list(zip(shares_of, segments_of, strict=True)))
+    if len(groups) > 1:
+        raise ValueError(
+            f"nothing was divided, as ranks of the group differ {_difference(shares_of, segments_of)}"
+            f"{at_fault(groups)}. The same model, segments= and shares= are needed on every rank"
+        )
+
+
+def _described(segment: OwnedSegment) -> dict[str, Any]:
+    return {
+        "kind": segment.kind,
+        "layers": list(segment.layers),
+        "units": len(segment.owned.owners),
+        "quantum": segment.quantum,
+        "min_units": segment.min_units,
+        "on_change": segment.on_change is not None,
+        "tensors": [[tensor.name, tensor.dim, list(tensor.rows)] for tensor in segment.tensors],
+    }
+
+
+def _difference(shares: Sequence[Any], segments: Sequence[Mapping[str, Any]]) -> str:
+    if len(alike(shares)) > 1:
+        return f"in shares=, {by_rank(shares)}"
+    names = list(map(list, segments))
+    if len(alike(names)) > 1:
+        return f"in the segments that they found, {lists_by_rank(names)}"
+    for name, fields in segments[0].items():
+        for key in fields:
+            values = [of_rank[name][key] for of_rank in segments]
+            if len(alike(values)) > 1:
+                return f"in {key} of the segment of {name}, {by_rank(values)}"
+    raise AssertionError("they are alike")

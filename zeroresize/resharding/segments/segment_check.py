@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,12 +27,11 @@ from zeroresize.layers.segments import owned_segments
 from zeroresize.layers.unit_dropout import KeyedDropout, drops
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.resharding.data_parallel import unwrap
-from zeroresize.resharding.ranks import Ranks
+from zeroresize.resharding.ranks import Ranks, TogetherError
 from zeroresize.resharding.segments.in_float64 import in_float64, require_replaceable, to_float64
 from zeroresize.resharding.segments.muted_draws import MutedDraws, require_drawn_alike
 from zeroresize.resharding.units.moving_units import move_units
 
-_T = TypeVar("_T")
 #: Outputs and gradients.
 _Results = tuple[list[Tensor], list[Tensor]]
 
@@ -44,8 +42,6 @@ logger = logging.getLogger(__name__)
 _TOLERANCE = 1e-6
 #: Of the largest element of all tensors: those that are only rounding are measured by it.
 _FLOOR = 0.1
-#: A message asks after so many layers that are in no segment.
-_MOST_ASKED = 4
 
 
 @dataclass(frozen=True)
@@ -130,10 +126,10 @@ def check_segments(
     if wrong:
         raise ValueError(
             f"check_segments: {len(wrong)} of {len(checks)} segments do not move soundly: "
-            f"{'; '.join(f'{one.name} ({one.kind}): {one.problem}' for one in wrong)}. {_left_out(layers, wrong)}What "
-            "lies between a segment's layers must compute each unit by itself, unit_size must be all that one unit has "
-            "(a head's size), and on_change must set what counts units (num_heads) and all that is of single units; "
-            "else leave the segment out, and its layers stay even"
+            f"{'; '.join(f'{one.name} ({one.kind}): {one.problem}' for one in wrong)}. All layers that hold the units "
+            "must be in the segment, what lies between them must compute each unit by itself, unit_size must be all "
+            "that one unit has (a head's size), and on_change must set what counts units (num_heads) and all that is "
+            "of single units; else leave the segment out, and its layers stay even"
         )
     return checks
 
@@ -160,22 +156,22 @@ class _Check:
     ) -> None:
         self._model, self._segments, self._batch, self._forward = model, segments, batch, forward
         self._ranks = Ranks(segments[0].modules[-1].process_group, segments[0].tensors[0].parameter.device)
-        self._devices = sorted({one.device.index for one in model.parameters() if one.is_cuda})
+        self._devices = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda})
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self._draws_at_home: MutedDraws | None = None
-        self._seeds = torch.get_rng_state(), [torch.cuda.get_rng_state(one) for one in self._devices]
+        self._seeds = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in self._devices]
 
     def run(self) -> list[SegmentCheck]:
-        """Of every segment.
+        """Check every segment.
 
         Raises:
             ValueError: if there is nothing to compare with.
         """
-        self._buffers = [(one, one.detach().clone()) for one in self._model.buffers()]
-        homes = [(one, one.owned, one.shares) for one in self._segments]
-        rows = [one for one in self._model.modules() if isinstance(one, BalancedLinear) and not one.is_column_parallel]
-        for row in rows:
-            row.watch_forward = lambda *_: self._ranks.arrive("a row-parallel layer")
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
+        homes = [(segment, segment.owned, segment.shares) for segment in self._segments]
+        for layer in self._model.modules():
+            if isinstance(layer, BalancedLinear) and not layer.is_column_parallel:
+                layer.watch_forward = lambda *_: self._ranks.arrive("a row-parallel layer")
         try:
             with torch.random.fork_rng(devices=self._devices), streams_of_all():
                 expected = self._compute_expected()
@@ -188,63 +184,58 @@ class _Check:
 
     def _compute_expected(self) -> _Results:
         """Outputs and gradients at even shares."""
-        expected, failed = self._try_together(self._compute)
-        again, failed = (None, failed) if failed else self._try_together(self._compute)
-        if expected is None or again is None:
-            raise ValueError(f"check_segments: the model does not compute the batch in float64: {failed}")
-        most = max(self._compare(expected, again))
-        _, failed = self._try_together(partial(_require_finite, expected))
-        if failed or most > _TOLERANCE:
-            why = failed or f"results of two calls differ by {most:.1e} of their largest element"
-            raise ValueError(f"check_segments: nothing can be compared with the model at even shares: {why}")
+        try:
+            expected, again = (self._ranks.together(self._compute) for _ in range(2))
+        except TogetherError as error:
+            raise ValueError(f"check_segments: the model does not compute the batch in float64: {error}") from error
+        try:
+            self._ranks.together(partial(_require_finite, expected))
+            if (most := max(self._compare(expected, again))) > _TOLERANCE:
+                raise ValueError(f"results of two calls differ by {most:.1e} of their largest element")
+        except ValueError as error:
+            why = f"check_segments: nothing can be compared with the model at even shares: {error}"
+            raise ValueError(why) from error
         return expected
 
     def _check_segment(self, segment: OwnedSegment, expected: _Results) -> SegmentCheck:
-        home, differences = segment.owned, (math.nan, math.nan)
+        differences, problem = (math.nan, math.nan), None
         with restored(self._model):  # so that what on_change leaves behind is not another segment's
-            _, problem = self._try_together(partial(_require_movable, segment))
-            for target, where in () if problem is not None else _divisions(segment):
-                outputs, problem = self._try_division(segment, target)
-                _, back = self._try_together(partial(self._move, segment, home))  # with gradients
-                problem = problem or back
-                if outputs is None or problem is not None:
-                    break
-                now = self._compare(expected, (outputs, self._gradients()))
-                differences = float(np.fmax(differences[0], now[0])), float(np.fmax(differences[1], now[1]))
-                if (problem := _describe_difference(now, f"with {where}")) is not None:
-                    break
-            else:
-                if problem is None:
-                    results, problem = self._try_together(self._compute)
-                    if results is not None and problem is None:
-                        problem = _describe_difference(self._compare(expected, results), "with all units at home again")
+            try:
+                self._ranks.together(partial(_require_movable, segment))
+                for target, where in _divisions(segment):
+                    now = self._compare(expected, self._computed_with(segment, target))
+                    differences = float(np.fmax(differences[0], now[0])), float(np.fmax(differences[1], now[1]))
+                    _require_alike(now, f"with {where}")
+                back = self._compare(expected, self._ranks.together(self._compute))
+                _require_alike(back, "with all units at home again")
+            except ValueError as error:  # on all ranks
+                problem = str(error)
         return SegmentCheck(segment.name, segment.kind, segment.layers, *differences, problem)
 
-    def _try_division(self, segment: OwnedSegment, target: OwnershipMap) -> tuple[list[Tensor] | None, str | None]:
-        """The outputs once units were moved; or why there are none."""
-        _, problem = self._try_together(partial(self._move, segment, target))
-        if problem is not None:
-            return None, problem
-        results, problem = self._try_together(self._compute)
-        return (None if results is None else results[0]), problem
+    def _computed_with(self, segment: OwnedSegment, target: OwnershipMap) -> _Results:
+        """Outputs once units were moved, and the gradients when they are home again."""
+        home = segment.owned
+        go_home = partial(self._ranks.together, partial(self._move, segment, home))
+        try:
+            self._ranks.together(partial(self._move, segment, target))
+            outputs, _ = self._ranks.together(self._compute)
+        except TogetherError:
+            with suppress(TogetherError):  # the first one says more
+                go_home()
+            raise
+        go_home()
+        return outputs, self._gradients()
 
     def _move(self, segment: OwnedSegment, target: OwnershipMap) -> None:
         if segment.owned != target:
-            ranks, owned = self._ranks, {segment.name: target}
-            move_units([segment], owned, process_group=ranks.process_group, optimizer=None, meet=ranks.meet)
+            ranks, targets = self._ranks, {segment.name: target}
+            move_units([segment], targets, process_group=ranks.process_group, optimizer=None, meet=ranks.meet)
 
     def _compute(self) -> _Results:
-        """Outputs and gradients of the model as it is divided now, without random numbers of single units."""
-        with MutedDraws() as draws:
-            results = self._forward_and_backward()
-        self._draws_at_home = self._draws_at_home or draws
-        require_drawn_alike(draws, self._draws_at_home)
-        return results
+        """Outputs and gradients of the model as it is divided now, without random numbers of single units.
 
-    def _forward_and_backward(self) -> _Results:
-        """As above; alike on all ranks.
-
-        Where a rank fails between a column- and a row-parallel layer, the others are told before they wait for it.
+        They are alike on all ranks. Where a rank fails between a column- and a row-parallel layer, the others are told
+        before they wait for it.
         """
         self._model.zero_grad()
         for buffer, was in self._buffers:
@@ -257,9 +248,13 @@ class _Check:
             outputs = list(map(local_in_graph, _tensors_of(self._forward(self._model, self._batch))))
             return outputs, _weighted(outputs)
 
-        with restored(self._model), torch.enable_grad(), torch.autocast(self._ranks.device.type, enabled=False):
-            outputs, loss = self._ranks.together(forward, meets=True)
-        loss.backward()
+        without_autocast = torch.autocast(self._ranks.device.type, enabled=False)
+        with MutedDraws() as draws:
+            with restored(self._model), torch.enable_grad(), without_autocast:
+                outputs, loss = self._ranks.together(forward, meets=True)
+            loss.backward()
+        self._draws_at_home = self._draws_at_home or draws
+        require_drawn_alike(draws, self._draws_at_home)
         return [output.detach() for output in outputs], self._gradients()
 
     def _gradients(self) -> list[Tensor]:
@@ -272,15 +267,8 @@ class _Check:
             for parameter in parameters
         ]
 
-    def _try_together(self, call: Callable[[], _T]) -> tuple[_T | None, str | None]:
-        """What it returns; and what has failed on some rank, the same on all of them."""
-        try:
-            return self._ranks.together(call), None
-        except ValueError as error:
-            return None, str(error)
-
     def _compare(self, expected: _Results, computed: _Results) -> tuple[float, float]:
-        """Of outputs and of gradients, over all ranks."""
+        """How much outputs and gradients differ, over all ranks."""
         differences = []
         for ones, others in zip(expected, computed, strict=True):
             table = self._ranks.meet(max((float(one.abs().max()) for one in ones if one.numel()), default=0.0), 0.0)
@@ -352,32 +340,10 @@ def _difference(expected: Tensor, other: Tensor, floor: float) -> float:
     return math.inf if math.isnan(share) else share
 
 
-def _describe_difference(differences: tuple[float, float], where: str) -> str | None:
-    """What is wrong if results differ so much."""
-    if max(differences) <= _TOLERANCE:
-        return None
-    return (
-        f"{where} outputs differ by {differences[0]:.1e} and gradients by {differences[1]:.1e} of their largest element"
-    )
-
-
-def _left_out(layers: Mapping[str, BalancedLinear], wrong: Sequence[SegmentCheck]) -> str:
-    """Asks after the layers in no segment that lie beside those of a segment that is wrong."""
-    asked: dict[str, str] = {}
-    for segment in wrong:
-        holder = _holder(segment.layers)
-        for name, layer in layers.items():
-            if layer.is_converted and layer.segment is None and name.startswith(holder):
-                question = "does it belong to column?" if layer.is_column_parallel else "is it the row?"
-                asked[name] = f"{name} is in no segment: {question} "
-    return "".join(list(asked.values())[:_MOST_ASKED])
-
-
-def _holder(names: Sequence[str]) -> str:
-    """What the names of all layers in the nearest module that holds these begin with."""
-    parts = zip(*(name.split(".")[:-1] for name in names), strict=False)
-    shared = itertools.takewhile(lambda of_all: len(set(of_all)) == 1, parts)
-    return "".join(f"{of_all[0]}." for of_all in shared)
+def _require_alike(differences: tuple[float, float], where: str) -> None:
+    outputs, gradients = differences
+    if max(differences) > _TOLERANCE:
+        raise ValueError(f"{where} outputs differ by {outputs:.1e} and gradients by {gradients:.1e} of their largest")
 
 
 def _require_finite(results: _Results) -> None:

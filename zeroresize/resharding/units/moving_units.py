@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 
-from zeroresize.comm.collectives import require_group
+from zeroresize.comm.collectives import group_size, require_group
 from zeroresize.comm.meeting import Meet
-from zeroresize.layers.segment import OwnedSegment
-from zeroresize.plan.ownership import OwnershipMap
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.dtensor_guards import guard_dtensors
+from zeroresize.layers.functional import LastGradients
+from zeroresize.layers.local_parts import local_of
+from zeroresize.layers.segment import OwnedSegment, UnitTensor
+from zeroresize.layers.weight_checks import is_sharded_in
+from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
+from zeroresize.plan.layout import Layout
+from zeroresize.plan.ownership import Indices, OwnershipMap
+from zeroresize.plan.transfers import transfers
 from zeroresize.resharding.agreement import meet_over
-from zeroresize.resharding.data_parallel import wrappers_of
-from zeroresize.resharding.transaction import MoveReport, Participants, run_transaction
-from zeroresize.resharding.units.unit_contents import contents_of
-from zeroresize.resharding.units.unit_move import UnitMove, bytes_per_unit
+from zeroresize.resharding.data_parallel import drop_reducers, rebuild_reducers, require_rebuildable, wrappers_of
+from zeroresize.resharding.parameter_state import (
+    GRADIENTS,
+    Description,
+    ParameterState,
+    agreed_descriptions,
+    descriptions_from_json,
+    descriptions_to_json,
+    why_of_fixed_size,
+)
+from zeroresize.resharding.parcels import End, Pair, Parcel, RankRounds, copy_units
+from zeroresize.resharding.transaction import MoveReport, Participants, Transaction, run_transaction
+from zeroresize.utils.fingerprint import fingerprint
+
+#: Of the messages of a rank in a round, unless less is allowed: these stay in a processor's cache.
+_ROUND_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +104,7 @@ def move_units(
     """
     begin = time.perf_counter()
     process_group = require_group(process_group)
-    device = next((one.parameter.device for segment in segments for one in segment.tensors), torch.device("cpu"))
+    device = next((tensor.parameter.device for segment in segments for tensor in segment.tensors), torch.device("cpu"))
     wrappers = () if model is None else wrappers_of(model)
     move = run_transaction(
         lambda: UnitMove(segments, targets, process_group, optimizer, wrappers, max_bytes, device),
@@ -100,5 +125,323 @@ def bytes_of_units(segments: Sequence[OwnedSegment], optimizer: object | None, r
     for segment in segments:
         num_units = len(segment.owned.owners) // segment.owned.num_ranks
         for contents in contents_of(segment, optimizer, rank):
-            total += num_units * bytes_per_unit(contents, contents.description, with_gradients=False)
+            total += num_units * contents.bytes_per_unit(contents.description, with_gradients=False)
     return total
+
+
+class UnitContents:
+    """Holds a parameter of units, with all that belongs to it on this rank.
+
+    Args:
+        num_units: how many units it holds here.
+        stepped: what the optimizer steps for it, itself or its master copy; None if nothing.
+        optimizer: the torch optimizer; None without one.
+
+    Attributes:
+        unit_tensor: where the parameter is.
+        state: the parameter with its gradient and optimizer state.
+        description: of all that, for the other ranks.
+
+    Raises:
+        ValueError: if the parameter's shape is not that of its units, or something of it cannot move.
+    """
+
+    def __init__(
+        self,
+        unit_tensor: UnitTensor,
+        num_units: int,
+        stepped: Tensor | None,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self.unit_tensor, self.parameter, name = unit_tensor, unit_tensor.parameter, unit_tensor.name
+        dim, shape, size = unit_tensor.dim, local_of(self.parameter).shape, num_units * sum(unit_tensor.rows)
+        if is_sharded_in(unit_tensor.owner, self.parameter):
+            raise ValueError(
+                f"{name}: it is a DTensor, of which this rank holds a shard only, as with fully_shard, so its units "
+                "cannot move"
+            )
+        if dim >= len(shape) or shape[dim] != size:
+            raise ValueError(
+                f"{name}: its shape is {tuple(shape)}, but dimension {dim} must be {size}: "
+                f"{num_units} units of {' + '.join(map(str, unit_tensor.rows))} rows"
+            )
+        if not self.parameter.is_leaf:
+            raise ValueError(f"{name}: it is computed from other tensors (is_leaf is False), so its units cannot move")
+        if reason := why_of_fixed_size(name, self.parameter):
+            raise ValueError(f"{reason}, so its units cannot move")
+        self.state = ParameterState(name, self.parameter, stepped, optimizer)
+        self.description = self.state.description(num_units)
+
+    def bytes_per_unit(self, description: Description, *, with_gradients: bool = True) -> int:
+        """Return the bytes of one unit in all tensors that are described."""
+        kinds = (what for what in description.dtypes if with_gradients or what not in GRADIENTS)
+        return self.unit_tensor.elements_of_unit * sum(description.dtype(what).itemsize for what in kinds)
+
+    def guard(self, *, are_away: bool) -> None:
+        """Let DTensors that hold units of several ranks, or of other ranks than hosts know, not be gathered."""
+        refused = getattr(self.unit_tensor.owner, "refused_at_home", ())
+        guard_dtensors(self.state.installed, are_away=are_away, refused=refused)
+
+
+def contents_of(segment: OwnedSegment, optimizer: Any, rank: int) -> list[UnitContents]:
+    """Return what ``rank``, this one, holds of a segment; a parameter that is there twice counts once.
+
+    Raises:
+        ValueError: as :class:`UnitContents` does; for one parameter in two roles; for master weights of another shape.
+    """
+    unit_tensors: dict[int, UnitTensor] = {}
+    for tensor in segment.tensors:
+        known = unit_tensors.setdefault(id(tensor.parameter), tensor)
+        if (known.dim, known.rows) != (tensor.dim, tensor.rows):
+            raise ValueError(f"{tensor.name} and {known.name} are one parameter, but hold different units")
+    stepped: Mapping[str, Tensor] = {}
+    inner = None
+    if optimizer is not None:
+        inner = torch_optimizer(optimizer)
+        stepped = stepped_tensors(optimizer, {tensor.name: tensor.parameter for tensor in unit_tensors.values()})
+    num_units = segment.owned.counts[rank]
+    return [UnitContents(tensor, num_units, stepped.get(tensor.name), inner) for tensor in unit_tensors.values()]
+
+
+class _MovingSegment:
+    """A segment whose units change hands, on this rank.
+
+    Attributes:
+        pairs: which units travel, by (sender, receiver), and where they lie here.
+        takes_part: whether this rank sends or receives any.
+        stacks: of each tensor, by (number of the parameter, what it is, part): the old one, None for zeros, and the
+            new one.
+    """
+
+    def __init__(
+        self,
+        segment: OwnedSegment,
+        after: OwnershipMap,
+        pairs: Mapping[Pair, Indices],
+        optimizer: object | None,
+        rank: int,
+    ) -> None:
+        self.segment, self.before, self.after, self.pairs, self._rank = segment, segment.owned, after, pairs, rank
+        self.contents = contents_of(segment, optimizer, rank)
+        self.agreed: list[Description] = []
+        self.takes_part = any(rank in pair for pair in pairs)
+        self.places = {
+            pair: _places(self.before if pair[0] == rank else after, rank, units) for pair, units in pairs.items()
+        }
+        self._new: list[dict[str, Tensor]] = []
+        self.stacks: dict[tuple[int, str, int], tuple[Tensor | None, Tensor]] = {}
+
+    @property
+    def plan(self) -> list[Any]:
+        """What must be alike on all ranks."""
+        tensors = [
+            [
+                contents.unit_tensor.name,
+                contents.unit_tensor.dim,
+                contents.unit_tensor.rows,
+                contents.unit_tensor.elements_of_unit,
+                contents.state.stepped is not None,
+                str(contents.parameter.dtype),
+            ]
+            for contents in self.contents
+        ]
+        owners = [owned.owners.tobytes().hex() for owned in (self.before, self.after)]
+        return [self.segment.name, *owners, tensors]
+
+    def parcels(self) -> Iterator[tuple[Parcel, tuple[int, str, int], Indices]]:
+        """Yield all that travels, of which stack it is, and where it lies here."""
+        for number, (contents, agreed) in enumerate(zip(self.contents, self.agreed, strict=True)):
+            where = contents.unit_tensor
+            for what in sorted(agreed.dtypes):
+                for part, rows in enumerate(where.rows):
+                    num_elements = where.elements_of_unit * rows // sum(where.rows)
+                    for pair, units in self.pairs.items():
+                        parcel = Parcel((pair,), len(units), num_elements, agreed.dtype(what))
+                        yield parcel, (number, what, part), self.places[pair]
+
+    @property
+    def new_bytes(self) -> int:
+        """The bytes of the new tensors."""
+        num_new = self.after.counts[self._rank] if self.takes_part else 0
+        pairs = zip(self.contents, self.agreed, strict=True)
+        return num_new * sum(contents.bytes_per_unit(agreed) for contents, agreed in pairs)
+
+    def allocate(self) -> None:
+        """Make the new tensors."""
+        num_old, num_new = self.before.counts[self._rank], self.after.counts[self._rank]
+        for number, contents in enumerate(self.contents if self.takes_part else ()):
+            where, state, agreed = contents.unit_tensor, contents.state, self.agreed[number]
+            shape = list(contents.parameter.shape)
+            shape[where.dim] = num_new * sum(where.rows)
+            new = {
+                what: torch.empty(shape, dtype=agreed.dtype(what), device=state.device_of(what))
+                for what in sorted(agreed.dtypes)
+            }
+            self._new.append(new)
+            for what, tensor in new.items():
+                new_stacks, old = _stacks(tensor, where, num_new), state.tensors.get(what)
+                old_stacks = [None] * len(new_stacks) if old is None else _stacks(old, where, num_old)
+                for part, both in enumerate(zip(old_stacks, new_stacks, strict=True)):
+                    self.stacks[number, what, part] = both
+
+    def copy_kept(self) -> None:
+        """Copy the units that stay into the new tensors."""
+        kept = np.flatnonzero((self.before.owners == self._rank) & (self.after.owners == self._rank))
+        of, at = (_places(owned, self._rank, kept) for owned in (self.before, self.after))
+        for old, new in self.stacks.values():
+            if old is None:
+                new.zero_()
+            else:
+                copy_units(new, at, old, of, len(kept))
+
+    def install(self) -> None:
+        """Put the new tensors in place of the old ones, which then take no memory."""
+        self.stacks.clear()
+        for contents, new, agreed in zip(self.contents, self._new, self.agreed, strict=False):
+            contents.state.install(new, agreed)
+            contents.state.forget()
+        self.segment.owned = self.after
+        for contents in self.contents:
+            contents.guard(are_away=not self.after.is_even)
+        for layer in (tensor.owner for tensor in self.segment.tensors):
+            if isinstance(layer, BalancedLinear):  # what was decided and remembered is of other columns
+                layer.plan = None
+                layer.last = None if layer.last is None else LastGradients()
+
+
+class UnitMove(Transaction):
+    """Moves units between ranks, as seen by this rank.
+
+    Attributes:
+        num_units: of every kind that moves, how many change owners in the whole group.
+
+    Raises:
+        ValueError: for a target that does not fit its segment, and for what cannot move.
+    """
+
+    plan_name = "the segments, their owners or the targets that they were given"
+    memory_name = "new tensors of units that move"
+    title = "a move of units"
+
+    def __init__(
+        self,
+        segments: Sequence[OwnedSegment],
+        targets: Mapping[str, OwnershipMap],
+        process_group: ProcessGroup,
+        optimizer: object | None,
+        data_parallel: Sequence[DistributedDataParallel],
+        max_bytes: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__(process_group, device)
+        self._max_bytes, self._wrappers = max_bytes, data_parallel
+        known = {segment.name for segment in segments}
+        if unknown := sorted(targets.keys() - known):
+            raise ValueError(f"targets are given for {unknown}, which are no segments: there are {sorted(known)}")
+        require_rebuildable(data_parallel)
+        self._moving: list[_MovingSegment] = []
+        self.num_units: dict[str, int] = {}
+        planned: dict[tuple[bytes, bytes], dict[Pair, Indices]] = {}  # most segments move alike
+        for segment in segments:
+            before, after = segment.owned, targets.get(segment.name, segment.owned)
+            _require_fitting(segment, after, group_size(process_group))
+            if after == before:
+                continue
+            key = before.owners.tobytes(), after.owners.tobytes()
+            if key not in planned:
+                here, there = (Layout.of_owners(owned.owners, owned.num_ranks) for owned in (before, after))
+                planned[key] = transfers(here, there).units_by_pair()
+            self._moving.append(_MovingSegment(segment, after, planned[key], optimizer, self._rank))
+            num_units = sum(map(len, planned[key].values()))
+            self.num_units[segment.kind] = self.num_units.get(segment.kind, 0) + num_units
+        contents = [each for moving in self._moving for each in moving.contents]
+        _require_disjoint(contents)
+        self._descriptions = [each.description for each in contents]
+        self.plan = fingerprint(json.dumps([max_bytes, [moving.plan for moving in self._moving]]))
+        self.state = fingerprint(descriptions_to_json(self._descriptions, with_units=False))
+
+    def needs_descriptions(self, states: Sequence[float]) -> bool:
+        return len(set(states)) > 1
+
+    def describe(self) -> str:
+        return descriptions_to_json(self._descriptions, with_units=True)
+
+    def agree(self, descriptions: Iterable[str] | None) -> None:
+        agreed = iter(
+            self._descriptions
+            if descriptions is None
+            else agreed_descriptions([descriptions_from_json(text) for text in descriptions])
+        )
+        parcels: list[Parcel] = []
+        #: The segment, the stack and the places on this rank of each parcel.
+        self._travelling: list[tuple[_MovingSegment, tuple[int, str, int], Indices]] = []
+        for moving in self._moving:
+            moving.agreed = [next(agreed) for _ in moving.contents]
+            for parcel, stack, places in moving.parcels():
+                parcels.append(parcel)
+                self._travelling.append((moving, stack, places))
+        self.new_bytes = sum(moving.new_bytes for moving in self._moving)
+        self.lay_out(RankRounds.of(parcels, self._rank, min(self._max_bytes, 2 * _ROUND_BYTES)))
+
+    def make_tensors(self) -> None:
+        for moving in self._moving:
+            moving.allocate()
+
+    def source_of(self, parcel: int) -> End:
+        moving, stack, places = self._travelling[parcel]
+        return End(moving.stacks[stack][0], places)
+
+    def target_of(self, parcel: int) -> End:
+        moving, stack, places = self._travelling[parcel]
+        return End(moving.stacks[stack][1], places)
+
+    def copy_kept(self) -> None:
+        for moving in self._moving:
+            moving.copy_kept()
+
+    def commit(self) -> None:
+        """Put the new tensors in place of the old ones; only ``on_change`` could fail."""
+        if not self.num_units:
+            return
+        drop_reducers(self._wrappers)
+        for moving in self._moving:
+            moving.install()
+        rebuild_reducers(self._wrappers)
+        for moving in self._moving:
+            moving.segment.follow(self._rank)
+
+
+def _require_fitting(segment: OwnedSegment, after: OwnershipMap, num_ranks: int) -> None:
+    before = segment.owned
+    if len(after.owners) != len(before.owners) or not after.num_ranks == before.num_ranks == num_ranks:
+        raise ValueError(
+            f"{segment.name}: its {len(before.owners)} units on {num_ranks} ranks cannot follow a map of "
+            f"{len(after.owners)} units on {after.num_ranks} ranks"
+        )
+    if after.owners.min() < 0 or after.owners.max() >= num_ranks:
+        raise ValueError(f"{segment.name}: units are owned by ranks 0 to {num_ranks - 1} only")
+    if min(after.counts) < segment.min_units:
+        raise ValueError(f"{segment.name}: every rank must keep {segment.min_units} units, found {list(after.counts)}")
+    if not after.is_even and segment.why_even is not None and (reason := segment.why_even()) is not None:
+        raise ValueError(f"the {segment.kind} of {segment.name} must stay evenly divided: {reason}")
+
+
+def _require_disjoint(of_segments: Iterable[UnitContents]) -> None:
+    seen: dict[int, UnitContents] = {}
+    for contents in of_segments:
+        other = seen.setdefault(id(contents.parameter), contents)
+        if other is not contents:
+            names = f"{other.unit_tensor.name} and {contents.unit_tensor.name}"
+            raise ValueError(f"{names} of two segments are one parameter, so they cannot move")
+
+
+def _places(owned: OwnershipMap, rank: int, units: Indices) -> Indices:
+    """Where ``units`` lie on ``rank``."""
+    return np.searchsorted(owned.units_of(rank), units)
+
+
+def _stacks(tensor: Tensor, where: UnitTensor, num_units: int) -> list[Tensor]:
+    """The stack [pre, units, inner] of every part of a tensor; views of it if it is contiguous."""
+    pre, post = math.prod(tensor.shape[: where.dim]), math.prod(tensor.shape[where.dim + 1 :])
+    parts = tensor.reshape(pre, tensor.shape[where.dim], post).split([num_units * rows for rows in where.rows], dim=1)
+    return [part.unflatten(1, (num_units, rows)).flatten(2) for part, rows in zip(parts, where.rows, strict=True)]

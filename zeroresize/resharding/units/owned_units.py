@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import group_rank, group_size, message_device
 from zeroresize.comm.meeting import Meet
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.local_parts import guard_dtensors, local_of
+from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments, segment_works
 from zeroresize.layers.weight_checks import is_sharded_in
@@ -27,8 +28,9 @@ from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryErro
 from zeroresize.resharding.data_parallel import DataParallelReplicas
 from zeroresize.resharding.parameter_state import why_of_fixed_size
 from zeroresize.resharding.replaced_parts import ReplacedParts
-from zeroresize.resharding.units.moving_units import bytes_of_units, move_units
-from zeroresize.resharding.units.unit_contents import contents_of
+from zeroresize.resharding.units.moving_units import bytes_of_units, contents_of, move_units
+
+logger = logging.getLogger(__name__)
 
 _ALONE = DataParallelReplicas()
 
@@ -63,11 +65,10 @@ class OwnedUnits:
 
     Args:
         model, layers, optimizer, process_group: as of :class:`~zeroresize.balancer.Balancer`.
-        meet: exchanges up to two numbers with all ranks of the group.
         replicas: who else holds this rank's shards.
 
     Attributes:
-        meet: as above; to be replaced where replicas move, too.
+        meet: exchanges numbers with all ranks of the group; to be replaced where replicas move, too.
         segments: of the model, in its order.
         works: what decisions must know of them.
         shares: by which the units are divided now, one a rank.
@@ -103,8 +104,7 @@ class OwnedUnits:
             self._why_captured,
         ]
         self._owned_by: tuple[tuple[float, ...], float] = self.home, 1.0
-        self.why_not_divisible = self._why_not_divisible()
-        self.why_not_stepped = self._why_not_stepped()
+        self.why_not_divisible, self.why_not_stepped = self._why_not_divided_or_stepped()
         self.why_not_movable = self._why_not_movable(replicas)
 
     @property
@@ -170,12 +170,11 @@ class OwnedUnits:
             raise ValueError(f"units are divided by the shares {list(self.shares)}: {self.why_not_divisible}")
 
     def gather_reasons(self, reason: str | None) -> str:
-        """Return why some ranks cannot do something; collective. Reasons of ranks of other replicas are not known.
+        """Return why some ranks cannot do something, given this rank's reason; collective.
 
-        Args:
-            reason: of this rank; None if it can.
+        Reasons of ranks of other replicas are not known.
         """
-        devices = (one.parameter.device for segment in self.segments for one in segment.tensors)
+        devices = (tensor.parameter.device for segment in self.segments for tensor in segment.tensors)
         where = message_device(self._group, next(devices, torch.device("cpu")))
         texts: list[str] = []
         with suppress(NotEnoughMemoryError):  # on all ranks
@@ -193,12 +192,10 @@ class OwnedUnits:
         """Divide the units by ``shares``; None where that is how they are divided already.
 
         Args:
-            shares: of every rank.
             why_not: why this rank refuses; None if it does not.
 
         Raises:
-            CannotMoveError: on every rank, if something on one of them cannot move, as state of the optimizer that has
-                another shape, or a model that was changed after converting; nothing has changed.
+            CannotMoveError: on every rank, if something on one of them cannot move; nothing has changed.
             NotEnoughMemoryError: on every rank, if one lacks the memory; nothing has changed.
             RuntimeError: if the ranks do not agree, or one has died; nothing has changed here, unless the error says
                 that the units have moved.
@@ -208,7 +205,9 @@ class OwnedUnits:
             return None
         if self.why_not_divisible is not None:
             raise CannotMoveError(f"nothing has changed: {self.why_not_divisible}")
-        self._require_willing(why_not or self.why_not_now())
+        why = why_not or self.why_not_now()
+        if any(row[0] for row in meet_unchanged(self.meet, float(why is not None), 0.0)):
+            raise CannotMoveError(f"nothing has changed: {self.gather_reasons(why)}")
         targets = {
             segment.name: segment.owned.with_counts(unit_counts(after, work))
             for segment, work in zip(self.segments, self.works, strict=True)
@@ -233,48 +232,34 @@ class OwnedUnits:
             segment.shares = after
         self.shares, self._is_guarded = after, not self._has_dtensors
         try:
-            sent, received = zip(*self.meet(report.sent_bytes, report.received_bytes), strict=True)
-            seconds = max(row[0] for row in self.meet(report.seconds, 0.0))
+            table = self.meet(report.sent_bytes, report.received_bytes, report.seconds)
         except RuntimeError as error:
             raise RuntimeError(f"the units have moved, they are divided by {list(after)} now; then: {error}") from error
+        sent, received, seconds = zip(*table, strict=True)
+        changes = {kind: tuple(map(operator.sub, now, owned_before[kind])) for kind, now in self.num_units.items()}
         move = Move(
-            before,
-            after,
-            report.sent_bytes,
-            report.received_bytes,
-            int(sum(sent)),
-            int(most_bytes(sent, received)),
-            seconds,
-            {kind: tuple(map(operator.sub, now, owned_before[kind])) for kind, now in self.num_units.items()},
-            owned_before,
+            before=before,
+            after=after,
+            sent_bytes=report.sent_bytes,
+            received_bytes=report.received_bytes,
+            total_bytes=int(sum(sent)),
+            most_bytes=int(most_bytes(sent, received)),
+            seconds=max(seconds),
+            changes=changes,
+            owned_before=owned_before,
         )
         self.moves.append(move)
         return move
 
-    def _require_willing(self, why: str | None) -> None:
-        """Raises CannotMoveError on every rank if one of them says why; collective."""
-        if any(row[0] for row in meet_unchanged(self.meet, float(why is not None), 0.0)):
-            raise CannotMoveError(f"nothing has changed: {self.gather_reasons(why)}")
-
     def _why_captured(self) -> str | None:
-        names = (
-            name
-            for segment in self.segments
-            for name, layer in zip(segment.layers, segment.modules, strict=True)
-            if layer.is_captured
-        )
-        if (name := next(names, None)) is None:
+        layers = (pair for segment in self.segments for pair in zip(segment.layers, segment.modules, strict=True))
+        if (name := next((name for name, layer in layers if layer.is_captured), None)) is None:
             return None
         return (
             f"a forward of {name} was captured in a CUDA graph, which would go on to read its weight where it lay "
             "before a move. Capture once units have moved for the last time, with a Balancer of moves=False or "
             "mode='off' from then on, or leave such layers out by module_filter_fn"
         )
-
-    def _require_units(self) -> None:
-        """Raises ValueError for a parameter, or optimizer state, that is not divided by units as segments say."""
-        for segment in self.segments:
-            contents_of(segment, self._optimizer, self._rank)
 
     def guard_new_state(self) -> None:
         """Let what the optimizer has made be gathered no more than the parameters that it belongs to; no collective.
@@ -286,8 +271,7 @@ class OwnedUnits:
         self._is_guarded = True
         for segment in self.segments:
             for contents in contents_of(segment, self._optimizer, self._rank):
-                refused = getattr(contents.unit_tensor.owner, "refused_at_home", ())
-                guard_dtensors(contents.state.installed, are_away=not segment.owned.is_even, refused=refused)
+                contents.guard(are_away=not segment.owned.is_even)
                 self._is_guarded = self._is_guarded and (contents.state.has_state or contents.state.stepped is None)
 
     def forget_moves(self) -> None:
@@ -299,68 +283,76 @@ class OwnedUnits:
         """Those that hold units, by name."""
         return {one.name: one.parameter for segment in self.segments for one in segment.tensors}
 
-    def _stepped(self) -> dict[str, Tensor] | None:
-        """What the optimizer steps of the units, by name; None without one, or where it keeps them in other shapes."""
-        if self._optimizer is None:
-            return None
+    def _why_not_divided_or_stepped(self) -> tuple[str | None, str | None]:
+        """Why the optimizer does not let units be divided, and which of their parameters something else steps."""
         try:
-            return stepped_tensors(self._optimizer, self._parameters)
-        except ValueError:  # a move tells
-            return None
-
-    def _why_not_divisible(self) -> str | None:
-        stepped = self._stepped()
+            stepped = None if self._optimizer is None else stepped_tensors(self._optimizer, self._parameters)
+        except ValueError:  # it keeps them in other shapes; a move tells
+            stepped = None
         if stepped is None:
-            return None
-        if not self.is_home and (why := self._why_state_does_not_fit(stepped)) is not None:
-            return why
-        return why_not_elementwise(self._optimizer, stepped.values())
-
-    def _why_state_does_not_fit(self, stepped: Mapping[str, Tensor]) -> str | None:
-        """Where the optimizer has stepped before the units were divided without it."""
+            return None, None
+        others = [name for name, one in self._parameters.items() if one.requires_grad and name not in stepped]
         state = torch_optimizer(self._optimizer).state
-        for name, tensor in stepped.items():
+        for name, tensor in {} if self.is_home else stepped.items():  # it may have stepped before they were divided
             for value in state.get(tensor, {}).values():
                 if not isinstance(value, Tensor) or value.ndim != tensor.ndim:
                     continue
                 shape, state_shape = tuple(local_of(tensor).shape), tuple(local_of(value).shape)
                 if shape != state_shape:
-                    return (
-                        f"{name} has shape {shape} and its state in the optimizer {state_shape}: "
-                        "pass optimizer= to convert where it has stepped before"
-                    )
-        return None
-
-    def _why_not_stepped(self) -> str | None:
-        stepped = self._stepped()
-        if stepped is None:
-            return None
-        return why_others_step(
-            [name for name, one in self._parameters.items() if one.requires_grad and name not in stepped]
-        )
+                    why = f"{name} has shape {shape} and its state in the optimizer {state_shape}"
+                    return f"{why}: pass optimizer= to convert where it has stepped before", why_others_step(others)
+        return why_not_elementwise(self._optimizer, stepped.values()), why_others_step(others)
 
     def _why_not_movable(self, replicas: DataParallelReplicas) -> str | None:
         if not self.segments:
             return "the model has no segment that is known to be divisible unevenly (the log of convert says why)"
-        tensors = (one for segment in self.segments for one in segment.tensors)
-        sharded = next((one.name for one in tensors if is_sharded_in(one.owner, one.parameter)), None)
+        tensors = (tensor for segment in self.segments for tensor in segment.tensors)
+        sharded = next((tensor.name for tensor in tensors if is_sharded_in(tensor.owner, tensor.parameter)), None)
         if sharded is not None:
             return f"{sharded} is a DTensor, of which this rank holds a shard only, as with fully_shard"
         if replicas.why_unknown is not None:
             return replicas.why_unknown
-        if any(one.__name__ == "ZeroRedundancyOptimizer" for one in type(self._optimizer).__mro__):
+        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(self._optimizer).__mro__):
             return "the optimizer is a ZeroRedundancyOptimizer, whose replicas keep different parts of its state"
-        if self.why_not_divisible is not None:
-            return self.why_not_divisible
-        if self.why_not_stepped is not None:
-            return self.why_not_stepped
-        fixed = (why_of_fixed_size(name, one) for name, one in self._parameters.items())
-        if reason := next(filter(None, fixed), None):
+        fixed = (why_of_fixed_size(name, parameter) for name, parameter in self._parameters.items())
+        reasons = (self.why_not_divisible, self.why_not_stepped, *fixed)
+        if (reason := next(filter(None, reasons), None)) is not None or replicas.group is None:
             return reason
-        if replicas.group is None:
-            return None
         try:
-            self._require_units()
+            for segment in self.segments:
+                contents_of(segment, self._optimizer, self._rank)
         except (ValueError, RuntimeError, AttributeError) as error:
             return str(error)
         return None
+
+
+def divide_units(units: OwnedUnits, shares: Sequence[float]) -> None:
+    """Divide the units of all segments by ``shares``, on which all ranks have agreed, before training; collective.
+
+    Raises:
+        ValueError: if the optimizer does not let units be divided; on every rank.
+        RuntimeError: as :meth:`OwnedUnits.move`.
+    """
+    if (why := units.why_not_divisible or units.why_not_stepped) is not None:
+        raise ValueError(f"shares={list(shares)}: units cannot be divided so: {why}")
+    units.move(shares)
+    units.forget_moves()
+    for segment in units.segments:
+        segment.has_given_shares = True
+    counts = "; ".join(f"{kind} {' : '.join(map(str, of_ranks))}" for kind, of_ranks in units.num_units.items())
+    totals = [sum(of_rank) for of_rank in zip(*units.num_units.values(), strict=True)]
+    without = [rank for rank, total in enumerate(totals) if not total]
+    logger.info(
+        "units are divided by the shares %s: of all layers together the ranks own %s%s",
+        list(shares),
+        counts,
+        f"; ranks {without} own none, and have no work in these layers" if without else "",
+    )
+
+
+def require_segments(shares: Sequence[float] | str, segments: Sequence[object]) -> None:
+    """Raise ValueError unless there are segments to divide by ``shares``."""
+    if not segments:
+        raise ValueError(
+            f"shares={shares!r}: no segment of the model is known to be divisible by units: name one by segments="
+        )

@@ -1,4 +1,4 @@
-"""What travels in a switch, such as weights, or gradients that are added where they arrive, as parcels.
+"""What travels when strategies change, such as weights, or gradients that are added where they arrive, as parcels.
 
 All that is added to one element comes in one round, so that it is added in one order wherever it is added.
 """
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from zeroresize.plan.layout import Indices
-from zeroresize.policy.strategy.switches.transfers import SliceTransfers
-from zeroresize.resharding.parcels import End, Pair, Parcel, RankRounds
-from zeroresize.resharding.transport import Transport
+from zeroresize.plan.transfers import SliceTransfers
+from zeroresize.resharding.parcels import End, Pair, Parcel, RankRounds, copy_units
+from zeroresize.resharding.transaction import Transaction
 from zeroresize.strategy.placement.placement import Placement
 from zeroresize.strategy.placement.whole_layers import WholeTensor
 from zeroresize.utils.fingerprint import digest
@@ -74,12 +74,7 @@ class FlowRounds:
     def of(
         cls, flows: Sequence[Flow], tensors: Sequence[WholeTensor], rank: int, order: Sequence[int], max_bytes: int
     ) -> FlowRounds:
-        """Plan the rounds of a rank.
-
-        Args:
-            order: [R]: what comes from ranks of smaller numbers is put in place first.
-            max_bytes: that a rank sends and receives at once; a single unit may be larger.
-        """
+        """Plan the rounds of a rank; what comes from ranks of a smaller ``order`` [R] is put in place first."""
         parcels, slices = [], []
         for number, flow in enumerate(flows):
             routes: dict[tuple[int, int, int], list[Pair]] = {}
@@ -88,30 +83,16 @@ class FlowRounds:
                     if tensor in flow.dtypes:
                         routes.setdefault((tensor, begin, end), []).append((pair[0], pair[1]))
             for (tensor, begin, end), pairs in routes.items():
-                shape, num_units = tensors[tensor].spec.shape, tensors[tensor].spec.num_units
-                if tensors[tensor].spec.division is None:  # a unit for every element
-                    end = num_units = math.prod(shape)
-                unit_elements = math.prod(shape) // max(num_units, 1)
+                spec = tensors[tensor].spec
+                num_elements, num_units = math.prod(spec.shape), spec.num_units
+                if spec.division is None:  # a unit for every element
+                    end = num_units = num_elements
+                unit_elements = num_elements // max(num_units, 1)
                 parcels.append(Parcel(tuple(pairs), end - begin, unit_elements, flow.dtypes[tensor], flow.turn))
                 slices.append((number, tensor, begin))
         lists = [transfers for flow in flows for transfers in (flow.transfers, flow.kept) if transfers is not None]
-        columns = [column for each in lists for column in (each.tensors, each.begins, each.ends)]
-        columns += [column for each in lists for column in (each.sources, each.destinations)]
-        fingerprint = digest(*(np.ascontiguousarray(column).tobytes() for column in columns)).hex()
-        return cls(RankRounds.of(parcels, rank, max_bytes, order), slices, fingerprint)
-
-    def carry_out(self, transport: Transport, ends: Sequence[FlowEnds]) -> Exception | None:
-        """Send and receive all rounds, given the ends of each flow, and return the first failure."""
-
-        def source_of(parcel: int) -> End:
-            flow, tensor, begin = self.slices[parcel]
-            return End(ends[flow].sources[tensor], begin - int(ends[flow].source_begins[tensor]))
-
-        def target_of(parcel: int) -> End:
-            flow, tensor, begin = self.slices[parcel]
-            return End(ends[flow].targets[tensor], begin - int(ends[flow].target_begins[tensor]), ends[flow].adds)
-
-        return transport.carry_out(source_of, target_of)
+        columns = [np.ascontiguousarray(column).tobytes() for transfers in lists for column in transfers.columns]
+        return cls(RankRounds.of(parcels, rank, max_bytes, order), slices, digest(*columns).hex())
 
 
 class Relocation:
@@ -123,60 +104,87 @@ class Relocation:
         dtypes: of what is wanted under the strategy after, by the number of the tensor.
 
     Attributes:
-        new_bytes: of what :meth:`allocate` makes: tensors of which the rank holds the same part after stay the same.
+        tensors: under the strategy after, by the number of the tensor, once they are made. Those of which the rank
+            holds the same part before and after stay the same.
+        new_bytes: of what :meth:`make_tensors` makes.
     """
 
     def __init__(
         self,
         before: Placement,
         after: Placement,
-        tensors: Sequence[WholeTensor],
+        specs: Sequence[WholeTensor],
         rank: int,
         held: Mapping[int, Tensor],
         dtypes: Mapping[int, torch.dtype],
     ) -> None:
-        self._before, self._after, self._tensors, self._rank, self._held = before, after, tensors, rank, held
-        self._same = {
+        self._before, self._after, self._specs, self._rank, self._held = before, after, specs, rank, held
+        self.tensors = {
             number: held[number]
-            for number in dtypes
+            for number, dtype in dtypes.items()
             if number in held
-            and held[number].dtype == dtypes[number]
-            and before.layout.units_of(number, rank) == after.layout.units_of(number, rank)
+            and held[number].dtype == dtype
+            and self._units(before, number) == self._units(after, number)
         }
-        self._made = {number: dtype for number, dtype in dtypes.items() if number not in self._same}
-        self._new: dict[int, Tensor] = {}
+        self._made = {number: dtype for number, dtype in dtypes.items() if number not in self.tensors}
         self.new_bytes = sum(after.parameters[number].numel() * dtype.itemsize for number, dtype in self._made.items())
 
-    @property
-    def tensors(self) -> dict[int, Tensor]:
-        """Return the tensors under the strategy after, by the number of the tensor."""
-        return self._same | self._new
+    def _units(self, placement: Placement, number: int) -> range:
+        return placement.layout.units_of(number, self._rank)
 
-    def allocate(self, device: torch.device) -> None:
+    def make_tensors(self, device: torch.device) -> None:
         """Make the new tensors."""
         for number, dtype in self._made.items():
-            self._new[number] = torch.empty(self._after.parameters[number].shape, dtype=dtype, device=device)
+            self.tensors[number] = torch.empty(self._after.parameters[number].shape, dtype=dtype, device=device)
 
     def ends(self) -> FlowEnds:
         """Return where the flow begins and ends; what this rank has of its new tensors already is copied now."""
-        rank, before, after = self._rank, self._before, self._after
+        before, after, rank = self._before, self._after, self._rank
         sources: dict[int, Tensor | None] = {
-            number: stack_of(before, number, self._tensors, tensor, rank) for number, tensor in self._held.items()
+            number: stack_of(before, number, self._specs, tensor, rank) for number, tensor in self._held.items()
         }
-        targets = {number: stack_of(after, number, self._tensors, one, rank) for number, one in self._new.items()}
+        targets = {number: stack_of(after, number, self._specs, self.tensors[number], rank) for number in self._made}
         for number, target in targets.items():
-            old, new = (placement.layout.units_of(number, rank) for placement in (before, after))
-            source = sources.get(number)
-            if source is not None and self._tensors[number].spec.division is None:
-                target.copy_(source)
+            old, new, source = self._units(before, number), self._units(after, number), sources.get(number)
+            if source is None:
                 continue
             begin, end = max(old.start, new.start), min(old.stop, new.stop)
-            if source is not None and begin < end:
-                kept = source.narrow(1, begin - old.start, end - begin)
-                target.narrow(1, begin - new.start, end - begin).copy_(kept)
+            if self._specs[number].spec.division is None:  # a unit for every element
+                begin, end = old.start, old.start + target.shape[1]
+            if begin < end:
+                copy_units(target, begin - new.start, source, begin - old.start, end - begin)
         return FlowEnds(sources, targets, before.layout.begins[:, rank], after.layout.begins[:, rank])
 
 
-def stack_of(placement: Placement, number: int, tensors: Sequence[WholeTensor], data: Tensor, rank: int) -> Tensor:
+class FlowMove(Transaction):
+    """Moves what ranks hold under strategies by ``flows``, of which the first ones are those of ``relocations``."""
+
+    flows: FlowRounds
+    relocations: Sequence[Relocation] = ()
+
+    def make_tensors(self) -> None:
+        for relocation in self.relocations:
+            relocation.make_tensors(self._device)
+
+    def ends(self) -> list[FlowEnds]:
+        """Return where each flow begins and ends; what this rank has already of what it makes is copied now."""
+        return [relocation.ends() for relocation in self.relocations]
+
+    def send_and_receive(self) -> Exception | None:
+        self._ends = self.ends()
+        return super().send_and_receive()
+
+    def source_of(self, parcel: int) -> End:
+        flow, tensor, begin = self.flows.slices[parcel]
+        ends = self._ends[flow]
+        return End(ends.sources[tensor], begin - int(ends.source_begins[tensor]))
+
+    def target_of(self, parcel: int) -> End:
+        flow, tensor, begin = self.flows.slices[parcel]
+        ends = self._ends[flow]
+        return End(ends.targets[tensor], begin - int(ends.target_begins[tensor]), ends.adds)
+
+
+def stack_of(placement: Placement, number: int, specs: Sequence[WholeTensor], data: Tensor, rank: int) -> Tensor:
     """View a contiguous tensor of a parameter's shape as [pre, units, inner]."""
-    return placement.stack(number, tensors[number], data, rank).flatten(0, 1)
+    return placement.stack(number, specs[number], data, rank).flatten(0, 1)

@@ -12,10 +12,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank
-from zeroresize.comm.side_groups import free_group_number
 from zeroresize.plan.layout import Layout
 from zeroresize.plan.strategy import Strategy
-from zeroresize.resharding.agreement import meet_prepared
 from zeroresize.strategy.placement.placement import Placement, StrategyGroups
 from zeroresize.strategy.placement.whole_layers import WholeLayers
 from zeroresize.strategy.switching.rank_agreement import RankAgreement
@@ -26,10 +24,7 @@ class Placements(Mapping[Strategy, Placement]):
     """Holds the placements of strategies; strategies that divide a model alike share one.
 
     Args:
-        layers: the undivided model.
         nodes: [R], on which node each rank is.
-        process_group: of the job's ranks.
-        device: of the weights.
         max_bytes: of the messages that a rank sends and receives at once in a switch.
         types: in which weights and gradients travel.
     """
@@ -52,11 +47,7 @@ class Placements(Mapping[Strategy, Placement]):
         self._setups_s: list[float] = []
 
     def __getitem__(self, strategy: Strategy) -> Placement:
-        """Return the placement of a strategy.
-
-        Raises:
-            ValueError: for a strategy that the model does not have.
-        """
+        """Return the placement of a strategy; a ValueError if the model does not have it."""
         if strategy not in self._placements:
             known = ", ".join(map(str, self._placements))
             raise ValueError(f"strategy {strategy} is none of the model's: {known}; add(strategy) takes another")
@@ -80,13 +71,8 @@ class Placements(Mapping[Strategy, Placement]):
         return statistics.fmean(self._setups_s) if self._setups_s else None
 
     def place(self, layouts: Mapping[Strategy, Layout]) -> None:
-        """Take strategies, each with its process groups and modules, on all ranks or on none; collective.
-
-        Raises:
-            RuntimeError: if a rank does not come, or cannot make them.
-        """
-        free = [number for number, *_ in meet_prepared(self._agreement.meet, (float(free_group_number()), 0.0))]
-        numbers = itertools.count(int(max(free)))
+        """Take strategies, each with its process groups and modules, on all ranks or on none; collective."""
+        numbers = itertools.count(self._agreement.free_group_number())
         setups_s: list[float] = []
 
         def made() -> dict[Strategy, Placement]:
@@ -94,8 +80,8 @@ class Placements(Mapping[Strategy, Placement]):
             for strategy, layout in layouts.items():
                 if strategy in placements:
                     continue
-                known = placements.values()
-                placement = next((one for one in known if self._divides_alike(one, strategy, layout)), None)
+                known = (one for one in placements.values() if self._divides_alike(one, strategy, layout))
+                placement = next(known, None)
                 if placement is None:
                     begin, num_made = time.perf_counter(), self._groups.num_made
                     groups = self._groups.of(strategy, numbers)
@@ -117,9 +103,9 @@ class Placements(Mapping[Strategy, Placement]):
 
         Raises:
             ValueError: for one that does not fit the ranks or layers.
-            RuntimeError: if ranks differ in it, or one does not come.
+            RuntimeError: if ranks differ in it.
         """
-        specs, num_ranks = [one.spec for one in self._layers.tensors], len(self._nodes)
+        specs, num_ranks = [tensor.spec for tensor in self._layers.tensors], len(self._nodes)
         layout = self._agreement.make_alike(
             lambda: strategy.layout(specs, num_ranks, self._layers.num_layers),
             lambda _: strategy.as_dict(),
@@ -130,12 +116,9 @@ class Placements(Mapping[Strategy, Placement]):
     def forget(self, strategy: Strategy, in_use: Collection[Strategy]) -> None:
         """Give up a strategy, with the groups, modules and routes that no other one needs; collective.
 
-        Args:
-            in_use: those that cannot be given up.
-
         Raises:
-            ValueError: for a strategy that the model does not have, or that is in use.
-            RuntimeError: if ranks differ in it, or one does not come.
+            ValueError: for a strategy that the model does not have, or that is ``in_use``.
+            RuntimeError: if ranks differ in it.
         """
 
         def checked() -> Placement:
@@ -161,21 +144,15 @@ class Placements(Mapping[Strategy, Placement]):
             after: where the weights go; None where they do not travel.
             optimizer_placement: where the gradients go; None where they stay.
         """
-        key = tuple(None if one is None else one.strategy for one in (before, after, optimizer_placement))
+        ends = before, after, optimizer_placement
+        key = tuple(None if placement is None else placement.strategy for placement in ends)
         if key not in self._routes:
-            self._routes[key] = SwitchRoute.of(
-                before,
-                after,
-                optimizer_placement,
-                self._layers.tensors,
-                self._nodes,
-                self._rank,
-                self._max_bytes,
-                self._types,
-            )
+            tensors, types = self._layers.tensors, self._types
+            self._routes[key] = SwitchRoute.of(*ends, tensors, self._nodes, self._rank, self._max_bytes, types)
         return self._routes[key]
 
     def _keep_groups_of(self, placements: Iterable[Placement]) -> None:
+        """Destroy the other groups, on all ranks."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._groups.keep(placement.strategy for placement in placements)

@@ -11,22 +11,15 @@ import torch
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_size, message_device
-from zeroresize.resharding.agreement import agreed, gather_texts, meet_over, require_same
+from zeroresize.comm.side_groups import free_group_number
+from zeroresize.resharding.agreement import agreed, gather_texts, meet_over, meet_prepared, require_same
 from zeroresize.utils.fingerprint import fingerprint
 
 _T = TypeVar("_T")
 
 
 class RankAgreement:
-    """Compares what each rank of a job has made; all methods are collective over the ranks.
-
-    Args:
-        process_group: of the job's ranks.
-        device: on which messages are made where the group cannot send from the CPU.
-
-    Attributes:
-        meet: the meeting of these ranks; see :func:`~zeroresize.resharding.agreement.meet_over`.
-    """
+    """Compares what each rank of a job has made, over their ``meet``; all methods are collective."""
 
     def __init__(self, process_group: ProcessGroup, device: torch.device) -> None:
         self._process_group, self._device = process_group, device
@@ -36,7 +29,6 @@ class RankAgreement:
         """Return what ``make`` returns, once all ranks have made the same.
 
         Args:
-            make: called once, on this rank.
             describe: of what was made, values for JSON that must be the same on all ranks.
             what: was made, for the error.
 
@@ -48,23 +40,27 @@ class RankAgreement:
         require_same([number for number, *_ in table], what, self.meet)
         return made
 
+    def free_group_number(self) -> int:
+        """Return a number from which on no rank has given any to a process group."""
+        return int(max(number for number, *_ in meet_prepared(self.meet, (float(free_group_number()), 0.0))))
+
     def agree_on_nodes(self, nodes: Sequence[int] | None) -> list[int]:
         """Return [R] on which node each rank is: ``nodes``, or by the ranks' host names if they are None.
 
         Raises:
             ValueError: if there are not as many numbers as ranks.
-            RuntimeError: if ranks differ in them, or one does not come.
+            RuntimeError: if ranks differ in them.
         """
         num_ranks = group_size(self._process_group)
-        text = socket.gethostname() if nodes is None else json.dumps(list(nodes))
-        where = message_device(self._process_group, self._device)
-        texts = list(gather_texts(text, self.meet, self._process_group, where))
-        if nodes is None:
-            return [texts.index(one) for one in texts]
 
         def checked() -> list[int]:
-            if len(nodes) != num_ranks:
+            if nodes is not None and len(nodes) != num_ranks:
                 raise ValueError(f"nodes={list(nodes)}: one number for each of the {num_ranks} ranks is needed")
-            return list(nodes)
+            return list(nodes or ())
 
-        return self.make_alike(checked, list, "nodes")
+        given = self.make_alike(checked, list, "nodes")
+        if given:
+            return given
+        where = message_device(self._process_group, self._device)
+        names = list(gather_texts(socket.gethostname(), self.meet, self._process_group, where))
+        return [names.index(name) for name in names]

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_size
-from zeroresize.comm.side_groups import destroy_side_group, free_group_number, make_side_group
+from zeroresize.comm.side_groups import destroy_side_group, make_side_group
 from zeroresize.plan.strategy import Strategy
-from zeroresize.resharding.agreement import NotEnoughMemoryError, meet_prepared
+from zeroresize.resharding.agreement import NotEnoughMemoryError
 from zeroresize.resharding.transaction import (
     Participants,
     prepare_in_one_meeting,
@@ -26,6 +27,9 @@ from zeroresize.strategy.placement.whole_layers import WholeTensor
 from zeroresize.strategy.switching.placements import Placements
 from zeroresize.strategy.switching.rank_agreement import RankAgreement
 from zeroresize.strategy.switching.switch import Switch, SwitchReport
+
+#: The placement to which the weights go; None where they stay.
+_FindAfter = Callable[[], Placement | None]
 
 
 class Switcher:
@@ -59,14 +63,12 @@ class Switcher:
             Whether they do: they do not where memory for a second set of weights does not suffice on some rank.
         """
         self.discard_coming()
-        switch = self._prepare_beside(lambda: self._placements[strategy], before, optimizer_placement, gradients=False)
+        switch = self._prepare_beside(lambda: self._placements[strategy], before, optimizer_placement, False)
         if switch is None:
             return False
-        returning = self._returning
-        if returning is None:
-            switch.start(self._participants.device)
-        else:  # its messages go first over the same links, so that ranks pair the same
-            switch.start(self._participants.device, returning.wait)
+        # What is on its way sends first over the same links, so that ranks pair the same messages.
+        earlier = () if self._returning is None else (self._returning.wait,)
+        switch.start(self._participants.device, *earlier)
         self._coming = before, self._placements[strategy], switch
         return True
 
@@ -85,14 +87,14 @@ class Switcher:
         def find_after() -> Placement:
             after = self._placements[strategy]
             leaves = before not in (optimizer_placement, after)
-            if leaves and not gradients and any(one.grad is not None for one in before.masters.values()):
+            if leaves and not gradients and any(master.grad is not None for master in before.masters.values()):
                 raise ValueError(
                     "switch_to(gradients=False) would lose gradients: there are some; abandon() drops them"
                 )
             return after
 
         if self._coming is None and self._returning is None and not in_background:
-            done = [self._run(find_after, before, optimizer_placement, gradients=gradients)]
+            done = [self._run(find_after, before, optimizer_placement, gradients)]
         else:
             done = self._switch_beside(find_after, before, optimizer_placement, gradients, in_background)
         return SwitchReport.of(done, begin, held)
@@ -117,26 +119,11 @@ class Switcher:
             destroy_side_group(self._side_group)
         self._side_group = None
 
-    def _run(
-        self,
-        find_after: Callable[[], Placement | None],
-        before: Placement,
-        optimizer_placement: Placement,
-        *,
-        gradients: bool,
-    ) -> Switch:
-        group = self._participants.process_group
-
-        def make() -> Switch:
-            return self._made(find_after(), before, optimizer_placement, group, gradients=gradients)
-
-        return run_transaction(make, self._participants, in_two_meetings=True)
-
     def _switch_beside(
         self,
         find_after: Callable[[], Placement],
         before: Placement,
-        optimizer_placement: Placement,
+        optimizer: Placement,
         gradients: bool,
         in_background: bool,
     ) -> list[Switch]:
@@ -144,84 +131,74 @@ class Switcher:
         after = self._agreement.make_alike(
             find_after, lambda after: [after.strategy.as_dict(), gradients, in_background], "where the switch leads"
         )
-        done = self._end_return()
+        done: list[Switch] = []
+        if self._returning is not None:
+            returned, self._returning = self._returning, None
+            done.append(self._end(returned))
         if self._coming is not None and self._coming[:2] != (before, after):
             self.discard_coming()
         returning = None
-        gradients = gradients and before not in (optimizer_placement, after)
+        gradients = gradients and before not in (optimizer, after)
         # The optimizer's strategy adds to its gradients itself while it trains.
-        if gradients and in_background and after is not optimizer_placement:
-            returning = self._prepare_beside(lambda: None, before, optimizer_placement, gradients=True)
+        if gradients and in_background and after is not optimizer:
+            returning = self._prepare_beside(lambda: None, before, optimizer, True)
         at_once = gradients and returning is None
         if self._coming is None:
-            done.append(self._run(lambda: after, before, optimizer_placement, gradients=at_once))
+            done.append(self._run(lambda: after, before, optimizer, at_once))
         else:
             if at_once:
-                done.append(self._run(lambda: None, before, optimizer_placement, gradients=True))
-            *_, coming = self._coming
-            self._coming = None
-            receive_transaction(coming, self._participants)
-            coming.commit()
-            done.append(coming)
+                done.append(self._run(lambda: None, before, optimizer, True))
+            (*_, coming), self._coming = self._coming, None
+            done.append(self._end(coming))
         if returning is not None:
             returning.start(self._participants.device)
             self._returning = returning
         return done
 
+    def _run(self, find_after: _FindAfter, before: Placement, optimizer: Placement, gradients: bool) -> Switch:
+        """Do a switch now."""
+        make = self._maker(find_after, before, optimizer, gradients, self._participants.process_group)
+        return run_transaction(make, self._participants, in_two_meetings=True)
+
     def _prepare_beside(
-        self,
-        find_after: Callable[[], Placement | None],
-        before: Placement,
-        optimizer_placement: Placement,
-        *,
-        gradients: bool,
+        self, find_after: _FindAfter, before: Placement, optimizer: Placement, gradients: bool
     ) -> Switch | None:
         """What may start beside training; None where memory does not suffice for it and for training."""
-        group = self._make_side_group()
+        if self._side_group is None:
+            group, number = self._participants.process_group, self._agreement.free_group_number()
+            members = range(group_size(group))
+            self._side_group = group if len(members) == 1 else make_side_group(group, members, number)
+        make = self._maker(find_after, before, optimizer, gradients, self._side_group, is_beside=True)
+        with suppress(NotEnoughMemoryError):
+            return prepare_in_one_meeting(make, self._participants)
+        return None
+
+    def _maker(
+        self,
+        find_after: _FindAfter,
+        before: Placement,
+        optimizer: Placement,
+        gradients: bool,
+        group: ProcessGroup,
+        *,
+        is_beside: bool = False,
+    ) -> Callable[[], Switch]:
+        """What makes this rank's part of a switch."""
 
         def make() -> Switch:
             after = find_after()
-            return self._made(after, before, optimizer_placement, group, gradients=gradients, is_beside=True)
+            is_cast_there = optimizer.is_mixed and after is optimizer
+            leaves = before not in (optimizer, after)
+            route = self._placements.route(
+                before, None if is_cast_there else after, optimizer if gradients and leaves else None
+            )
+            where = group, self._participants.device
+            return Switch(route, before, after, optimizer, self._tensors, *where, is_beside=is_beside)
 
-        try:
-            return prepare_in_one_meeting(make, self._participants)
-        except NotEnoughMemoryError:
-            return None
+        return make
 
-    def _made(
-        self,
-        after: Placement | None,
-        before: Placement,
-        optimizer_placement: Placement,
-        process_group: ProcessGroup,
-        *,
-        gradients: bool,
-        is_beside: bool = False,
-    ) -> Switch:
-        is_cast_there = optimizer_placement.is_mixed and after is optimizer_placement
-        leaves = before not in (optimizer_placement, after)
-        route = self._placements.route(
-            before, None if is_cast_there else after, optimizer_placement if gradients and leaves else None
-        )
-        device = self._participants.device
-        return Switch(
-            route, before, after, optimizer_placement, self._tensors, process_group, device, is_beside=is_beside
-        )
-
-    def _end_return(self) -> list[Switch]:
-        """Wait for gradients that are on their way, if there are any."""
-        returning, self._returning = self._returning, None
-        if returning is None:
-            return []
-        receive_transaction(returning, self._participants)
-        returning.commit()
-        return [returning]
-
-    def _make_side_group(self) -> ProcessGroup:
-        if self._side_group is None:
-            group = self._participants.process_group
-            table = meet_prepared(self._agreement.meet, (float(free_group_number()), 0.0))
-            number = int(max(number for number, *_ in table))
-            members = range(group_size(group))
-            self._side_group = group if len(members) == 1 else make_side_group(group, members, number)
-        return self._side_group
+    def _end(self, switch: Switch) -> Switch:
+        """Wait for a switch that is under way, and put it in force."""
+        receive_transaction(switch, self._participants)
+        switch.commit()
+        return switch

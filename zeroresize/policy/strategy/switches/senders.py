@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zeroresize.plan.layout import Indices
+from zeroresize.plan.transfers import Flags
 
 #: The class of link that a transfer takes: inside a node, or between nodes.
 WITHIN, BETWEEN = 0, 1
@@ -27,22 +27,20 @@ class Queues:
     """
 
     def __init__(self, holders: Indices, groups: Indices, nodes: Indices, *, prefer: bool = True) -> None:
-        num_groups, num_nodes = int(groups.max(initial=-1)) + 1, int(nodes.max(initial=-1)) + 1
+        num_groups, self._num_nodes = int(groups.max(initial=-1)) + 1, int(nodes.max(initial=-1)) + 1
         self._nodes = nodes
-        keys = groups * num_nodes + nodes[holders]
-        near, far = _members(keys, holders), _members(groups, holders)
+        near, far = _members(groups * self._num_nodes + nodes[holders], holders), _members(groups, holders)
         if not prefer:
             near, far = {}, {group: ranks[:1] for group, ranks in far.items()}
+        queues = [*near.values(), *far.values()]
         self.links = np.array([WITHIN] * len(near) + [BETWEEN] * len(far), dtype=np.int64)
-        width = max(map(len, [*near.values(), *far.values()]), default=0)
-        self.ranks_QW = np.full((len(self.links), width), -1, dtype=np.int64)
-        for row, ranks in zip(self.ranks_QW, [*near.values(), *far.values()], strict=True):
+        self.ranks_QW = np.full((len(queues), max(map(len, queues), default=0)), -1, dtype=np.int64)
+        for row, ranks in zip(self.ranks_QW, queues, strict=True):
             row[: len(ranks)] = ranks
-        self._near = np.full(num_groups * num_nodes, -1, dtype=np.int64)
+        self._near = np.full(num_groups * self._num_nodes, -1, dtype=np.int64)
         self._near[list(near)] = np.arange(len(near))
         self._far = np.full(num_groups, -1, dtype=np.int64)
         self._far[list(far)] = len(near) + np.arange(len(far))
-        self._num_nodes = num_nodes
 
     def of(self, groups: Indices, destinations: Indices) -> Indices:
         """Return [E] from which queue each destination is to be sent what a group holds."""
@@ -65,39 +63,30 @@ class SendLoads:
         self.sent = np.zeros((2, num_ranks), dtype=np.int64)
 
     def choose(self, queues: Queues, queue_of: Indices, size: int) -> Indices:
-        """Choose [E] ranks that send, for transfers of equally many bytes.
-
-        One after another they get the least loaded rank.
+        """Choose [E] ranks that send ``size`` bytes each: one transfer after another gets the least loaded rank.
 
         Neighbours of one queue get the same sender where that is as good, so that few ranks have to do with each other.
         """
-        ranks_QW = queues.ranks_QW
-        if ranks_QW.shape[1] == 1:
-            sources = ranks_QW[queue_of, 0]
-            np.add.at(self.sent, (queues.links[queue_of], sources), size)
-            return sources
-        num_times = np.bincount(queue_of, minlength=len(queues.links))
-        loads_QW = self.sent[queues.links[:, None], ranks_QW]
-        times_QW = filled(loads_QW, ranks_QW >= 0, size, num_times)
-        senders = np.repeat(ranks_QW.ravel(), times_QW.ravel())
-        np.add.at(self.sent, (np.broadcast_to(queues.links[:, None], ranks_QW.shape), ranks_QW), times_QW * size)
-        sources = np.empty_like(senders)
-        sources[np.argsort(queue_of, kind="stable")] = senders
+        ranks_QW, links_Q1 = queues.ranks_QW, queues.links[:, None]
+        num_times = np.bincount(queue_of, minlength=len(ranks_QW))
+        times_QW = filled(self.sent[links_Q1, ranks_QW], ranks_QW >= 0, size, num_times)
+        np.add.at(self.sent, (np.broadcast_to(links_Q1, ranks_QW.shape), ranks_QW), times_QW * size)
+        sources = np.empty_like(queue_of)
+        sources[np.argsort(queue_of, kind="stable")] = np.repeat(ranks_QW.ravel(), times_QW.ravel())
         return sources
 
 
-def filled(loads_QW: Indices, is_there_QW: NDArray[np.bool_], size: int, num_times: Indices) -> Indices:
-    """Return [Q, W] how often each is chosen if each time the least loaded of a row is, without counting one by one.
+def filled(loads_QW: Indices, is_there_QW: Flags, size: int, num_times: Indices) -> Indices:
+    """Return [Q, W] how often each is chosen if each of [Q] ``num_times`` the least loaded of a row is, all at once.
 
     Args:
         loads_QW: bytes.
         is_there_QW: who may be chosen.
         size: bytes of each of the transfers; above 0.
-        num_times: [Q]: how many transfers there are for each row, in which somebody may be chosen.
     """
     most = np.iinfo(np.int64).max
     order = np.argsort(np.where(is_there_QW, loads_QW, most), axis=1, kind="stable")
-    loads, is_there = (np.take_along_axis(one, order, axis=1) for one in (loads_QW, is_there_QW))
+    loads, is_there = (np.take_along_axis(table, order, axis=1) for table in (loads_QW, is_there_QW))
     # The level up to which the loads are filled, from below: at most num_times whole transfers fit under it.
     volumes = size * num_times[:, None] + np.cumsum(np.where(is_there, loads, 0), axis=1)
     levels = volumes // np.arange(1, loads.shape[1] + 1)

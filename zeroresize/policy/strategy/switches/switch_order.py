@@ -20,8 +20,7 @@ MOST_STRATEGIES = 12
 def cheapest_order(seconds: Sequence[Sequence[float]] | NDArray[np.float64], start: int) -> list[int]:
     """Return the strategies in the order of the shortest tour, ``start`` first; the way back to it is not named.
 
-    By Held and Karp's dynamic programming over sets of strategies. The same numbers give the same order, so ranks that
-    agree on the seconds agree on the order.
+    By Held and Karp's dynamic programming over sets of strategies; the same numbers give the same order.
 
     Args:
         seconds: [S, S] of switching from the strategy of the row to that of the column, infinite where that is not
@@ -84,14 +83,14 @@ def visiting_order(
     stops = [optimizer_strategy, *(one for one in strategies if one != optimizer_strategy)]
     seconds = seconds_between(stops)
     if overlap and optimizer_strategy in strategies:
-        seconds = hide_first_switch(seconds, 0)
+        seconds = hide_first_switch(seconds)
     return [stops[number] for number in cheapest_order(seconds, 0) if stops[number] in strategies]
 
 
-def hide_first_switch(seconds: Sequence[Sequence[float]] | NDArray[np.float64], start: int) -> NDArray[np.float64]:
-    """Return [S, S] seconds of switching where the first switch of a tour takes none."""
+def hide_first_switch(seconds: Sequence[Sequence[float]] | NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return [S, S] seconds of switching where the first switch of a tour, from the first strategy, takes none."""
     times_SS = np.array(seconds, dtype=np.float64)
-    times_SS[start] = np.where(np.isfinite(times_SS[start]), 0.0, times_SS[start])
+    times_SS[0] = np.where(np.isfinite(times_SS[0]), 0.0, times_SS[0])
     return times_SS
 
 

@@ -1,4 +1,4 @@
-"""What a change of layouts sends: who to whom, in which order, and how much that is for every rank.
+"""How much a change of layouts sends, for every rank, and how long that takes.
 
 ``R`` ranks, ``E`` transfers.
 """
@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
 from zeroresize.plan.layout import Indices
+from zeroresize.plan.transfers import SliceTransfers
 from zeroresize.policy.strategy.switches.senders import BETWEEN, WITHIN
 
 #: Of the messages that a rank sends and receives at once, unless said otherwise.
@@ -33,52 +33,6 @@ class LinkSpeeds:
     between_bytes_per_s: float
     latency_s: float = 0.0
     node_bytes_per_s: float = math.inf
-
-
-class SliceTransfer(NamedTuple):
-    """Describe units of a tensor that go from one rank to another.
-
-    They are those from ``begin`` up to ``end`` of the undivided tensor.
-    """
-
-    tensor: int
-    begin: int
-    end: int
-    source: int
-    destination: int
-
-
-@dataclass(frozen=True, eq=False)
-class SliceTransfers:
-    """Hold transfers in ascending order of tensors, units, destinations and sources: the same order on all ranks.
-
-    Attributes:
-        tensors, begins, ends, sources, destinations, num_bytes: [E], int64.
-    """
-
-    tensors: Indices
-    begins: Indices
-    ends: Indices
-    sources: Indices
-    destinations: Indices
-    num_bytes: Indices
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    def __iter__(self) -> Iterator[SliceTransfer]:
-        columns = (self.tensors, self.begins, self.ends, self.sources, self.destinations)
-        return map(SliceTransfer._make, zip(*(column.tolist() for column in columns), strict=True))
-
-    @classmethod
-    def none(cls) -> SliceTransfers:
-        """Return no transfers."""
-        return cls(*(np.zeros(0, dtype=np.int64) for _ in range(6)))
-
-    def at(self, entries: Indices) -> SliceTransfers:
-        """Return the transfers of these numbers."""
-        columns = (self.tensors, self.begins, self.ends, self.sources, self.destinations, self.num_bytes)
-        return SliceTransfers(*(column[entries] for column in columns))
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,13 +56,8 @@ class SwitchPlan:
     @cached_property
     def summed_bytes(self) -> Indices:
         """Return [2, R] bytes that each rank sends, and receives, to sum inside its node."""
-        num_ranks = len(self.nodes)
-        return np.stack(
-            [
-                np.bincount(ranks, weights=self.summed.num_bytes, minlength=num_ranks).astype(np.int64)
-                for ranks in (self.summed.sources, self.summed.destinations)
-            ]
-        )
+        summed = self.summed
+        return np.stack([self._bytes_of(ranks, summed.num_bytes) for ranks in (summed.sources, summed.destinations)])
 
     @cached_property
     def sent_within(self) -> Indices:
@@ -131,29 +80,24 @@ class SwitchPlan:
         return self._volumes(self.transfers.destinations, BETWEEN)
 
     def _volumes(self, ranks: Indices, link: int) -> Indices:
-        is_own = self._links == link
-        volumes = np.bincount(ranks[is_own], weights=self.transfers.num_bytes[is_own], minlength=len(self.nodes))
-        return volumes.astype(np.int64)
+        links = self.nodes[self.transfers.sources] != self.nodes[self.transfers.destinations]
+        return self._bytes_of(ranks, self.transfers.num_bytes * (links == link))
 
-    @cached_property
-    def _links(self) -> Indices:
-        return (self.nodes[self.transfers.sources] != self.nodes[self.transfers.destinations]).astype(np.int64)
+    def _bytes_of(self, ranks: Indices, num_bytes: Indices) -> Indices:
+        return np.bincount(ranks, weights=num_bytes, minlength=len(self.nodes)).astype(np.int64)
 
     def seconds(self, links: LinkSpeeds) -> float:
-        """Return how long the transfers take if nothing but the ranks' own links holds them up.
+        """Return how long the transfers take if nothing but the ranks' own links holds them up; 0 if nothing travels.
 
         Sums inside nodes come first. All ranks start together; a rank sends and receives at the same time, and inside
         its node and to other nodes at the same time; ranks share no link but the one of their node, where its speed is
-        told. 0 if nothing travels.
+        told.
         """
         return fused_seconds([self], links)
 
 
 def fused_seconds(plans: Sequence[SwitchPlan], links: LinkSpeeds) -> float:
-    """Return the seconds of plans of the same nodes that are carried out together.
-
-    They are counted as :meth:`SwitchPlan.seconds` counts those of one.
-    """
+    """Return the seconds of plans of the same nodes that are carried out together, as :meth:`SwitchPlan.seconds`."""
     if not any(len(plan.transfers) for plan in plans):
         return 0.0
     seconds = 0.0
