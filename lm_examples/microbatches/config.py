@@ -15,10 +15,10 @@ from lm_examples.microbatches.t5 import t5_layers
 from lm_examples.microbatches.tasks import TaskLengths
 from lm_examples.sections import DataConfig, OutputConfig, SlowSteps, require_bytes
 from vit_examples.harness.sections import LONGEST_TIMEOUT_S, StepTrainingConfig, each_at_least
-from zeroresize.microbatch.profile import ProfiledShapes
+from zeroresize.microbatch.measuring import ProfiledShapes
 from zeroresize.plan.layout import TensorSpec
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.microbatches.planning_options import PlanningOptions
+from zeroresize.policy.microbatches.plan import PlanningOptions
 from zeroresize.policy.moves.rental import MIN_SAVING
 from zeroresize.runtime.stage import RECOMPUTATIONS
 from zeroresize.strategy.placement.whole_layers import WholeLayers

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from zeroresize.policy.microbatches.micro_batch import Floats, Indices, MicroBatch, shapes_of
+from zeroresize.policy.microbatches.plan import Floats, Indices, MicroBatch, shapes_of
 
 
 def padding_efficiency(microbatches: Sequence[MicroBatch], lengths_NA: Indices) -> Floats:

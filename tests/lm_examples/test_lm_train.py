@@ -23,7 +23,7 @@ from lm_examples.train import main, prepare, train
 from vit_examples.harness import checkpoints
 from zeroresize.microbatch.padded import PaddedBatch, PairBatch
 from zeroresize.pipeline import LayerProfiler
-from zeroresize.policy.microbatches.micro_batch import MicroBatch
+from zeroresize.policy.microbatches.plan import MicroBatch
 from zeroresize.strategy.packed import Packed
 from zeroresize.utils.json_lines import read_json_lines
 

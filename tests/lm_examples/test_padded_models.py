@@ -9,7 +9,7 @@ from lm_examples.microbatches.blocks import ModelConfig, summed_loss
 from lm_examples.microbatches.gpt import gpt_layers
 from lm_examples.microbatches.t5 import t5_layers
 from zeroresize.microbatch.padded import PaddedBatch, PairBatch
-from zeroresize.policy.microbatches.micro_batch import MicroBatch
+from zeroresize.policy.microbatches.plan import MicroBatch
 from zeroresize.runtime.activations import Activation, find_activations
 
 KINDS = {"gpt": (gpt_layers, PaddedBatch), "t5": (t5_layers, PairBatch)}

@@ -14,13 +14,11 @@ from torch import nn
 
 from lm_examples.microbatches.blocks import summed_loss
 from zeroresize.measure.live_bytes import LiveBytes
-from zeroresize.microbatch.cost_table import CostTable
-from zeroresize.microbatch.measured_table import measure_model
+from zeroresize.microbatch.measuring import ProfiledShapes, kinds_of, measure_model, num_points
 from zeroresize.microbatch.padded import PaddedBatch
-from zeroresize.microbatch.profile import ProfiledShapes, kinds_of, num_points
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.microbatches.grid_costs import LayerGrid, grid_points, powers_of_two
-from zeroresize.policy.microbatches.micro_batch import MicroBatch, shapes_of
+from zeroresize.policy.microbatches.costs import CostTable, LayerGrid, grid_points, powers_of_two
+from zeroresize.policy.microbatches.plan import MicroBatch, shapes_of
 from zeroresize.runtime.communication import instructions_of
 from zeroresize.runtime.stage import Stage
 from zeroresize.strategy.model import SwitchableModel

@@ -8,7 +8,7 @@ from helpers.micro_batches import MAKE, SIZES, LocalPlans, layers_of, planner_of
 from zeroresize.microbatch.padded import IGNORED
 from zeroresize.microbatch.trainer import MicroBatchTrainer
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.microbatches.micro_batch import MicroBatch
+from zeroresize.policy.microbatches.plan import MicroBatch
 from zeroresize.strategy.model import SwitchableModel
 
 pytestmark = pytest.mark.slow

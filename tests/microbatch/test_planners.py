@@ -25,7 +25,7 @@ from helpers.planning import (
 
 from zeroresize.microbatch import planners as planners_module
 from zeroresize.microbatch.planners import Planners
-from zeroresize.microbatch.shared_store import PlanningError, StoreError
+from zeroresize.microbatch.store import PlanningError, StoreError
 
 
 @pytest.fixture
@@ -325,7 +325,7 @@ print("program", flush=True)
 sys.path[:0] = {path}
 from helpers.planning import {plan}
 from zeroresize.microbatch.planners import Planners
-from zeroresize.microbatch.shared_store import SharedStore, served_store
+from zeroresize.microbatch.store import SharedStore, served_store
 
 store = SharedStore(served_store(), "here")
 planners = Planners({plan}, store, series=1, first=0, ahead=1)

@@ -10,10 +10,9 @@ import torch
 from helpers.planning import error_of, is_alive, wait_until
 from helpers.processes import told_by_survivors
 
-from zeroresize.microbatch.run_planners import RunPlanners
-from zeroresize.microbatch.shared_store import SharedStore, plan_value, served_store, share_store
-from zeroresize.policy.microbatches.iteration_plan import IterationPlan, ReplicaPlan
-from zeroresize.policy.microbatches.micro_batch import MicroBatch
+from zeroresize.microbatch.planners import RunPlanners
+from zeroresize.microbatch.store import SharedStore, plan_value, served_store, share_store
+from zeroresize.policy.microbatches.plan import IterationPlan, MicroBatch, ReplicaPlan
 from zeroresize.runtime.instructions import Instruction, Kind
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from helpers.stores import StoreKeeper
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zeroresize.microbatch import shared_store
-from zeroresize.microbatch.shared_store import (
+from zeroresize.microbatch import store as store_module
+from zeroresize.microbatch.store import (
     MOST_BYTES,
     PlanningError,
     StoreError,
@@ -159,7 +159,7 @@ def test_a_store_that_cannot_be_made_is_an_error_on_all_ranks(run_ranks, monkeyp
         def fail(name):
             raise OSError("too many open files")
 
-        monkeypatch.setattr(shared_store, "served_store", fail)
+        monkeypatch.setattr(store_module, "served_store", fail)
         return error_of(lambda: share_store(group))
 
     (_, here), (_, there) = run_ranks(share, 2)
@@ -173,7 +173,7 @@ def test_a_store_that_cannot_be_opened_is_an_error_on_all_ranks(run_ranks, monke
             raise RuntimeError("nobody is there")
 
         if rank == 1:
-            monkeypatch.setattr(shared_store, "TCPStore", fail)
+            monkeypatch.setattr(store_module, "TCPStore", fail)
         return error_of(lambda: share_store(group))
 
     errors = run_ranks(share, 2)

@@ -17,8 +17,8 @@ from helpers.micro_batches import (
 from helpers.processes import told_by_survivors
 
 from lm_examples.microbatches.blocks import summed_loss
-from zeroresize.microbatch.run_planners import RunPlanners
-from zeroresize.microbatch.shared_store import share_store
+from zeroresize.microbatch.planners import RunPlanners
+from zeroresize.microbatch.store import share_store
 from zeroresize.microbatch.trainer import MicroBatchTrainer
 from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.model import SwitchableModel
