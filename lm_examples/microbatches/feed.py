@@ -17,10 +17,9 @@ from torch.distributed import ProcessGroup
 
 from lm_examples.data import folder_of, read_files
 from lm_examples.feed import Feed, StepMeans
-from lm_examples.microbatches.blocks import summed_loss
 from lm_examples.microbatches.config import RunConfig
-from lm_examples.microbatches.padding import padding_efficiency
-from lm_examples.microbatches.tasks import TaskSamples
+from lm_examples.microbatches.models import summed_loss
+from lm_examples.microbatches.tasks import TaskSamples, padding_efficiency
 from lm_examples.pace import Pace
 from vit_examples.harness.dry_run import Needs
 from vit_examples.harness.program import agreed

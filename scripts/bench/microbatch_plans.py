@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from lm_examples.microbatches.padding import padding_efficiency
+from lm_examples.microbatches.tasks import padding_efficiency
 from scripts.bench.common import parser_of, save, show
 from scripts.simulated.modelled_pipelines import batches_of, costs_of, paper_model, pipeline_of, powers, row_lengths
 from zeroresize.policy.microbatches.cuts import Segments, fill_of, ordered, shortest_cuts

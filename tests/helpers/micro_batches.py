@@ -5,16 +5,14 @@ import torch
 from torch import nn
 
 from helpers.sample_lengths import Lengths
-from lm_examples.microbatches.blocks import ModelConfig, summed_loss
-from lm_examples.microbatches.gpt import gpt_layers
-from lm_examples.microbatches.t5 import t5_layers
+from lm_examples.microbatches.models import ModelConfig, padded_layers, summed_loss
 from zeroresize.microbatch.measuring import measure_layers
 from zeroresize.microbatch.padded import PaddedBatch, PairBatch
 from zeroresize.microbatch.planners import IterationPlanner
 from zeroresize.policy.microbatches.costs import CostTable, LayerGrid, grid_points
 from zeroresize.policy.microbatches.plan import IterationPlan, MicroBatch, PlanningOptions
 
-MAKE = {"gpt": (gpt_layers, PaddedBatch), "t5": (t5_layers, PairBatch)}
+MAKE = {"gpt": (padded_layers, PaddedBatch), "t5": (padded_layers, PairBatch)}
 SIZES = {"gpt": ("size", "length"), "t5": ("size", "source", "target")}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.micro_batches import MAKE, SIZES, Undivided, layers_of, planner_of, samples_of, table_of
 
-from lm_examples.microbatches.blocks import summed_loss
+from lm_examples.microbatches.models import summed_loss
 from zeroresize.measure.clocks import HostClock
 from zeroresize.microbatch.balancer import MicroBatchBalancer
 from zeroresize.microbatch.planners import RunPlanners

@@ -118,9 +118,7 @@ def test_hosts_share_the_iterations(start, keeper, folder):
         assert fetched(keeper.store, iteration) == text_of(iteration)
     wait_until(lambda: sum(len(planners.seconds) for planners in of_hosts) == 14)
     for host, planners in enumerate(of_hosts):
-        assert list(planners.seconds) == [
-            iteration for iteration in range(3, 17) if iteration % num_hosts == host
-        ]
+        assert list(planners.seconds) == [iteration for iteration in range(3, 17) if iteration % num_hosts == host]
 
 
 def test_another_series_is_planned_by_the_same_processes(start, store, folder):

@@ -17,7 +17,7 @@ from helpers.micro_batches import (
 )
 from helpers.processes import for_each, told_by_survivors
 
-from lm_examples.microbatches.blocks import summed_loss
+from lm_examples.microbatches.models import summed_loss
 from zeroresize.microbatch.padded import IGNORED
 from zeroresize.microbatch.planners import RunPlanners
 from zeroresize.microbatch.store import share_store

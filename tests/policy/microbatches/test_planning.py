@@ -8,7 +8,7 @@ from helpers.instruction_events import step_by_events
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm_examples.microbatches.padding import padding_efficiency
+from lm_examples.microbatches.tasks import padding_efficiency
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.microbatches.costs import StageCosts
 from zeroresize.policy.microbatches.cuts import fill_of, of_equal_tokens, of_fixed_size, ordered, packed
