@@ -12,12 +12,10 @@ from typing import Any, get_args
 from lm_examples.cases import CASES, case_class
 from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.gpt import ModelConfig
-from lm_examples.sections import DataConfig, OutputConfig, SlowSteps, require_bytes
+from lm_examples.sections import BalanceConfig, DataConfig, OutputConfig, StragglerConfig, require_bytes
 from vit_examples.harness.sections import LONGEST_TIMEOUT_S, StepTrainingConfig, each_at_least
-from zeroresize.injection.schedule import checked_chi
 from zeroresize.pipeline import Release, Repack
 from zeroresize.plan.partition import Partition
-from zeroresize.policy.moves.rental import MIN_SAVING
 from zeroresize.policy.pipeline.profile_cadence import MAX_MEASURING, ProfileEvery
 from zeroresize.policy.pipeline.rebalancing import By
 from zeroresize.utils.value_checks import at_least, divides, known_keys, number, one_of
@@ -116,11 +114,10 @@ class RepackConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalanceConfig:
+class PipelineBalanceConfig(BalanceConfig):
     """Whether layers move, and when; see :class:`zeroresize.pipeline.PipelineBalancer`.
 
     Attributes:
-        mode: ``on`` or ``off``.
         profile_every: steps from one profile to the next, at least; ``auto`` for as few as ``max_measuring`` allows.
         max_measuring: share of the steps' time that measuring may take; None for any.
         count_work: ``on`` or ``off``: whether profiles tell the mean step, by the work that blocks count, in cases that
@@ -128,33 +125,26 @@ class BalanceConfig:
         memory_limits: bytes, one for each stage.
     """
 
-    mode: str = "on"
     by: By = "time"
     profile_every: ProfileEvery = "auto"
     max_measuring: float | None = MAX_MEASURING
     count_work: str = "on"
     memory_limits: tuple[float, ...] | None = None
-    min_saving: float = MIN_SAVING
 
     def __post_init__(self) -> None:
-        one_of("balance.mode", self.mode, ("on", "off"))
+        super().__post_init__()
         one_of("balance.by", self.by, get_args(By))
         if self.profile_every != "auto":
             at_least("balance.profile_every", self.profile_every, 1, otherwise='"auto"')
         if self.max_measuring is not None:
             number("balance.max_measuring", self.max_measuring, above=0.0)
         one_of("balance.count_work", self.count_work, ("on", "off"))
-        number("balance.min_saving", self.min_saving, least=0.0, below=1.0)
         if self.memory_limits is not None:
             if not isinstance(self.memory_limits, list | tuple):
                 raise ValueError(f"balance.memory_limits={self.memory_limits!r}: a list of bytes is needed")
             for limit in self.memory_limits:
                 number("balance.memory_limits", limit, above=0.0)
             object.__setattr__(self, "memory_limits", tuple(map(float, self.memory_limits)))
-
-    @property
-    def is_on(self) -> bool:
-        return self.mode == "on"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,26 +181,6 @@ class CaseConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StragglerConfig(SlowSteps):
-    """A stage that is slow.
-
-    Attributes:
-        stage: counted as at the beginning of the run: its rank is slow, whatever stage that is later; None for none.
-    """
-
-    stage: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.stage is not None:
-            at_least("straggler.stage", self.stage, 0)
-
-    def chi_of(self, step: int, stage: int) -> float:
-        """χ of a stage in a step."""
-        return self.chi_in(step) if stage == self.stage else 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class SleepConfig:
     """Sleeps for machines with fewer cores than stages, see :mod:`lm_examples.pace`.
 
@@ -234,7 +204,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    balance: PipelineBalanceConfig = field(default_factory=PipelineBalanceConfig)
     repack: RepackConfig = field(default_factory=RepackConfig)
     case: CaseConfig = field(default_factory=CaseConfig)
     straggler: StragglerConfig = field(default_factory=StragglerConfig)
@@ -281,9 +251,5 @@ class RunConfig:
         limits = self.balance.memory_limits
         if limits is not None and len(limits) != num_stages:
             raise ValueError(f"balance.memory_limits are {len(limits)}, not one of each of {num_stages} stages")
-        if self.straggler.stage is not None:
-            try:
-                checked_chi({self.straggler.stage: self.straggler.chi}, num_stages)
-            except ValueError as error:
-                raise ValueError(f"straggler.{error}") from error
+        self.straggler.validate_ranks(num_stages)
         self.make_case()

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from lm_examples.build import build_layers, first_boundaries, stage_names
 from lm_examples.data import Text, batches_of, load_text
-from lm_examples.feed import Feed
+from lm_examples.feed import Feed, StepMeans
 from lm_examples.pace import Pace
 from lm_examples.pipeline_config import RunConfig
+from lm_examples.pipeline_stages import build_layers, first_boundaries, stage_names, stage_needs
 from vit_examples.harness.config_reader import plain
 from vit_examples.harness.dry_run import Needs
 from vit_examples.harness.program import of_all_ranks
@@ -79,9 +79,7 @@ class PipelineFeed(Feed):
         self._pace = Pace(config.sleep.forward_s)
         self._pace.hold_up(layers[1:-1])
         self._first_stage = self.model.stage  # re-packing may renumber the pipeline's
-        self._losses: list[float] = []
-        self._seconds: list[float] = []
-        self._seconds_since: list[float] = []
+        self._means = StepMeans()
         self._figures: dict[str, float] = {}
         self._num_moves, self._bubble_ratio = 0, math.nan
         if balance.is_on:
@@ -142,23 +140,20 @@ class PipelineFeed(Feed):
         has_changed = self._case.after_step(self.model, self.optimizer, self.step, step_loss if is_last_stage else None)
         if has_changed and self.balancer is not None:
             self.balancer.profile_next()
-        self._losses += [] if step_loss is None else [step_loss]
-        self._seconds_since.append(time.perf_counter() - begin)
-        self._seconds.append(self._seconds_since[-1])
+        numbers = {"loss": math.nan if step_loss is None else step_loss, "step_s": time.perf_counter() - begin}
+        self._means.add(numbers, is_last=self.step == self.config.training.steps)
 
     def numbers(self) -> dict[str, Any]:
-        since_s, slept_s = sum(self._seconds_since), self._pace.lap()
-        idle = 1.0 - slept_s / since_s if self._pace.sleeps_for_work and since_s else math.nan
-        of_stages = of_all_ranks((self._losses, self._case.figures(self.model), idle), self.process_group)
-        by_name: dict[str, list[float]] = {}
-        for _, figures, _ in of_stages:
-            for name, value in figures.items():
-                by_name.setdefault(name, []).append(value)
-        self._figures = {name: _mean(values) for name, values in by_name.items()}
-        numbers: dict[str, Any] = {"loss": _mean(of_stages[-1][0]), "step_s": _mean(self._seconds_since)}
+        count, means = self._means.since.count, self._means.since.take()
+        idle = 1.0 - self._pace.lap() / (count * means["step_s"]) if self._pace.sleeps_for_work else math.nan
+        of_stages = of_all_ranks((means["loss"], self._case.figures(self.model), idle), self.process_group)
+        names = dict.fromkeys(name for _, figures, _ in of_stages for name in figures)
+        self._figures = {
+            name: statistics.fmean(figures[name] for _, figures, _ in of_stages if name in figures) for name in names
+        }
+        numbers: dict[str, Any] = {"loss": of_stages[-1][0], "step_s": means["step_s"]}
         if self._pace.sleeps_for_work:
-            numbers["bubble_ratio"] = _mean([idle for *_, idle in of_stages])
-        self._losses, self._seconds_since = [], []
+            numbers["bubble_ratio"] = statistics.fmean(idle for *_, idle in of_stages)
         return {**numbers, "boundaries": self.model.boundaries, "figures": self._figures}
 
     @torch.no_grad()
@@ -171,7 +166,7 @@ class PipelineFeed(Feed):
             if outputs is not None:
                 losses.append(self._case.loss(outputs, target).item())
         self.model.layers.train()
-        return _mean(of_all_ranks(losses, self.process_group)[-1])
+        return statistics.fmean(of_all_ranks(losses, self.process_group)[-1])
 
     def state(self) -> dict[str, Any]:
         boundaries, case = self.model.boundaries, self._case.state_dict()
@@ -182,12 +177,10 @@ class PipelineFeed(Feed):
         self._case.load_state_dict(state["case"])
 
     def summary(self) -> dict[str, Any]:
-        seconds = self._seconds[1:] or self._seconds
-        tokens = self.config.training.batch_size * self.config.model.context
+        step_s = self._means.settled.take().get("step_s", math.nan)
         return {
-            "step_s": statistics.median(seconds) if seconds else math.nan,
-            "mean_step_s": _mean(seconds),
-            "tokens_per_s": tokens / _mean(seconds),
+            "step_s": step_s,
+            "tokens_per_s": self.config.training.batch_size * self.config.model.context / step_s,
             "bubble_ratio": self._bubble_ratio,
             "moves": self._num_moves,
             "boundaries": self.model.boundaries,
@@ -197,25 +190,7 @@ class PipelineFeed(Feed):
 
     @staticmethod
     def needs_of(config: RunConfig, num_ranks: int) -> tuple[dict[str, list[Needs]], list[str]]:
-        layers = build_layers(config, config.make_case(), "meta")
-        partition = Partition(first_boundaries(config, layers, num_ranks))
-        itemsize = getattr(torch, config.training.dtype).itemsize
-        needs = []
-        for stage, name in enumerate(stage_names(partition.boundaries)):
-            numbers = partition.layers_of(stage)
-            parameters = sum(num_parameters(layers[number]) for number in numbers)
-            weights = sum(_weight_bytes(layers[number]) for number in numbers)
-            activations = micro_batches_held(config, stage, num_ranks) * sum(
-                activation_bytes(config, number) for number in numbers
-            )
-            optimizer = 2 * parameters * itemsize
-            needs.append(Needs(name, parameters, weights, parameters * itemsize, optimizer, activations))
-        over = _over_limits(config, layers, partition)
-        notes = [
-            f"stage {stage} is over its limit (balance.memory_limits): layers leave it at the first profile"
-            for stage in over
-        ]
-        return {f"case {config.case.name}, {config.pipeline.schedule}": needs}, notes
+        return {f"case {config.case.name}, {config.pipeline.schedule}": stage_needs(config, num_ranks)}, []
 
     def _boundaries(self, layers: list[nn.Module], num_stages: int, state: dict[str, Any] | None) -> tuple[int, ...]:
         """Those of the checkpoint, where it is of as many stages and nobody has chosen others since."""
@@ -233,59 +208,3 @@ class PipelineFeed(Feed):
             self._num_moves += 1
         if self.record is not None:
             self.record.write("pipeline", {**change.to_dict(), "step": self.step})
-
-
-def activation_bytes(config: RunConfig, number: int) -> int:
-    """Estimate of what forward of layer ``number`` keeps for backward, of one micro-batch, with all work done.
-
-    Of each token: of a block the inputs, normalised inputs and outputs of both layer norms and of the attention (5 D),
-    q, k and v (3 D), and the outputs of the first product and of GELU (2 M); of the head its norm's input and output
-    (2 D) and the logits (V), which belong to the loss; of the embedding the number of the token.
-    """
-    model, training = config.model, config.training
-    itemsize = getattr(torch, training.dtype).itemsize
-    tokens = training.batch_size // training.micro_batches * model.context
-    if number == 0:
-        return tokens * torch.int64.itemsize
-    if number == config.num_layers - 1:
-        return tokens * (2 * model.hidden_size + model.vocabulary) * itemsize
-    return tokens * (8 * model.hidden_size + 2 * model.feed_forward_size) * itemsize
-
-
-def micro_batches_held(config: RunConfig, stage: int, num_stages: int) -> int:
-    """Of how many micro-batches a stage keeps activations at once, at most."""
-    most = config.training.micro_batches
-    return most if config.pipeline.schedule == "gpipe" else min(most, num_stages - stage)
-
-
-def _over_limits(config: RunConfig, layers: Sequence[nn.Module], partition: Partition) -> list[int]:
-    """The stages that have too little memory for their first layers.
-
-    Activations count as if each stage held as many micro-batches as the first one, as the balancer counts them.
-
-    Raises:
-        ValueError: if no boundaries fit into the limits.
-    """
-    limits = config.balance.memory_limits
-    if limits is None or not config.balance.is_on:
-        return []
-    itemsize = getattr(torch, config.training.dtype).itemsize
-    held = micro_batches_held(config, 0, partition.num_stages)
-    layer_bytes = [
-        _weight_bytes(layer) + 3 * num_parameters(layer) * itemsize + held * activation_bytes(config, number)
-        for number, layer in enumerate(layers)
-    ]
-    load = PipelineLoad.of(layer_bytes, partition.num_stages, layer_bytes=layer_bytes, memory_limits=limits)
-    try:
-        balanced_partition(load)
-    except ValueError as error:
-        raise ValueError(f"balance.memory_limits: {error}") from error
-    return [stage for stage, size in enumerate(load.stage_bytes(partition)) if size > limits[stage]]
-
-
-def _weight_bytes(layer: nn.Module) -> int:
-    return sum(one.nbytes for one in (*layer.parameters(), *layer.buffers()))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else math.nan

@@ -1,7 +1,11 @@
-"""What a case of changing work can change in a training run; the base changes nothing."""
+"""What a case of changing work can change in a training run, and what cases share; the base changes nothing.
+
+``B`` sequences of ``T`` tokens; ``S`` sequences with chosen tokens, ``Q`` tokens in the one that has most.
+"""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -27,10 +31,12 @@ class DynamicCase:
 
     Attributes:
         changes_every_step: whether the ``work`` of blocks is another one in every step, as with routing.
+        shown: attributes of blocks that :meth:`figures` shows, by their names there.
     """
 
     Options: ClassVar[type[Any]] = NoOptions
     changes_every_step: ClassVar[bool] = False
+    shown: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, model: ModelConfig, options: Any = None) -> None:
         self.model = model
@@ -67,7 +73,11 @@ class DynamicCase:
 
     def figures(self, pipeline: Pipeline) -> dict[str, float]:
         """What to show of the present layers, by name; averaged over stages."""
-        return {}
+        present = [pipeline.layers[number] for number in pipeline.present]
+        values = {
+            name: [getattr(each, key) for each in present if hasattr(each, key)] for name, key in self.shown.items()
+        }
+        return {name: statistics.fmean(of_blocks) for name, of_blocks in values.items() if of_blocks}
 
     def state_dict(self) -> dict[str, Any]:
         """What the case must know to go on, the same on every rank; plain values."""
@@ -75,3 +85,99 @@ class DynamicCase:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`, before the first step; layers have been loaded already."""
+
+
+# How many multiplications a dense block does, against which ``work`` is counted. Norms, GELU and softmax do not count.
+
+
+def feed_forward_products(model: ModelConfig) -> int:
+    """Of the feed-forward part, for one token."""
+    return 2 * model.hidden_size * model.feed_forward_size
+
+
+def attention_products(model: ModelConfig, num_pairs: int) -> int:
+    """Of attention itself: scores and mixed values of so many pairs of a query and a key, in all heads."""
+    return 2 * model.hidden_size * num_pairs
+
+
+def dense_products(model: ModelConfig, num_tokens: int) -> int:
+    """Of a dense block, for one sequence of ``num_tokens``; each attends to itself and those before."""
+    of_linear = num_tokens * (4 * model.hidden_size**2 + feed_forward_products(model))
+    return of_linear + attention_products(model, num_tokens * (num_tokens + 1) // 2)
+
+
+class ChosenTokens:
+    """Where chosen tokens are, in their order, the shorter sequences padded at the end: only they are computed.
+
+    Args:
+        chosen_BT: of bool.
+
+    Attributes:
+        sequences_S: the numbers of the sequences with any.
+        places_SQ: in their sequence; behind the chosen ones those of other tokens, as padding.
+        is_chosen_SQ: False for padding.
+    """
+
+    def __init__(self, chosen_BT: Tensor) -> None:
+        self._shape = chosen_BT.shape
+        self.sequences_S = chosen_BT.any(dim=1).nonzero().flatten()
+        chosen_ST = chosen_BT[self.sequences_S]
+        counts_S = chosen_ST.sum(dim=1)
+        most = int(counts_S.max()) if len(counts_S) else 0
+        self.places_SQ = chosen_ST.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+        self.is_chosen_SQ = torch.arange(most, device=chosen_BT.device) < counts_S[:, None]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[S, Q], padding included; [0, 0] where none is chosen."""
+        return self.places_SQ.shape[0], self.places_SQ.shape[1]
+
+    def of(self, x_BTD: Tensor) -> Tensor:
+        """The chosen tokens [S, Q, D], and padding."""
+        places = self.places_SQ[..., None].expand(-1, -1, x_BTD.shape[-1])
+        return x_BTD[self.sequences_S].gather(1, places)
+
+    def replaced(self, x_BTD: Tensor, new_SQD: Tensor) -> Tensor:
+        """``x_BTD`` with other values for the chosen tokens, those of padding unused."""
+        flat = self.sequences_S[:, None] * self._shape[1] + self.places_SQ
+        rows = x_BTD.flatten(0, 1).index_copy(0, flat[self.is_chosen_SQ], new_SQD[self.is_chosen_SQ])
+        return rows.view_as(x_BTD)
+
+
+# A loss of the blocks' own travels between layers beside the hidden states: (x [B, T, D], auxiliary [B]).
+
+
+class AuxiliaryEmbedding(Embedding):
+    """There is no auxiliary loss yet."""
+
+    def forward(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+        x_BTD = super().forward(tokens_BT)
+        return x_BTD, x_BTD.new_zeros(x_BTD.shape[0])
+
+
+class PassingBlock(Block):
+    """A dense block without an auxiliary loss."""
+
+    def forward(self, x_BTD: Tensor, auxiliary_B: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x_BTD), auxiliary_B
+
+
+class AuxiliaryHead(Head):
+    """To logits [B, T, V] and the auxiliary loss [B]."""
+
+    def forward(self, x_BTD: Tensor, auxiliary_B: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x_BTD), auxiliary_B
+
+
+class AuxiliaryLossCase(DynamicCase):
+    """Blocks add auxiliary losses, already weighted, to that of the next tokens."""
+
+    def embedding(self) -> nn.Module:
+        return AuxiliaryEmbedding(self.model)
+
+    def head(self) -> nn.Module:
+        return AuxiliaryHead(self.model)
+
+    def loss(self, outputs: Any, tokens_BT: Tensor) -> Tensor:
+        logits_BTV, auxiliary_B = outputs
+        return next_token_loss(logits_BTV, tokens_BT) + auxiliary_B.mean()

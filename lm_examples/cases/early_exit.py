@@ -19,9 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lm_examples.cases.chosen_tokens import ChosenTokens
-from lm_examples.cases.dynamic_case import DynamicCase
-from lm_examples.cases.multiplications import attention_products, dense_products, feed_forward_products
+from lm_examples.cases.dynamic_case import (
+    ChosenTokens,
+    DynamicCase,
+    attention_products,
+    dense_products,
+    feed_forward_products,
+)
 from lm_examples.gpt import Block, Embedding, Head, ModelConfig
 from zeroresize.pipeline import Pipeline
 from zeroresize.utils.value_checks import at_least, number
@@ -140,6 +144,7 @@ class EarlyExit(DynamicCase):
     """Later blocks compute fewer tokens."""
 
     Options: ClassVar[type[Any]] = EarlyExitOptions
+    shown: ClassVar[Mapping[str, str]] = {"exited_tokens": "share_exited"}
 
     def __init__(self, model: ModelConfig, options: EarlyExitOptions | None = None) -> None:
         super().__init__(model, options)
@@ -162,12 +167,8 @@ class EarlyExit(DynamicCase):
         return self._threshold.value != before
 
     def figures(self, pipeline: Pipeline) -> dict[str, float]:
-        shares = [
-            layer.share_exited
-            for layer in (pipeline.layers[number] for number in pipeline.present)
-            if isinstance(layer, ExitBlock)
-        ]
-        return {"exited_tokens": sum(shares) / len(shares), "exit_threshold": self._threshold.value} if shares else {}
+        figures = super().figures(pipeline)
+        return {**figures, "exit_threshold": self._threshold.value} if figures else {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"threshold": self._threshold.value}

@@ -7,25 +7,149 @@ is compared with itself: it keeps the first sequence of a micro-batch that it wa
 what it returned; at the check it is run once more on that. So no rank needs more than its own layers, every layer is
 watched from the beginning, and what changes in front of a layer does not count for it.
 
-**Frozen layers** are always the first ones, from the embedding on (:mod:`lm_examples.cases.freezing_rule`). Their
+**Frozen layers** are always the first ones, from the embedding on: those whose plasticity has become small. Their
 parameters require no gradients, so autograd builds no graph for them, they keep no activations, and nothing is sent
 back to them. Their gradients and optimizer state are dropped; when they thaw, the optimizer starts anew with them.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lm_examples.cases.dynamic_case import DynamicCase
-from lm_examples.cases.freezing_rule import FreezingOptions, FreezingRule
 from lm_examples.gpt import ModelConfig
+from vit_examples.harness.sections import each_at_least
 from zeroresize.comm.collectives import all_reduce
 from zeroresize.pipeline import Pipeline
+from zeroresize.utils.value_checks import at_least, number
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreezingOptions:
+    """When layers are frozen.
+
+    Attributes:
+        start: the first step with a check.
+        every: steps from one check to the next.
+        window: checks over which a layer's plasticity is averaged.
+        tolerance: a layer is calm when this average is at most so large a share of the highest it has had.
+        patience: checks in a row in which a layer must be calm.
+        keep_active: how many layers at the end are never frozen, the head among them.
+        thaw_at_lr: all layers thaw when the learning rate has fallen to this share of what it was when the first of
+            them was frozen; None for never.
+        thaw_at_loss: all layers thaw when the mean loss between two checks is this many times its lowest since the
+            first of them was frozen; None for never.
+    """
+
+    start: int = 0
+    every: int = 50
+    window: int = 3
+    tolerance: float = 0.2
+    patience: int = 2
+    keep_active: int = 1
+    thaw_at_lr: float | None = 0.1
+    thaw_at_loss: float | None = 1.2
+
+    def __post_init__(self) -> None:
+        at_least("freezing.start", self.start, 0)
+        each_at_least("freezing", self, ("every", "window", "patience", "keep_active"), 1)
+        number("freezing.tolerance", self.tolerance, above=0, below=1)
+        if self.thaw_at_lr is not None:
+            number("freezing.thaw_at_lr", self.thaw_at_lr, above=0, below=1)
+        if self.thaw_at_loss is not None:
+            number("freezing.thaw_at_loss", self.thaw_at_loss, above=1)
+
+
+#: What of a rule is saved.
+_LEARNED = ("num_frozen", "_recent", "_highest", "_calm", "_lr", "_lowest_loss")
+
+
+class FreezingRule:
+    """The layers that are frozen, always the first ones.
+
+    Args:
+        num_layers: of the whole model.
+
+    Attributes:
+        num_frozen: layers from the front.
+    """
+
+    def __init__(self, num_layers: int, options: FreezingOptions) -> None:
+        self._options, self._num_layers = options, num_layers
+        self._forget()
+
+    def check(self, plasticity: Sequence[float], lr: float, loss: float) -> int:
+        """Decide anew.
+
+        Args:
+            plasticity: [L] since the last check; NaN where it is not known, as of frozen layers.
+            lr: learning rate.
+            loss: mean since the last check; NaN if not known.
+
+        Returns:
+            How many layers are frozen now.
+        """
+        if self.num_frozen and self._is_time_to_thaw(lr, loss):
+            self._forget()
+            return 0
+        for layer, value in enumerate(plasticity):
+            if not math.isnan(value):
+                self._see(layer, value)
+        most = max(self._num_layers - self._options.keep_active, 0)
+        was_frozen = self.num_frozen
+        while self.num_frozen < most and self._calm[self.num_frozen] >= self._options.patience:
+            self.num_frozen += 1
+        if self.num_frozen and not was_frozen:
+            self._lr = lr
+        if self.num_frozen and not loss >= self._lowest_loss:
+            self._lowest_loss = loss
+        return self.num_frozen
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            key: copy.deepcopy(value) for key, value in vars(self).items() if key not in ("_options", "_num_layers")
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`.
+
+        Raises:
+            ValueError: for a state of a model with another number of layers.
+        """
+        if len(state["_calm"]) != self._num_layers:
+            raise ValueError(
+                f"the state is of {len(state['_calm'])} layers, but the model has {self._num_layers}: go on with the "
+                "model that was saved"
+            )
+        vars(self).update(copy.deepcopy(dict(state)))
+
+    def _forget(self) -> None:
+        self.num_frozen = 0
+        self._recent: list[list[float]] = [[] for _ in range(self._num_layers)]
+        self._highest = [0.0] * self._num_layers
+        self._calm = [0] * self._num_layers
+        self._lr = self._lowest_loss = math.nan
+
+    def _is_time_to_thaw(self, lr: float, loss: float) -> bool:
+        at_lr, at_loss = self._options.thaw_at_lr, self._options.thaw_at_loss
+        has_lr_dropped = at_lr is not None and lr <= at_lr * self._lr
+        return has_lr_dropped or (at_loss is not None and loss >= at_loss * self._lowest_loss)
+
+    def _see(self, layer: int, value: float) -> None:
+        recent = self._recent[layer] = [*self._recent[layer], value][-self._options.window :]
+        if len(recent) < self._options.window:
+            return
+        average = sum(recent) / len(recent)
+        self._highest[layer] = max(self._highest[layer], average)
+        is_calm = average <= self._options.tolerance * self._highest[layer] and self._highest[layer] > 0.0
+        self._calm[layer] = self._calm[layer] + 1 if is_calm else 0
 
 
 class Watch(nn.Module):
@@ -97,8 +221,8 @@ class Freezing(DynamicCase):
         *plasticity, loss_sum, num_losses = self._of_all_stages(pipeline)
         mean_loss = loss_sum / num_losses if num_losses else math.nan
         after = self._rule.check(plasticity, float(optimizer.param_groups[0]["lr"]), mean_loss)
-        for number, layer in enumerate(pipeline.layers):
-            layer.watch.is_due, layer.watch.probe, layer.watch.losses = number >= after, None, (0.0, 0)
+        for place, layer in enumerate(pipeline.layers):
+            layer.watch.is_due, layer.watch.probe, layer.watch.losses = place >= after, None, (0.0, 0)
         if after == before:
             return False
         self._freeze(optimizer)
@@ -123,9 +247,9 @@ class Freezing(DynamicCase):
     def _of_all_stages(self, pipeline: Pipeline) -> list[float]:
         """Every layer's plasticity, and the sum and number of losses; collective."""
         sums = torch.zeros(len(pipeline.layers) + 2, dtype=torch.float64)
-        for number in pipeline.present:
-            layer = pipeline.layers[number]
-            sums[number] = layer.watch.plasticity(layer, pipeline.device)
+        for place in pipeline.present:
+            layer = pipeline.layers[place]
+            sums[place] = layer.watch.plasticity(layer, pipeline.device)
         if pipeline.present.stop == len(pipeline.layers):
             sums[-2:] = torch.tensor(pipeline.layers[-1].watch.losses, dtype=torch.float64)
         whole = sums.to(pipeline.meet_device)
@@ -134,8 +258,8 @@ class Freezing(DynamicCase):
 
     def _freeze(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Make the layers as the rule says, those of other stages, too."""
-        for number, layer in self._made.items():
-            is_frozen = number < self._rule.num_frozen
+        for place, layer in self._made.items():
+            is_frozen = place < self._rule.num_frozen
             for parameter in layer.parameters():
                 parameter.requires_grad_(not is_frozen)
                 if is_frozen:

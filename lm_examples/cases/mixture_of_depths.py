@@ -14,6 +14,7 @@ block computes k tokens of each sequence, so blocks differ only in whether they 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,11 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lm_examples.cases.auxiliary_loss import AuxiliaryLossCase, PassingBlock
-from lm_examples.cases.chosen_tokens import ChosenTokens
-from lm_examples.cases.multiplications import dense_products
+from lm_examples.cases.dynamic_case import AuxiliaryLossCase, ChosenTokens, PassingBlock, dense_products
 from lm_examples.gpt import Block, ModelConfig
-from zeroresize.pipeline import Pipeline
 from zeroresize.utils.value_checks import at_least, number, one_of
 
 
@@ -97,17 +95,8 @@ class MixtureOfDepths(AuxiliaryLossCase):
 
     Options: ClassVar[type[Any]] = MixtureOfDepthsOptions
     changes_every_step = True
+    shown: ClassVar[Mapping[str, str]] = {"routed_tokens": "share_chosen", "predicted_rightly": "share_predicted"}
 
     def block(self, number: int) -> nn.Module:
         is_routed = (number + 1) % self.options.every == 0
         return RoutedBlock(self.model, self.options) if is_routed else PassingBlock(self.model)
-
-    def figures(self, pipeline: Pipeline) -> dict[str, float]:
-        present = (pipeline.layers[number] for number in pipeline.present)
-        routed = [layer for layer in present if isinstance(layer, RoutedBlock)]
-        if not routed:
-            return {}
-        return {
-            "routed_tokens": sum(one.share_chosen for one in routed) / len(routed),
-            "predicted_rightly": sum(one.share_predicted for one in routed) / len(routed),
-        }

@@ -17,6 +17,7 @@ factor bounds the rows: what exceeds it is dropped, in the order of tokens, and 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,10 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lm_examples.cases.auxiliary_loss import AuxiliaryLossCase
-from lm_examples.cases.multiplications import dense_products, feed_forward_products
+from lm_examples.cases.dynamic_case import AuxiliaryLossCase, dense_products, feed_forward_products
 from lm_examples.gpt import Block, FeedForward, ModelConfig
-from zeroresize.pipeline import Pipeline
 from zeroresize.utils.value_checks import at_least, number
 
 
@@ -109,7 +108,13 @@ class Experts(nn.Module):
 
 
 class ExpertsBlock(Block):
-    """A block with experts for its feed-forward part; its ``work`` counts the rows that pad experts, too."""
+    """A block with experts for its feed-forward part; its ``work`` counts the rows that pad experts, too.
+
+    Attributes:
+        imbalance, share_dropped: of its experts.
+    """
+
+    imbalance, share_dropped = 1.0, 0.0
 
     def __init__(self, model: ModelConfig, options: MixtureOfExpertsOptions) -> None:
         super().__init__(model)
@@ -124,6 +129,7 @@ class ExpertsBlock(Block):
         more_rows = num_experts * self.mlp.num_rows - batch * length
         router = batch * length * size * num_experts
         self.work = (dense + more_rows * feed_forward_products(self._model) + router) / dense
+        self.imbalance, self.share_dropped = self.mlp.imbalance, self.mlp.share_dropped
         weight = self._options.balance_loss / self._model.num_blocks
         return x_BTD + y_ND.view_as(x_BTD), auxiliary_B + weight * balance
 
@@ -133,17 +139,7 @@ class MixtureOfExperts(AuxiliaryLossCase):
 
     Options: ClassVar[type[Any]] = MixtureOfExpertsOptions
     changes_every_step = True
+    shown: ClassVar[Mapping[str, str]] = {"expert_imbalance": "imbalance", "dropped_tokens": "share_dropped"}
 
     def block(self, number: int) -> nn.Module:
         return ExpertsBlock(self.model, self.options)
-
-    def figures(self, pipeline: Pipeline) -> dict[str, float]:
-        """Imbalance is that of the busiest expert: its tokens over the mean."""
-        present = (pipeline.layers[number] for number in pipeline.present)
-        experts = [layer.mlp for layer in present if isinstance(layer, ExpertsBlock)]
-        if not experts:
-            return {}
-        return {
-            "expert_imbalance": sum(one.imbalance for one in experts) / len(experts),
-            "dropped_tokens": sum(one.share_dropped for one in experts) / len(experts),
-        }

@@ -6,20 +6,20 @@ lose more than others, as weights differ in size. Embedding, norms, biases and t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from lm_examples.cases.dynamic_case import DynamicCase
-from lm_examples.cases.global_top_k import global_top_k
-from lm_examples.cases.multiplications import dense_products
+from lm_examples.cases.dynamic_case import DynamicCase, dense_products
 from lm_examples.cases.sparse_linear import SparseLinear, require_prunable_state
 from lm_examples.gpt import Block, ModelConfig
+from zeroresize.comm.collectives import all_reduce, group_rank, group_size, message_device
 from zeroresize.pipeline import Pipeline
-from zeroresize.resharding.agreement import meet_prepared
+from zeroresize.resharding.agreement import agreed
 from zeroresize.utils.value_checks import at_least, number
 
 
@@ -103,18 +103,16 @@ class Pruning(DynamicCase):
         if sparsity is None:
             return False
         linears = _linears_of(pipeline.layers[number] for number in pipeline.present)
-        can_be_pruned: tuple[float, float] | Exception = (0.0, 0.0)
-        try:
+
+        def require() -> None:
             for linear in linears:
                 require_prunable_state(linear.weight, optimizer.state.get(linear.weight, {}))
-        except ValueError as error:  # the others must hear of it
-            can_be_pruned = error
-        meet_prepared(pipeline.meet(), can_be_pruned)
+
+        agreed(pipeline.meet(), require)
         num_kept = round((1.0 - sparsity) * _num_weights(_linears_of(pipeline.layers)))
-        candidates = [one.candidates() for one in linears]
-        for linear, keep in zip(
-            linears, global_top_k(candidates, num_kept, pipeline.process_group, pipeline.device), strict=True
-        ):
+        candidates = [linear.candidates() for linear in linears]
+        masks = global_top_k(candidates, num_kept, pipeline.process_group, pipeline.device)
+        for linear, keep in zip(linears, masks, strict=True):
             linear.prune(keep, optimizer, self.options.sparse_below)
         return True
 
@@ -140,3 +138,29 @@ def _linears_of(layers: Iterable[nn.Module]) -> list[SparseLinear]:
 def _num_weights(linears: Iterable[SparseLinear]) -> int:
     """Pruned ones and others."""
     return sum(one.in_features * one.out_features for one in linears)
+
+
+def global_top_k(tensors: Sequence[Tensor], k: int, process_group: ProcessGroup, device: torch.device) -> list[Tensor]:
+    """Masks, True for the ``k`` numbers of largest magnitude of all ranks' tensors; collective.
+
+    All magnitudes are brought together, as in the paper's Algorithm 1. Of equal ones the first are kept, in the order
+    of ranks, tensors and elements; NaN counts as the largest.
+
+    Args:
+        tensors: [P] each, of this rank, of floating dtypes; there may be none.
+        k: the same on all ranks.
+        device: where the tensors are.
+    """
+    rank, num_ranks = group_rank(process_group), group_size(process_group)
+    sizes_R = torch.zeros(num_ranks, dtype=torch.int64, device=message_device(process_group, device))
+    sizes_R[rank] = sum(map(len, tensors))
+    all_reduce(sizes_R, process_group)
+    sizes = sizes_R.tolist()
+    magnitudes = torch.zeros(sum(sizes), dtype=torch.float64, device=sizes_R.device)
+    begin = sum(sizes[:rank])
+    if tensors:
+        magnitudes[begin : begin + sizes[rank]] = torch.cat([each.abs().double() for each in tensors])
+    all_reduce(magnitudes, process_group)
+    keep = torch.zeros_like(magnitudes, dtype=torch.bool)
+    keep[magnitudes.sort(descending=True, stable=True).indices[:k]] = True
+    return list(keep[begin : begin + sizes[rank]].to(device).split([len(each) for each in tensors]))

@@ -9,17 +9,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from lm_examples.microbatches.blocks import ModelConfig
-from lm_examples.microbatches.gpt import gpt_layers
-from lm_examples.microbatches.t5 import t5_layers
+from lm_examples.microbatches.models import ModelConfig, padded_layers
 from lm_examples.microbatches.tasks import TaskLengths
-from lm_examples.sections import DataConfig, OutputConfig, SlowSteps, require_bytes
+from lm_examples.sections import BalanceConfig, DataConfig, OutputConfig, StragglerConfig, require_bytes
 from vit_examples.harness.sections import LONGEST_TIMEOUT_S, StepTrainingConfig, each_at_least
-from zeroresize.microbatch.profile import ProfiledShapes
+from zeroresize.microbatch.measuring import ProfiledShapes
 from zeroresize.plan.layout import TensorSpec
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.microbatches.planning_options import PlanningOptions
-from zeroresize.policy.moves.rental import MIN_SAVING
+from zeroresize.policy.microbatches.plan import PlanningOptions
 from zeroresize.runtime.stage import RECOMPUTATIONS
 from zeroresize.strategy.placement.whole_layers import WholeLayers
 from zeroresize.utils.value_checks import at_least, number, one_of
@@ -184,48 +181,6 @@ class SleepConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalanceConfig:
-    """Whether slow ranks get less to do; see :class:`zeroresize.microbatch.balancer.MicroBatchBalancer`.
-
-    Attributes:
-        mode: "on" or "off".
-        min_saving: share of a step that a change must save at least.
-    """
-
-    mode: str = "on"
-    min_saving: float = MIN_SAVING
-
-    def __post_init__(self) -> None:
-        one_of("balance.mode", self.mode, ("on", "off"))
-        number("balance.min_saving", self.min_saving, least=0.0, below=1.0)
-
-    @property
-    def is_on(self) -> bool:
-        """Whether slow ranks get less."""
-        return self.mode == "on"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StragglerConfig(SlowSteps):
-    """A rank that is slow.
-
-    Attributes:
-        rank: None for none.
-    """
-
-    rank: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rank is not None:
-            at_least("straggler.rank", self.rank, 0)
-
-    def chi_of(self, step: int, rank: int) -> float:
-        """χ of a rank in a step."""
-        return self.chi_in(step) if rank == self.rank else 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One run."""
 
@@ -276,8 +231,7 @@ class RunConfig:
 
     def layers(self) -> list[nn.Module]:
         """The undivided model's, with weights drawn from torch's generator (none on the meta device)."""
-        make = gpt_layers if self.model.kind == "gpt" else t5_layers
-        return [layer.to(getattr(torch, self.training.dtype)) for layer in make(self.model)]
+        return [layer.to(getattr(torch, self.training.dtype)) for layer in padded_layers(self.model)]
 
     def tensors(self) -> list[TensorSpec]:
         """Of the undivided model."""
@@ -302,8 +256,7 @@ class RunConfig:
                 f"parallel: dp × tp × pp = {strategy.num_ranks} ranks are needed, and there are {num_ranks}: start as "
                 "many, or change parallel"
             )
-        if self.straggler.rank is not None:
-            at_least("straggler.rank", self.straggler.rank, 0, num_ranks - 1)
+        self.straggler.validate_ranks(num_ranks)
         try:
             strategy.layout(self.tensors(), num_ranks, self.num_layers)
         except ValueError as error:

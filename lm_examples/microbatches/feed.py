@@ -17,23 +17,20 @@ from torch.distributed import ProcessGroup
 
 from lm_examples.data import folder_of, read_files
 from lm_examples.feed import Feed, StepMeans
-from lm_examples.microbatches.blocks import summed_loss
 from lm_examples.microbatches.config import RunConfig
-from lm_examples.microbatches.padding import padding_efficiency
-from lm_examples.microbatches.tasks import TaskSamples
+from lm_examples.microbatches.models import summed_loss
+from lm_examples.microbatches.tasks import TaskSamples, padding_efficiency
 from lm_examples.pace import Pace
 from vit_examples.harness.dry_run import Needs
 from vit_examples.harness.program import agreed
 from zeroresize.microbatch import ChangeRecord, MicroBatchBalancer
-from zeroresize.microbatch.cost_table import CostTable
-from zeroresize.microbatch.iteration_planner import IterationPlanner
-from zeroresize.microbatch.measured_table import measure_model
+from zeroresize.microbatch.measuring import kinds_of, measure_model
 from zeroresize.microbatch.padded import PaddedBatch, PairBatch
-from zeroresize.microbatch.profile import kinds_of
-from zeroresize.microbatch.run_planners import RunPlanners
-from zeroresize.microbatch.shared_store import share_store
+from zeroresize.microbatch.planners import IterationPlanner, RunPlanners
+from zeroresize.microbatch.store import share_store
 from zeroresize.microbatch.trainer import MicroBatchTrainer
-from zeroresize.policy.microbatches.micro_batch import MicroBatch
+from zeroresize.policy.microbatches.costs import CostTable
+from zeroresize.policy.microbatches.plan import MicroBatch
 from zeroresize.policy.microbatches.planning import plan_iteration
 from zeroresize.strategy.model import SwitchableModel
 

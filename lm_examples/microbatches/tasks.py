@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lm_examples.task_lengths import mini_batch_of_pairs
+from zeroresize.policy.microbatches.plan import MicroBatch, shapes_of
 from zeroresize.utils.value_checks import at_least, number
 
 #: Says of a source what its target is: its beginning, that reversed, or what follows.
@@ -123,3 +124,11 @@ class TaskSamples:
             source[0] = instruction
             samples.append((source, target.copy()))
         return samples
+
+
+def padding_efficiency(microbatches: Sequence[MicroBatch], lengths_NA: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return [A] tokens of the samples as a share of those that are computed (DynaPipe, section 2.2)."""
+    sizes, lengths_KA = shapes_of(microbatches)
+    samples = np.concatenate([each.samples for each in microbatches])
+    shares: NDArray[np.float64] = lengths_NA[samples].sum(axis=0) / (sizes[:, None] * lengths_KA).sum(axis=0)
+    return shares

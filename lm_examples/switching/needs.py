@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from lm_examples.build import stage_names
+from lm_examples.pipeline_stages import stage_names
 from lm_examples.switching.config import RunConfig
 from lm_examples.switching.search import candidates_of
 from vit_examples.harness.dry_run import Needs

@@ -18,16 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from lm_examples.microbatches.padding import padding_efficiency
+from lm_examples.microbatches.tasks import padding_efficiency
 from scripts.bench.common import parser_of, save, show
 from scripts.simulated.modelled_pipelines import batches_of, costs_of, paper_model, pipeline_of, powers, row_lengths
-from zeroresize.policy.microbatches.iteration_plan import IterationPlan
-from zeroresize.policy.microbatches.micro_batch import Floats, Indices, MicroBatchCosts
-from zeroresize.policy.microbatches.partition import Segments, shortest_cuts
-from zeroresize.policy.microbatches.planned_micro_batches import fill_of
+from zeroresize.policy.microbatches.cuts import Segments, fill_of, ordered, shortest_cuts
+from zeroresize.policy.microbatches.plan import (
+    DoesNotFitError,
+    Floats,
+    Indices,
+    IterationPlan,
+    MicroBatchCosts,
+    PlanningOptions,
+)
 from zeroresize.policy.microbatches.planning import plan_iteration
-from zeroresize.policy.microbatches.planning_options import DoesNotFitError, PlanningOptions
-from zeroresize.policy.microbatches.sample_order import ordered
 
 BASELINES = {"packing": powers(32), "fixed": powers(128), "tokens": powers(32768, 256)}
 

@@ -15,9 +15,8 @@ import numpy as np
 
 from lm_examples.task_lengths import mini_batch_of_pairs
 from scripts.simulated.transformer_costs import A100, RECOMPUTATIONS, LayerKind, TransformerShape, transformer_grid
-from zeroresize.policy.microbatches.grid_costs import LayerGrid, powers_of_two
-from zeroresize.policy.microbatches.micro_batch import Indices, MicroBatchCosts
-from zeroresize.policy.microbatches.stage_costs import StageCosts
+from zeroresize.policy.microbatches.costs import LayerGrid, StageCosts, powers_of_two
+from zeroresize.policy.microbatches.plan import Indices
 
 #: Bytes of a parameter: weights and gradients in 16 bits; masters and Adam's state, shared by the replicas (ZeRO-1).
 _HELD_BYTES, _SHARED_BYTES = 4.0, 12.0
@@ -108,7 +107,7 @@ def pipeline_of(model: PaperModel, num_stages: int) -> Division:
     return Division(1, 1, num_stages, even_boundaries(model, num_stages), math.inf, 0.0)
 
 
-def costs_of(model: PaperModel, division: Division, longest: int) -> Mapping[str, MicroBatchCosts]:
+def costs_of(model: PaperModel, division: Division, longest: int) -> Mapping[str, StageCosts]:
     """Return what stages take, by what is computed again."""
     return {
         way: StageCosts(model.layer_kinds, _grids(model, division.tp, longest, way), division.boundaries)

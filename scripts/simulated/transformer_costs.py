@@ -16,8 +16,8 @@ from typing import Literal
 
 import numpy as np
 
-from zeroresize.policy.microbatches.grid_costs import LayerGrid, grid_points
-from zeroresize.policy.microbatches.micro_batch import Floats, Indices
+from zeroresize.policy.microbatches.costs import LayerGrid, grid_points
+from zeroresize.policy.microbatches.plan import Floats, Indices
 
 LayerKind = Literal["decoder-only", "encoder", "decoder", "embedding", "head"]
 #: What is computed again in backwards.

@@ -6,16 +6,14 @@ from helpers.devices import device_here
 from helpers.micro_batches import MAKE, SIZES, Undivided, layers_of, samples_of
 from helpers.sample_lengths import Lengths
 
-from lm_examples.microbatches.blocks import summed_loss
+from lm_examples.microbatches.models import summed_loss
 from zeroresize.microbatch.balancer import MicroBatchBalancer
-from zeroresize.microbatch.iteration_planner import IterationPlanner
-from zeroresize.microbatch.measured_table import measure_model
-from zeroresize.microbatch.profile import ProfiledShapes
-from zeroresize.microbatch.run_planners import RunPlanners
-from zeroresize.microbatch.shared_store import share_store
+from zeroresize.microbatch.measuring import ProfiledShapes, measure_model
+from zeroresize.microbatch.planners import IterationPlanner, RunPlanners
+from zeroresize.microbatch.store import share_store
 from zeroresize.microbatch.trainer import MicroBatchTrainer
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.microbatches.planning_options import PlanningOptions
+from zeroresize.policy.microbatches.plan import PlanningOptions
 from zeroresize.strategy.model import SwitchableModel
 
 pytestmark = pytest.mark.gpu

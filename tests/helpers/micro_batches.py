@@ -5,19 +5,14 @@ import torch
 from torch import nn
 
 from helpers.sample_lengths import Lengths
-from lm_examples.microbatches.blocks import ModelConfig, summed_loss
-from lm_examples.microbatches.gpt import gpt_layers
-from lm_examples.microbatches.t5 import t5_layers
-from zeroresize.microbatch.cost_table import CostTable
-from zeroresize.microbatch.iteration_planner import IterationPlanner
+from lm_examples.microbatches.models import ModelConfig, padded_layers, summed_loss
+from zeroresize.microbatch.measuring import measure_layers
 from zeroresize.microbatch.padded import PaddedBatch, PairBatch
-from zeroresize.microbatch.profile import device_name, handed_by, kinds_of, measure_layers
-from zeroresize.policy.microbatches.grid_costs import LayerGrid, grid_points
-from zeroresize.policy.microbatches.iteration_plan import IterationPlan
-from zeroresize.policy.microbatches.micro_batch import MicroBatch
-from zeroresize.policy.microbatches.planning_options import PlanningOptions
+from zeroresize.microbatch.planners import IterationPlanner
+from zeroresize.policy.microbatches.costs import CostTable, LayerGrid, grid_points
+from zeroresize.policy.microbatches.plan import IterationPlan, MicroBatch, PlanningOptions
 
-MAKE = {"gpt": (gpt_layers, PaddedBatch), "t5": (t5_layers, PairBatch)}
+MAKE = {"gpt": (padded_layers, PaddedBatch), "t5": (padded_layers, PairBatch)}
 SIZES = {"gpt": ("size", "length"), "t5": ("size", "source", "target")}
 
 
@@ -57,10 +52,7 @@ def table_of(kind, recomputations=("none", "layers"), num_layers=None, scale=1.0
 def measured_table(layers, batch_of, shapes, *, loss, recomputations=("none", "layers")):
     """Costs of all layers of an undivided model on the CPU."""
     here, device = dict(enumerate(layers)), torch.device("cpu")
-    grids, activations = measure_layers(
-        here, layers, batch_of, shapes, loss=loss, recomputations=recomputations, device=device
-    )
-    return CostTable(kinds_of(layers), shapes.names, grids, device_name(device), handed_by(activations))
+    return measure_layers(here, layers, batch_of, shapes, loss=loss, recomputations=recomputations, device=device)
 
 
 def planner_of(kind, strategy, number=9, *, recomputations=("none", "layers"), scale=1.0, **options):

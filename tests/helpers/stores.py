@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-from zeroresize.microbatch.shared_store import SharedStore, served_store
+from zeroresize.microbatch.store import SharedStore, served_store
 
 
 class StoreKeeper:

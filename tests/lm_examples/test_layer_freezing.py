@@ -8,8 +8,7 @@ from helpers import language_models
 from helpers.language_models import BATCH, MICRO, Run, batch, layers_of, model_of
 
 from lm_examples.cases.dynamic_case import DynamicCase
-from lm_examples.cases.freezing import Freezing
-from lm_examples.cases.freezing_rule import FreezingOptions, FreezingRule
+from lm_examples.cases.freezing import Freezing, FreezingOptions, FreezingRule
 from zeroresize.pipeline import LayerProfiler
 
 

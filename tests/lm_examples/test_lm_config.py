@@ -64,7 +64,7 @@ def test_mistakes_are_named_with_what_is_allowed():
         ({"model": {"num_blocks": 1}}, 4, "model.num_blocks=1 makes 3 layers, embedding and head included: 4 stages"),
         ({"pipeline": {"boundaries": [0, 4, 9]}}, 2, "pipeline.boundaries: boundaries [0, 4, 9] do not divide 10"),
         ({"balance": {"memory_limits": [1e9]}}, 2, "balance.memory_limits are 1, not one of each of 2 stages"),
-        ({"straggler": {"stage": 2}}, 2, "straggler.chi={2: 2.0}: rank 2 is not one of the group's 2"),
+        ({"straggler": {"rank": 2}}, 2, "straggler.rank=2 is not allowed: 1 is the largest"),
         ({**STRATEGIES, "strategies": {"static": [4, 1, 1]}}, 3, "strategies: strategy (4, 1, 1) needs rank 3"),
         ({"feed": "microbatches"}, 3, "parallel: dp × tp × pp = 2 ranks are needed, and there are 3"),
     ],
@@ -76,7 +76,7 @@ def test_what_so_many_ranks_cannot_run_is_refused(values, num_ranks, message):
 
 
 def test_a_straggler_is_slow_from_its_first_step_until_before_its_last():
-    straggler = READER.from_dict({"straggler": {"stage": 1, "chi": 3, "from_step": 2, "to_step": 4}}).straggler
+    straggler = READER.from_dict({"straggler": {"rank": 1, "chi": 3, "from_step": 2, "to_step": 4}}).straggler
     assert [straggler.chi_of(step, 1) for step in (1, 2, 3, 4)] == [1, 3, 3, 1]
     assert straggler.chi_of(2, 0) == 1 and RunConfig().straggler.chi_of(1, 0) == 1
 

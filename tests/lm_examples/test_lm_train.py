@@ -17,17 +17,17 @@ from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.config import READER
 from lm_examples.documents import Documents, MiniBatches, Pieces
 from lm_examples.llama import llama_layers, token_loss
-from lm_examples.microbatches.blocks import summed_loss
+from lm_examples.microbatches.models import summed_loss
 from lm_examples.microbatches.tasks import TaskSamples
 from lm_examples.train import main, prepare, train
 from vit_examples.harness import checkpoints
 from zeroresize.microbatch.padded import PaddedBatch, PairBatch
 from zeroresize.pipeline import LayerProfiler
-from zeroresize.policy.microbatches.micro_batch import MicroBatch
+from zeroresize.policy.microbatches.plan import MicroBatch
 from zeroresize.strategy.packed import Packed
 from zeroresize.utils.json_lines import read_json_lines
 
-STRAGGLER = {"stage": 0, "chi": 4, "from_step": 3}
+STRAGGLER = {"rank": 0, "chi": 4, "from_step": 3}
 SOURCES = Path(__file__).resolve().parents[2] / "lm_examples" / "cases"
 
 

@@ -5,14 +5,12 @@ import pytest
 import torch
 from torch import nn
 
-from lm_examples.microbatches.blocks import ModelConfig, summed_loss
-from lm_examples.microbatches.gpt import gpt_layers
-from lm_examples.microbatches.t5 import t5_layers
+from lm_examples.microbatches.models import ModelConfig, padded_layers, summed_loss
 from zeroresize.microbatch.padded import PaddedBatch, PairBatch
-from zeroresize.policy.microbatches.micro_batch import MicroBatch
+from zeroresize.policy.microbatches.plan import MicroBatch
 from zeroresize.runtime.activations import Activation, find_activations
 
-KINDS = {"gpt": (gpt_layers, PaddedBatch), "t5": (t5_layers, PairBatch)}
+KINDS = {"gpt": (padded_layers, PaddedBatch), "t5": (padded_layers, PairBatch)}
 
 
 def layers_of(kind, **options):

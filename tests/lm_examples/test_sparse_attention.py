@@ -6,8 +6,12 @@ from helpers import language_models
 from helpers.language_models import Run, layers_of
 from torch import nn
 
-from lm_examples.cases.hash_attention import hash_attention
-from lm_examples.cases.sparse_attention import SparseAttention, SparseAttentionBlock, SparseAttentionOptions
+from lm_examples.cases.sparse_attention import (
+    SparseAttention,
+    SparseAttentionBlock,
+    SparseAttentionOptions,
+    hash_attention,
+)
 from lm_examples.gpt import Block
 
 

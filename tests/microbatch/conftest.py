@@ -8,7 +8,7 @@ import pytest
 from helpers.planning import fork_planners
 from helpers.stores import StoreKeeper
 
-from zeroresize.microbatch.shared_store import SharedStore
+from zeroresize.microbatch.store import SharedStore
 
 
 @pytest.fixture

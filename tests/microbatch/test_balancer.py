@@ -6,11 +6,11 @@ import pytest
 import torch
 from helpers.micro_batches import MAKE, SIZES, Undivided, layers_of, planner_of, samples_of, table_of
 
-from lm_examples.microbatches.blocks import summed_loss
+from lm_examples.microbatches.models import summed_loss
 from zeroresize.measure.clocks import HostClock
 from zeroresize.microbatch.balancer import MicroBatchBalancer
-from zeroresize.microbatch.run_planners import RunPlanners
-from zeroresize.microbatch.shared_store import share_store
+from zeroresize.microbatch.planners import RunPlanners
+from zeroresize.microbatch.store import share_store
 from zeroresize.microbatch.trainer import MicroBatchTrainer
 from zeroresize.plan.strategy import Strategy
 from zeroresize.resharding.agreement import NotEnoughMemoryError

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from helpers.planning import (
 
 from zeroresize.microbatch import planners as planners_module
 from zeroresize.microbatch.planners import Planners
-from zeroresize.microbatch.shared_store import PlanningError, StoreError
+from zeroresize.microbatch.store import PlanningError, StoreError
 
 
 @pytest.fixture
@@ -78,9 +79,9 @@ def test_every_plan_comes_once(start, store, folder, first, num_workers):
     iterations = range(first, first + 20)
     planners = start(plan, first=first, last=first + 19, num_workers=num_workers)
     assert all_fetched(planners, store, iterations) == [text_of(iteration) for iteration in iterations]
-    wait_until(lambda: len(planners.seconds()) == 20)
-    assert all(0.0 < seconds < 1.0 for seconds in planners.seconds().values())
-    assert sorted(planners.seconds()) == plan.begun() == list(iterations)
+    wait_until(lambda: len(planners.seconds) == 20)
+    assert all(0.0 < seconds < 1.0 for seconds in dict(planners.seconds).values())
+    assert sorted(planners.seconds) == plan.begun() == list(iterations)
     assert all(len(plan.process_ids(iteration)) == 1 for iteration in iterations)
     assert len({plan.process_ids(iteration)[0] for iteration in iterations}) <= num_workers
 
@@ -107,17 +108,17 @@ def test_which_process_plans_what_changes_nothing(start, store):
     assert texts[0] == texts[1] and len(set(texts[0])) == 12
 
 
-@pytest.mark.parametrize("num_hosts", [2, 3])
-def test_hosts_share_the_iterations(start, keeper, folder, num_hosts):
+def test_hosts_share_the_iterations(start, keeper, folder):
+    num_hosts = 3
     stores = [keeper.another(host=host, num_hosts=num_hosts) for host in range(num_hosts)]
     of_hosts = [start(RecordedPlan(folder), store, first=3, last=16, ahead=5) for store in stores]
     for iteration in range(3, 17):
         for planners in of_hosts:
             planners.advance(iteration)
         assert fetched(keeper.store, iteration) == text_of(iteration)
-    wait_until(lambda: sum(len(planners.seconds()) for planners in of_hosts) == 14)
+    wait_until(lambda: sum(len(planners.seconds) for planners in of_hosts) == 14)
     for host, planners in enumerate(of_hosts):
-        assert list(planners.seconds()) == [iteration for iteration in range(3, 17) if iteration % num_hosts == host]
+        assert list(planners.seconds) == [iteration for iteration in range(3, 17) if iteration % num_hosts == host]
 
 
 def test_another_series_is_planned_by_the_same_processes(start, store, folder):
@@ -136,19 +137,11 @@ def test_another_series_is_planned_by_the_same_processes(start, store, folder):
     assert {*other.process_ids(2), *other.process_ids(6)} <= {*plan.process_ids(0), *plan.process_ids(1)}
 
 
-def test_what_planners_do_is_told(start, folder):
-    plan = RecordedPlan(folder, slow=(1,))
-    planners = start(plan)
-    wait_until(lambda: plan.process_ids(1))
-    assert planners.doing().startswith("the planners of host 0 (1) plan iteration 1 for 0.")
-    plan.go()
-    wait_until(lambda: planners.doing() == "the planners of host 0 (1) plan nothing")
-
-
 def test_a_planner_that_is_killed_is_replaced_and_its_iteration_planned_again(start, store, folder, caplog):
     plan = RecordedPlan(folder, slow=(2,))
     planners = start(plan, last=9, num_workers=2)
     wait_until(lambda: plan.process_ids(2))
+    assert re.match(r"the planners of host 0 \(2\) plan .*iteration 2 for 0\.", planners.doing())
     os.kill(plan.process_ids(2)[0], signal.SIGKILL)
     wait_until(lambda: len(plan.process_ids(2)) == 2)
     plan.go()
@@ -227,18 +220,15 @@ def large_text(iteration):
     return random.Random(0).randbytes(10_000_000).hex()
 
 
-@pytest.mark.parametrize(
-    ("plan", "text"),
-    [
+def test_what_is_no_plan_is_an_error(start, store):
+    for series, (plan, text) in enumerate([
         (len_of_nothing, "returned int: text is needed"),
         (large_text, r"its plan has 1\d+ bytes, and a store takes \d+ at most"),
         (Unloadable(), "processes cannot load the function that plans .OSError: the file of lengths"),
-    ],
-)
-def test_what_is_no_plan_is_an_error(start, store, plan, text):
-    start(plan, ahead=1)
-    with pytest.raises(PlanningError, match=text):
-        fetched(store, 0)
+    ]):  # fmt: skip
+        start(plan, series=series, ahead=1)
+        with pytest.raises(PlanningError, match=text):
+            fetched(store, 0, series=series)
 
 
 def test_planners_that_are_closed_end_at_once_and_who_waits_hears_of_it(start, keeper, folder):
@@ -302,21 +292,17 @@ def test_a_store_that_dies_is_named_and_planners_end(start, keeper, folder, capl
     assert any("the planners of host 0 stop: the instruction store at" in text for text in messages(caplog))
 
 
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
+def test_what_cannot_be_planned_is_refused_before_anything_starts(start, monkeypatch):
+    monkeypatch.setattr(planners_module, "_Worker", lambda _: pytest.fail("something starts"))
+    for values, text in (
         ({"plan": lambda iteration: ""}, "cannot be given to other processes"),
         ({"first": -1}, "first=-1 is not allowed"),
         ({"first": 3, "last": 2}, "last=2 is not allowed"),
         ({"num_workers": 0}, "num_workers=0 is not allowed"),
         ({"ahead": 0}, "ahead=0 is not allowed"),
-    ],
-    ids=["plan", "first", "last", "num_workers", "ahead"],
-)
-def test_what_cannot_be_planned_is_refused_before_anything_starts(start, monkeypatch, values, text):
-    monkeypatch.setattr(planners_module, "_Worker", lambda: pytest.fail("something starts"))
-    with pytest.raises(ValueError, match=text):
-        start(**{"plan": text_of, **values})
+    ):
+        with pytest.raises(ValueError, match=text):
+            start(**{"plan": text_of, **values})
 
 
 _PROGRAM = """
@@ -325,7 +311,7 @@ print("program", flush=True)
 sys.path[:0] = {path}
 from helpers.planning import {plan}
 from zeroresize.microbatch.planners import Planners
-from zeroresize.microbatch.shared_store import SharedStore, served_store
+from zeroresize.microbatch.store import SharedStore, served_store
 
 store = SharedStore(served_store(), "here")
 planners = Planners({plan}, store, series=1, first=0, ahead=1)

@@ -10,10 +10,9 @@ import torch
 from helpers.planning import error_of, is_alive, wait_until
 from helpers.processes import told_by_survivors
 
-from zeroresize.microbatch.run_planners import RunPlanners
-from zeroresize.microbatch.shared_store import SharedStore, plan_value, served_store, share_store
-from zeroresize.policy.microbatches.iteration_plan import IterationPlan, ReplicaPlan
-from zeroresize.policy.microbatches.micro_batch import MicroBatch
+from zeroresize.microbatch.planners import RunPlanners
+from zeroresize.microbatch.store import SharedStore, plan_value, served_store, share_store
+from zeroresize.policy.microbatches.plan import IterationPlan, MicroBatch, ReplicaPlan
 from zeroresize.runtime.instructions import Instruction, Kind
 
 CPU = torch.device("cpu")
@@ -105,42 +104,31 @@ def keeper(keeper):
     return keeper
 
 
-def fail_on_rank_1(keeper, run_ranks, fetch):
-    """The errors of both ranks for iteration 1, which only rank 1 cannot get; iteration 2 comes to both."""
+def test_a_rank_that_cannot_get_its_plan_stops_all_ranks(run_ranks, keeper):
+    """Rank 1 has other samples, then it loses the store; the next plan comes to both."""
 
     def train(rank, group):
-        planners = left_by_hand(keeper, group)
-        error = error_of(lambda: planners.plan(1, "batch 1") if rank == 0 else fetch(planners))
-        if rank == 1:
+        planners, errors = left_by_hand(keeper, group), []
+        errors.append(error_of(lambda: planners.plan(1, "another batch" if rank else "batch 1")))
+        store = planners._store
+        if rank:
             planners._store = keeper.another()
+            planners._store.close()
+        errors.append(error_of(lambda: planners.plan(1, "batch 1")))
+        planners._store = store
         assert planners.plan(2, "batch 2") == plan_of(2)
-        return error
+        return errors
 
-    errors = run_ranks(train, 2)
-    assert errors[0] == (
-        "CannotMoveError",
-        "nothing has moved or changed: ranks [1] of the group failed before; their errors tell why",
-    )
-    return errors[1]
-
-
-def test_a_plan_of_other_samples_is_refused_on_all_ranks(run_ranks, keeper):
-    name, text = fail_on_rank_1(keeper, run_ranks, lambda planners: planners.plan(1, "another batch"))
-    assert name == "ValueError"
-    assert text.startswith(
-        "the plan of iteration 1 was made for other samples: the fingerprint of their lengths is batc"
-    )
-    assert "that of this rank's another batch" in text
-
-
-def test_a_rank_that_has_lost_the_store_stops_all_ranks(run_ranks, keeper):
-    def lose(planners):
-        planners._store.close()
-        planners.plan(1, "batch 1")
-
-    name, text = fail_on_rank_1(keeper, run_ranks, lose)
-    assert name == "CannotMoveError"
-    assert "was asked to fetch the plan of iteration 1: it is closed here" in text
+    others, errors = run_ranks(train, 2)
+    assert others == 2 * [
+        (
+            "CannotMoveError",
+            "nothing has moved or changed: ranks [1] of the group failed before; their errors tell why",
+        )
+    ]
+    (name, text), (lost_name, lost) = errors
+    assert name == "ValueError" and "of their lengths is batch 1, that of this rank's another batch" in text
+    assert lost_name == "CannotMoveError" and "was asked to fetch the plan of iteration 1: it is closed here" in lost
 
 
 def test_plans_of_another_model_and_of_nothing_are_refused(run_ranks, keeper):
@@ -149,7 +137,7 @@ def test_plans_of_another_model_and_of_nothing_are_refused(run_ranks, keeper):
 
     def train(rank, group):
         planners = left_by_hand(keeper, group)
-        planners._model = "mine"
+        planners.planner = Planner("mine")
         return [error_of(lambda n=n: planners.plan(n, "batch")) for n in (1, 3, 4)]
 
     for errors in run_ranks(train, 2):

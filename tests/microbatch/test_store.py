@@ -9,12 +9,13 @@ import time
 
 import pytest
 from helpers.planning import error_of
+from helpers.processes import for_each
 from helpers.stores import StoreKeeper
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zeroresize.microbatch import shared_store
-from zeroresize.microbatch.shared_store import (
+from zeroresize.microbatch import store as store_module
+from zeroresize.microbatch.store import (
     MOST_BYTES,
     PlanningError,
     StoreError,
@@ -65,14 +66,12 @@ def test_values_as_large_as_may_be_travel(store):
     assert store._store.get("plan/1/0") == value
 
 
-@pytest.mark.parametrize("prefix", ["", "iteration 2: "])
-@pytest.mark.parametrize(("kind", "error"), [("ValueError", ValueError), ("KeyError", PlanningError)])
-def test_an_error_comes_in_place_of_a_plan_and_names_the_iteration_once(keeper, kind, error, prefix):
-    value = failure_value(kind, f"{prefix}sample 17 has 9 tokens: at most 8 fit")
-    thread = later(lambda: keeper.another().put(1, 2, value))
-    with pytest.raises(error, match=r"^iteration 2 cannot be planned: sample 17 has 9 tokens: at most 8 fit$"):
-        fetched(keeper.store, 2)
-    thread.join()
+def test_an_error_comes_in_place_of_a_plan_and_names_the_iteration_once(store):
+    for kind, error in (("ValueError", ValueError), ("KeyError", PlanningError)):
+        for prefix in ("", "iteration 2: "):
+            store.put(1, 2, failure_value(kind, f"{prefix}sample 17 has 9 tokens: at most 8 fit"))
+            with pytest.raises(error, match=r"^iteration 2 cannot be planned: sample 17 has 9 tokens: at most 8 fit$"):
+                fetched(store, 2)
 
 
 def test_a_late_plan_is_waited_for_with_messages_that_say_why(keeper, caplog):
@@ -84,24 +83,14 @@ def test_a_late_plan_is_waited_for_with_messages_that_say_why(keeper, caplog):
     thread.join()
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == 2, texts  # after 0.5 and 1 s
+    with pytest.raises(PlanningError, match=r"no plan of iteration 7 came to .* within 0.6 s: planners plan nothing"):
+        fetched(store, 7, 0.6, warns=False)
+    assert len(caplog.records) == 2
     assert re.fullmatch(
         rf"the plan of iteration 6 has been waited for since 0\.\d s, at 127.0.0.1:{keeper.port}: planners plan "
         r"nothing\. Training goes on when it comes, or fails after 20 s",
         texts[0],
     )
-
-
-def test_a_rank_that_need_not_warn_does_not(store, caplog):
-    store.warn_after_s = 0.1
-    thread = later(lambda: store.put(1, 6, plan_value("plan")), 0.4)
-    assert fetched(store, 6, warns=False) == "plan"
-    thread.join()
-    assert not caplog.records
-
-
-def test_a_plan_that_does_not_come_is_an_error_that_says_what_planners_do(store):
-    with pytest.raises(PlanningError, match=r"no plan of iteration 6 came to .* within 0.6 s: planners plan nothing"):
-        fetched(store, 6, 0.6)
 
 
 def test_waits_end_when_the_store_dies(keeper):
@@ -154,28 +143,16 @@ def test_ranks_share_a_store_that_rank_0_keeps_and_hosts_are_numbered(run_ranks,
     assert re.fullmatch(r"plans come by localhost:\d+, which asks nobody who they are: all in .* trusted", *trusted)
 
 
-def test_a_store_that_cannot_be_made_is_an_error_on_all_ranks(run_ranks, monkeypatch):
-    def share(rank, group):
-        def fail(name):
-            raise OSError("too many open files")
-
-        monkeypatch.setattr(shared_store, "served_store", fail)
-        return error_of(lambda: share_store(group))
-
-    (_, here), (_, there) = run_ranks(share, 2)
-    assert here == "too many open files"
-    assert "ranks [0] of the group failed to share an instruction store: too many open files" in there
-
-
-def test_a_store_that_cannot_be_opened_is_an_error_on_all_ranks(run_ranks, monkeypatch):
-    def share(rank, group):
+def test_a_store_that_cannot_be_made_or_opened_is_an_error_on_all_ranks(run_ranks, monkeypatch):
+    @for_each([("served_store", 0, "too many open files"), ("TCPStore", 1, "nobody is there")])
+    def share(rank, group, name, where, text):
         def fail(*_, **__):
-            raise RuntimeError("nobody is there")
+            raise OSError(text)
 
-        if rank == 1:
-            monkeypatch.setattr(shared_store, "TCPStore", fail)
-        return error_of(lambda: share_store(group))
+        with monkeypatch.context() as patched:
+            if rank == where:
+                patched.setattr(store_module, name, fail)
+            return error_of(lambda: share_store(group))[1]
 
-    errors = run_ranks(share, 2)
-    assert all("nobody is there" in text for _, text in errors), errors
-    assert "ranks [1] of the group failed to share an instruction store" in errors[0][1]
+    for errors in run_ranks(share, 2):
+        assert "too many open files" in errors[0] and "nobody is there" in errors[1]

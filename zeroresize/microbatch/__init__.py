@@ -11,18 +11,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeroresize.microbatch.balancer import MicroBatchBalancer
-    from zeroresize.microbatch.cost_table import CostTable
-    from zeroresize.microbatch.iteration_planner import IterationPlanner
-    from zeroresize.microbatch.measured_table import measure_model
+    from zeroresize.microbatch.balancer import ChangeRecord, MicroBatchBalancer
+    from zeroresize.microbatch.measuring import ProfiledShapes, measure_model
     from zeroresize.microbatch.padded import PaddedBatch, PairBatch
-    from zeroresize.microbatch.profile import ProfiledShapes
-    from zeroresize.microbatch.run_planners import RunPlanners
-    from zeroresize.microbatch.shared_store import share_store
+    from zeroresize.microbatch.planners import IterationPlanner, RunPlanners
+    from zeroresize.microbatch.store import share_store
     from zeroresize.microbatch.trainer import IterationReport, MicroBatchTrainer
+    from zeroresize.policy.microbatches.costs import CostTable
+    from zeroresize.policy.microbatches.plan import DoesNotFitError, PlanningOptions
     from zeroresize.policy.microbatches.planning import plan_iteration
-    from zeroresize.policy.microbatches.planning_options import DoesNotFitError, PlanningOptions
-    from zeroresize.strategy.straggler_balancing import ChangeRecord
 
 __all__ = [
     "ChangeRecord",
@@ -42,27 +39,22 @@ __all__ = [
     "share_store",
 ]
 
-#: Everything is imported where it is asked for.
-_MODULES = {
-    "ChangeRecord": "zeroresize.strategy.straggler_balancing",
-    "CostTable": "zeroresize.microbatch.cost_table",
-    "DoesNotFitError": "zeroresize.policy.microbatches.planning_options",
-    "IterationPlanner": "zeroresize.microbatch.iteration_planner",
-    "IterationReport": "zeroresize.microbatch.trainer",
-    "MicroBatchBalancer": "zeroresize.microbatch.balancer",
-    "MicroBatchTrainer": "zeroresize.microbatch.trainer",
-    "PaddedBatch": "zeroresize.microbatch.padded",
-    "PairBatch": "zeroresize.microbatch.padded",
-    "PlanningOptions": "zeroresize.policy.microbatches.planning_options",
-    "ProfiledShapes": "zeroresize.microbatch.profile",
-    "RunPlanners": "zeroresize.microbatch.run_planners",
-    "measure_model": "zeroresize.microbatch.measured_table",
-    "plan_iteration": "zeroresize.policy.microbatches.planning",
-    "share_store": "zeroresize.microbatch.shared_store",
+#: Everything is imported where it is asked for: planner processes need little of it.
+_NAMES = {
+    "zeroresize.microbatch.balancer": ("ChangeRecord", "MicroBatchBalancer"),
+    "zeroresize.microbatch.measuring": ("ProfiledShapes", "measure_model"),
+    "zeroresize.microbatch.padded": ("PaddedBatch", "PairBatch"),
+    "zeroresize.microbatch.planners": ("IterationPlanner", "RunPlanners"),
+    "zeroresize.microbatch.store": ("share_store",),
+    "zeroresize.microbatch.trainer": ("IterationReport", "MicroBatchTrainer"),
+    "zeroresize.policy.microbatches.costs": ("CostTable",),
+    "zeroresize.policy.microbatches.plan": ("DoesNotFitError", "PlanningOptions"),
+    "zeroresize.policy.microbatches.planning": ("plan_iteration",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

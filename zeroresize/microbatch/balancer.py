@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from zeroresize.measure.clocks import Clock
-from zeroresize.microbatch.run_planners import RunPlanners
+from zeroresize.microbatch.planners import RunPlanners
 from zeroresize.microbatch.trainer import IterationReport, MicroBatchTrainer
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.microbatches.iteration_plan import IterationPlan
-from zeroresize.policy.microbatches.micro_batch import Indices
+from zeroresize.policy.microbatches.plan import Indices, IterationPlan
 from zeroresize.policy.microbatches.replanned_costs import PlannedModel, ReplannedCosts
 from zeroresize.policy.moves.rental import MIN_SAVING
 from zeroresize.policy.strategy.stragglers.decision import (
@@ -121,7 +120,7 @@ class MicroBatchBalancer(StragglerBalancing[IterationPlan]):
         Raises:
             Exception: as :meth:`MicroBatchTrainer.step <zeroresize.microbatch.trainer.MicroBatchTrainer.step>`, as
                 ``model.move_optimizer``, except that memory that does not suffice leaves everything as it is, and as
-                :meth:`RunPlanners.restart <zeroresize.microbatch.run_planners.RunPlanners.restart>`.
+                :meth:`RunPlanners.restart <zeroresize.microbatch.planners.RunPlanners.restart>`.
         """
         begin = time.perf_counter()
         plan = self._trainer.fetch(samples, lengths_NA)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeroresize.policy.microbatches.micro_batch import MicroBatch
+from zeroresize.policy.microbatches.plan import MicroBatch
 
 #: Targets of padding, which do not count; as ``cross_entropy`` ignores them by default.
 IGNORED = -100
@@ -44,12 +44,10 @@ class PaddedBatch:
             ValueError: for a row that is longer than the micro-batch says, naming it.
         """
         (length,) = microbatch.lengths
-        tokens = torch.full((microbatch.size, length), _PADDING, dtype=torch.int64)
-        targets = torch.full_like(tokens, IGNORED)
-        for number, row in enumerate(microbatch.rows):
-            _fill(tokens[number], [samples[sample][:-1] for sample in row], row)
-            _fill(targets[number], [samples[sample][1:] for sample in row], row)
-        return cls(tokens, targets)
+        return cls(
+            _rows(microbatch, length, _PADDING, {sample: samples[sample][:-1] for sample in microbatch.samples}),
+            _rows(microbatch, length, IGNORED, {sample: samples[sample][1:] for sample in microbatch.samples}),
+        )
 
     @staticmethod
     def lengths_of(sample: Tensor) -> tuple[int, ...]:
@@ -58,9 +56,9 @@ class PaddedBatch:
 
     @classmethod
     def hollow(cls, sizes: Mapping[str, int]) -> PaddedBatch:
-        """Make one of so many rows ("size") and tokens ("length"), of random tokens, all of which count."""
-        shape = sizes["size"], sizes["length"]
-        return cls(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
+        """Make one of so many rows ("size") and tokens ("length"), all of which count."""
+        tokens = torch.zeros(sizes["size"], sizes["length"], dtype=torch.int64)
+        return cls(tokens, tokens)
 
     @property
     def inputs(self) -> Tensor:
@@ -107,18 +105,17 @@ class PairBatch:
         Raises:
             ValueError: for a row that is longer than the micro-batch says, naming it.
         """
-        source_length, target_length = microbatch.lengths
-        sources = torch.full((microbatch.size, source_length), _PADDING, dtype=torch.int64)
-        targets = torch.full((microbatch.size, target_length), IGNORED, dtype=torch.int64)
-        tokens = torch.full_like(targets, _PADDING)
-        is_source = torch.zeros_like(sources, dtype=torch.bool)
-        for number, row in enumerate(microbatch.rows):
-            length = _fill(sources[number], [samples[sample][0] for sample in row], row)
-            is_source[number, :length] = True
-            _fill(targets[number], [samples[sample][1] for sample in row], row)
-            begun = [torch.cat([torch.tensor([begin]), samples[sample][1][:-1]]) for sample in row]
-            _fill(tokens[number], begun, row)
-        return cls(sources, is_source, tokens, targets)
+        length, target_length = microbatch.lengths
+        sources = {sample: samples[sample][0] for sample in microbatch.samples}
+        targets = {sample: samples[sample][1] for sample in microbatch.samples}
+        begun = {sample: torch.cat([torch.tensor([begin]), target[:-1]]) for sample, target in targets.items()}
+        is_token = {sample: torch.ones_like(source) for sample, source in sources.items()}
+        return cls(
+            _rows(microbatch, length, _PADDING, sources),
+            _rows(microbatch, length, 0, is_token).bool(),
+            _rows(microbatch, target_length, _PADDING, begun),
+            _rows(microbatch, target_length, IGNORED, targets),
+        )
 
     @staticmethod
     def lengths_of(sample: tuple[Tensor, Tensor]) -> tuple[int, ...]:
@@ -147,10 +144,12 @@ class PairBatch:
         return PairBatch(*(tensor.to(device) for tensor in (self.sources, self.is_source, self.tokens, self.targets)))
 
 
-def _fill(row: Tensor, parts: Sequence[Tensor], samples: Sequence[int]) -> int:
-    """Write parts one behind another; returns their length."""
-    filled = torch.cat(list(parts))
-    if len(filled) > len(row):
-        raise ValueError(f"samples {list(samples)} have {len(filled)} tokens: their row is planned for {len(row)}")
-    row[: len(filled)] = filled
-    return len(filled)
+def _rows(microbatch: MicroBatch, length: int, padding: int, parts: Mapping[int, Tensor]) -> Tensor:
+    """[B, length] of what samples have, several in a row one behind another."""
+    filled = torch.full((microbatch.size, length), padding, dtype=torch.int64)
+    for number, row in enumerate(microbatch.rows):
+        values = torch.cat([parts[sample] for sample in row])
+        if len(values) > length:
+            raise ValueError(f"samples {list(row)} have {len(values)} tokens: their row is planned for {length}")
+        filled[number, : len(values)] = values
+    return filled

@@ -1,4 +1,7 @@
-"""The planners of a host: processes that plan iterations ahead of training, while it goes on (DynaPipe, section 3)."""
+"""The planners of a run: processes that plan iterations ahead of training (DynaPipe, section 3), and who asks them.
+
+:class:`IterationPlanner` is what they call, :class:`Planners` are those of a host, :class:`RunPlanners` those of a run.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +18,36 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from weakref import WeakSet
 
 import numpy as np
 import torch
+from torch.distributed import ProcessGroup
 
-from zeroresize.microbatch.shared_store import (
-    MOST_BYTES,
-    PlanningError,
-    SharedStore,
-    StoreError,
-    failure_value,
-    plan_value,
-)
-from zeroresize.utils.value_checks import at_least
+from zeroresize.comm.collectives import group_rank, require_group, time_limit
+from zeroresize.microbatch.store import MOST_BYTES, PlanningError, SharedStore, StoreError, failure_value, plan_value
+from zeroresize.policy.microbatches.costs import CostTable, StageCosts
+from zeroresize.policy.microbatches.plan import Indices, IterationPlan, PlanningOptions
+from zeroresize.policy.microbatches.planning import plan_iteration
+from zeroresize.resharding.agreement import agreed, meet_over, require_same
+from zeroresize.utils.fingerprint import digest, fingerprint
+from zeroresize.utils.value_checks import at_least, number
 
 logger = logging.getLogger(__name__)
 
 #: ``plan(iteration)`` returns the text of an iteration's plan, the same in whatever process it is called.
 Plan = Callable[[int], str]
+#: What something in the store belongs to: the number of a series of plans, and an iteration.
+Place = tuple[int, int]
 
 #: For planners: one thread each, and no GPU.
 _LIMITS = {
@@ -51,11 +57,198 @@ _LIMITS = {
 #: A fork of the training process would have its threads' locks and its GPU.
 _START_METHOD = "spawn"
 #: How often an iteration's planner may fail until it counts as one that cannot be planned.
-MOST_FAILURES = 3
+_MOST_FAILURES = 3
 #: Seconds between two looks at deadlines; between two of a planner at its parent; and for which an end is waited for.
 _TICK_S, _LOOK_S, _END_S = 0.5, 0.5, 2.0
 #: Of how many iterations the seconds of planning are kept.
 _NUM_KEPT = 10_000
+#: Of the group's time limit, what waiting for a plan may take: ranks that have theirs wait for the others meanwhile.
+_SHARE_OF_LIMIT = 0.5
+
+
+@dataclass(frozen=True)
+class IterationPlanner:
+    """Plans iterations: what planner processes call, to which it goes pickled.
+
+    Attributes:
+        lengths_of: returns [N, A] tokens of the samples of an iteration, in their order; a function of a module, or an
+            object that can be pickled.
+        table: costs of the model's layers.
+        boundaries: [S + 1] of the pipeline's stages.
+        options: of planning.
+
+    Raises:
+        ValueError: for boundaries of other layers than the table's.
+    """
+
+    lengths_of: Callable[[int], Indices]
+    table: CostTable
+    boundaries: tuple[int, ...]
+    options: PlanningOptions
+
+    def __post_init__(self) -> None:
+        self.costs  # noqa: B018
+
+    @cached_property
+    def costs(self) -> dict[str, StageCosts]:
+        """What the stages take, by what is computed again."""
+        return self.table.costs(self.boundaries)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What plans of this planner carry: costs, stages and options."""
+        return digest(self.table.fingerprint, repr((self.boundaries, self.options))).hex()
+
+    def __call__(self, iteration: int) -> str:
+        """Return the plan of an iteration as text.
+
+        Raises:
+            ValueError: as :func:`~zeroresize.policy.microbatches.planning.plan_iteration`.
+        """
+        lengths = self.lengths_of(iteration)
+        return plan_iteration(iteration, lengths, self.costs, self.options, model=self.fingerprint).to_json()
+
+
+class RunPlanners:
+    """Plans the iterations of a run on the first rank of each host, for all ranks, which fetch them once an iteration.
+
+    Its constructor, :meth:`plan` and :meth:`restart` are collective.
+
+    Args:
+        planner: of iterations.
+        store: which all ranks share.
+        process_group: the ranks that carry out the plans.
+        device: of the model, where the group cannot send numbers from the CPU.
+        first, last: the iterations that are planned; None for no last one, and for ``last < first`` none are.
+        num_workers: processes of each host that plan at once.
+        ahead: how many iterations may be planned beyond the one that is under way; None for twice as many as there are
+            processes on all hosts, at least 4.
+        timeout_s: seconds to wait for a plan at most; None for half of the group's time limit. A process that plans one
+            iteration for more than a quarter of it is replaced.
+
+    Attributes:
+        planner: the one in force.
+
+    Raises:
+        ValueError: for numbers that are not allowed, a planner that cannot be pickled, and a group that this rank is
+            not in; the other ranks may raise a RuntimeError then.
+    """
+
+    def __init__(
+        self,
+        planner: IterationPlanner,
+        store: SharedStore,
+        process_group: ProcessGroup,
+        device: torch.device,
+        *,
+        first: int = 0,
+        last: int | None = None,
+        num_workers: int = 1,
+        ahead: int | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        process_group = require_group(process_group)
+        if timeout_s is not None:
+            number("timeout_s", timeout_s, above=0.0)
+        self.planner = planner
+        self._store, self._last, self._progress, self._series = store, last, first, store.new_series()
+        self._is_first = group_rank(process_group) == 0
+        self._timeout_s = timeout_s or _SHARE_OF_LIMIT * time_limit(process_group).total_seconds()
+        self._meet = meet_over(process_group, device)
+        self._planners: Planners | None = None
+
+        def start() -> None:
+            if store.is_first_of_host and not self.is_over(first):
+                limits = {"first": first, "last": last, "num_workers": num_workers, "ahead": ahead}
+                deadline_s = self._timeout_s / (_MOST_FAILURES + 1)
+                self._planners = Planners(planner, store, series=self._series, deadline_s=deadline_s, **limits)  # type: ignore[arg-type]
+                weakref.finalize(self, self._planners.close)
+
+        agreed(self._meet, start, what="the planners of a run")
+
+    def plan(self, iteration: int, batch: str) -> IterationPlan:
+        """Return the plan of an iteration, the same on all ranks, before anything of it runs; collective.
+
+        It costs one exchange of a few numbers. The plans of iterations before are dropped, so iterations rise.
+
+        Args:
+            batch: the fingerprint of the lengths of this iteration's samples, as this rank has them.
+
+        Raises:
+            ValueError: for a plan of another model, of other samples or of another iteration, an iteration that is over
+                or comes after the last, and what the planner raised, if it was one. The other ranks raise a
+                RuntimeError then, if they have no such error themselves.
+            RuntimeError: if there is no plan, the store cannot be reached, another rank has failed, ranks have
+                different plans, or a rank does not come.
+        """
+
+        def planned() -> tuple[str, IterationPlan]:
+            self._advance(iteration)
+            text = self._store.get(self._series, iteration, self._timeout_s, self._doing, warns=self._is_first)
+            return text, self._checked(text, iteration, batch)
+
+        what = f"the plan of iteration {iteration}"
+        (_, plan), table = agreed(self._meet, planned, lambda made: (fingerprint(made[0]), 0.0), what)
+        require_same([row[0] for row in table], what, self._meet)
+        return plan
+
+    def is_over(self, iteration: int) -> bool:
+        """Whether no iteration from this one on is planned."""
+        return self._last is not None and self._last < iteration
+
+    def restart(self, planner: IterationPlanner, first: int) -> None:
+        """Plan otherwise from an iteration on; what was planned of it and of later ones is dropped; collective.
+
+        Raises:
+            ValueError: for a planner that cannot be pickled.
+            RuntimeError: if that is so on another rank, or one does not come; on all ranks that live.
+        """
+        planners, series = self._planners, self._store.new_series()
+        agreed(self._meet, lambda: None if planners is None else planners.restart(planner, series, first))
+        self.planner, self._progress, self._series = planner, first, series
+
+    def seconds(self) -> dict[int, float]:
+        """Return how long each iteration took to plan, of the last 10,000 that this host has planned."""
+        return {} if self._planners is None else dict(self._planners.seconds.copy())
+
+    def close(self) -> None:
+        """End the planners of this host; whoever waits for a plan of theirs gets an error."""
+        if self._planners is not None:
+            self._planners.close()
+
+    def _advance(self, iteration: int) -> None:
+        if self.is_over(iteration):
+            raise ValueError(f"the plan of iteration {iteration} is wanted, but planners plan up to {self._last}")
+        if iteration < self._progress:
+            raise ValueError(
+                f"the plan of iteration {iteration} is wanted, but plans before iteration {self._progress} were "
+                "dropped; where training is resumed, make new planners"
+            )
+        self._progress = iteration
+        if self._planners is not None:
+            self._planners.advance(iteration)
+
+    def _doing(self) -> str:
+        return "this rank has no planners" if self._planners is None else self._planners.doing()
+
+    def _checked(self, text: str, iteration: int, batch: str) -> IterationPlan:
+        """The plan that a text describes, if it is the wanted one."""
+        plan, model = IterationPlan.from_json(text), self.planner.fingerprint
+        if plan.iteration != iteration:
+            raise ValueError(f"the plan of iteration {iteration} is wanted, and this is one of {plan.iteration}")
+        if plan.model != model:
+            raise ValueError(
+                f"the plan of iteration {iteration} was made for another model, with other costs, or with other "
+                f"options: its fingerprint is {plan.model}, that of this rank {model}; planners and executors need the "
+                "same"
+            )
+        if plan.batch != batch:
+            raise ValueError(
+                f"the plan of iteration {iteration} was made for other samples: the fingerprint of their lengths is "
+                f"{plan.batch}, that of this rank's {batch}; planners and executors have to read the same data, in the "
+                "same order"
+            )
+        return plan
 
 
 class Planners:
@@ -69,19 +262,15 @@ class Planners:
     The processes have no part of this one, no GPU, and one thread each. All of them end with it, however it does.
 
     Args:
-        plan: returns the text of an iteration's plan; a function of a module, or an object that can be pickled. It
-            reads the lengths of the iteration's mini-batch itself. A ValueError tells of bad input: its text reaches
-            the ranks as it is.
+        plan: returns the text of an iteration's plan; a function of a module, or an object that can be pickled. A
+            ValueError tells of bad input: its text reaches the ranks as it is.
         store: where plans go. Of several hosts each plans the iterations whose number is its own modulo theirs.
         series: of the plans, in the store.
-        first, last: the iterations that are planned; None for no last one.
-        num_workers: how many processes plan at once.
-        ahead: how many iterations may be planned beyond the one that is under way; None for twice as many as there are
-            processes on all hosts, at least 4.
+        first, last, num_workers, ahead: as of :class:`RunPlanners`.
         deadline_s: seconds that planning an iteration may take, with the start of a process.
 
-    Raises:
-        ValueError: for numbers that are not allowed, or a ``plan`` that cannot be pickled.
+    Attributes:
+        seconds: iterations, and how long each took to plan.
     """
 
     def __init__(
@@ -103,14 +292,14 @@ class Planners:
         self._ahead = max(4, 2 * num_workers * store.num_hosts) if ahead is None else ahead
         at_least("ahead", self._ahead, 1)
         pickled = _pickled(plan)
+        self.seconds: deque[tuple[int, float]] = deque(maxlen=_NUM_KEPT)
         self._store, self._last, self._deadline_s = store, last, deadline_s
         self._name = f"the planners of host {store.host}"
         self._folder = Path(tempfile.mkdtemp(prefix="zeroresize-planners-"))
         self._wanted = self._current = self._series_of(pickled, series, first)  # as is asked for; as the thread plans
-        self._workers = [_Worker() for _ in range(num_workers)]
-        self._left: set[tuple[int, int]] = set()  # series and iterations of which something is in the store
-        self._failures: Counter[tuple[int, int]] = Counter()
-        self._seconds: deque[tuple[int, float]] = deque(maxlen=_NUM_KEPT)
+        self._workers = [_Worker(self._folder) for _ in range(num_workers)]
+        self._left: set[Place] = set()  # of which something is in the store
+        self._failures: Counter[Place] = Counter()
         self._wake, self._is_closing = threading.Event(), threading.Event()
         self._maker = os.getpid()
         self._thread = threading.Thread(target=self._run, daemon=True, name="zeroresize, planners")
@@ -130,10 +319,6 @@ class Planners:
         """
         self._wanted = self._series_of(_pickled(plan), series, first)
         self._wake.set()
-
-    def seconds(self) -> dict[int, float]:
-        """Return how long each iteration took to plan, by its number, of the last 10,000 that this host has planned."""
-        return dict(self._seconds.copy())
 
     def doing(self) -> str:
         """Return what they do, in words."""
@@ -160,7 +345,8 @@ class Planners:
         end = "have ended"
         try:
             while not self._is_closing.is_set():
-                self._hear()
+                for worker in self._workers:
+                    self._hear(worker)
                 self._forget()
                 self._hand_out()
                 self._wake.wait(_TICK_S)
@@ -180,39 +366,35 @@ class Planners:
                 for place in self._window():
                     self._leave(place, failure_value(PlanningError.__name__, f"{self._name} {end}"))
 
-    def _window(self) -> list[tuple[int, int]]:
-        """The series and the iterations of which this host may leave something now and has not, rising."""
+    def _window(self) -> list[Place]:
+        """Of which this host may leave something now and has not, rising."""
         store, begin = self._store, self._current.progress
         end = begin + self._ahead + 1 if self._last is None else min(begin + self._ahead, self._last) + 1
         iterations = range(begin + (store.host - begin) % store.num_hosts, end, store.num_hosts)
         places = [(self._current.number, iteration) for iteration in iterations]
         return [place for place in places if place not in self._left]
 
-    def _hear(self) -> None:
-        for worker in self._workers:
-            task, outcome = worker.task, worker.outcome(self._deadline_s)
-            if task is None or outcome is None:
-                continue
-            worker.task = None
-            if isinstance(outcome, str):
-                worker.kill()
-                self._failed(task.place, outcome)
-            else:
-                self._seconds.append((task.place[1], outcome[0]))
-                if task.place[0] == self._wanted.number:  # else nobody waits for it any more
-                    self._leave(task.place, outcome[1])
-
-    def _failed(self, place: tuple[int, int], how: str) -> None:
-        """What was not planned is planned again, but not for ever."""
-        self._failures[place] += 1
-        text = f"{how} while it planned iteration {place[1]}"
-        if self._failures[place] < MOST_FAILURES:
+    def _hear(self, worker: _Worker) -> None:
+        """Leave what has come of a task; what was not planned is planned again, but not for ever."""
+        task, outcome = worker.task, worker.outcome(self._deadline_s)
+        if task is None or outcome is None:
+            return
+        worker.task = None
+        if not isinstance(outcome, str):
+            self.seconds.append((task.place[1], outcome[0]))
+            if task.place[0] == self._wanted.number:  # else nobody waits for it any more
+                self._leave(task.place, outcome[1])
+            return
+        worker.kill()
+        self._failures[task.place] += 1
+        text = f"{outcome} while it planned iteration {task.place[1]}"
+        if self._failures[task.place] < _MOST_FAILURES:
             logger.warning("one of %s %s: another takes its place, and plans it again", self._name, text)
         else:
-            text = f"{MOST_FAILURES} of {self._name} have failed, the last {text}"
-            self._leave(place, failure_value(PlanningError.__name__, text))
+            text = f"{_MOST_FAILURES} of {self._name} have failed, the last {text}"
+            self._leave(task.place, failure_value(PlanningError.__name__, text))
 
-    def _leave(self, place: tuple[int, int], value: bytes) -> None:
+    def _leave(self, place: Place, value: bytes) -> None:
         self._store.put(*place, value)
         self._left.add(place)
 
@@ -233,7 +415,7 @@ class Planners:
         idle = [worker for worker in self._workers if worker.task is None]
         for worker, place in zip(idle, missing, strict=False):
             if not self._is_closing.is_set():
-                worker.start(_Task(self._current.path, place), self._wake.set)
+                worker.start(self._current.path, place, self._wake.set)
 
 
 @dataclass(eq=False)
@@ -247,12 +429,12 @@ class _Series:
 
 @dataclass(eq=False)
 class _Task:
-    """What a process plans: with the function of this file, the place of a series and an iteration in the store."""
+    """What a process plans, by the function of which file, and what comes of it."""
 
     path: Path
-    place: tuple[int, int]
-    future: Future[float] = field(default_factory=Future)
-    began: float = field(default_factory=time.monotonic)
+    place: Place
+    began: float
+    future: Future[float]
 
     @property
     def seconds(self) -> float:
@@ -262,27 +444,26 @@ class _Task:
 class _Worker:
     """One process, in a pool of its own, so that it is known which iteration has killed or stopped it."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._pool: ProcessPoolExecutor | None = None
         self._processes: list[BaseProcess] = []
         self.task: _Task | None = None
 
-    def start(self, task: _Task, when_done: Callable[[], object]) -> None:
+    def start(self, path: Path, place: Place, when_done: Callable[[], object]) -> None:
         """Plan an iteration; :meth:`outcome` tells of all that fails."""
-        self.task = task
+        self.task = _Task(path, place, time.monotonic(), Future())
         try:
             if self._pool is None:
                 context = multiprocessing.get_context(_START_METHOD)
-                self._pool = ProcessPoolExecutor(
-                    1, mp_context=context, initializer=_begin, initargs=(task.path.parent,)
-                )
+                self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(self._folder,))
             with _without_program():
-                task.future = self._pool.submit(_plan, task.path, task.place[1])
+                self.task.future = self._pool.submit(_plan, path, place[1])
             self._processes = list((self._pool._processes or {}).values())
-            task.future.add_done_callback(lambda _: when_done())
+            self.task.future.add_done_callback(lambda _: when_done())
         except Exception as error:  # no memory, no processes
-            task.future = Future()
-            task.future.set_exception(error)
+            self.task.future = Future()
+            self.task.future.set_exception(error)
 
     def outcome(self, deadline_s: float) -> tuple[float, bytes] | str | None:
         """Return the seconds and what was planned, or in words why nothing comes; None while that is not known."""
@@ -333,7 +514,7 @@ def _pickled(plan: Plan) -> bytes:
 
 
 #: In this process; they end with it.
-_RUNNING: WeakSet[Planners] = WeakSet()
+_RUNNING: weakref.WeakSet[Planners] = weakref.WeakSet()
 
 
 def _end_all() -> None:

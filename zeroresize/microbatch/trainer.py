@@ -12,20 +12,22 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from zeroresize.microbatch.sample_check import SampleCheck
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.microbatches.baselines import of_equal_tokens
-from zeroresize.policy.microbatches.iteration_plan import IterationPlan
-from zeroresize.policy.microbatches.micro_batch import Indices, MicroBatch
-from zeroresize.policy.microbatches.planning import batch_fingerprint
-from zeroresize.policy.microbatches.sample_order import ordered
+from zeroresize.policy.microbatches.cuts import of_equal_tokens, ordered
+from zeroresize.policy.microbatches.plan import Indices, IterationPlan, MicroBatch, batch_fingerprint
 from zeroresize.resharding.agreement import agreed
 from zeroresize.runtime.activations import Batch, BatchOf
 from zeroresize.runtime.counted_loss import Count, Loss, total_count
 from zeroresize.runtime.stage import seed_of
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.step_trainer import StepTrainer, require_ready_to_train
+from zeroresize.utils.alike import alike, named_ranks
+from zeroresize.utils.fingerprint import fingerprint
+
+#: The tokens of samples are compared between the ranks of a replica in so many iterations, and then once in so many.
+_FIRST, _EVERY = 10, 1000
 
 
 class MovableBatch(Batch, Protocol):
@@ -35,7 +37,7 @@ class MovableBatch(Batch, Protocol):
 
 
 class Plans(Protocol):
-    """Where plans come from, such as :class:`~zeroresize.microbatch.run_planners.RunPlanners`."""
+    """Where plans come from, such as :class:`~zeroresize.microbatch.planners.RunPlanners`."""
 
     def plan(self, iteration: int, batch: str, /) -> IterationPlan: ...
 
@@ -131,9 +133,8 @@ class MicroBatchTrainer(StepTrainer):
         super().__init__(
             model, optimizer, loss=loss, count=count, grad_clip=grad_clip, seed=seed, hollow=hollow, sizes=sizes
         )
-        self.plans, self._batch_from = plans, batch_from
-        lengths_of = lengths_of or getattr(getattr(batch_from, "__self__", None), "lengths_of", None)
-        self._sample_check = SampleCheck(self._meet, lengths_of)
+        self.plans, self._batch_from, self._num_compared = plans, batch_from, 0
+        self._lengths_of = lengths_of or getattr(getattr(batch_from, "__self__", None), "lengths_of", None)
 
     def step(self, samples: Sequence[Any], lengths_NA: Indices) -> IterationReport:
         """Make one optimizer step; collective.
@@ -146,11 +147,11 @@ class MicroBatchTrainer(StepTrainer):
                 known.
 
         Raises:
-            ValueError: on all ranks for samples that are more or fewer than their lengths, longer or shorter than one
-                that they were planned with, or not the same on all ranks of a replica, and where no target counts. For
-                a plan of other samples, another model, or other numbers of replicas and stages, an optimizer that does
-                not step the model's parameters, and gradients that are left; the other ranks raise a RuntimeError.
-                Nothing has run then.
+            ValueError: on all ranks for samples that are not the same on all ranks of a replica, a plan of other
+                numbers of replicas and stages, and where no target counts. For samples that are more or fewer than
+                their lengths, longer or shorter than one that they were planned with, a plan of other samples or
+                another model, an optimizer that does not step the model's parameters, and gradients that are left; the
+                other ranks raise a RuntimeError. Nothing has run then.
             RuntimeError: if there is no plan, a micro-batch cannot be made, or a rank does not come, and after a step
                 that failed.
             Exception: what a layer or the loss raises. A step that fails while it runs is to be repeated from a
@@ -254,18 +255,59 @@ class MicroBatchTrainer(StepTrainer):
         def made() -> tuple[list[Batch], list[float]]:
             if trains:
                 require_ready_to_train(self.model, self.optimizer)
-            of_samples = self._sample_check.numbers(samples, wanted, lengths_NA)
-            if of_samples[0]:
-                return [], [0.0, *of_samples]
+            self._require_planned(samples, wanted, lengths_NA)
+            is_compared = self._num_compared < _FIRST or self._num_compared % _EVERY == 0
+            tokens = b"".join(_tokens(samples[each]) for each in wanted) if is_compared else b""
             batches = [self._batch_from(samples, each).to(self.model.device) for each in microbatches]
-            return batches, [self._count_of(batches, microbatches, lengths_NA), *of_samples]
+            return batches, [self._count_of(batches, microbatches, lengths_NA), fingerprint(tokens)]
 
         (batches, _), table = agreed(self._meet, made, lambda made: made[1], "micro-batches")
-        positions = [self.model.current.position_of(rank) for rank in range(len(table))]
-        replicas = [None if each is None else each.replica for each in positions]
-        self._sample_check.require([row[1:] for row in table], replicas, samples, wanted, lengths_NA)
+        self._num_compared += 1
+        self._require_alike([row[1] for row in table], samples, wanted)
         self._loss.begin(total_count(row[0] for row in table))
         return batches
+
+    def _require_planned(self, samples: Sequence[Any], wanted: Sequence[int], lengths_NA: Indices) -> None:
+        """Check the lengths of this rank's samples: others would be padded, dropped or mixed.
+
+        Raises:
+            ValueError: naming a sample that is not as it was planned.
+        """
+        if len(samples) != len(lengths_NA):
+            raise ValueError(
+                f"{len(samples)} samples and {len(lengths_NA)} lengths were given: give the lengths of just these "
+                "samples, from which planners plan, too"
+            )
+        for sample in wanted if self._lengths_of else ():
+            lengths, planned = list(self._lengths_of(samples[sample])), np.asarray(lengths_NA)[sample].tolist()
+            if lengths != planned:
+                raise ValueError(
+                    f"sample {sample} has {lengths} tokens, and was planned with {planned}: planners and executors "
+                    "have to read the same data, cut alike"
+                )
+
+    def _require_alike(self, prints: Sequence[float], samples: Sequence[Any], wanted: Sequence[int]) -> None:
+        """Check that the ranks of a replica have the same tokens; collective where they have not.
+
+        Raises:
+            ValueError: on every rank, naming a sample that is not the same on all ranks.
+        """
+        ranks_of: dict[int, list[int]] = {}
+        for rank in range(len(prints)):
+            position = self.model.current.position_of(rank)
+            if position is not None:
+                ranks_of.setdefault(position.replica, []).append(rank)
+        if all(len({prints[rank] for rank in ranks}) == 1 for ranks in ranks_of.values()):
+            return
+        contents = self._meet(*(number for each in wanted for number in (each, fingerprint(_tokens(samples[each])))))
+        for ranks in ranks_of.values():
+            for at in range(0, min(len(contents[rank]) for rank in ranks) - 1, 2):
+                groups = alike([contents[rank][at + 1] for rank in ranks], ranks)
+                if len(groups) > 1:
+                    raise ValueError(
+                        f"sample {contents[ranks[0]][at]:.0f} has other tokens on {named_ranks(groups[1])} than on "
+                        f"{named_ranks(groups[0])}: all ranks have to read the same data, in the same order"
+                    )
 
     def _count_of(self, batches: Sequence[Batch], microbatches: Sequence[MicroBatch], lengths_NA: Indices) -> float:
         """Return what counts in this rank's micro-batches, on one rank of those that share them."""
@@ -290,3 +332,12 @@ class MicroBatchTrainer(StepTrainer):
                 f"iteration {plan.iteration} was planned for {len(plan.replicas)} replicas of {num_stages} stages: "
                 f"the model's strategy is {strategy}"
             )
+
+
+def _tokens(sample: Any) -> bytes:
+    """The contents of a sample as far as it is made of tensors and arrays."""
+    if isinstance(sample, Tensor):
+        sample = sample.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()  # numpy has no bfloat16
+    if isinstance(sample, np.ndarray):
+        return sample.tobytes()
+    return b"".join(map(_tokens, sample)) if isinstance(sample, tuple | list) else b""

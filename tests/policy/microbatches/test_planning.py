@@ -8,17 +8,14 @@ from helpers.instruction_events import step_by_events
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm_examples.microbatches.padding import padding_efficiency
+from lm_examples.microbatches.tasks import padding_efficiency
 from zeroresize.plan.partition import Partition
-from zeroresize.policy.microbatches.baselines import of_equal_tokens, of_fixed_size, packed
-from zeroresize.policy.microbatches.iteration_plan import IterationPlan
-from zeroresize.policy.microbatches.micro_batch import MicroBatch, shapes_of
-from zeroresize.policy.microbatches.planned_micro_batches import fill_of
+from zeroresize.policy.microbatches.costs import StageCosts
+from zeroresize.policy.microbatches.cuts import fill_of, of_equal_tokens, of_fixed_size, ordered, packed
+from zeroresize.policy.microbatches.plan import DoesNotFitError, IterationPlan, MicroBatch, PlanningOptions, shapes_of
 from zeroresize.policy.microbatches.planning import batch_fingerprint, plan_iteration
-from zeroresize.policy.microbatches.planning_options import DoesNotFitError, PlanningOptions
-from zeroresize.policy.microbatches.sample_order import ordered
-from zeroresize.policy.microbatches.stage_costs import StageCosts
-from zeroresize.runtime.instructions import Kind, check
+from zeroresize.runtime.check import check
+from zeroresize.runtime.instructions import Kind
 
 
 class GrowingCosts:

@@ -9,8 +9,8 @@ from helpers.micro_batches import Lengths, table_of
 
 from zeroresize.plan.layout import TensorSpec
 from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.microbatches.plan import PlanningOptions
 from zeroresize.policy.microbatches.planning import plan_iteration
-from zeroresize.policy.microbatches.planning_options import PlanningOptions
 from zeroresize.policy.microbatches.replanned_costs import PlannedModel, ReplannedCosts
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.strategy.stragglers.decision import StragglerDecision

@@ -19,11 +19,11 @@ import numpy as np
 
 from zeroresize.plan.layout import Layout, TensorSpec, unit_bounds
 from zeroresize.plan.strategy import Position, Strategy
-from zeroresize.policy.microbatches.iteration_plan import IterationPlan
-from zeroresize.policy.microbatches.micro_batch import Floats, MicroBatch, MicroBatchCosts, Prices, shapes_of
-from zeroresize.policy.microbatches.planning_options import PlanningOptions
-from zeroresize.policy.microbatches.replicas import replica_plans, shared_by_stages
-from zeroresize.policy.strategy.costs.cost_model import most_bytes_of, pipeline_seconds
+from zeroresize.policy.microbatches.costs import Prices, StageCosts
+from zeroresize.policy.microbatches.plan import Floats, IterationPlan, MicroBatch, PlanningOptions, shapes_of
+from zeroresize.policy.microbatches.planning import replica_plans, shared_by_stages
+from zeroresize.policy.strategy.costs.cost_model import pipeline_seconds
+from zeroresize.policy.strategy.costs.planned_switches import most_bytes_of
 from zeroresize.policy.strategy.stragglers.candidates import ModelDivision
 from zeroresize.policy.strategy.switches.switch_plan import plan_weights
 
@@ -31,7 +31,7 @@ from zeroresize.policy.strategy.switches.switch_plan import plan_weights
 _LEAST_WORK = 1e-6
 
 #: What the stages with these boundaries take, by what is computed again.
-CostsOfStages = Callable[[Sequence[int]], Mapping[str, MicroBatchCosts]]
+CostsOfStages = Callable[[Sequence[int]], Mapping[str, StageCosts]]
 
 
 @dataclass(frozen=True)
@@ -66,57 +66,47 @@ class ReplannedCosts:
         model: what is trained.
         costs_of: of stages with given boundaries.
         options: of planning while no rank is slow.
-
-    Attributes:
-        optimizer_strategy: the number of the only range.
     """
 
+    optimizer_strategy = 0
+
     def __init__(self, model: PlannedModel, costs_of: CostsOfStages, options: PlanningOptions) -> None:
-        self.optimizer_strategy = 0
         self._model, self._options = model, options
         self._costs_of = lru_cache(maxsize=64)(lambda boundaries: costs_of(boundaries))
         self._plans: tuple[IterationPlan, ...] = ()
         self._layout_of = lru_cache(maxsize=64)(self._layout)
-        self._prices_of = lru_cache(maxsize=256)(self._prices)
+        self._seconds_of = lru_cache(maxsize=256)(self._seconds)
 
     def expect(self, plans: Sequence[IterationPlan]) -> None:
         """Expect iterations like those of these plans, which were made for the strategy in force."""
         self._plans = tuple(plans)
-        self._prices_of.cache_clear()
+        self._seconds_of.cache_clear()
 
     @property
     def division(self) -> ModelDivision:
         """Return how the model can be divided; a layer's work is what a usual sample takes."""
         costs, *_ = self._costs_of(tuple(range(self._model.num_layers + 1))).values()
-        work_L = _stage_s(costs.prices(np.ones(1, dtype=np.int64), np.array([self._model.lengths])))[0]
+        work_L = _alone(costs, self._model.lengths).seconds[0]
         least_s = _LEAST_WORK * float(work_L.max()) or 1.0
         unit_counts = sorted({tensor.num_units for tensor in self._model.tensors if tensor.division is not None})
-        return ModelDivision(
-            tuple(np.maximum(work_L, least_s).tolist()),
-            tuple(unit_counts),
-            tuple(self._model.nodes),
-            (self._model.original.tp,),
-        )
+        work = tuple(np.maximum(work_L, least_s).tolist())
+        return ModelDivision(work, tuple(unit_counts), tuple(self._model.nodes), (self._model.original.tp,))
 
     def range_s(self, number: int, strategy: Strategy, speeds: Sequence[float]) -> float:
         """Return the mean seconds of the expected iterations, infinite for another tensor-parallel degree."""
         if strategy.tp != self._model.original.tp:
             return math.inf
         slowness_DS = self.slowness_of(strategy, speeds)
-        return self._mean_s(
-            strategy, lambda _, stage_s: _slowest_s(shared_by_stages(stage_s, slowness_DS), stage_s, slowness_DS)
-        )
+        return self._mean_s(strategy, slowness_DS, lambda _, stage_s: shared_by_stages(stage_s, slowness_DS))
 
     def as_planned_s(self, strategies: Sequence[Strategy], speeds: Sequence[float]) -> float:
         """Return the same of the plans as they are, made for this strategy's division, when ranks had other speeds."""
-        (strategy,) = strategies
-        slowness_DS = self.slowness_of(strategy, speeds)
 
-        def seconds(plan: IterationPlan, stage_s: Floats) -> float:
-            ends = np.cumsum([0, *(len(replica.microbatches) for replica in plan.replicas)]).tolist()
-            return _slowest_s(list(itertools.starmap(range, itertools.pairwise(ends))), stage_s, slowness_DS)
+        def as_planned(plan: IterationPlan, _: Floats) -> list[range]:
+            ends = itertools.accumulate((len(replica.microbatches) for replica in plan.replicas), initial=0)
+            return list(itertools.starmap(range, itertools.pairwise(ends)))
 
-        return self._mean_s(strategy, seconds)
+        return self._mean_s(strategies[0], self.slowness_of(strategies[0], speeds), as_planned)
 
     def fits(self, number: int, strategy: Strategy, optimizer_strategy: Strategy) -> bool:
         """Return whether micro-batches fit beside the weights that a strategy brings.
@@ -128,10 +118,9 @@ class ReplannedCosts:
             return limit > 0.0
         if self._fits_longest(self._model.original) and not self._fits_longest(strategy):
             return False
-        options = replace(self.options_of(strategy), num_clusters=1)
+        costs, options = self._costs(strategy), self.options_of(strategy)
         return all(
-            replica_plans(_all_of(plan), self._costs_of(self._boundaries(strategy))[plan.recomputation], options)
-            is not None
+            replica_plans(_all_of(plan), costs[plan.recomputation], options, num_clusters=1) is not None
             for plan in self._plans
         )
 
@@ -158,12 +147,9 @@ class ReplannedCosts:
         ]
         parts = strategy.tp * np.mean(counts, axis=0) if counts else np.ones(strategy.tp)
         slowness_DS = np.empty((strategy.dp, strategy.pp))
-        for replica in range(strategy.dp):
-            for stage in range(strategy.pp):
-                ranks = [strategy.rank_at(Position(replica, stage, shard)) for shard in range(strategy.tp)]
-                slowness_DS[replica, stage] = max(
-                    part / speeds[rank] for part, rank in zip(parts.tolist(), ranks, strict=True)
-                )
+        for replica, stage in np.ndindex(slowness_DS.shape):
+            ranks = [strategy.rank_at(Position(replica, stage, shard)) for shard in range(strategy.tp)]
+            slowness_DS[replica, stage] = (parts / np.asarray(speeds)[ranks]).max()
         return slowness_DS
 
     def options_of(self, strategy: Strategy, speeds: Sequence[float] | None = None) -> PlanningOptions:
@@ -177,31 +163,41 @@ class ReplannedCosts:
         position = strategy.position_of(rank)
         if position is None or not plan.replicas[position.replica].microbatches:
             return 0.0
-        costs = self._costs_of(self._boundaries(strategy))[plan.recomputation]
-        stage_s = _stage_s(costs.prices(*shapes_of(plan.replicas[position.replica].microbatches)))
-        alone = [1.0 if other == rank else math.inf for other in range(len(self._model.nodes))]
-        return float(stage_s[:, position.stage].sum()) * float(
-            self.slowness_of(strategy, alone)[position.replica, position.stage]
+        stage_s = (
+            self._costs(strategy)[plan.recomputation]
+            .prices(*shapes_of(plan.replicas[position.replica].microbatches))
+            .seconds
         )
+        alone = [1.0 if other == rank else math.inf for other in range(len(self._model.nodes))]
+        part = self.slowness_of(strategy, alone)[position.replica, position.stage]
+        return float(stage_s[:, position.stage].sum() * part)
 
     def _fits_longest(self, strategy: Strategy) -> bool:
-        limit, longest = self._memory_limit(strategy), np.array([self._model.longest])
-        for costs in self._costs_of(self._boundaries(strategy)).values():
-            prices = costs.prices(np.ones(1, dtype=np.int64), longest)
-            if float((prices.activation_bytes + prices.workspace_bytes).max()) <= limit:
-                return True
-        return False
+        limit = self._memory_limit(strategy)
+        all_prices = [_alone(costs, self._model.longest) for costs in self._costs(strategy).values()]
+        return any((prices.activation_bytes + prices.workspace_bytes).max() <= limit for prices in all_prices)
 
-    def _mean_s(self, strategy: Strategy, seconds: Callable[[IterationPlan, Floats], float]) -> float:
-        boundaries = self._boundaries(strategy)
-        all_s = [
-            seconds(plan, _stage_s(self._prices_of(number, boundaries))) for number, plan in enumerate(self._plans)
-        ]
+    def _mean_s(
+        self,
+        strategy: Strategy,
+        slowness_DS: Floats,
+        shared: Callable[[IterationPlan, Floats], Sequence[Sequence[int]]],
+    ) -> float:
+        """Of the expected iterations, whose micro-batches replicas share in a way; the slowest replica counts."""
+        all_s = []
+        for number, plan in enumerate(self._plans):
+            stage_s = self._seconds_of(number, self._boundaries(strategy))
+            shares = zip(shared(plan, stage_s), slowness_DS, strict=True)
+            all_s.append(max(pipeline_seconds(stage_s[list(members)] * slowness_S) for members, slowness_S in shares))
         return math.fsum(all_s) / max(len(all_s), 1)
 
-    def _prices(self, number: int, boundaries: tuple[int, ...]) -> Prices:
+    def _seconds(self, number: int, boundaries: tuple[int, ...]) -> Floats:
+        """[M, S] of the micro-batches of an expected plan."""
         plan = self._plans[number]
-        return self._costs_of(boundaries)[plan.recomputation].prices(*shapes_of(_all_of(plan)))
+        return self._costs_of(boundaries)[plan.recomputation].prices(*shapes_of(_all_of(plan))).seconds
+
+    def _costs(self, strategy: Strategy) -> Mapping[str, StageCosts]:
+        return self._costs_of(self._boundaries(strategy))
 
     def _boundaries(self, strategy: Strategy) -> tuple[int, ...]:
         return strategy.partition(self._model.num_layers).boundaries
@@ -210,27 +206,18 @@ class ReplannedCosts:
         return strategy.layout(self._model.tensors, len(self._model.nodes), self._model.num_layers)
 
     def _memory_limit(self, strategy: Strategy) -> float:
-        more = self._held_bytes(strategy) - self._held_bytes(self._model.original)
-        return self._options.memory_limit - max(more, 0.0)
-
-    def _held_bytes(self, strategy: Strategy) -> float:
-        """Of the rank with most: weights, gradients and the optimizer's state."""
-        return float(self._layout_of(strategy).rank_bytes(self._model.tensors).max()) * (
-            2.0 + self._model.optimizer_ratio
+        """Weights, gradients and the optimizer's state of the rank with most leave so much."""
+        held, original = (
+            float(self._layout_of(each).rank_bytes(self._model.tensors).max())
+            for each in (strategy, self._model.original)
         )
+        return self._options.memory_limit - max(held - original, 0.0) * (2.0 + self._model.optimizer_ratio)
 
 
 def _all_of(plan: IterationPlan) -> list[MicroBatch]:
     return [microbatch for replica in plan.replicas for microbatch in replica.microbatches]
 
 
-def _stage_s(prices: Prices) -> Floats:
-    """[M, S] forward and backward."""
-    return prices.forward_s + prices.backward_s
-
-
-def _slowest_s(shares: Sequence[Sequence[int]], stage_s: Floats, slowness_DS: Floats) -> float:
-    return max(
-        pipeline_seconds(stage_s[list(members)] * slowness_S)
-        for members, slowness_S in zip(shares, slowness_DS, strict=True)
-    )
+def _alone(costs: StageCosts, lengths: tuple[int, ...]) -> Prices:
+    """Of a micro-batch of one sample."""
+    return costs.prices(np.ones(1, dtype=np.int64), np.array([lengths]))

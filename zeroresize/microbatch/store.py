@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _PLAN, _FAILURE = b"P", b"F"
-#: zlib's fastest level makes a plan a few times smaller in about a millisecond.
-_LEVEL = 1
 #: Bytes that a value may have: TCPStore closes the connection of who sends 8 MiB.
 MOST_BYTES = 8 * 2**20 - 1024
 #: Seconds between two questions for a plan: they begin at the first and double up to the second.
@@ -44,8 +42,8 @@ class PlanningError(RuntimeError):
 
 
 def plan_value(text: str) -> bytes:
-    """Return what the store keeps of a plan."""
-    return _PLAN + zlib.compress(text.encode(), _LEVEL)
+    """Return what the store keeps of a plan; zlib's fastest level makes it a few times smaller in a millisecond."""
+    return _PLAN + zlib.compress(text.encode(), 1)
 
 
 def failure_value(kind: str, text: str) -> bytes:
@@ -94,13 +92,10 @@ class SharedStore:
         return self._num_series
 
     def put(self, series: int, iteration: int, value: bytes) -> None:
-        """Leave the plan of an iteration, or a failure in its place.
-
-        Args:
-            value: of at most :data:`MOST_BYTES`.
+        """Leave the plan of an iteration, or a failure in its place, of at most :data:`MOST_BYTES`.
 
         Raises:
-            StoreError: if the store cannot be reached.
+            StoreError: if the store cannot be reached, as all methods do.
         """
         self._ask(lambda store: store.set(_key(series, iteration), value), f"leave the plan of iteration {iteration}")
 
@@ -117,7 +112,6 @@ class SharedStore:
         Raises:
             ValueError: what the planner raised, if it was one, naming the iteration.
             PlanningError: if its planner failed otherwise, or it does not come in time.
-            StoreError: if the store cannot be reached.
         """
         began, next_warning_s, pause_s = time.monotonic(), self.warn_after_s, _LEAST_PAUSE_S
         key, purpose = _key(series, iteration), f"fetch the plan of iteration {iteration}"
@@ -145,11 +139,7 @@ class SharedStore:
             pause_s = min(2.0 * pause_s, _MOST_PAUSE_S)
 
     def drop(self, places: Iterable[tuple[int, int]]) -> None:
-        """Drop plans, each by its series and iteration.
-
-        Raises:
-            StoreError: if the store cannot be reached.
-        """
+        """Drop plans, each by its series and iteration."""
         keys = [_key(*place) for place in places]
         if keys:
             self._ask(lambda store: [store.delete_key(key) for key in keys], "drop plans")
@@ -170,19 +160,16 @@ class SharedStore:
 
     def _ask(self, call: Callable[[Any], _T], purpose: str) -> _T:
         """Return what the store answers; one whose process is stopped would never do."""
-        store = self._store
+        store, asked = self._store, f"the instruction store at {self._address} was asked to {purpose}"
         if store is None:
-            raise StoreError(f"{self._asked(purpose)}: it is closed here")
+            raise StoreError(f"{asked}: it is closed here")
         try:
             return within(self._limit, lambda: call(store))
         except (RuntimeError, TimeoutError) as error:
             raise StoreError(
-                f"{self._asked(purpose)}: {reason(error)}. The process that keeps it, rank 0's, has ended, is stopped, "
-                "or cannot be reached from here"
+                f"{asked}: {reason(error)}. The process that keeps it, rank 0's, has ended, is stopped, or cannot be "
+                "reached from here"
             ) from error
-
-    def _asked(self, purpose: str) -> str:
-        return f"the instruction store at {self._address} was asked to {purpose}"
 
 
 def share_store(process_group: ProcessGroup) -> SharedStore:
@@ -198,8 +185,7 @@ def share_store(process_group: ProcessGroup) -> SharedStore:
     rendezvous = Rendezvous(require_group(process_group), "share an instruction store")
     names = rendezvous.exchange("hosts", socket.gethostname())
     hosts = list(dict.fromkeys(names))
-    made: TCPStore | None = None
-    address = ""
+    made, address = None, ""
     if rendezvous.rank == 0:
         name = _LOOPBACK if len(hosts) == 1 else os.environ.get("MASTER_ADDR", hosts[0])
         try:
@@ -212,15 +198,12 @@ def share_store(process_group: ProcessGroup) -> SharedStore:
             logger.warning("plans come by %s, which asks nobody who they are: all in its network is trusted", address)
     address = rendezvous.exchange("address", address)[0]
     name, _, port = address.rpartition(":")
-    limit = timedelta(seconds=_ANSWER_S)
-    store = rendezvous.connect(lambda: made or TCPStore(name, int(port), timeout=limit, wait_for_workers=False))
-    here = names[rendezvous.rank]
     return SharedStore(
-        store,
+        rendezvous.connect(lambda: made or _tcp_store(name, int(port))),
         address,
-        host=hosts.index(here),
+        host=hosts.index(names[rendezvous.rank]),
         num_hosts=len(hosts),
-        is_first_of_host=names.index(here) == rendezvous.rank,
+        is_first_of_host=names.index(names[rendezvous.rank]) == rendezvous.rank,
         rendezvous=rendezvous,
     )
 
@@ -236,14 +219,15 @@ def served_store(name: str = _LOOPBACK) -> TCPStore:
     Raises:
         OSError, RuntimeError: if it cannot be made.
     """
-    limit = timedelta(seconds=_ANSWER_S)
     if name != _LOOPBACK:
-        return TCPStore(name, 0, is_master=True, timeout=limit, wait_for_workers=False)
+        return _tcp_store(name, 0, is_master=True)
     listener = socket.create_server((name, 0))
     port = listener.getsockname()[1]
-    return TCPStore(
-        name, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    return _tcp_store(name, port, is_master=True, master_listen_fd=listener.detach())
+
+
+def _tcp_store(name: str, port: int, **options: Any) -> TCPStore:
+    return TCPStore(name, port, timeout=timedelta(seconds=_ANSWER_S), wait_for_workers=False, **options)
 
 
 def _key(series: int, iteration: int) -> str:

@@ -1,11 +1,13 @@
-"""Measures what the layers of a model take for micro-batches of a grid of sizes and lengths (DynaPipe, section 3).
+"""Measures what layers take for micro-batches of a grid of sizes and lengths, where they lie (DynaPipe, section 3).
 
 ``L`` layers, ``A`` lengths of a sample. Layers of one class whose parameters have the same shapes are of one kind, and
-measured once.
+measured once, by each stage that has one.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,14 +19,20 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from zeroresize.comm.collectives import group_rank
+from zeroresize.comm.rendezvous import Rendezvous
 from zeroresize.measure.memory_meter import memory_meter
-from zeroresize.policy.microbatches.grid_costs import LayerGrid, grid_points, powers_of_two
-from zeroresize.policy.microbatches.stage_costs import HandedBytes
+from zeroresize.policy.microbatches.costs import VALUES, CostTable, LayerGrid, grid_points, powers_of_two
+from zeroresize.resharding.agreement import meet_over
 from zeroresize.runtime.activations import Batch, BatchOf, HandedOn, as_argument, as_tuple, find_activations
 from zeroresize.runtime.counted_loss import Loss
 from zeroresize.runtime.stage import RECOMPUTATIONS
+from zeroresize.strategy.model import SwitchableModel
+from zeroresize.utils.codec import decoded, encoded
 from zeroresize.utils.fingerprint import digest
 from zeroresize.utils.value_checks import at_least, one_of
+
+logger = logging.getLogger(__name__)
 
 #: Points that take longer are timed once only.
 _LONG_S = 0.5
@@ -64,11 +72,55 @@ class ProfiledShapes:
             )
 
 
-def handed_by(activations: Sequence[HandedOn]) -> tuple[HandedBytes, ...]:
-    """Return [L − 1] of which sizes the bytes are that layers hand on."""
-    return tuple(
-        tuple((activation.dtype.itemsize, *activation.dims) for activation in handed) for handed in activations
+def measure_model(
+    model: SwitchableModel,
+    batch_of: BatchOf,
+    shapes: ProfiledShapes,
+    *,
+    loss: Loss,
+    recomputations: Sequence[str] = ("none", "layers"),
+) -> CostTable:
+    """Measure the layers under the strategy in force, and bring the stages' numbers together; collective.
+
+    Ranks that divide a layer measure it together. Of a kind that several ranks have the slowest counts at each point,
+    so that all ranks get the same table. That may take minutes: rank 0 logs when it begins, and how long it took.
+
+    The fastest of three repetitions counts. Where memory does not hold a point, it is never planned. Gradients are
+    dropped.
+
+    Args:
+        batch_of: a micro-batch of given sizes, by the names of ``shapes``, on the device that is the default, if that
+            is meta, and on the model's device else.
+        loss: of the last layer's output and its micro-batch, counted with the last layer.
+        recomputations: of what is computed again in backwards; "attention" needs modules with an attribute
+            ``recompute``.
+
+    Raises:
+        ValueError: for another recomputation, and as :func:`~zeroresize.runtime.activations.find_activations`.
+    """
+    begin, is_first = time.perf_counter(), group_rank(model.process_group) == 0
+    if is_first:
+        logger.info(
+            "measuring costs of %d kinds of layers and %d ways of recomputation; keep them with table.save(path)",
+            len(set(kinds_of(model.whole_layers))),
+            len(recomputations),
+        )
+    meet = meet_over(model.groups_of(model.current).tp, model.device)
+    table = measure_layers(
+        {} if model.position is None else model.stage_layers,
+        model.whole_layers,
+        batch_of,
+        shapes,
+        loss=loss,
+        recomputations=recomputations,
+        device=model.device,
+        slowest=lambda seconds: max(each for each, _ in meet(seconds, 0.0)),
+        share=Rendezvous(model.process_group, "measure costs of layers"),
     )
+    model.drop_gradients()
+    if is_first:
+        logger.info("measured costs in %.0f s", time.perf_counter() - begin)
+    return table
 
 
 def measure_layers(
@@ -78,24 +130,23 @@ def measure_layers(
     shapes: ProfiledShapes,
     *,
     loss: Loss,
-    recomputations: Sequence[str],
+    recomputations: Sequence[str] = ("none", "layers"),
     device: torch.device,
     slowest: Callable[[float], float] = float,
-) -> tuple[dict[str, dict[str, LayerGrid]], list[HandedOn]]:
-    """Return the grids of some layers' kinds, by what is computed again, and what layers hand on.
-
-    See :func:`~zeroresize.microbatch.measured_table.measure_model`.
+    share: Rendezvous | None = None,
+) -> CostTable:
+    """Measure some layers, and bring the numbers of all ranks together, as :func:`measure_model`.
 
     Args:
         layers: to measure, by their numbers in the model. Ranks that divide them measure together.
         whole_layers: [L] the undivided model's, on any device: kinds and shapes are theirs.
         slowest: returns the most of the seconds that the ranks give that divide the layers, so that all repeat alike.
+        share: of the ranks that measure; None where this one measures all layers.
     """
     for recomputation in recomputations:
         one_of("recomputation", recomputation, RECOMPUTATIONS)
-    activations = find_activations(whole_layers, batch_of, shapes.names)
+    activations, kinds = find_activations(whole_layers, batch_of, shapes.names), kinds_of(whole_layers)
     handed = [None, *activations, None]
-    kinds = kinds_of(whole_layers)
     grids: dict[str, dict[str, LayerGrid]] = {recomputation: {} for recomputation in recomputations}
     for recomputation in recomputations:
         for number, layer in layers.items():
@@ -103,7 +154,14 @@ def measure_layers(
                 around = handed[number], handed[number + 1]
                 probe = LayerProbe(layer, around, batch_of, loss, recomputation, device, slowest)
                 grids[recomputation][kinds[number]] = _grid_of(probe, _axes(around, shapes), shapes)
-    return grids, activations
+    for text in [] if share is None else share.exchange("costs", json.dumps(encoded(grids))):
+        for recomputation, by_kind in json.loads(text).items():
+            for kind, value in by_kind.items():
+                grid = decoded(LayerGrid, value, "grid")
+                grids[recomputation][kind] = _slower(grids[recomputation].get(kind, grid), grid)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    bytes_of = tuple(tuple((each.dtype.itemsize, *each.dims) for each in tensors) for tensors in activations)
+    return CostTable(kinds, shapes.names, grids, name, bytes_of)
 
 
 def kinds_of(whole_layers: Sequence[nn.Module]) -> tuple[str, ...]:
@@ -114,14 +172,14 @@ def kinds_of(whole_layers: Sequence[nn.Module]) -> tuple[str, ...]:
     places = ["", *([""] * (len(whole_layers) - 2)), ""]
     places[0], places[-1] = " first", " last"
     return tuple(
-        f"{type(layer).__name__} {digest(repr([list(one.shape) for one in layer.parameters()])).hex()[:8]}{place}"
+        f"{type(layer).__name__} {digest(repr([list(each.shape) for each in layer.parameters()])).hex()[:8]}{place}"
         for layer, place in zip(whole_layers, places, strict=True)
     )
 
 
-def device_name(device: torch.device) -> str:
-    """Return what a device is called."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+def _slower(first: LayerGrid, other: LayerGrid) -> LayerGrid:
+    values = [np.maximum(getattr(first, name), getattr(other, name)) for name in VALUES]
+    return LayerGrid(first.axes, first.sizes, first.lengths, *values)
 
 
 def _axes(around: tuple[HandedOn | None, HandedOn | None], shapes: ProfiledShapes) -> tuple[int, ...]:
@@ -131,33 +189,18 @@ def _axes(around: tuple[HandedOn | None, HandedOn | None], shapes: ProfiledShape
     return axes or tuple(range(len(shapes.longest)))
 
 
-def num_points(shapes: ProfiledShapes) -> int:
-    """Return for how many shapes of micro-batches a layer that sees all lengths is measured."""
-    rows, seen = grid_points(*_grid_axes(range(len(shapes.longest)), shapes))
-    return sum(_is_measured(size, lengths, shapes) for size, lengths in zip(rows.tolist(), seen.tolist(), strict=True))
-
-
-def _grid_axes(axes: Sequence[int], shapes: ProfiledShapes) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    sizes = powers_of_two(shapes.most_rows)
-    return sizes, tuple(
-        powers_of_two(shapes.longest[axis], min(shapes.shortest, shapes.longest[axis])) for axis in axes
-    )
-
-
-def _is_measured(rows: int, lengths: Sequence[int], shapes: ProfiledShapes) -> bool:
-    return rows * sum(lengths) <= 2 * shapes.most_tokens  # values between need points beyond
-
-
 def _grid_of(probe: LayerProbe, axes: tuple[int, ...], shapes: ProfiledShapes) -> LayerGrid:
-    sizes, lengths = _grid_axes(axes, shapes)
+    sizes = powers_of_two(shapes.most_rows)
+    longest = [shapes.longest[axis] for axis in axes]
+    lengths = tuple(powers_of_two(most, min(shapes.shortest, most)) for most in longest)
     values = np.full((4, *(len(points) for points in (sizes, *lengths))), np.inf)
     flat = values.reshape(4, -1)
     for place, (rows, seen) in enumerate(zip(*grid_points(sizes, lengths), strict=True)):
-        # Other lengths do not matter to the layer: short ones take least.
-        of_batch = [min(shapes.shortest, longest) for longest in shapes.longest]
-        for axis, length in zip(axes, seen.tolist(), strict=True):
-            of_batch[axis] = length
-        if _is_measured(int(rows), seen.tolist(), shapes):
+        if rows * seen.sum() <= 2 * shapes.most_tokens:  # values between need points beyond
+            # Other lengths do not matter to the layer: short ones take least.
+            of_batch = [min(shapes.shortest, most) for most in shapes.longest]
+            for axis, length in zip(axes, seen.tolist(), strict=True):
+                of_batch[axis] = length
             flat[:, place] = probe.measure(dict(zip(shapes.names, [int(rows), *of_batch], strict=True)))
     return LayerGrid(axes, sizes, lengths, *values)
 
@@ -175,8 +218,7 @@ class LayerProbe:
         device: torch.device,
         slowest: Callable[[float], float] = float,
     ) -> None:
-        self._slowest = slowest
-        self._layer, self._batch_of, self._device = layer, batch_of, device
+        self._layer, self._batch_of, self._device, self._slowest = layer, batch_of, device, slowest
         self._handed, self._loss = around[0], None if around[1] is not None else loss
         self._recomputes, self._is_warm = recomputation == "layers", False
         for module in layer.modules():
@@ -195,7 +237,7 @@ class LayerProbe:
             if self._slowest(sum(times[0])) <= _LONG_S:
                 times += [self._seconds(sizes, batch) for _ in range(_REPETITIONS - 1)]
         except (torch.cuda.OutOfMemoryError, MemoryError):
-            self._drop()
+            self._layer.zero_grad(set_to_none=True)
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
             return [math.inf] * 4
@@ -246,10 +288,6 @@ class LayerProbe:
             torch.autograd.backward(ys, gradients)
             most = meter.most() - begin
         return float(max(kept, 0)), float(max(most - kept, 0))
-
-    def _drop(self) -> None:
-        for parameter in self._layer.parameters():
-            parameter.grad = None
 
     def _now(self) -> float:
         if self._device.type == "cuda":
