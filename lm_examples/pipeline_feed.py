@@ -23,9 +23,6 @@ from vit_examples.harness.config_reader import plain
 from vit_examples.harness.dry_run import Needs
 from vit_examples.harness.program import of_all_ranks
 from zeroresize.pipeline import Pipeline, PipelineBalancer, ProfileRecord, RebalancingRecord, clip_grad_norm_
-from zeroresize.pipeline.stage_layers import num_parameters
-from zeroresize.plan.partition import Partition
-from zeroresize.policy.pipeline.division import PipelineLoad, balanced_partition
 
 
 class CountedBlocks:

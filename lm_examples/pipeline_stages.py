@@ -11,7 +11,7 @@ from torch import nn
 from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.pipeline_config import RunConfig
 from vit_examples.harness.dry_run import Needs
-from zeroresize.pipeline.first_boundaries import divided_by_parameters, num_parameters
+from zeroresize.pipeline.stage_layers import divided_by_parameters, num_parameters
 from zeroresize.plan.partition import Partition
 
 

@@ -12,9 +12,8 @@ from lm_examples import pace, train
 from lm_examples.config import READER
 from lm_examples.data import Text, batches_of
 from lm_examples.gpt import ModelConfig
-from zeroresize.pipeline import Pipeline, measuring, move_layers, moving_layers
 from lm_examples.pipeline_stages import build_layers
-from zeroresize.pipeline import Pipeline, move_layers, moving_layers, profiling
+from zeroresize.pipeline import Pipeline, measuring, move_layers, moving_layers
 from zeroresize.utils.json_lines import read_json_lines
 
 MICRO, BATCH = 4, 8

@@ -13,13 +13,13 @@ from helpers.states import resumed
 from torch import nn
 
 from lm_examples.microbatches.models import summed_loss
-from zeroresize.measure.live_bytes import LiveBytes
+from zeroresize.measure.memory_meter import LiveBytes
 from zeroresize.microbatch.measuring import ProfiledShapes, kinds_of, measure_model
 from zeroresize.microbatch.padded import PaddedBatch
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.microbatches.costs import CostTable, LayerGrid, grid_points, powers_of_two
 from zeroresize.policy.microbatches.plan import MicroBatch, shapes_of
-from zeroresize.runtime.communication import instructions_of
+from zeroresize.runtime.instructions import instructions_of
 from zeroresize.runtime.stage import Stage
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.utils.codec import decoded, encoded

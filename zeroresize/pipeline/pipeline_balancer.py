@@ -38,7 +38,7 @@ from zeroresize.policy.pipeline.rebalancing import (
 )
 from zeroresize.policy.pipeline.repacking_decision import RepackingDecision
 from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError, agreed, require_same
-from zeroresize.resharding.movable_optimizer import groups_of, require_movable_state
+from zeroresize.resharding.parameter_state import groups_of, require_movable_state
 from zeroresize.utils import value_checks
 from zeroresize.utils.codec import loaded, saved
 from zeroresize.utils.fingerprint import fingerprint

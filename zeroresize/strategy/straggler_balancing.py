@@ -19,9 +19,9 @@ from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.whereabouts import Call
 from zeroresize.measure.clocks import Clock, clock_for
-from zeroresize.measure.timed_products import product_seconds
 from zeroresize.measure.links import measure_move_cost
 from zeroresize.measure.step_timer import StepTimer
+from zeroresize.measure.timed_products import product_seconds
 from zeroresize.optim.independence import why_not_elementwise
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.moves.move_cost import MoveCost

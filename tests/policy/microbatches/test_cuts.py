@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from zeroresize.policy.microbatches.costs import Prices
 from zeroresize.policy.microbatches.cuts import Segments, shortest_cuts
 from zeroresize.policy.microbatches.planning import clusters_of, shared, shortest_schedule
-from zeroresize.runtime.adaptive_schedule import adaptive_orders
-from zeroresize.runtime.schedules import orders_of
-from zeroresize.runtime.timeline import peak_bytes, timeline
+from zeroresize.runtime.schedules import adaptive_orders, orders_of, peak_bytes
+from zeroresize.runtime.simulated_steps import timeline
 
 
 def segments_of(lengths, most_bytes=math.inf):

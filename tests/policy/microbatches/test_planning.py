@@ -14,8 +14,7 @@ from zeroresize.policy.microbatches.costs import StageCosts
 from zeroresize.policy.microbatches.cuts import fill_of, of_equal_tokens, of_fixed_size, ordered, packed
 from zeroresize.policy.microbatches.plan import DoesNotFitError, IterationPlan, MicroBatch, PlanningOptions, shapes_of
 from zeroresize.policy.microbatches.planning import batch_fingerprint, plan_iteration
-from zeroresize.runtime.check import check
-from zeroresize.runtime.instructions import Kind
+from zeroresize.runtime.instructions import Kind, check
 
 
 class GrowingCosts:

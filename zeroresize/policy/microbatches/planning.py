@@ -26,11 +26,9 @@ from zeroresize.policy.microbatches.plan import (
     batch_fingerprint,
     shapes_of,
 )
-from zeroresize.runtime.adaptive_schedule import adaptive_orders
-from zeroresize.runtime.check import check
-from zeroresize.runtime.communication import planned_instructions
-from zeroresize.runtime.schedules import Operation, orders_of
-from zeroresize.runtime.timeline import peak_bytes, step_seconds
+from zeroresize.runtime.instructions import check, planned_instructions
+from zeroresize.runtime.schedules import Operation, adaptive_orders, orders_of, peak_bytes
+from zeroresize.runtime.simulated_steps import step_seconds
 
 #: Of so many choices of micro-batches, the best with their order as it is, clusters are permuted.
 _PERMUTED = 3

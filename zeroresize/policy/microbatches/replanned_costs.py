@@ -22,8 +22,7 @@ from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.microbatches.costs import Prices, StageCosts
 from zeroresize.policy.microbatches.plan import Floats, IterationPlan, MicroBatch, PlanningOptions, shapes_of
 from zeroresize.policy.microbatches.planning import replica_plans, shared_by_stages
-from zeroresize.policy.strategy.costs.cost_model import pipeline_seconds
-from zeroresize.policy.strategy.costs.planned_switches import most_bytes_of
+from zeroresize.policy.strategy.costs.cost_model import most_bytes_of, pipeline_seconds
 from zeroresize.policy.strategy.stragglers.candidates import ModelDivision
 from zeroresize.policy.strategy.switches.switch_plan import plan_weights
 

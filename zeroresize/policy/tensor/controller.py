@@ -14,7 +14,6 @@ from zeroresize.config.keys import PRUNING_MODES
 from zeroresize.plan.group import Loan, RankPlan, WorkloadPlan
 from zeroresize.plan.ownership import SegmentWork, owned_shares
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.moves.rental import beyond_noise, is_saving
 from zeroresize.policy.tensor.estimation.calibration_steps import CalibrationSteps
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes, CommunicationEstimate
 from zeroresize.policy.tensor.estimation.curves import Floats, GroupTimes

@@ -18,9 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroresize.comm.collectives import group_size, require_group
 from zeroresize.comm.meeting import Meet
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.dtensor_guards import guard_dtensors
 from zeroresize.layers.functional import LastGradients
-from zeroresize.layers.local_parts import local_of
+from zeroresize.layers.local_parts import guard_dtensors, local_of
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.layers.weight_checks import is_sharded_in
 from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
