@@ -278,8 +278,9 @@ class MicroBatchTrainer(StepTrainer):
                 f"{len(samples)} samples and {len(lengths_NA)} lengths were given: give the lengths of just these "
                 "samples, from which planners plan, too"
             )
-        for sample in wanted if self._lengths_of else ():
-            lengths, planned = list(self._lengths_of(samples[sample])), np.asarray(lengths_NA)[sample].tolist()
+        lengths_of = self._lengths_of
+        for sample in wanted if lengths_of else ():
+            lengths, planned = list(lengths_of(samples[sample])), np.asarray(lengths_NA)[sample].tolist()
             if lengths != planned:
                 raise ValueError(
                     f"sample {sample} has {lengths} tokens, and was planned with {planned}: planners and executors "

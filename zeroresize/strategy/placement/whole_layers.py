@@ -27,6 +27,12 @@ SegmentsOf = Callable[[int, nn.Module], Iterable[Segment]]
 Initialize = Callable[[int, nn.Module], object]
 
 
+def _segments_of(_: int, layer: nn.Module) -> Iterable[Segment]:
+    """The segments that a layer tells by its method ``segments()``."""
+    tells = getattr(layer, "segments", None)
+    return tells() if callable(tells) else ()
+
+
 @dataclass(frozen=True)
 class WholeTensor:
     """Describes a parameter of the undivided model.
@@ -86,7 +92,7 @@ class WholeLayers:
         segments: SegmentsOf | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        self._segments = segments or (lambda _, layer: layer.segments() if hasattr(type(layer), "segments") else ())
+        self._segments = segments or _segments_of
         self._layers, self.compute_dtype = list(layers), compute_dtype
         if not self._layers:
             raise ValueError("a model needs at least one layer")
