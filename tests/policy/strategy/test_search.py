@@ -79,17 +79,16 @@ def step_seconds(pairs, optimizer_strategy, sample, work, switch_s):
     return total / len(sample)
 
 
-@pytest.mark.slow
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 10**6),
-    speed=st.sampled_from([1e2, 3e2, 1e3, 1e5]),
-    communication=st.sampled_from([0.2, 2.0]),
+    speed=st.sampled_from([1e2, 1e3, 1e4, 1e5]),
+    communication=st.sampled_from([0.2, 1.0, 4.0]),
     is_tight=st.booleans(),
 )
 def test_nothing_that_fits_is_faster(seed, speed, communication, is_tight):
     cost = cost_model(speed, communication, token_bytes=40.0)
-    sample, thresholds = long_tailed(seed, num_batches=2), [4, 12, 32]
+    sample, thresholds = long_tailed(seed, num_batches=2, num_sequences=12), [4, 12, 32]
     # Tight: the longest sequences fit with tensor parallelism alone.
     limit = 5000.0 if is_tight else 1e9
     result = search_strategies(sample, CANDIDATES, cost, memory_limit=limit, thresholds=thresholds, max_ranges=3)
