@@ -27,8 +27,8 @@ class Implementation:
 
     Attributes:
         name: for log lines; a calibration holds for the implementation that it was made with.
-        is_fused: whether products gather and fill inside the multiplication, without calling ``gemm``. What gathers
-            and fills take is then not measured in training: the calibration tells which part of a product they are.
+        is_fused: whether products gather and fill inside the multiplication, without calling ``gemm``. All of
+            a product then counts as multiplying.
     """
 
     name: str

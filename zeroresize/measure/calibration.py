@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,9 +32,6 @@ from zeroresize.policy.tensor.costs import NUM_POINTS, MigrationCost, ResizingCo
 from zeroresize.policy.tensor.estimation.times import LEAST_SECONDS, MOST_SECONDS
 from zeroresize.utils.line_texts import percent_text, seconds_text
 
-if TYPE_CHECKING:
-    from zeroresize.measure.rank_monitor import RankMonitor  # which calibrates
-
 #: So often everything is measured; the fastest counts, as noise only adds time.
 _ROUNDS = 3
 #: What a product costs on average over the measured ratios, roughly, as a share of the whole one.
@@ -45,11 +42,22 @@ _LENT = (0.25, 0.75)
 logger = logging.getLogger(__name__)
 
 
+class Calibrated(Protocol):
+    """Measures this rank and keeps what pruning costs, as a ``RankMonitor`` does."""
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the cost was measured under the present conditions."""
+
+    def calibrate(self) -> ResizingCost:
+        """Measure it."""
+
+
 def calibrate_group(
     layers: Mapping[str, BalancedLinear],
     process_group: ProcessGroup,
     config: BalanceConfig,
-    monitor: RankMonitor,
+    monitor: Calibrated,
     migration: MigrationCost | None,
     meet: Meet,
 ) -> MigrationCost | None:
