@@ -359,20 +359,12 @@ class UnitMove(Transaction):
         _require_disjoint(contents)
         self._descriptions = [each.description for each in contents]
         self.plan = fingerprint(json.dumps([max_bytes, [moving.plan for moving in self._moving]]))
-        self.state = fingerprint(descriptions_to_json(self._descriptions, with_units=False))
-
-    def needs_descriptions(self, states: Sequence[float]) -> bool:
-        return len(set(states)) > 1
 
     def describe(self) -> str:
-        return descriptions_to_json(self._descriptions, with_units=True)
+        return descriptions_to_json(self._descriptions)
 
-    def agree(self, descriptions: Iterable[str] | None) -> None:
-        agreed = iter(
-            self._descriptions
-            if descriptions is None
-            else agreed_descriptions([descriptions_from_json(text) for text in descriptions])
-        )
+    def agree(self, descriptions: Iterable[str]) -> None:
+        agreed = iter(agreed_descriptions(list(map(descriptions_from_json, descriptions))))
         parcels: list[Parcel] = []
         #: The segment, the stack and the places on this rank of each parcel.
         self._travelling: list[tuple[_MovingSegment, tuple[int, str, int], Indices]] = []
