@@ -198,7 +198,7 @@ class Layers(KindOfMove):
     @contextmanager
     def other_optimizer_state(self):
         self.optimizer.param_groups[1]["lr"] *= 2
-        yield "differ in the settings of the optimizer's parameter groups: [[0, 2], [1]]"
+        yield "or the settings of the optimizer's parameter groups: [[0, 2], [1]]"
         self.optimizer.param_groups[1]["lr"] /= 2
 
 

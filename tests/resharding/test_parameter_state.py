@@ -72,7 +72,7 @@ def test_all_of_the_parameters_shape_is_there_and_described():
     description = state.description(4)
     assert description.dtypes[PARAMETER] == "float32" and description.dtypes[STATE + "exp_avg"] == "float64"
     assert description.kept == {"step": ["float32", "cpu", [], 1.0]}
-    assert descriptions_from_json(descriptions_to_json([description], with_units=True)) == [description]
+    assert descriptions_from_json(descriptions_to_json([description])) == [description]
     assert state.device_of(GRADIENT) == parameter.device
 
 

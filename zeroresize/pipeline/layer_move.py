@@ -46,8 +46,10 @@ class LayerMove(Transaction):
         ValueError: for what cannot move; see :func:`~zeroresize.pipeline.move_layers`.
     """
 
-    plan_name = "the boundaries of the stages, before or after, which of them stay, or max_bytes"
-    state_name = "the settings of the optimizer's parameter groups"
+    plan_name = (
+        "the boundaries of the stages, before or after, which of them stay, max_bytes, or the settings of the "
+        "optimizer's parameter groups"
+    )
     memory_name = "new tensors of layers that move"
     #: Whether gradients that may yet come have room in the move.
     with_room = False
@@ -78,25 +80,20 @@ class LayerMove(Transaction):
             transfer.layer: self._described(transfer.layer) for transfer in self.moving if transfer.source == self._rank
         }
         self._coming = [transfer.layer for transfer in self.moving if transfer.destination == self._rank]
-        self.plan = fingerprint(
-            json.dumps([type(self).__name__, pipeline.boundaries, self.boundaries, self.stages, max_bytes])
-        )
-        self.state = fingerprint(json.dumps(settings_of(self._optimizer)))
+        plan = [type(self).__name__, pipeline.boundaries, self.boundaries, self.stages, max_bytes]
+        self.plan = fingerprint(json.dumps([*plan, settings_of(self._optimizer)]))
 
     @property
     def num_layers(self) -> int:
         """Return how many layers change stages, in the whole pipeline."""
         return len(self.moving)
 
-    def needs_descriptions(self, states: Sequence[float]) -> bool:
-        return True
-
     def describe(self) -> str:
         return notes_to_json(note for note, _ in self._sent.values())
 
-    def agree(self, descriptions: Iterable[str] | None) -> None:
+    def agree(self, descriptions: Iterable[str]) -> None:
         """Take the notes of all that ranks will send, if what comes here fits, and lay out the rounds."""
-        self._notes = {note.layer: note for text in descriptions or () for note in notes_from_json(text)}
+        self._notes = {note.layer: note for text in descriptions for note in notes_from_json(text)}
         for number in self._coming:
             require_fitting(self._notes[number], self._layers[number], self._layer_tensors[number], self._groups)
         self.parcels: list[Parcel] = []

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.comm.collectives import group_ranks, group_size, require_group, world_size
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.utils.torch_private import drop_reducer_of_ddp, rebuild_ddp, why_ddp_cannot_be_rebuilt
+from zeroresize.utils.torch_private import why_ddp_cannot_be_rebuilt
 
 #: What was found around models; modules hash by identity.
 _around: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[DistributedDataParallel]] = weakref.WeakKeyDictionary()
@@ -143,7 +143,7 @@ def _with_subclasses(kind: type) -> set[type]:
 
 
 def require_rebuildable(wrappers: Sequence[DistributedDataParallel]) -> None:
-    """Raise RuntimeError for a wrapper whose reducer :func:`rebuild_reducers` cannot build anew, saying why."""
+    """Raise RuntimeError for a wrapper whose reducer cannot be built anew, saying why."""
     for wrapper in wrappers:
         reason = why_ddp_cannot_be_rebuilt(wrapper)
         if reason is not None:
@@ -151,18 +151,3 @@ def require_rebuildable(wrappers: Sequence[DistributedDataParallel]) -> None:
                 f"parameters inside a {type(wrapper).__name__} cannot change their shapes, since its reducer cannot be "
                 f"built anew: {reason}"
             )
-
-
-def drop_reducers(wrappers: Sequence[DistributedDataParallel]) -> None:
-    """Take the reducers' hooks off, so that nothing holds on to the parameters' old shapes."""
-    for wrapper in wrappers:
-        drop_reducer_of_ddp(wrapper)
-
-
-def rebuild_reducers(wrappers: Sequence[DistributedDataParallel]) -> None:
-    """Build what :func:`drop_reducers` has taken, for the parameters as they are now; no collective.
-
-    Every replica must do so before the same step.
-    """
-    for wrapper in wrappers:
-        rebuild_ddp(wrapper)

@@ -212,16 +212,13 @@ class Description:
         return {key: _kept_value(value, device) for key, value in self.kept.items()}
 
 
-def descriptions_to_json(descriptions: Sequence[Description], *, with_units: bool) -> str:
-    """Return the same text for the same descriptions; units may be left out, since ranks may differ in them."""
-    plain = [asdict(description) for description in descriptions]
-    for fields in plain if not with_units else ():
-        del fields["num_units"]
-    return json.dumps(plain, sort_keys=True)
+def descriptions_to_json(descriptions: Sequence[Description]) -> str:
+    """Return a text that :func:`descriptions_from_json` reads."""
+    return json.dumps([asdict(description) for description in descriptions])
 
 
 def descriptions_from_json(text: str) -> list[Description]:
-    """Return what :func:`descriptions_to_json` was given, with units."""
+    """Return what :func:`descriptions_to_json` was given."""
     return [Description(**fields) for fields in json.loads(text)]
 
 

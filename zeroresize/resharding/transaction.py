@@ -17,7 +17,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
@@ -75,7 +75,6 @@ class Transaction(ABC):
 
     Attributes:
         plan: a fingerprint of what must be alike on all ranks; ``plan_name`` says what that is, where it is not.
-        state: a fingerprint of what the optimizer must have alike; without a ``state_name`` ranks may differ in it.
         memory_name: what memory is needed for.
         title: what moves, in words of an error.
         transport: of the messages, once the ranks have agreed.
@@ -85,11 +84,9 @@ class Transaction(ABC):
     """
 
     plan_name: ClassVar[str]
-    state_name: ClassVar[str | None] = None
     memory_name: ClassVar[str] = "new tensors"
     title: str
     plan: float
-    state: float = 0.0
     transport: Transport
     new_bytes: int
     channel: Channel | None = None
@@ -104,17 +101,13 @@ class Transaction(ABC):
         """Return the bytes that must be free on the device."""
         return self.new_bytes + self.transport.buffer_bytes
 
-    def needs_descriptions(self, states: Sequence[float]) -> bool:
-        """Return whether each rank must know what others hold, given the ``state`` of all; the same on all ranks."""
-        return False
-
     def describe(self) -> str:
         """Return a text of what this rank holds or sends, for the other ranks."""
         return ""
 
     @abstractmethod
-    def agree(self, descriptions: Iterable[str] | None) -> None:
-        """Lay out the rounds, given what all ranks have described, in their order; None where it was not needed.
+    def agree(self, descriptions: Iterable[str]) -> None:
+        """Lay out the rounds, given what all ranks have described, in their order.
 
         What it raises, as where the descriptions do not fit each other, is told to all of them.
         """
@@ -257,24 +250,30 @@ def prepare_transaction(make: Callable[[], TransactionT], participants: Particip
         return transaction, transaction.describe()
 
     (transaction, description), table = agreed(
-        meet, make_and_describe, lambda made: (made[0].plan, made[0].state, float(len(made[1].encode())))
+        meet, make_and_describe, lambda made: (made[0].plan, float(len(made[1].encode())))
     )
-    plans, states, sizes = zip(*(row[:3] for row in table), strict=True)
+    plans, sizes = zip(*(row[:2] for row in table), strict=True)
     require_same(plans, transaction.plan_name, meet)
-    if transaction.state_name is not None:
-        require_same(states, transaction.state_name, meet)
-    if not transaction.needs_descriptions(states):
-        _allocate(_attempt(lambda: _laid_out(transaction)), participants, transaction.memory_name)
-        return transaction
     texts = gather_texts(description, meet, participants.process_group, participants.message_device, sizes)
-    agreed(meet, lambda: _laid_out(transaction, texts), what=transaction.title)
-    _allocate(transaction, participants, transaction.memory_name)
+    agreed(meet, lambda: transaction.agree(texts), lambda _: (0.0, 0.0), transaction.title)
+    allocate = transaction.allocate, meet, transaction.memory_name
+    allocate_together(transaction.needed_bytes, participants.device, *allocate)
     return transaction
 
 
 def prepare_in_one_meeting(make: Callable[[], TransactionT], participants: Participants) -> TransactionT:
     """Do as :func:`prepare_transaction`, without descriptions: ranks compare plans when they meet about memory."""
-    made = _attempt(lambda: _laid_out(make()))
+    made: TransactionT | Exception
+    try:
+        made = make()
+        made.agree(())
+    except Exception as error:  # the others must hear of any, when they meet about memory
+        made = error
+
+    def allocate() -> None:
+        if isinstance(made, Exception):
+            raise made
+        made.allocate()
 
     def meet_with_plan(*numbers: float) -> Sequence[Sequence[float]]:
         return participants.meet(*numbers, math.nan if isinstance(made, Exception) else made.plan)
@@ -284,37 +283,10 @@ def prepare_in_one_meeting(make: Callable[[], TransactionT], participants: Parti
         if not isinstance(made, Exception) and not any(map(math.isnan, plans)):  # a rank out of memory has none
             require_same(plans, made.plan_name, participants.meet)
 
-    _allocate(made, replace(participants, meet=meet_with_plan), check=require_same_plans)
+    needed = 0 if isinstance(made, Exception) else made.needed_bytes
+    allocate_together(needed, participants.device, allocate, meet_with_plan, check=require_same_plans)
     assert not isinstance(made, Exception)
     return made
-
-
-def _laid_out(transaction: TransactionT, descriptions: Iterable[str] | None = None) -> TransactionT:
-    transaction.agree(descriptions)
-    return transaction
-
-
-def _attempt(make: Callable[[], TransactionT]) -> TransactionT | Exception:
-    """What it makes, or the failure that the others must hear of when they meet about memory."""
-    try:
-        return make()
-    except Exception as error:
-        return error
-
-
-def _allocate(
-    made: Transaction | Exception,
-    participants: Participants,
-    what: str = Transaction.memory_name,
-    check: Callable[[Sequence[Sequence[float]]], None] | None = None,
-) -> None:
-    def allocate() -> None:
-        if isinstance(made, Exception):
-            raise made
-        made.allocate()
-
-    needed = 0 if isinstance(made, Exception) else made.needed_bytes
-    allocate_together(needed, participants.device, allocate, participants.meet, what, check)
 
 
 def receive_transaction(transaction: Transaction, participants: Participants) -> bool:

@@ -27,7 +27,7 @@ from zeroresize.plan.layout import Layout
 from zeroresize.plan.ownership import Indices, OwnershipMap
 from zeroresize.plan.transfers import transfers
 from zeroresize.resharding.agreement import meet_over
-from zeroresize.resharding.data_parallel import drop_reducers, rebuild_reducers, require_rebuildable, wrappers_of
+from zeroresize.resharding.data_parallel import require_rebuildable, wrappers_of
 from zeroresize.resharding.parameter_state import (
     GRADIENTS,
     Description,
@@ -40,6 +40,7 @@ from zeroresize.resharding.parameter_state import (
 from zeroresize.resharding.parcels import End, Pair, Parcel, RankRounds, copy_units
 from zeroresize.resharding.transaction import MoveReport, Participants, Transaction, run_transaction
 from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.torch_private import drop_reducer_of_ddp, rebuild_ddp
 
 #: Of the messages of a rank in a round, unless less is allowed: these stay in a processor's cache.
 _ROUND_BYTES = 8 * 2**20
@@ -357,20 +358,12 @@ class UnitMove(Transaction):
         _require_disjoint(contents)
         self._descriptions = [each.description for each in contents]
         self.plan = fingerprint(json.dumps([max_bytes, [moving.plan for moving in self._moving]]))
-        self.state = fingerprint(descriptions_to_json(self._descriptions, with_units=False))
-
-    def needs_descriptions(self, states: Sequence[float]) -> bool:
-        return len(set(states)) > 1
 
     def describe(self) -> str:
-        return descriptions_to_json(self._descriptions, with_units=True)
+        return descriptions_to_json(self._descriptions)
 
-    def agree(self, descriptions: Iterable[str] | None) -> None:
-        agreed = iter(
-            self._descriptions
-            if descriptions is None
-            else agreed_descriptions([descriptions_from_json(text) for text in descriptions])
-        )
+    def agree(self, descriptions: Iterable[str]) -> None:
+        agreed = iter(agreed_descriptions(list(map(descriptions_from_json, descriptions))))
         parcels: list[Parcel] = []
         #: The segment, the stack and the places on this rank of each parcel.
         self._travelling: list[tuple[_MovingSegment, tuple[int, str, int], Indices]] = []
@@ -402,10 +395,12 @@ class UnitMove(Transaction):
         """Put the new tensors in place of the old ones; only ``on_change`` could fail."""
         if not self.num_units:
             return
-        drop_reducers(self._wrappers)
+        for wrapper in self._wrappers:
+            drop_reducer_of_ddp(wrapper)  # its hooks hold on to accumulators, which remember shapes
         for moving in self._moving:
             moving.install()
-        rebuild_reducers(self._wrappers)
+        for wrapper in self._wrappers:
+            rebuild_ddp(wrapper)  # no collective: every replica does so before the same step
         for moving in self._moving:
             moving.segment.follow(self._rank)
 

@@ -86,17 +86,14 @@ class OptimizerMove(FlowMove):
         entries = [value for state in self._states.values() for _, _, value in state.entries()]
         return sum(value.numel() * value.element_size() for value in entries if isinstance(value, Tensor))
 
-    def needs_descriptions(self, states: Sequence[float]) -> bool:
-        return True
-
     def describe(self) -> str:
         described = [[number, asdict(state.description())] for number, state in self._states.items()]
         return json.dumps([self._group_of, described])
 
-    def agree(self, descriptions: Iterable[str] | None) -> None:
+    def agree(self, descriptions: Iterable[str]) -> None:
         """Take what all ranks hold, and lay out the rounds; ranks that share a tensor must agree on it."""
         before, after, tensors, rank = self._before, self._after, self._tensors, self._rank
-        self._agreed, self._group_of = _agreed(descriptions or (), tensors)
+        self._agreed, self._group_of = _agreed(descriptions, tensors)
         plan = plan_weights(before.layout, after.layout, [tensor.spec for tensor in tensors], self._nodes)
         masters = {number: master.data for number, master in before.masters.items()}
         wanted = {number: master.dtype for number, master in after.masters.items()}

@@ -161,7 +161,7 @@ class Switch(FlowMove):
     def needed_bytes(self) -> int:
         return super().needed_bytes + (bytes_up_to_peak(self._device) if self._is_beside else 0)
 
-    def agree(self, descriptions: Iterable[str] | None) -> None:
+    def agree(self, descriptions: Iterable[str]) -> None:
         """Take the rounds of the route, which is planned by what all ranks know."""
         self.flows = self._route.flows
         self.lay_out(self.flows.rounds)
