@@ -29,7 +29,7 @@ from vit_examples.demo_picture import save_picture
 from vit_examples.harness.run_folder import claimed, empty
 from vit_examples.launch import started, train_command
 from vit_examples.step_times import seconds_by_process, timed_steps, timing
-from zeroresize.utils.json_lines import read_json_lines
+from zeroresize.utils.files import read_json_lines
 
 NUM_RANKS = 2
 STRAGGLER = 1

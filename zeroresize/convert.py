@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_ranks, group_size, require_group, same_ranks
-from zeroresize.config.checks import checked_share_choice
+from zeroresize.config.keys import checked_share_choice
 from zeroresize.integrations.attention_heads import require_whole_heads
 from zeroresize.integrations.hosts import HostAdapter, host_of, known_kinds, process_group_of
 from zeroresize.integrations.known_faults import warn_of_known_faults

@@ -14,7 +14,7 @@ from lm_examples.config import READER
 from lm_examples.data import Text, batches_of
 from lm_examples.gpt import ModelConfig
 from zeroresize.pipeline import Pipeline, move_layers, moving_layers, profiling
-from zeroresize.utils.json_lines import read_json_lines
+from zeroresize.utils.files import read_json_lines
 
 MICRO, BATCH = 4, 8
 #: Boundaries of six layers to move to, by the number of stages; home first.

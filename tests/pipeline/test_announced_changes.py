@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from helpers.pipelines import batch, pipeline_of
 
-from zeroresize.comm.whereabouts import Call, Whereabouts, require_same_whereabouts
+from zeroresize.comm.words import Call, Whereabouts, require_same_whereabouts
 from zeroresize.pipeline import PipelineBalancer
 
 

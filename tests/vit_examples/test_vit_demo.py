@@ -19,7 +19,7 @@ from vit_examples.config import TrainingConfig, load_config
 from vit_examples.demo import RUNS, main, results_of, results_table, turns
 from vit_examples.demo_picture import draw
 from vit_examples.harness.run_folder import claimed
-from zeroresize.utils.json_lines import JsonLines
+from zeroresize.utils.files import JsonLines
 
 
 def made_up(step_ms: float, gamma: float, halves_ms: tuple[float, ...] = (), moved: float = 0.0) -> dict[str, Any]:

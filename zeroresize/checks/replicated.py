@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import same_ranks
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.shards import is_marked_as_shard
-from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.hashing import fingerprint
 
 #: Elements that are summed at once, and side by side.
 _PIECE, _ROW = 2**22, 64

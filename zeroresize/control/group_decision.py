@@ -22,7 +22,7 @@ from zeroresize.policy.tensor.memory import GroupMemory, HeldBytes
 from zeroresize.policy.tensor.ownership_decision import OwnershipDecision
 from zeroresize.policy.tensor.rules.bounds import Bounds
 from zeroresize.policy.tensor.what_if import WhatIf
-from zeroresize.utils.alike import alike, at_fault
+from zeroresize.utils.texts import alike, at_fault
 
 
 @dataclass(frozen=True)

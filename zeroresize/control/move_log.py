@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.resharding.units.owned_units import Move
-from zeroresize.utils.line_texts import seconds_text
+from zeroresize.utils.texts import seconds_text
 
 #: Up to so many ranks are named, and described one by one; of more the line tells how many they are.
 _MOST_NAMED, _MOST_DETAILED = 8, 3

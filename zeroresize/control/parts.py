@@ -9,7 +9,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.exchange import Exchange
-from zeroresize.comm.whereabouts import Whereabouts
+from zeroresize.comm.words import Whereabouts
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MOVABLE_MODES
 from zeroresize.control.column_moves import ColumnMoves

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import as_process_group, group_rank, group_size
-from zeroresize.comm.cpu_group import let_others_fail
+from zeroresize.comm.groups import let_others_fail
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES, MOVABLE_MODES, PRUNING_MODES
 from zeroresize.control.setup_checks import Layers, check_layers, check_weights

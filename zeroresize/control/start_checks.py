@@ -29,7 +29,7 @@ from zeroresize.control.seen_batches import Difference, SeenBatches
 from zeroresize.control.setup_checks import HINT, MOST_NAMED, Layers, check_data_parallelism
 from zeroresize.optim.optimizers import hook_steps, stepped_gradients, torch_optimizer
 from zeroresize.resharding.segments.search_segments import first_of
-from zeroresize.utils.alike import minority, named_ranks
+from zeroresize.utils.texts import minority, named_ranks
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.plan.ownership import normalised
 from zeroresize.policy.tensor.ownership_decision import OwnershipDecision
-from zeroresize.utils.line_texts import seconds_text
+from zeroresize.utils.texts import seconds_text
 
 #: After so many updates with a slow rank whose units stay it is said why, and then after twice as many each time.
 _FIRST = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from zeroresize.comm.meeting import Meet
+from zeroresize.comm.exchange import Meet
 from zeroresize.config.keys import MOVING_MODES
 from zeroresize.control.memory_watch import MemoryWatch
 from zeroresize.control.setup import Setup

@@ -11,7 +11,7 @@ from torch import nn
 from zeroresize.comm.collectives import group_rank
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.unit_dropout import UnitDropout
-from zeroresize.utils.mixed_bits import mixed
+from zeroresize.utils.hashing import mixed
 from zeroresize.utils.torch_private import children_of
 
 _Places = dict[int, list[tuple[nn.Module, str]]]

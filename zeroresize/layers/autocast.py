@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeroresize.utils.autocast_dtype import autocast_dtype
+from zeroresize.utils.torch_state import autocast_dtype
 
 
 def cast_for_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

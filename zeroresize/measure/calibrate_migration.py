@@ -13,9 +13,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import all_reduce, group_size
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.migration.buffers import Buffers
-from zeroresize.migration.lender import make_transport
-from zeroresize.migration.transport import LoanRoute, Transport, bounds_of_parts
+from zeroresize.migration.transport import LoanRoute, Transport, bounds_of_parts, make_transport
 from zeroresize.policy.tensor.columns.order import num_lent
 from zeroresize.policy.tensor.costs import MigrationCost
 
@@ -84,8 +82,7 @@ def measure_migration_cost(
 
 def _round(shapes: Mapping[_Shape, int], process_group: ProcessGroup, migration_transport: str) -> list[float]:
     """Seconds of a step's transfers at each of ``_LENT``, of the slowest rank: the same numbers on all."""
-    buffers = Buffers()
-    transport = make_transport(migration_transport, process_group, buffers)
+    transport = make_transport(migration_transport, process_group)
     seconds = [
         sum(count * _time_transfers(shape, lent, transport) for shape, count in shapes.items()) for lent in _LENT
     ]
@@ -146,13 +143,13 @@ class _Transfers:
         self._meet()
         began = time.perf_counter()
         transfer()
-        self._transport.buffers.finish_sending()
+        self._transport.finish_sending()
         self._meet()
         return time.perf_counter() - began
 
     def _backward(self) -> None:
         if self._shape.is_column_parallel:
-            self._transport.send_whole(self._route, self._y_TN, self._shape.num_outputs, "dy").wait()
+            self._transport.send_whole(self._route, self._y_TN, self._shape.num_outputs).wait()
         if not self._shape.is_column_parallel or not self._transport.merges:
             self._return_slice(self._x_TK, "dx")
         self._return_slice(self._dw_NK, "dw")
@@ -160,7 +157,7 @@ class _Transfers:
     def _sum_up(self) -> None:
         y_TN = self._y_TN
         if self._is_owner:
-            expected = self._transport.expect_addends(self._route, tuple(y_TN.shape), y_TN, "y")
+            expected = self._transport.expect_addends(self._route, tuple(y_TN.shape), y_TN)
             self._transport.add_up(self._route, y_TN, expected).wait()
         else:
             self._transport.give(self._route, y_TN, "y")

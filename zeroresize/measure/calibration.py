@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank
-from zeroresize.comm.meeting import Meet
+from zeroresize.comm.exchange import Meet
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES
 from zeroresize.layers.balanced_linear import BalancedLinear

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_size, world_size
-from zeroresize.comm.meeting import Meet
+from zeroresize.comm.exchange import Meet
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.plan.ownership import normalised
 

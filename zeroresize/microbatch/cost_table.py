@@ -11,7 +11,7 @@ from zeroresize.policy.microbatches.grid_costs import LayerGrid
 from zeroresize.policy.microbatches.micro_batch import MicroBatchCosts
 from zeroresize.policy.microbatches.stage_costs import HandedBytes, StageCosts
 from zeroresize.utils.codec import decoded, encoded
-from zeroresize.utils.fingerprint import digest
+from zeroresize.utils.hashing import digest
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from zeroresize.microbatch.cost_table import CostTable
 from zeroresize.policy.microbatches.micro_batch import Indices
 from zeroresize.policy.microbatches.planning import plan_iteration
 from zeroresize.policy.microbatches.planning_options import PlanningOptions
-from zeroresize.utils.fingerprint import digest
+from zeroresize.utils.hashing import digest
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from zeroresize.policy.microbatches.stage_costs import HandedBytes
 from zeroresize.runtime.activations import Batch, BatchOf, HandedOn, as_argument, as_tuple, find_activations
 from zeroresize.runtime.counted_loss import Loss
 from zeroresize.runtime.stage import RECOMPUTATIONS
-from zeroresize.utils.fingerprint import digest
+from zeroresize.utils.hashing import digest
 from zeroresize.utils.value_checks import at_least, one_of
 
 #: Points that take longer are timed once only.

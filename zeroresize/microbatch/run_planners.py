@@ -14,7 +14,7 @@ from zeroresize.microbatch.planners import MOST_FAILURES, Planners
 from zeroresize.microbatch.shared_store import SharedStore
 from zeroresize.policy.microbatches.iteration_plan import IterationPlan
 from zeroresize.resharding.agreement import agreed, meet_over, require_same
-from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.hashing import fingerprint
 from zeroresize.utils.value_checks import number
 
 #: Of the group's time limit, what waiting for a plan may take: ranks that have theirs wait for the others meanwhile.

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zeroresize.comm.meeting import Meet
+from zeroresize.comm.exchange import Meet
 from zeroresize.policy.microbatches.micro_batch import Indices
-from zeroresize.utils.alike import alike, named_ranks
-from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.hashing import fingerprint
+from zeroresize.utils.texts import alike, named_ranks
 
 #: The tokens of samples are compared in so many iterations, and then once in so many.
 _FIRST, _EVERY = 10, 1000

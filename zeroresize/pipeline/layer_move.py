@@ -28,7 +28,7 @@ from zeroresize.resharding.movable_optimizer import groups_of, require_movable_s
 from zeroresize.resharding.parcels import End, Pair, Parcel, RankRounds
 from zeroresize.resharding.transaction import Transaction
 from zeroresize.resharding.transport import Transport
-from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.hashing import fingerprint
 
 
 class LayerMove(Transaction):

@@ -14,9 +14,9 @@ from weakref import finalize
 
 import torch
 
-from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
-from zeroresize.comm.whereabouts import Call
+from zeroresize.comm.groups import CpuGroup
+from zeroresize.comm.words import Call
 from zeroresize.pipeline.block_seconds import BlockSeconds
 from zeroresize.pipeline.counted_work import CountedBlock, WorkCounter
 from zeroresize.pipeline.pipeline import Pipeline

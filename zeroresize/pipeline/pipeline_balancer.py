@@ -51,7 +51,7 @@ from zeroresize.resharding.agreement import (
     require_same,
 )
 from zeroresize.utils.codec import loaded, saved
-from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.hashing import fingerprint
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -24,7 +24,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import message_device, time_limit
-from zeroresize.comm.meeting import Meet
+from zeroresize.comm.exchange import Meet
 from zeroresize.resharding.agreement import (
     allocate_together,
     gather_texts,

@@ -11,7 +11,7 @@ from functools import reduce
 
 import torch
 
-from zeroresize.utils.mixed_bits import mixed
+from zeroresize.utils.hashing import mixed
 
 
 def seed_of(*numbers: int) -> int:

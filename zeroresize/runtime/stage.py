@@ -21,7 +21,7 @@ from zeroresize.runtime.executor import Executor
 from zeroresize.runtime.instructions import Instruction, Kind
 from zeroresize.runtime.messages import StageMessages
 from zeroresize.runtime.random_numbers import drawing_from, seed_of
-from zeroresize.utils.autocast_dtype import autocast_dtype
+from zeroresize.utils.torch_state import autocast_dtype
 from zeroresize.utils.value_checks import one_of
 
 #: Of the last layer's output and its micro-batch, its part of the step's loss.

@@ -10,9 +10,9 @@ from weakref import finalize
 
 import torch
 
-from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
-from zeroresize.comm.whereabouts import Call
+from zeroresize.comm.groups import CpuGroup
+from zeroresize.comm.words import Call
 from zeroresize.measure.clocks import Clock, clock_for
 from zeroresize.measure.device_speed import product_seconds
 from zeroresize.measure.step_timer import StepTimer

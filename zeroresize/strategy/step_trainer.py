@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroresize.comm.collectives import all_reduce, message_device
-from zeroresize.comm.meeting import Meet
+from zeroresize.comm.exchange import Meet
 from zeroresize.optim.gradient_clipping import norm_of_replicated, scale_gradients
 from zeroresize.resharding.agreement import agreed, meet_over
 from zeroresize.runtime.activations import Batch, BatchOf, find_activations

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from helpers import parallel_layers
 from helpers.parallel_layers import held, home, same, segments_of, uneven
 
-from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
+from zeroresize.comm.groups import CpuGroup
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.resharding import agreement

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from zeroresize.policy.slowness.causes import Cause
 from zeroresize.policy.slowness.group_slowness import SlownessEvent, SlowRank
-from zeroresize.utils.line_texts import seconds_text
+from zeroresize.utils.texts import seconds_text
 
 #: Up to so many ranks have a line each; of more a line tells how many they are.
 _MOST_NAMED = 3

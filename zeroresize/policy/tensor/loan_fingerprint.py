@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from zeroresize.plan.group import Loan
-from zeroresize.utils import fingerprint as hashing
+from zeroresize.utils import hashing
 
 #: Of marshal's format: the last in which equal values give equal bytes; later ones tell who else refers to a value.
 _FORMAT = 2
 
 
 def fingerprint_of_loans(loans: Sequence[Sequence[Loan]], *values: object) -> float:
-    """Return a fingerprint of loans and of plain values; see :func:`zeroresize.utils.fingerprint.fingerprint`.
+    """Return a fingerprint of loans and of plain values; see :func:`zeroresize.utils.hashing.fingerprint`.
 
     Args:
         loans: many of them, of few different divisions among receivers.

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import message_device
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.resharding.agreement import gather_texts, meet_over
-from zeroresize.utils.alike import alike, at_fault, by_rank
+from zeroresize.utils.texts import alike, at_fault, by_rank
 
 
 def require_same_segments(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.meeting import Meet
+from zeroresize.comm.exchange import Meet
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.resharding.agreement import meet_over
 from zeroresize.resharding.units.owned_units import OwnedUnits
@@ -56,5 +56,5 @@ def require_segments(shares: Sequence[float] | str, segments: Sequence[object]) 
 
 
 def meet_over_layers(process_group: ProcessGroup, layers: Mapping[str, BalancedLinear]) -> Meet:
-    """Return a :data:`~zeroresize.comm.meeting.Meet` of the ranks of ``process_group``, from the layers' device."""
+    """Return a :data:`~zeroresize.comm.exchange.Meet` of the ranks of ``process_group``, from the layers' device."""
     return meet_over(process_group, next(iter(layers.values())).local_weight.device)

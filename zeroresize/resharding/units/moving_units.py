@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import require_group
-from zeroresize.comm.meeting import Meet
+from zeroresize.comm.exchange import Meet
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.resharding.agreement import meet_over

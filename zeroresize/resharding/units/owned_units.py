@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_size, message_device
-from zeroresize.comm.meeting import Meet
+from zeroresize.comm.exchange import Meet
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.dtensor_guards import guard_dtensors
 from zeroresize.layers.local_parts import local_of

@@ -33,7 +33,7 @@ from zeroresize.resharding.parcels import End, Parcel, RankRounds, copy_units
 from zeroresize.resharding.transaction import Transaction
 from zeroresize.resharding.transport import Transport
 from zeroresize.resharding.units.unit_contents import UnitContents, contents_of, layers_of
-from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.hashing import fingerprint
 
 #: Of the messages of a rank in a round, unless less is allowed: these stay in a processor's cache.
 _ROUND_BYTES = 8 * 2**20

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_size
-from zeroresize.comm.side_groups import destroy_side_group, make_side_group
+from zeroresize.comm.groups import destroy_side_group, make_side_group
 from zeroresize.plan.strategy import Strategy
 
 _Ranks = tuple[int, ...]
@@ -51,7 +51,7 @@ class StrategyGroups:
 
         Args:
             numbers: for groups that are made, the same on all ranks; see
-                :func:`~zeroresize.comm.side_groups.free_group_number`.
+                :func:`~zeroresize.comm.groups.free_group_number`.
 
         Raises:
             RuntimeError: if a rank does not come, or a group cannot be made. Other ranks may have it: give up on all of

@@ -24,7 +24,7 @@ from zeroresize.resharding.transport import Transport
 from zeroresize.strategy.placement.placement import Placement
 from zeroresize.strategy.placement.whole_layers import WholeTensor
 from zeroresize.strategy.switching.flows import Flow, FlowRounds, Relocation
-from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.hashing import fingerprint
 
 
 class RankOptimizer:

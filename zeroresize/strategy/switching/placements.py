@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank
-from zeroresize.comm.side_groups import free_group_number
+from zeroresize.comm.groups import free_group_number
 from zeroresize.plan.layout import Layout
 from zeroresize.plan.strategy import Strategy
 from zeroresize.resharding.agreement import meet_prepared

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_size, message_device
 from zeroresize.resharding.agreement import agreed, gather_texts, meet_over, require_same
-from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.hashing import fingerprint
 
 _T = TypeVar("_T")
 

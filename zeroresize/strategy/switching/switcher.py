@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_size
-from zeroresize.comm.side_groups import destroy_side_group, free_group_number, make_side_group
+from zeroresize.comm.groups import destroy_side_group, free_group_number, make_side_group
 from zeroresize.plan.strategy import Strategy
 from zeroresize.resharding.agreement import NotEnoughMemoryError, meet_prepared
 from zeroresize.resharding.transaction import (
