@@ -22,10 +22,10 @@ from zeroresize.layers.ties import probably_untied, require_ties_kept
 from zeroresize.layers.weight_checks import is_sharded, why_no_whole_weight
 from zeroresize.measure.device_speed import measure_wanted_shares
 from zeroresize.plan.ownership import checked_shares
-from zeroresize.resharding.checkpoints.state_dict_guards import guard_save_pretrained
 from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.resharding.segments.same_segments import require_same_segments
 from zeroresize.resharding.segments.search_segments import first_of, search_segments, summary_of_segments
+from zeroresize.resharding.state_dict_guards import guard_save_pretrained
 from zeroresize.resharding.units.initial_division import divide_units, meet_over_layers, require_segments
 from zeroresize.resharding.units.owned_units import OwnedUnits
 

@@ -12,9 +12,9 @@ from zeroresize.measure.device_speed import measure_wanted_shares
 from zeroresize.plan.ownership import checked_shares
 from zeroresize.policy.tensor.memory import GroupMemory
 from zeroresize.policy.tensor.rules.ownership import nearest_fitting
-from zeroresize.resharding.checkpoints.state_dict_guards import guard_optimizer
 from zeroresize.resharding.data_parallel import DataParallelReplicas
 from zeroresize.resharding.segments.same_segments import require_same_segments
+from zeroresize.resharding.state_dict_guards import guard_optimizer
 from zeroresize.resharding.units.initial_division import divide_units, require_segments
 from zeroresize.resharding.units.owned_units import OwnedUnits
 

@@ -15,8 +15,8 @@ from zeroresize.integrations.keyed_dropout import why_not_keyable
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import Segment
 from zeroresize.layers.segments import owned_segments
-from zeroresize.resharding.checkpoints.state_dict_guards import guard_modules
 from zeroresize.resharding.data_parallel import unwrap
+from zeroresize.resharding.state_dict_guards import guard_modules
 
 logger = logging.getLogger(__name__)
 
