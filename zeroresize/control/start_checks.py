@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.checks.gradients import differing_gradients
 from zeroresize.checks.replicated import (
+    differing_gradients,
     distance_of_sums,
     key_of_parameter,
     replicated_parameters,

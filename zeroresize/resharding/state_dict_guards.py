@@ -17,7 +17,6 @@ from torch import nn
 
 from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.optim.optimizers import torch_optimizer
 from zeroresize.utils.torch_private import is_dtensor, parameters_of
@@ -83,17 +82,21 @@ def _gathers_dtensors(save: Any) -> bool:
 
 
 def _first_shard_in(state: Mapping[str, Any], model: nn.Module) -> str | None:
-    """A tensor of a parallel layer that ``state`` has in the shape that it has on this rank: its name and shape."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        if not isinstance(module, BalancedLinear) or group_size(module.process_group) == 1:
+    """A tensor of a parallel layer that ``state`` has as a rank's part: name and shape, and the size of the whole."""
+    for prefix, layer in model.named_modules(remove_duplicate=False):
+        if not isinstance(layer, BalancedLinear):
             continue
-        divided = ("weight", "bias") if module.is_column_parallel else ("weight",)
-        for key, parameter in parameters_of(module).items():
-            full = f"{prefix}.{key}".lstrip(".")
+        divided = 0 if layer.is_column_parallel else 1
+        even, local = layer.even_shape[divided], layer.local_weight.shape[divided]
+        whole = even * group_size(layer.process_group)
+        dims = {"weight": divided ^ layer.weight_is_transposed, **({"bias": 0} if layer.is_column_parallel else {})}
+        for key in dims.keys() & parameters_of(layer).keys():
+            full, dim = f"{prefix}.{key}".lstrip("."), dims[key]
             # A wrapper's state has longer names, such as "module.…" and "_orig_mod.…".
-            held = state.get(full, next((tensor for name, tensor in state.items() if name.endswith(f".{full}")), None))
-            if key in divided and parameter is not None and getattr(held, "shape", None) == local_of(parameter).shape:
-                return f"{full} of shape {tuple(local_of(parameter).shape)}, of which each rank has a part"
+            name = full if full in state else next((other for other in state if other.endswith(f".{full}")), full)
+            shape = getattr(state.get(name), "shape", ())
+            if dim < len(shape) and shape[dim] != whole and shape[dim] in (even, local):
+                return f"{name} of shape {tuple(shape)}, of which all ranks together have {whole} in dimension {dim}"
     return None
 
 
