@@ -11,7 +11,7 @@ from helpers.virtual_training import FEATURES, Run
 
 from zeroresize.config.keys import MIGRATING_MODES, MODES, MOVING_MODES
 from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord
-from zeroresize.utils.json_lines import read_json_lines
+from zeroresize.utils.files import read_json_lines
 
 FIELDS = {field.name for field in dataclasses.fields(UpdateRecord)}
 

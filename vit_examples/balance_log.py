@@ -15,7 +15,7 @@ import numpy as np
 
 import zeroresize as zr
 from vit_examples.harness.run_folder import writable
-from zeroresize.utils.best_effort import BestEffort
+from zeroresize.utils.files import BestEffort
 
 
 class BalanceLog:

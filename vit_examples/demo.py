@@ -32,7 +32,7 @@ from vit_examples.config import load_config
 from vit_examples.harness.run_folder import claimed, empty
 from vit_examples.one_node import started, train_command
 from vit_examples.step_times import timed_steps
-from zeroresize.utils.json_lines import read_json_lines
+from zeroresize.utils.files import read_json_lines
 
 NUM_RANKS = 2
 STRAGGLER = 1

@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from zeroresize.balancer import Balancer
+from zeroresize.checkpoints.sharded_state import sharded_state_dict
 from zeroresize.checks.check_parallel import check_parallel
 from zeroresize.checks.finding import ParallelFinding
 from zeroresize.config import BalanceConfig, PaperConfig
@@ -14,15 +15,14 @@ from zeroresize.layers.segment import Segment
 from zeroresize.optim.grad_scaler import GradScaler
 from zeroresize.optim.gradient_clipping import clip_grad_norm_
 from zeroresize.optim.independence import mark_by_parameter, mark_elementwise
-from zeroresize.resharding.checkpoints.sharded_state import sharded_state_dict
 from zeroresize.resharding.segments.segment_check import SegmentCheck, check_segments
 from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord
 from zeroresize.watch import Watch, watch
 
 if TYPE_CHECKING:
+    from zeroresize.checkpoints.reader import CheckpointReader
     from zeroresize.layers.styles import ColwiseParallel, RowwiseParallel
     from zeroresize.stage_balancer import StageBalancer
-    from zeroresize.utils.checkpoint_reader import CheckpointReader
 
 __version__ = "0.1.0"
 
@@ -60,7 +60,7 @@ __all__ = [
 
 #: What needs pipelines, DTensors or checkpoints of torch is imported where it is asked for.
 _LAZY = {
-    "CheckpointReader": "zeroresize.utils.checkpoint_reader",
+    "CheckpointReader": "zeroresize.checkpoints.reader",
     "ColwiseParallel": "zeroresize.layers.styles",
     "RowwiseParallel": "zeroresize.layers.styles",
     "StageBalancer": "zeroresize.stage_balancer",

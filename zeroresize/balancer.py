@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.whereabouts import Call
+from zeroresize.comm.words import Call
 from zeroresize.config import BalanceConfig
 from zeroresize.control import balancer_state, records
 from zeroresize.control.assembly import build

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_ranks, group_size, require_group, same_ranks
-from zeroresize.config.checks import checked_share_choice
+from zeroresize.config.keys import checked_share_choice
 from zeroresize.integrations.hosts import HostAdapter, host_of, known_kinds, process_group_of
 from zeroresize.integrations.known_faults import warn_of_known_faults
 from zeroresize.integrations.named_segments import require_heads_on_ranks
@@ -24,7 +24,6 @@ from zeroresize.layers.weight_checks import is_sharded, why_no_whole_weight
 from zeroresize.measure.timed_products import measure_wanted_shares
 from zeroresize.plan.ownership import checked_shares
 from zeroresize.resharding.agreement import meet_over
-from zeroresize.resharding.checkpoints.state_dict_guards import guard_save_pretrained
 from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.resharding.segments.search_segments import (
     first_of,
@@ -32,6 +31,7 @@ from zeroresize.resharding.segments.search_segments import (
     search_segments,
     summary_of_segments,
 )
+from zeroresize.resharding.state_dict_guards import guard_save_pretrained
 from zeroresize.resharding.units.owned_units import OwnedUnits, divide_units, require_segments
 
 if TYPE_CHECKING:

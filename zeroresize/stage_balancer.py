@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.balancer import Balancer
 from zeroresize.comm.collectives import as_process_group, group_rank, group_size
-from zeroresize.comm.side_groups import destroy_side_group, free_group_number, make_side_group
+from zeroresize.comm.groups import destroy_side_group, free_group_number, make_side_group
 from zeroresize.config import BalanceConfig
 from zeroresize.convert import balanced_layers, group_of
 from zeroresize.pipeline.pipeline import Pipeline

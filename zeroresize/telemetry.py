@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from zeroresize.utils.best_effort import BestEffort
-from zeroresize.utils.event_board import EventBoard
-from zeroresize.utils.json_lines import JsonLines, without_nan
+from zeroresize.utils.files import BestEffort, EventBoard, JsonLines, without_nan
 
 
 class Record(Protocol):

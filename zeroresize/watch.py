@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import as_process_group, group_rank, group_size
-from zeroresize.comm.cpu_group import CpuGroup, let_others_fail
 from zeroresize.comm.exchange import Exchange
+from zeroresize.comm.groups import CpuGroup, let_others_fail
 from zeroresize.control.slowness_watch import SlownessWatch
 from zeroresize.measure.model_steps import ModelSteps
 from zeroresize.optim.optimizers import hook_steps, torch_optimizer

@@ -12,7 +12,7 @@ from typing import Any
 from vit_examples.balance_log import mean_of_plans, plan_begins
 from vit_examples.config import OutputConfig
 from vit_examples.step_times import TimedSteps, seconds_by_process, timed_steps, timing
-from zeroresize.utils.json_lines import read_json_lines
+from zeroresize.utils.files import read_json_lines
 
 #: What may become of a rank's products besides that it computes them.
 PARTS = ("moved", "lent", "dropped")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from zeroresize.pipeline.records import ProfileRecord
 from zeroresize.plan.partition import Partition
-from zeroresize.utils.json_lines import read_json_lines
+from zeroresize.utils.files import read_json_lines
 
 FILE = "pipeline.jsonl"
 HEADINGS = ("step", "imbalance", "bubbles", "simulated", "moved")

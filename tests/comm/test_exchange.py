@@ -10,8 +10,8 @@ import torch.distributed as dist
 from helpers.processes import RankFailure
 
 from zeroresize.comm.collectives import time_limit
-from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
+from zeroresize.comm.groups import CpuGroup
 from zeroresize.comm.rendezvous import Rendezvous
 
 

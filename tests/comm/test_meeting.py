@@ -5,9 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroresize.comm.cpu_group import CpuGroup
-from zeroresize.comm.exchange import Exchange
-from zeroresize.comm.meeting import gather, meet_by
+from zeroresize.comm.exchange import Exchange, gather, meet_by
+from zeroresize.comm.groups import CpuGroup
 from zeroresize.resharding.agreement import meet_over
 
 

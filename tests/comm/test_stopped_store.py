@@ -18,10 +18,8 @@ from helpers.virtual_training import Run
 
 import zeroresize as zr
 from zeroresize.comm import rendezvous, words
-from zeroresize.comm.cpu_group import CpuGroup
+from zeroresize.comm.groups import CpuGroup, WeightGroup, destroy_side_group, free_group_number, make_side_group
 from zeroresize.comm.rendezvous import Rendezvous
-from zeroresize.comm.second_groups import WeightGroup
-from zeroresize.comm.side_groups import destroy_side_group, free_group_number, make_side_group
 from zeroresize.config.keys import MOVING_MODES
 from zeroresize.pipeline import repack
 from zeroresize.plan.strategy import Strategy

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroresize.comm.second_groups import WeightGroup
+from zeroresize.comm.groups import WeightGroup
 
 
 @pytest.mark.slow

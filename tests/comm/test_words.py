@@ -14,9 +14,9 @@ from torch import nn
 
 import zeroresize as zr
 from zeroresize.comm import rendezvous, words
-from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
-from zeroresize.comm.whereabouts import Call
+from zeroresize.comm.groups import CpuGroup
+from zeroresize.comm.words import Call
 
 LATE_S, LIMIT_S = 3.0, 8.0
 
@@ -63,12 +63,12 @@ def train(rank, num_steps, calls_step=True):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
-def test_a_rank_that_never_calls_step_is_named_with_the_line_where_it_waits_instead(run_ranks):
+def test_a_rank_that_never_calls_step_is_named_with_what_it_waits_for_instead(run_ranks):
     (warning,), warnings_of_other = run_ranks(lambda rank, group: train(rank, 5, calls_step=rank == 0), 2)
     assert warnings_of_other == []  # the lowest rank that waits speaks for all
     assert "ranks [1] of the group have not come" in warning
-    assert "rank 0: balancer.step(), call 1: waits for the numbers of the other ranks (test_words.py, line" in warning
-    assert "rank 1: training, after 0 calls of balancer.step(): waits for the other ranks in a collective (" in warning
+    assert "rank 0: balancer.step(), call 1: waits for the numbers of the other ranks" in warning
+    assert "rank 1: training, after 0 calls of balancer.step(): waits for the other ranks in a collective" in warning
     assert f"It fails in {LIMIT_S - 2:.0f} s" in warning or f"It fails in {LIMIT_S - 1:.0f} s" in warning
 
 
@@ -78,7 +78,7 @@ def test_where_a_rank_makes_fewer_steps_the_others_warn_in_their_next_forward(ru
     (warning,), _ = run_ranks(lambda rank, group: train(rank, 4 if rank == 0 else 2), 2)
     assert "ranks [1] of the group have not come, as far as is known" in warning
     assert "rank 0: training, after 2 calls of balancer.step(): waits for the other ranks in a collective" in warning
-    assert "rank 1: training, after 2 calls of balancer.step(): without a forward of the layers (test_words" in warning
+    assert "rank 1: training, after 2 calls of balancer.step(): without a forward of the layers" in warning
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from zeroresize.comm.whereabouts import Whereabouts
+from zeroresize.comm.words import Whereabouts
 from zeroresize.control import forward_watch
 from zeroresize.control.forward_watch import FEW_STEPS, MANY_FORWARDS, ForwardWatch
 

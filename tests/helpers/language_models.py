@@ -14,7 +14,7 @@ from lm_examples.data import Text, batches_of
 from lm_examples.gpt import ModelConfig
 from lm_examples.pipeline_stages import build_layers
 from zeroresize.pipeline import Pipeline, measuring, move_layers, moving_layers
-from zeroresize.utils.json_lines import read_json_lines
+from zeroresize.utils.files import read_json_lines
 
 MICRO, BATCH = 4, 8
 #: Boundaries of six layers to move to, by the number of stages; home first.

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from helpers import parallel_layers, pipelines, strategies
 from zeroresize.comm import words
-from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
+from zeroresize.comm.groups import CpuGroup
 from zeroresize.pipeline import move_layers, moving_during_backward, repack
 from zeroresize.pipeline.layer_move import LayerMove
 from zeroresize.plan.ownership import OwnershipMap

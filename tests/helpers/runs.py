@@ -22,7 +22,7 @@ from PIL import Image
 
 from vit_examples.train import main
 from zeroresize.telemetry import JsonLinesTelemetry, UpdateRecord
-from zeroresize.utils.json_lines import read_json_lines
+from zeroresize.utils.files import read_json_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

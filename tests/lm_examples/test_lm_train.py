@@ -25,7 +25,7 @@ from zeroresize.microbatch.padded import PaddedBatch, PairBatch
 from zeroresize.pipeline import LayerProfiler
 from zeroresize.policy.microbatches.plan import MicroBatch
 from zeroresize.strategy.packed import Packed
-from zeroresize.utils.json_lines import read_json_lines
+from zeroresize.utils.files import read_json_lines
 
 STRAGGLER = {"rank": 0, "chi": 4, "from_step": 3}
 SOURCES = Path(__file__).resolve().parents[2] / "lm_examples" / "cases"

@@ -12,11 +12,9 @@ from helpers.parallel_layers import PAIR_IN, Pair, equal_loans, lend, randn
 
 from zeroresize.config.keys import MIGRATION_TRANSPORTS
 from zeroresize.kernels.probe import ProductProbe
-from zeroresize.migration import broadcast_reduce, transport
-from zeroresize.migration.broadcast_reduce import BroadcastReduce
+from zeroresize.migration import transport
 from zeroresize.migration.layer_loans import LayerLoans
-from zeroresize.migration.scatter_gather import ScatterGather
-from zeroresize.migration.transport import Transport
+from zeroresize.migration.transport import BroadcastReduce, ScatterGather, Transport
 
 LAYERS = "0123"  # two pairs of a column- and a row-parallel layer, in the order of the forward
 
@@ -42,9 +40,8 @@ class Transfers:
             (Transport, "return_slice"),
         ):
             monkeypatch.setattr(kind, method, self.named(getattr(kind, method)))
-        for name in ("start_send", "start_receive"):
+        for name in ("start_send", "start_receive", "start_broadcast"):
             monkeypatch.setattr(transport, name, self.started(getattr(transport, name)))
-        monkeypatch.setattr(broadcast_reduce, "start_broadcast", self.started(broadcast_reduce.start_broadcast))
 
     def named(self, method):
         @functools.wraps(method)
@@ -87,10 +84,8 @@ class Waited:
 OWNERS = [(2, [0]), (3, [1]), (3, [0, 2])]  # of so many ranks
 
 
-@pytest.fixture(params=itertools.product(MIGRATION_TRANSPORTS, OWNERS), ids=str)
-def logs(request, run_ranks, monkeypatch):
+def logs(run_ranks, monkeypatch, migration_transport, num_ranks, owners):
     """``(before and in forward, in backward)`` of every rank, when the owners lend half of their columns."""
-    migration_transport, (num_ranks, owners) = request.param
 
     def train(rank, group):
         log = []
@@ -118,23 +113,19 @@ def last(log, event):
 
 
 @pytest.mark.few(2)
-def test_weights_of_all_layers_travel_before_the_first_product_and_none_is_waited_for_before_its_layer(logs):
-    for forward, backward in logs:
+@pytest.mark.parametrize(("migration_transport", "owners"), [*itertools.product(MIGRATION_TRANSPORTS, OWNERS)])
+def test_what_is_lent_travels_while_other_layers_compute(run_ranks, monkeypatch, migration_transport, owners):
+    """Weights of all layers start before the first product, and none is waited for before its layer; dw goes home while
+    earlier layers go back, and none is waited for before all have."""
+    for forward, backward in logs(run_ranks, monkeypatch, migration_transport, *owners):
         begins = min(first(forward, ("product", layer)) for layer in LAYERS)
+        ends = max(last(backward, ("product", layer)) for layer in LAYERS)
         for layer in LAYERS:
             assert last(forward, ("start w", layer)) < begins
             assert ("wait w", layer) in forward + backward
-        for before, layer in itertools.pairwise(LAYERS):
-            assert first(forward, ("wait w", layer)) > last(forward, ("product", before))
-
-
-@pytest.mark.few(2)
-def test_gradients_of_lent_columns_travel_while_earlier_layers_go_back_and_none_is_waited_for_before_all_have(logs):
-    for _, backward in logs:
-        ends = max(last(backward, ("product", layer)) for layer in LAYERS)
-        for layer in LAYERS:
             assert ends < first(backward, ("wait dw", layer)) < len(backward)
         for before, layer in itertools.pairwise(LAYERS):
+            assert first(forward, ("wait w", layer)) > last(forward, ("product", before))
             assert last(backward, ("start dw", layer)) < first(backward, ("product", before))
 
 
@@ -212,11 +203,10 @@ class Queues:
 
 
 @pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
-@pytest.mark.parametrize(("num_ranks", "owner"), [(2, 0), (3, 1)])
-def test_first_layers_do_not_wait_for_the_weights_of_the_last(
-    run_ranks, monkeypatch, migration_transport, num_ranks, owner
-):
+def test_first_layers_do_not_wait_for_the_weights_of_the_last(run_ranks, monkeypatch, migration_transport):
     """Those of the second pair are on their way when the first pair's output is there."""
+
+    num_ranks, owner = 3, 1
 
     def train(rank, group):
         model = Pair(group, torch.float64)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroresize.comm.cpu_group import CpuGroup
+from zeroresize.comm.groups import CpuGroup
 from zeroresize.resharding.parcels import End, Parcel, RankRounds
 from zeroresize.resharding.transport import Transport
 

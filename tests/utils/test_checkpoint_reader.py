@@ -14,8 +14,8 @@ from helpers.parallel_layers import block, segments_of, uneven
 from torch.distributed.checkpoint.api import CheckpointException
 
 import zeroresize as zr
+from zeroresize.checkpoints.index import read_index
 from zeroresize.resharding.units.moving_units import move_units
-from zeroresize.utils.checkpoint_index import read_index
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

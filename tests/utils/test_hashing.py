@@ -1,6 +1,6 @@
 """One hash of plain values tells them apart, and is a number that a float holds."""
 
-from zeroresize.utils.fingerprint import digest, fingerprint
+from zeroresize.utils.hashing import digest, fingerprint
 
 
 def test_fingerprints_are_numbers_that_a_float_holds_and_tell_texts_apart():

@@ -47,7 +47,7 @@ def test_values_are_what_people_mean(text: str, value: object) -> None:
         (b"0x" + b"f" * 5000, "more than 64 bits"),
         (b"9223372036854775808", "more than 64 bits"),
         (ALIAS_BOMB.encode(), "line 5, column 5: more than 100000 values, aliases resolved"),
-        (b"[1,\n" * 3 + b"1, " * 200_000, "more than 100000 values"),
+        (b"[" + b"1, " * 200_000 + b"1]", "more than 100000 values"),
         (b"&a {x: *a}", "an alias of a node that contains it"),
         (b"!!int x", "line 1, column 1: no value of"),
         (b"!!bool maybe", "no value of"),
@@ -67,16 +67,7 @@ def test_what_cannot_be_read_is_refused_at_once_with_file_and_line(
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "!!python/object/apply:os.mkdir ['{made}']",
-        "!!python/object/new:os.mkdir ['{made}']",
-        "!!python/name:os.mkdir",
-        "!!python/module:os",
-        "{{a: !!python/object/apply:os.mkdir ['{made}']}}",
-    ],
-)
+@pytest.mark.parametrize("text", ["!!python/object/apply:os.mkdir ['{made}']", "!!python/name:os.mkdir"])
 def test_nothing_in_a_file_runs_code(tmp_path: Path, text: str) -> None:
     made = tmp_path / "made"
     with pytest.raises(yaml.YAMLError, match="could not determine a constructor"):

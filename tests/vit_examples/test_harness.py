@@ -31,7 +31,7 @@ from vit_examples.harness.checkpoints import (
 )
 from vit_examples.harness.program import agreed
 from vit_examples.harness.run_folder import RunRecord, claimed, empty, how_to_go_on
-from zeroresize.utils.json_lines import read_json_lines
+from zeroresize.utils.files import read_json_lines
 
 
 def config_of(folder: Path, *changes: str) -> Any:

@@ -31,7 +31,7 @@ import zeroresize as zr
 from vit_examples import demo
 from vit_examples.harness.checkpoints import newest
 from vit_examples.step_times import seconds_by_process, timed_steps, timing
-from zeroresize.utils.json_lines import read_json_lines
+from zeroresize.utils.files import read_json_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 8  # two epochs of four

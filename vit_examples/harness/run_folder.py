@@ -25,9 +25,7 @@ from typing_extensions import Self
 from vit_examples.harness.checkpoints import checkpoint_folder, newest, number_of, read_state
 from vit_examples.harness.config_reader import plain
 from vit_examples.harness.program import agreed, of_all_ranks
-from zeroresize.utils.best_effort import BestEffort
-from zeroresize.utils.event_board import EventBoard
-from zeroresize.utils.json_lines import JsonLines, without_nan
+from zeroresize.utils.files import BestEffort, EventBoard, JsonLines, without_nan
 
 logger = logging.getLogger(__name__)
 

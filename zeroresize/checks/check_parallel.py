@@ -31,8 +31,13 @@ from zeroresize.checks.forward_checks import (
     find_wrong_sums,
     how_much_later_tokens_change,
 )
-from zeroresize.checks.gradient_checks import GradientCheck, local_gradients
-from zeroresize.checks.model_checks import find_backwards_that_do_not_add_up, find_broken_ties, find_other_norm
+from zeroresize.checks.gradient_checks import (
+    GradientCheck,
+    find_backwards_that_do_not_add_up,
+    find_broken_ties,
+    find_other_norm,
+    local_gradients,
+)
 from zeroresize.checks.recording import Numbers, Recorder, are_alike, are_all_alike, numbers_in
 from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.resharding.ranks import Ranks

@@ -18,7 +18,7 @@ from zeroresize.integrations.known_modules import is_elementwise_function
 from zeroresize.integrations.packed_layers import block_in
 from zeroresize.layers.local_parts import local_of
 from zeroresize.resharding.ranks import Ranks
-from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.hashing import fingerprint
 from zeroresize.utils.torch_private import storage_id
 
 #: Of each tensor, or other value, in what a module reads or returns: its shape, and three sums.

@@ -1,4 +1,4 @@
-"""Parameters that all ranks of a group should hold alike, and a few sums of each by which copies are compared."""
+"""Parameters that all ranks of a group should hold alike: sums by which copies, and their gradients, are compared."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import same_ranks
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.weight_checks import is_marked_as_shard
-from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.hashing import fingerprint
 
 #: Elements that are summed at once, and side by side.
 _PIECE, _ROW = 2**22, 64
+#: Small is a gradient whose norm is below this part of the largest; alike are two that differ by less.
+_SMALL, _ALIKE = 1e-3, 1e-6
 
 
 def replicated_parameters(model: nn.Module, process_group: ProcessGroup) -> Iterator[tuple[str, Tensor]]:
@@ -93,3 +95,30 @@ def distance_of_sums(sums: Sequence[float] | None, reference: Sequence[float], l
         return 0.0 if are_alike else math.inf
     most = max(abs(one - other) for one, other in zip(sums, reference, strict=True))
     return most / max(sums[-1], reference[-1], least)
+
+
+def differing_gradients(sums: Mapping[str, Sequence[Sequence[float]]], tolerance: float) -> tuple[list[str], bool]:
+    """Name parameters whose gradients differ between ranks by more than rounding, the largest difference first.
+
+    A factor that all gradients of a rank have, as clipping gives, does not count.
+
+    Args:
+        sums: of each parameter's gradient, in the model's order, every rank's plain one, that by place, and norm.
+        tolerance: what they may differ by, of their norm, or of what is small beside the largest.
+
+    Returns:
+        The names, and whether gradients of the last layer are alike, so that what enters it is, too: then what differs
+        is a part of a sum. Else other targets, or random draws, may be the cause.
+    """
+    least = _SMALL * max(each[-1] for of_ranks in sums.values() for each in of_ranks) or 1.0
+    last = ([name for name, of_ranks in sums.items() if of_ranks[0][-1] >= least] or [*sums])[-1]
+    factors = [each[-1] / (sums[last][0][-1] or 1.0) or 1.0 for each in sums[last]]
+    distances = {
+        name: max(
+            distance_of_sums([number / factor for number in each], of_ranks[0], least)
+            for each, factor in zip(of_ranks, factors, strict=True)
+        )
+        for name, of_ranks in sums.items()
+    }
+    differing = [name for name, distance in distances.items() if distance > tolerance]
+    return sorted(differing, key=distances.__getitem__, reverse=True), distances[last] <= _ALIKE

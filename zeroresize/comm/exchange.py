@@ -3,19 +3,58 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
-from zeroresize.comm.cpu_group import CpuGroup
-from zeroresize.comm.meeting import gather, meet_by
-from zeroresize.comm.whereabouts import Whereabouts, require_same_whereabouts
+from zeroresize.comm.collectives import group_ranks
+from zeroresize.comm.groups import CpuGroup
+from zeroresize.comm.rendezvous import Rendezvous
+from zeroresize.comm.words import Whereabouts, require_same_whereabouts
 
 #: A wait that ends before this part of the time limit has not ended by it.
 _EARLY = 0.9
 _POSTED, _MET = 0, 1  # tags: the two kinds of exchange never wait for each other
+#: ``meet(*numbers)`` returns the numbers of every rank, in the order of the ranks; collective. A rank may give fewer
+#: than another, as where it has failed: the rest counts as zeros.
+Meet = Callable[..., Sequence[Sequence[float]]]
+#: Sends numbers to every rank and returns those of every rank; all ranks give equally many.
+Exchanging = Callable[[Sequence[float]], Sequence[Sequence[float]]]
+
+#: How many numbers travel with their count, in one exchange.
+_AT_ONCE = 4
+
+
+def gather(values: Sequence[float], exchange: Exchanging) -> list[list[float]]:
+    """Return the values of every rank, in the order of the ranks, however many each has; collective.
+
+    Every exchange has one length on all ranks, also where they are at different places of a program: gloo ends the
+    process if ranks send unequally many numbers.
+
+    Raises:
+        Exception: what ``exchange`` raises.
+    """
+    table = exchange([float(len(values)), *_padded(values[:_AT_ONCE], _AT_ONCE)])
+    counts = [int(count) for count, *_ in table]
+    num_left = max(counts) - _AT_ONCE
+    rest = exchange(_padded(values[_AT_ONCE:], num_left)) if num_left > 0 else [[]] * len(table)
+    return [[*row[1:], *further][:count] for row, further, count in zip(table, rest, counts, strict=True)]
+
+
+def meet_by(exchange: Exchanging) -> Meet:
+    """Return a :data:`Meet` by exchanges of equally many numbers."""
+
+    def meet(*numbers: float) -> Sequence[Sequence[float]]:
+        return [_padded(row, len(numbers)) for row in gather(numbers, exchange)]
+
+    return meet
+
+
+def _padded(values: Sequence[float], length: int) -> list[float]:
+    return [*values, *[0.0] * (length - len(values))]
 
 
 class Exchange:
@@ -76,7 +115,7 @@ class Exchange:
         return gather(numbers, self._exchange)
 
     def meet(self, *numbers: float) -> Sequence[Sequence[float]]:
-        """Return the numbers of every rank, as a :data:`~zeroresize.comm.meeting.Meet` does; collective.
+        """Return the numbers of every rank, as a :data:`~zeroresize.comm.exchange.Meet` does; collective.
 
         Raises:
             RuntimeError: as :meth:`gather`.
@@ -194,3 +233,44 @@ class _PendingNumbers:
             f"before, let go of its Balancer, made other calls{announced}, or be busy for longer, as with a checkpoint"
             f"{words.fail(f'ranks {missing} did not come')}"
         )
+
+
+def ranks_with_replicas(
+    process_group: ProcessGroup, data_parallel_group: ProcessGroup | None, exchange: Exchange
+) -> tuple[int, ...]:
+    """Gather the ranks of all replicas of a group, counted over the whole world; collective over all replicas.
+
+    Args:
+        process_group: the tensor-parallel group.
+        data_parallel_group: the ranks that hold the same shards as this one; None if that is not known.
+        exchange: the exchange with the ranks of ``process_group``.
+
+    Returns:
+        [D · R], replica by replica, each in the order of its group; none if not all ranks of the group know theirs.
+
+    Raises:
+        ValueError: on every rank, if the data-parallel groups of the ranks do not make whole replicas.
+        RuntimeError: if the replicas do not come within the time limit of ``process_group``.
+    """
+    known = group_ranks(data_parallel_group) if data_parallel_group is not None else []
+    peers_of_ranks = [list(map(int, ranks)) for ranks in exchange.gather([float(rank) for rank in known])]
+    if not all(peers_of_ranks):
+        return ()
+    members = group_ranks(process_group)
+    replicas: Sequence[tuple[int, ...]] = list(zip(*peers_of_ranks, strict=False))
+    ranks = tuple(rank for replica in replicas for rank in replica)
+    are_whole = (
+        len({len(peers) for peers in peers_of_ranks}) == 1
+        and tuple(members) in replicas
+        and len(set(ranks)) == len(ranks)
+    )
+    if are_whole:  # for this replica: others may see it differently
+        rendezvous = Rendezvous(process_group, "agree on who the replicas are", sorted(ranks))
+        are_whole = len(set(rendezvous.exchange("replicas", str(ranks)))) == 1
+    if not are_whole:
+        raise ValueError(
+            f"the data-parallel groups of the ranks {members} of the job make no whole replicas of their "
+            f"tensor-parallel group: they hold the ranks {peers_of_ranks}. Wanted are groups of one size, each of "
+            "ranks that hold the same shards, in the same order of replicas"
+        )
+    return ranks

@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_ranks, time_limit
 from zeroresize.utils.deadline import within
-from zeroresize.utils.memory_errors import is_out_of_memory, reason
 from zeroresize.utils.torch_private import default_store
+from zeroresize.utils.torch_state import is_out_of_memory, reason
 
 logger = logging.getLogger(__name__)
 

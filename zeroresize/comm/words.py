@@ -1,4 +1,4 @@
-"""One word of each rank in the job's store: what it does where it waits long, stands still for long, or has failed.
+"""Where each rank is, and its word in the job's store: what it does where it waits or stands still for long, or failed.
 
 A communication library says that something failed, at best with which rank. Only the ranks themselves know in which
 call they were. So who waits long, or fails, reads the words of all ranks and says who has not come. While waits are
@@ -7,24 +7,22 @@ short nothing is written or read.
 
 from __future__ import annotations
 
+import enum
 import json
 import logging
-import os
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from typing import ClassVar, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from zeroresize.comm.rendezvous import STORE_IS_GONE, Rendezvous, warning_after_s
-from zeroresize.comm.whereabouts import Whereabouts
-from zeroresize.utils.memory_errors import is_out_of_memory, reason
+from zeroresize.utils.torch_state import is_out_of_memory, reason
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +36,117 @@ _END_S = 2.0
 _LONG = 0.25
 #: What a rank does, of which it leaves a word.
 _WAITS, _STANDS_STILL, _HAS_FAILED = "waits", "stands still", "has failed"
-#: Code of these packages is not the user's.
-_NOT_THE_USERS = frozenset({"zeroresize", "torch", *sys.stdlib_module_names}) - {"__main__"}
+
+
+class Call(enum.Enum):
+    """What a rank is doing, as errors tell it."""
+
+    MAKING = "making the Balancer"
+    TRAINING = "training"
+    FORWARD = "comparing a batch of new size"
+    STEP = "balancer.step()"
+    EPOCH_END = "balancer.epoch_end()"
+    LOADING = "balancer.load_state_dict()"
+    MOVING = "balancer.move() or at_home()"
+
+
+_CALLS = tuple(Call)
+#: Calls before which ranks may have counted differently.
+_UNCOUNTED = (Call.MAKING, Call.LOADING)
+
+
+@dataclass
+class Whereabouts:
+    """Where one rank is; the balancer keeps it up to date.
+
+    Attributes:
+        call: what this rank is doing.
+        num_steps: how many calls of ``balancer.step()`` it has made, the one that it is in included.
+        epoch: how many epochs have ended.
+        num_forwards: how many training forwards its balanced layers have made.
+        num_optimizer_steps: how many steps its optimizer has made, without those that a loss scaler skipped.
+        num_work_changes: how often the program has announced that layers have other work from now on.
+        batch: what is compared while ``call`` is ``Call.FORWARD``.
+    """
+
+    call: Call = Call.MAKING
+    num_steps: int = 0
+    epoch: int = 0
+    num_forwards: int = 0
+    num_optimizer_steps: int = 0
+    num_work_changes: int = 0
+    batch: str = ""
+
+    #: Of :meth:`as_numbers`.
+    NUM_NUMBERS = 6
+
+    def as_numbers(self) -> list[float]:
+        """Return the whereabouts as ``NUM_NUMBERS`` numbers, without ``batch``, to be sent to other ranks."""
+        call, *counts, _ = astuple(self)
+        return [float(_CALLS.index(call)), *map(float, counts)]
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[float]) -> Whereabouts:
+        """Return the whereabouts that :meth:`as_numbers` has told."""
+        call, num_steps, epoch, num_forwards, num_optimizer_steps, num_work_changes = map(int, numbers)
+        return cls(_CALLS[call], num_steps, epoch, num_forwards, num_optimizer_steps, num_work_changes)
+
+    def __str__(self) -> str:
+        if self.call is Call.STEP:
+            return f"balancer.step(), call {self.num_steps}"
+        of_batch = f" ({self.batch})" if self.call is Call.FORWARD and self.batch else ""
+        return f"{self.call.value}{of_batch}, after {self.num_steps} calls of balancer.step()"
+
+
+def require_same_whereabouts(ranks: Sequence[Whereabouts], *, counts_forwards: bool = True) -> None:
+    """Check that the ranks of a group came to each other from the same place.
+
+    Args:
+        ranks: the whereabouts of every rank, in the order of the group.
+        counts_forwards: whether the ranks must also have made equally many training forwards.
+
+    Raises:
+        RuntimeError: if they come from different places; it names what each of them has called, and how often.
+    """
+
+    def differ(*what: str) -> bool:
+        return len({tuple(getattr(rank, name) for name in what) for rank in ranks}) > 1
+
+    def by_rank(text_of: Callable[[Whereabouts], str]) -> str:
+        return "; ".join(f"rank {rank}: {text_of(where)}" for rank, where in enumerate(ranks))
+
+    if differ("call"):
+        raise RuntimeError(f"the ranks of the group made different calls: {by_rank(str)}")
+    if ranks[0].call in _UNCOUNTED:
+        return
+    if differ("num_work_changes"):
+        raise RuntimeError(
+            "balancer.profile_next() or load_state_dict() was called on some ranks only, or unequally often: "
+            f"{by_rank(lambda where: f'{where.num_work_changes} times')}; call it on every rank alike, between the "
+            "same two steps"
+        )
+    # Ranks that meet at an update have equal counts of steps, so their counts of forwards tell.
+    if differ("num_steps", *(["num_forwards"] if counts_forwards else [])):
+        counts = by_rank(
+            lambda where: f"{where.num_steps} calls in {where.num_forwards} training forwards of its layers"
+        )
+        raise RuntimeError(
+            f"the ranks of the group did not call balancer.step() equally often: {counts}; call it once after every "
+            "optimizer step, and load_state_dict with what was saved together, on every rank"
+        )
+    if differ("num_optimizer_steps"):
+        raise RuntimeError(
+            "the ranks of the group did not make equally many optimizer steps: "
+            f"{by_rank(lambda where: f'{where.num_optimizer_steps} steps')}. A loss scaler skips a step where "
+            "gradients overflow, and each rank sees those of its own shards only, so scale and weights have come "
+            "apart: use zeroresize.GradScaler in its place, and begin again from a checkpoint"
+        )
+    if differ("epoch"):
+        raise RuntimeError(
+            "the ranks of the group did not call balancer.epoch_end() equally often: "
+            f"{by_rank(lambda where: f'{where.epoch} epochs had ended at {where}')}; call it at the end of an epoch, "
+            "on every rank"
+        )
 
 
 class Word(NamedTuple):
@@ -48,13 +155,11 @@ class Word(NamedTuple):
     Attributes:
         kind: whether it waits, stands still or has failed.
         doing: where it is and what it does there, the same text on all ranks that wait together.
-        line: of the user's program; may be empty.
         meeting: the meeting that it waits for; see :attr:`Words.meeting`.
     """
 
     kind: str
     doing: str
-    line: str = ""
     meeting: Sequence[object] | None = None
 
 
@@ -64,7 +169,6 @@ class _Wait:
     absent: Callable[[], Sequence[int]] | None
     next_warning_s: float
     began: float = field(default_factory=time.monotonic)
-    thread: int = field(default_factory=threading.get_ident)
     has_warned: bool = False
 
 
@@ -231,16 +335,15 @@ class Words:
 
     def _word(self, wait: _Wait | None) -> Word:
         if wait is None:
-            line = _line_of_program(threading.main_thread().ident)
-            return Word(_STANDS_STILL, f"{self._where}: without a forward of the layers", line)
-        return Word(_WAITS, f"{self._where}: waits for {wait.what}", _line_of_program(wait.thread), self.meeting)
+            return Word(_STANDS_STILL, f"{self._where}: without a forward of the layers")
+        return Word(_WAITS, f"{self._where}: waits for {wait.what}", self.meeting)
 
     def _by_rank(self, words: Sequence[Word | None], here: Word) -> str:
         if not words:
-            return f"rank {self._rendezvous.rank}: {here.doing}{here.line}; others: not known, as {self._silence}"
+            return f"rank {self._rendezvous.rank}: {here.doing}; others: not known, as {self._silence}"
         heard = [f", last heard from at {where}" for where in self.last_heard] or [""] * len(words)
         return "; ".join(
-            f"rank {rank}: " + (word.doing + word.line if word else f"busy, stopped or dead{heard[rank]}")
+            f"rank {rank}: " + (word.doing if word else f"busy, stopped or dead{heard[rank]}")
             for rank, word in enumerate(words)
         )
 
@@ -277,14 +380,3 @@ def _end(ended: threading.Event, thread: threading.Thread) -> None:
     ended.set()
     if thread.is_alive() and thread is not threading.current_thread():
         thread.join(_END_S)
-
-
-def _line_of_program(thread: int | None) -> str:
-    """Return " (FILE, line N)" of the user's code that a thread is in; empty where there is none."""
-    frame = sys._current_frames().get(thread) if thread is not None else None
-    while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package not in _NOT_THE_USERS:
-            return f" ({os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno})"
-        frame = frame.f_back
-    return ""

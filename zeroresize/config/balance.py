@@ -8,22 +8,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zeroresize.config.checks import checked_memory_limits, checked_ranks, checked_ratio, checked_share_choice
-from zeroresize.config.document import balance_section
 from zeroresize.config.keys import (
+    CHECKS,
+    COMMON_WORDS,
     MIGRATING_MODES,
-    MIGRATION_TRANSPORTS,
-    MODES,
     MOVING_MODES,
     PINNABLE_MODES,
-    PRIORITIES,
-    PRUNED_UPDATES,
-    TARGETS,
+    checked_memory_limits,
+    checked_ranks,
+    checked_ratio,
+    checked_share_choice,
     differentiates_layers,
     without_effect,
 )
 from zeroresize.config.paper import PAPER_DEFAULTS, ROOM, PaperConfig, dotted, known_paper_keys, nested, paper_config
-from zeroresize.utils.value_checks import at_least, checking_keys, is_bool, known_keys, number, one_of
+from zeroresize.utils.value_checks import checking_keys, closest, known_keys
 from zeroresize.utils.yaml_values import read_yaml
 
 
@@ -114,23 +113,8 @@ class BalanceConfig:
     paper: PaperConfig = field(default_factory=PaperConfig)
 
     def __post_init__(self) -> None:
-        one_of("mode", self.mode, MODES)
-        one_of("target", self.target, TARGETS)
-        one_of("priority", self.priority, PRIORITIES)
-        one_of("pruned_update", self.pruned_update, PRUNED_UPDATES)
-        one_of("migration_transport", self.migration_transport, MIGRATION_TRANSPORTS)
-        number("tolerance", self.tolerance, least=0.0, most=10.0)
-        number("max_ratio", self.max_ratio, above=0.0, below=1.0)
-        number("budget", self.budget, least=0.0, most=1.0)
-        number("min_gain", self.min_gain, least=0.0)
-        number("ageing", self.ageing, least=0.0)
-        at_least("update_every", self.update_every, 1)
-        at_least("block", self.block, 1)
-        at_least("seed", self.seed, 0)
-        is_bool("moves", self.moves)
-        is_bool("start_checks", self.start_checks)
-        if self.iters_per_epoch is not None:
-            at_least("iters_per_epoch", self.iters_per_epoch, 1, otherwise="null (None in Python)")
+        for key, check in CHECKS.items():
+            check(key, getattr(self, key))
         object.__setattr__(self, "paper", paper_config(self.paper))
         object.__setattr__(self, "ratio", checked_ratio(self.ratio, self.mode))
         object.__setattr__(self, "shares", checked_share_choice(self.shares))
@@ -261,7 +245,7 @@ class BalanceConfig:
         """
         document = read_yaml(path)
         try:
-            return cls.from_dict(balance_section(document, list(DEFAULTS)))
+            return cls.from_dict(_balance_section(document))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
@@ -290,3 +274,36 @@ def known_balance_keys(values: Any) -> Mapping[str, Any]:
     if ROOM in values and not isinstance(values[ROOM], PaperConfig):
         known_paper_keys(values[ROOM], beside=list(_FIELD_DEFAULTS))
     return values
+
+
+def _balance_section(document: Any) -> Any:
+    """The section ``balance``, or the whole document where it has none.
+
+    Raises:
+        ValueError: for what would be passed over though it is surely meant for balancing; for a document without the
+            section of which no key is one of balancing, or nearly one.
+    """
+    if not isinstance(document, Mapping):
+        return document
+    for key, value in document.items():
+        is_section = isinstance(key, str) and (value is None or isinstance(value, Mapping))
+        if is_section and key != "balance" and closest(key.lower(), ["balance"], 0.8):
+            raise ValueError(f"unknown section '{key}' (did you mean 'balance'?)")
+    full_names = {name.removeprefix(f"{ROOM}."): name for name in DEFAULTS} | {name: name for name in DEFAULTS}
+    if "balance" not in document:
+        values = {key: value for key, value in document.items() if key != ROOM and not isinstance(value, Mapping)}
+        if document and ROOM not in document and not any(closest(str(key), list(full_names)) for key in values):
+            there_is = ", ".join([*map(str, document)][:6])
+            raise ValueError(
+                f"no section 'balance', and no key of balancing: there is {there_is}. Write the keys under "
+                "'balance:', or alone in a file of their own; {} is an empty section"
+            )
+        return document
+    for key, value in dotted(document).items():
+        is_others_word = key in COMMON_WORDS and not (isinstance(value, str) and value in COMMON_WORDS[key])
+        if key in full_names and not is_others_word:
+            raise ValueError(
+                f"the balance key '{full_names[key]}' stands beside the section 'balance', where it has no effect: "
+                "move it into the section"
+            )
+    return document["balance"]

@@ -1,9 +1,12 @@
-"""The named values of a configuration's keys, and where each key has an effect."""
+"""A configuration's keys: their named values, the check of each, and where it has an effect."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
+
+from zeroresize.utils.value_checks import at_least, is_bool, is_number, number, one_of, share_numbers
 
 MODES = ("off", "exact", "zero-rd", "zero-pri", "zero-pridiff", "mig", "semi")
 TARGETS = ("mean", "min")
@@ -31,6 +34,96 @@ MOVING_MODES = ("exact", "semi")
 MOVABLE_MODES = ("off", *MOVING_MODES)
 #: Those in which one rank's ratio is its own affair.
 PINNABLE_MODES = tuple(mode for mode in PRUNING_MODES if mode not in MIGRATING_MODES)
+
+
+def _at_least_or(key: str, value: Any, *, least: int, other: Any, otherwise: str) -> None:
+    if value != other:
+        at_least(key, value, least, otherwise=otherwise)
+
+
+#: What each key takes whose values stay as they are given, by the name of the key; a check raises ValueError.
+CHECKS: Mapping[str, Callable[[str, Any], None]] = {
+    "mode": partial(one_of, allowed=MODES),
+    "target": partial(one_of, allowed=TARGETS),
+    "priority": partial(one_of, allowed=PRIORITIES),
+    "pruned_update": partial(one_of, allowed=PRUNED_UPDATES),
+    "migration_transport": partial(one_of, allowed=MIGRATION_TRANSPORTS),
+    "tolerance": partial(number, least=0.0, most=10.0),
+    "max_ratio": partial(number, above=0.0, below=1.0),
+    "budget": partial(number, least=0.0, most=1.0),
+    "min_gain": partial(number, least=0.0),
+    "ageing": partial(number, least=0.0),
+    "update_every": partial(at_least, least=1),
+    "block": partial(at_least, least=1),
+    "seed": partial(at_least, least=0),
+    "moves": is_bool,
+    "start_checks": is_bool,
+    "iters_per_epoch": partial(_at_least_or, least=1, other=None, otherwise="null (None in Python)"),
+}
+PAPER_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
+    "imputation": partial(one_of, allowed=IMPUTATIONS),
+    "snapshot": partial(one_of, allowed=SNAPSHOTS),
+    "pridiff_rule": partial(one_of, allowed=PRIDIFF_RULES),
+    "mig_rule": partial(one_of, allowed=MIG_RULES),
+    "semi_rule": partial(one_of, allowed=SEMI_RULES),
+    "num_migrating": partial(_at_least_or, least=0, other="auto", otherwise="'auto'"),
+    "alpha": partial(number, least=0.0, most=1.0),
+    "theta_iter": partial(number, least=0.0),
+}
+
+
+def checked_ratio(ratio: Any, mode: str) -> str | float:
+    """``"auto"``, or the ratio as a float; ValueError if it is neither, or not allowed in ``mode``."""
+    may_be_one = mode in MIGRATING_MODES
+    fits = is_number(ratio) and (0.0 <= ratio < 1.0 or (ratio == 1.0 and may_be_one))
+    if not (fits or (isinstance(ratio, str) and ratio == "auto")):
+        most = "<= 1" if may_be_one else "< 1 (at 1 nothing would be computed)"
+        raise ValueError(f"ratio={ratio!r} is not allowed: 'auto' or a number with 0 <= ratio {most}")
+    return ratio if isinstance(ratio, str) else float(ratio)
+
+
+def checked_share_choice(shares: Any, num_ranks: int | None = None) -> str | tuple[float, ...]:
+    """``"even"``, ``"auto"``, or one float for each rank, as they were given (their sum means nothing).
+
+    Args:
+        num_ranks: of the group, where it is known.
+
+    Raises:
+        ValueError: if they are none of these.
+    """
+    if isinstance(shares, str) and shares in SHARE_CHOICES:
+        return shares
+    return share_numbers(shares, num_ranks, "'even', 'auto', or ")
+
+
+def checked_memory_limits(limits: Any, num_ranks: int | None = None) -> tuple[float, ...] | None:
+    """None, or a number of bytes for each of ``num_ranks``, where they are known; ValueError if they are neither."""
+    if limits is None:
+        return None
+    is_row = isinstance(limits, Sequence) and not isinstance(limits, str)
+    if not is_row or not limits or not all(is_number(limit) and limit > 0 for limit in limits):
+        raise ValueError(
+            f"memory_limits={limits!r} is not allowed: wanted is null, or a list of bytes, one number above 0 for each "
+            "rank, such as [24e9, 12e9]"
+        )
+    if num_ranks is not None and len(limits) != num_ranks:
+        raise ValueError(
+            f"memory_limits={list(limits)}: numbers of bytes for {len(limits)} ranks, and the group has {num_ranks}"
+        )
+    return tuple(map(float, limits))
+
+
+def checked_ranks(ranks: Any) -> str | tuple[int, ...]:
+    """``"stragglers"``, ``"all"``, or different ranks within the group; ValueError if they are none of these."""
+    if isinstance(ranks, str) and ranks in RANK_CHOICES:
+        return ranks
+    is_list = isinstance(ranks, Sequence) and not isinstance(ranks, str) and len(ranks) > 0
+    are_ranks = is_list and all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks)
+    if not are_ranks or len(set(ranks)) != len(ranks):
+        allowed = "'stragglers', 'all', or a list of different ranks counted within the group from 0"
+        raise ValueError(f"ranks={ranks!r} is not allowed: {allowed}")
+    return tuple(ranks)
+
 
 #: Values of all keys by the names that users write, such as ``paper.alpha``.
 Values = Mapping[str, Any]

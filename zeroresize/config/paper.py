@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zeroresize.config.keys import IMPUTATIONS, MIG_RULES, PRIDIFF_RULES, SEMI_RULES, SNAPSHOTS
-from zeroresize.utils.value_checks import at_least, checking_keys, known_keys, number, one_of
+from zeroresize.config.keys import PAPER_CHECKS
+from zeroresize.utils.value_checks import checking_keys, known_keys
 
 ROOM = "paper"
 
@@ -52,15 +52,8 @@ class PaperConfig:
     imputation: str = "zero"
 
     def __post_init__(self) -> None:
-        one_of("paper.imputation", self.imputation, IMPUTATIONS)
-        one_of("paper.snapshot", self.snapshot, SNAPSHOTS)
-        one_of("paper.pridiff_rule", self.pridiff_rule, PRIDIFF_RULES)
-        one_of("paper.mig_rule", self.mig_rule, MIG_RULES)
-        one_of("paper.semi_rule", self.semi_rule, SEMI_RULES)
-        if self.num_migrating != "auto":
-            at_least("paper.num_migrating", self.num_migrating, 0)
-        number("paper.alpha", self.alpha, least=0.0, most=1.0)
-        number("paper.theta_iter", self.theta_iter, least=0.0)
+        for key, check in PAPER_CHECKS.items():
+            check(f"{ROOM}.{key}", getattr(self, key))
 
 
 PAPER_DEFAULTS = {field.name: field.default for field in dataclasses.fields(PaperConfig)}

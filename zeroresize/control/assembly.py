@@ -12,10 +12,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import world_size
-from zeroresize.comm.cpu_group import CpuGroup
-from zeroresize.comm.exchange import Exchange
-from zeroresize.comm.replicas import ranks_with_replicas
-from zeroresize.comm.whereabouts import Whereabouts
+from zeroresize.comm.exchange import Exchange, ranks_with_replicas
+from zeroresize.comm.groups import CpuGroup
+from zeroresize.comm.words import Whereabouts
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MOVABLE_MODES, MOVING_MODES, PRIORITY_MODES, PRUNING_MODES
 from zeroresize.control.column_moves import ColumnMoves

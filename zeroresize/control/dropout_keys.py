@@ -14,7 +14,7 @@ from zeroresize.layers.segments import all_segments
 from zeroresize.layers.unit_dropout import KeyedDropout, drops
 from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.resharding.segments.search_segments import log_staying_even
-from zeroresize.utils.mixed_bits import mixed
+from zeroresize.utils.hashing import mixed
 
 
 class DropoutKeys:

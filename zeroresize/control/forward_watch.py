@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import explain
 from zeroresize.comm.exchange import Exchange
-from zeroresize.comm.whereabouts import Call
+from zeroresize.comm.words import Call
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.weight_checks import is_sharded_in

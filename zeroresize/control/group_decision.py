@@ -24,7 +24,7 @@ from zeroresize.policy.tensor.memory import GroupMemory, HeldBytes
 from zeroresize.policy.tensor.ownership_decision import OwnershipDecision
 from zeroresize.policy.tensor.rules.bounds import Bounds
 from zeroresize.policy.tensor.what_if import WhatIf
-from zeroresize.utils.alike import alike, at_fault
+from zeroresize.utils.texts import alike, at_fault
 
 #: What a rank tells of its times, of what pruning costs, and of that at each point where it was measured.
 _TIMES = ("rest_s", "gemm_s", "gather_fill_scale", "deviation", "moving_rest", "outside_s")

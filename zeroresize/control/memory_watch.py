@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from zeroresize.comm.meeting import Meet
+from zeroresize.comm.exchange import Meet
 from zeroresize.control.setup import Setup
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import UnitTensor

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from zeroresize.comm.whereabouts import Whereabouts
+from zeroresize.comm.words import Whereabouts
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.optim.optimizers import hook_steps, stepped_tensors
 from zeroresize.utils.torch_private import version_of

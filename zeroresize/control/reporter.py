@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from zeroresize.control.group_decision import GroupDecision
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.resharding.units.owned_units import Move, OwnedUnits
-from zeroresize.utils.line_texts import seconds_text
+from zeroresize.utils.texts import seconds_text
 
 logger = logging.getLogger(__name__)
 

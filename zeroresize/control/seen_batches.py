@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from zeroresize.checks.replicated import distance_of_sums, sums_of
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.utils.alike import alike, at_fault
-from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.hashing import fingerprint
+from zeroresize.utils.texts import alike, at_fault
 
 #: About so many tokens of a layer's input are looked at, evenly spread.
 _MOST_TOKENS = 256

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.comm.collectives import as_process_group, group_rank, group_ranks, group_size, same_ranks
-from zeroresize.comm.cpu_group import let_others_fail
+from zeroresize.comm.groups import let_others_fail
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES, MOVABLE_MODES, PRIORITY_MODES, PRUNING_MODES
 from zeroresize.convert import balanced_layers, convert, group_of

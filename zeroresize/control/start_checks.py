@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.checks.gradients import differing_gradients
 from zeroresize.checks.replicated import (
+    differing_gradients,
     distance_of_sums,
     key_of_parameter,
     replicated_parameters,
@@ -28,7 +28,7 @@ from zeroresize.control.seen_batches import Difference, SeenBatches
 from zeroresize.control.setup import HINT, MOST_NAMED, Layers, check_data_parallelism
 from zeroresize.optim.optimizers import hook_steps, stepped_gradients, torch_optimizer
 from zeroresize.resharding.segments.search_segments import first_of
-from zeroresize.utils.alike import minority, named_ranks
+from zeroresize.utils.texts import minority, named_ranks
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from zeroresize.comm.meeting import Meet
+from zeroresize.comm.exchange import Meet
 from zeroresize.config.keys import MOVING_MODES
 from zeroresize.control.memory_watch import MemoryWatch
 from zeroresize.control.setup import Setup
@@ -12,9 +12,9 @@ from zeroresize.measure.timed_products import measure_wanted_shares
 from zeroresize.plan.ownership import checked_shares
 from zeroresize.policy.tensor.memory import GroupMemory
 from zeroresize.policy.tensor.rules.ownership import nearest_fitting
-from zeroresize.resharding.checkpoints.state_dict_guards import guard_optimizer
 from zeroresize.resharding.data_parallel import DataParallelReplicas
 from zeroresize.resharding.segments.search_segments import require_same_segments
+from zeroresize.resharding.state_dict_guards import guard_optimizer
 from zeroresize.resharding.units.owned_units import OwnedUnits, divide_units, require_segments
 
 logger = logging.getLogger(__name__)

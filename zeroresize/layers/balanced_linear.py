@@ -29,8 +29,8 @@ from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segment_draws import follow_draws
 from zeroresize.layers.weight_checks import is_sharded, tell_shards_of
 from zeroresize.plan.layer import LayerPlan
-from zeroresize.utils.autocast_dtype import autocast_dtype
 from zeroresize.utils.torch_private import current_backward
+from zeroresize.utils.torch_state import autocast_dtype
 
 #: Attributes that a balancer, or an injector of slowness, fills.
 _OF_A_BALANCER = frozenset(

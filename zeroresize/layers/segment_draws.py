@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zeroresize.layers.segment import OwnedSegment
-from zeroresize.utils.mixed_bits import mixed
+from zeroresize.utils.hashing import mixed
 
 #: Streams of which it is known what lies behind them, for forwards that are computed again.
 _REMEMBERED = 1024

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from zeroresize.comm.collectives import group_rank
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.plan.ownership import OwnershipMap
-from zeroresize.utils.mixed_bits import mixed
+from zeroresize.utils.hashing import mixed
 from zeroresize.utils.torch_private import children_of, current_backward
 from zeroresize.utils.value_checks import number
 

@@ -18,19 +18,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import all_reduce, group_rank, group_size
-from zeroresize.comm.meeting import Meet
+from zeroresize.comm.exchange import Meet
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.measure.timed_products import FIRST_TOKENS, ProductShape, random_operands, watch_products
-from zeroresize.migration.buffers import Buffers
 from zeroresize.migration.lender import make_transport
 from zeroresize.migration.transport import LoanRoute, Transport, bounds_of_parts
 from zeroresize.plan.layer import LayerPlan
 from zeroresize.policy.tensor.columns.order import decided_columns, num_lent, order_without_priority
 from zeroresize.policy.tensor.costs import NUM_POINTS, MigrationCost, ResizingCost, spread_ratios
 from zeroresize.policy.tensor.estimation.times import LEAST_SECONDS, MOST_SECONDS
-from zeroresize.utils.line_texts import percent_text, seconds_text
+from zeroresize.utils.texts import percent_text, seconds_text
 
 #: So often everything is measured; the fastest counts, as noise only adds time.
 _ROUNDS = 3
@@ -230,7 +229,7 @@ def measure_migration_cost(
         raise ValueError("no layer has seen a training forward yet: there is nothing to measure")
     seconds = torch.zeros(_ROUNDS, len(_LENT), group_size(process_group), dtype=torch.float64)
     for of_round in seconds:
-        transport = make_transport(migration_transport, process_group, Buffers())
+        transport = make_transport(migration_transport, process_group)
         for lent, of_ranks in zip(_LENT, of_round, strict=True):
             of_ranks[transport.rank] = sum(
                 count * _Transfers(shape, lent, transport).seconds_of_step() for shape, count in shapes.items()
@@ -279,7 +278,7 @@ class _Transfers:
         self._meet()
         began = time.perf_counter()
         transfer()
-        self._transport.buffers.finish_sending()
+        self._transport.finish_sending()
         self._meet()
         return time.perf_counter() - began
 
@@ -296,15 +295,15 @@ class _Transfers:
             self._send_out(self._x_TK, "x")
         if self._shape.is_column_parallel or not self._transport.merges:
             if self._is_owner:
-                expected = self._transport.expect_addends(self._route, tuple(self._y_TN.shape), self._y_TN, "y")
+                expected = self._transport.expect_addends(self._route, tuple(self._y_TN.shape), self._y_TN)
                 self._transport.add_up(self._route, self._y_TN, expected).wait()
             else:
-                self._transport.give(self._route, self._y_TN, "y")
+                self._transport.give(self._route, self._y_TN)
 
     def _forward_and_backward(self) -> None:
         self._forward()
         if self._shape.is_column_parallel:
-            self._transport.send_whole(self._route, self._y_TN, self._shape.num_outputs, "dy").wait()
+            self._transport.send_whole(self._route, self._y_TN, self._shape.num_outputs).wait()
         if not self._shape.is_column_parallel or not self._transport.merges:
             self._return_slice(self._x_TK, "dx")
         self._return_slice(self._dw_NK, "dw")

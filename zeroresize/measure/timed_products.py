@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize import kernels
 from zeroresize.comm.collectives import group_size, world_size
-from zeroresize.comm.meeting import Meet
+from zeroresize.comm.exchange import Meet
 from zeroresize.kernels.probe import ProductProbe
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.measure.clocks import clock_for

@@ -29,7 +29,7 @@ from zeroresize.strategy.straggler_balancing import (
     measured_switch_cost,
     require_any_division,
 )
-from zeroresize.utils.fingerprint import digest
+from zeroresize.utils.hashing import digest
 
 
 class MicroBatchBalancer(StragglerBalancing[IterationPlan]):

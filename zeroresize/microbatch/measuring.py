@@ -29,7 +29,7 @@ from zeroresize.runtime.counted_loss import Loss
 from zeroresize.runtime.stage import RECOMPUTATIONS
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.utils.codec import decoded, encoded
-from zeroresize.utils.fingerprint import digest
+from zeroresize.utils.hashing import digest
 from zeroresize.utils.value_checks import at_least, one_of
 
 logger = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ from zeroresize.policy.microbatches.costs import CostTable, StageCosts
 from zeroresize.policy.microbatches.plan import Indices, IterationPlan, PlanningOptions
 from zeroresize.policy.microbatches.planning import plan_iteration
 from zeroresize.resharding.agreement import agreed, meet_over, require_same
-from zeroresize.utils.fingerprint import digest, fingerprint
+from zeroresize.utils.hashing import digest, fingerprint
 from zeroresize.utils.value_checks import at_least, number
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup, TCPStore
 from zeroresize.comm.collectives import require_group
 from zeroresize.comm.rendezvous import Rendezvous
 from zeroresize.utils.deadline import within
-from zeroresize.utils.memory_errors import reason
+from zeroresize.utils.torch_state import reason
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from zeroresize.runtime.counted_loss import Count, Loss, total_count
 from zeroresize.runtime.stage import seed_of
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.step_trainer import StepTrainer, require_ready_to_train
-from zeroresize.utils.alike import alike, named_ranks
-from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.hashing import fingerprint
+from zeroresize.utils.texts import alike, named_ranks
 
 #: The tokens of samples are compared between the ranks of a replica in so many iterations, and then once in so many.
 _FIRST, _EVERY = 10, 1000

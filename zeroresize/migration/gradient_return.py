@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from zeroresize.migration.buffers import Buffers
-from zeroresize.migration.transport import Pending
+from zeroresize.migration.transport import Pending, Transport
 from zeroresize.plan.columns import Columns
 from zeroresize.utils.torch_private import call_at_end_of_backward, current_backward
 
@@ -33,11 +32,11 @@ class GradientReturn:
     """Collects the gradients that this rank's lent columns still wait for.
 
     Args:
-        buffers: memory that this rank sends from.
+        transports: by which this rank sends.
     """
 
-    def __init__(self, buffers: Buffers) -> None:
-        self._buffers = buffers
+    def __init__(self, transports: Sequence[Transport]) -> None:
+        self._transports = transports
         self._expected: list[_Expected] = []
         self._last_backward = -1
 
@@ -62,10 +61,6 @@ class GradientReturn:
         """Expect ``pending`` as the gradient of ``columns`` of ``weight`` in the backward that is under way."""
         self._expected.append(_Expected(weight, columns, pending, current_backward()))
 
-    def num_expected(self, weight: Tensor) -> int:
-        """Count the expected gradients of ``weight``: more than one where a layer is used several times."""
-        return sum(one.weight is weight for one in self._expected)
-
     def whole(self, weight: Tensor, dw_NK: Tensor) -> Tensor:
         """Return ``dw_NK`` with the columns that other ranks computed in this backward."""
         backward = current_backward()
@@ -88,8 +83,9 @@ class GradientReturn:
 
     def _backward_ends(self, backward: int) -> None:
         """Wait for all that was sent, so this rank may end now, and for a dw that nobody asked for (dx alone was)."""
-        self._forget([one for one in self._expected if one.backward == backward])
-        self._buffers.finish_sending()
+        self._forget([transfer for transfer in self._expected if transfer.backward == backward])
+        for transport in self._transports:
+            transport.finish_sending()
 
     def _forget(self, arriving: Sequence[_Expected]) -> None:
         self._expected = [transfer for transfer in self._expected if transfer not in arriving]

@@ -89,10 +89,8 @@ class LayerLoans:
         for loan in self._loans:
             name = ("w", self.name, loan.route.owner)
             packed = None
-            if loan.route.owner == self._rank:
-                shape = loan.num_rows, loan.route.num_columns
-                packed = self._weight_transport.buffers.take(name, shape, weight_NK)
-                loan.columns.copy_to(packed, weight_NK)
+            if loan.route.owner == self._rank:  # a copy, also of neighbours
+                packed = loan.columns.of(weight_NK).clone(memory_format=torch.contiguous_format)
             self._sent.append(self._weight_transport.send_slice(loan.route, packed, loan.num_rows, weight_NK, name))
         self._sent_as = version_of(self._weight), self._weight.data_ptr()
 
@@ -101,6 +99,12 @@ class LayerLoans:
         for pending in self._sent or ():
             pending.wait()
         self._sent = None
+
+    @property
+    def bytes_held(self) -> int:
+        """Memory of the borrowed columns of the weight."""
+        held = [pending.tensor for pending in self._sent or () if pending.tensor is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def forward_begins(self, weight: Tensor) -> None:
         """Check the layer's ``weight`` [N, K]; after loans have changed, the first layer sends all layers' weights.
@@ -183,9 +187,7 @@ class LayerLoans:
             addend
             for loan in self._loans
             if loan.route.owner == self._rank
-            for addend in self._transport.expect_addends(
-                loan.route, (len(x_TK), loan.num_rows), x_TK, ("y", self._rank)
-            )
+            for addend in self._transport.expect_addends(loan.route, (len(x_TK), loan.num_rows), x_TK)
         ]
 
     def column_backward(
@@ -202,10 +204,7 @@ class LayerLoans:
         """
         self._gradient_return.backward_begins()
         weights = self._borrowed_weights(x_TK)
-        sent = [
-            self._transport.send_whole(loan.route, dy_TN, loan.num_rows, ("dy", loan.route.owner))
-            for loan in self._loans
-        ]
+        sent = [self._transport.send_whole(loan.route, dy_TN, loan.num_rows) for loan in self._loans]
         dx_TK = own_dgrad() if own_dgrad is not None else None
         borrowed = []
         for loan, w_Nm, pending in zip(self._loans, weights, sent, strict=True):
@@ -245,10 +244,7 @@ class LayerLoans:
         sent = []
         for loan in self._loans:
             owner = loan.route.owner
-            x_TL = None
-            if owner == self._rank:
-                x_TL = self._transport.buffers.take(("x", owner), (len(x_TK), loan.route.num_columns), x_TK)
-                loan.columns.copy_to(x_TL, x_TK)
+            x_TL = loan.columns.of(x_TK).contiguous() if owner == self._rank else None
             sent.append(self._transport.send_slice(loan.route, x_TL, len(x_TK), x_TK, ("x", owner)))
         expected = [] if self._transport.merges else self._expect_y(x_TK)
         y_TN = multiply()
@@ -258,7 +254,7 @@ class LayerLoans:
             part_TN = None
             if w_Nm is not None:
                 assert x_Tm is not None
-                kept.append(self._transport.buffers.keep(x_Tm))
+                kept.append(x_Tm.contiguous())
                 part_TN = self._probes.product(kernels.forward, kept[-1], w_Nm, None, None)
             self._add_to_y(loan, y_TN, part_TN, expected)
         return y_TN, kept
@@ -311,7 +307,7 @@ class LayerLoans:
         return self._gradient_return.whole(self._weight, dw_NK)
 
     def _return_dw(self, loan: LayerLoan, dw_Nm: Tensor | None, like: Any) -> None:
-        name = ("dw", self.name, loan.route.owner, self._gradient_return.num_expected(self._weight))
+        name = ("dw", self.name, loan.route.owner)
         pending = self._transport.return_slice(loan.route, dw_Nm, loan.num_rows, like, name)
         if loan.route.owner == self._rank:
             self._gradient_return.expect(self._weight, loan.columns, pending)

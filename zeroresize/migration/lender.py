@@ -9,16 +9,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import Channel, broadcast, group_rank, group_size, world_size
-from zeroresize.comm.second_groups import WeightGroup
+from zeroresize.comm.collectives import broadcast, group_rank, group_size, world_size
+from zeroresize.comm.groups import WeightGroup
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segments import all_segments, shard_shape
-from zeroresize.migration.broadcast_reduce import BroadcastReduce
-from zeroresize.migration.buffers import Buffers
 from zeroresize.migration.gradient_return import GradientReturn
 from zeroresize.migration.layer_loans import LayerLoan, LayerLoans
-from zeroresize.migration.scatter_gather import ScatterGather
-from zeroresize.migration.transport import LoanRoute, Transport, bounds_of_parts
+from zeroresize.migration.transport import LoanRoute, bounds_of_parts, make_transport
 from zeroresize.plan.columns import Columns
 from zeroresize.plan.group import Loan
 from zeroresize.plan.ownership import OwnershipMap
@@ -26,15 +23,6 @@ from zeroresize.policy.tensor.columns.order import num_lent
 
 #: Loans, the epoch of their columns, and who owns which units of all segments: what is lent follows from these.
 _InForce = tuple[tuple[Loan, ...], int, tuple[OwnershipMap, ...]]
-
-_TRANSPORTS: dict[str, type[Transport]] = {"broadcast-reduce": BroadcastReduce, "scatter-gather": ScatterGather}
-
-
-def make_transport(
-    migration_transport: str, process_group: ProcessGroup, buffers: Buffers, over: Channel | None = None
-) -> Transport:
-    """Make the transport that the configuration names, ``over`` the group itself or another channel."""
-    return _TRANSPORTS[migration_transport](process_group, group_rank(process_group), buffers, over)
 
 
 class Lender:
@@ -59,11 +47,10 @@ class Lender:
         self._rank = group_rank(process_group)
         # Replicas lend differently, yet their gradients must come in one order: DDP fills buckets in order of arrival.
         self._has_replicas = world_size() > group_size(process_group)
-        self._buffers = Buffers()
-        self._transport = make_transport(migration_transport, process_group, self._buffers)
+        self._transport = make_transport(migration_transport, process_group)
         self._weight_group = WeightGroup(process_group, self._device)
-        self._weight_transport = make_transport(migration_transport, process_group, self._buffers, self._weight_group)
-        self._gradient_return = GradientReturn(self._buffers)
+        self._weight_transport = make_transport(migration_transport, process_group, self._weight_group)
+        self._gradient_return = GradientReturn((self._transport, self._weight_transport))
         self._in_force: _InForce | None = None
         self._layer_loans: list[LayerLoans] = []
 
@@ -115,7 +102,7 @@ class Lender:
         for layer in self._layers.values():
             layer.loans = None
         with ExitStack() as ending:  # each runs even if others fail; the last one runs first
-            ending.callback(self._buffers.clear)
+            ending.callback(self._finish_sending)
             for loans in in_force:
                 ending.callback(loans.finish_sending)
             ending.callback(self._gradient_return.forget)
@@ -136,14 +123,19 @@ class Lender:
         Every rank must call it at the same place among its collectives.
         """
         self._gradient_return.forget()
-        self._buffers.finish_sending()
+        self._finish_sending()
         for loans in self._layer_loans:
             loans.send_weights()
 
+    def _finish_sending(self) -> None:
+        self._transport.finish_sending()
+        self._weight_transport.finish_sending()
+
     @property
     def bytes_held(self) -> int:
-        """Memory that migration reuses, and what forwards keep of other ranks' x."""
-        return self._buffers.bytes_held
+        """Memory of weights that are lent and borrowed, and of what is being sent."""
+        of_weights = sum(loans.bytes_held for loans in self._layer_loans)
+        return of_weights + self._transport.bytes_held + self._weight_transport.bytes_held
 
     @property
     def bytes_moved(self) -> int:

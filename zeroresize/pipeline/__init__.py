@@ -41,8 +41,6 @@ Stage ``s`` has the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``. A
     dist.destroy_process_group()
 """
 
-# zr.sharded_state_dict knows pipelines by it.
-import zeroresize.pipeline.pipeline_state  # noqa: F401
 from zeroresize.pipeline.dry_run import PipelinePlan, plan_pipeline, profiles_on_meta
 from zeroresize.pipeline.measuring import LayerProfiler
 from zeroresize.pipeline.moving_layers import LayerMoveReport, MoveDuringBackward, move_layers, moving_during_backward

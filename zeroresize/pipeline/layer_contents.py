@@ -27,8 +27,7 @@ from zeroresize.resharding.parameter_state import (
     replace_data,
     why_of_fixed_size,
 )
-from zeroresize.utils.checkpoint_reader import plain_value
-from zeroresize.utils.codec import decoded, encoded
+from zeroresize.utils.codec import decoded, encoded, plain_value
 from zeroresize.utils.torch_private import buffers_of
 
 BUFFER, EXTRA, HAS_GRADIENT = "buffer", "extra state", "has gradient"

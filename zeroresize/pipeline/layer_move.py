@@ -26,7 +26,7 @@ from zeroresize.plan.partition import Partition
 from zeroresize.resharding.parameter_state import groups_of, require_movable_state, settings_of
 from zeroresize.resharding.parcels import End, Parcel, RankRounds
 from zeroresize.resharding.transaction import Transaction
-from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.hashing import fingerprint
 
 
 class LayerMove(Transaction):

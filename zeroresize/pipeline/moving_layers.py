@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import partial
 
 from zeroresize.comm.collectives import time_limit
-from zeroresize.comm.meeting import Meet
+from zeroresize.comm.exchange import Meet
 from zeroresize.pipeline.layer_move import LayerMove
 from zeroresize.pipeline.layer_move_during_backward import LayerMoveDuringBackward
 from zeroresize.pipeline.pipeline import Pipeline

@@ -18,9 +18,8 @@ from zeroresize.comm.collectives import (
     message_device,
     require_group,
 )
-from zeroresize.comm.cpu_group import CpuGroup
-from zeroresize.comm.meeting import Meet
-from zeroresize.comm.side_groups import destroy_side_group
+from zeroresize.comm.exchange import Meet
+from zeroresize.comm.groups import CpuGroup, destroy_side_group
 from zeroresize.layers.whole_parameters import require_whole_parameters
 from zeroresize.optim.gradient_clipping import grad_norm, norm_over, scale_gradients
 from zeroresize.pipeline.stage_layers import (
@@ -37,7 +36,7 @@ from zeroresize.plan.partition import Partition
 from zeroresize.resharding.agreement import meet_over, meet_prepared, require_same
 from zeroresize.runtime.counted_loss import Count, CountedLoss, Loss, multiply_gradients, total_count
 from zeroresize.runtime.schedules import Schedule
-from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.hashing import fingerprint
 from zeroresize.utils.value_checks import at_least, one_of
 
 
@@ -311,7 +310,7 @@ class Pipeline:
         self.follow(boundaries)
 
     def meet(self) -> Meet:
-        """Return a :data:`~zeroresize.comm.meeting.Meet` of all stages, and of the pipelines joined with this one."""
+        """Return a :data:`~zeroresize.comm.exchange.Meet` of all stages, and of the pipelines joined with this one."""
         return self._joined or meet_over(self.process_group, self.device)
 
     def meet_aside(self) -> Meet:

@@ -41,7 +41,7 @@ from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryErro
 from zeroresize.resharding.parameter_state import groups_of, require_movable_state
 from zeroresize.utils import value_checks
 from zeroresize.utils.codec import loaded, saved
-from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.hashing import fingerprint
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

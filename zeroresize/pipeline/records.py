@@ -18,7 +18,7 @@ from zeroresize.policy.pipeline.rebalancing import RebalancingProposal
 from zeroresize.runtime.schedules import Schedule
 from zeroresize.runtime.simulated_steps import simulated_step
 from zeroresize.utils.codec import decoded
-from zeroresize.utils.json_lines import without_nan
+from zeroresize.utils.files import without_nan
 
 
 @dataclass(frozen=True)

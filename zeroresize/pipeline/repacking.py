@@ -15,7 +15,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_ranks
-from zeroresize.comm.side_groups import destroy_side_group, free_group_number, make_side_group
+from zeroresize.comm.groups import destroy_side_group, free_group_number, make_side_group
 from zeroresize.pipeline.layer_move import LayerMove
 from zeroresize.pipeline.moving_layers import participants_of
 from zeroresize.pipeline.pipeline import Pipeline

@@ -15,10 +15,8 @@ from typing import Protocol
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank
-from zeroresize.comm.cpu_group import CpuGroup
-from zeroresize.comm.exchange import Exchange
-from zeroresize.comm.meeting import Meet
-from zeroresize.comm.replicas import ranks_with_replicas
+from zeroresize.comm.exchange import Exchange, Meet, ranks_with_replicas
+from zeroresize.comm.groups import CpuGroup
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 from zeroresize.resharding.agreement import CannotMoveError, MeetReplicas, NotEnoughMemoryError, agreed

@@ -25,9 +25,9 @@ from zeroresize.runtime.executor import Executor
 from zeroresize.runtime.instructions import Instruction, Kind, forward_instructions, instructions_of
 from zeroresize.runtime.messages import StageMessages
 from zeroresize.runtime.schedules import Schedule
-from zeroresize.runtime.stage import weights_cast_anew
-from zeroresize.utils.autocast_dtype import autocast_dtype
-from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.runtime.stage import forward_instructions, weights_cast_anew
+from zeroresize.utils.hashing import fingerprint
+from zeroresize.utils.torch_state import autocast_dtype
 
 #: Returns micro-batches and their targets.
 Make = Callable[[], tuple[Sequence[Sequence[Tensor]], Sequence[Tensor | None]]]

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import Channel, Waitable, group_ranks, group_size, message_device, start_messages
-from zeroresize.comm.meeting import Meet, meet_by
-from zeroresize.utils.alike import alike, at_fault
+from zeroresize.comm.exchange import Meet, meet_by
 from zeroresize.utils.deadline import within
-from zeroresize.utils.fingerprint import fingerprint
-from zeroresize.utils.memory_errors import is_out_of_memory, reason
+from zeroresize.utils.hashing import fingerprint
+from zeroresize.utils.texts import alike, at_fault
+from zeroresize.utils.torch_state import is_out_of_memory, reason
 
 _T = TypeVar("_T")
 _MEMINFO = Path("/proc/meminfo")

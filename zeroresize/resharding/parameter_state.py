@@ -19,7 +19,7 @@ from torch import Tensor
 from zeroresize.layers.local_parts import local_of, with_local
 from zeroresize.optim.optimizers import require_stepping, torch_optimizer
 from zeroresize.resharding.accumulator_hooks import KeptHooks
-from zeroresize.utils.alike import alike, at_fault, by_rank
+from zeroresize.utils.texts import alike, at_fault, by_rank
 from zeroresize.utils.torch_private import is_dtensor, set_local_tensor
 
 PARAMETER, GRADIENT, MASTER, MASTER_GRADIENT, STATE = "parameter", "gradient", "master", "master gradient", "state "

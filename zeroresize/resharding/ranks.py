@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import all_reduce, broadcast, group_rank, group_size, message_device
 from zeroresize.resharding.agreement import gather_texts, meet_over
-from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.hashing import fingerprint
 
 _T = TypeVar("_T")
 _FAILED, _WELL = 0.0, 1.0

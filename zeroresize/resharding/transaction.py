@@ -25,8 +25,14 @@ import torch
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import Channel, group_rank, message_device, time_limit
-from zeroresize.comm.meeting import Meet
-from zeroresize.resharding.agreement import agreed, allocate_together, gather_texts, require_received, require_same
+from zeroresize.comm.exchange import Meet
+from zeroresize.resharding.agreement import (
+    agreed,
+    allocate_together,
+    gather_texts,
+    require_received,
+    require_same,
+)
 from zeroresize.resharding.parcels import End, RankRounds
 from zeroresize.resharding.transport import Transport
 

@@ -22,8 +22,9 @@ from zeroresize.runtime.activations import Batch, HandedOn, Tensors, as_argument
 from zeroresize.runtime.executor import Executor
 from zeroresize.runtime.instructions import Instruction, forward_instructions
 from zeroresize.runtime.messages import StageMessages
-from zeroresize.utils.autocast_dtype import autocast_dtype
-from zeroresize.utils.mixed_bits import mixed
+from zeroresize.runtime.stage import drawing_from, seed_of
+from zeroresize.utils.hashing import mixed
+from zeroresize.utils.torch_state import autocast_dtype
 from zeroresize.utils.value_checks import one_of
 
 #: Of the last layer's output and its micro-batch, its part of the step's loss.

@@ -11,8 +11,6 @@ Layers are called ``layer(x, packed)``, with a :class:`Packed` micro-batch. A gu
 docs/strategies.md.
 """
 
-# zr.sharded_state_dict knows switchable models by it.
-import zeroresize.strategy.strategy_state  # noqa: F401
 from zeroresize.plan.strategy import LengthRange, Position, Strategy
 from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.costs.search import SearchResult, candidate_strategies, search_strategies

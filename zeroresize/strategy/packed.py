@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from zeroresize.utils.fingerprint import digest
+from zeroresize.utils.hashing import digest
 
 
 @dataclass(frozen=True, eq=False)

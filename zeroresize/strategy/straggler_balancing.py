@@ -15,9 +15,9 @@ from weakref import finalize
 
 import torch
 
-from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
-from zeroresize.comm.whereabouts import Call
+from zeroresize.comm.groups import CpuGroup
+from zeroresize.comm.words import Call
 from zeroresize.measure.clocks import Clock, clock_for
 from zeroresize.measure.links import measure_move_cost
 from zeroresize.measure.step_timer import StepTimer

@@ -23,7 +23,7 @@ from zeroresize.strategy.straggler_balancing import (
     require_any_division,
 )
 from zeroresize.strategy.trainer import StepReport, StrategyTrainer
-from zeroresize.utils.fingerprint import digest
+from zeroresize.utils.hashing import digest
 
 
 class StrategyBalancer(StragglerBalancing[list[int]]):

@@ -24,8 +24,8 @@ from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed, digest_of, require_sequences
 from zeroresize.strategy.step_trainer import StepTrainer, require_ready_to_train
 from zeroresize.strategy.switching.switch import SwitchReport
-from zeroresize.utils.autocast_dtype import autocast_dtype
-from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.hashing import fingerprint
+from zeroresize.utils.torch_state import autocast_dtype
 from zeroresize.utils.value_checks import is_bool
 
 #: Of NVLink and InfiniBand, roughly. Orders depend on their ratio alone, and inside one node on neither.

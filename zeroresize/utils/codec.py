@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import io
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from enum import Enum
@@ -18,11 +19,12 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
+import torch
 from torch import Tensor
 
 Decoded = TypeVar("Decoded")
 
-#: Of whole states: those of another one are not loaded.
+#: Of whole states, of checkpoints and of telemetry: what has another one is not loaded.
 FORMAT = 1
 UNSAVED = {"unsaved": True}
 _PLAIN = frozenset({int, float, bool, str, type(None)})
@@ -37,9 +39,40 @@ def saved(state: Any) -> dict[str, Any]:
 def loaded(cls: type[Decoded], value: Any, where: str, known: Decoded | None = None) -> Decoded:
     """Return the state of which :func:`saved` made ``value``; arguments and errors are those of :func:`decoded`."""
     _require(isinstance(value, Mapping), "a mapping", value, where)
-    _require(value.get("format") == FORMAT, str(FORMAT), value.get("format"), f"{where}.format")
+    require_format(value.get("format"), where)
     (state,) = _decoded(tuple[Any], value.get("state"), f"{where}.state", None)
     return decoded(cls, state, where, known)
+
+
+def require_format(number: Any, where: str) -> None:
+    """Raise ValueError unless ``number`` is that of the format."""
+    _require(number == FORMAT, str(FORMAT), number, f"{where}.format")
+
+
+def plain_value(stream: io.BytesIO, what: str) -> Any:
+    """Return what ``torch.save`` wrote, if reading it runs no code.
+
+    Args:
+        stream: the file that was written.
+        what: names it in errors.
+
+    Raises:
+        ValueError: if it holds other classes than tensors and plain values; nothing of it has run.
+    """
+    try:
+        return torch.load(stream, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged files raise whatever they come to
+        raise ValueError(
+            f"{what}: not read, since it is damaged or of a class whose reading could run code "
+            f"({first_reason(error)}); classes that you trust are allowed by torch.serialization.add_safe_globals"
+        ) from error
+
+
+def first_reason(error: Exception) -> str:
+    """Return the part of torch's long message that says what is not allowed."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    named = [line.partition(". Please")[0] for line in lines if "GLOBAL" in line]
+    return next(iter(named or filter(None, lines)), type(error).__name__)
 
 
 def encoded(value: Any, leave_out: Collection[str] = ()) -> Any:

@@ -23,38 +23,33 @@ _LARGEST_INT, _LONGEST_INT = 2**63 - 1, 80
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice, a whole number beyond 64 bits, and what is too deep or has too many values."""
+    """Refuses aliases within themselves, a key that stands twice, and what is too deep or has too many values."""
 
     def __init__(self, stream: str | bytes) -> None:
         super().__init__(stream)
-        self._depth = self._num_composed = 0
-        self._num_values: dict[yaml.Node, int] = {}  # within each complete node
+        self._depth = 0
+        self._num_values: dict[yaml.Node, int] = {}  # within each complete node, aliases resolved
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         mark, is_alias = self.peek_event().start_mark, self.check_event(AliasEvent)
         self._depth += 1
-        self._num_composed += 1
         if self._depth > _DEEPEST:
             raise ComposerError(None, None, f"nested more than {_DEEPEST} deep", mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
-        if node is None:
-            return None
-        if is_alias and node not in self._num_values:
-            raise ComposerError(None, None, "an alias of a node that contains it", mark)
-        if not is_alias:
+        if node is not None and node not in self._num_values:
+            if is_alias:
+                raise ComposerError(None, None, "an alias of a node that contains it", mark)
             self._num_values[node] = 1 + sum(self._num_values[child] for child in _children(node))
-        if max(self._num_values[node], self._num_composed) > _MOST_VALUES:
-            raise ComposerError(None, None, f"more than {_MOST_VALUES} values, aliases resolved", mark)
+            if self._num_values[node] > _MOST_VALUES:
+                raise ComposerError(None, None, f"more than {_MOST_VALUES} values, aliases resolved", mark)
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         first: dict[Any, yaml.Node] = {}
         for key_node, _ in node.value:
-            if key_node.tag == _MERGE:
-                continue
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and first.setdefault(key, key_node) is not key_node:
+            key = None if key_node.tag == _MERGE else self.construct_object(key_node, deep=True)
+            if key is not None and isinstance(key, Hashable) and first.setdefault(key, key_node) is not key_node:
                 line = first[key].start_mark.line + 1
                 raise ConstructorError(None, None, f"the key {key!r} is in line {line} already", key_node.start_mark)
         return super().construct_mapping(node, deep)
@@ -67,11 +62,10 @@ class _Loader(yaml.SafeLoader):
 
     def construct_int(self, node: yaml.ScalarNode) -> int:
         text = str(self.construct_scalar(node)).replace("_", "")
-        if len(text) <= _LONGEST_INT:
-            value = int(text, 0 if _PREFIX.match(text) else 10)
-            if abs(value) <= _LARGEST_INT:
-                return value
-        raise ConstructorError(None, None, "a number of more than 64 bits", node.start_mark)
+        value = int(text, 0 if _PREFIX.match(text) else 10) if len(text) <= _LONGEST_INT else _LARGEST_INT + 1
+        if abs(value) > _LARGEST_INT:
+            raise ConstructorError(None, None, "a number of more than 64 bits", node.start_mark)
+        return value
 
 
 def _children(node: yaml.Node) -> list[yaml.Node]:

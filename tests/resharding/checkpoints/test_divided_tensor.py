@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zeroresize as zr
-from zeroresize.resharding.checkpoints.divided_tensor import (
+from zeroresize.checkpoints.divided_tensor import (
     DividedTensor,
     Piece,
     TensorDivision,

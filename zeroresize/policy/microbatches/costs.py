@@ -19,7 +19,7 @@ import numpy as np
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.microbatches.plan import Floats, Indices
 from zeroresize.utils.codec import decoded, encoded
-from zeroresize.utils.fingerprint import digest
+from zeroresize.utils.hashing import digest
 
 #: Of a tensor that a layer hands on: bytes of an element, then its dimensions: numbers, and names of sizes.
 HandedBytes = tuple[tuple[int | str, ...], ...]

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroresize.runtime.instructions import Instruction, Kind
-from zeroresize.utils.fingerprint import digest
+from zeroresize.utils.hashing import digest
 from zeroresize.utils.value_checks import at_least, number, one_of
 
 Floats = NDArray[np.float64]

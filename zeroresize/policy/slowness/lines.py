@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from zeroresize.policy.slowness.group_slowness import SlownessEvent, SlowRank
 from zeroresize.policy.slowness.windows import Cause
-from zeroresize.utils.line_texts import percent_text, seconds_text
+from zeroresize.utils.texts import percent_text, seconds_text
 
 #: Up to so many ranks have a line each; of more a line tells how many they are.
 _MOST_NAMED = 3

@@ -27,7 +27,7 @@ from zeroresize.policy.tensor.rules.ownership import fitting_shares, owned_step_
 from zeroresize.policy.tensor.rules.ratio import find_stragglers, reference_time, slowest_normal_s
 from zeroresize.policy.tensor.rules.sharing import WorkDivision, borrowed_shares, predicted_busy_s
 from zeroresize.utils.codec import UNSAVED, encoded
-from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.hashing import fingerprint
 
 #: A rank is relieved if it is slower than the reference by so many standard deviations: to begin with pruning, to begin
 #: with lending, and to go on.

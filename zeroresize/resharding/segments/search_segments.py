@@ -19,9 +19,9 @@ from zeroresize.layers.segment import OwnedSegment, Segment
 from zeroresize.layers.segments import owned_segments
 from zeroresize.layers.unit_dropout import why_not_keyable
 from zeroresize.resharding.agreement import gather_texts, meet_over
-from zeroresize.resharding.checkpoints.state_dict_guards import guard_modules
 from zeroresize.resharding.data_parallel import unwrap
-from zeroresize.utils.alike import alike, at_fault, by_rank, lists_by_rank
+from zeroresize.resharding.state_dict_guards import guard_modules
+from zeroresize.utils.texts import alike, at_fault, by_rank, lists_by_rank
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.comm.collectives import group_size, require_group
-from zeroresize.comm.meeting import Meet
+from zeroresize.comm.exchange import Meet
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.local_parts import guard_dtensors, local_of
@@ -39,7 +39,7 @@ from zeroresize.resharding.parameter_state import (
 )
 from zeroresize.resharding.parcels import End, Pair, Parcel, RankRounds, copy_units
 from zeroresize.resharding.transaction import MoveReport, Participants, Transaction, run_transaction
-from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.hashing import fingerprint
 from zeroresize.utils.torch_private import drop_reducer_of_ddp, rebuild_ddp
 
 #: Of the messages of a rank in a round, unless less is allowed: these stay in a processor's cache.

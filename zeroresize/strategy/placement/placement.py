@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import NamedWork, group_rank, group_size, start_all_reduce
-from zeroresize.comm.side_groups import destroy_side_group, make_side_group
+from zeroresize.comm.groups import destroy_side_group, make_side_group
 from zeroresize.plan.layout import Layout
 from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.strategy.placement.whole_layers import WholeLayers, WholeTensor, hollow

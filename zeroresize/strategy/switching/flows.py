@@ -19,7 +19,7 @@ from zeroresize.resharding.parcels import End, Pair, Parcel, RankRounds, copy_un
 from zeroresize.resharding.transaction import Transaction
 from zeroresize.strategy.placement.placement import Placement
 from zeroresize.strategy.placement.whole_layers import WholeTensor
-from zeroresize.utils.fingerprint import digest
+from zeroresize.utils.hashing import digest
 
 
 @dataclass(frozen=True, eq=False)

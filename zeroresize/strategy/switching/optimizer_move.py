@@ -25,7 +25,7 @@ from zeroresize.resharding.parameter_state import (
 from zeroresize.strategy.placement.placement import Placement
 from zeroresize.strategy.placement.whole_layers import WholeTensor
 from zeroresize.strategy.switching.flows import Flow, FlowMove, FlowRounds, Relocation
-from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.hashing import fingerprint
 
 
 class OptimizerMove(FlowMove):

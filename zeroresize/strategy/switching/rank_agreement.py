@@ -11,9 +11,9 @@ import torch
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_size, message_device
-from zeroresize.comm.side_groups import free_group_number
+from zeroresize.comm.groups import free_group_number
 from zeroresize.resharding.agreement import agreed, gather_texts, meet_over, meet_prepared, require_same
-from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.hashing import fingerprint
 
 _T = TypeVar("_T")
 

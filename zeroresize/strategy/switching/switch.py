@@ -20,7 +20,7 @@ from zeroresize.resharding.transaction import MoveReport
 from zeroresize.strategy.placement.placement import Placement
 from zeroresize.strategy.placement.whole_layers import WholeTensor
 from zeroresize.strategy.switching.flows import Flow, FlowEnds, FlowMove, FlowRounds, Relocation, stack_of
-from zeroresize.utils.fingerprint import fingerprint
+from zeroresize.utils.hashing import fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_size
-from zeroresize.comm.side_groups import destroy_side_group, make_side_group
+from zeroresize.comm.groups import destroy_side_group, make_side_group
 from zeroresize.plan.strategy import Strategy
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 from zeroresize.resharding.transaction import (

@@ -1,17 +1,26 @@
-"""A model and its optimizer for torch.distributed.checkpoint (DCP), however they are divided over the ranks."""
+"""A model and its optimizer for torch.distributed.checkpoint (DCP), however they are divided over the ranks.
+
+Modules of this package import DCP, pipelines or strategies only where they are called: others would pay for them at
+``import zeroresize``.
+"""
 
 from __future__ import annotations
 
-from functools import singledispatch
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_ranks, group_size
 from zeroresize.comm.rendezvous import Rendezvous
 from zeroresize.integrations.hosts import host_of, process_group_of
 from zeroresize.resharding.data_parallel import unwrap
+
+if TYPE_CHECKING:
+    from zeroresize.checkpoints.divided_tensor import TensorDivision
+    from zeroresize.strategy.model import SwitchableModel
 
 OPTIMIZER = "optimizer"
 
@@ -60,8 +69,9 @@ def sharded_state_dict(model: Any, optimizer: Any = None) -> dict[str, Any]:
         divided the parameter's own shape is that of this rank's part, and that in the file the whole layer's:
         [out, in] of a linear layer's weight, blocks such as q, k and v one after another. Under ``"optimizer"`` a
         Stateful whose names in the file are ``optimizer.<parameter>.<key>`` for state (``exp_avg``, ``step``, …),
-        ``optimizer.<parameter>.master_weight`` for what mixed precision steps, ``optimizer.<parameter>.has_state``, and
-        ``optimizer.param_groups``; of a pipeline see :mod:`zeroresize.pipeline.pipeline_state`. Only DCP can use it:
+        ``optimizer.<parameter>.master_weight`` for what mixed precision steps, ``optimizer.<parameter>.has_state``,
+        ``optimizer.param_groups`` and ``optimizer.format``, the number of this format; of a pipeline see
+        :mod:`zeroresize.checkpoints.pipeline_state`. Only DCP can use it:
         ``torch.save`` of it is an error.
 
     Raises:
@@ -75,7 +85,20 @@ def sharded_state_dict(model: Any, optimizer: Any = None) -> dict[str, Any]:
         if group_size(process_group) > 1:  # torch would name a socket, once the first collective of DCP times out
             purpose = "call sharded_state_dict, which all of them must, not rank 0 alone,"
             Rendezvous(process_group, purpose).exchange("called")
-    return sharded_state_of(model, optimizer)
+    if isinstance(model, nn.Module):
+        return _state_of_module(unwrap(model), optimizer)
+    from zeroresize.pipeline.pipeline import Pipeline
+    from zeroresize.strategy.model import SwitchableModel
+
+    if isinstance(model, SwitchableModel):
+        return _state_of_switchable(model, optimizer)
+    if isinstance(model, Pipeline):
+        from zeroresize.checkpoints.pipeline_state import pipeline_state
+
+        return pipeline_state(model, optimizer)
+    raise ValueError(
+        f"sharded_state_dict: a {type(model).__name__} is neither a module, a Pipeline nor a SwitchableModel"
+    )
 
 
 def _groups_of(model: Any) -> list[ProcessGroup]:
@@ -87,27 +110,54 @@ def _groups_of(model: Any) -> list[ProcessGroup]:
     return list({tuple(group_ranks(group)): group for group in groups}.values())
 
 
-@singledispatch
-def sharded_state_of(model: Any, optimizer: Any) -> dict[str, Any]:
-    """Return what :func:`sharded_state_dict` does; packages above this one register their kinds of models here."""
-    # Only now: others would pay for it at `import zeroresize`.
-    from zeroresize.resharding.checkpoints.divided_tensor import DividedTensor
-    from zeroresize.resharding.checkpoints.divisions import divisions_of, own_tensors
-    from zeroresize.resharding.checkpoints.optimizer_state import OptimizerState
+def _state_of_module(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    from zeroresize.checkpoints.divisions import divisions_of, own_tensors
 
-    model = unwrap(model)
-    divisions = divisions_of(model)
-    state: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ValueError(
                 f"sharded_state_dict: module {prefix} ({type(module).__name__}) has extra state, which cannot be saved "
                 "with what is divided: save with `with balancer.at_home(): ...` instead"
             )
-        for key, tensor in own_tensors(module).items():
-            name = f"{prefix}.{key}".lstrip(".")
-            division = divisions.get(id(tensor))
-            state[name] = tensor.data if division is None else DividedTensor(name, tensor, division)
+        tensors |= {f"{prefix}.{key}".lstrip("."): tensor for key, tensor in own_tensors(module).items()}
+    return _state(tensors, dict(model.named_parameters()), divisions_of(model), optimizer)
+
+
+def _state_of_switchable(model: SwitchableModel, optimizer: Any) -> dict[str, Any]:
+    """Whole tensors, of which this rank gives what the optimizer's layout holds; some ranks may hold none."""
+    from zeroresize.checkpoints.divided_tensor import TensorDivision, unit_pieces
+
+    if model.current != model.optimizer_strategy:
+        raise RuntimeError(
+            f"sharded_state_dict: strategy {model.current} is in force, and the weights are under the "
+            "optimizer's strategy between two steps only: call it behind model.collect()"
+        )
+    specs = {spec.name: (number, spec) for number, spec in enumerate(model.tensors)}
+    layout, parameters = model.layout_of(model.optimizer_strategy), dict(model.named_parameters())
+    divisions: dict[int, TensorDivision] = {}
+    for name, parameter in parameters.items():
+        number, spec = specs[name]
+        if (division := spec.division) is not None:
+            units = np.array(layout.units_of(number, model.rank), dtype=np.int64)
+            pieces = unit_pieces(units, division.num_units, (division.rows,) * division.num_parts)
+            divisions[id(parameter)] = TensorDivision(
+                division.dim, spec.shape[division.dim], lambda pieces=pieces: pieces
+            )
+    return _state(parameters, parameters, divisions, optimizer)
+
+
+def _state(
+    tensors: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
+    divisions: Mapping[int, TensorDivision],
+    optimizer: Any,
+) -> dict[str, Any]:
+    """What DCP gets of tensors by name; of those in ``divisions``, by ``id``, this rank holds a part."""
+    from zeroresize.checkpoints.divided_tensor import part_of
+    from zeroresize.checkpoints.optimizer_state import OptimizerState
+
+    state: dict[str, Any] = {name: part_of(name, one, divisions.get(id(one))) for name, one in tensors.items()}
     if optimizer is not None:
-        state[OPTIMIZER] = OptimizerState(optimizer, dict(model.named_parameters()), divisions)
+        state[OPTIMIZER] = OptimizerState(optimizer, parameters, divisions)
     return state

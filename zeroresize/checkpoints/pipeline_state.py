@@ -7,7 +7,7 @@ A file names everything as the whole model does, so it knows no stages:
 - ``pipeline.layers.7.…`` is what only a pipeline reads: a note of the layer's tensors with their shapes, so a layer
   whose parameters have changed shape since it was built (as by pruning) is read as it was written; buffers that are not
   persistent, and extra state;
-- ``pipeline.settings`` are the optimizer's groups, and how many layers there are.
+- ``pipeline.settings`` are the number of the format, the optimizer's groups, and how many layers there are.
 
 As when a layer moves, parameters come with whether they require gradients, and in the shapes and dtypes in which they
 were written; modules and their modes stay as they are where they are read.
@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from zeroresize.checkpoints.reader import PIPELINE_SETTINGS, CheckpointReader
 from zeroresize.pipeline.layer_contents import (
     BUFFER,
     EXTRA,
@@ -45,7 +46,6 @@ from zeroresize.pipeline.layer_contents import (
     require_fitting,
 )
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.resharding.checkpoints.sharded_state import sharded_state_of
 from zeroresize.resharding.parameter_state import (
     GRADIENT,
     PARAMETER,
@@ -54,21 +54,18 @@ from zeroresize.resharding.parameter_state import (
     require_movable_state,
     settings_of,
 )
-from zeroresize.utils.checkpoint_reader import CheckpointReader, register_reads_itself
+from zeroresize.utils.codec import FORMAT, require_format
 from zeroresize.utils.torch_private import no_torch_function
 
-_SETTINGS = "pipeline.settings"
 #: DCP loads them in the order of their names: the last one when the others are done.
 _SECTIONS = ("layers", "optimizer", "pipeline")
-register_reads_itself(_SETTINGS, ("layers.", "optimizer.layers.", "pipeline.layers."))
 
 
-@sharded_state_of.register
-def _(pipeline: Pipeline, optimizer: Any) -> dict[str, Any]:
+def pipeline_state(pipeline: Pipeline, optimizer: Any) -> dict[str, Any]:
     """Return what this rank writes of a pipeline between two steps, and reads into it; see the module.
 
     Which tensors a layer has in a file, and in which shapes, its note says. So a pipeline reads by itself, once DCP has
-    planned to read its settings (:class:`~zeroresize.utils.checkpoint_reader.ReadsItself`); what it has read is
+    planned to read its settings (:class:`~zeroresize.checkpoints.reader.ReadsItself`); what it has read is
     installed when all ranks have read.
     """
     pipeline.meet()  # raises on a rank that was released
@@ -96,11 +93,12 @@ class _PipelineState:
         """Return what this rank writes, by the names of the file, without copies."""
         pipeline, inner, groups = self._pipeline, self._optimizer, groups_of(self._optimizer)
         settings = {
+            "format": FORMAT,
             "num_layers": len(pipeline.layers),
             "groups": settings_of(inner),
             "members": _members(pipeline, inner),
         }
-        tensors = {_SETTINGS: _as_bytes(json.dumps(settings))}
+        tensors = {PIPELINE_SETTINGS: _as_bytes(json.dumps(settings))}
         for number in pipeline.present:
             layer = pipeline.layers[number]
             note, contents = describe(number, layer, pipeline.tensors[number], inner, groups)
@@ -149,7 +147,7 @@ class _Section:
 
     def state_dict(self) -> dict[str, Tensor]:
         return {
-            name.removeprefix(self._prefix): _Deferred.of(tensor, self._state if name == _SETTINGS else None)
+            name.removeprefix(self._prefix): _Deferred.of(tensor, self._state if name == PIPELINE_SETTINGS else None)
             for name, tensor in self._state.tensors().items()
             if name.startswith(self._prefix)
         }
@@ -219,8 +217,9 @@ class _Read:
             for name, metadata in reader.read_metadata().state_dict_metadata.items()
             if isinstance(metadata, TensorStorageMetadata)
         }
-        settings = self._texts([_SETTINGS])[_SETTINGS]
+        settings = self._texts([PIPELINE_SETTINGS])[PIPELINE_SETTINGS]
         self._settings: dict[str, Any] = json.loads(settings)
+        require_format(self._settings.get("format"), PIPELINE_SETTINGS)
         self._require_same_model()
         self._arrived: list[Arrived] = []
         self._shared: list[tuple[Tensor, Tensor]] = []

@@ -1,4 +1,4 @@
-"""Ranks that differ are described so that it suits the one at fault as well as the others: by what each of them has."""
+"""How lines and errors tell of ranks that differ, by what each of them has, and of seconds."""
 
 from __future__ import annotations
 
@@ -70,3 +70,13 @@ def lists_by_rank(lists: Sequence[Sequence[str]], ranks: Sequence[int] | None = 
     if len(set(descriptions)) == 1:  # the same entries
         return f"the same {len(lists[0])} in different orders, {'; '.join(map(str, alike(lists, ranks)))}"
     return by_rank(descriptions, ranks)
+
+
+def seconds_text(seconds: float) -> str:
+    """Return seconds with two digits that count, for a line."""
+    return f"{seconds:.0f} s" if seconds >= 9.5 else f"{seconds:.2g} s"
+
+
+def percent_text(share: float) -> str:
+    """Return a share as whole per cent, for a line."""
+    return f"{share:.0%}".replace("%", " %")

@@ -1,4 +1,4 @@
-"""Errors that mean that memory has run out, by whomever they are raised, and what they say."""
+"""What torch tells of itself: in which dtype autocast computes, and whether memory has run out."""
 
 from __future__ import annotations
 
@@ -22,3 +22,8 @@ def reason(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "out of memory" + (f": {error}" if str(error) else "")
     return str(error) or type(error).__name__
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype that autocast computes in on ``device_type``; None where it is off."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None

@@ -225,3 +225,10 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
         elif piece.length:
             joined.append(piece)
     return joined
+
+
+def part_of(
+    name: str, tensor: Tensor, division: TensorDivision | None, before_reading: Callable[[], None] | None = None
+) -> Tensor:
+    """Return what DCP gets of a tensor of which this rank holds a part, or all where there is no division."""
+    return tensor.data if division is None else DividedTensor(name, tensor, division, before_reading)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from zeroresize.utils.alike import alike, at_fault, by_rank, lists_by_rank, minority
+from zeroresize.utils.texts import alike, at_fault, by_rank, lists_by_rank, minority
 
 
 @pytest.mark.parametrize(

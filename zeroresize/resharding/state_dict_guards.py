@@ -19,7 +19,7 @@ from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.optim.optimizers import torch_optimizer
-from zeroresize.utils.torch_private import buffers_of, is_dtensor, parameters_of
+from zeroresize.utils.torch_private import is_dtensor, parameters_of
 
 _SAVING = (
     "which no other number of ranks, and no model that is not balanced, could load. Save with all units at home, "
@@ -53,13 +53,15 @@ def _save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
     bound = inspect.signature(save).bind(model, *args, **options)
     state = bound.arguments.get("state_dict")
     shard = None if state is None else _first_shard_in(state, model)
-    layers = [one for one in model.modules() if isinstance(one, BalancedLinear)]
+    layers = [module for module in model.modules() if isinstance(module, BalancedLinear)]
     if state is None and all(layer.has_dtensors for layer in layers):
         uneven = next(filter(None, map(_uneven, layers)), None)
         if uneven is not None:
             raise RuntimeError(f"{type(model).__name__}.save_pretrained(): a layer {uneven}, {_SAVING}")
         if layers and not _gathers_dtensors(save):
-            bound.arguments["state_dict"] = whole_state_of(model)
+            state = model.state_dict()
+            whole = {name: tensor.full_tensor() if is_dtensor(tensor) else tensor for name, tensor in state.items()}
+            bound.arguments["state_dict"] = whole
             is_writer = group_rank(layers[0].process_group) == 0
             return save(*bound.args, **bound.kwargs) if is_writer else None
     elif state is None or shard is not None:
@@ -79,40 +81,23 @@ def _gathers_dtensors(save: Any) -> bool:
     return not (is_old and save.__module__.startswith("transformers."))
 
 
-def whole_state_of(model: nn.Module) -> dict[str, Any]:
-    """Return the model's state dictionary with whole tensors in place of DTensors; collective."""
-    return {name: one.full_tensor() if is_dtensor(one) else one for name, one in model.state_dict().items()}
-
-
 def _first_shard_in(state: Mapping[str, Any], model: nn.Module) -> str | None:
-    """A tensor of a parallel layer that ``state`` has as this rank's part: name and shape, and that of the whole."""
-    names: set[str] = set()  # of all that is in the model
-    divided: dict[str, tuple[int, int, set[int]]] = {}  # along which dimension, its size, and those of parts
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        full_names = {key: f"{prefix}.{key}".lstrip(".") for key in (*parameters_of(module), *buffers_of(module))}
-        names.update(full_names.values())
-        if isinstance(module, BalancedLinear):
-            divided.update({full_names[key]: sizes for key, sizes in _sizes_of(module).items() if key in full_names})
-    for name, tensor in state.items():
-        shape = getattr(tensor, "shape", ())
-        # A wrapper's state has longer names, such as "module.…" and "_orig_mod.…".
-        parts = name.split(".")
-        ends = [name] if name in names else [".".join(parts[at:]) for at in range(len(parts))]
-        sizes = next((divided[end] for end in ends if end in divided), None)
-        if sizes is not None:
-            dim, whole, local_sizes = sizes
-            if dim < len(shape) and shape[dim] != whole and shape[dim] in local_sizes:
+    """A tensor of a parallel layer that ``state`` has as a rank's part: name and shape, and the size of the whole."""
+    for prefix, layer in model.named_modules(remove_duplicate=False):
+        if not isinstance(layer, BalancedLinear):
+            continue
+        divided = 0 if layer.is_column_parallel else 1
+        even, local = layer.even_shape[divided], layer.local_weight.shape[divided]
+        whole = even * group_size(layer.process_group)
+        dims = {"weight": divided ^ layer.weight_is_transposed, **({"bias": 0} if layer.is_column_parallel else {})}
+        for key in dims.keys() & parameters_of(layer).keys():
+            full, dim = f"{prefix}.{key}".lstrip("."), dims[key]
+            # A wrapper's state has longer names, such as "module.…" and "_orig_mod.…".
+            name = full if full in state else next((other for other in state if other.endswith(f".{full}")), full)
+            shape = getattr(state.get(name), "shape", ())
+            if dim < len(shape) and shape[dim] != whole and shape[dim] in (even, local):
                 return f"{name} of shape {tuple(shape)}, of which all ranks together have {whole} in dimension {dim}"
     return None
-
-
-def _sizes_of(layer: BalancedLinear) -> dict[str, tuple[int, int, set[int]]]:
-    """Of each divided parameter, by name: its dimension, the size of the whole, and those that this rank may have."""
-    dim = 0 if layer.is_column_parallel else 1
-    even = layer.even_shape[dim]
-    sizes = even * group_size(layer.process_group), {even, layer.local_weight.shape[dim]}
-    of_weight = {"weight": (dim ^ layer.weight_is_transposed, *sizes)}
-    return {**of_weight, "bias": (0, *sizes)} if layer.is_column_parallel else of_weight
 
 
 def guard_optimizer(optimizer: Any, are_away: Callable[[], bool]) -> Callable[[], None]:

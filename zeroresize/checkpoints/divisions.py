@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from zeroresize.checkpoints.divided_tensor import Piece, TensorDivision, even_pieces, unit_pieces
 from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
-from zeroresize.resharding.checkpoints.divided_tensor import Piece, TensorDivision, even_pieces, unit_pieces
 from zeroresize.utils.torch_private import buffers_of, parameters_of, unsaved_buffers_of
 
 #: By which Colossal-AI knows a tensor that it has divided, or made longer to divide by the ranks.

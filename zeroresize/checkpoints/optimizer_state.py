@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from zeroresize.checkpoints.divided_tensor import TensorDivision, part_of
 from zeroresize.layers.local_parts import local_of
 from zeroresize.optim.optimizers import require_stepping, stepped_tensors, torch_optimizer
-from zeroresize.resharding.checkpoints.divided_tensor import DividedTensor, TensorDivision
 from zeroresize.resharding.parameter_state import StateKind, kind_of_state
+from zeroresize.utils.codec import FORMAT, require_format
 from zeroresize.utils.torch_private import drop_step_hooks
 
-GROUPS, HAS_STATE, MASTER = "param_groups", "has_state", "master_weight"
+FORMAT_KEY, GROUPS, HAS_STATE, MASTER = "format", "param_groups", "has_state", "master_weight"
 _OF_THE_MODEL = ("params", "param_names")
 
 
@@ -63,14 +64,19 @@ class OptimizerState:
             {key: _plain(value) for key, value in group.items() if key not in _OF_THE_MODEL}
             for group in self._inner.param_groups
         )
-        return {GROUPS: groups, **{name: self._of(name, tensor) for name, tensor in self._stepped().items()}}
+        return {
+            FORMAT_KEY: FORMAT,
+            GROUPS: groups,
+            **{name: self._of(name, tensor) for name, tensor in self._stepped().items()},
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what DCP has loaded into a :meth:`state_dict`; tensors were loaded in place.
 
         Raises:
-            ValueError: for another number of parameter groups.
+            ValueError: for another format, or another number of parameter groups.
         """
+        require_format(state_dict[FORMAT_KEY], "the checkpoint's optimizer")
         groups = state_dict[GROUPS]
         if len(groups) != len(self._inner.param_groups):
             raise ValueError(
@@ -120,7 +126,7 @@ class OptimizerState:
             if kind in (StateKind.PLAIN, StateKind.OTHER):
                 entries[key] = value
             elif kind is StateKind.LIKE_PARAMETER:
-                entries[key] = _saved(f"{name}: {key}", value, division, install)
+                entries[key] = part_of(f"{name}: {key}", value, division, install)
             elif kind is StateKind.NUMBER:
                 entries[key] = value.item()
             elif division is None:
@@ -134,7 +140,7 @@ class OptimizerState:
         if division is not None and not local_of(tensor).numel():  # numbers here are of nothing: others write theirs
             entries = {key: value if isinstance(value, Tensor) else _Unwritten() for key, value in entries.items()}
         if tensor is not parameter:
-            entries[MASTER] = _saved(f"{name}: {MASTER}", tensor, division)
+            entries[MASTER] = part_of(f"{name}: {MASTER}", tensor, division)
         return entries
 
     def _fresh(self, name: str, tensor: Tensor) -> dict[str, Any]:
@@ -161,12 +167,6 @@ class _Unwritten:
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         return []
-
-
-def _saved(
-    name: str, tensor: Tensor, division: TensorDivision | None, before_reading: Callable[[], None] | None = None
-) -> Tensor:
-    return tensor.data if division is None else DividedTensor(name, tensor, division, before_reading)
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Models and optimizers that are divided over ranks, for torch.distributed.checkpoint (DCP)."""

@@ -1,1 +1,0 @@
-"""torch.distributed.checkpoint (DCP) reads and writes what is divided unevenly over ranks."""

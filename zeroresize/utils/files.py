@@ -1,0 +1,213 @@
+"""Files that grow while a run goes on and survive their writer: lines of JSON, and numbers for TensorBoard."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+#: Of the files of this process for TensorBoard.
+_numbers = itertools.count()
+
+
+class BestEffort:
+    """Lets the caller go on where something cannot be written: it is lost, with one warning.
+
+    Args:
+        what: what is written, with which the warning begins.
+        kind: the class of the errors that are no more than that.
+
+    Attributes:
+        has_failed: whether anything was lost.
+    """
+
+    def __init__(self, what: str, kind: type[Exception] = OSError) -> None:
+        self._what, self._kind = what, kind
+        self.has_failed = False
+
+    @contextmanager
+    def writing(self, since: str) -> Iterator[None]:
+        """Run a block that writes; ``since`` says what is lost first, as in "step 20"."""
+        try:
+            yield
+        except self._kind as error:
+            if not self.has_failed:
+                logger.warning("%s is incomplete from %s on: %s", self._what, since, error)
+            self.has_failed = True
+
+
+class GrowingFile:
+    """Appends whole pieces to a file, without a buffer.
+
+    Args:
+        path: the file, which is made if it is not there.
+
+    Raises:
+        OSError: if the file cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._num_bytes = self._file.tell()
+
+    def write(self, piece: bytes) -> None:
+        """Append all of ``piece``.
+
+        Raises:
+            OSError: if it does not fit; then nothing of it is left in the file.
+        """
+        rest = memoryview(piece)
+        try:
+            while rest:  # of a full disk the first part of a piece may still be taken
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(self._num_bytes)
+            raise
+        self._num_bytes += len(piece)
+
+    def flush(self) -> None:
+        """Do nothing: no piece waits to be written."""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class JsonLines:
+    """Appends to a file. A line is complete once written, so the file can be read at any time.
+
+    Args:
+        path: the file; its folder is made.
+        until: the key of a number that every line has, and the largest number of the lines that stay; None keeps all
+            lines. The old file stays whole until the new one is.
+
+    Raises:
+        ValueError: naming the file and the line that is no JSON object or has no such number.
+        OSError: if the file cannot be made.
+    """
+
+    def __init__(self, path: str | Path, until: tuple[str, int] | None = None) -> None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [line for line, number, values in _read(path) if _stays(path, number, values, until)]
+        kept = path.with_name(f"{path.name}.tmp")
+        try:
+            kept.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            kept.replace(path)
+        except OSError:
+            kept.unlink(missing_ok=True)
+            raise
+        self._file = GrowingFile(path)
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Append one object; NaN and infinity become null.
+
+        Raises:
+            OSError: if it cannot be written; then nothing of it is left in the file.
+        """
+        self._file.write(json.dumps(without_nan(values)).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
+    """Return the objects of a file; an unfinished last line is left out, a missing file is empty.
+
+    Raises:
+        ValueError: naming the file and the line that is no JSON object.
+    """
+    return [values for *_, values in _read(Path(path))]
+
+
+def without_nan(value: Any) -> Any:
+    """Return ``value`` with None for NaN and infinity, at any depth: JSON has no such numbers."""
+    if isinstance(value, Mapping):
+        return {str(key): without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _read(path: Path) -> list[tuple[str, int, dict[str, Any]]]:
+    """Every complete line, its number from 1, and what it says."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines = []
+    for number, line in enumerate(text[: text.rfind("\n") + 1].split("\n")[:-1], 1):
+        try:
+            values = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}: expected a JSON object: {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}, line {number}: expected a JSON object, found {line[:40]!r}")
+        lines.append((line, number, values))
+    return lines
+
+
+def _stays(path: Path, number: int, values: Mapping[str, Any], until: tuple[str, int] | None) -> bool:
+    if until is None:
+        return True
+    key, most = until
+    value = values.get(key)
+    if not isinstance(value, int):
+        raise ValueError(f"{path}, line {number}: expected a number {key!r}: delete the line, or move the file away")
+    return value <= most
+
+
+class EventBoard:
+    """Writes scalars where TensorBoard finds them; needs the package ``tensorboard``.
+
+    What cannot be written is lost, with one warning. (The thread of ``torch.utils.tensorboard.SummaryWriter`` would end
+    with a traceback, and all later numbers with it.)
+
+    Args:
+        folder: the folder that the events go to; each process needs one of its own.
+        from_step: the first step of this run: events of it and of later ones that an interrupted run has left are
+            hidden; None keeps all.
+
+    Raises:
+        OSError: if the file cannot be made.
+    """
+
+    def __init__(self, folder: str | Path, *, from_step: int | None) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event = Event
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        self._file = GrowingFile(Path(folder) / name)
+        self._records = RecordWriter(self._file)
+        self._best_effort = BestEffort(f"TensorBoard's {folder}")
+        self._write(file_version="brain.Event:2")
+        if from_step is not None:
+            self._write(step=from_step, session_log=SessionLog(status=SessionLog.START))
+
+    def add(self, name: str, value: float, step: int) -> None:
+        """Show one number."""
+        from torch.utils.tensorboard.summary import scalar
+
+        with self._best_effort.writing(f"step {step}"):
+            self._write(step=step, summary=scalar(name, value))
+
+    def close(self) -> None:
+        """Write all that can be written, and end the file."""
+        with self._best_effort.writing("its last numbers"):
+            self._records.close()
+
+    def _write(self, **content: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
