@@ -31,7 +31,6 @@ from zeroresize.comm.groups import CpuGroup
 from zeroresize.comm.words import Call
 from zeroresize.measure.links import measure_neighbour_links
 from zeroresize.measure.memory_meter import SavedBytes
-from zeroresize.pipeline.measuring import BlockSeconds, CountedBlock, WorkCounter
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.replicas import PipelineReplicas
 from zeroresize.pipeline.stage_layers import LayerWatcher

@@ -25,7 +25,7 @@ from zeroresize.runtime.executor import Executor
 from zeroresize.runtime.instructions import Instruction, Kind, forward_instructions, instructions_of
 from zeroresize.runtime.messages import StageMessages
 from zeroresize.runtime.schedules import Schedule
-from zeroresize.runtime.stage import forward_instructions, weights_cast_anew
+from zeroresize.runtime.stage import weights_cast_anew
 from zeroresize.utils.hashing import fingerprint
 from zeroresize.utils.torch_state import autocast_dtype
 

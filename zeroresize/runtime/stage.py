@@ -22,7 +22,6 @@ from zeroresize.runtime.activations import Batch, HandedOn, Tensors, as_argument
 from zeroresize.runtime.executor import Executor
 from zeroresize.runtime.instructions import Instruction, forward_instructions
 from zeroresize.runtime.messages import StageMessages
-from zeroresize.runtime.stage import drawing_from, seed_of
 from zeroresize.utils.hashing import mixed
 from zeroresize.utils.torch_state import autocast_dtype
 from zeroresize.utils.value_checks import one_of
