@@ -19,12 +19,6 @@ def after(world, *changes):
     return costs
 
 
-def test_at_first_layers_cost_what_they_took():
-    costs = after(World([1.0, 2.0, 3.0, 4.0], [1.0, 0.5], (0, 2, 4)))
-    assert costs.seconds.tolist() == pytest.approx([1.0, 2.0, 6.0, 8.0])
-    assert costs.speeds == (1.0, 1.0)
-
-
 def test_a_change_of_all_layers_of_a_stage_is_its_devices():
     work = [1.0, 2.0, 2.5, 3.0, 4.0, 1.5]
     costs = after(World(work, [1.0, 1.0], (0, 3, 6)), {"speeds": [1.0, 0.25]})
@@ -59,12 +53,6 @@ def test_a_slow_device_that_kept_two_layers_is_seen_to_recover():
     costs = after(world, slow, fewer, {"speeds": [1.0, 1.0]})
     assert costs.speeds == pytest.approx((1.0, 1.0))
     assert costs.seconds.tolist() == pytest.approx([1.0] * 7)
-
-
-def test_a_change_of_some_layers_is_theirs():
-    costs = after(World([1.0] * 6, [1.0, 1.0], (0, 3, 6)), {"work": [1.0, 1.0, 1.0, 1.0, 5.0, 5.0]})
-    assert costs.speeds == (1.0, 1.0)
-    assert costs.seconds.tolist() == pytest.approx([1.0, 1.0, 1.0, 1.0, 5.0, 5.0])
 
 
 def test_work_that_changes_differently_in_most_stages_is_no_change_of_devices():
@@ -102,15 +90,6 @@ def test_a_wrong_guess_is_found_out_by_a_move():
     costs = after(world, {"work": heavier}, {"boundaries": (0, 4, 6)})
     assert costs.speeds == pytest.approx((1.0, 1.0))
     assert costs.seconds.tolist() == pytest.approx(heavier)
-
-
-def test_stages_that_stay_are_as_fast_as_they_were():
-    costs = LayerCosts((1.0, 2.0, 3.0), (2.0, 4.0, 6.0), (0.6, 1.8, 0.6), (0, 1, 2, 3))
-    left = costs.on_stages((1, 2), (0, 2, 3))
-    assert sum(left.speeds) == pytest.approx(2.0) and left.boundaries == (0, 2, 3)
-    for before, after in ((1, 0), (2, 1)):
-        assert left.seconds / left.speeds[after] == pytest.approx(costs.seconds / costs.speeds[before])
-    assert left.forward_s == pytest.approx([one / 3 for one in (left.seconds)])
 
 
 EVEN = (1.0, 1.0)
