@@ -145,11 +145,7 @@ class Pipeline:
 
     @property
     def process_group(self) -> ProcessGroup:
-        """Return the group of the stages: its rank ``s`` is stage ``s``.
-
-        Raises:
-            RuntimeError: on a rank that was released.
-        """
+        """The group of the stages: its rank ``s`` is stage ``s``; a RuntimeError on a rank that was released."""
         if self._group is None:
             raise RuntimeError(
                 "this rank was released by a re-packing: it has no layers and is in no stage. Leave the training loop "
@@ -159,17 +155,17 @@ class Pipeline:
 
     @property
     def is_released(self) -> bool:
-        """Return whether a re-packing has left this rank without a stage (:func:`~zeroresize.pipeline.repack`)."""
+        """Whether a re-packing has left this rank without a stage (:func:`~zeroresize.pipeline.repack`)."""
         return self._group is None
 
     @property
     def layers(self) -> nn.ModuleList:
-        """Return all layers of the model [L]; those of other stages have empty tensors."""
+        """All layers of the model [L]; those of other stages have empty tensors."""
         return self.module.layers
 
     @property
     def present(self) -> range:
-        """Return the numbers of this stage's layers."""
+        """The numbers of this stage's layers."""
         return self.module.present
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -203,11 +199,7 @@ class Pipeline:
             self.layers[number].load_state_dict(values)
 
     def open_side_group(self) -> CpuGroup:
-        """Return a group of the same ranks, for layers that travel while a step runs; collective where it is not open.
-
-        Raises:
-            RuntimeError: if not all ranks come within the time limit of the pipeline's group.
-        """
+        """Return a group of the same ranks, for layers that travel while a step runs; collective where not open."""
         if self._side_group is None:
             self._side_group = CpuGroup(self.process_group, {}, group_ranks(self.process_group))
         return self._side_group
@@ -294,11 +286,9 @@ class Pipeline:
             self._steps.follow(self._group)
 
     def follow_to(self, boundaries: Sequence[int], process_group: ProcessGroup | None) -> None:
-        """Run other layers, as :meth:`follow`, over the stages of another group.
+        """Run other layers, as :meth:`follow`, over the stages of another group; None where this rank is released.
 
-        Args:
-            process_group: of the stages; None where this rank is in none and is released. The pipeline
-                owns it from now on, and destroys it when it follows to the next one.
+        The pipeline owns the group from now on, and destroys it when it follows to the next one.
         """
         before, self._group = self._group, process_group
         self.leave_side_group()
@@ -327,7 +317,7 @@ class Pipeline:
 
     @property
     def is_joined(self) -> bool:
-        """Return whether this pipeline moves layers together with others."""
+        """Whether this pipeline moves layers together with others."""
         return self._joined is not None
 
     @property
@@ -345,12 +335,12 @@ class Pipeline:
 
     @property
     def knows_shapes(self) -> bool:
-        """Return whether a step has shown what layers hand to each other."""
+        """Whether a step has shown what layers hand to each other."""
         return self._steps.message_bytes is not None
 
     @property
     def meet_device(self) -> torch.device:
-        """Return the device on which small messages between the stages must lie."""
+        """The device on which small messages between the stages must lie."""
         return message_device(self.process_group, self.device)
 
     def _run_microbatches(self, make: Make) -> Tensor | None:

@@ -242,7 +242,7 @@ class LayerCosts:
         return LayerCosts(forward_s, backward_s, tuple((speeds / mean).tolist()), boundaries)
 
     def after(self, profile: PipelineProfile, *, is_other_work: bool = False) -> LayerCosts:
-        """Return what is known after one more profile; where that is known to be of other work, devices are as before."""
+        """Return what is known after one more profile; known to be of other work, it leaves devices as before."""
         if is_other_work:
             return LayerCosts.measured(profile, self.speeds)
         stages_L, before_L = profile.stages, np.array(Partition(self.boundaries).stages)
