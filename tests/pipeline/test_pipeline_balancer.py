@@ -338,13 +338,25 @@ def test_options_must_be_allowed_and_alike(run_ranks):
         make = PipelineBalancer
         for options, message in (
             ({"profile_every": 0}, "profile_every=0 is not allowed"),
+            ({"profile_every": "often"}, "profile_every='often' is not allowed"),
+            ({"max_measuring": 0.0}, "max_measuring=0.0 is not allowed"),
+            ({"count_work": "rows"}, "count_work='rows' is not allowed"),
+            ({"by": "layers"}, "by='layers' is not allowed"),
+            ({"min_saving": -0.1}, "min_saving=-0.1 is not allowed"),
+            ({"units": types.SimpleNamespace(num_ranks=2)}, "units of 2 ranks need these ranks as replicas="),
             ({"memory_limits": 1000}, "memory_limits=1000 is not allowed: bytes of each stage are needed"),
             ({"memory_limits": [1.0]}, "memory_limits are 1, not one of each of 2 stages"),
         ):
             with pytest.raises(ValueError, match=message):
                 make(training.pipeline, None, **options)
-        with pytest.raises(RuntimeError, match="the options of PipelineBalancer"):
-            make(training.pipeline, None, profile_every=10 + rank)
+        for of_ranks in (
+            ({"profile_every": 10}, {"profile_every": 11}),
+            ({"measure_links": True}, {}),
+            ({"count_work": "tokens"}, {}),
+            ({"max_measuring": 0.01}, {"max_measuring": 0.02}),
+        ):
+            with pytest.raises(RuntimeError, match=r"the options of PipelineBalancer.*\[\[0\], \[1\]\]"):
+                make(training.pipeline, None, **of_ranks[rank])
         layers = [nn.Linear(4, 4) for _ in range(4)]
         layers[1].weight = layers[0].weight
         tied = Pipeline(layers, nn.functional.mse_loss, num_microbatches=MICRO, process_group=group)

@@ -111,14 +111,6 @@ def test_noise_moves_nothing(noise, num_ranks):
     assert len(run.moves) <= 2
 
 
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("noise", [0.05, 0.02])
-def test_a_settled_division_is_left_alone(noise):
-    run = simulate(EXACT, cluster(last_is_slow(8, 4.0), noise=noise), 6000)
-    assert len(run.moves) <= 4
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("on", "off"), [(3, 7), (10, 30), (20, 20)])
 @pytest.mark.parametrize("num_ranks", [2, 8])

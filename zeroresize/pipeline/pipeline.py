@@ -34,7 +34,7 @@ from zeroresize.pipeline.stage_layers import (
 )
 from zeroresize.pipeline.stage_steps import Make, StageSteps
 from zeroresize.plan.partition import Partition
-from zeroresize.resharding.agreement import meet_over, meet_prepared, require_same
+from zeroresize.resharding.agreement import agreed, meet_over, require_same
 from zeroresize.runtime.counted_loss import Count, CountedLoss, Loss, multiply_gradients, total_count
 from zeroresize.runtime.schedules import Schedule
 from zeroresize.utils.fingerprint import fingerprint
@@ -116,27 +116,25 @@ class Pipeline:
         self.num_steps = 0
         self._joined: Meet | None = None
         self._side_group: CpuGroup | None = None
-        alike: tuple[float, float] | Exception
-        try:
-            layers = list(layers)
-            num_layers = len(layers)
+
+        def checked() -> tuple[list[nn.Module], float]:
+            whole = list(layers)
             self.boundaries = (
-                divided_by_parameters(layers, self.num_stages)
+                divided_by_parameters(whole, self.num_stages)
                 if boundaries is None
-                else Partition.of(boundaries, num_layers, self.num_stages)
+                else Partition.of(boundaries, len(whole), self.num_stages)
             ).boundaries
-            require_whole_parameters(layers)
-            require_ties_within_stages(layers, self.boundaries)
-            require_initialize(layers, self._present(), initialize)
+            require_whole_parameters(whole)
+            require_ties_within_stages(whole, self.boundaries)
+            require_initialize(whole, self._present(), initialize)
             at_least("num_microbatches", num_microbatches, 1)
             _require_schedule(schedule)
-            self.description = fingerprint(str([num_microbatches, schedule, _description(layers)]))
-            alike = (fingerprint(str([self.boundaries, self.description])), 0.0)
-        except Exception as error:  # the others must hear of any
-            alike = error
+            self.description = fingerprint(str([num_microbatches, schedule, _description(whole)]))
+            return whole, fingerprint(str([self.boundaries, self.description]))
+
         meet = self.meet()
-        table = meet_prepared(meet, alike)
-        require_same([one for one, *_ in table], "layers, boundaries, micro-batches or schedule", meet)
+        (layers, _), table = agreed(meet, checked, lambda made: (made[1], 0.0))
+        require_same([row[0] for row in table], "layers, boundaries, micro-batches or schedule", meet)
         self.module = StageLayers(layers, self._present())
         self._steps = StageSteps(schedule, self.module, self.device, self.loss)
         self._steps.follow(process_group)
@@ -351,43 +349,40 @@ class Pipeline:
 
     def _count(self, targets: Sequence[Any], sizes: Sequence[float]) -> None:
         """Learn what the micro-batches count, before the first forward; collective, where that may be nothing."""
-        row: tuple[float, ...] | Exception = (0.0, 0.0, 0.0)
-        try:
-            if self._is_last:
-                if not sizes:
-                    raise ValueError("target=None: the last stage needs the targets")
-                try:
-                    counted: Sequence[float] | Exception = (
-                        sum(self.loss.prepare(targets, sizes)),
-                        not self.loss.is_foreseen,
-                    )
-                except Exception as error:  # the replicas must hear of any
-                    counted = error
-                rows = meet_prepared(self._meet_replicas, counted, "a step")
-                self.loss.begin(total_count(count for count, _ in rows) / len(rows))
-                row = 0.0, self.loss.can_be_empty, any(is_unforeseen for _, is_unforeseen in rows)
-        except Exception as error:  # the other stages must hear of any
-            row = error
+
+        def counted() -> tuple[float, float]:
+            return sum(self.loss.prepare(targets, sizes)), not self.loss.is_foreseen
+
+        def told() -> tuple[float, float, float]:
+            if not self._is_last:
+                return 0.0, 0.0, 0.0
+            if not sizes:
+                raise ValueError("target=None: the last stage needs the targets")
+            _, rows = agreed(self._meet_replicas, counted, lambda row: row, "a step")
+            self.loss.begin(total_count(count for count, _ in rows) / len(rows))
+            return 0.0, self.loss.can_be_empty, any(is_unforeseen for _, is_unforeseen in rows)
+
         if self._meets_before:
-            table = meet_prepared(meet_over(self.process_group, self.device), row, "a step")
+            _, table = agreed(meet_over(self.process_group, self.device), told, lambda row: row, "a step")
             self._meets_before, self._meets_after = map(bool, table[-1][1:])
-        elif isinstance(row, Exception):
-            raise row
+        else:
+            told()
 
     def _scaled(self, loss: Tensor | None) -> Tensor | None:
         """Scale the step's gradients, and its loss, where only the loss knew what counts; collective then."""
         if not self._meets_after:
             return loss
-        row: tuple[float, ...] | Exception = (0.0, 0.0)
-        try:
-            if self._is_last:
-                rows = self._meet_replicas(self.loss.counted, self.loss.num_unforeseen)
-                total = total_count(count for count, _ in rows) / len(rows)
-                is_unforeseen = any(number for _, number in rows)  # alike on all replicas, which meet again or not
-                row = self.loss.total / total if is_unforeseen else 1.0, is_unforeseen
-        except Exception as error:  # the other stages must hear of any
-            row = error
-        factor, meets_after = meet_prepared(meet_over(self.process_group, self.device), row, "a step")[-1]
+
+        def told() -> tuple[float, float]:
+            if not self._is_last:
+                return 0.0, 0.0
+            rows = self._meet_replicas(self.loss.counted, self.loss.num_unforeseen)
+            total = total_count(count for count, _ in rows) / len(rows)
+            is_unforeseen = any(number for _, number in rows)  # alike on all replicas, which meet again or not
+            return self.loss.total / total if is_unforeseen else 1.0, is_unforeseen
+
+        _, table = agreed(meet_over(self.process_group, self.device), told, lambda row: row, "a step")
+        factor, meets_after = table[-1]
         self._meets_after = bool(meets_after)
         self.loss.warn()
         multiply_gradients(self.parameters(), factor)
