@@ -1,16 +1,16 @@
 """What is usual among a few measurements: interruptions lengthen steps, and must not look like slowness.
 
-All three wings filter single interruptions by this one rule: of two the shorter, of three the middle one. Units take it
-over the steps of an interval under one plan (:mod:`zeroresize.policy.speed.change_of_level` splits them where the
-level changes), layers over the newest profiles of each layer, strategies over the newest steps of each rank.
+Units and strategies filter single interruptions by this one rule: of two the shorter, of three the middle one. Units
+take it over the steps of an interval under one plan (:mod:`zeroresize.policy.speed.change_of_level` splits them where
+the level changes), strategies over the newest steps of each rank. Of layers two profiles must want a move.
 
 What comes after it differs, as the questions do:
 
 - **Units**: a meter (:mod:`zeroresize.policy.speed.meter`) follows each part of a step and learns its noise, so a jump
   is what exceeds so many standard deviations. What two plans take beside each other tells what pruning costs
   (:mod:`zeroresize.policy.tensor.estimation.estimator`).
-- **Layers**: work varies as routed tokens do, or jumps as a freeze does; so a mean goes on until the newest profiles
-  differ from it by more than noise, which is learned (:mod:`zeroresize.policy.pipeline.profiles`).
+- **Layers**: work varies as routed tokens do, or jumps as a freeze does: the same meter follows each layer from profile
+  to profile (:mod:`zeroresize.policy.pipeline.profiles`).
 - **Strategies**: work changes its layout at each switch, and only a rank's speed is asked for: the same meter follows
   seconds per unit of work, and what is told of it changes by no little
   (:mod:`zeroresize.policy.strategy.stragglers.rank_speeds`).
