@@ -41,14 +41,6 @@ def test_seconds_are_scaled_to_the_mean_count_of_the_blocks_since_the_last_profi
     assert block.mean_seconds(1, 9.0, 18.0) == pytest.approx((9.0, 18.0))
 
 
-def test_a_mean_of_few_blocks_takes_in_those_before():
-    counter, counts, _ = counter_of(1)
-    counted(counter, counts, *[[1.0]] * 9)
-    counter.measured_block()
-    counted(counter, counts, [11.0])
-    assert counter.measured_block().mean_seconds(0, 11.0, 22.0) == pytest.approx((2.25, 4.5))  # (7 + 11) / 8
-
-
 def test_a_layer_without_work_in_the_measured_block_keeps_its_seconds_per_count():
     counter, counts, _ = counter_of(1)
     counted(counter, counts, *[[4.0]] * 8)

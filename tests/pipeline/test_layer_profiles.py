@@ -104,30 +104,6 @@ def test_frozen_layers_have_no_backward_and_recomputing_is_backward(run_ranks, m
     assert [one.backward_s for one in profile.layers] == [0.0, 0.0, 4 * (4.0 + 2.0), 0.0]
 
 
-def test_layers_that_return_their_input_or_several_tensors(run_ranks, monkeypatch):
-    class Forking(Working):
-        def forward(self, x):
-            return self.run(x), self.run(x)
-
-    class Joining(nn.Module):
-        def forward(self, first, other):
-            return first + other
-
-    def check(rank, group):
-        clock = Clock(monkeypatch)
-        layers = [Working(clock, 1.0), nn.Identity(), Forking(clock, 2.0), Joining(), nn.Identity()]
-        pipeline = pipeline_of(group, (0, 5), layers=layers, loss=nn.functional.mse_loss)
-        x = torch.ones(8, 4)
-        pipeline.step(x, target=x)
-        with LayerProfiler(pipeline) as profiler:
-            pipeline.step(x, target=x)
-        return profiler.gather()
-
-    (profile,) = run_ranks(check, 1)
-    assert [one.forward_s for one in profile.layers] == [4.0, 0.0, 16.0, 0.0, 0.0]
-    assert [one.backward_s for one in profile.layers] == [4.0, 0.0, 32.0, 0.0, 0.0]
-
-
 def test_bytes_are_those_counted_by_hand(run_ranks):
     class Counted(nn.Module):
         def __init__(self):

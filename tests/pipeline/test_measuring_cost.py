@@ -108,29 +108,6 @@ def test_what_must_be_measured_now_does_not_wait_for_a_long_interval(run_ranks, 
     assert run_ranks(check, 2) == [1, 1]
 
 
-def test_options_of_measuring_must_be_allowed_and_alike(run_ranks):
-    def check(rank, group):
-        pipeline = Pipeline(layers_of(2), nn.functional.mse_loss, num_microbatches=MICRO, process_group=group)
-        for options, message in (
-            ({"profile_every": "often"}, "profile_every='often' is not allowed"),
-            ({"max_measuring": 0.0}, "max_measuring=0.0 is not allowed"),
-            ({"max_measuring": -1}, "max_measuring=-1 is not allowed"),
-            ({"count_work": "rows"}, "count_work='rows' is not allowed"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                PipelineBalancer(pipeline, None, **options)
-        for of_ranks in (
-            ({"measure_links": True}, {}),
-            ({"count_work": "tokens"}, {}),
-            ({"max_measuring": 0.01}, {"max_measuring": 0.02}),
-            ({"profile_every": "auto"}, {"profile_every": 20}),
-        ):
-            with pytest.raises(RuntimeError, match=r"differ in .*\[\[0\], \[1\]\]"):
-                PipelineBalancer(pipeline, None, **of_ranks[rank])
-
-    run_ranks(check, 2)
-
-
 def test_blocks_that_are_measured_or_move_layers_are_not_usual(monkeypatch):
     now_s = [0.0]
     monkeypatch.setattr(measuring.time, "thread_time", lambda: now_s[0])

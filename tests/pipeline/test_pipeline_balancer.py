@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import types
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from zeroresize.pipeline import (
     Pipeline,
     PipelineBalancer,
     layer_move_during_backward,
+    measuring,
     moving_layers,
     pipeline_balancer,
 )
@@ -336,13 +338,25 @@ def test_options_must_be_allowed_and_alike(run_ranks):
         make = PipelineBalancer
         for options, message in (
             ({"profile_every": 0}, "profile_every=0 is not allowed"),
+            ({"profile_every": "often"}, "profile_every='often' is not allowed"),
+            ({"max_measuring": 0.0}, "max_measuring=0.0 is not allowed"),
+            ({"count_work": "rows"}, "count_work='rows' is not allowed"),
+            ({"by": "layers"}, "by='layers' is not allowed"),
+            ({"min_saving": -0.1}, "min_saving=-0.1 is not allowed"),
+            ({"units": types.SimpleNamespace(num_ranks=2)}, "units of 2 ranks need these ranks as replicas="),
             ({"memory_limits": 1000}, "memory_limits=1000 is not allowed: bytes of each stage are needed"),
             ({"memory_limits": [1.0]}, "memory_limits are 1, not one of each of 2 stages"),
         ):
             with pytest.raises(ValueError, match=message):
                 make(training.pipeline, None, **options)
-        with pytest.raises(RuntimeError, match="the options of PipelineBalancer"):
-            make(training.pipeline, None, profile_every=10 + rank)
+        for of_ranks in (
+            ({"profile_every": 10}, {"profile_every": 11}),
+            ({"measure_links": True}, {}),
+            ({"count_work": "tokens"}, {}),
+            ({"max_measuring": 0.01}, {"max_measuring": 0.02}),
+        ):
+            with pytest.raises(RuntimeError, match=r"the options of PipelineBalancer.*\[\[0\], \[1\]\]"):
+                make(training.pipeline, None, **of_ranks[rank])
         layers = [nn.Linear(4, 4) for _ in range(4)]
         layers[1].weight = layers[0].weight
         tied = Pipeline(layers, nn.functional.mse_loss, num_microbatches=MICRO, process_group=group)
@@ -390,3 +404,70 @@ def test_optimizers_with_which_layers_cannot_move_are_refused_when_the_balancer_
             PipelineBalancer(pipeline, kind(everything))
 
     run_ranks(check, 2, timeout_s=30)
+
+
+@pytest.mark.parametrize(
+    ("caller", "counts"), [(0, "rank 0: 1 times; rank 1: 0 times"), (1, "rank 0: 0 times; rank 1: 1 times")]
+)
+def test_a_change_that_a_single_rank_announces_is_named(run_ranks, caller, counts):
+    def check(rank, group):
+        training = Training(group, 4)
+        training.train(1)
+        if rank == caller:
+            training.balancer.profile_next()
+        with pytest.raises(RuntimeError) as caught:
+            training.train(12)
+        return str(caught.value)
+
+    wanted = f"profile_next() or load_state_dict() was called on some ranks only, or unequally often: {counts};"
+    assert all(wanted in text for text in run_ranks(check, 2))
+
+
+def test_a_rank_that_waits_in_vain_for_figures_says_what_it_has_announced(run_ranks):
+    """Nothing is due on the other rank, which waits for this one's messages in the next step."""
+
+    def check(rank, group):
+        training = Training(dist.new_group([0, 1], timeout=timedelta(seconds=4)), 4, profile_every=40)
+        training.train(6)
+        if rank == 0:
+            training.balancer.profile_next()
+        with pytest.raises(RuntimeError) as caught:
+            training.train(12)
+        return str(caught.value)
+
+    text = run_ranks(check, 2)[0]
+    assert "made other calls (profile_next() or load_state_dict() was called 1 times here)" in text
+
+
+def slow_before_the_last(*_, **__):
+    """A message between the last two stages takes as long as three and a half layers, as all ranks know."""
+    return MoveCost(0.0, 0.0), MoveCost(0.0, 0.025)
+
+
+def test_layers_leave_the_stages_beside_a_slow_link(run_ranks, monkeypatch):
+    monkeypatch.setattr(measuring, "measure_neighbour_links", slow_before_the_last)
+
+    def check(rank, group, measure_links):
+        training = Training(group, 12, (0, 4, 8, 12), "1f1b", measure_links=measure_links)
+        return training.train(30), training.losses
+
+    (moved, losses), *_ = reversed(run_ranks(check, 3, True))
+    (stayed, as_ever), *_ = reversed(run_ranks(check, 3, False))
+    assert stayed == (0, 4, 8, 12)
+    assert moved[1] > 4 and moved[2] > 8
+    assert losses == pytest.approx(as_ever, rel=1e-12)
+
+
+def test_all_ranks_know_what_messages_take(run_ranks):
+    def check(rank, group):
+        training = Training(group, 6, (0, 3, 6), "1f1b", measure_links=True)
+        training.train(8)
+        messages = training.balancer._rebalancing.rule.messages
+        return messages.links, messages.num_bytes
+
+    first, second = run_ranks(check, 2)
+    assert first == second
+    links, num_bytes = first
+    assert len(links) == 1 and all(0.0 < link.seconds(1e6) < 10.0 for link in links)
+    shape = sleeping_layers.batch(0)[0].shape
+    assert num_bytes[3] == 8.0 * math.prod(shape) / MICRO  # of float64, both ways

@@ -1,9 +1,11 @@
 """What pipelines, and strategies, refuse: references to another layer's weight, and batches without samples."""
 
+import itertools
 from functools import partial
 
 import pytest
 import torch
+from helpers.pipelines import MICRO, batch, pipeline_of
 from torch import nn
 from torch.nn import functional
 
@@ -104,3 +106,23 @@ def test_a_pipeline_refuses_a_batch_without_samples_on_every_rank(run_ranks):
         return len(kinds)
 
     assert run_ranks(refusals, 2) == [4, 4]
+
+
+def test_a_step_without_gradients_is_refused_on_every_rank_before_any_message(run_ranks):
+    def check(rank, group):
+        for schedule, off in itertools.product(("1f1b", "gpipe"), (torch.no_grad, torch.inference_mode)):
+            pipeline = pipeline_of(group, schedule=schedule)
+            inputs, target = batch(0)
+            with (
+                off(),
+                pytest.raises(ValueError, match=r"step\(\) trains, but gradients are off"),
+            ):
+                pipeline.step(inputs, target=target)
+            assert pipeline.num_steps == 0
+            parts = [[part] for part in inputs.chunk(MICRO)]
+            with off(), pytest.raises(ValueError, match=r"step_microbatches\(\) trains, but gradients are off"):
+                pipeline.step_microbatches(parts, target.chunk(MICRO))
+            assert (pipeline.evaluate(inputs) is None) == (rank == 0)
+            assert (pipeline.step(inputs, target=target) is None) == (rank == 0)
+
+    run_ranks(check, 2)

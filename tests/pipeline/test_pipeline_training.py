@@ -6,10 +6,12 @@ import pytest
 import torch
 from helpers import pipelines
 from helpers.pipelines import BOUNDARIES, MICRO, OPTIMIZERS, batch, groups_of, held, layers_of, pipeline_of, train_step
+from helpers.processes import for_each
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
 from zeroresize.pipeline import Pipeline, move_layers
+from zeroresize.pipeline.stage_layers import divided_by_parameters
 
 NUM_STEPS, MAX_NORM = 6, 0.05
 
@@ -166,21 +168,19 @@ def test_a_checkpoint_of_the_whole_model_is_loaded_stage_by_stage(run_ranks):
     assert first | second == whole and not first & second
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"boundaries": (0, 3, 6)}, r"do not divide 7 layers over 2 stages: they must be 3 rising"),
-        ({"boundaries": (0, 0, 7)}, "so that every stage has at least one layer"),
-        ({"layers": [nn.Linear(2, 2)]}, "1 layers cannot be divided over 2 stages"),
-        ({"schedule": ScheduleInterleaved1F1B}, "schedule='ScheduleInterleaved1F1B' is not allowed"),
-        ({"schedule": Schedule1F1B}, r'schedule=Schedule1F1B is torch\'s: give schedule="1f1b"'),
-        ({"schedule": ScheduleGPipe}, r'schedule=ScheduleGPipe is torch\'s: give schedule="gpipe"'),
-        ({"schedule": "zb"}, "schedule='zb' is not allowed"),
-        ({"num_microbatches": 0}, "num_microbatches=0"),
-    ],
-)
-def test_what_does_not_fit_is_an_error_before_anything_is_changed(run_ranks, options, expected):
-    def check(rank, group):
+REFUSED = [
+    ({"boundaries": (0, 3, 6)}, r"do not divide 7 layers over 2 stages: they must be 3 rising"),
+    ({"layers": [nn.Linear(2, 2)]}, "1 layers cannot be divided over 2 stages"),
+    ({"schedule": ScheduleInterleaved1F1B}, "schedule='ScheduleInterleaved1F1B' is not allowed"),
+    ({"schedule": Schedule1F1B}, r'schedule=Schedule1F1B is torch\'s: give schedule="1f1b"'),
+    ({"schedule": "zb"}, "schedule='zb' is not allowed"),
+    ({"num_microbatches": 0}, "num_microbatches=0"),
+]
+
+
+def test_what_does_not_fit_is_an_error_before_anything_is_changed(run_ranks):
+    @for_each(REFUSED)
+    def check(rank, group, options, expected):
         layers = options.get("layers") or layers_of()
         numbers = {"num_microbatches": MICRO, "boundaries": None, **options, "layers": layers}
         sizes = [one.numel() for layer in layers for one in layer.parameters()]
@@ -243,3 +243,37 @@ def test_a_layer_that_fails_in_the_first_forward_is_told_to_all(run_ranks):
         r"first forward fails on stage 1: layers\.3 \(Failing\), called with \(torch\.\S+ \[.*\]\), raises Arith", first
     )
     assert "ArithmeticError: no such number" in first
+
+
+def sized(*sizes):
+    return [nn.Linear(size, 1, bias=False, device="meta") if size else nn.Identity() for size in sizes]
+
+
+def test_the_largest_stage_is_as_small_as_can_be():
+    layers = sized(40, 10, 10, 10, 10, 10, 30)
+    assert divided_by_parameters(layers, 3).boundaries == (0, 1, 5, 7)
+
+
+def test_equally_many_layers_stay_where_no_division_is_better():
+    assert divided_by_parameters(sized(*[4] * 8), 3).boundaries == (0, 3, 6, 8)
+    assert divided_by_parameters(sized(0, 0, 0, 0), 2).boundaries == (0, 2, 4)
+    assert divided_by_parameters(sized(9, 1, 1, 1, 1), 2).boundaries == (0, 1, 5)
+
+
+def test_layers_that_share_parameters_are_not_parted():
+    first, second, *others = sized(40, 40, 10, 10)
+    assert divided_by_parameters([first, second, *others], 2).boundaries == (0, 1, 4)
+    second.weight = first.weight
+    assert divided_by_parameters([first, second, *others], 2).boundaries == (0, 2, 4)
+
+
+def test_a_pipeline_begins_with_it_unless_somebody_says_so(run_ranks):
+    def run(rank, group):
+        begun = []
+        for boundaries in (None, (0, 2, 4)):
+            layers, loss = [nn.Linear(*sizes) for sizes in ((8, 8), (8, 2), (2, 2), (2, 2))], nn.functional.mse_loss
+            pipeline = Pipeline(layers, loss, num_microbatches=2, process_group=group, boundaries=boundaries)
+            begun.append(pipeline.boundaries)
+        return begun
+
+    assert run_ranks(run, 2) == [[(0, 1, 4), (0, 2, 4)]] * 2

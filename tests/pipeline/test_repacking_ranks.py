@@ -180,18 +180,6 @@ def test_the_ranks_of_one_pipeline_are_enough(run_ranks):
     run_ranks(check, 5)
 
 
-def test_as_many_stages_as_there_are_only_divides_layers_anew(run_ranks):
-    def check(rank, group):
-        training = Training(group, boundaries=(0, 6, 7))
-        training.train(1)
-        report = training.repack(2)
-        training.train(1)
-        assert training.pipeline.process_group is group
-        return report.released, report.boundaries, report.num_layers
-
-    assert run_ranks(check, 2) == [((), (0, 4, 7), 2)] * 2
-
-
 def profiled(training):
     with LayerProfiler(training.pipeline, training.optimizer) as profiler:
         training.train(1)

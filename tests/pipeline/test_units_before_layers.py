@@ -10,7 +10,6 @@ from helpers import sleeping_layers
 from helpers.processes import told_by_survivors
 from helpers.states import values_of
 
-from zeroresize.pipeline import PipelineBalancer
 from zeroresize.resharding import transaction
 from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError
 
@@ -158,16 +157,6 @@ def test_units_that_have_left_are_attached_again_where_layers_cannot_move(run_ra
     assert (first[0], second[0]) == ("CannotMoveError", "ValueError")
     assert first[1] == second[1] == (0, 3, 6)
     assert [one.split()[0] for one in first[2]] == [one.split()[0] for one in second[2]] == ["leave", "attach"]
-
-
-def test_units_of_several_ranks_need_these_as_replicas(run_ranks):
-    def check(rank, group):
-        training = Training(group)
-        training.units.num_ranks = 2
-        with pytest.raises(ValueError, match="units of 2 ranks need these ranks as replicas="):
-            PipelineBalancer(training.pipeline, training.optimizer, units=training.units)
-
-    run_ranks(check, 2)
 
 
 @pytest.mark.slow

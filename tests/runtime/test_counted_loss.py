@@ -67,42 +67,6 @@ def test_what_does_not_show_is_not_foreseen(loss):
     assert counted.prepare([TARGETS], [8.0]) == [8.0] and counted.is_foreseen is False
 
 
-class Ramped(nn.Module):
-    """Smoothes labels more with every call."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_calls, self.mean = 0, torch.zeros(())
-
-    def forward(self, outputs, targets):
-        self.num_calls += 1
-        loss = F.cross_entropy(outputs, targets, label_smoothing=0.01 * self.num_calls)
-        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
-        return loss
-
-
-LINES = []
-
-
-def logged(outputs, targets):
-    LINES.append(0)
-    return F.cross_entropy(outputs, targets)
-
-
-def test_a_loss_that_keeps_something_is_called_as_often_as_micro_batches_run():
-    outputs = torch.randn(8, WORDS, 5, dtype=torch.float64)
-    ramped, expected = Ramped(), Ramped()
-    for loss, num_calls in ((ramped, lambda: ramped.num_calls), (logged, lambda: len(LINES)), (ramped.forward, None)):
-        counted = CountedLoss(loss, averages=True)
-        counts = counted.prepare([TARGETS[2:]], [6.0])
-        counted.begin(total_count(counts))
-        value = counted(outputs[2:], TARGETS[2:]) * (counted.total / counted.counted)
-        assert num_calls is None or num_calls() == 1
-        if loss is ramped:
-            torch.testing.assert_close(value, expected(outputs[2:], TARGETS[2:]))
-            assert type(ramped.mean) is torch.Tensor and ramped.mean == expected.mean
-
-
 @pytest.mark.parametrize(
     ("loss", "count", "error"),
     [

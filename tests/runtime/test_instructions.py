@@ -39,18 +39,6 @@ def steps(draw):
 
 
 @given(steps())
-def test_every_micro_batch_goes_forward_and_back_once(step):
-    _, orders, forward_s, *_ = step
-    wanted = {Operation(is_forward, number) for number in range(len(forward_s)) for is_forward in (True, False)}
-    for order in orders:
-        assert len(order) == len(wanted) and set(order) == wanted
-        assert all(
-            order.index(Operation(True, number)) < order.index(Operation(False, number))
-            for number in range(len(forward_s))
-        )
-
-
-@given(steps())
 def test_adaptive_orders_keep_within_memory(step):
     schedule, orders, _, _, num_bytes, limits = step
     if schedule == "adaptive":
@@ -143,13 +131,3 @@ def test_what_is_no_plan_is_named():
         adaptive_orders([[1.0], [3.0]], [2.0])
     with pytest.raises(ValueError, match="stages wait for each other"):
         timeline([[Operation(False, 0), Operation(True, 0)]], np.ones((1, 1)), np.ones((1, 1)))
-
-
-def test_more_micro_batches_under_way_wait_less_where_seconds_vary():
-    """Safety stocks (DynaPipe, section 5): in the mean of steps, without a limit of memory."""
-    random, totals = np.random.default_rng(0), np.zeros(2)
-    for _ in range(100):
-        forward_s, backward_s = np.maximum(1.0 + 0.4 * random.standard_normal((2, 12, 4)), 0.1)
-        for which, orders in enumerate((orders_of("1f1b", 4, 12), adaptive_orders(np.ones((12, 4)), [math.inf] * 4))):
-            totals[which] += timeline(orders, forward_s, 2.0 * backward_s).step_s
-    assert totals[1] < totals[0]

@@ -39,20 +39,6 @@ def test_gpipe_is_two_flow_shops(stages, num_microbatches):
     )
 
 
-@both
-@given(st.lists(st.tuples(seconds, seconds), min_size=2, max_size=5), st.integers(0, 5), seconds, seconds)
-def test_a_step_is_never_shorter_than_its_slowest_stage_nor_for_slower_wires(schedule, stages, more, less_s, more_s):
-    forward_s, backward_s = (list(column) for column in zip(*stages, strict=True))
-    num_microbatches = len(stages) + more
-    fast, slow = (
-        simulated_step(forward_s, backward_s, num_microbatches, schedule=schedule, communication_s=wire_s)
-        for wire_s in sorted((less_s, more_s))
-    )
-    assert fast.step_s <= slow.step_s
-    assert fast.step_s >= num_microbatches * max(map(sum, stages))
-    assert 0.0 <= fast.bubble_ratio <= 1.0
-
-
 def test_1f1b_waits_for_its_messages_by_hand():
     """Two stages, two micro-batches, forward 1, backward 2, wire 1: torch fuses sends with the receives after them.
 

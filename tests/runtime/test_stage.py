@@ -264,14 +264,6 @@ def test_what_layers_hand_on_otherwise_than_on_the_meta_device_is_named(run_rank
     run_ranks(check_rank, 2)
 
 
-def test_shapes_follow_each_size():
-    source = Activation(("size", "source", WIDTH), torch.float64)
-    target = Activation(("size", "target", WIDTH), torch.float64)
-    activations = activations_of(layers_of())
-    assert activations == [(source,)] * 3 + [(source, target)] * (NUM_LAYERS - 4)
-    assert target.of({"size": 2, "source": 3, "target": 4}).num_bytes == 2 * 4 * WIDTH * 8
-
-
 IDS = TensorShape((4, 3), torch.int64, requires_grad=False)
 HIDDEN = TensorShape((4, 3, 8), torch.float32)
 HALF = TensorShape((2, 5), torch.bfloat16)

@@ -41,33 +41,6 @@ def figures(mode, seeds=1, **scenario):
 
 
 CADENCES = (1, 2, 3, 4, 10)
-#: With how a calibration was wrong; what lies between the ends is slow.
-WRONG_CALIBRATIONS = [
-    pytest.param(*key, marks=pytest.mark.slow if key[0] in (2, 3, 4) else ())
-    for key in itertools.product(CADENCES, CALIBRATIONS)
-]
-
-
-@pytest.mark.slow
-@pytest.mark.few(3)
-@pytest.mark.parametrize(("update_every", "calibration"), WRONG_CALIBRATIONS)
-def test_a_straggler_is_released_soon_at_every_cadence_however_wrong_the_calibration_was(update_every, calibration):
-    """Each of twelve, within three updates; relieved it is all the same, while it is slow."""
-    released = {}
-    for chi, factor, deviation in itertools.product(("χ=2", "χ=4"), (0.5, 1.41, 2.0), (0.0, 0.02)):
-        result = figures(
-            "zero-pri",
-            course=chi,
-            num_ranks=4,
-            update_every=update_every,
-            calibration=calibration,
-            factor=factor,
-            deviation=deviation,
-        )
-        assert result.step_per_off < 0.91
-        (released[chi, factor, deviation],) = result.released
-    late = {case: updates for case, updates in released.items() if updates > SOON}
-    assert not late
 
 
 @cases(

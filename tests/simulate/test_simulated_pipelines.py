@@ -109,32 +109,6 @@ def test_moves_that_are_too_dear_are_not_made():
     assert cheap.step_s[-1] < dear.step_s[0]
 
 
-def test_large_layers_move_at_the_price_of_real_links():
-    """A step saves 7 ms from step 25 on; 16 layers of 400 MB take 40 ms each at 10 GB/s, and 400 ms at 1 GB/s."""
-    light = loads_of()
-    loads = LayerLoads(light.forward_s, light.backward_s, np.full(LAYERS, 4e8))
-    quick, slow = (
-        balanced(loads, PipelineCluster(4, slow_from(25), links=MoveCost(seconds_per_byte, 0.05)))
-        for seconds_per_byte in (1e-10, 1e-8)
-    )
-    assert quick.num_moves == 1 and slow.num_moves == 0
-    assert balanced(loads, PipelineCluster(4, slow_from(25))) == quick  # such as are usual
-
-
-def test_nothing_moves_where_all_is_even_and_noise_is_small():
-    trace = balanced(loads_of(), PipelineCluster(4, noise=0.02, seed=3), every=1)
-    assert trace.num_moves == 0
-
-
-def test_work_that_falls_in_first_layers_is_followed():
-    work = np.ones((STEPS, LAYERS))
-    work[20:, :6] = 0.1
-    trace = balanced(loads_of(work), PipelineCluster(4))
-    static = simulate_pipeline(loads_of(work), PipelineCluster(4), UNIFORM, num_microbatches=MICRO)
-    assert trace.boundaries[-1][1] > UNIFORM[1]
-    assert trace.step_s[-1] < 0.85 * static.step_s[-1]
-
-
 @pytest.mark.parametrize("every", [1, 10])
 @pytest.mark.parametrize("num_stages", [4, 8])
 def test_a_stage_that_recovers_gets_its_layers_back(num_stages, every):

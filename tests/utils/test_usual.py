@@ -1,10 +1,8 @@
 """Single interruptions are no slowness, by one rule for all wings."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroresize.policy.pipeline.profiles import LayerMeans, LayerProfile, PipelineProfile
 from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds
 from zeroresize.utils.usual import usual_of
 
@@ -17,14 +15,6 @@ def test_one_interruption_among_two_or_three_does_not_count(usual_s, longer, ord
 
 def test_of_more_it_is_the_median():
     assert usual_of([4.0, 1.0, 2.0]) == 2.0 and usual_of([8.0, 1.0, 2.0, 4.0]) == 3.0 and usual_of([5.0]) == 5.0
-
-
-@given(st.lists(st.floats(0.5, 4.0), min_size=2, max_size=2))
-def test_profiles_of_a_layer_are_filtered_so(seconds):
-    means = LayerMeans(1)
-    for taken_s in seconds:
-        profile = means.after(PipelineProfile((LayerProfile(taken_s, 0.0, 1, 1, 2, 1),), (taken_s,), (0, 1)))
-    assert profile.layers[0].forward_s == pytest.approx(usual_of(seconds))
 
 
 @given(st.integers(0, 2), st.floats(1.2, 100.0))

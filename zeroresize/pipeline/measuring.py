@@ -100,22 +100,15 @@ class LayerProfiler(LayerWatcher):
         self._bytes = {number: self._bytes_of(self._pipeline.layers[number]) for number in self._pipeline.present}
 
     def gather(self) -> PipelineProfile:
-        """Return the profile of all stages on every rank; collective, after the block.
-
-        Raises:
-            RuntimeError: if a rank does not come.
-        """
+        """Return the profile of all stages on every rank, after the block; collective."""
         return self.profile_of(meet_over(self._pipeline.process_group, self._pipeline.device)(*self.figures()))
 
     def figures(self, scale: Scale | None = None) -> list[float]:
         """Return this stage's figures after the block, equally many on all stages; see :meth:`profile_of`.
 
-        They are seconds of the block and of the loss, then each layer's seconds of forward and backward, and its bytes
-        of weights, gradients, optimizer state and activations; zeros fill the rest. On a GPU it waits
-        until the device has come to the end of the block.
-
-        Args:
-            scale: changes the seconds of forward and backward of a layer, given its number; None leaves them.
+        They are seconds of the block and of the loss, then each layer's seconds of forward and backward, which are
+        scaled, and its bytes of weights, gradients, optimizer state and activations; zeros fill the rest. On a GPU it
+        waits until the device has come to the end of the block.
         """
         loss = len(self._pipeline.layers)
         seconds_of = {number: [0.0, 0.0] for number in (*self._bytes, loss)}
@@ -192,17 +185,13 @@ class _Mark:
 class WorkCounter:
     """Counts what the layers of this rank do, block by block, so that a profile of one tells of all since the last.
 
-    Where routing changes a layer's work from step to step, one measured block tells of that step's luck. Counting costs
-    next to nothing: a count has no unit, must be proportional to the layer's seconds, and waits for no device. A
-    profile's seconds are those of the measured block × the mean count of the blocks since the last profile / the count
-    of this one.
-
-    Args:
-        pipeline: whose layers are counted; those that arrive, too, from their first whole block on.
-        count_work: as of :class:`~zeroresize.pipeline.PipelineBalancer`; None where nothing is counted.
+    Where routing changes a layer's work from step to step, one measured block tells of that step's luck. A count has no
+    unit, must be proportional to the layer's seconds, and waits for no device. A profile's seconds are those of the
+    measured block × the mean count of the blocks since the last profile / the count of this one. Layers that arrive are
+    counted from their first whole block on.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for a ``count_work`` that is none.
     """
 
     def __init__(self, pipeline: Pipeline, count_work: CountWork | None) -> None:
@@ -260,11 +249,9 @@ class WorkCounter:
 
 @dataclass(frozen=True)
 class CountedBlock:
-    """Scale the seconds of a measured block to its layers' mean work.
+    """Scale the seconds of a measured block to its layers' mean work, by counts in the block and on average.
 
-    Attributes:
-        counts: in the block and on average, by layer.
-        error: why something could not be counted; None where all was.
+    Where something could not be counted, ``error`` says why.
     """
 
     counts: Mapping[int, tuple[float, float]] = field(default_factory=dict)
@@ -274,8 +261,7 @@ class CountedBlock:
     def mean_seconds(self, number: int, forward_s: float, backward_s: float) -> tuple[float, float]:
         """Return the seconds that a layer takes on average, by those that it has taken in this block.
 
-        A layer that had nothing to do in this block takes what it took for as much work in the last one in which it
-        had some.
+        A layer that had nothing to do in it takes what it took for as much work in the last one in which it had some.
         """
         now, mean = self.counts.get(number, (0.0, 0.0))
         if now > 0.0:
@@ -291,10 +277,8 @@ class GivenRows:
 
     A row is a vector of the last dimension of the first floating-point tensor, such as a token's hidden state: what is
     looked up by index, as in embeddings, does not count. Only shapes are read, so of experts that are one parameter of
-    three dimensions the rows are counted that all of them are given, not those of the busiest one.
-
-    Args:
-        layers: all of them; hooks stay on their modules until this object is gone.
+    three dimensions the rows are counted that all of them are given, not those of the busiest one. Hooks stay on the
+    layers' modules until this object is gone.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
@@ -348,9 +332,6 @@ class BlockSeconds:
     thread that trains, which runs forward, backward and all hooks of them; on a GPU backward has a thread of its own,
     so there it is the time of the process, and also counts what the device would have hidden. A step's length is wall
     time on a GPU only, whose work is none of the processor's.
-
-    Args:
-        device: where layers are computed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -420,16 +401,7 @@ class _MeasuredBlock:
 class Measuring:
     """Follows a pipeline from block to block; each is begun, ended, and then exchanged.
 
-    Args:
-        pipeline: whose layers are measured.
-        optimizer: whose state is counted; None for none.
-        cadence: of profiles; it learns what they cost.
-        counter: of the layers' work.
-        replicas: pipelines beside this one, of which the slowest and dearest counts; None for none.
-        counts_activations: as of :class:`LayerProfiler`.
-
-    Attributes:
-        seconds: what blocks take.
+    The cadence learns what profiles cost. Of replicas beside this pipeline the dearest counts.
     """
 
     def __init__(
@@ -458,11 +430,7 @@ class Measuring:
         return self._pipeline.stage == 0 and (self._replicas is None or self._replicas.is_first)
 
     def connect(self) -> None:
-        """Make the group over which profiles travel, and leave the one before; collective.
-
-        Raises:
-            RuntimeError: if not all ranks come within the time limit of the pipeline's group.
-        """
+        """Make the group over which profiles travel, and leave the one before; collective."""
         self.disconnect()
         self._exchange = Exchange(CpuGroup(self._pipeline.process_group, {}))
         self._close = finalize(self, self._exchange.close)
@@ -482,12 +450,7 @@ class Measuring:
         return LayerProfiler(self._pipeline, self._optimizer, counts_activations=self._counts_activations)
 
     def end_block(self, profiler: LayerProfiler | None, *, is_usual: bool) -> None:
-        """End what is computed in a block.
-
-        Args:
-            profiler: what has measured it; None where nothing has.
-            is_usual: whether nothing else has happened in it but training.
-        """
+        """End what is computed in a block, usual where nothing else has happened in it but training."""
         self.seconds.end(is_measured=profiler is not None, is_usual=is_usual)
         self._counter.end_block()
         self._measured = None
@@ -502,14 +465,10 @@ class Measuring:
     def exchange(self, num_blocks: int) -> PipelineProfile | None:
         """Send what was measured in this block, and return what was in an earlier one; collective at the end of each.
 
-        What the profile has cost decides when the next one is due.
-
-        Args:
-            num_blocks: how many blocks are over.
+        What the profile has cost decides when the next one is due. It is told how many blocks are over.
 
         Raises:
-            RuntimeError: if a rank does not come within the time limit of the pipeline's group, naming it; on every
-                rank, if they have called :meth:`forget_work` unequally often.
+            RuntimeError: if a rank does not come; on all, if they called :meth:`forget_work` unequally often.
             ValueError: on every rank, if the work of a layer could not be counted on one.
         """
         measured, self._measured = self._measured, None
@@ -553,10 +512,7 @@ class Measuring:
                 )
 
     def forget_work(self) -> None:
-        """Drop profiles that are under way, and what was counted, as it is of work that is no more.
-
-        Every rank calls it alike.
-        """
+        """Drop profiles that are under way, and counts, as they are of work that is no more; on every rank alike."""
         self._exchange.where.num_work_changes += 1
         for block in (self._sent, self._unread):
             if block is not None:
@@ -569,9 +525,7 @@ class Measuring:
 class StageLinks:
     """Measures the links of a pipeline over which activations and gradients travel, again and again, as they vary.
 
-    Args:
-        pipeline: whose shapes are known when it measures.
-        replicas: pipelines beside this one, of which the slowest link counts; None for none.
+    Of replicas beside it the slowest link counts.
     """
 
     def __init__(self, pipeline: Pipeline, replicas: PipelineReplicas | None) -> None:
@@ -579,14 +533,7 @@ class StageLinks:
         self._measured: deque[list[list[float]]] = deque(maxlen=_REMEMBERED_LINKS)
 
     def measure(self, num_steps: int) -> PipelineMessages:
-        """Return what messages take by now, the middle one of the last five, on every rank; collective.
-
-        Args:
-            num_steps: of the pipeline in a block, whose messages count together.
-
-        Raises:
-            RuntimeError: if a rank does not come within the time limit of the pipeline's group.
-        """
+        """Return what messages take by now, of all steps in a block, on every rank; collective."""
         pipeline, sizes = self._pipeline, self._pipeline.message_bytes
         usual = max(_LEAST_BYTES, *(round(sizes[layer]) for layer in pipeline.boundaries[1:-1]), 0)
         links = measure_neighbour_links(pipeline.process_group, pipeline.device, num_bytes=usual)

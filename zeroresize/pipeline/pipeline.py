@@ -33,7 +33,7 @@ from zeroresize.pipeline.stage_layers import (
 )
 from zeroresize.pipeline.stage_steps import Make, StageSteps
 from zeroresize.plan.partition import Partition
-from zeroresize.resharding.agreement import meet_over, meet_prepared, require_same
+from zeroresize.resharding.agreement import agreed, meet_over, require_same
 from zeroresize.runtime.counted_loss import Count, CountedLoss, Loss, multiply_gradients, total_count
 from zeroresize.runtime.schedules import Schedule
 from zeroresize.utils.hashing import fingerprint
@@ -115,27 +115,25 @@ class Pipeline:
         self.num_steps = 0
         self._joined: Meet | None = None
         self._side_group: CpuGroup | None = None
-        alike: tuple[float, float] | Exception
-        try:
-            layers = list(layers)
-            num_layers = len(layers)
+
+        def checked() -> tuple[list[nn.Module], float]:
+            whole = list(layers)
             self.boundaries = (
-                divided_by_parameters(layers, self.num_stages)
+                divided_by_parameters(whole, self.num_stages)
                 if boundaries is None
-                else Partition.of(boundaries, num_layers, self.num_stages)
+                else Partition.of(boundaries, len(whole), self.num_stages)
             ).boundaries
-            require_whole_parameters(layers)
-            require_ties_within_stages(layers, self.boundaries)
-            require_initialize(layers, self._present(), initialize)
+            require_whole_parameters(whole)
+            require_ties_within_stages(whole, self.boundaries)
+            require_initialize(whole, self._present(), initialize)
             at_least("num_microbatches", num_microbatches, 1)
             _require_schedule(schedule)
-            self.description = fingerprint(str([num_microbatches, schedule, _description(layers)]))
-            alike = (fingerprint(str([self.boundaries, self.description])), 0.0)
-        except Exception as error:  # the others must hear of any
-            alike = error
+            self.description = fingerprint(str([num_microbatches, schedule, _description(whole)]))
+            return whole, fingerprint(str([self.boundaries, self.description]))
+
         meet = self.meet()
-        table = meet_prepared(meet, alike)
-        require_same([one for one, *_ in table], "layers, boundaries, micro-batches or schedule", meet)
+        (layers, _), table = agreed(meet, checked, lambda made: (made[1], 0.0))
+        require_same([row[0] for row in table], "layers, boundaries, micro-batches or schedule", meet)
         self.module = StageLayers(layers, self._present())
         self._steps = StageSteps(schedule, self.module, self.device, self.loss)
         self._steps.follow(process_group)
@@ -144,11 +142,7 @@ class Pipeline:
 
     @property
     def process_group(self) -> ProcessGroup:
-        """Return the group of the stages: its rank ``s`` is stage ``s``.
-
-        Raises:
-            RuntimeError: on a rank that was released.
-        """
+        """The group of the stages: its rank ``s`` is stage ``s``; a RuntimeError on a rank that was released."""
         if self._group is None:
             raise RuntimeError(
                 "this rank was released by a re-packing: it has no layers and is in no stage. Leave the training loop "
@@ -158,17 +152,17 @@ class Pipeline:
 
     @property
     def is_released(self) -> bool:
-        """Return whether a re-packing has left this rank without a stage (:func:`~zeroresize.pipeline.repack`)."""
+        """Whether a re-packing has left this rank without a stage (:func:`~zeroresize.pipeline.repack`)."""
         return self._group is None
 
     @property
     def layers(self) -> nn.ModuleList:
-        """Return all layers of the model [L]; those of other stages have empty tensors."""
+        """All layers of the model [L]; those of other stages have empty tensors."""
         return self.module.layers
 
     @property
     def present(self) -> range:
-        """Return the numbers of this stage's layers."""
+        """The numbers of this stage's layers."""
         return self.module.present
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -202,11 +196,7 @@ class Pipeline:
             self.layers[number].load_state_dict(values)
 
     def open_side_group(self) -> CpuGroup:
-        """Return a group of the same ranks, for layers that travel while a step runs; collective where it is not open.
-
-        Raises:
-            RuntimeError: if not all ranks come within the time limit of the pipeline's group.
-        """
+        """Return a group of the same ranks, for layers that travel while a step runs; collective where not open."""
         if self._side_group is None:
             self._side_group = CpuGroup(self.process_group, {}, group_ranks(self.process_group))
         return self._side_group
@@ -293,11 +283,9 @@ class Pipeline:
             self._steps.follow(self._group)
 
     def follow_to(self, boundaries: Sequence[int], process_group: ProcessGroup | None) -> None:
-        """Run other layers, as :meth:`follow`, over the stages of another group.
+        """Run other layers, as :meth:`follow`, over the stages of another group; None where this rank is released.
 
-        Args:
-            process_group: of the stages; None where this rank is in none and is released. The pipeline
-                owns it from now on, and destroys it when it follows to the next one.
+        The pipeline owns the group from now on, and destroys it when it follows to the next one.
         """
         before, self._group = self._group, process_group
         self.leave_side_group()
@@ -326,7 +314,7 @@ class Pipeline:
 
     @property
     def is_joined(self) -> bool:
-        """Return whether this pipeline moves layers together with others."""
+        """Whether this pipeline moves layers together with others."""
         return self._joined is not None
 
     @property
@@ -344,12 +332,12 @@ class Pipeline:
 
     @property
     def knows_shapes(self) -> bool:
-        """Return whether a step has shown what layers hand to each other."""
+        """Whether a step has shown what layers hand to each other."""
         return self._steps.message_bytes is not None
 
     @property
     def meet_device(self) -> torch.device:
-        """Return the device on which small messages between the stages must lie."""
+        """The device on which small messages between the stages must lie."""
         return message_device(self.process_group, self.device)
 
     def _run_microbatches(self, make: Make) -> Tensor | None:
@@ -360,43 +348,40 @@ class Pipeline:
 
     def _count(self, targets: Sequence[Any], sizes: Sequence[float]) -> None:
         """Learn what the micro-batches count, before the first forward; collective, where that may be nothing."""
-        row: tuple[float, ...] | Exception = (0.0, 0.0, 0.0)
-        try:
-            if self._is_last:
-                if not sizes:
-                    raise ValueError("target=None: the last stage needs the targets")
-                try:
-                    counted: Sequence[float] | Exception = (
-                        sum(self.loss.prepare(targets, sizes)),
-                        not self.loss.is_foreseen,
-                    )
-                except Exception as error:  # the replicas must hear of any
-                    counted = error
-                rows = meet_prepared(self._meet_replicas, counted, "a step")
-                self.loss.begin(total_count(count for count, _ in rows) / len(rows))
-                row = 0.0, self.loss.can_be_empty, any(is_unforeseen for _, is_unforeseen in rows)
-        except Exception as error:  # the other stages must hear of any
-            row = error
+
+        def counted() -> tuple[float, float]:
+            return sum(self.loss.prepare(targets, sizes)), not self.loss.is_foreseen
+
+        def told() -> tuple[float, float, float]:
+            if not self._is_last:
+                return 0.0, 0.0, 0.0
+            if not sizes:
+                raise ValueError("target=None: the last stage needs the targets")
+            _, rows = agreed(self._meet_replicas, counted, lambda row: row, "a step")
+            self.loss.begin(total_count(count for count, _ in rows) / len(rows))
+            return 0.0, self.loss.can_be_empty, any(is_unforeseen for _, is_unforeseen in rows)
+
         if self._meets_before:
-            table = meet_prepared(meet_over(self.process_group, self.device), row, "a step")
+            _, table = agreed(meet_over(self.process_group, self.device), told, lambda row: row, "a step")
             self._meets_before, self._meets_after = map(bool, table[-1][1:])
-        elif isinstance(row, Exception):
-            raise row
+        else:
+            told()
 
     def _scaled(self, loss: Tensor | None) -> Tensor | None:
         """Scale the step's gradients, and its loss, where only the loss knew what counts; collective then."""
         if not self._meets_after:
             return loss
-        row: tuple[float, ...] | Exception = (0.0, 0.0)
-        try:
-            if self._is_last:
-                rows = self._meet_replicas(self.loss.counted, self.loss.num_unforeseen)
-                total = total_count(count for count, _ in rows) / len(rows)
-                is_unforeseen = any(number for _, number in rows)  # alike on all replicas, which meet again or not
-                row = self.loss.total / total if is_unforeseen else 1.0, is_unforeseen
-        except Exception as error:  # the other stages must hear of any
-            row = error
-        factor, meets_after = meet_prepared(meet_over(self.process_group, self.device), row, "a step")[-1]
+
+        def told() -> tuple[float, float]:
+            if not self._is_last:
+                return 0.0, 0.0
+            rows = self._meet_replicas(self.loss.counted, self.loss.num_unforeseen)
+            total = total_count(count for count, _ in rows) / len(rows)
+            is_unforeseen = any(number for _, number in rows)  # alike on all replicas, which meet again or not
+            return self.loss.total / total if is_unforeseen else 1.0, is_unforeseen
+
+        _, table = agreed(meet_over(self.process_group, self.device), told, lambda row: row, "a step")
+        factor, meets_after = table[-1]
         self._meets_after = bool(meets_after)
         self.loss.warn()
         multiply_gradients(self.parameters(), factor)

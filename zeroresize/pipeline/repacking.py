@@ -256,14 +256,7 @@ def _move_and_follow(
 
 
 def _make_remaining_group(pipeline: Pipeline, stages: Sequence[int], begin: float) -> tuple[ProcessGroup | None, float]:
-    """Make the group of the stages that stay; collective.
-
-    Returns:
-        The group, None on the other stages; and the seconds of the slowest rank since ``begin``.
-
-    Raises:
-        RuntimeError: on every rank that lives, if one dies or cannot make it; then no rank has it.
-    """
+    """Make the group of the stages that stay, on all ranks or on none; and the slowest rank's seconds; collective."""
     meet, group = pipeline.meet(), None
     free = [free_number for free_number, *_ in meet_prepared(meet, (float(free_group_number()), 0.0))]
     row: tuple[float, float] | Exception

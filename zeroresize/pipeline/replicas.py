@@ -28,15 +28,12 @@ class PipelineReplicas:
     """Moves the layers of this pipeline together with those beside it, as one rank of them sees it.
 
     Its constructor is collective over all their ranks, as are its methods. From then on moves of ``pipeline`` are
-    agreed on with all of them: where one rank fails, no layer moves in any of them.
+    agreed on with all of them: where one rank fails, no layer moves in any of them. This pipeline may be the first.
 
     Args:
         pipeline: the one that this rank is in.
         group: the ranks that are this stage, one in each of the pipelines.
         options: what all must have alike besides layers and boundaries.
-
-    Attributes:
-        is_first: whether this pipeline is the first of them.
 
     Raises:
         ValueError: on every rank, if the groups of the stages do not make whole pipelines, or these differ in layers,
@@ -65,14 +62,7 @@ class PipelineReplicas:
         return [max(column) for column in zip(*self._exchange.gather(numbers), strict=True)]
 
     def gather_slowest(self, profile: PipelineProfile) -> PipelineProfile:
-        """Return of every figure the largest in any of the pipelines, as they wait for the slowest of them; collective.
-
-        Args:
-            profile: of this pipeline.
-
-        Raises:
-            RuntimeError: if a rank does not come, naming it.
-        """
+        """Return of every figure the largest in any pipeline, as all wait for the slowest of them; collective."""
         stage, num_stages = self._pipeline.stage, self._pipeline.num_stages
         stage_layers = profile.layers[profile.boundaries[stage] : profile.boundaries[stage + 1]]
         figures = [float(one) for layer in stage_layers for one in astuple(layer)]

@@ -67,11 +67,7 @@ class LayerWatcher:
 
 
 class Watchers:
-    """Tells watchers what a stage computes.
-
-    Attributes:
-        everyone: who watches.
-    """
+    """Tells everyone who watches what a stage computes."""
 
     def __init__(self) -> None:
         self.everyone: list[LayerWatcher] = []
@@ -121,16 +117,9 @@ class Watchers:
 
 
 class StageLayers(nn.Module):
-    """Runs the layers of one pipeline stage, one after another.
+    """Runs the present layers of one pipeline stage, of all [L], one after another, which may be watched.
 
-    Args:
-        layers: [L] of the whole model. Each takes what the one before returns: a tensor or a tuple of tensors.
-        present: the numbers of those of this stage.
-
-    Attributes:
-        layers: all of them, so names are ``layers.7.…`` on every stage.
-        present: the numbers of those of this stage; may be set.
-        watchers: of what they compute.
+    Each takes what the one before returns: a tensor or a tuple of tensors. Names are ``layers.7.…`` on every stage.
     """
 
     def __init__(self, layers: Sequence[nn.Module], present: range) -> None:
@@ -183,17 +172,10 @@ def require_ties_within_stages(layers: Sequence[nn.Module], boundaries: Sequence
 
 
 def divided_by_parameters(layers: Sequence[nn.Module], num_stages: int) -> Partition:
-    """Return the partition whose largest stage has the fewest parameters, those that are frozen included.
+    """Return the partition of layers [L] whose largest stage has the fewest parameters, frozen ones included.
 
     Where equally many layers on each stage are as good, it is that one, and where layers that share parameters would
-    be parted.
-
-    Args:
-        layers: [L]; their tensors may be on the meta device.
-        num_stages: S.
-
-    Raises:
-        ValueError: if there are fewer layers than stages.
+    be parted. Tensors may be on the meta device. It is a ValueError if there are fewer layers than stages.
     """
     uniform = Partition.uniform(len(layers), num_stages)
     load = PipelineLoad.of([float(num_parameters(layer)) for layer in layers], num_stages)

@@ -44,15 +44,8 @@ _FORGOTTEN = -1.0
 class StageSteps:
     """Runs the steps of a pipeline's stage; all stages call alike.
 
-    Args:
-        schedule: "1f1b" or "gpipe".
-        layers: of this rank.
-        device: of the layers.
-        loss: of a micro-batch.
-
-    Attributes:
-        message_bytes: [L + 1] bytes of a micro-batch's message at each boundary, as
-            :func:`~zeroresize.runtime.activations.message_bytes` counts them; None before the first step.
+    Bytes of a micro-batch's message at each boundary, ``message_bytes`` [L + 1], are known from the first step on, as
+    :func:`~zeroresize.runtime.activations.message_bytes` counts them.
     """
 
     def __init__(self, schedule: Schedule, layers: StageLayers, device: torch.device, loss: CountedLoss) -> None:
@@ -224,11 +217,7 @@ class StageSteps:
 
 
 class _Seen(LayerWatcher):
-    """What layers are given, and the loss.
-
-    Attributes:
-        num_bytes: [L + 1] of messages with it.
-    """
+    """What layers are given, and the loss, with bytes of messages [L + 1]."""
 
     def __init__(self, layers: StageLayers) -> None:
         super().__init__(layers.watchers)

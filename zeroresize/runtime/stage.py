@@ -113,7 +113,7 @@ class Stage:
     @torch.no_grad()
     @weights_cast_anew()
     def evaluate(self, batches: Sequence[Batch], loss: LossPart) -> Tensor:
-        """Return the sum of the losses as :meth:`train` does, without gradients; errors as there."""
+        """Return the sum of the losses as :meth:`train` does, without gradients."""
         return self._run(
             forward_instructions(self._number, self._num_stages, len(batches)), batches, loss, trains=False
         )

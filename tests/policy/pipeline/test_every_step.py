@@ -107,17 +107,6 @@ def test_heavy_work_that_wanders_is_followed(period, least):
     assert kept(run) > least
 
 
-@pytest.mark.slow
-def test_what_changes_too_fast_to_be_followed_costs_little():
-    def leaping(step, random):
-        work = np.full(NUM_LAYERS, 0.01)
-        work[4 * (step // 3 % 4) :][:4] *= 3.0
-        return work.tolist()
-
-    run = trained(leaping, 400, noise=0.05)
-    assert run.total_s < 1.1 * run.static_s
-
-
 def test_devices_are_not_blamed_for_other_work_however_long_it_is_measured():
     world, rebalancing = World([0.01] * NUM_LAYERS, [1.0] * 4, EVEN), rebalancing_of(num_steps=1, min_saving=0.9)
     world.train(rebalancing, 20)

@@ -52,11 +52,6 @@ def test_while_the_cost_is_unknown_ten_blocks_lie_between_two_profiles_at_least(
     assert math.isnan(cadence.cost)
 
 
-def test_without_a_limit_the_number_of_the_user_holds_whatever_profiles_cost():
-    assert due_blocks(ProfileCadence(1, math.inf), 4, 3.0) == [0, 1, 2, 3]
-    assert due_blocks(ProfileCadence(4, math.inf), 9, 3.0) == [0, 4, 8]
-
-
 def test_single_profiles_that_were_held_up_do_not_count():
     cadence = ProfileCadence("auto", 0.01)
     for cost in (0.1, 7.0, 0.1, 0.1, 9.0):

@@ -1,7 +1,7 @@
 """What was measured of a pipeline's layers, what it says over several profiles, and what of it is their devices.
 
 ``L`` layers, ``S`` stages. A :class:`PipelineProfile` is one iteration. :class:`LayerMeans` averages noise over
-profiles that lie some steps apart, and follows what changes for good. :class:`LayerCosts` tells heavy work from slow
+profiles that lie some steps apart, and follows what changes. :class:`LayerCosts` tells heavy work from slow
 devices, as a layer is measured only where it is, so its seconds alone do not tell. Two things do:
 
 - **All layers of a stage, at least 3, change by one factor, while those of most other stages do not**: then its device
@@ -27,16 +27,10 @@ import numpy as np
 from zeroresize.plan.partition import LayerTransfer, Partition
 from zeroresize.policy.moves.move_cost import most_bytes
 from zeroresize.policy.pipeline.division import Floats, Indices, Mask
+from zeroresize.policy.speed.meter import SpeedMeter
 
-#: Seconds that differ by less than this share from what is expected are noise, however small noise has been, and say
-#: nothing of devices.
+#: Seconds that differ by less than this share from what is expected say nothing of devices: layers cost as much more.
 NOISE = 0.1
-#: So many times as far as noise usually differs from a mean is none.
-_BEYOND_NOISE = 4.0
-#: Profiles that a mean remembers, so that what drifts is followed.
-_MEMORY = 6
-#: Profiles of a layer of which the middle one counts: an interrupted one is not it.
-_NUM_RECENT = 3
 #: Fewer layers of a stage say nothing of its device: two of them often change alike by chance.
 _LEAST_TELLING = 3
 #: The logarithm of how many times as long a layer takes that is alone on its stage, where its device may be slow.
@@ -141,63 +135,35 @@ class PipelineProfile:
 
 
 class LayerMeans:
-    """Average one profile after another.
-
-    A layer's mean goes on until two of its last three profiles differ from it by more than noise: then it begins anew
-    with what they say. A single interruption is not among two.
-    """
+    """Follow what each layer takes by a meter of its own: noise is averaged, and what changes is known at once."""
 
     def __init__(self, num_layers: int) -> None:
-        self._stages_L: Indices = np.full(num_layers, -1)
-        self._num_L: Indices = np.zeros(num_layers, dtype=np.int64)
-        self._recent: Floats = np.full((_NUM_RECENT, num_layers, 2), np.inf)
-        self._means: Floats = np.zeros((num_layers, 2))
-        self._noise = 0.0  # mean distance of logarithms from their means
+        self._meters = [SpeedMeter() for _ in range(num_layers)]
+        self._stages = [-1] * num_layers
 
     def surprised(self, profile: PipelineProfile) -> PipelineProfile:
         """Return what is known before ``profile``, but for layers of which it says something else: these as it says."""
-        now = profile.layer_s
-        differs_L = (self._num_L == 0) | (self._stages_L != profile.stages) | self._is_surprise(now)
-        return profile.with_layer_s(np.where(differs_L[:, None], now, self._means))
+        seconds = profile.layer_s
+        for number, (total_s, stage) in enumerate(zip(seconds.sum(axis=1).tolist(), profile.stages, strict=True)):
+            meter = self._meters[number]
+            is_known = total_s > 0.0 and meter.is_known and self._stages[number] == stage
+            if is_known and not meter.is_jump([math.log(total_s)]):
+                seconds[number] *= math.exp(meter.level) / total_s
+        return profile.with_layer_s(seconds)
 
     def after(self, profile: PipelineProfile) -> PipelineProfile:
-        """Return the mean seconds, with the bytes of ``profile``; what has moved is measured anew."""
-        now = profile.layer_s
-        moved_L, self._stages_L = self._stages_L != profile.stages, profile.stages
-        self._num_L = np.where(moved_L, 0, self._num_L)
-        self._recent[:, moved_L] = np.inf
-        is_known_L = self._num_L > 1
-        if is_known_L.any():
-            distances = np.minimum(np.abs(self._differences(now)[is_known_L]), self._most)
-            self._noise += (float(np.median(distances)) - self._noise) / min(int(self._num_L.max()), _MEMORY)
-        self._num_L = self._num_L + 1
-        self._recent = np.concatenate((now[None], self._recent[:-1]))
-        # The shorter one of two profiles, the middle one of three.
-        middle = np.minimum(self._num_L, _NUM_RECENT) - 1 >> 1
-        typical: Floats = np.take_along_axis(np.sort(self._recent, axis=0), middle[None, :, None], axis=0)[0]
-        begins_anew_L = (self._num_L < _NUM_RECENT) | self._is_surprise(typical)
-        weights_L = np.where(begins_anew_L, 1.0, 1.0 / np.minimum(self._num_L, _MEMORY))
-        self._means = self._means + weights_L[:, None] * (typical - self._means)
-        self._num_L = np.where(begins_anew_L, np.minimum(self._num_L, _NUM_RECENT - 1), self._num_L)
-        return profile.with_layer_s(self._means)
-
-    def _is_surprise(self, seconds: Floats) -> Mask:
-        """[L] whether seconds [L, 2] differ from their mean by more than noise."""
-        return np.abs(self._differences(seconds)) > self._most
-
-    @property
-    def _most(self) -> float:
-        """By which logarithms differ from their mean where it is noise."""
-        return max(math.log1p(NOISE), _BEYOND_NOISE * self._noise)
-
-    def _differences(self, seconds: Floats) -> Floats:
-        """[L] logarithms of how many times as long as their mean these seconds are; 0 where one of them is 0."""
-        return _log_ratio(seconds.sum(axis=1), self._means.sum(axis=1))
-
-
-def _log_ratio(now: Floats, expected: Floats, counts: Mask | bool = True) -> Floats:
-    counts = counts & (now > 0.0) & (expected > 0.0)
-    return np.log(np.where(counts, now, 1.0) / np.where(counts, expected, 1.0))
+        """Return the seconds by now, with the bytes of ``profile``; what has moved is measured anew."""
+        seconds, stages = profile.layer_s, profile.stages.tolist()
+        for number, (total_s, stage) in enumerate(zip(seconds.sum(axis=1).tolist(), stages, strict=True)):
+            if self._stages[number] != stage:
+                self._meters[number] = SpeedMeter(noise=self._meters[number].noise)
+            if total_s > 0.0:
+                meter = self._meters[number]
+                meter.pass_interval()
+                meter.take([math.log(total_s)])
+                seconds[number] *= math.exp(meter.level) / total_s
+        self._stages = stages
+        return profile.with_layer_s(seconds)
 
 
 @dataclass(frozen=True)
@@ -242,14 +208,14 @@ class LayerCosts:
         return LayerCosts(forward_s, backward_s, tuple((speeds / mean).tolist()), boundaries)
 
     def after(self, profile: PipelineProfile, *, is_other_work: bool = False) -> LayerCosts:
-        """Return what is known after one more profile; where that is known to be of other work, devices stay."""
+        """Return what is known after one more profile; known to be of other work, it leaves devices as before."""
         if is_other_work:
             return LayerCosts.measured(profile, self.speeds)
         stages_L, before_L = profile.stages, np.array(Partition(self.boundaries).stages)
         speeds, now_L = np.array(self.speeds), profile.layer_s.sum(axis=1)
         expected_L = self.seconds / speeds[stages_L]
         counts_L = _tell_of_device(now_L, stages_L) & _tell_of_device(expected_L, stages_L)
-        longer_L = _log_ratio(now_L, expected_L, counts_L)
+        longer_L = np.log(np.where(counts_L, now_L, 1.0) / np.where(counts_L, expected_L, 1.0))
         of_stages = [counts_L & (stages_L == stage) for stage in range(len(speeds))]
         is_alone_S = np.array([int(of_stage.sum()) == 1 for of_stage in of_stages])
         stayed = [longer_L[of_stage & (before_L == stages_L)] for of_stage in of_stages]
