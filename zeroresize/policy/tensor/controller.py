@@ -14,7 +14,6 @@ from zeroresize.config.keys import PRUNING_MODES
 from zeroresize.plan.group import Loan, RankPlan, WorkloadPlan
 from zeroresize.plan.ownership import SegmentWork, owned_shares
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.moves.rental import beyond_noise, is_saving
 from zeroresize.policy.tensor.estimation.calibration_steps import CalibrationSteps
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes, CommunicationEstimate
 from zeroresize.policy.tensor.estimation.curves import Floats, GroupTimes
@@ -35,8 +34,6 @@ from zeroresize.utils.fingerprint import fingerprint
 CERTAINTY_LOSSY, CERTAINTY_EXACT, CERTAINTY_KEPT = 3.5, 2.5, 2.0
 #: Of a rank that is relieved of something, its time at full work is not known: a standard deviation, as a share of it.
 UNSURE = 0.3
-#: From here on it may be as fast as others all the same.
-DOUBTFUL = 0.12
 #: A step at full work is due where γ changes by so much.
 _NEW = 0.1
 #: Of what is pruned and lent: much finer than a column.
@@ -127,11 +124,8 @@ class Controller:
         deviations, usual = self._deviations(measured)
         are_slow = self._find_stragglers(busy_s, deviations, reference_s)
         times = self._lasting(measured, are_slow)
-        before = self._division_before = self._division
+        self._division_before = self._division
         is_in_doubt = self._divide(times, reference_s, usual)
-        lent_before = any(lent for lent, slow in zip(before.lent, self._are_stragglers, strict=True) if slow)
-        if lent_before and not any(self._division.lent):
-            self._communication.give_up()
         if self._move(times, reference_s, usual, deviations):
             self._spare_nobody()
             self._divide(times, reference_s, usual)
@@ -508,5 +502,4 @@ class Controller:
             float(times.curves.busy_s.max()),
             is_new=is_new or is_in_doubt,
             is_unsure=float(deviations[is_relieved].max()) > UNSURE,
-            is_doubtful=float(deviations[is_relieved].max()) > DOUBTFUL,
         )

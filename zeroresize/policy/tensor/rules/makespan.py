@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroresize.policy.tensor.costs import MigrationCost
-from zeroresize.policy.tensor.estimation.curves import Curves
+from zeroresize.policy.tensor.estimation.curves import Curves, Floats, ratios_to_reach
 from zeroresize.policy.tensor.estimation.times import RankTimes
-from zeroresize.policy.tensor.rules.ratios_to_reach import Floats, ratios_to_reach
 from zeroresize.policy.tensor.rules.sharing import WorkDivision, owned_by
 
 #: Busy times that are tried between the fastest and the slowest; then again between the neighbours of the best.
