@@ -14,7 +14,7 @@ from helpers.virtual_training import Pair, Run
 from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
-from zeroresize.control import ownership_execution
+from zeroresize.control import mover
 from zeroresize.measure import calibration
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.tensor.costs import MigrationCost
@@ -61,7 +61,7 @@ def test_units_move_away_from_a_straggler_and_come_home_after_it_recovers(run_ra
 
 def test_a_rank_that_stays_slow_while_its_units_stay_is_told_with_the_reason(run_ranks, monkeypatch):
     """A move takes so long that it never pays."""
-    monkeypatch.setattr(ownership_execution, "measure_move_cost", lambda *_: MoveCost(0.0, 1e6))
+    monkeypatch.setattr(mover, "measure_move_cost", lambda *_: MoveCost(0.0, 1e6))
 
     def train(rank, group):
         with caught_log_lines() as lines:
@@ -90,7 +90,7 @@ def test_where_lending_ends_though_the_rank_is_still_slow_the_line_says_so(run_r
             run.updates(2)
             run.time.chi = 4.0 if rank == 1 else 1.0
             run.updates(4)
-            run.balancer._parts.decision.migration = MigrationCost(fixed_s=1e3)
+            run.balancer._parts.decider.migration = MigrationCost(fixed_s=1e3)
             run.updates(3)
         return [re.sub(r"step \d+: ", "", line) for line in lines if line.startswith("step ")]
 

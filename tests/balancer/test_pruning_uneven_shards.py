@@ -219,7 +219,7 @@ def test_each_column_of_heads_and_of_neurons_has_its_home(run_ranks, shares):
                 layer.weight.data[:] = rank * columns + torch.arange(columns)
 
         block = UnevenBlock(group, shares, number)
-        homes = block.balancer._parts.selector.homes
+        homes = block.balancer._parts.mover.selector.homes
         for name, layer in (("0.out", block.model[0].out), ("1.down", block.model[1].down)):
             assert homes[name].tolist() == layer.weight[0].tolist()
         return len(homes["0.out"]), homes["0.q"].tolist() == list(range(rank * WIDTH, (rank + 1) * WIDTH))
@@ -260,10 +260,10 @@ def test_a_move_in_the_middle_of_an_epoch_takes_counted_steps_along(run_ranks):
         plan = WorkloadPlan((RankPlan(), RankPlan(0.5)))
         for shares, num_steps in (((1, 1), 3), ((3, 1), 2)):
             run.balancer.move(shares)
-            run.balancer._parts.plan_execution.install(plan if num_steps == 3 else WorkloadPlan((RankPlan(),) * 2))
+            run.balancer._parts.mover.plans.install(plan if num_steps == 3 else WorkloadPlan((RankPlan(),) * 2))
             run.steps(1)
             for _ in range(num_steps - 1):
-                run.balancer._parts.plan_execution.install(plan if num_steps == 3 else WorkloadPlan((RankPlan(),) * 2))
+                run.balancer._parts.mover.plans.install(plan if num_steps == 3 else WorkloadPlan((RankPlan(),) * 2))
                 run.steps(1)
         before = known_of_units(run)
         run.balancer.epoch_end()
@@ -439,7 +439,7 @@ def test_where_the_move_back_to_the_saved_division_is_refused_what_is_known_stay
         first = pruning_run(group, mode="semi", iters_per_epoch=4, paper={"imputation": "same"})
         plan = WorkloadPlan((RankPlan(0.25), RankPlan(0.5)))
         for _ in range(6):
-            first.balancer._parts.plan_execution.install(plan)
+            first.balancer._parts.mover.plans.install(plan)
             first.steps(1)
         state, known = first.balancer.state_dict(), known_of_units(first)
         first.balancer.close()

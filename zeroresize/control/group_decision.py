@@ -134,22 +134,12 @@ class GroupDecision:
         self.num_calibration_steps = 0
         self.outside_s: tuple[float, ...] = ()
 
-    def update(
-        self,
-        times: RankTimes | None,
-        cost: ResizingCost,
-        wait_s: float,
-        agreed: object,
-        held: HeldBytes | None = None,
-    ) -> None:
+    def update(self, numbers: RankNumbers, agreed: object) -> None:
         """Decide from what was sent at the last update, and send this rank's numbers.
 
         Args:
-            times: this rank's full-work times, None before any were measured.
-            cost: of pruning on this rank.
-            wait_s: seconds a step that it waited in collectives under the plan in force, NaN where none was measured.
+            numbers: of this rank; their fingerprint is set here.
             agreed: whatever every rank must have decided alike, with a ``repr`` that tells it.
-            held: what this rank holds; None where that is not watched.
 
         Raises:
             RuntimeError: if the ranks of the group do not agree on their plans, or on ``agreed``.
@@ -167,13 +157,7 @@ class GroupDecision:
         # where a time limit ended an exchange, the ranks may have saved different states.
         if self._may_migrate:
             self._require_equal([number for number, *_ in self._exchange.meet(self._fingerprint(agreed))])
-        sent = RankNumbers(
-            fingerprint,
-            wait_s,
-            held or HeldBytes(0.0, 0.0),
-            times or RankTimes(math.nan, math.nan, math.nan, cost, math.nan),
-        )
-        self._exchange.post(sent.to_row())
+        self._exchange.post(dataclasses.replace(numbers, fingerprint=fingerprint).to_row())
         self._lent_when_sent = lent_in_force
 
     def expect_memory(self, memory: GroupMemory) -> None:

@@ -32,12 +32,12 @@ class Reporter:
 
     Args:
         tolerance: the share of a step by which a rank may come later to the model than the first one.
-        tells: whether this rank is the one.
+        speaks: whether this rank is the one.
         clock: tells the time, in seconds.
     """
 
-    def __init__(self, tolerance: float, *, tells: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._tolerance, self._tells, self._clock = tolerance, tells, clock
+    def __init__(self, tolerance: float, *, speaks: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tolerance, self._speaks, self._clock = tolerance, speaks, clock
         self._slow_since: dict[int, float] = {}
         self._last_move: tuple[int, float, float] | None = None
         self._owned: tuple[float, ...] = ()
@@ -47,12 +47,12 @@ class Reporter:
 
     def info(self, num_steps: int, text: str) -> None:
         """Write a line after so many steps."""
-        if self._tells:
+        if self._speaks:
             logger.info("step %d: %s", num_steps, text)
 
     def warn(self, num_steps: int, text: str, once: str = "") -> None:
         """Write a warning after so many steps; only once for each kind that is named."""
-        if self._tells and (not once or once not in self._said):
+        if self._speaks and (not once or once not in self._said):
             logger.warning("step %d: %s", num_steps, text)
         self._said.add(once)
 

@@ -51,7 +51,7 @@ def test_curves_are_those_of_every_rank(times, asked):
 @given(groups, seconds)
 def test_the_ratio_that_reaches_a_time_is_every_ranks_own(times, target_s):
     reaching = GroupTimes(times).curves.ratios_to_reach(target_s).tolist()
-    assert reaching == [rank.ratio_to_reach(target_s) for rank in times]
+    assert reaching == pytest.approx([rank.ratio_to_reach(target_s) for rank in times], abs=1e-12)
 
 
 @given(groups, st.data())
