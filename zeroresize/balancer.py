@@ -130,9 +130,8 @@ class Balancer:
         In modes that migrate it is collective: who computes for whom must be agreed on before anybody sends anything.
 
         Raises:
-            ValueError: in modes that migrate, if the ranks of the group hold different plans.
-            RuntimeError: in modes that migrate, if not all ranks come, or some have made another call. In the others
-                the next update tells.
+            RuntimeError: in modes that migrate, if the ranks of the group hold different plans, not all ranks come, or
+                some have made another call. In the others the next update tells.
         """
         if self._parts.mover.lender is not None and not self._is_closed:
             self._is_at(Call.EPOCH_END)
@@ -293,7 +292,8 @@ class Balancer:
         Raises:
             ValueError: if it was saved for other layers or another group of ranks, or something of it is missing or of
                 another kind, naming that; nothing has changed then. In modes that migrate or move, in "off", and where
-                units may be away by ``shares``, it is collective: also if the ranks were given different states.
+                units may be away by ``shares``, it is collective.
+            RuntimeError: where it is collective, if the ranks were given different states.
         """
         self._require_no_visit("load_state_dict()")
         parts = self._parts

@@ -1,10 +1,7 @@
 """The whole way from measured times, or from a pin, to pruned products."""
 
-import re
-
 import pytest
 import torch
-from helpers.processes import caught_log_lines
 from helpers.virtual_training import FEATURES, Run
 
 pytestmark = pytest.mark.versions
@@ -33,23 +30,6 @@ def test_a_straggler_is_found_relieved_and_let_go_and_all_ranks_agree(run_ranks,
     assert results[1][1]["pruned_share"] == pytest.approx(settled[-1], abs=1 / FEATURES)
     assert results[1][1]["is_straggler"] == 1.0 and results[0][1]["is_straggler"] == 0.0
     assert results[1][1]["busy_s"] > 2 * results[0][1]["busy_s"], "full-work time, though it prunes"
-
-
-def test_who_is_relieved_is_told_once_whenever_that_changes(run_ranks):
-    def train(rank, group):
-        with caught_log_lines() as lines:
-            run = Run(group, chi={1: 4.0})
-            run.updates(6)
-            run.time.chi = 1.0
-            run.updates(6)
-        return [line.partition(": ")[2] for line in lines if line.startswith("step ")]
-
-    reasons, by_the_other = run_ranks(train, 2)
-    assert by_the_other == [] and len(reasons) == 2
-    assert (
-        re.match(r"rank 1 prunes \d+\S* % of its products \(nobody computes these\)$", reasons[0])
-        and reasons[1] == "every rank computes all of its products"
-    )
 
 
 def test_a_step_at_full_work_is_one_step_and_what_is_told_is_the_plan(run_ranks):
@@ -125,25 +105,6 @@ def test_plan_changes_only_in_step(run_ranks):
     assert run_ranks(train, 2) == [True, True]
 
 
-def test_columns_are_drawn_once_an_epoch_and_more_of_them_are_a_superset(run_ranks):
-    def train(rank, group):
-        run = Run(group, iters_per_epoch=2)
-        sets = []
-        for ratio in (0.25, 0.5):
-            run.balancer.pin(1, ratio)
-            sets.append(set(run.pruned()["up"].tolist()) if rank == 1 else set())
-        run.steps(1)
-        sets.append(set(run.pruned()["up"].tolist()) if rank == 1 else set())
-        run.steps(1)
-        sets.append(set(run.pruned()["up"].tolist()) if rank == 1 else set())
-        return sets
-
-    few, many, same_epoch, next_epoch = run_ranks(train, 2)[1]
-    assert few < many and len(many) == FEATURES // 2
-    assert same_epoch == many
-    assert next_epoch != many and len(next_epoch) == len(many)
-
-
 def test_pin_holds_against_measurements_until_released(run_ranks):
     def train(rank, group):
         run = Run(group)
@@ -160,22 +121,6 @@ def test_pin_holds_against_measurements_until_released(run_ranks):
         return pinned, run.balancer.metrics()["balance/ratio"]
 
     assert run_ranks(train, 2) == [(0.5, 0.0), (0.0, 0.0)]
-
-
-def test_steps_are_measured_under_the_plan_that_a_pin_put_in_force(run_ranks):
-    def gemm_times_at_full_work(rank, group):
-        run = Run(group, update_every=1)
-        run.steps(2)
-        seen = []
-        for ratio in (None, 0.75, 0.95, 0.0):
-            if ratio is not None:
-                run.balancer.pin(0, ratio)
-            run.steps(1)
-            seen.append(run.balancer.metrics()["balance/gemm_s"])
-        return seen
-
-    gemm_s = run_ranks(gemm_times_at_full_work, 2)[0]
-    assert gemm_s == pytest.approx([gemm_s[0]] * 4, rel=0.05)
 
 
 @pytest.mark.parametrize(

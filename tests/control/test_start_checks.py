@@ -81,21 +81,6 @@ def test_where_most_ranks_agree_the_other_is_named_also_if_that_is_rank_0(run_ra
     run_ranks(train, 3, timeout_s=20)
 
 
-def test_other_seeds_are_seen_in_every_parameter_that_they_drew(run_ranks):
-    def train(rank, group):
-        torch.manual_seed(rank)
-        head = nn.Linear(FEATURES, 3)
-        model = Model(group)
-        model.head = head
-        balancer = balanced(model, group)  # noqa: F841 - it lives
-        with pytest.raises(
-            ValueError, match=r"^2 of 5 .* head.weight \(rank 0: sum .*, rank 1: sum .*\); head.bias \("
-        ):
-            model(X)
-
-    run_ranks(train, 2, timeout_s=20)
-
-
 def test_weights_may_be_loaded_after_the_balancer_was_made(run_ranks):
     def train(rank, group):
         model = Model(group)
@@ -183,16 +168,6 @@ def test_ddp_over_replicas_and_ddp_that_leaves_the_shards_alone_are_taken(run_ra
     assert run_ranks(build, 2, timeout_s=20) == [0.0, 0.0]
 
 
-def test_a_balancer_that_was_dropped_checks_nothing(run_ranks):
-    def train(rank, group):
-        model = Model(group)
-        change(model, rank)
-        balanced(model, group)
-        return len(model.pair.up._forward_pre_hooks), model(X) is not None
-
-    assert run_ranks(train, 2) == [(0, True)] * 2
-
-
 @pytest.mark.usefixtures("colossalai_vit_modules")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_colossalai_splits_is_left_out_and_what_it_replicates_is_compared(run_ranks, precision):
@@ -262,32 +237,6 @@ def test_copies_that_stay_alike_are_not_warned_of(run_ranks, clip):
     assert drift_lines(run_ranks, 45, clip) == [[], []]
 
 
-def test_what_differed_at_the_start_by_rounding_is_no_drift_and_what_differs_later_is(run_ranks):
-    assert drift_lines(run_ranks, 5, before=1e-7) == [[], []]
-    assert len(drift_lines(run_ranks, 25, before=1e-7, change_at=12, by=1e-2)[0]) == 1
-
-
-def test_devices_of_several_models_are_told_once_something_is_drawn(run_ranks, monkeypatch):
-    def train(rank, group, models, p):
-        monkeypatch.setattr("zeroresize.control.start_checks.model_of", lambda device: models[rank])
-        model = nn.Sequential(Model(group), nn.Dropout(p))
-        balancer = balanced(model, group, zr.BalanceConfig(mode="off", update_every=1))
-        with caught_log_lines() as lines:
-            for _ in range(3):
-                model(X)
-                balancer.step()
-        balancer.close()
-        return [line for line in lines if "several models" in line]
-
-    def check(rank, group):
-        lines = train(rank, group, "AB", 0.1)
-        assert len(lines) == (rank == 0)
-        assert all("A (ranks 0), B (ranks 1), which draw other random numbers" in line for line in lines)
-        assert train(rank, group, "AB", 0.0) == train(rank, group, "AA", 0.1) == []
-
-    run_ranks(check, 2)
-
-
 class Noisy(nn.Module):
     """Two pairs of parallel layers, and dropout between them."""
 
@@ -335,12 +284,3 @@ def test_no_unit_leaves_home_where_replicated_activations_differ(run_ranks, diff
         assert ("activations that all ranks of the group should have alike differ" in error) == differs
         assert ("the input of second.up" in error) == differs
         assert len([line for line in lines if "No unit leaves its home" in line]) == (differs and rank == 0)
-
-
-def test_dropout_that_no_module_tells_is_refused_as_what_it_is(run_ranks):
-    def train(rank, group):
-        model = Noisy(group, lambda x: nn.functional.dropout(x, 0.1))
-        with pytest.raises(ValueError, match=r"(?s)gradients of .*For activations that .*Draw alike what is random"):
-            stepped(model, group, rank, zr.BalanceConfig(mode="off"))
-
-    run_ranks(train, 2, timeout_s=30)

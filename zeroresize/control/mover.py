@@ -262,16 +262,16 @@ class Mover:
         move = self._change_hands(shares, self._observer.why_units_stay if shares != units.home else None)
         if move is not None:
             comparing_s = self._compare()
-            decider.moved(move.most_bytes, move.seconds, comparing_s)
+            decider.controller.moved(move.most_bytes, move.seconds, comparing_s)
             self._reporter.moved(
                 num_steps,
                 move,
                 decider.plan,
-                decider.busy_s,
+                decider.controller.busy_s,
                 step_s=self._observer.monitor.step_s,
                 comparing_s=comparing_s,
                 cause=cause,
-                is_held=decider.ownership.is_held and self._config.mode in MOVABLE_MODES,
+                is_held=decider.controller.ownership.is_held and self._config.mode in MOVABLE_MODES,
             )
 
     def _change_hands(self, shares: Sequence[float], why_not: str | None = None) -> Move | None:

@@ -16,7 +16,7 @@ _RECORDED_METRICS = ("ratio", "busy_s", "gemm_s", "predicted_step_s", "bound_s",
 def update_record(parts: Parts, num_steps: int) -> UpdateRecord:
     """Return this rank's numbers after ``num_steps`` steps."""
     times, decider, in_force = parts.observer.times, parts.decider, parts.mover.plans
-    plan, units, bounds, rank = decider.plan, parts.group.units, decider.bounds, parts.setup.rank
+    plan, units, bounds, rank = decider.plan, parts.group.units, decider.controller.bounds, parts.setup.rank
     moves = units.moves if units is not None else []
     return UpdateRecord(
         update=num_steps // parts.setup.config.update_every,
@@ -83,5 +83,5 @@ def what_if(parts: Parts) -> dict[str, dict[str, Any]]:
             "lent": [rank.lent for rank in plan.ranks],
             "owned": [rank.owned for rank in plan.ranks],
         }
-        for mode, plan in parts.decider.what_if_plans.items()
+        for mode, plan in parts.decider.what_if.plans.items()
     }

@@ -90,7 +90,8 @@ def test_changes_that_disappoint_double_prices_until_one_does_not():
     for _ in range(10):
         rental.judge(is_kept=False)
     assert rental.doubt == MOST_DOUBT
-    rental.judge(is_kept=True)
+    for _ in range(10):
+        rental.judge(is_kept=True)
     assert rental.decide([Option("move", 0.5, 1.0)], STEP_S, 2).is_due
 
 
@@ -118,20 +119,6 @@ def test_staying_and_changing_take_at_most_twice_the_best_in_hindsight():
         best_s = min(num_updates * option.saving_s, option.price_s)
         assert total_s <= 2.0 * best_s + 1e-9
         assert math.isfinite(total_s)
-
-
-@given(st.integers(0, 400), st.floats(0.01, 3.0), st.floats(0.0, 50.0))
-def test_slowness_of_unknown_length_takes_at_most_twice_the_best_in_hindsight(lasts, saved_s, price_s):
-    """And one step, since it decides after the step."""
-    rental, taken_s, has_moved = Rental(), 0.0, False
-    for _ in range(lasts):
-        taken_s += 0.0 if has_moved else saved_s
-        rental.next_update()
-        rental.charge({} if has_moved else {"away": saved_s}, 1)
-        if not has_moved and rental.is_due("away", price_s):
-            rental.settle("away")
-            taken_s, has_moved = taken_s + price_s, True
-    assert taken_s <= 2.0 * min(lasts * saved_s, price_s) + saved_s + 1e-6
 
 
 @given(st.lists(st.booleans(), max_size=200), st.floats(0.05, 1.0), st.floats(0.5, 10.0))
@@ -179,35 +166,6 @@ def test_what_would_have_been_better_still_is_owed_for_that():
     assert rental.owed_s == {"better": 4.0}
     rental.settle()
     assert rental.owed_s == {}
-
-
-def test_a_refusal_pauses_and_each_that_follows_doubles_the_pause_until_a_move_is_made():
-    rental, pauses = Rental(), []
-    for _ in range(10):
-        waited = -1
-        while not rental.is_due("away", 1.0):
-            rental.next_update()
-            rental.charge({"away": 1.0}, 1)
-            waited += 1
-        pauses.append(waited)
-        rental.refuse()
-        assert rental.owed_s == {}
-    assert pauses == [0] + [min(FIRST_PAUSE * 2**number, LONGEST_PAUSE) - 1 for number in range(9)]
-    rental.succeed()
-    rental.refuse()
-    assert rental.pause == FIRST_PAUSE
-
-
-def test_moves_that_disappoint_make_the_next_one_dearer_until_one_does_not():
-    rental, factors = Rental(), []
-    for _ in range(8):
-        rental.judge(is_kept=False)
-        factors.append(rental.doubt)
-    assert factors == [2.0, 4.0, 8.0, 16.0, 32.0, MOST_DOUBT, MOST_DOUBT, MOST_DOUBT]
-    rental.charge({"away": MOST_DOUBT - 1.0}, 1)
-    assert not rental.is_due("away", 1.0)
-    rental.judge(is_kept=True)
-    assert rental.is_due("away", 1.0)
 
 
 @given(

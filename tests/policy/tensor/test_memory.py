@@ -79,11 +79,6 @@ def test_every_rank_fills_the_same_part_of_its_memory():
     assert sum(held - 100.0 for held in memory.bytes_by(shares)) == pytest.approx(1200.0)
 
 
-def test_equal_memory_is_filled_by_even_shares():
-    memory = GroupMemory((2000.0, 2000.0), [HeldBytes(100.0, 600.0), HeldBytes(101.0, 600.0)], SEGMENTS)
-    assert memory.evenly_filled == (1.0, 1.0) and memory.most_shares is None
-
-
 @pytest.mark.parametrize("limits", [(4000.0, 3000.0), (2e4, 1500.0)])
 def test_with_room_for_activations_training_begins_at_even_shares(limits):
     memory = GroupMemory(limits, [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
@@ -95,11 +90,6 @@ def test_where_even_shares_leave_too_little_room_for_activations_it_begins_as_ne
     held = memory.bytes_by(memory.at_start)
     assert 2 * held[1] <= 1200.0 and 2 * held[0] <= 4000.0
     assert held[1] > 500.0  # but for whole units
-
-
-def test_where_there_is_less_room_every_rank_fills_the_same_part():
-    memory = GroupMemory((1000.0, 600.0), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
-    assert memory.at_start == memory.evenly_filled != (1.0, 1.0)
 
 
 def test_what_does_not_fit_is_told_with_its_bytes():
@@ -174,16 +164,6 @@ def test_a_refused_move_for_memory_is_not_tried_at_every_update():
             wanted += 1
             made.refuse_move((1.0, 1.0))
     assert wanted <= 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["exact", "semi"])
-@pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
-def test_a_slow_rank_of_little_memory_is_given_no_more_than_that(mode, chi):
-    memory = GroupMemory((1e4, 500.0), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
-    _, plans = controller(memory, mode, chi)
-    for plan in plans[3:]:
-        assert memory.excess_by(plan.owned) == 0.0
 
 
 def test_loans_end_where_the_memory_for_them_turns_out_not_to_be_there():

@@ -7,8 +7,8 @@ twice what the best would in hindsight, and what alternates faster than a change
 
 Two rules more, each for a case that was measured:
 
-- A change that does not save what it was to save doubles the price of the next one, until one does. Work that changes
-  again and again would otherwise be chased for good.
+- A change that does not save what it was to save doubles the price of the next one, and one that does halves it. Work
+  that changes again and again would otherwise be chased for good.
 - A change that could not be made, as memory does not suffice, is not tried again for some updates, twice as many after
   each refusal.
 
@@ -211,5 +211,8 @@ class Rental:
         self.next_pause = min(2 * self.next_pause, LONGEST_PAUSE)
 
     def judge(self, *, is_kept: bool) -> None:
-        """Take whether the last change saves what it was to save: if not, prices double, up to :data:`MOST_DOUBT`."""
-        self.doubt = 1.0 if is_kept else min(2.0 * self.doubt, MOST_DOUBT)
+        """Take whether the last change saves what it was to save: if not, prices double, up to :data:`MOST_DOUBT`.
+
+        Each that does halves them again, down to what they are.
+        """
+        self.doubt = max(self.doubt / 2.0, 1.0) if is_kept else min(2.0 * self.doubt, MOST_DOUBT)

@@ -8,11 +8,9 @@ from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES, MODES, PRUNING_MODES
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.plan.ownership import SegmentWork
-from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.tensor.controller import Controller
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
 from zeroresize.policy.tensor.estimation.times import RankTimes
-from zeroresize.policy.tensor.memory import GroupMemory
 
 #: Modes that decide alike are tried once: those that only prune differ in the columns, not in how many.
 _KIND_OF_MODE = {mode: mode if mode in MIGRATING_MODES else PRUNING_MODES[0] for mode in MODES if mode != "off"}
@@ -47,16 +45,6 @@ class WhatIf:
         self._is_large = num_ranks > _MOST_RANKS
         self._num_updates = 0
         self._plans = {kind: controller.initial_plan() for kind, controller in self._controllers.items()}
-
-    def expect_moves(self, cost: MoveCost, bytes_of_units: float, comparing_s: float = 0.0) -> None:
-        """Expect of moves what :meth:`Controller.expect_moves` is given."""
-        for controller in self._controllers.values():
-            controller.expect_moves(cost, bytes_of_units, comparing_s)
-
-    def expect_memory(self, memory: GroupMemory) -> None:
-        """Decide within the memory that :meth:`Controller.expect_memory` is given."""
-        for controller in self._controllers.values():
-            controller.expect_memory(memory)
 
     def update(self, samples: Sequence[RankTimes], collectives: CollectiveTimes) -> None:
         """Let every controller decide, as :meth:`Controller.update` does, where it is time to."""

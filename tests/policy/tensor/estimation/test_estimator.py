@@ -1,18 +1,16 @@
 """Full-work numbers of one rank, with how sure they are, learned from the times of its steps."""
 
 import dataclasses
-import itertools
 import math
 
 import numpy as np
 import pytest
 from helpers.states import resumed
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroresize.plan.group import Shares
 from zeroresize.policy.tensor.costs import ResizingCost
-from zeroresize.policy.tensor.estimation.cost_curve import CostCurve
 from zeroresize.policy.tensor.estimation.estimator import RankEstimator
 from zeroresize.policy.tensor.estimation.times import StepTimes
 from zeroresize.utils.codec import encoded
@@ -45,29 +43,11 @@ def learned(*intervals, calibrated=CALIBRATED):
     return estimator
 
 
-def test_nothing_is_known_before_the_first_interval():
-    estimator = learned([])
-    assert estimator.times is None and estimator.usual_step is None
-    assert estimator.cost.gemm_share == pytest.approx(CALIBRATED.gemm_share)
-
-
 @given(st.floats(0.0, 0.9), st.floats(0.3, 8.0))
 def test_a_rank_that_is_first_seen_under_a_plan_is_told_by_the_calibration(ratio, chi):
     times = learned(steps(ratio, chi=chi)).times
     assert times.gemm_s == pytest.approx(chi * GEMM_S, rel=1e-6)
     assert times.rest_s == pytest.approx(REST_S, rel=1e-6)
-
-
-@pytest.mark.parametrize("shares", [Shares(0.6), Shares(borrowed=0.5), Shares(owned=0.5), Shares(owned=1.5)])
-def test_a_rank_that_is_first_seen_under_a_plan_knows_no_more_than_the_calibration(shares):
-    """Nothing was compared with anything: what full work takes is as unsure as the curve, and ρ as before."""
-    first = [StepTimes(0.5, 0.3, 0.02 if shares.pruned else 0.0, shares)] * 5
-    estimator = learned(first, first)
-    executed_s = math.exp(estimator._curve.executed(shares)[0])
-    error = math.sqrt(CostCurve(CALIBRATED).variance(estimator._curve.executed(shares)[1]))
-    assert estimator.cost.gemm_share == pytest.approx(CALIBRATED.gemm_share) and estimator.times.moving_rest == 0.2
-    gemm_s = 0.3 / executed_s
-    assert estimator.times.deviation >= error * gemm_s / (estimator.times.rest_s + gemm_s) > 0.0
 
 
 @settings(deadline=None)
@@ -168,14 +148,6 @@ def test_what_borrowed_columns_cost_is_learned(factor, share, spared):
     assert believed == pytest.approx(measured, rel=0.06)
 
 
-def test_the_noisy_time_of_a_few_borrowed_columns_says_little():
-    noise = np.random.default_rng(0)
-    normal = steps(0.0, borrowed=0.02)
-    noisy = [dataclasses.replace(step, gemm_s=1.005 * step.gemm_s) for step in normal]
-    estimator = learned(*[steps(0.0, noise=noise) for _ in range(10)], noisy)
-    assert estimator.cost.borrowed_at(0.5) == pytest.approx(CALIBRATED.borrowed_at(0.5), rel=0.1)
-
-
 @pytest.mark.parametrize("shares", [(0.7, 0.36, 0.02, 0.02, 0.02), (0.1,) * 5])
 def test_a_calibration_that_flops_contradict_is_not_believed(shares):
     ratios = (0.0, 0.18, 0.36, 0.54, 0.72, 0.9)
@@ -202,20 +174,6 @@ def test_an_estimator_goes_on_from_its_state_bit_for_bit(intervals):
 any_float = st.floats() | st.sampled_from([0.0, -1.0, math.inf, math.nan, 1e300, 5e-324, 1e9, 1e-9])
 any_shares = st.builds(Shares, st.sampled_from([0.0, 0.1, 0.6, 0.9]), st.sampled_from([0.0, 0.1]), st.floats(0.0, 8.0))
 any_steps = st.builds(StepTimes, any_float, any_float, any_float, any_shares, st.booleans())
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=200)
-@given(st.lists(st.lists(any_steps, min_size=1, max_size=4), min_size=1, max_size=8))
-@example([[StepTimes(1e9, 1e9, 0.0)], [StepTimes(1e-9, 1e-9, 0.0)]] * 4)
-def test_whatever_it_is_told_it_stays_finite_and_its_variances_positive(intervals):
-    estimator = RankEstimator(CALIBRATED)
-    for interval, wait in itertools.product(intervals, range(2)):
-        estimator.learn([*interval, *steps(0.6)] if wait else interval)
-        if estimator.times is not None:
-            assert estimator.times.checked() == estimator.times
-            assert estimator.cost.checked() == estimator.cost
-            assert 0.0 < estimator.times.deviation < math.inf
 
 
 def test_a_rank_that_computes_no_products_tells_nothing_of_its_speed():

@@ -193,16 +193,3 @@ def test_what_is_owned_beyond_an_even_share_need_not_be_in_proportion(widening):
         estimator.learn(steps(1.6, cost=truth, moving_rest=0.2))
     assert estimator.times.gemm_s == pytest.approx(GEMM_S, rel=0.05)
     assert estimator.cost.executed_at(1.3) == pytest.approx(truth.executed_at(1.3), rel=0.05)
-
-
-def test_no_curve_makes_few_columns_longer_than_all():
-    """A recovery that falls together with a new plan, of which nothing was compared, is seen where no curve explains
-    it."""
-    estimator = learned(*[steps()] * 4, *[steps(1.0, 10.0)] * 3)
-    estimator.learn(steps(0.5, 1.0))
-    assert estimator.times.gemm_s == pytest.approx(GEMM_S, rel=0.3)
-
-
-def test_at_even_shares_nothing_is_learned_of_what_moves_along():
-    estimator = learned(*[steps(noise=np.random.default_rng(seed)) for seed in range(9)], steps(1.0, 4.0))
-    assert estimator.times.moving_rest == MOVING_REST

@@ -137,96 +137,6 @@ def test_a_number_that_is_given_migrates_whatever_it_costs(count, budget, migrat
     assert sum(division.lent) <= sum(division.slack) + 5e-3
 
 
-@given(
-    chis=groups,
-    migration=migrations,
-    budget=st.one_of(st.just(0.0), st.floats(0, 1)),
-    count=st.integers(0, 8),
-    cost=st.sampled_from([LINEAR, REALISTIC]),
-)
-@settings(deadline=None)
-@example(chis=[8.0, 1.3, 1.0, 1.0], migration=FREE, budget=0.0, count=2, cost=LINEAR)  # one is fast enough
-@example(chis=[8.0, 1.3, 1.0, 1.0], migration=MigrationCost(0.0, 1.0), budget=1.0, count=2, cost=LINEAR)  # prunes too
-@example(chis=[4.0, 4.0, 1.0, 1.0], migration=FREE, budget=0.0, count=1, cost=LINEAR)  # the step stays as long
-@example(chis=[1.12, 1.12, 1.0, 1.0], migration=MigrationCost(0.1, 0.5), budget=0.5, count=1, cost=LINEAR)
-@example(chis=[4.0, 1.3, 1.3, 1.0], migration=FREE, budget=0.0, count=3, cost=LINEAR)
-@example(chis=[1.06, 1.0], migration=FREE, budget=0.0, count=1, cost=LINEAR)  # then the other is the slower one
-def test_of_a_number_that_is_given_each_lends_wherever_a_little_of_each_makes_no_other_rank_the_slowest(
-    chis, migration, budget, count, cost
-):
-    times, slow = group(*chis, cost=cost)
-    division = makespan_division(
-        times, slow, reference_s=1.0, tolerance=0.05, migration=migration, budget=budget, num_migrating=count
-    )
-    slowest_first = sorted((rank for rank, is_slow in enumerate(slow) if is_slow), key=lambda rank: -chis[rank])
-    owners = slowest_first[:count]
-    little = tuple(0.05 * (rank in owners) for rank in range(len(chis)))
-    nothing = (0.0,) * len(chis)
-    longest_s = max(rank.busy_s for rank in times)
-    little_s = max(WorkDivision(nothing, little, tuple(float(not one) for one in slow)).busy_s(times))
-
-    if little_s <= longest_s or any(division.lent):
-        assert [rank for rank, share in enumerate(division.lent) if share > 0.0] == sorted(owners)
-        assert all(division.lent[rank] >= 0.05 for rank in owners)
-    assert all(pruned >= 0 and pruned + lent <= 1 for pruned, lent in zip(division.pruned, division.lent, strict=True))
-    assert pruned_share(division) <= budget + 1e-4
-    assert sum(division.lent) <= sum(division.slack or ()) + 5e-3
-    assert step_s(times, division, migration) <= max(1.05, (longest_s + migration.seconds(little)) * 1.02) * 1.005
-
-
-def test_who_lends_only_because_of_the_given_number_lends_the_least_and_borrows_nothing():
-    times = [rank(chi, rest_s=0.0, gemm_s=1.0) for chi in (8.0, 1.3, 1.0, 1.0)]
-    division = makespan_division(
-        times, [True, True, False, False], reference_s=1.0, tolerance=0.05, migration=FREE, budget=0.0, num_migrating=2
-    )
-    assert division.lent[1] == pytest.approx(0.05)
-    assert division.slack[1] == 0.0
-    assert step_s(times, division) == pytest.approx((4 - 0.95) / (1 / 8 + 2), rel=5e-3)  # the others' work and speed
-
-
-def test_a_given_number_lends_the_least_beside_one_that_is_faster_and_prunes():
-    """The slower one lends; it would prune less than the least that it lends."""
-    times, slow = group(4.0, 4.1, 1.0, 1.0)  # 3.4 s, 3.48 s
-    division = makespan_division(
-        times, slow, reference_s=3.38, tolerance=0.0, migration=FREE, budget=0.5, num_migrating=1
-    )
-    assert division.lent == pytest.approx((0.0, 0.05, 0.0, 0.0), abs=1e-3)
-    assert division.pruned == pytest.approx(((3.4 - 3.38) / 3.2, 0.0, 0.0, 0.0), abs=1e-3)
-
-
-@pytest.mark.parametrize("budget", [0.0, 0.5])
-def test_where_gathering_takes_longer_than_what_it_spares_a_given_number_lends_the_least(budget):
-    dear = ResizingCost((0.0, 0.3, 0.6, 0.9), (1.0, 0.75, 0.5, 0.15), (0.0, 1.0, 1.0, 0.85))
-    times, slow = group(1.06, 1.0, 1.0, 1.0, cost=dear)
-    division = makespan_division(
-        times, slow, reference_s=1.0, tolerance=0.05, migration=FREE, budget=budget, num_migrating=1
-    )
-    assert division.lent == pytest.approx((0.05, 0.0, 0.0, 0.0)) and max(division.pruned) == 0.0
-
-
-def test_what_is_lent_beside_the_least_is_the_same_part_of_what_else_each_is_relieved_of():
-    times, slow = group(8.0, 1.3, 1.0, 1.0)
-    division = makespan_division(
-        times, slow, reference_s=1.0, tolerance=0.05, migration=FREE, budget=0.5, num_migrating=2
-    )
-    assert min(division.pruned[:2]) > 0.0 and min(division.lent[:2]) > 0.05
-    parts = [
-        (lent - 0.05) / (lent + pruned - 0.05)
-        for lent, pruned in zip(division.lent[:2], division.pruned[:2], strict=True)
-    ]
-    assert parts[0] == pytest.approx(parts[1])
-    fastest_s = 1.0 + 0.8 * 2 * 0.05 / 2  # two normal ranks take in the least of both
-    assert division.busy_s(times) == [pytest.approx(fastest_s * 1.02, abs=1e-3)] * 4
-
-
-def test_a_number_that_is_given_does_not_migrate_to_ranks_that_have_no_room():
-    times, _ = group(1.2, 1.2, 1.2)
-    division = makespan_division(
-        times, [True] * 3, reference_s=1.2, tolerance=0.05, migration=FREE, budget=0.5, num_migrating=1
-    )
-    assert division.lent == (0.0, 0.0, 0.0)
-
-
 @pytest.mark.parametrize("num_ranks", [64, 4096])
 def test_in_large_groups_one_straggler_lends_instead_of_pruning(num_ranks):
     times, slow = group(2.0, *[1.0] * (num_ranks - 1))
@@ -234,15 +144,6 @@ def test_in_large_groups_one_straggler_lends_instead_of_pruning(num_ranks):
         times, slow, reference_s=1.0, tolerance=0.05, migration=MigrationCost(0.001, 0.01), budget=0.5
     )
     assert max(division.pruned) == 0.0 and division.lent[0] > 0.4
-
-
-def test_ranks_just_below_the_tolerance_take_work_in_too():
-    """As water-filling has it: exact plans reach the work-conserving bound."""
-    times = [rank(chi) for chi in (8.0, 1.3, 1.3, 1.0)]
-    division = makespan_division(
-        times, [True, True, True, False], reference_s=1.0, tolerance=0.0, migration=FREE, budget=0.0
-    )
-    assert step_s(times, division) == pytest.approx(balanced_s(times), rel=5e-3)
 
 
 @pytest.mark.parametrize("per_share_s", [0.15, 0.5, 1.0])

@@ -155,40 +155,8 @@ def test_a_migration_that_takes_longer_than_it_saves_is_left():
     assert math.isclose(max(run.step_s), 0.2 + 1.3 * 0.8)
 
 
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize(("chi", "num_ranks"), [(2.0, 2), (4.0, 8)])
-def test_near_break_even_migration_does_not_come_and_go(chi, num_ranks):
-    """Whatever it costs: somewhere in between it neither pays nor does not."""
-    chis = [chi] + [1.0] * (num_ranks - 1)
-    for fixed_s in (0.1, 0.2, 0.3, 0.35, 0.4, 0.45, 0.5, 1.0, 1.9, 2.0, 2.1, 2.2):
-        cluster = Cluster(lambda step: chis, 0.2, 0.8, LINEAR, MigrationCost(fixed_s), noise=0.02)
-        run = simulate(BalanceConfig(mode="mig"), cluster, 1100)
-        lends = [any(shares) for shares in run.lent]
-        assert sum(one != other for one, other in itertools.pairwise(lends)) <= 3, fixed_s
-
-
 #: Handing over what χ = 2 of two ranks asks for saves half a second of 1.8.
 DEAR, CHEAP = MigrationCost(1.0), MigrationCost(0.02)
-
-
-def begins_of_lending(lends):
-    return [update for update, (before, now) in enumerate(itertools.pairwise(lends), 1) if now and not before]
-
-
-@pytest.mark.few(2)
-@pytest.mark.slow
-@pytest.mark.parametrize("reads_late", [False, True])
-@pytest.mark.parametrize("factor", [0.2, 0.3])
-def test_a_loss_that_the_calibration_takes_for_a_gain_is_tried_ever_more_rarely(factor, reads_late):
-    cluster = Cluster(lambda step: [2.0, 1.0], 0.2, 0.8, LINEAR, DEAR, reads_late=reads_late)
-    config = BalanceConfig(mode="mig", update_every=1)
-    lends = [any(shares) for shares in simulate(config, cluster, 1000, believed_migration=DEAR.scaled(factor)).lent]
-    begins = begins_of_lending(lends)
-    pauses = [later - earlier for earlier, later in itertools.pairwise(begins)]
-    assert len(pauses) >= 3
-    assert all(later >= 1.5 * earlier for earlier, later in itertools.pairwise(pauses))
-    assert sum(lends) <= 0.02 * len(lends)
 
 
 @pytest.mark.few(1)
@@ -221,18 +189,6 @@ def test_where_the_network_becomes_cheap_again_lending_comes_back(num_dear):
     lends = lending_while_it_costs([5.0] * num_dear + [1.0] * num_cheap + [5.0] * brief + [1.0] * num_after)
     assert not lends[num_dear - 1] and lends[num_dear + num_cheap - 1]
     assert not lends[-num_after] and lends[-1]
-
-
-def test_a_cost_that_is_higher_than_pre_tested_but_pays_is_no_reason_to_come_back_later():
-    """Stragglers came and went before the network was dear for a while."""
-    chis = ([2.0] * 30 + [1.0] * 30) * 6
-    controller, calibrated = Controller(BalanceConfig(mode="mig"), 2), DEAR.scaled(0.2)
-    lends = []
-    for chi, factor in [(chi, 1.5) for chi in chis] + [(2.0, 1.5)] * 20 + [(2.0, 5.0)] * 10 + [(2.0, 1.5)] * 150:
-        lent = tuple(own.lent for own in controller.current_plan().ranks)
-        seen = CollectiveTimes(factor * calibrated.seconds(lent), lent, calibrated)
-        lends.append(bool(controller.update(group(chi, 1.0)[0], seen).loans))
-    assert not lends[-150] and lends[-1]
 
 
 @settings(max_examples=30, deadline=None)
