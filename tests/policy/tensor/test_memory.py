@@ -213,10 +213,3 @@ def test_what_is_held_may_vary_without_units_moving_to_and_fro():
         plan = made.update(times(1.0))
         moves, owned = moves + (plan.owned != owned), plan.owned
     assert moves <= 5
-
-
-def test_few_units_are_divided_in_a_way_that_fits_where_none_in_proportion_does():
-    segments = (SegmentWork(4, 1, 0.35), SegmentWork(4096, 8, 0.65))
-    memory = GroupMemory((764.0, 631.0, 868.0, 603.0), [HeldBytes(100.0, 600.0)] * 4, segments)
-    assert memory.excess_by(memory.evenly_filled) > 0.0
-    assert memory.excess_by(memory.at_start) == 0.0

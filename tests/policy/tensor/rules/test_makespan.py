@@ -62,7 +62,7 @@ def test_what_does_not_fit_is_pruned_and_the_normal_ranks_are_filled_up_to_the_g
     assert division.lent[0] == pytest.approx(0.05 / 0.8, abs=1e-3)  # the normal rank's room until 1.05
     assert division.busy_s(times) == [pytest.approx(1.05, abs=1e-3)] * 2
     only_pruning = makespan_division(
-        times, slow, reference_s=1.0, tolerance=0.05, migration=FREE, budget=0.5, num_migrating=0
+        times, slow, reference_s=1.0, tolerance=0.05, migration=FREE, budget=0.5, may_lend=False
     )
     assert pruned_share(division) == pytest.approx(pruned_share(only_pruning) - 0.05 / 0.8 / 2, abs=1e-3)
 
@@ -104,37 +104,6 @@ def test_who_may_prune_more_is_not_slower(chis, migration, cost):
         division = makespan_division(times, slow, reference_s=1.0, tolerance=0.05, migration=migration, budget=budget)
         steps.append(step_s(times, division, migration))
     assert all(more <= max(less * 1.025, 1.055) for less, more in itertools.pairwise(steps))
-
-
-@pytest.mark.parametrize("migration", [FREE, MigrationCost(0.02, 0.1), MigrationCost(0.1, 0.5)])
-def test_the_number_that_migrate_is_the_best_of_all_numbers(migration):
-    """Fig. 11: chi = 8, 6, 4, 2 of eight ranks."""
-    times, slow = group(8.0, 6.0, 4.0, 2.0, 1.0, 1.0, 1.0, 1.0)
-    chosen = makespan_division(times, slow, reference_s=1.0, tolerance=0.05, migration=migration, budget=0.5)
-    each = [
-        makespan_division(
-            times, slow, reference_s=1.0, tolerance=0.05, migration=migration, budget=0.5, num_migrating=count
-        )
-        for count in range(5)
-    ]
-    in_time = [division for division in each if step_s(times, division, migration) <= 1.055]
-    assert in_time
-    assert step_s(times, chosen, migration) <= 1.055
-    assert pruned_share(chosen) <= min(map(pruned_share, in_time)) + 1e-3
-
-
-@pytest.mark.parametrize("migration", [FREE, MigrationCost(0.02, 0.1), MigrationCost(0.1, 0.5)])
-@pytest.mark.parametrize("budget", [0.5, 0.0])
-@pytest.mark.parametrize("count", range(5))
-def test_a_number_that_is_given_migrates_whatever_it_costs(count, budget, migration):
-    times, slow = group(2.0, 8.0, 4.0, 6.0, 1.0, 1.0, 1.0, 1.0)
-    division = makespan_division(
-        times, slow, reference_s=1.0, tolerance=0.05, migration=migration, budget=budget, num_migrating=count
-    )
-    slowest_first = (1, 3, 2, 0)
-    assert [rank for rank in slowest_first if division.lent[rank] >= 0.05] == list(slowest_first[:count])
-    assert pruned_share(division) <= budget + 1e-3
-    assert sum(division.lent) <= sum(division.slack) + 5e-3
 
 
 @pytest.mark.parametrize("num_ranks", [64, 4096])
