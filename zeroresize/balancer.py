@@ -151,9 +151,9 @@ class Balancer:
         have settled once ``owned`` of a slow rank is other than 1.
 
         ``predicted_step_s`` (seconds of a step), ``gain`` (the share of the step that it saves; both NaN before the
-        first decision), and of every rank, in lists: ``pruned``, ``lent``, ``owned`` (1 is an even
-        share), and ``ratios``, what is left out of an even share by the three together. The same
-        on every rank.
+        first decision), ``verdict`` (why units would move now, or stay; empty in modes that move none), and of every
+        rank, in lists: ``pruned``, ``lent``, ``owned`` (1 is an even share), and ``ratios``, what is left out of an
+        even share by the three together. The same on every rank.
         """
         if self.config.mode != "off":
             raise ValueError(

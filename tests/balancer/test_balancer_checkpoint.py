@@ -57,34 +57,6 @@ def test_pins_are_saved_and_a_mode_that_does_not_prune_ignores_them(run_ranks, t
     assert run_ranks(train, 2) == [[0.0, 0.0], [0.25, 0.0]]
 
 
-def test_a_run_that_is_resumed_before_a_step_at_full_work_makes_it_too(run_ranks, tmp_path):
-    """The losses tell: at full work they are others than under pruning."""
-
-    def train(rank, group):
-        def slow_run():
-            run = Run(group, chi={1: 2.0}, update_every=5)
-            return run
-
-        first = slow_run()
-        while not first.balancer.is_calibrating:
-            first.steps(1)
-        columns = [first.pruned()["up"]]
-        dcp.save({"balancer": first.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
-        weights = copy.deepcopy(first.model.state_dict())
-        losses = first.steps(2)
-        columns.append(first.pruned()["up"])
-        resumed = slow_run()
-        resumed.model.load_state_dict(weights)
-        dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
-        columns.append(resumed.pruned()["up"])
-        return [c is not None for c in columns], losses[0], resumed.steps(1)[0]
-
-    (normal, *_), (straggler, loss, resumed_loss) = run_ranks(train, 2)
-    assert normal == [False] * 3
-    assert straggler == [False, True, False]
-    assert resumed_loss == loss
-
-
 @pytest.mark.parametrize("mode", ["zero-rd", "semi"])
 def test_states_of_which_only_one_holds_what_was_received_are_found_on_all_ranks(run_ranks, mode):
     """As where a time limit ended the exchange on some of them; no rank may wait for what the others never send."""

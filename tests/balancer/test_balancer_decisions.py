@@ -32,33 +32,6 @@ def test_a_straggler_is_found_relieved_and_let_go_and_all_ranks_agree(run_ranks,
     assert results[1][1]["busy_s"] > 2 * results[0][1]["busy_s"], "full-work time, though it prunes"
 
 
-def test_a_step_at_full_work_is_one_step_and_what_is_told_is_the_plan(run_ranks):
-    """A start is followed by one, on credit."""
-
-    def train(rank, group):
-        records = []
-        run = Run(group, chi={1: 4.0}, on_update=records.append, update_every=5)
-        while not run.balancer.is_calibrating:
-            run.steps(1)
-        metrics_of_steps, in_it = [run.balancer.metrics()], run.pruned()
-        for _ in range(2):
-            run.steps(1)
-            metrics_of_steps.append(run.balancer.metrics())
-        return records[-1], metrics_of_steps, in_it, run.pruned()
-
-    record, metrics_of_steps, in_it, after = run_ranks(train, 2)[1]
-    ratio = record.ratio
-    assert record.calibration_steps == 1 and ratio > 0.5
-    assert [metrics["balance/ratio"] for metrics in metrics_of_steps] == [ratio] * 3
-    assert record.pruned == pytest.approx(ratio, abs=1 / FEATURES)
-    assert [metrics["balance/pruned_share"] for metrics in metrics_of_steps[1:]] == [0.0, record.pruned], (
-        "of the last step"
-    )
-    assert min(record.layer_shares.values()) > 0.5
-    assert in_it == {"up": None, "down": None}
-    assert all(columns is not None for columns in after.values())
-
-
 def test_off_measures_and_computes_in_full(run_ranks):
     def train(rank, group):
         run = Run(group, chi={1: 4.0}, mode="off")

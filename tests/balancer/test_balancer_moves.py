@@ -286,30 +286,6 @@ def test_what_cannot_move_stays_and_training_goes_on(run_ranks, rank_with_it):
     assert run_ranks(train, 2) == [(96, 96)] * 2
 
 
-@pytest.mark.slow
-def test_chi_that_changes_while_units_travel_is_followed(run_ranks, monkeypatch):
-    def train(rank, group):
-        run = exact_run(group)
-        move = OwnedUnits.move
-
-        def move_while_the_other_gets_slow(units, shares, why_not=None):
-            run.time.chi = {4.0: 1.0, 1.0: 4.0}[run.time.chi]
-            return move(units, shares)
-
-        run.updates(2)
-        run.time.chi = 4.0 if rank == 1 else 1.0
-        monkeypatch.setattr(OwnedUnits, "move", move_while_the_other_gets_slow)
-        while counts(run) == (96, 96):
-            run.updates(1)
-        first = counts(run)
-        monkeypatch.undo()
-        run.updates(60)  # what the first move has lost must be earned before the second
-        return first, counts(run)
-
-    for first, after in run_ranks(train, 2):
-        assert first[0] > first[1] and after[0] < after[1]
-
-
 @pytest.mark.parametrize("chi", [2.0, 10.0])
 def test_units_come_home_though_the_slowness_ended_just_as_they_left(run_ranks, monkeypatch, chi):
     """Steps at the old speed are all under the old division, steps at the new speed under the new one."""
@@ -410,22 +386,6 @@ def test_clipping_accumulation_and_checkpointing_go_on_as_if_nothing_had_moved(r
     for expected, moved in run_ranks(train, num_ranks):
         assert moved == pytest.approx(expected, rel=1e-10)
         assert len(set(expected)) == len(expected)
-
-
-def test_what_was_held_is_held_after_a_move_that_could_not_be_made(run_ranks, monkeypatch):
-    import zeroresize.resharding.agreement as agreement
-
-    def train(rank, group):
-        run = exact_run(group)
-        run.balancer.move((3, 1))
-        monkeypatch.setattr(agreement, "free_bytes", lambda device: 0)
-        with pytest.raises(RuntimeError, match="not enough memory"):
-            run.balancer.move((1, 3))
-        monkeypatch.undo()
-        run.updates(12)
-        return counts(run)
-
-    assert run_ranks(train, 2) == [(144, 48)] * 2
 
 
 def test_an_error_within_at_home_leaves_units_away_again(run_ranks):

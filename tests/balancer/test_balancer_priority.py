@@ -151,25 +151,3 @@ def test_a_run_resumed_within_an_epoch_goes_on_bit_for_bit(run_ranks, tmp_path, 
         assert (columns[0] is not None) == (rank == 1)
         if rank == 1:
             assert sum(one != other for one, other in pairwise(columns)) >= 2, "an epoch has its own columns"
-
-
-@pytest.mark.parametrize(
-    "before",
-    [{"priority": "activation"}, {"mode": "zero-rd"}, {"priority": "variation", "paper": {"snapshot": "bf16"}}],
-)
-def test_a_statistic_of_another_kind_starts_anew(run_ranks, tmp_path, before):
-    """The configuration changed between two runs: plans go on, and from the next epoch's end there is a statistic."""
-
-    def train(rank, group):
-        saved = Run(group, **{"mode": "zero-pri", **before})
-        saved.balancer.pin(1, 0.25)
-        saved.steps(2)
-        dcp.save({"balancer": saved.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
-        resumed = Run(group, mode="zero-pri", priority="variation")
-        dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
-        ratio = resumed.balancer.metrics()["balance/ratio"]
-        resumed.steps(2)
-        resumed.balancer.epoch_end()
-        return ratio
-
-    assert run_ranks(train, 2) == [0.0, 0.25]

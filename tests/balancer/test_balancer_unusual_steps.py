@@ -5,11 +5,9 @@ import logging
 
 import pytest
 import torch
-from helpers.states import held_by
 from helpers.virtual_training import FEATURES, Run
 
 import zeroresize as zr
-from zeroresize.measure import calibrate_resizing, rank_monitor
 
 
 def slow_rank_1(run, rank, chi=4.0):
@@ -87,54 +85,6 @@ def test_an_interval_without_the_balanced_layers_tells_nothing_and_breaks_nothin
 
     for spared in run_ranks(train, 2):
         assert (spared > 0.3) == (mode != "off")
-
-
-def test_a_balancer_made_after_training_measures_what_pruning_costs_in_one_step(run_ranks, monkeypatch):
-    seen = []
-
-    def calibrate(layers, config):
-        seen.append([layer.num_tokens for layer in layers.values()])
-        return calibrate_resizing.proportional_to_flops(config)
-
-    def train(rank, group):
-        monkeypatch.setattr(rank_monitor, "measure_resizing_cost", calibrate)
-        run = Run(group)
-        run.steps(20)
-        run.balancer.close()
-        run.balancer = zr.Balancer(run.model, run.optimizer, process_group=group, config=run.config)
-        evaluate(run)
-        run.steps(3)
-        return seen
-
-    assert run_ranks(train, 2) == [[[8, 8], [8, 8]]] * 2
-
-
-@pytest.mark.parametrize(("num_samples", "is_measured_anew"), [(8, False), (10, False), (80, True), (2, True)])
-def test_what_was_measured_of_a_batch_of_another_size_is_measured_anew_on_all_ranks(
-    run_ranks, monkeypatch, num_samples, is_measured_anew
-):
-    seen = []
-
-    def calibrate(layers, config):
-        seen.append(True)
-        return calibrate_resizing.proportional_to_flops(config)
-
-    def train(rank, group):
-        monkeypatch.setattr(rank_monitor, "measure_resizing_cost", calibrate)
-        first = Run(group)
-        first.steps(4)
-        state = first.balancer.state_dict()
-        if rank == 0:  # known there, as if only rank 1 ran on another device now
-            measurement = held_by(state, f"group 0-1 rank {rank}")["measurement"]
-            measurement["calibrated_on"]["work"] *= num_samples / 8
-        resumed = Run(group)
-        resumed.x = torch.randn(num_samples, FEATURES, generator=torch.Generator().manual_seed(1))
-        resumed.balancer.load_state_dict(state)
-        seen.clear()
-        resumed.steps(2)
-        return seen
-
-    assert run_ranks(train, 2) == [[True] if is_measured_anew else []] * 2
 
 
 def balancer_of(run, group, config):

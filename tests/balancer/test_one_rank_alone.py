@@ -7,10 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.processes import instances_of
 from helpers.virtual_training import FEATURES, Run
-
-from zeroresize.control.forward_watch import ForwardWatch
 
 pytestmark = pytest.mark.slow
 
@@ -224,16 +221,3 @@ def test_a_batch_that_changes_on_one_rank_only_is_an_error_on_every_rank(run_ran
         assert kind == "ValueError"
         for rank, tokens in enumerate((8, num_tokens) if changing else (num_tokens, 8)):
             assert f"rank {rank}: {tokens} tokens in layer " in text
-
-
-def test_a_rank_that_comes_late_to_a_batch_of_new_size_is_waited_for(run_ranks):
-    def train(rank, group):
-        with instances_of(ForwardWatch) as watches:
-            run = impatient_run(rank, "off")
-        run.steps(6)
-        for num_tokens in (4, 4, 12):
-            time.sleep(0.7 * LIMIT_S * rank)
-            forward(run, num_tokens)
-        return watches[0]._num_met
-
-    assert len(set(run_ranks(train, 2, timeout_s=25))) == 1

@@ -27,10 +27,6 @@ class ByNorm(torch.optim.SGD):
         super().step()
 
 
-class Away(torch.optim.SGD):
-    """Not known; element by element."""
-
-
 def made(group, kind=ByNorm, shares=None, **config):
     model = Pair(group)
     config = zr.BalanceConfig(update_every=2, **config)
@@ -78,15 +74,6 @@ def test_torchs_muon_and_adafactor_are_refused(run_ranks):
             balancer.close()
 
     run_ranks(train, 2, timeout_s=30)
-
-
-def test_an_unknown_optimizer_that_passes_the_trial_moves(run_ranks):
-    def move(rank, group):
-        _, balancer = made(group, Away, mode="off")
-        balancer.move([3, 1])
-        return balancer.plan.owned
-
-    assert run_ranks(move, 2) == [(1.5, 0.5)] * 2
 
 
 def test_where_ranks_judge_differently_none_moves_and_none_waits(run_ranks):

@@ -4,16 +4,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from helpers import parallel_layers
 from helpers.parallel_layers import HEAD_SIZE, WIDTH, gathered, impute
 from helpers.states import held_by
-from helpers.virtual_training import FEATURES, Run
+from helpers.virtual_training import Run
 from torch import nn
 from torch.testing import assert_close
 
 import zeroresize as zr
-from zeroresize.config.keys import IMPUTATIONS, PINNABLE_MODES, PRIORITIES
+from zeroresize.config.keys import IMPUTATIONS, PRIORITIES
 from zeroresize.plan.group import RankPlan, WorkloadPlan
 
 SHARES = {2: (3, 1), 3: (1, 3, 2)}
@@ -311,51 +310,6 @@ def test_freezing_leaves_weights_and_moments_of_pruned_columns_across_moves(run_
 
 # ---- saved and resumed ----------------------------------------------------------------------------------------------
 
-KINDS = [
-    *({"priority": priority} for priority in PRIORITIES),
-    {"priority": "activation", "paper": {"imputation": "same"}},
-    {"priority": "path_length", "pruned_update": "freeze"},
-    {"mode": "zero-rd"},
-    {"mode": "zero-pridiff", "priority": "variation", "paper": {"pridiff_rule": "paper"}},
-]
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize("saved_at_home", [False, True])
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
-def test_a_run_resumed_within_an_epoch_goes_on_bit_for_bit(run_ranks, tmp_path, kind, saved_at_home):
-    def train(rank, group):
-        def go_on(run):
-            steps = []
-            for step in range(10):
-                run.x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(100 + step))
-                losses = run.steps(1)
-                steps.append((losses, {name: None if p is None else p.tolist() for name, p in run.pruned().items()}))
-            return steps, repr(held_by(run.balancer.state_dict(), f"group 0-1 rank {rank}")["selector"])
-
-        first = pruning_run(group, iters_per_epoch=4, **kind)
-        first.steps(1)
-        pin(first, 0.5, 0.25)
-        first.steps(5)
-        folder = str(tmp_path / "checkpoint")
-        state = {**zr.sharded_state_dict(first.model, first.optimizer), "balancer": first.balancer}
-        if saved_at_home:
-            with first.balancer.at_home():
-                dcp.save({**state, **zr.sharded_state_dict(first.model, first.optimizer)}, checkpoint_id=folder)
-        else:
-            dcp.save(state, checkpoint_id=folder)
-        expected = go_on(first)
-        first.balancer.close()
-
-        resumed = pruning_run(group, iters_per_epoch=4, **kind)
-        state = {**zr.sharded_state_dict(resumed.model, resumed.optimizer), "balancer": resumed.balancer}
-        dcp.load(state, storage_reader=zr.CheckpointReader(folder))
-        return expected, go_on(resumed)
-
-    for expected, resumed in run_ranks(train, 2):
-        assert resumed[0] == expected[0]
-        assert resumed[1] == expected[1]
-
 
 @pytest.mark.parametrize(("from_shares", "to_shares"), [("even", (3, 1)), ((3, 1), "even"), ((3, 1), (1, 3))], ids=str)
 def test_a_state_of_another_division_brings_what_is_known_to_the_owners_of_now(run_ranks, from_shares, to_shares):
@@ -391,34 +345,3 @@ def test_a_state_of_another_division_brings_what_is_known_to_the_owners_of_now(r
 
 
 # ---- modes ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize("shares", [(3, 1), (1, 0)], ids=str)
-@pytest.mark.parametrize("mode", [*PINNABLE_MODES, "mig"])
-def test_a_forced_ratio_is_in_force_on_shares_from_the_start_and_after_resuming(run_ranks, mode, shares):
-    def train(rank, group):
-        def forced_run():
-            ranks = [0] if mode == "mig" else "all"
-            return pruning_run(
-                group, mode=mode, shares=shares, ratio=0.5, ranks=ranks, update_every=3, iters_per_epoch=4
-            )
-
-        first = forced_run()
-        losses = first.steps(8)
-        with first.balancer.at_home():
-            pass
-        losses += first.steps(2)
-        state = first.balancer.state_dict()
-        first.balancer.close()
-        resumed = forced_run()
-        resumed.balancer.load_state_dict(state)
-        resumed.steps(4)
-        kind = "balance/lent_share" if mode == "mig" else "balance/pruned_share"
-        spared = [run.balancer.metrics()[kind] for run in (first, resumed)]
-        return losses[-1] < losses[0], spared, [run.model.down.segment.owned.counts for run in (first, resumed)]
-
-    for rank, (learns, spared, counts) in enumerate(run_ranks(train, 2)):
-        is_forced = shares[rank] > 0 and (mode != "mig" or rank == 0)
-        assert learns and spared == pytest.approx([0.5 * is_forced] * 2, abs=0.01)
-        assert counts == [tuple(192 * share // sum(shares) for share in shares)] * 2

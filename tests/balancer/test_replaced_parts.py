@@ -105,24 +105,6 @@ def test_what_was_replaced_is_told_at_the_next_update_and_no_unit_moves(run_rank
     run_ranks(train, 2, timeout_s=30)
 
 
-def test_units_that_are_away_stay_there_until_a_new_balancer_brings_them_home(run_ranks):
-    def train(rank, group):
-        run = Training(group)
-        run.steps(2)
-        run.balancer.move((3, 1))
-        replace_optimizer(run, group)
-        run.steps(2)
-        with pytest.raises(CannotMoveError, match=r"close\(\) the Balancer and make a new one"):
-            run.balancer.move((1, 1))
-        run.balancer.close()
-        run.balancer = run.balance()
-        run.balancer.move((1, 1))
-        assert run.steps(6) == []
-        return [tuple(one.shape) for one in run.model.parameters()]
-
-    assert len(set(map(str, run_ranks(train, 2, timeout_s=30)))) == 1
-
-
 def test_every_rank_learns_what_one_of_them_replaced(run_ranks):
     def train(rank, group):
         run = Training(group)

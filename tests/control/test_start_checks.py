@@ -5,7 +5,6 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.hosts import Host, small_vit
 from helpers.processes import caught_log_lines
 from helpers.virtual_training import FEATURES, Pair
 from torch import nn
@@ -67,18 +66,6 @@ def test_ranks_that_begin_with_different_weights_are_all_told_which_in_the_first
             "1 of 5 parameters that all ranks of the group should hold alike differ between the ranks: "
         )
         assert [f"rank {rank}: sum " in message for rank in range(3)] == [True] * 3  # no two agree, so none is to blame
-
-
-@pytest.mark.parametrize("odd_one", [0, 2])
-def test_where_most_ranks_agree_the_other_is_named_also_if_that_is_rank_0(run_ranks, odd_one):
-    def train(rank, group):
-        model = Model(group)
-        change(model, int(rank == odd_one))
-        balancer = balanced(model, group)  # noqa: F841 - it lives
-        with pytest.raises(ValueError, match=rf"ranks: head.weight on rank {odd_one}, other than on most ranks\. Seed"):
-            model(X)
-
-    run_ranks(train, 3, timeout_s=20)
 
 
 def test_weights_may_be_loaded_after_the_balancer_was_made(run_ranks):
@@ -166,35 +153,6 @@ def test_ddp_over_replicas_and_ddp_that_leaves_the_shards_alone_are_taken(run_ra
         return balancer.metrics()["balance/ratio"]
 
     assert run_ranks(build, 2, timeout_s=20) == [0.0, 0.0]
-
-
-@pytest.mark.usefixtures("colossalai_vit_modules")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_colossalai_splits_is_left_out_and_what_it_replicates_is_compared(run_ranks, precision):
-    """A shard of the gathered classifier, or of any layer that stays as it is, is no difference; DDP of one rank no DDP
-    over the group; and the optimizer's master weights are those of all layers."""
-
-    def train(rank, group):
-        host = Host(group)
-        warnings = []
-        for by in (0.0, 0.5):
-            boosted = host.boost(small_vit(), precision=precision)
-            change(boosted.model, rank, next(n for n, _ in boosted.model.named_parameters() if "norm_before" in n), by)
-            balancer = balanced(boosted.model, boosted.group, optimizer=boosted.optimizer)
-            images = torch.ones(2, 3, 8, 8, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
-            try:
-                boosted.model(images)
-            except ValueError as error:
-                warnings.append(str(error))
-            balancer.close()
-        return warnings
-
-    for warnings in run_ranks(train, 2):
-        assert (
-            len(warnings) == 1
-            and warnings[0].startswith("1 of ")
-            and "layernorm_before.weight (rank 0: sum " in warnings[0]
-        )
 
 
 def drift_lines(run_ranks, num_steps, clip=None, change_at=None, by=0.0, before=0.0):

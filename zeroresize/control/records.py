@@ -19,6 +19,7 @@ def update_record(parts: Parts, num_steps: int) -> UpdateRecord:
     plan, units, bounds, rank = decider.plan, parts.group.units, decider.controller.bounds, parts.setup.rank
     moves = units.moves if units is not None else []
     return UpdateRecord(
+        verdict=decider.controller.verdict,
         update=num_steps // parts.setup.config.update_every,
         step=num_steps,
         epoch=parts.mover.selector.state.epoch,
@@ -73,7 +74,7 @@ def metrics(parts: Parts, num_steps: int) -> dict[str, float]:
 
 def what_if(parts: Parts) -> dict[str, dict[str, Any]]:
     """Return what :meth:`zeroresize.balancer.Balancer.what_if` tells."""
-    full_s = parts.decider.plan.predicted_step_s
+    full_s, what_if = parts.decider.plan.predicted_step_s, parts.decider.what_if
     return {
         mode: {
             "predicted_step_s": plan.predicted_step_s,
@@ -82,6 +83,7 @@ def what_if(parts: Parts) -> dict[str, dict[str, Any]]:
             "pruned": [rank.pruned for rank in plan.ranks],
             "lent": [rank.lent for rank in plan.ranks],
             "owned": [rank.owned for rank in plan.ranks],
+            "verdict": what_if.verdicts[mode],
         }
-        for mode, plan in parts.decider.what_if.plans.items()
+        for mode, plan in what_if.plans.items()
     }

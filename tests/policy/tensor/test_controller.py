@@ -7,14 +7,11 @@ import numpy as np
 import pytest
 from helpers.states import resumed
 from helpers.virtual_training import LINEAR, REALISTIC
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.group import Shares
 from zeroresize.policy.tensor.controller import Controller
-from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
-from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
+from zeroresize.policy.tensor.costs import ResizingCost
 from zeroresize.policy.tensor.estimation.estimator import RankEstimator
 from zeroresize.policy.tensor.estimation.times import RankTimes, StepTimes
 
@@ -178,29 +175,6 @@ def test_a_receiver_that_is_slow_for_a_moment_goes_on_receiving():
     for _ in range(4):
         later = controller.update([times[0], unsure(1.3, 0.01), *times[2:]])
     assert later.loans != before.loans
-
-
-many_times = st.lists(
-    st.tuples(*[st.tuples(st.sampled_from([1.0, 1.1, 1.3, 2.0, 8.0]), st.floats(0.0, 0.3))] * 3), min_size=2, max_size=8
-)
-
-
-@settings(deadline=None)
-@given(many_times, st.sampled_from(["zero-pri", "mig", "semi"]), st.integers(1, 7))
-def test_equal_inputs_give_equal_plans_also_from_a_saved_state(updates, mode, half):
-    seen = CollectiveTimes(0.0, (0.0,) * 3, MigrationCost(0.01, 0.02))
-    steady, other = (Controller(BalanceConfig(mode=mode), 3) for _ in range(2))
-    for number, times_of_ranks in enumerate(updates):
-        if number == half:
-            other = resumed(steady)
-        plans = [
-            controller.update([unsure(*times) for times in times_of_ranks], seen) for controller in (steady, other)
-        ]
-        assert plans[0] == plans[1]
-        assert steady.num_calibration_steps == other.num_calibration_steps
-        assert steady.fingerprint(plans[0]) == other.fingerprint(plans[1])
-        assert all(0.0 <= rank.pruned + rank.lent <= 1.0 for rank in plans[0].ranks)
-        assert math.isfinite(plans[0].predicted_step_s)
 
 
 @pytest.mark.parametrize("noise", [0.05, 0.1])

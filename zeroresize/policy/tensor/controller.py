@@ -165,6 +165,11 @@ class Controller:
             self.ownership.home = fitting_shares(self.num_ranks, memory.most_shares)
 
     @property
+    def verdict(self) -> str:
+        """Tell why units moved at the last update, or stayed; empty where decisions move none."""
+        return str(self.ownership.verdict) if self.config.may_move and self.segments else ""
+
+    @property
     def busy_s(self) -> tuple[float, ...]:
         """Return, for every rank, seconds of a step at full work and even shares; empty before all were measured."""
         known = [times.busy_s for times in self._times if times is not None]

@@ -51,6 +51,11 @@ class WhatIf:
         return {mode: self._plans[kind] for mode, kind in _KIND_OF_MODE.items() if kind in self._plans}
 
     @property
+    def verdicts(self) -> dict[str, str]:
+        """Return why units would have moved or stayed, by mode; empty texts where a mode moves none."""
+        return {mode: self._controllers[kind].verdict for mode, kind in _KIND_OF_MODE.items() if kind in self._plans}
+
+    @property
     def controllers(self) -> tuple[Controller, ...]:
         """Return the controllers, one for each kind of mode."""
         return tuple(self._controllers.values())

@@ -1,7 +1,6 @@
 """Full-work numbers of one rank, with how sure they are, learned from the times of its steps."""
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
@@ -169,11 +168,6 @@ def test_an_estimator_goes_on_from_its_state_bit_for_bit(intervals):
         estimator.learn(with_calibration_step(0.5, truth))
         estimator.learn(steps(0.5, truth, 2.0, borrowed=0.1))
     assert (loaded.times, loaded.cost, repr(encoded(loaded))) == (saved.times, saved.cost, repr(encoded(saved)))
-
-
-any_float = st.floats() | st.sampled_from([0.0, -1.0, math.inf, math.nan, 1e300, 5e-324, 1e9, 1e-9])
-any_shares = st.builds(Shares, st.sampled_from([0.0, 0.1, 0.6, 0.9]), st.sampled_from([0.0, 0.1]), st.floats(0.0, 8.0))
-any_steps = st.builds(StepTimes, any_float, any_float, any_float, any_shares, st.booleans())
 
 
 def test_a_rank_that_computes_no_products_tells_nothing_of_its_speed():
