@@ -32,19 +32,6 @@ def test_a_straggler_is_found_relieved_and_let_go_and_all_ranks_agree(run_ranks,
     assert results[1][1]["busy_s"] > 2 * results[0][1]["busy_s"], "full-work time, though it prunes"
 
 
-def test_off_measures_and_computes_in_full(run_ranks):
-    def train(rank, group):
-        run = Run(group, chi={1: 4.0}, mode="off")
-        trace = run.updates(4)
-        return trace, run.pruned(), run.balancer.metrics()
-
-    for rank, (trace, pruned, metrics) in enumerate(run_ranks(train, 2)):
-        assert trace == [[0.0, 0.0]] * 4
-        assert pruned == {"up": None, "down": None}
-        assert metrics["balance/is_straggler"] == rank
-        assert metrics["balance/busy_s"] > 0.01
-
-
 def test_forced_ratio_is_in_force_from_the_first_iteration_and_the_lineage_tells_it(run_ranks):
     def train(rank, group):
         run = Run(group, ratio=0.5, ranks=[1])
@@ -94,21 +81,6 @@ def test_pin_holds_against_measurements_until_released(run_ranks):
         return pinned, run.balancer.metrics()["balance/ratio"]
 
     assert run_ranks(train, 2) == [(0.5, 0.0), (0.0, 0.0)]
-
-
-@pytest.mark.parametrize(
-    "config",
-    [dict(), dict(mode="mig", ratio=0.5, ranks=[0]), dict(mode="semi"), dict(pruned_update="freeze")],
-    ids=["default", "forced to lend", "semi", "freeze"],
-)
-def test_a_group_of_one_rank_neither_measures_nor_balances(run_ranks, config):
-    def train(rank, group):
-        run = Run(group, **config)
-        run.time.chi = 4.0
-        run.steps(7)
-        return run.balancer.layer_times(), run.balancer.metrics()["balance/ratio"], run.model.up.plan
-
-    assert run_ranks(train, 1) == [({}, 0.0, None)]
 
 
 def test_metrics_are_flat_numbers_with_the_documented_names(run_ranks):

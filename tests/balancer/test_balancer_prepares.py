@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers.processes import caught_log_lines
 from helpers.virtual_training import FEATURES
 from torch import nn
@@ -48,24 +47,6 @@ def train(model, optimizer, balancer, num_steps):
 
 
 # ---- the group ------------------------------------------------------------------------------------------------------
-
-
-def test_layers_of_two_groups_are_an_error_that_names_both(run_ranks):
-    def check(rank, group):
-        alone = [dist.new_group([number]) for number in range(2)][rank]
-        model = nn.ModuleDict({"pair": split_pair(group), "late": split_pair(alone)})
-        expected = rf"two process groups: pair\.0 of ranks \[0, 1\] and late\.0 of ranks \[{rank}\] of the job"
-        with pytest.raises(ValueError, match=expected):
-            zr.Balancer(model, sgd(model))
-        with pytest.raises(ValueError, match=expected):
-            zr.convert(model)
-        assert balanced_layers(model) == {}
-        # Those of one group can be chosen, by naming it or by the filter.
-        zr.convert(model, module_filter_fn=lambda module, name: name.startswith("pair"))
-        assert list(balanced_layers(model)) == ["pair.0", "pair.2"]
-        zr.Balancer(model, sgd(model)).close()
-
-    run_ranks(check, 2)
 
 
 def test_in_a_group_of_one_nothing_is_done_and_a_line_says_so(run_ranks):
@@ -135,16 +116,6 @@ def test_the_shares_of_the_configuration_are_in_force_before_the_first_step_and_
         balancer.close()
         zr.Balancer(model, sgd(model), config).close()
         assert owned(model) == [(96, 96)], "only at first"
-
-    run_ranks(check, 2)
-
-
-@pytest.mark.parametrize(("given", "counts"), [("even", (96, 96)), ((1, 3), (48, 144))])
-def test_shares_that_convert_was_given_go_before_those_of_the_configuration(run_ranks, given, counts):
-    def check(rank, group):
-        model = zr.convert(split_pair(group), shares=given)
-        zr.Balancer(model, sgd(model), zr.BalanceConfig(shares=(3, 1), moves=False)).close()
-        assert owned(model) == [counts]
 
     run_ranks(check, 2)
 

@@ -5,8 +5,6 @@ import torch
 from helpers.states import held_by
 from helpers.virtual_training import Run
 
-import zeroresize as zr
-
 
 def slow_run(group, chis, **config):
     return Run(group, chi=dict(enumerate(chis)), mode="semi", update_every=5, **config)
@@ -60,18 +58,3 @@ def test_what_is_lent_is_most_important_and_what_is_pruned_least(run_ranks):
     for pruned, kept, lent in layers:
         assert lent.numel() and pruned.numel()
         assert pruned.max() <= kept.min() and kept.max() <= lent.min()
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"ratio": 0.5}, "ratio=0.5 with mode='semi'"),
-        ({"paper": {"semi_rule": "guess"}}, "paper.semi_rule='guess'"),
-        ({"paper": {"num_migrating": -1}}, "paper.num_migrating=-1"),
-        ({"paper": {"num_migrating": "all"}}, "paper.num_migrating='all'"),
-        ({"budget": 1.5}, "budget=1.5"),
-    ],
-)
-def test_wrong_settings_are_refused(config, message):
-    with pytest.raises(ValueError, match=message):
-        zr.BalanceConfig(mode="semi", **config)

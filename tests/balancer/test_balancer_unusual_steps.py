@@ -1,7 +1,6 @@
 """What is not usual training: evaluations, layers in eval(), steps without the layers, balancers one after another."""
 
 import gc
-import logging
 
 import pytest
 import torch
@@ -52,23 +51,6 @@ def test_a_recovered_rank_lets_go_though_every_epoch_ends_with_an_evaluation_in_
     for ratios in run_ranks(train, 2):
         assert min(ratios[2:8]) > 0.4
         assert ratios[-1] == 0.0
-
-
-@pytest.mark.parametrize("mode", ["zero-rd", "mig", "semi"])
-def test_training_with_layers_in_eval_balances_nothing_and_says_so_once(run_ranks, mode):
-    def train(rank, group):
-        lines = []
-        handler = logging.Handler()
-        handler.emit = lambda record: lines.append(record.getMessage())
-        logging.getLogger("zeroresize.measure.rank_monitor").addHandler(handler)
-        run = slow_rank_1(Run(group, mode=mode), rank)
-        run.model.eval()
-        plans = [run.updates(1) and run.balancer.plan for _ in range(5)]
-        return [plan.loans or any(rank.pruned for rank in plan.ranks) for plan in plans], lines
-
-    for relieved, lines in run_ranks(train, 2):
-        assert not any(relieved)
-        assert [message for message in lines if "eval()" in message] == lines and len(lines) == 1
 
 
 @pytest.mark.parametrize("mode", ["off", "zero-rd", "mig", "semi"])

@@ -102,18 +102,6 @@ def test_what_cannot_fit_is_refused_on_every_rank(run_ranks, config, message):
     assert run_ranks(train, 2) == [True, True]
 
 
-def test_memory_that_activations_exceed_where_nothing_moves_is_warned_of_once(run_ranks, caplog):
-    def train(rank, group):
-        limits = (1e9, FIXED + 1.05 * OF_EVEN_SHARE)
-        run = Run(group, mode="zero-rd", memory_limits=limits, shares=(1.0, 1.0), update_every=1)
-        run.x = torch.randn(200, FEATURES)
-        run.steps(6)
-        return [record.getMessage() for record in caplog.records if "memory_limits" in record.getMessage()]
-
-    said = [line for lines in run_ranks(train, 2) for line in lines]
-    assert len(said) == 1 and "rank 1 would hold" in said[0] and "give shares that fit" in said[0]
-
-
 def test_a_checkpoints_division_that_does_not_fit_is_not_taken_over(run_ranks):
     def train(rank, group):
         saved = Run(group, mode="exact", shares=(1.0, 3.0), memory_limits=(1e9, 1e9))

@@ -101,28 +101,6 @@ def test_a_step_too_many_or_too_few_is_found_at_the_next_exchange(run_ranks, mod
         assert "balancer.step()" in text and all(counts), text
 
 
-@each_mode
-def test_gradient_accumulation_recomputation_and_evaluation_are_no_unequal_steps(run_ranks, mode):
-    def train(rank, group):
-        run = impatient_run(rank, mode)
-        for step in range(23):
-            for micro_batch in range(1 + step % 3):
-                torch.utils.checkpoint.checkpoint(run.model, run.x[micro_batch:], use_reentrant=False).sum().backward()
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-            run.balancer.step()
-            if step % 4 == 0:
-                run.model.eval()(run.x[:3])
-                run.model.train()
-            if step == 11:
-                run.balancer.epoch_end()
-            if step == 17:
-                run.balancer.load_state_dict(run.balancer.state_dict())
-        return run.balancer._num_steps
-
-    assert run_ranks(train, 2, timeout_s=40) == [23, 23]
-
-
 # ---- balancer.epoch_end() -------------------------------------------------------------------------------------------
 
 

@@ -164,30 +164,6 @@ def test_what_is_summed_frozen_unused_or_skipped_is_not_blamed(run_ranks):
     assert run_ranks(train, 2, timeout_s=60) == [[], []]
 
 
-@pytest.mark.parametrize("skips", [[0, 1], [1]])
-def test_where_a_scaler_skips_the_first_step_gradients_are_compared_in_the_next(run_ranks, skips):
-    """Ranks that step while others skip wait for these, and are told at the next exchange that they must not."""
-
-    def train(rank, group):
-        model = Model()
-        optimizer, balancer = balanced(model, group)
-        scaler = torch.amp.GradScaler("cpu")
-        for step in range(2):
-            scaler.scale(model(ids_of(0)).float().square().mean()).backward()
-            if step == 0 and rank in skips:
-                model.part.q.weight.grad.view(-1)[0] = torch.inf
-            try:
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-                balancer.step()
-            except (RuntimeError, ValueError) as error:
-                return str(error)
-
-    for text in run_ranks(train, 2, timeout_s=30):
-        assert ("part of a sum" if len(skips) == 2 else "equally many optimizer steps") in text
-
-
 def test_other_random_draws_behind_the_layers_are_warned_of_and_other_targets_are_an_error(run_ranks):
     def train(rank, group):
         model = Model(drop=0.5)

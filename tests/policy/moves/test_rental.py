@@ -130,10 +130,9 @@ def test_slowness_that_comes_and_goes_takes_at_most_three_times_the_best_who_kne
         lost_s = [saved_s if slow else 0.0, 0.0 if slow else saved_s]
         taken_s += lost_s[place]
         least_s = [min(least_s[own], least_s[1 - own] + move_s) + lost_s[own] for own in (0, 1)]
-        rental.next_update()
-        rental.charge({str(not place): lost_s[place] - lost_s[1 - place]}, 1)
-        if rental.is_due(str(not place), 2.0 * move_s):
-            rental.settle(str(not place))
+        option = Option(str(not place), lost_s[place] - lost_s[1 - place], 2.0 * move_s)
+        if rental.decide([option], STEP_S, 1, least_saving=0.0).is_due:
+            rental.settle(option.name)
             taken_s, place = taken_s + move_s, not place
     assert taken_s <= (3.0 + saved_s / move_s) * (min(least_s) + move_s) + 2.0 * saved_s + 1e-6
 
@@ -142,26 +141,13 @@ def test_slowness_that_comes_and_goes_takes_at_most_three_times_the_best_who_kne
 def test_slowness_that_alternates_faster_than_a_move_pays_is_never_followed(period, saved_s):
     rental, price_s = Rental(), 1.01 * period * saved_s
     for step in range(40 * period):
-        rental.next_update()
-        rental.charge({"away": saved_s if step // period % 2 else -saved_s}, 1)
-        assert not rental.is_due("away", price_s)
-
-
-@given(st.lists(st.tuples(SAVINGS, st.integers(1, 10)), max_size=40))
-def test_each_candidate_is_charged_by_itself(updates):
-    """As if it were the only one; what is not named is forgotten."""
-    rental = Rental()
-    alone = {candidate: Rental() for candidate in "abc"}
-    for saved_s, num_steps in updates:
-        rental.charge(saved_s, num_steps)
-        for candidate, single in alone.items():
-            single.charge({candidate: saved_s[candidate]} if candidate in saved_s else {}, num_steps)
-            assert rental.owed_for(candidate) == single.owed_for(candidate) >= 0.0
+        option = Option("away", saved_s if step // period % 2 else -saved_s, price_s)
+        assert not rental.decide([option], STEP_S, 1, least_saving=0.0).is_due
 
 
 def test_what_would_have_been_better_still_is_owed_for_that():
     rental = Rental()
-    rental.charge({"good": 3.0, "better": 5.0, "worse": 1.0}, 2)
+    rental.decide([Option("good", 3.0, 9.0), Option("better", 5.0, 99.0), Option("worse", 1.0, 9.0)], STEP_S, 2)
     rental.settle("good")
     assert rental.owed_s == {"better": 4.0}
     rental.settle()
@@ -177,19 +163,17 @@ def test_it_goes_on_from_its_state(updates, saved_after):
     for number, (saved_s, what) in enumerate(updates):
         if number == saved_after:
             rental = resumed(rental)
-        due = []
-        for account in (whole, rental):
-            account.next_update()
-            account.charge(saved_s, 1)
-            due.append([candidate for candidate in sorted(saved_s) if account.is_due(candidate, 1.5)])
+        options = [Option(name, saving_s, 1.5) for name, saving_s in saved_s.items()]
+        verdicts = [each.decide(options, STEP_S, 1) for each in (whole, rental)]
+        assert str(verdicts[0]) == str(verdicts[1]) and whole == rental
+        for each, verdict in zip((whole, rental), verdicts, strict=True):
             if what == "disappoint":
-                account.judge(is_kept=False)
-            elif due[-1] and what == "move":
-                account.settle(due[-1][0])
-                account.succeed()
-            elif due[-1] and what == "refuse":
-                account.refuse()
-        assert due[0] == due[1] and whole == rental
+                each.judge(is_kept=False)
+            elif verdict.is_due and what == "move":
+                each.settle(verdict.option.name)
+                each.succeed()
+            elif verdict.is_due and what == "refuse":
+                each.refuse()
 
 
 @given(STEPS, SHARES, st.floats(1.01, 100.0))

@@ -56,12 +56,3 @@ def test_in_other_modes_there_is_nothing_to_ask(mode):
     what_if = WhatIf(BalanceConfig(mode=mode), RANKS)
     what_if.update(*told_at(0))
     assert what_if.plans == {} and what_if.controllers == ()
-
-
-def test_keys_of_any_mode_may_stand_in_the_configuration():
-    config = BalanceConfig(
-        mode="off", ratio=0.5, ranks="all", budget=0.1, paper={"num_migrating": 1, "semi_rule": "paper"}
-    )
-    assert set(WhatIf(config.replace(paper={"pridiff_rule": "paper", "mig_rule": "paper"}), RANKS).plans) == {
-        *MODES
-    } - {"off"}

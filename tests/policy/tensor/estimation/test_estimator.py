@@ -1,7 +1,5 @@
 """Full-work numbers of one rank, with how sure they are, learned from the times of its steps."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 from helpers.states import resumed
@@ -111,20 +109,6 @@ def test_a_hiccup_is_not_taken_for_the_cost_of_pruning(full_gemm_s):
     estimator.learn([*steps(0.6), StepTimes(0.1, 0.0, 0.0, Shares(0.6))])
     assert estimator.cost.gemm_share == pytest.approx(before.gemm_share, rel=0.01)
     assert estimator.times.busy_s == pytest.approx(REST_S + GEMM_S, rel=0.02)
-
-
-def test_a_ratio_that_someone_forced_is_not_taken_for_what_decided_ones_cost():
-    """It need not leave a number of columns that is fast to multiply."""
-    estimator = learned(*[steps(0.0)] * 3)
-    before = estimator.cost
-    estimator.learn([dataclasses.replace(step, is_forced=True) for step in steps(0.6, chi=1.3)])
-    assert estimator.cost == before
-
-
-def test_an_interval_of_two_plans_tells_of_both_and_its_usual_step_is_of_the_last():
-    estimator = learned(*[steps(0.0)] * 2, [*steps(0.0), *steps(0.3)])
-    assert estimator.usual_step.shares == Shares(0.3)
-    assert estimator.times.gemm_s == pytest.approx(GEMM_S)
 
 
 def test_how_long_gathers_take_is_told_where_they_were_measured():

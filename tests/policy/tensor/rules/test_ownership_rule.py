@@ -1,7 +1,6 @@
 """Who should own how many units, against what no division can beat."""
 
 import math
-import time
 
 import numpy as np
 import pytest
@@ -115,30 +114,12 @@ def test_what_heads_cannot_balance_is_left_at_home():
     assert wanted(times, segments=(head,)) == (1.0,) * 4
 
 
-def test_the_rest_that_moves_along_counts():
-    times = group(1.0, 4.0, moving_rest=0.5)
-    shares = dict(zip((0, 1), wanted(times), strict=True))
-    seconds = [own_s.rest_s * (0.5 + 0.5 * shares[r]) + own_s.gemm_s * shares[r] for r, own_s in enumerate(times)]
-    assert seconds[0] == pytest.approx(seconds[1], rel=1e-4)
-
-
 def test_segments_that_divide_alike_are_one():
     segments = [SegmentWork(3072, 8, 0.04), SegmentWork(12, 1, 0.02)] * 12
     assert merged(segments) == (SegmentWork(3072, 8, pytest.approx(0.48)), SegmentWork(12, 1, pytest.approx(0.24)))
     times = group(1.0, 1.0, 2.0, 8.0)
     shares = wanted(times, segments=segments)
     assert owned_step_s(times, shares, segments) == pytest.approx(owned_step_s(times, shares, merged(segments)))
-
-
-def test_a_thousand_ranks_take_milliseconds():
-    times = group(*np.random.default_rng(0).uniform(1.0, 2.0, 1024).tolist())
-    are_slow = [own.busy_s > 1.5 for own in times]
-    segments = (SegmentWork(65536, 8, 0.6), SegmentWork(1024, 1, 0.3))
-    wanted_shares(times, are_slow, segments)
-    began = time.process_time()
-    for _ in range(5):
-        wanted_shares(times, are_slow, segments)
-    assert (time.process_time() - began) / 5 < 0.1
 
 
 MOST = st.lists(st.floats(0.3, 3.0), min_size=3, max_size=3).filter(lambda most: sum(most) >= 3.05)

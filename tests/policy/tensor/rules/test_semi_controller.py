@@ -57,20 +57,6 @@ def test_noise_neither_moves_a_settled_plan_nor_swaps_who_lends(chis, migration,
     assert max(max(shares) - min(shares) for shares in steady) <= 0.1
 
 
-@pytest.mark.parametrize("before", [{"mode": "semi"}, {"mode": "zero-pridiff"}, {"mode": "mig"}])
-def test_a_state_that_does_more_than_is_allowed_now_is_not_carried_out(before):
-    times, _ = group(8.0, 1.0)
-    saved = Controller(BalanceConfig(**before), 2)
-    for _ in range(4):
-        saved.update(times, CollectiveTimes(0.0, (0.0, 0.0), MigrationCost(0.01, 0.01)))
-    exact = resumed(saved, Controller(BalanceConfig(mode="semi", budget=0.0), 2))
-    assert [own.pruned for own in exact.current_plan().ranks] == [0.0, 0.0]
-    frugal = resumed(saved, Controller(BalanceConfig(mode="zero-rd", budget=0.1), 2))
-    assert [(own.pruned, own.lent) for own in frugal.current_plan().ranks] == [(0.0, 0.0)] * 2
-    forced = resumed(saved, Controller(BalanceConfig(mode="zero-rd", ratio=0.25, ranks=[1]), 2))
-    assert [(own.pruned, own.lent) for own in forced.current_plan().ranks] == [(0.0, 0.0), (0.25, 0.0)]
-
-
 def test_nothing_is_pruned_beyond_the_budget_where_the_cost_of_migrating_is_unknown():
     times, _ = group(8.0, 1.0)
     controller = Controller(BalanceConfig(mode="semi", budget=0.0), 2)
