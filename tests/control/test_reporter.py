@@ -161,7 +161,7 @@ def test_why_units_stay_is_the_decisions_own_verdict_and_said_at_each_doubling(l
     assert list(said) == [8, 16, 32, 64]
     assert said[8] == [
         "step 8: rank 1 is 1.9 times slower than the fastest, and units stay where they are: staying has not cost as "
-        "much as the change yet: it would save 0.001 of 0.2 s a step and take 1.4 s; staying has cost 0.016 of 1.4 s"
+        "much as the change yet: it would save 0.001 of 0.2 s a step and take 1.4 s; staying has cost 0.016 of 2.8 s"
     ]
     ownership.refuse((1.0, 1.0))
     ownership.update({AWAY: 1e-3}, 0.2, 2)

@@ -119,7 +119,9 @@ class GroupDecision:
     ) -> None:
         self._config, self._num_ranks, self._exchange, self._segments = config, num_ranks, exchange, segments
         self.controller = Controller(config, num_ranks, segments)
-        self.plan = self.controller.initial_plan() if owned is None else self.controller.set_owned(owned)
+        if owned is not None:
+            self.controller.set_owned(owned)
+        self.plan = self.controller.initial_plan()
         self.what_if = WhatIf(config, num_ranks, segments)
         self._received: list[RankNumbers] | None = None
         self._lent_when_sent = (0.0,) * num_ranks
