@@ -121,7 +121,7 @@ def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
 @pytest.fixture
 def cheap_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before one was made, a move of units is expected to take what its messages do: tiny models move soon then."""
-    monkeypatch.setattr("zeroresize.control.ownership_execution.BUDGET_S", 0.0)
+    monkeypatch.setattr("zeroresize.control.mover.BUDGET_S", 0.0)
     monkeypatch.setattr("zeroresize.measure.links.INSTALLING_S", 0.0)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,12 +15,8 @@ from zeroresize.comm.words import Call
 from zeroresize.config import BalanceConfig
 from zeroresize.control import balancer_state, records
 from zeroresize.control.assembly import build
-from zeroresize.control.ownership_execution import OwnershipExecution
-from zeroresize.control.reporter import Reporter
-from zeroresize.measure.calibration import calibrate_group
+from zeroresize.control.plan_execution import LineageTable
 from zeroresize.plan.group import WorkloadPlan
-from zeroresize.policy.slowness.windows import WatchedStep
-from zeroresize.policy.tensor.costs import MigrationCost
 from zeroresize.telemetry import UpdateRecord
 
 if TYPE_CHECKING:
@@ -80,12 +74,9 @@ class Balancer:
         config = BalanceConfig() if config is None else config
         self.config, self.on_update = config, on_update
         self._parts = build(model, optimizer, config, process_group, data_parallel_group)
-        self.lineage = self._parts.lineage
+        self.lineage = LineageTable(self._parts.setup.layers)
         self._num_steps = 0
-        self._has_calibrated = self._is_closed = self._is_at_home = False
-        self._balancing_s = self._balancing_since_update_s = 0.0
-        self._reporter = Reporter(config.tolerance, tells=self._parts.tells)
-        self._moves = OwnershipExecution(self._parts, self._reporter)
+        self._is_closed = self._is_at_home = False
         try:
             self._change_plan()
         except BaseException:
@@ -102,47 +93,35 @@ class Balancer:
         """
         self._require_open()
         self._require_no_visit("step()")
-        parts = self._parts
-        if parts.num_ranks == 1:
+        parts, num_steps = self._parts, self._num_steps + 1
+        if self._is_alone:
             return
-        if parts.start_check is not None:
-            parts.start_check.step_is_called(self._num_steps + 1)
-        parts.monitor.end_step()  # measure
-        began = time.perf_counter()
-        self._num_steps += 1
-        is_update = self._num_steps % self.config.update_every == 0
-        self._count_step()
-        if parts.slowness is not None:
-            read = parts.monitor.last_read
-            # Ranks of a tensor-parallel group have the same batch.
-            steps = [WatchedStep.of_times(step, step.gemm_s + step.gather_fill_s, work=1.0) for step in read]
-            parts.slowness.end_step(steps)
-        self._calibrate()
+        observer, decider, mover, reporter = parts.observer, parts.decider, parts.mover, parts.reporter
+        is_update = num_steps % self.config.update_every == 0
+        observer.end_step(num_steps)
+        self._num_steps = num_steps
+        mover.plans.end_step()
+        self._is_at(Call.STEP)
+        mover.calibrate(num_steps)
         if is_update:
-            parts.monitor.learn()
-            self._reporter.measured(self._num_steps, parts.monitor.step_s)
-            self._moves.tell_what_was_replaced(self._num_steps)
-            self._decide()  # a plan
-            if parts.start_check is not None:
-                parts.start_check.after_update(self._num_steps)
+            observer.monitor.learn()
+            reporter.measured(num_steps, observer.monitor.step_s)
+            mover.tell_what_was_replaced(num_steps)
+            before = decider.plan
+            decider.update(observer.numbers, self._agreed)
+            reporter.decided(num_steps, before, decider, parts.group.units)
+            observer.after_update(num_steps)
         else:
-            parts.decision.next_step()
-        if self.config.iters_per_epoch and self._num_steps % self.config.iters_per_epoch == 0:
-            self._end_epoch()
-        self._moves.follow(self.plan, self._num_steps)  # apply
-        parts.plan_execution.install(self.plan, parts.decision.calibration_plan)
-        parts.plan_execution.send_weights()
+            decider.next_step()
+        if self.config.iters_per_epoch and num_steps % self.config.iters_per_epoch == 0:
+            mover.end_epoch()
+        mover.after_step(num_steps)
         if is_update and self.on_update is not None:
-            self.on_update(records.update_record(parts, self._num_steps, self._balancing_since_update_s))
-        if is_update and parts.memory is not None:
-            parts.memory.begin_interval(borrows=self.plan.ranks[parts.rank].borrowed > 0.0)
-        if parts.units is not None:
-            parts.units.guard_new_state()
-            if is_update:
-                parts.units.forget_moves()
-        self._balancing_s = time.perf_counter() - began + parts.monitor.timer_s
-        self._balancing_since_update_s = self._balancing_s + (0.0 if is_update else self._balancing_since_update_s)
-        parts.where.call = Call.TRAINING
+            self.on_update(records.update_record(parts, num_steps))
+        if is_update and parts.group.units is not None:
+            parts.group.units.forget_moves()
+        observer.end_balancing(is_update=is_update, borrows=self.plan.ranks[parts.setup.rank].borrowed > 0.0)
+        parts.group.where.call = Call.TRAINING
         self._begin_step()
 
     def epoch_end(self) -> None:
@@ -151,20 +130,19 @@ class Balancer:
         In modes that migrate it is collective: who computes for whom must be agreed on before anybody sends anything.
 
         Raises:
-            ValueError: in modes that migrate, if the ranks of the group hold different plans.
-            RuntimeError: in modes that migrate, if not all ranks come, or some have made another call. In the others
-                the next update tells.
+            RuntimeError: in modes that migrate, if the ranks of the group hold different plans, not all ranks come, or
+                some have made another call. In the others the next update tells.
         """
-        if self._parts.lender is not None and not self._is_closed:
+        if self._parts.mover.lender is not None and not self._is_closed:
             self._is_at(Call.EPOCH_END)
-            self._parts.decision.require_agreement(self._agreed)
-        self._end_epoch()
+            self._parts.decider.require_agreement(self._agreed)
+        self._parts.mover.end_epoch()
         self._change_plan()
-        self._parts.where.call = Call.TRAINING
+        self._parts.group.where.call = Call.TRAINING
 
     def pruned_steps(self) -> dict[str, NDArray[np.int64]]:
         """Count in how many steps so far this rank pruned each column: [K] for every layer."""
-        return {name: steps.copy() for name, steps in self._parts.selector.pruned_steps.items()}
+        return {name: steps.copy() for name, steps in self._parts.mover.selector.pruned_steps.items()}
 
     def what_if(self) -> dict[str, dict[str, Any]]:
         """Return what each mode would do with the group now, by mode, as if it had been in force since the first step.
@@ -173,9 +151,9 @@ class Balancer:
         have settled once ``owned`` of a slow rank is other than 1.
 
         ``predicted_step_s`` (seconds of a step), ``gain`` (the share of the step that it saves; both NaN before the
-        first decision), and of every rank, in lists: ``pruned``, ``lent``, ``owned`` (1 is an even
-        share), and ``ratios``, what is left out of an even share by the three together. The same
-        on every rank.
+        first decision), ``verdict`` (why units would move now, or stay; empty in modes that move none), and of every
+        rank, in lists: ``pruned``, ``lent``, ``owned`` (1 is an even share), and ``ratios``, what is left out of an
+        even share by the three together. The same on every rank.
         """
         if self.config.mode != "off":
             raise ValueError(
@@ -192,22 +170,23 @@ class Balancer:
         Empty before the first update, where no product of its steps could be read (on a GPU with ``update_every=1``
         that happens), and in a group of one.
         """
-        return self._parts.monitor.layer_times
+        return self._parts.observer.monitor.layer_times
 
     @property
     def plan(self) -> WorkloadPlan:
         """The plan that is decided; a :meth:`pin`, or a calibration step, may stand above it."""
-        return self._parts.decision.plan
+        return self._parts.decider.plan
 
     @property
     def is_calibrating(self) -> bool:
         """Whether the next step is a calibration step: all ranks compute all of their products, to be measured."""
-        return self._parts.decision.calibration_plan is not None
+        return self._parts.decider.calibration_plan is not None
 
     @property
     def bytes_migrated(self) -> int:
         """Bytes of migration so far; each transfer counts on one rank, that which receives it or adds to it."""
-        return self._parts.lender.bytes_moved if self._parts.lender is not None else 0
+        lender = self._parts.mover.lender
+        return lender.bytes_moved if lender is not None else 0
 
     def move(self, shares: Sequence[float] | None) -> None:
         """Divide the units of all segments by ``shares``, whatever is measured; None lets measurements decide again.
@@ -228,7 +207,7 @@ class Balancer:
         self._require_open()
         self._require_no_visit("move()")
         self._is_at(Call.MOVING)
-        self._moves.by_hand(shares, self._num_steps)
+        self._parts.mover.by_hand(shares, self._num_steps)
         self._change_plan()
         self._is_at(Call.TRAINING)
 
@@ -243,16 +222,16 @@ class Balancer:
             ValueError: where it does not fit into ``config.memory_limits``.
             RuntimeError: as :meth:`move` does.
         """
-        parts = self._parts
-        if parts.units is None or self._is_at_home:
+        units = self._parts.group.units
+        if units is None or self._is_at_home:
             yield
             return
-        if not parts.units.is_home:
+        if not units.is_home:
             self._require_open()
         self._is_at(Call.MOVING)
         self._is_at_home = True
         try:
-            with self._moves.at_home():
+            with self._parts.mover.at_home():
                 yield
         finally:
             self._is_at_home = False
@@ -267,7 +246,7 @@ class Balancer:
         Raises:
             ValueError: for a rank outside the group, a ratio outside [0, 1), or a mode that does not only prune.
         """
-        self._parts.plan_execution.pin(rank, ratio)
+        self._parts.mover.plans.pin(rank, ratio)
         self._change_plan()
 
     def release(self, rank: int | None = None) -> None:
@@ -275,7 +254,7 @@ class Balancer:
 
         In modes that migrate nothing can be pinned, so no plan changes, and nothing is sent.
         """
-        self._parts.plan_execution.release(rank)
+        self._parts.mover.plans.release(rank)
         self._change_plan()
 
     def metrics(self) -> dict[str, float]:
@@ -294,7 +273,7 @@ class Balancer:
         rank holds in training of weights, gradients, optimizer state and activations, as it was counted last. In mode
         "off" also ``watch/…``, as :meth:`zeroresize.watch.Watch.metrics` tells.
         """
-        return records.metrics(self._parts, self._num_steps, self._balancing_s)
+        return records.metrics(self._parts, self._num_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a run needs to go on, under two keys that name the group's ranks.
@@ -313,14 +292,16 @@ class Balancer:
         Raises:
             ValueError: if it was saved for other layers or another group of ranks, or something of it is missing or of
                 another kind, naming that; nothing has changed then. In modes that migrate or move, in "off", and where
-                units may be away by ``shares``, it is collective: also if the ranks were given different states.
+                units may be away by ``shares``, it is collective.
+            RuntimeError: where it is collective, if the ranks were given different states.
         """
         self._require_no_visit("load_state_dict()")
         parts = self._parts
+        group, units = parts.group, parts.group.units
         is_collective = (
-            parts.lender is not None
-            or parts.exchange_of_replicas is not parts.exchange
-            or (parts.units is not None and parts.units.why_not_movable is None and parts.may_be_away)
+            parts.mover.lender is not None
+            or group.everybody is not group.exchange
+            or (units is not None and units.why_not_movable is None and parts.setup.may_be_away)
         )
         self._is_at(Call.LOADING)
         try:
@@ -329,11 +310,11 @@ class Balancer:
             self._is_at(Call.TRAINING)  # as before: nothing has changed
             raise
         self._num_steps = balancer_state.load_state(parts, state, gathers=is_collective and not self._is_closed)
-        self._has_calibrated = False
+        parts.mover.needs_calibration = True
         if is_collective:  # what moves, or is lent, at once by one plan cannot be received by another
-            self._parts.decision.require_agreement(self._agreed)
+            self._parts.decider.require_agreement(self._agreed)
         if not self._is_closed:
-            self._moves.follow_loaded(self.plan, self._num_steps)
+            self._parts.mover.follow_loaded(self._num_steps)
         balancer_state.load_what_is_of_units(parts, state)
         self._change_plan()
         self._is_at(Call.TRAINING)
@@ -354,9 +335,9 @@ class Balancer:
         if at_home and not self._is_closed:
             self._require_no_visit("close(at_home=True)")
             self._is_at(Call.MOVING)
-            self._moves.go_home()
+            self._parts.mover.go_home()
         self._is_closed = True
-        self._parts.close()
+        self._parts.attached.close()
 
     def _require_no_visit(self, call: str) -> None:
         if self._is_at_home:
@@ -375,73 +356,25 @@ class Balancer:
         """
         if self._is_closed:
             return
-        self._parts.plan_execution.install(self.plan, self._parts.decision.calibration_plan)
+        self._parts.mover.install()
         self._begin_step()
 
     def _begin_step(self) -> None:
         """Begin a step: what is measured from now on is measured under the plan that is installed now."""
-        parts = self._parts
-        if parts.num_ranks == 1:
-            return
-        if parts.statistic is not None:
-            parts.statistic.begin_step(self._num_steps)
-        parts.plan_execution.begin_step()
-        parts.monitor.begin_step(parts.plan_execution.shares_of_step, parts.plan_execution.is_forced)
+        if not self._is_alone:
+            plans = self._parts.mover.plans
+            plans.begin_step()
+            self._parts.observer.begin_step(self._num_steps, plans.shares_of_step, is_forced=plans.is_forced)
 
-    def _count_step(self) -> None:
-        """One more step is over, wherever that counts."""
-        self._parts.where.call, self._parts.where.num_steps = Call.STEP, self._num_steps
-        if self._parts.forward_watch is not None:
-            self._parts.forward_watch.step_is_called()
-        if self._parts.optimizer_steps is not None:
-            self._parts.optimizer_steps.step_is_called()
-        self._parts.plan_execution.end_step()
-
-    def _calibrate(self) -> None:
-        """Measure what pruning and migrating cost, after the first step of training."""
-        parts = self._parts
-        if parts.exchange is not None and not self._has_calibrated and parts.monitor.is_step_of_training:
-            self._has_calibrated = True
-            self._is_at(Call.STEP)
-            everybody = (parts.exchange_of_replicas if parts.decides_for_replicas else None) or parts.exchange
-            migration = calibrate_group(
-                parts.layers,
-                parts.process_group,
-                self.config,
-                parts.monitor,
-                parts.decision.migration,
-                parts.exchange.meet,
-            )
-            if migration is not None and everybody is not parts.exchange:  # replicas have measured their own
-                costs_of_replicas = everybody.gather(dataclasses.astuple(migration))
-                migration = MigrationCost(*(max(column) for column in zip(*costs_of_replicas, strict=True)))
-            parts.decision.migration = migration
-            self._moves.calibrate(self._num_steps)
-
-    def _decide(self) -> None:
-        """A new plan, from what all ranks measured until the last update; this rank's numbers go out for the next."""
-        self._is_at(Call.STEP)
-        measured, before = self._parts.monitor, self.plan
-        held = self._parts.memory.held() if self._parts.memory is not None else None
-        self._parts.decision.update(measured.times, measured.cost, measured.wait_s, self._agreed, held)
-        self._reporter.decided(self._num_steps, before, self._parts.decision, self._parts.units)
-
-    def _end_epoch(self) -> None:
-        """Order the columns anew, by what the epoch told of them."""
-        selector, statistic = self._parts.selector, self._parts.statistic
-        self._parts.columns.set_aside = None  # of the epoch that ends
-        if statistic is None or not selector.state.steps_of_epoch:
-            selector.end_epoch({}, incremental=False)
-        else:
-            selector.end_epoch(statistic.take(), incremental=statistic.incremental, adds_up=statistic.adds_up)
+    @property
+    def _is_alone(self) -> bool:
+        return self._parts.setup.num_ranks == 1
 
     def _is_at(self, call: Call) -> None:
         """Note where this rank is, for the other ranks and for error texts."""
-        where = self._parts.where
-        where.call, where.num_steps, where.epoch = call, self._num_steps, self._parts.selector.state.epoch
-        where.num_forwards = self._parts.monitor.num_forwards
+        self._parts.observer.is_at(call, self._num_steps, self._parts.mover.selector.state.epoch)
 
     @property
     def _agreed(self) -> object:
         """What every rank of the group must have alike, besides what is decided."""
-        return self._num_steps, *self._parts.plan_execution.agreed
+        return self._num_steps, *self._parts.mover.plans.agreed

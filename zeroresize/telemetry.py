@@ -61,7 +61,8 @@ class UpdateRecord:
         moving_s: how long that took the slowest rank.
         would: in mode "off", what each mode would do with the group, by mode: ``predicted_step_s``, ``gain`` (the share
             of the step that it saves), and ``most_ratio``, the most that any rank is relieved of; ``Balancer.what_if``
-            tells every rank's. In groups of more than 128 ranks what that last told, if anything.
+            tells every rank's.
+        verdict: why units moved at this update, or stayed; empty where decisions move none.
     """
 
     update: int
@@ -88,6 +89,7 @@ class UpdateRecord:
     moved_bytes: int = 0
     moving_s: float = 0.0
     would: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    verdict: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, None for NaN and infinity, as JSON has no such numbers."""

@@ -24,8 +24,7 @@ from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
 from zeroresize.policy.tensor.estimation.estimator import RankEstimator
 from zeroresize.policy.tensor.estimation.times import RankTimes, StepTimes
-from zeroresize.policy.tensor.rules.pruning_by_segment import pruned_by_segment
-from zeroresize.policy.tensor.rules.sharing import borrowed_shares
+from zeroresize.policy.tensor.rules.sharing import borrowed_shares, pruned_by_segment
 
 #: The update after a change of speed from which on a rank's γ is to be steady.
 _STEADY_FROM = 3

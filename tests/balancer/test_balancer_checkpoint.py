@@ -13,8 +13,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import zeroresize as zr
 from zeroresize.config.keys import MODES
-from zeroresize.measure import rank_monitor
-from zeroresize.policy.tensor.costs import ResizingCost
 
 
 @pytest.mark.parametrize("steps_before", [9, 8])  # at an update, and just before one
@@ -57,103 +55,6 @@ def test_pins_are_saved_and_a_mode_that_does_not_prune_ignores_them(run_ranks, t
         return ratios
 
     assert run_ranks(train, 2) == [[0.0, 0.0], [0.25, 0.0]]
-
-
-def test_what_each_mode_would_do_is_known_again_after_resuming(run_ranks, tmp_path):
-    def train(rank, group):
-        run = Run(group, chi={1: 4.0}, mode="off")
-        run.updates(3)
-        dcp.save({"balancer": run.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
-        would = {mode: told["ratios"] for mode, told in run.balancer.what_if().items()}
-        resumed = Run(group, mode="off")
-        dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
-        return would, {mode: told["ratios"] for mode, told in resumed.balancer.what_if().items()}
-
-    for would, resumed in run_ranks(train, 2):
-        assert resumed == would
-        assert all(normal == 0.0 and straggler > 0.5 for normal, straggler in would.values()) and would
-
-
-def test_a_run_that_is_resumed_before_a_step_at_full_work_makes_it_too(run_ranks, tmp_path):
-    """The losses tell: at full work they are others than under pruning."""
-
-    def train(rank, group):
-        def slow_run():
-            run = Run(group, chi={1: 2.0}, update_every=5)
-            return run
-
-        first = slow_run()
-        while not first.balancer.is_calibrating:
-            first.steps(1)
-        columns = [first.pruned()["up"]]
-        dcp.save({"balancer": first.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
-        weights = copy.deepcopy(first.model.state_dict())
-        losses = first.steps(2)
-        columns.append(first.pruned()["up"])
-        resumed = slow_run()
-        resumed.model.load_state_dict(weights)
-        dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
-        columns.append(resumed.pruned()["up"])
-        return [c is not None for c in columns], losses[0], resumed.steps(1)[0]
-
-    (normal, *_), (straggler, loss, resumed_loss) = run_ranks(train, 2)
-    assert normal == [False] * 3
-    assert straggler == [False, True, False]
-    assert resumed_loss == loss
-
-
-@pytest.mark.parametrize("max_ratio", [0.5, 0.95])
-def test_a_run_that_is_resumed_with_another_max_ratio_prunes_up_to_it(run_ranks, tmp_path, max_ratio):
-    """χ = 40 wants all that is allowed; what was measured up to 0.9 says nothing beyond, and too much below."""
-
-    def train(rank, group):
-        before = Run(group, chi={1: 40.0}, max_ratio=0.9)
-        before.steps(20)
-        path = tmp_path / f"rank{rank}.pt"
-        torch.save(before.balancer.state_dict(), path)
-        run = Run(group, chi={1: 40.0}, max_ratio=max_ratio)
-        run.balancer.load_state_dict(torch.load(path, weights_only=True))
-        trace = run.updates(7)
-        return before.balancer.plan.ranks[1].pruned, [pruned for _, pruned in trace]
-
-    for before, trace in run_ranks(train, 2):
-        assert 0.85 <= before <= 0.9
-        assert max(trace) <= max_ratio
-        assert max_ratio - 0.05 <= trace[-1]
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("mode", "resumed_mode", "is_measured_anew"),
-    [
-        ("mig", "zero-rd", True),  # where neighbours are left nothing was gathered
-        ("mig", "semi", True),
-        ("zero-rd", "mig", True),
-        ("zero-rd", "semi", False),
-        ("mig", "mig", False),
-    ],
-)
-def test_what_pruning_costs_is_measured_anew_where_columns_are_gathered_that_were_not(
-    run_ranks, monkeypatch, mode, resumed_mode, is_measured_anew
-):
-    modes_measured_in = []
-
-    def calibrate(layers, config):
-        modes_measured_in.append(config.mode)
-        return ResizingCost.linear(config.max_ratio)
-
-    def train(rank, group):
-        monkeypatch.setattr(rank_monitor, "measure_resizing_cost", calibrate)
-        before = Run(group, mode=mode)
-        before.steps(4)
-        state = before.balancer.state_dict()
-        resumed = Run(group, mode=resumed_mode)
-        resumed.balancer.load_state_dict(state)
-        resumed.steps(2)
-        return modes_measured_in
-
-    expected = [mode, resumed_mode] if is_measured_anew else [mode]
-    assert run_ranks(train, 2) == [expected] * 2
 
 
 @pytest.mark.parametrize("mode", ["zero-rd", "semi"])
@@ -218,19 +119,6 @@ def test_a_balancer_of_another_number_of_ranks_is_an_error_that_says_to_leave_it
             "what is loaded" in text
         )
         assert "Missing key" not in text
-
-
-def test_a_balancer_that_the_same_ranks_saved_is_read(run_ranks, tmp_path):
-    def check(rank, group):
-        run = Run(group)
-        run.steps(4)
-        dcp.save({"balancer": run.balancer}, checkpoint_id=tmp_path)
-        run.balancer.close()
-        resumed = Run(group)
-        dcp.load({"balancer": resumed.balancer}, storage_reader=zr.CheckpointReader(tmp_path))
-        return held_by(resumed.balancer.state_dict(), "group 0-1")["num_steps"]
-
-    assert run_ranks(check, 2) == [4, 4]
 
 
 def test_state_of_other_layers_is_refused(run_ranks):

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.processes import told_by_survivors
-from helpers.states import held_by
 from helpers.virtual_training import FEATURES, Pair, Run, VirtualTime, keep_time
 from torch.nn.parallel import DistributedDataParallel
 
@@ -149,30 +148,6 @@ def test_units_are_divided_from_the_start_and_a_resumed_run_goes_on_with_units_a
         assert began == (144, 48) and resumed == (32, 160) and losses == expected
 
 
-def test_where_only_shares_divide_units_replicas_go_home_together_and_prune_by_themselves(run_ranks):
-    def train(rank, _):
-        run = ReplicaRun(groups_of(rank), mode="zero-rd", shares=(3, 1))
-        if rank < 2:  # the other replica knows nothing of it
-            run.balancer.pin(1, 0.5)
-        run.steps(5)
-        with run.balancer.at_home():
-            at_home = run.counts()
-        run.steps(5)
-        state = run.balancer.state_dict()
-        if rank == 3:
-            del held_by(state, "group 2-3 rank 1")["selector"]
-        with pytest.raises(ValueError) as caught:
-            run.balancer.load_state_dict(state)
-        run.steps(5)
-        weights = run.inner.up.weight.detach()
-        return at_home, run.counts(), run.balancer.metrics()["balance/pruned_share"], str(caught.value), weights
-
-    results = run_ranks(train, 4)
-    assert [result[:3] for result in results] == [((96, 96), (144, 48), share) for share in (0.0, 0.5, 0.0, 0.0)]
-    assert ["ranks [3] of the job cannot load" in result[3] for result in results] == [True, True, True, False]
-    assert all(torch.equal(results[rank][4], results[rank + 2][4]) for rank in range(2))
-
-
 def refused(run_ranks, make_run, shares=(2, 1)):
     """What the log tells, once a group or on every rank, and what asking for a move raises; nothing has moved then."""
 
@@ -212,38 +187,6 @@ def test_beside_an_optimizer_whose_state_is_shared_among_replicas_nothing_moves(
 
     for lines, raised in refused(run_ranks, make_run):
         assert "ZeroRedundancyOptimizer" in lines[0] and "ZeroRedundancyOptimizer" in raised
-
-
-class FlatShards:
-    """What ZeRO keeps: of every parameter a flat half, which alone is stepped."""
-
-    def __init__(self, parameters):
-        self.masters = {id(one): one.detach().flatten()[: one.numel() // 2].clone() for one in parameters}
-        self.optim = torch.optim.SGD(list(self.masters.values()))
-
-    def get_working_to_master_map(self):
-        return self.masters
-
-    def step(self):
-        pass
-
-    def zero_grad(self):
-        pass
-
-
-def test_beside_shards_of_zero_nothing_moves(run_ranks):
-    for lines, raised in refused(run_ranks, lambda groups: ReplicaRun(groups, optimizer=FlatShards)):
-        assert "as ZeRO's shards do" in lines[0] and "as ZeRO's shards do" in raised
-
-
-def test_units_that_are_away_from_the_start_stay_there_where_nothing_may_move(run_ranks):
-    def train(rank, _):
-        run = ReplicaRun(groups_of(rank), wraps=False, shares=(2, 1))
-        run.time.chi = 4.0 if rank == 0 else 1.0
-        run.steps(16)
-        return run.counts()
-
-    assert run_ranks(train, 4) == [(128, 64)] * 4
 
 
 def test_groups_that_make_no_replicas_are_errors(run_ranks):

@@ -1,10 +1,7 @@
 """The whole way from measured times, or from a pin, to pruned products."""
 
-import re
-
 import pytest
 import torch
-from helpers.processes import caught_log_lines
 from helpers.virtual_training import FEATURES, Run
 
 pytestmark = pytest.mark.versions
@@ -33,63 +30,6 @@ def test_a_straggler_is_found_relieved_and_let_go_and_all_ranks_agree(run_ranks,
     assert results[1][1]["pruned_share"] == pytest.approx(settled[-1], abs=1 / FEATURES)
     assert results[1][1]["is_straggler"] == 1.0 and results[0][1]["is_straggler"] == 0.0
     assert results[1][1]["busy_s"] > 2 * results[0][1]["busy_s"], "full-work time, though it prunes"
-
-
-def test_who_is_relieved_is_told_once_whenever_that_changes(run_ranks):
-    def train(rank, group):
-        with caught_log_lines() as lines:
-            run = Run(group, chi={1: 4.0})
-            run.updates(6)
-            run.time.chi = 1.0
-            run.updates(6)
-        return [line.partition(": ")[2] for line in lines if line.startswith("step ")]
-
-    reasons, by_the_other = run_ranks(train, 2)
-    assert by_the_other == [] and len(reasons) == 2
-    assert (
-        re.match(r"rank 1 prunes \d+\S* % of its products \(nobody computes these\)$", reasons[0])
-        and reasons[1] == "every rank computes all of its products"
-    )
-
-
-def test_a_step_at_full_work_is_one_step_and_what_is_told_is_the_plan(run_ranks):
-    """A start is followed by one, on credit."""
-
-    def train(rank, group):
-        records = []
-        run = Run(group, chi={1: 4.0}, on_update=records.append, update_every=5)
-        while not run.balancer.is_calibrating:
-            run.steps(1)
-        metrics_of_steps, in_it = [run.balancer.metrics()], run.pruned()
-        for _ in range(2):
-            run.steps(1)
-            metrics_of_steps.append(run.balancer.metrics())
-        return records[-1], metrics_of_steps, in_it, run.pruned()
-
-    record, metrics_of_steps, in_it, after = run_ranks(train, 2)[1]
-    ratio = record.ratio
-    assert record.calibration_steps == 1 and ratio > 0.5
-    assert [metrics["balance/ratio"] for metrics in metrics_of_steps] == [ratio] * 3
-    assert record.pruned == pytest.approx(ratio, abs=1 / FEATURES)
-    assert [metrics["balance/pruned_share"] for metrics in metrics_of_steps[1:]] == [0.0, record.pruned], (
-        "of the last step"
-    )
-    assert min(record.layer_shares.values()) > 0.5
-    assert in_it == {"up": None, "down": None}
-    assert all(columns is not None for columns in after.values())
-
-
-def test_off_measures_and_computes_in_full(run_ranks):
-    def train(rank, group):
-        run = Run(group, chi={1: 4.0}, mode="off")
-        trace = run.updates(4)
-        return trace, run.pruned(), run.balancer.metrics()
-
-    for rank, (trace, pruned, metrics) in enumerate(run_ranks(train, 2)):
-        assert trace == [[0.0, 0.0]] * 4
-        assert pruned == {"up": None, "down": None}
-        assert metrics["balance/is_straggler"] == rank
-        assert metrics["balance/busy_s"] > 0.01
 
 
 def test_forced_ratio_is_in_force_from_the_first_iteration_and_the_lineage_tells_it(run_ranks):
@@ -125,25 +65,6 @@ def test_plan_changes_only_in_step(run_ranks):
     assert run_ranks(train, 2) == [True, True]
 
 
-def test_columns_are_drawn_once_an_epoch_and_more_of_them_are_a_superset(run_ranks):
-    def train(rank, group):
-        run = Run(group, iters_per_epoch=2)
-        sets = []
-        for ratio in (0.25, 0.5):
-            run.balancer.pin(1, ratio)
-            sets.append(set(run.pruned()["up"].tolist()) if rank == 1 else set())
-        run.steps(1)
-        sets.append(set(run.pruned()["up"].tolist()) if rank == 1 else set())
-        run.steps(1)
-        sets.append(set(run.pruned()["up"].tolist()) if rank == 1 else set())
-        return sets
-
-    few, many, same_epoch, next_epoch = run_ranks(train, 2)[1]
-    assert few < many and len(many) == FEATURES // 2
-    assert same_epoch == many
-    assert next_epoch != many and len(next_epoch) == len(many)
-
-
 def test_pin_holds_against_measurements_until_released(run_ranks):
     def train(rank, group):
         run = Run(group)
@@ -160,37 +81,6 @@ def test_pin_holds_against_measurements_until_released(run_ranks):
         return pinned, run.balancer.metrics()["balance/ratio"]
 
     assert run_ranks(train, 2) == [(0.5, 0.0), (0.0, 0.0)]
-
-
-def test_steps_are_measured_under_the_plan_that_a_pin_put_in_force(run_ranks):
-    def gemm_times_at_full_work(rank, group):
-        run = Run(group, update_every=1)
-        run.steps(2)
-        seen = []
-        for ratio in (None, 0.75, 0.95, 0.0):
-            if ratio is not None:
-                run.balancer.pin(0, ratio)
-            run.steps(1)
-            seen.append(run.balancer.metrics()["balance/gemm_s"])
-        return seen
-
-    gemm_s = run_ranks(gemm_times_at_full_work, 2)[0]
-    assert gemm_s == pytest.approx([gemm_s[0]] * 4, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [dict(), dict(mode="mig", ratio=0.5, ranks=[0]), dict(mode="semi"), dict(pruned_update="freeze")],
-    ids=["default", "forced to lend", "semi", "freeze"],
-)
-def test_a_group_of_one_rank_neither_measures_nor_balances(run_ranks, config):
-    def train(rank, group):
-        run = Run(group, **config)
-        run.time.chi = 4.0
-        run.steps(7)
-        return run.balancer.layer_times(), run.balancer.metrics()["balance/ratio"], run.model.up.plan
-
-    assert run_ranks(train, 1) == [({}, 0.0, None)]
 
 
 def test_metrics_are_flat_numbers_with_the_documented_names(run_ranks):

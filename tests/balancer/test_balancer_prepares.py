@@ -1,21 +1,15 @@
 """What a balancer does to a model before the first step: it converts, finds its group, keys dropout, divides units."""
 
-import copy
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from helpers.processes import caught_log_lines
 from helpers.virtual_training import FEATURES
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import zeroresize as zr
 from zeroresize.convert import balanced_layers
 from zeroresize.layers.segments import owned_segments
 from zeroresize.layers.unit_dropout import UnitDropout
-from zeroresize.pipeline import Pipeline
 
 HIDDEN = 4 * FEATURES
 
@@ -53,47 +47,6 @@ def train(model, optimizer, balancer, num_steps):
 
 
 # ---- the group ------------------------------------------------------------------------------------------------------
-
-
-def test_a_mesh_of_one_dimension_is_taken_for_its_group(run_ranks):
-    def check(rank, group):
-        grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-        tp = grid["tp"]
-        up = zr.ColumnParallelLinear(FEATURES, HIDDEN, process_group=tp)
-        down = zr.RowParallelLinear.from_linear(nn.Linear(HIDDEN, FEATURES), process_group=tp)
-        assert isinstance(up.process_group, dist.ProcessGroup)
-        model = zr.convert(nn.Sequential(up, down), tp)
-        zr.Balancer(model, sgd(model), process_group=tp).close()
-        with pytest.raises(ValueError, match=r"has 2 dimensions: pass the one of the tensor-parallel group, such as "):
-            zr.convert(model, grid)
-        with pytest.raises(ValueError, match="has 2 dimensions"):
-            zr.ColumnParallelLinear(FEATURES, HIDDEN, process_group=grid)
-        with zr.StragglerInjector(model, process_group=tp, chi={1: 1.5}):
-            model(torch.ones(2, FEATURES))
-        pipeline = Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], F.mse_loss, num_microbatches=2, process_group=tp)
-        assert pipeline.process_group is tp.get_group() and pipeline.num_stages == 2
-        with pytest.raises(ValueError, match="has 2 dimensions"):
-            zr.Balancer(model, sgd(model), process_group=tp, data_parallel_group=grid)
-
-    run_ranks(check, 2)
-
-
-def test_layers_of_two_groups_are_an_error_that_names_both(run_ranks):
-    def check(rank, group):
-        alone = [dist.new_group([number]) for number in range(2)][rank]
-        model = nn.ModuleDict({"pair": split_pair(group), "late": split_pair(alone)})
-        expected = rf"two process groups: pair\.0 of ranks \[0, 1\] and late\.0 of ranks \[{rank}\] of the job"
-        with pytest.raises(ValueError, match=expected):
-            zr.Balancer(model, sgd(model))
-        with pytest.raises(ValueError, match=expected):
-            zr.convert(model)
-        assert balanced_layers(model) == {}
-        # Those of one group can be chosen, by naming it or by the filter.
-        zr.convert(model, module_filter_fn=lambda module, name: name.startswith("pair"))
-        assert list(balanced_layers(model)) == ["pair.0", "pair.2"]
-        zr.Balancer(model, sgd(model)).close()
-
-    run_ranks(check, 2)
 
 
 def test_in_a_group_of_one_nothing_is_done_and_a_line_says_so(run_ranks):
@@ -143,45 +96,6 @@ def test_in_a_mode_that_moves_nothing_dropout_stays_and_so_do_the_units_around_i
     run_ranks(check, 2)
 
 
-def test_keys_stay_for_as_long_as_units_are_away(run_ranks):
-    def check(rank, group):
-        model = split_pair(group, p=0.5)
-        dropout = model[2]
-        balancer = zr.Balancer(model, sgd(model))
-        balancer.move((3, 1))
-        balancer.close()
-        keyed = model[2]
-        assert isinstance(keyed, UnitDropout)
-        balancer = zr.Balancer(model, sgd(model), zr.BalanceConfig(mode="off"))
-        assert model[2] is keyed
-        balancer.move((1, 1))
-        balancer.close()
-        assert model[2] is dropout
-
-    run_ranks(check, 2)
-
-
-@pytest.mark.slow
-def test_what_is_dropped_goes_on_where_the_last_balancer_was_closed(run_ranks):
-    """Not from the first mask again."""
-
-    def check(rank, group):
-        losses = []
-        for is_made_anew in (False, True):
-            model = split_pair(group, p=0.5)
-            optimizer = sgd(model)
-            balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(seed=5))
-            of_model = train(model, optimizer, balancer, 3)
-            if is_made_anew:
-                balancer.close()
-                balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(seed=5))
-            losses.append(of_model + train(model, optimizer, balancer, 3))
-            balancer.close()
-        assert losses[0] == losses[1]
-
-    run_ranks(check, 2)
-
-
 # ---- shares ---------------------------------------------------------------------------------------------------------
 
 
@@ -202,32 +116,6 @@ def test_the_shares_of_the_configuration_are_in_force_before_the_first_step_and_
         balancer.close()
         zr.Balancer(model, sgd(model), config).close()
         assert owned(model) == [(96, 96)], "only at first"
-
-    run_ranks(check, 2)
-
-
-@pytest.mark.parametrize(("given", "counts"), [("even", (96, 96)), ((1, 3), (48, 144))])
-def test_shares_that_convert_was_given_go_before_those_of_the_configuration(run_ranks, given, counts):
-    def check(rank, group):
-        model = zr.convert(split_pair(group), shares=given)
-        zr.Balancer(model, sgd(model), zr.BalanceConfig(shares=(3, 1), moves=False)).close()
-        assert owned(model) == [counts]
-
-    run_ranks(check, 2)
-
-
-def test_shares_of_convert_with_dropout_between_keep_a_step_as_it_is(run_ranks):
-    """Units are away before the balancer keys dropout: what is dropped must follow them all the same."""
-
-    def check(rank, group):
-        losses = []
-        for shares in (None, (3, 1)):
-            model = zr.convert(split_pair(group, p=0.5), shares=shares)
-            optimizer = sgd(model)
-            balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(moves=False))
-            losses.append(train(model, optimizer, balancer, 4))
-            balancer.close()
-        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
     run_ranks(check, 2)
 
@@ -256,49 +144,3 @@ def test_shares_that_do_not_fit_the_group_are_an_error_before_anything_is_change
 
 
 # ---- convert and copies beside it -----------------------------------------------------------------------------------
-
-
-def test_converting_after_the_balancer_was_made_changes_nothing_and_says_so(run_ranks):
-    def check(rank, group):
-        model = split_pair(group)
-        balancer = zr.Balancer(model, sgd(model))
-        with caught_log_lines() as lines:
-            assert zr.convert(model) is model
-        assert len(lines) == 1 and "converted already, nothing was changed" in lines[0]
-        for given in ({"shares": (3, 1)}, {"segments": [zr.Segment(["0"], "2")]}):
-            with pytest.raises(ValueError, match=r"converted already: .* a balancer's move\(shares\)"):
-                zr.convert(model, **given)
-        balancer.move((3, 1))
-        assert owned(model) == [(144, 48)]
-
-    run_ranks(check, 2)
-
-
-def test_a_copy_that_was_made_before_can_be_balanced_for_itself(run_ranks):
-    def check(rank, group):
-        model = split_pair(group)
-        copied = copy.deepcopy(model)
-        zr.Balancer(model, sgd(model)).close()
-        balancer = zr.Balancer(copied, sgd(copied))
-        balancer.move((3, 1))
-        assert owned(copied) == [(144, 48)] and owned(model) == [(96, 96)]
-
-    run_ranks(check, 2)
-
-
-@pytest.mark.parametrize("is_balanced", [False, True])
-def test_segments_with_dropout_can_be_checked_before_and_beside_a_balancer(run_ranks, is_balanced):
-    """For the check, too, what is dropped must follow the units; it leaves everything as it was."""
-
-    def check(rank, group):
-        model = zr.convert(split_pair(group, p=0.5))
-        optimizer = sgd(model)
-        balancer = zr.Balancer(model, optimizer) if is_balanced else None
-        dropout = model[2]
-        (segment,) = zr.check_segments(model, torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(1)))
-        assert segment.problem is None and segment.layers == ("0", "3")
-        assert model[2] is dropout
-        balancer = balancer or zr.Balancer(model, optimizer)
-        assert model[2].num_calls == 0, "masks begin with the first step"
-
-    run_ranks(check, 2)

@@ -75,21 +75,6 @@ def test_differentiated_layers_together_prune_what_was_asked_for(run_ranks, bloc
     run_ranks(check, 2)
 
 
-def test_columns_that_were_pruned_in_the_first_epoch_are_pruned_in_the_second(run_ranks):
-    """Nothing is known of them, and to swap them for trained ones would cost accuracy."""
-
-    def train(rank, group):
-        run = Run(group, mode="zero-pri", priority="variation", ratio=0.5, ranks="all", iters_per_epoch=3, ageing=0.0)
-        sets = []
-        for _ in range(2):
-            sets.append(set(run.pruned()["up"].tolist()))
-            run.steps(3)
-        return sets
-
-    for first, second in run_ranks(train, 2):
-        assert first == second
-
-
 def test_the_balancer_tells_in_how_many_steps_each_column_was_pruned(run_ranks):
     def train(rank, group):
         run = Run(group, mode="zero-pri", ratio=0.25, ranks=[1], iters_per_epoch=3)
@@ -166,46 +151,3 @@ def test_a_run_resumed_within_an_epoch_goes_on_bit_for_bit(run_ranks, tmp_path, 
         assert (columns[0] is not None) == (rank == 1)
         if rank == 1:
             assert sum(one != other for one, other in pairwise(columns)) >= 2, "an epoch has its own columns"
-
-
-def test_loading_puts_the_saved_columns_in_force_though_epoch_and_ratio_are_the_same(run_ranks):
-    """Back to another run's state in a balancer that is at work."""
-
-    def train(rank, group):
-        def run_on(x):
-            run = Run(group, mode="zero-pri", iters_per_epoch=2)
-            run.x = x
-            run.steps(2)
-            run.balancer.pin(1, 0.5)
-            return run
-
-        first = run_on(torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(2)))
-        other = run_on(torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(3)))
-        saved, overwritten = ([p if p is None else p.tolist() for p in run.pruned().values()] for run in (first, other))
-        other.balancer.load_state_dict(first.balancer.state_dict())
-        return saved, overwritten, [p if p is None else p.tolist() for p in other.pruned().values()]
-
-    saved, overwritten, loaded = run_ranks(train, 2)[1]
-    assert loaded == saved != overwritten
-
-
-@pytest.mark.parametrize(
-    "before",
-    [{"priority": "activation"}, {"mode": "zero-rd"}, {"priority": "variation", "paper": {"snapshot": "bf16"}}],
-)
-def test_a_statistic_of_another_kind_starts_anew(run_ranks, tmp_path, before):
-    """The configuration changed between two runs: plans go on, and from the next epoch's end there is a statistic."""
-
-    def train(rank, group):
-        saved = Run(group, **{"mode": "zero-pri", **before})
-        saved.balancer.pin(1, 0.25)
-        saved.steps(2)
-        dcp.save({"balancer": saved.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
-        resumed = Run(group, mode="zero-pri", priority="variation")
-        dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
-        ratio = resumed.balancer.metrics()["balance/ratio"]
-        resumed.steps(2)
-        resumed.balancer.epoch_end()
-        return ratio
-
-    assert run_ranks(train, 2) == [0.0, 0.25]

@@ -1,14 +1,9 @@
 """A rank that comes late to the model, as from a slow data loader: nothing of that can be balanced, and it is said."""
 
 import logging
-import time
 
 import pytest
-import torch
-from helpers.virtual_training import FEATURES, Run
-from torch import nn
-
-import zeroresize as zr
+from helpers.virtual_training import Run
 
 MODES = ("exact", "semi", "mig", "zero-rd")
 
@@ -68,27 +63,3 @@ def test_a_straggler_that_is_late_too_gives_away_what_it_is_slow_in(run_ranks, s
 
     (alone, late), others = run_ranks(train, 2)
     assert [alone, late] == others and alone < 0.9 and late == pytest.approx(alone, rel=0.02)
-
-
-def test_on_the_machines_own_clock(run_ranks, said):
-    def train(rank, group):
-        torch.manual_seed(0)
-        config = zr.BalanceConfig(update_every=2)
-        model = nn.Sequential(
-            zr.ColumnParallelLinear.from_linear(nn.Linear(FEATURES, 4 * FEATURES), process_group=group),
-            nn.GELU(),
-            zr.RowParallelLinear.from_linear(nn.Linear(4 * FEATURES, FEATURES), process_group=group),
-        )
-        zr.convert(model, process_group=group)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        balancer = zr.Balancer(model, optimizer, process_group=group, config=config)
-        for _ in range(12):
-            time.sleep(0.03 if rank == 1 else 0.0)
-            model(torch.ones(8, FEATURES)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            balancer.step()
-        return [one.owned for one in balancer.plan.ranks], said()
-
-    (owned, lines), (others, nothing) = run_ranks(train, 2)
-    assert owned == others == [1.0, 1.0] and len(lines) == 1 and nothing == []

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from helpers.virtual_training import FEATURES, Pair, Run
-
-import zeroresize as zr
+from helpers.virtual_training import FEATURES, Run
 
 #: Bytes of weights, gradients and Adam's moments of an even share of two ranks' 192 neurons, and of what all hold.
 OF_EVEN_SHARE, FIXED = 16 * 96 * (2 * FEATURES + 1), 16 * FEATURES
@@ -37,18 +35,6 @@ def test_each_rank_fills_its_memory_alike_from_the_start(run_ranks):
     for _, memory, counted in results:
         activations = memory - counted
         assert 0 < activations < 0.15 * memory  # the rest is counted to the byte
-
-
-@pytest.mark.parametrize("optimizer, of_element", [(torch.optim.SGD, 8), (torch.optim.AdamW, 16)])
-def test_optimizer_state_counts_before_the_first_step(run_ranks, optimizer, of_element):
-    def train(rank, group):
-        model = zr.convert(Pair(group), process_group=group)
-        steps = optimizer(model.parameters(), lr=0.1)
-        balancer = zr.Balancer(model, steps, zr.BalanceConfig(memory_limits=(1e6, 1e6)), process_group=group)
-        return balancer.metrics()["balance/memory_bytes"]
-
-    expected = of_element * (96 * (2 * FEATURES + 1) + FEATURES)
-    assert run_ranks(train, 2) == [expected, expected]
 
 
 def test_a_slow_ranks_units_stay_within_the_others_memory(run_ranks):
@@ -114,37 +100,6 @@ def test_what_cannot_fit_is_refused_on_every_rank(run_ranks, config, message):
         return True
 
     assert run_ranks(train, 2) == [True, True]
-
-
-def test_modes_that_move_nothing_keep_the_division_of_the_start(run_ranks):
-    def train(rank, group):
-        run = Run(group, mode="zero-rd", chi={1: 4.0}, memory_limits=(3.6e5, 1.8e5))
-        begun = num_neurons(run)
-        run.steps(12)
-        return begun, num_neurons(run)
-
-    (first, then), (second, later) = run_ranks(train, 2)
-    assert (first, second) == (then, later) and first > 1.9 * second
-
-
-def test_ample_memory_of_different_size_leaves_shares_even(run_ranks):
-    def train(rank, group):
-        run = Run(group, mode="exact", memory_limits=(8e9, 4e9))
-        return num_neurons(run)
-
-    assert run_ranks(train, 2) == [96, 96]
-
-
-def test_memory_that_activations_exceed_where_nothing_moves_is_warned_of_once(run_ranks, caplog):
-    def train(rank, group):
-        limits = (1e9, FIXED + 1.05 * OF_EVEN_SHARE)
-        run = Run(group, mode="zero-rd", memory_limits=limits, shares=(1.0, 1.0), update_every=1)
-        run.x = torch.randn(200, FEATURES)
-        run.steps(6)
-        return [record.getMessage() for record in caplog.records if "memory_limits" in record.getMessage()]
-
-    said = [line for lines in run_ranks(train, 2) for line in lines]
-    assert len(said) == 1 and "rank 1 would hold" in said[0] and "give shares that fit" in said[0]
 
 
 def test_a_checkpoints_division_that_does_not_fit_is_not_taken_over(run_ranks):

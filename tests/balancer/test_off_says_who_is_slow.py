@@ -9,7 +9,7 @@ from helpers.virtual_training import Run
 
 def wait_for_numbers(run):
     deadline = time.monotonic() + 20.0
-    while run.balancer._parts.slowness.is_waiting and time.monotonic() < deadline:
+    while run.balancer._parts.observer.slowness.is_waiting and time.monotonic() < deadline:
         time.sleep(0.001)
 
 

@@ -7,12 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.processes import caught_log_lines, instances_of
 from helpers.virtual_training import FEATURES, Run
-
-from zeroresize.comm.exchange import Exchange
-from zeroresize.control import forward_watch
-from zeroresize.control.forward_watch import ForwardWatch
 
 pytestmark = pytest.mark.slow
 
@@ -104,87 +99,6 @@ def test_a_step_too_many_or_too_few_is_found_at_the_next_exchange(run_ranks, mod
     for text in run_ranks(train, 2, timeout_s=25):
         counts = [re.search(rf"rank {rank}: [^;]*(call \d+|\d+ calls)", text) for rank in range(2)]
         assert "balancer.step()" in text and all(counts), text
-
-
-def test_a_step_too_many_is_told_with_counts_of_every_rank(run_ranks):
-    def train(rank, group):
-        run = impatient_run(rank, "zero-pri", num_ranks=3)
-        run.steps(7)
-        if rank == 2:
-            run.balancer.step()
-        return error_of(lambda: run.steps(13))
-
-    for kind, text in run_ranks(train, 3, timeout_s=25):
-        assert kind == "RuntimeError"
-        # Where the ranks' copies are compared just then, the others are told of while they are in a forward.
-        is_counted = "did not call balancer.step() equally often: " in text
-        assert is_counted or "rank 2: balancer.step(), call 10: ranks [0, 1] did not come" in text
-        if not is_counted:
-            continue
-        assert all(f"rank {rank}: 10 calls in {9 if rank == 2 else 10} training forwards" in text for rank in range(3))
-
-
-@each_mode
-def test_gradient_accumulation_recomputation_and_evaluation_are_no_unequal_steps(run_ranks, mode):
-    def train(rank, group):
-        run = impatient_run(rank, mode)
-        for step in range(23):
-            for micro_batch in range(1 + step % 3):
-                torch.utils.checkpoint.checkpoint(run.model, run.x[micro_batch:], use_reentrant=False).sum().backward()
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-            run.balancer.step()
-            if step % 4 == 0:
-                run.model.eval()(run.x[:3])
-                run.model.train()
-            if step == 11:
-                run.balancer.epoch_end()
-            if step == 17:
-                run.balancer.load_state_dict(run.balancer.state_dict())
-        return run.balancer._num_steps
-
-    assert run_ranks(train, 2, timeout_s=40) == [23, 23]
-
-
-def test_a_step_that_is_never_called_is_warned_of_once(run_ranks):
-    def train(rank, group):
-        run = Run(group)
-        with caught_log_lines() as lines:
-            step_without_balancer(run, 9)
-            none_yet = list(lines)
-            step_without_balancer(run, 200)
-        return none_yet, lines
-
-    for none_yet, lines in run_ranks(train, 2):
-        assert none_yet == []
-        assert len(lines) == 1 and "balancer.step() was not called in the last 10 optimizer steps" in lines[0]
-
-
-def test_forwards_without_any_step_are_warned_of_and_micro_batches_after_a_step_are_not(run_ranks, monkeypatch):
-    monkeypatch.setattr(forward_watch, "MANY_FORWARDS", 100)
-
-    def train(rank, group):
-        run = Run(group)
-        with caught_log_lines() as lines:
-            run.model.eval()
-            for _ in range(200):
-                run.model(run.x)
-            run.model.train()
-            run.steps(1)
-            for _ in range(200):
-                run.model(run.x)
-            run.steps(20)
-            usual = [line for line in lines if "balancer.step()" in line]
-        run.balancer.close()
-        run = Run(group)
-        with caught_log_lines() as lines:
-            for _ in range(200):
-                run.model(run.x)
-        message = "balancer.step() was not called in the last 100 training forwards"
-        return usual, [line for line in lines if message in line]
-
-    for usual, warned in run_ranks(train, 2):
-        assert usual == [] and len(warned) == 1
 
 
 # ---- balancer.epoch_end() -------------------------------------------------------------------------------------------
@@ -285,43 +199,3 @@ def test_a_batch_that_changes_on_one_rank_only_is_an_error_on_every_rank(run_ran
         assert kind == "ValueError"
         for rank, tokens in enumerate((8, num_tokens) if changing else (num_tokens, 8)):
             assert f"rank {rank}: {tokens} tokens in layer " in text
-
-
-def test_all_of_three_ranks_learn_of_two_that_were_given_other_batches(run_ranks):
-    def train(rank, group):
-        run = impatient_run(rank, "off", num_ranks=3)
-        run.steps(6)
-        return error_of(lambda: forward(run, (8, 4, 12)[rank]))
-
-    for kind, text in run_ranks(train, 3, timeout_s=25):
-        assert kind == "ValueError"
-        assert all(f"rank {rank}: {tokens} tokens in layer " in text for rank, tokens in enumerate((8, 4, 12)))
-
-
-def test_a_rank_that_comes_late_to_a_batch_of_new_size_is_waited_for(run_ranks):
-    def train(rank, group):
-        with instances_of(ForwardWatch) as watches:
-            run = impatient_run(rank, "off")
-        run.steps(6)
-        for num_tokens in (4, 4, 12):
-            time.sleep(0.7 * LIMIT_S * rank)
-            forward(run, num_tokens)
-        return watches[0]._num_met
-
-    assert len(set(run_ranks(train, 2, timeout_s=25))) == 1
-
-
-@each_mode
-def test_batches_that_change_on_every_rank_are_compared_once_a_forward(run_ranks, mode):
-    def train(rank, group):
-        with instances_of(Exchange) as exchanges:
-            run = impatient_run(rank, mode)
-        run.steps(23)
-        met = []
-        meet = exchanges[0].meet
-        exchanges[0].meet = lambda *numbers: met.append(numbers) or meet(*numbers)
-        for num_tokens in (8, 4, 4, 8, 4, 6):
-            forward(run, num_tokens)
-        return len(met)
-
-    assert run_ranks(train, 2, timeout_s=25) == [4, 4]

@@ -27,10 +27,6 @@ class ByNorm(torch.optim.SGD):
         super().step()
 
 
-class Away(torch.optim.SGD):
-    """Not known; element by element."""
-
-
 def made(group, kind=ByNorm, shares=None, **config):
     model = Pair(group)
     config = zr.BalanceConfig(update_every=2, **config)
@@ -78,34 +74,6 @@ def test_torchs_muon_and_adafactor_are_refused(run_ranks):
             balancer.close()
 
     run_ranks(train, 2, timeout_s=30)
-
-
-def test_shares_are_refused_where_they_are_given_with_the_optimizer(run_ranks):
-    def convert(rank, group):
-        model = Pair(group)
-        optimizer = ByNorm(model.parameters(), lr=0.1)
-        with pytest.raises(ValueError, match=rf"^shares=\[1.5, 0.5\]: units cannot be divided so: .*{MATRICES}"):
-            zr.convert(model, process_group=group, shares=(3, 1), optimizer=optimizer)
-        assert model.up.weight.shape == (2 * FEATURES, FEATURES)
-
-    run_ranks(convert, 2, timeout_s=30)
-
-
-def test_uneven_shares_are_refused_when_the_balancer_is_made(run_ranks):
-    def convert(rank, group):
-        with pytest.raises(ValueError, match=rf"^units are divided by the shares \[1.5, 0.5\]: .*{MATRICES}"):
-            made(group, shares=(3, 1))
-
-    run_ranks(convert, 2, timeout_s=30)
-
-
-def test_an_unknown_optimizer_that_passes_the_trial_moves(run_ranks):
-    def move(rank, group):
-        _, balancer = made(group, Away, mode="off")
-        balancer.move([3, 1])
-        return balancer.plan.owned
-
-    assert run_ranks(move, 2) == [(1.5, 0.5)] * 2
 
 
 def test_where_ranks_judge_differently_none_moves_and_none_waits(run_ranks):

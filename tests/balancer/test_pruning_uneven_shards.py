@@ -4,16 +4,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from helpers import parallel_layers
 from helpers.parallel_layers import HEAD_SIZE, WIDTH, gathered, impute
 from helpers.states import held_by
-from helpers.virtual_training import FEATURES, Pair, Run
+from helpers.virtual_training import Run
 from torch import nn
 from torch.testing import assert_close
 
 import zeroresize as zr
-from zeroresize.config.keys import IMPUTATIONS, MODES, PINNABLE_MODES, PRIORITIES
+from zeroresize.config.keys import IMPUTATIONS, PRIORITIES
 from zeroresize.plan.group import RankPlan, WorkloadPlan
 
 SHARES = {2: (3, 1), 3: (1, 3, 2)}
@@ -208,25 +207,6 @@ def pin(run, *ratios):
         run.balancer.pin(rank, ratio)
 
 
-@pytest.mark.parametrize("shares", [(3, 1), (1, 3, 2), (2, 0, 1)], ids=str)
-def test_each_column_of_heads_and_of_neurons_has_its_home(run_ranks, shares):
-    """Weights that tell it travel with the units."""
-
-    def check(rank, group):
-        def number(model):
-            for layer in (model[0].out, model[1].down):
-                columns = layer.weight.shape[1]
-                layer.weight.data[:] = rank * columns + torch.arange(columns)
-
-        block = UnevenBlock(group, shares, number)
-        homes = block.balancer._parts.selector.homes
-        for name, layer in (("0.out", block.model[0].out), ("1.down", block.model[1].down)):
-            assert homes[name].tolist() == layer.weight[0].tolist()
-        return len(homes["0.out"]), homes["0.q"].tolist() == list(range(rank * WIDTH, (rank + 1) * WIDTH))
-
-    assert run_ranks(check, len(shares)) == [(24 * share // sum(shares), True) for share in shares]
-
-
 @pytest.mark.parametrize("priority", PRIORITIES)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_what_is_known_of_a_column_is_known_to_whoever_owns_its_unit(run_ranks, num_ranks, priority):
@@ -260,10 +240,10 @@ def test_a_move_in_the_middle_of_an_epoch_takes_counted_steps_along(run_ranks):
         plan = WorkloadPlan((RankPlan(), RankPlan(0.5)))
         for shares, num_steps in (((1, 1), 3), ((3, 1), 2)):
             run.balancer.move(shares)
-            run.balancer._parts.plan_execution.install(plan if num_steps == 3 else WorkloadPlan((RankPlan(),) * 2))
+            run.balancer._parts.mover.plans.install(plan if num_steps == 3 else WorkloadPlan((RankPlan(),) * 2))
             run.steps(1)
             for _ in range(num_steps - 1):
-                run.balancer._parts.plan_execution.install(plan if num_steps == 3 else WorkloadPlan((RankPlan(),) * 2))
+                run.balancer._parts.mover.plans.install(plan if num_steps == 3 else WorkloadPlan((RankPlan(),) * 2))
                 run.steps(1)
         before = known_of_units(run)
         run.balancer.epoch_end()
@@ -299,27 +279,6 @@ def test_a_visit_home_before_an_epoch_ends_loses_nothing_of_what_it_tells(run_ra
         assert np.isfinite(expected[0]).any() and same_known(known, expected)
 
 
-@pytest.mark.parametrize("priority", PRIORITIES)
-def test_after_a_move_within_an_epoch_its_statistic_is_as_large_as_of_a_whole_epoch(run_ranks, priority):
-    """In steps that are all alike: constant weights' changes, and activations."""
-
-    def train(rank, group):
-        def known_after(*moves):
-            run = pruning_run(group, mode="semi", shares="even", priority=priority)
-            for parameter_group in run.optimizer.param_groups:
-                parameter_group.update(lr=1e-6, betas=(0.0, 0.0), weight_decay=0.0)  # ± lr in every step
-            for shares in moves:
-                run.balancer.move(shares)
-                run.steps(6)
-            run.balancer.epoch_end()
-            return known_of_units(run)[0]
-
-        return known_after((1, 1), (1, 1)), known_after((1, 1), (3, 1))
-
-    for expected, known in run_ranks(train, 2):
-        assert known == pytest.approx(expected, rel=0.05)
-
-
 def test_freezing_leaves_weights_and_moments_of_pruned_columns_across_moves(run_ranks):
     def train(rank, group):
         run = pruning_run(group, pruned_update="freeze", iters_per_epoch=100)
@@ -350,51 +309,6 @@ def test_freezing_leaves_weights_and_moments_of_pruned_columns_across_moves(run_
 
 
 # ---- saved and resumed ----------------------------------------------------------------------------------------------
-
-KINDS = [
-    *({"priority": priority} for priority in PRIORITIES),
-    {"priority": "activation", "paper": {"imputation": "same"}},
-    {"priority": "path_length", "pruned_update": "freeze"},
-    {"mode": "zero-rd"},
-    {"mode": "zero-pridiff", "priority": "variation", "paper": {"pridiff_rule": "paper"}},
-]
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize("saved_at_home", [False, True])
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
-def test_a_run_resumed_within_an_epoch_goes_on_bit_for_bit(run_ranks, tmp_path, kind, saved_at_home):
-    def train(rank, group):
-        def go_on(run):
-            steps = []
-            for step in range(10):
-                run.x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(100 + step))
-                losses = run.steps(1)
-                steps.append((losses, {name: None if p is None else p.tolist() for name, p in run.pruned().items()}))
-            return steps, repr(held_by(run.balancer.state_dict(), f"group 0-1 rank {rank}")["selector"])
-
-        first = pruning_run(group, iters_per_epoch=4, **kind)
-        first.steps(1)
-        pin(first, 0.5, 0.25)
-        first.steps(5)
-        folder = str(tmp_path / "checkpoint")
-        state = {**zr.sharded_state_dict(first.model, first.optimizer), "balancer": first.balancer}
-        if saved_at_home:
-            with first.balancer.at_home():
-                dcp.save({**state, **zr.sharded_state_dict(first.model, first.optimizer)}, checkpoint_id=folder)
-        else:
-            dcp.save(state, checkpoint_id=folder)
-        expected = go_on(first)
-        first.balancer.close()
-
-        resumed = pruning_run(group, iters_per_epoch=4, **kind)
-        state = {**zr.sharded_state_dict(resumed.model, resumed.optimizer), "balancer": resumed.balancer}
-        dcp.load(state, storage_reader=zr.CheckpointReader(folder))
-        return expected, go_on(resumed)
-
-    for expected, resumed in run_ranks(train, 2):
-        assert resumed[0] == expected[0]
-        assert resumed[1] == expected[1]
 
 
 @pytest.mark.parametrize(("from_shares", "to_shares"), [("even", (3, 1)), ((3, 1), "even"), ((3, 1), (1, 3))], ids=str)
@@ -430,171 +344,4 @@ def test_a_state_of_another_division_brings_what_is_known_to_the_owners_of_now(r
         assert num_known > 96 and most_steps > 6
 
 
-def test_where_the_move_back_to_the_saved_division_is_refused_what_is_known_stays_with_units_at_home(
-    run_ranks, monkeypatch
-):
-    import zeroresize.resharding.agreement as agreement
-
-    def train(rank, group):
-        first = pruning_run(group, mode="semi", iters_per_epoch=4, paper={"imputation": "same"})
-        plan = WorkloadPlan((RankPlan(0.25), RankPlan(0.5)))
-        for _ in range(6):
-            first.balancer._parts.plan_execution.install(plan)
-            first.steps(1)
-        state, known = first.balancer.state_dict(), known_of_units(first)
-        first.balancer.close()
-        resumed = pruning_run(group, mode="semi", shares="even", iters_per_epoch=4, paper={"imputation": "same"})
-        with monkeypatch.context() as patch:
-            patch.setattr(agreement, "free_bytes", lambda device: 0 if rank == 0 else 2**40)
-            resumed.balancer.load_state_dict(state)
-        now, counts = known_of_units(resumed), resumed.model.down.segment.owned.counts
-        resumed.steps(6)
-        return same_known(now, known), counts, known[2].sum()
-
-    for is_same, counts, num_pruned in run_ranks(train, 2):
-        assert is_same and counts == (96, 96) and num_pruned > 0
-
-
-def test_a_state_whose_units_and_columns_do_not_fit_each_other_is_refused_on_all_ranks(run_ranks):
-    def train(rank, group):
-        run = pruning_run(group)
-        run.steps(1)
-        state = run.balancer.state_dict()
-        key = f"group 0-1 rank {rank}"
-        if rank == 1:
-            held_by(state, key)["selector"]["columns"]["down"]["w_var"] = [1.0] * 96
-        message = (
-            r"columns\.down: rows of 48 numbers are needed" if rank == 1 else r"ranks \[1\] of the group cannot load"
-        )
-        with pytest.raises(ValueError, match=message):
-            run.balancer.load_state_dict(state)
-        run.steps(2)
-        with pytest.raises(ValueError, match="another model"):
-            held_by(state, "group 0-1")["layers"] = {"down": 144}
-            run.balancer.load_state_dict(state)
-
-    run_ranks(train, 2)
-
-
 # ---- modes ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.few(5)
-@pytest.mark.parametrize("shares", [(3, 1), (1, 0)], ids=str)
-@pytest.mark.parametrize("mode", MODES)
-def test_shares_hold_in_every_mode(run_ranks, mode, shares):
-    def train(rank, group):
-        torch.set_default_dtype(torch.float64)
-        expected = Run(group, mode=mode, update_every=100).steps(4)
-        run = pruning_run(group, mode=mode, shares=shares, iters_per_epoch=2)
-        losses = run.steps(2)
-        with run.balancer.at_home():
-            shapes = [tuple(one.shape) for one in run.model.state_dict().values()]
-        losses += run.steps(2)
-        assert losses == pytest.approx(expected, rel=1e-10)
-        if mode in PINNABLE_MODES:
-            pin(run, 0.5, 0.75)
-            run.steps(3)
-            ratio = (0.5, 0.75)[rank] if shares[rank] else 0.0
-            assert run.balancer.metrics()["balance/pruned_share"] == pytest.approx(ratio, abs=0.01)
-            assert run.balancer.metrics()["balance/owned_share"] == 2 * shares[rank] / sum(shares)
-        return run.model.down.segment.owned.counts, (96, 48) in shapes and (48, 96) in shapes
-
-    assert run_ranks(train, 2) == [(tuple(192 * share // sum(shares) for share in shares), True)] * 2
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize("shares", [(3, 1), (1, 0)], ids=str)
-@pytest.mark.parametrize("mode", [*PINNABLE_MODES, "mig"])
-def test_a_forced_ratio_is_in_force_on_shares_from_the_start_and_after_resuming(run_ranks, mode, shares):
-    def train(rank, group):
-        def forced_run():
-            ranks = [0] if mode == "mig" else "all"
-            return pruning_run(
-                group, mode=mode, shares=shares, ratio=0.5, ranks=ranks, update_every=3, iters_per_epoch=4
-            )
-
-        first = forced_run()
-        losses = first.steps(8)
-        with first.balancer.at_home():
-            pass
-        losses += first.steps(2)
-        state = first.balancer.state_dict()
-        first.balancer.close()
-        resumed = forced_run()
-        resumed.balancer.load_state_dict(state)
-        resumed.steps(4)
-        kind = "balance/lent_share" if mode == "mig" else "balance/pruned_share"
-        spared = [run.balancer.metrics()[kind] for run in (first, resumed)]
-        return losses[-1] < losses[0], spared, [run.model.down.segment.owned.counts for run in (first, resumed)]
-
-    for rank, (learns, spared, counts) in enumerate(run_ranks(train, 2)):
-        is_forced = shares[rank] > 0 and (mode != "mig" or rank == 0)
-        assert learns and spared == pytest.approx([0.5 * is_forced] * 2, abs=0.01)
-        assert counts == [tuple(192 * share // sum(shares) for share in shares)] * 2
-
-
-def test_layers_weigh_in_a_share_by_what_the_rank_owns_of_them(run_ranks):
-    """Beside a segment that is uneven the layers of another one are as they were."""
-
-    class Two(nn.Module):
-        def __init__(self, group):
-            super().__init__()
-            self.up = zr.ColumnParallelLinear.from_linear(nn.Linear(FEATURES, 96), process_group=group)
-            self.down = zr.RowParallelLinear.from_linear(nn.Linear(96, FEATURES), process_group=group)
-            self.fixed = zr.RowParallelLinear.from_linear(
-                nn.Linear(FEATURES, FEATURES), process_group=group, input_is_parallel=False
-            )
-
-        def forward(self, x):
-            return self.fixed(self.down(nn.functional.gelu(self.up(x))))
-
-    def train(rank, group):
-        run = pruning_run(group, model=Two, mode="zero-rd", block=16)
-        run.balancer.pin(0, 0.4)
-        run.balancer.pin(1, 0.4)
-        layers = {"up": run.model.up, "down": run.model.down, "fixed": run.model.fixed}
-        pruned = {name: len(run.balancer.lineage.pruned(name, "w")) for name in layers}
-        of_all = sum(pruned[name] * len(layer.weight) for name, layer in layers.items())
-        of_all /= sum(layer.weight.numel() for layer in layers.values())
-        return of_all, run.balancer.metrics()["balance/pruned_share"], list(pruned.values())
-
-    for of_all, ratio, pruned in run_ranks(train, 2):
-        assert ratio == pytest.approx(of_all) and len(set(pruned)) > 1
-
-
-class DroppingPair(Pair):
-    def __init__(self, group):
-        super().__init__(group)
-        self.between = nn.Dropout(0.25)
-
-    def forward(self, x):
-        return x + self.down(self.between(nn.functional.gelu(self.up(x))))
-
-
-def test_dropout_around_units_that_are_away_is_keyed_where_they_may_be_away_and_only_there(run_ranks):
-    def train(rank, group):
-        torch.set_default_dtype(torch.float64)
-
-        def losses(shares, mode="zero-rd"):
-            run = pruning_run(group, model=DroppingPair, shares=shares, mode=mode)
-            torch.manual_seed(0)
-            return run.steps(3), type(run.model.between) is nn.Dropout, run.model.down.segment.owned.counts
-
-        return losses((3, 1)), losses((2, 1)), losses("even")
-
-    for (first, *away), (second, *other), (_, *at_home) in run_ranks(train, 2):
-        assert first == pytest.approx(second, rel=1e-10), "whoever owns the units"
-        assert (away, other, at_home) == ([False, (144, 48)], [False, (128, 64)], [True, (96, 96)])
-
-
-def test_what_the_group_drops_is_told_as_the_budget_counts_it(run_ranks):
-    def train(rank, group):
-        run = Run(group, mode="zero-rd", shares=(1.0, 3.0), ratio=0.5, ranks=(1,))
-        run.steps(2)
-        return run.balancer.metrics()["balance/group_pruned"], run.model.up.local_weight.shape[0]
-
-    (first, few), (second, many) = run_ranks(train, 2)
-    assert (few, many) == (48, 144)
-    assert first == second == pytest.approx(0.5 * 144 / 192)

@@ -105,24 +105,6 @@ def test_what_was_replaced_is_told_at_the_next_update_and_no_unit_moves(run_rank
     run_ranks(train, 2, timeout_s=30)
 
 
-def test_units_that_are_away_stay_there_until_a_new_balancer_brings_them_home(run_ranks):
-    def train(rank, group):
-        run = Training(group)
-        run.steps(2)
-        run.balancer.move((3, 1))
-        replace_optimizer(run, group)
-        run.steps(2)
-        with pytest.raises(CannotMoveError, match=r"close\(\) the Balancer and make a new one"):
-            run.balancer.move((1, 1))
-        run.balancer.close()
-        run.balancer = run.balance()
-        run.balancer.move((1, 1))
-        assert run.steps(6) == []
-        return [tuple(one.shape) for one in run.model.parameters()]
-
-    assert len(set(map(str, run_ranks(train, 2, timeout_s=30)))) == 1
-
-
 def test_every_rank_learns_what_one_of_them_replaced(run_ranks):
     def train(rank, group):
         run = Training(group)
@@ -132,65 +114,5 @@ def test_every_rank_learns_what_one_of_them_replaced(run_ranks):
         with pytest.raises(CannotMoveError, match=r"blocks\.1\.down\.weight was replaced") as error:
             run.balancer.move((3, 1))
         assert ("rank 1 of the group" in str(error.value)) == (rank == 0)
-
-    run_ranks(train, 2, timeout_s=30)
-
-
-class Wrapper(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)
-
-
-def test_what_only_looks_like_it_is_no_replacement(run_ranks):
-    """A wrapper around a block, frozen parameters that leave the optimizer, skipped steps, and weights put in place."""
-
-    def train(rank, group):
-        run = Training(group)
-        warnings = run.steps(2)
-        run.model.blocks[0] = Wrapper(run.model.blocks[0])
-        run.model.blocks[1].up.bias.requires_grad_(False)
-        without(run.optimizer, run.model.blocks[1].up.bias)
-        warnings += run.steps(3)
-        for _ in range(4):  # a scaler skips steps
-            run.balancer.step()
-        with torch.no_grad():
-            run.model.blocks[1].up.weight.add_(0.0)
-        run.balancer.step()
-        warnings += run.steps(4)
-        run.balancer.move((3, 1))
-        return warnings + run.steps(4)
-
-    assert run_ranks(train, 2, timeout_s=30) == [[], []]
-
-
-class Factored(torch.optim.SGD):
-    """Keeps state of another shape from the first step on."""
-
-    spoils = False
-
-    def step(self, closure=None):
-        super().step(closure)
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.dim() == 2 and self.spoils:
-                self.state[parameter]["rows"] = torch.ones(len(parameter))
-
-
-@pytest.mark.parametrize("spoiling", [(0, 1), (1,)])
-def test_a_refusal_by_hand_names_the_parameter_on_every_rank(run_ranks, spoiling):
-    def train(rank, group):
-        run = Training(group)
-        run.balancer.close()
-        run.optimizer = zr.mark_elementwise(Factored)(run.model.parameters(), lr=1e-3)
-        run.optimizer.spoils = rank in spoiling
-        run.balancer = run.balance()
-        run.steps(1)
-        with pytest.raises(
-            ValueError, match=r"no unit can change hands: blocks\.0\.up\.weight: its optimizer keeps 'rows'"
-        ):
-            run.balancer.move((3, 1))
 
     run_ranks(train, 2, timeout_s=30)

@@ -55,16 +55,3 @@ def test_frozen_parameters_hold_up_no_unit(run_ranks):
         step(model, optimizer)
 
     run_ranks(train, 2, timeout_s=30)
-
-
-def test_state_of_even_shares_beside_uneven_ones_is_an_error_on_every_rank(run_ranks):
-    def train(rank, group):
-        model = Pair(group)
-        optimizer = torch.optim.AdamW(model.parameters())
-        step(model, optimizer)
-        config = zr.BalanceConfig()
-        zr.convert(model, process_group=group, shares=(3, 1))
-        with pytest.raises(ValueError, match="pass optimizer= to convert where it has stepped before"):
-            zr.Balancer(model, optimizer, process_group=group, config=config)
-
-    run_ranks(train, 2, timeout_s=30)

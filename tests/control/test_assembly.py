@@ -5,7 +5,8 @@ import torch
 from helpers.virtual_training import Pair
 
 import zeroresize as zr
-from zeroresize.control import assembly
+from zeroresize.control import assembly, observer
+from zeroresize.control import group as group_module
 from zeroresize.measure.step_timer import StepTimer
 
 CONFIG = zr.BalanceConfig(mode="semi", priority="path_length", pruned_update="freeze")
@@ -45,8 +46,9 @@ def test_where_a_part_cannot_be_made_nothing_is_left_of_the_others(run_ranks, mo
         model, optimizer, balancer = made(group)
         before = attached_to(model, optimizer)
         with monkeypatch.context() as patched:
-            patched.setattr(assembly.Exchange, "close", lambda exchange: closed.append(exchange))
-            patched.setattr(f"{assembly.__name__}.{part}", fail)
+            patched.setattr(group_module.Exchange, "close", lambda exchange: closed.append(exchange))
+            where = observer if part in ("RankMonitor", "ForwardWatch") else assembly
+            patched.setattr(f"{where.__name__}.{part}", fail)
             with pytest.raises(Unlucky):
                 balancer()
         assert attached_to(model, optimizer) == before and len(set(closed)) == 1

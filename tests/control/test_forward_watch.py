@@ -57,21 +57,6 @@ def test_what_one_layer_met_for_in_an_earlier_forward_says_nothing_of_another_la
     assert exchange.met[before:] == [(20, 1)]
 
 
-def test_nothing_is_kept_of_batches_of_many_sizes():
-    watched, _, exchange = watch("a", "b")
-    for num_tokens in range(1, 300):
-        forwards(watched, a=num_tokens, b=num_tokens)
-    assert len(exchange.met) == 299
-    held = [value for value in vars(watched).values() if isinstance(value, dict | list | set)]
-    assert max(map(len, held)) <= 2
-
-
-def test_batches_are_not_compared_where_that_is_turned_off():
-    watched, _, exchange = watch("a", compares=False)
-    forwards(watched, a=10)
-    assert exchange.met == []
-
-
 def warnings_after(caplog, num_steps, num_micro_batches, is_new_in_every_forward=False):
     watched, layers, _ = watch("a")
     with caplog.at_level(logging.WARNING, logger="zeroresize"):

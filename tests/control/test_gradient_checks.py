@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.hosts import Host, small_vit
 from helpers.processes import caught_log_lines
 from helpers.virtual_training import FEATURES, Pair
 from torch import nn
@@ -165,30 +164,6 @@ def test_what_is_summed_frozen_unused_or_skipped_is_not_blamed(run_ranks):
     assert run_ranks(train, 2, timeout_s=60) == [[], []]
 
 
-@pytest.mark.parametrize("skips", [[0, 1], [1]])
-def test_where_a_scaler_skips_the_first_step_gradients_are_compared_in_the_next(run_ranks, skips):
-    """Ranks that step while others skip wait for these, and are told at the next exchange that they must not."""
-
-    def train(rank, group):
-        model = Model()
-        optimizer, balancer = balanced(model, group)
-        scaler = torch.amp.GradScaler("cpu")
-        for step in range(2):
-            scaler.scale(model(ids_of(0)).float().square().mean()).backward()
-            if step == 0 and rank in skips:
-                model.part.q.weight.grad.view(-1)[0] = torch.inf
-            try:
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-                balancer.step()
-            except (RuntimeError, ValueError) as error:
-                return str(error)
-
-    for text in run_ranks(train, 2, timeout_s=30):
-        assert ("part of a sum" if len(skips) == 2 else "equally many optimizer steps") in text
-
-
 def test_other_random_draws_behind_the_layers_are_warned_of_and_other_targets_are_an_error(run_ranks):
     def train(rank, group):
         model = Model(drop=0.5)
@@ -209,33 +184,6 @@ def test_other_random_draws_behind_the_layers_are_warned_of_and_other_targets_ar
 
     first, second = run_ranks(train, 2, timeout_s=30)
     assert len(first) == 1 and "drawn alike" in first[0] and not second
-
-
-@pytest.mark.usefixtures("colossalai_vit_modules")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_gradients_are_compared_behind_colossalais_reductions(run_ranks, precision):
-    """In bf16 they are those of master weights."""
-
-    def train(rank, group):
-        host, texts = Host(group), []
-        for factor in (1, 1 + rank):
-            boosted = host.boost(small_vit(), precision=precision)
-            zr.convert(boosted.model, process_group=boosted.group)
-            norm = next(one for name, one in boosted.model.named_parameters() if "layernorm_after.weight" in name)
-            norm.register_hook(lambda grad, by=factor: by * grad)
-            balancer = zr.Balancer(boosted.model, boosted.optimizer, process_group=boosted.group)
-            images = torch.ones(2, 3, 8, 8, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
-            loss = boosted.model(images).logits.float().square().mean()
-            boosted.optimizer.backward(loss)
-            try:
-                boosted.optimizer.step()
-            except ValueError as error:
-                texts.append(str(error))
-            balancer.close()
-        return texts
-
-    for texts in run_ranks(train, 2, timeout_s=60):
-        assert len(texts) == 1 and "the gradients of 1 of " in texts[0] and "layernorm_after.weight" in texts[0]
 
 
 class Divided(nn.Module):
@@ -315,51 +263,3 @@ def test_batches_that_differ_later_are_an_error_in_the_first_steps_and_then_warn
     blame = "the ranks of the group were given different batches"
     assert first[0] == second[0] == (0, blame)
     assert len(first) == 2 and first[1].startswith(f"step 20: {blame}") and len(second) == 1
-
-
-def test_whole_numbers_that_are_not_one_a_token_may_be_meant_and_hide_no_others(run_ranks):
-    """As a rank's range of the vocabulary, or something that happens to have as many elements as its part."""
-
-    def train(rank, group):
-        x, ids = torch.ones(2, 6, FEATURES), torch.arange(12).view(2, 6)
-        seen = []
-        for labels, other in ((torch.tensor([rank, rank + 1, 3]), 0), (torch.zeros(6, dtype=torch.long), rank)):
-            model = Divided(group)
-            optimizer, balancer = balanced(model, group)
-            with caught_log_lines() as lines:
-                try:
-                    model(x, ids + other, labels=labels).sum().backward()
-                    optimizer.step()
-                    balancer.step()
-                except ValueError as error:
-                    lines.append(str(error))
-            seen.append([line for line in lines if "differ in input" in line])
-            balancer.close()
-        return seen
-
-    (meant, hidden), (_, hidden_1) = run_ranks(train, 2, timeout_s=30)
-    assert len(meant) == 1 and "differ in input labels; " in meant[0] and "meant to have its own" in meant[0]
-    assert hidden == hidden_1 and len(hidden) == 1 and "differ in input 1" in hidden[0]
-
-
-class Reducing(torch.optim.AdamW):
-    def step(self, closure=None):
-        summed(self.model)
-        return super().step(closure)
-
-
-def test_an_optimizer_that_sums_gradients_in_its_own_step_is_no_error(run_ranks):
-    def train(rank, group):
-        model = Model()
-        model.embedding = nn.Embedding(11, FEATURES)
-        model.part.enter = entered
-        optimizer, balancer = balanced(model, group, Reducing)
-        optimizer.model = model
-        with caught_log_lines() as lines:
-            trained(model, optimizer, balancer)
-        balancer.close()
-        return [line for line in lines if "of a sum" in line], model.part.k.weight.detach()
-
-    (lines, weight), (others, other) = run_ranks(train, 2, timeout_s=30)
-    assert len(lines) == 1 and not others and "All is well if the optimizer's step" in lines[0]
-    assert torch.equal(weight, other)

@@ -27,20 +27,6 @@ def test_both_operands_of_a_layer_are_pruned_alike(layers, table, matrix):
     assert table.pruned("fc2", matrix) is None
 
 
-def test_it_tells_the_very_indices_of_the_plan_and_no_copy(layers, table):
-    layers["fc1"].plan = LayerPlan.from_pruned(torch.tensor([0]), 4)
-    assert table.pruned("fc1", "w") is layers["fc1"].plan.pruned
-
-
-def test_the_newest_plan_counts_and_none_means_nothing_is_pruned(layers, table):
-    for columns in ([0], [2]):
-        layers["fc1"].plan = LayerPlan.from_pruned(torch.tensor(columns), 4)
-        assert table.pruned("fc1", "x").tolist() == columns
-
-    layers["fc1"].plan = None
-    assert table.pruned("fc1", "x") is None
-
-
 def test_a_layer_that_is_not_balanced_is_named_with_those_that_are(table):
     with pytest.raises(KeyError, match=r"'fc3': there are \['fc1', 'fc2'\]"):
         table.pruned("fc3", "x")

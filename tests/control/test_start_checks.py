@@ -5,7 +5,6 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.hosts import Host, small_vit
 from helpers.processes import caught_log_lines
 from helpers.virtual_training import FEATURES, Pair
 from torch import nn
@@ -67,33 +66,6 @@ def test_ranks_that_begin_with_different_weights_are_all_told_which_in_the_first
             "1 of 5 parameters that all ranks of the group should hold alike differ between the ranks: "
         )
         assert [f"rank {rank}: sum " in message for rank in range(3)] == [True] * 3  # no two agree, so none is to blame
-
-
-@pytest.mark.parametrize("odd_one", [0, 2])
-def test_where_most_ranks_agree_the_other_is_named_also_if_that_is_rank_0(run_ranks, odd_one):
-    def train(rank, group):
-        model = Model(group)
-        change(model, int(rank == odd_one))
-        balancer = balanced(model, group)  # noqa: F841 - it lives
-        with pytest.raises(ValueError, match=rf"ranks: head.weight on rank {odd_one}, other than on most ranks\. Seed"):
-            model(X)
-
-    run_ranks(train, 3, timeout_s=20)
-
-
-def test_other_seeds_are_seen_in_every_parameter_that_they_drew(run_ranks):
-    def train(rank, group):
-        torch.manual_seed(rank)
-        head = nn.Linear(FEATURES, 3)
-        model = Model(group)
-        model.head = head
-        balancer = balanced(model, group)  # noqa: F841 - it lives
-        with pytest.raises(
-            ValueError, match=r"^2 of 5 .* head.weight \(rank 0: sum .*, rank 1: sum .*\); head.bias \("
-        ):
-            model(X)
-
-    run_ranks(train, 2, timeout_s=20)
 
 
 def test_weights_may_be_loaded_after_the_balancer_was_made(run_ranks):
@@ -183,45 +155,6 @@ def test_ddp_over_replicas_and_ddp_that_leaves_the_shards_alone_are_taken(run_ra
     assert run_ranks(build, 2, timeout_s=20) == [0.0, 0.0]
 
 
-def test_a_balancer_that_was_dropped_checks_nothing(run_ranks):
-    def train(rank, group):
-        model = Model(group)
-        change(model, rank)
-        balanced(model, group)
-        return len(model.pair.up._forward_pre_hooks), model(X) is not None
-
-    assert run_ranks(train, 2) == [(0, True)] * 2
-
-
-@pytest.mark.usefixtures("colossalai_vit_modules")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_colossalai_splits_is_left_out_and_what_it_replicates_is_compared(run_ranks, precision):
-    """A shard of the gathered classifier, or of any layer that stays as it is, is no difference; DDP of one rank no DDP
-    over the group; and the optimizer's master weights are those of all layers."""
-
-    def train(rank, group):
-        host = Host(group)
-        warnings = []
-        for by in (0.0, 0.5):
-            boosted = host.boost(small_vit(), precision=precision)
-            change(boosted.model, rank, next(n for n, _ in boosted.model.named_parameters() if "norm_before" in n), by)
-            balancer = balanced(boosted.model, boosted.group, optimizer=boosted.optimizer)
-            images = torch.ones(2, 3, 8, 8, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
-            try:
-                boosted.model(images)
-            except ValueError as error:
-                warnings.append(str(error))
-            balancer.close()
-        return warnings
-
-    for warnings in run_ranks(train, 2):
-        assert (
-            len(warnings) == 1
-            and warnings[0].startswith("1 of ")
-            and "layernorm_before.weight (rank 0: sum " in warnings[0]
-        )
-
-
 def drift_lines(run_ranks, num_steps, clip=None, change_at=None, by=0.0, before=0.0):
     """The warnings of each rank in a training in which units move."""
 
@@ -260,32 +193,6 @@ def test_clipping_by_shards_is_noticed_as_copies_drift_apart(run_ranks):
 @pytest.mark.parametrize("clip", [None, zr.clip_grad_norm_])
 def test_copies_that_stay_alike_are_not_warned_of(run_ranks, clip):
     assert drift_lines(run_ranks, 45, clip) == [[], []]
-
-
-def test_what_differed_at_the_start_by_rounding_is_no_drift_and_what_differs_later_is(run_ranks):
-    assert drift_lines(run_ranks, 5, before=1e-7) == [[], []]
-    assert len(drift_lines(run_ranks, 25, before=1e-7, change_at=12, by=1e-2)[0]) == 1
-
-
-def test_devices_of_several_models_are_told_once_something_is_drawn(run_ranks, monkeypatch):
-    def train(rank, group, models, p):
-        monkeypatch.setattr("zeroresize.control.start_checks.model_of", lambda device: models[rank])
-        model = nn.Sequential(Model(group), nn.Dropout(p))
-        balancer = balanced(model, group, zr.BalanceConfig(mode="off", update_every=1))
-        with caught_log_lines() as lines:
-            for _ in range(3):
-                model(X)
-                balancer.step()
-        balancer.close()
-        return [line for line in lines if "several models" in line]
-
-    def check(rank, group):
-        lines = train(rank, group, "AB", 0.1)
-        assert len(lines) == (rank == 0)
-        assert all("A (ranks 0), B (ranks 1), which draw other random numbers" in line for line in lines)
-        assert train(rank, group, "AB", 0.0) == train(rank, group, "AA", 0.1) == []
-
-    run_ranks(check, 2)
 
 
 class Noisy(nn.Module):
@@ -335,12 +242,3 @@ def test_no_unit_leaves_home_where_replicated_activations_differ(run_ranks, diff
         assert ("activations that all ranks of the group should have alike differ" in error) == differs
         assert ("the input of second.up" in error) == differs
         assert len([line for line in lines if "No unit leaves its home" in line]) == (differs and rank == 0)
-
-
-def test_dropout_that_no_module_tells_is_refused_as_what_it_is(run_ranks):
-    def train(rank, group):
-        model = Noisy(group, lambda x: nn.functional.dropout(x, 0.1))
-        with pytest.raises(ValueError, match=r"(?s)gradients of .*For activations that .*Draw alike what is random"):
-            stepped(model, group, rank, zr.BalanceConfig(mode="off"))
-
-    run_ranks(train, 2, timeout_s=30)

@@ -205,7 +205,7 @@ def test_one_hiccup_while_units_are_away_does_not_keep_them_at_home_for_good():
 
 
 def test_a_move_takes_its_time_before_the_step_that_it_is_for():
-    run = simulate(EXACT, cluster(last_is_slow(2, 4.0), noise=0.0, move=MoveCost(1.0, 3.0)), 400)
+    run = simulate(EXACT, cluster(last_is_slow(2, 4.0), noise=0.0, move=MoveCost(1.0, 3.0)), 1200)
     (step, num_bytes, seconds), *_ = run.moves
     assert num_bytes == pytest.approx(1.0 - 0.4, abs=0.02) and seconds == 3.0 + num_bytes
     assert run.step_s[step] == pytest.approx(bound_s(2, 4.0) + seconds, rel=0.02)

@@ -26,8 +26,7 @@ class PaperConfig:
             ``tolerance`` of the normal ranks' time, and lends the rest; ``"paper"`` follows Eq. (2) and (3), and prunes
             by ZERO-PriDiff.
         num_migrating: how many stragglers migrate in mode "semi", the slowest first (λ of Fig. 11), also where steps
-            get longer by it; by ``semi_rule="makespan"`` each lends a twentieth of its products at least, or none lends
-            where the other ranks have too little slack for that; ``"auto"`` decides.
+            get longer by it, by the paper's rule; ``"auto"`` decides.
         mig_rule: what ``"mig"`` aims at: the time at which all ranks are ``"balanced"``, or the ``"paper"``'s Eq. (1)
             with the time of ``target``.
         pridiff_rule: ``"budget"`` prunes γ of the products between two synchronisations; ``"paper"`` prunes

@@ -96,17 +96,17 @@ def load_state(parts: Parts, state: BalancerState, *, gathers: bool) -> int:
     Raises:
         RuntimeError: if not all ranks come.
     """
-    shared, of_rank, in_force = state.shared, state.of_rank, parts.plan_execution
-    parts.decision.go_on_from(shared.decision)
+    shared, of_rank, in_force = state.shared, state.of_rank, parts.mover.plans
+    parts.decider.go_on_from(shared.decision)
     in_force.take_back()
-    homes = homes_of_layers(parts.layers, lambda layer: _units_of_layer(of_rank.units, parts, layer))
-    parts.selector.go_on_from(of_rank.selector, homes)
-    parts.columns.follow(gathers=gathers)
+    homes = homes_of_layers(parts.setup.layers, lambda layer: _units_of_layer(of_rank.units, parts, layer))
+    parts.mover.selector.go_on_from(of_rank.selector, homes)
+    parts.mover.columns.follow(gathers=gathers)
     for name, dropout in _keyed_dropouts(parts).items():
         dropout.resume(shared.dropout_calls.get(name, 0))
-    pins = enumerate(shared.pins) if parts.config.mode in PINNABLE_MODES else ()
+    pins = enumerate(shared.pins) if parts.setup.config.mode in PINNABLE_MODES else ()
     in_force.pins = {rank: ratio for rank, ratio in pins if ratio is not None}
-    parts.monitor.go_on_from(of_rank.measurement)
+    parts.observer.monitor.go_on_from(of_rank.measurement)
     in_force.shares_of_last_step = None
     return shared.num_steps
 
@@ -116,10 +116,10 @@ def load_what_is_of_units(parts: Parts, state: BalancerState) -> None:
     it anew."""
     of_rank = state.of_rank
     if of_rank.statistic == _name_of_statistic(parts):
-        parts.columns.see_on(of_rank.seen)
+        parts.mover.columns.see_on(of_rank.seen)
     else:
-        parts.columns.restart_statistic()  # what it saw until now was of other weights
-    for name, layer in parts.layers.items():
+        parts.mover.columns.restart_statistic()  # what it saw until now was of other weights
+    for name, layer in parts.setup.layers.items():
         last = of_rank.last_gradients.get(name)
         if layer.last is not None and last is not None and _has_units(of_rank.units, parts, layer):
             layer.last = last.to(layer.local_weight.device)
@@ -128,18 +128,18 @@ def load_what_is_of_units(parts: Parts, state: BalancerState) -> None:
 def _present(parts: Parts, num_steps: int = 0) -> BalancerState:
     shared = _Shared(
         num_steps,
-        {name: layer.even_shape[1] for name, layer in parts.layers.items()},
-        parts.decision.state,
-        [parts.plan_execution.pins.get(rank) for rank in range(parts.num_ranks)],
+        {name: layer.even_shape[1] for name, layer in parts.setup.layers.items()},
+        parts.decider.state,
+        [parts.mover.plans.pins.get(rank) for rank in range(parts.setup.num_ranks)],
         {name: dropout.num_calls for name, dropout in _keyed_dropouts(parts).items()},
     )
     of_rank = _OfRank(
-        parts.columns.units,
-        parts.selector.counted(),
-        parts.monitor.state,
+        parts.mover.columns.units,
+        parts.mover.selector.counted(),
+        parts.observer.monitor.state,
         _name_of_statistic(parts),
-        parts.columns.seen,  # also for another kind of statistic, which leaves it alone
-        {name: layer.last for name, layer in parts.layers.items() if layer.last is not None},
+        parts.mover.columns.seen,  # also for another kind of statistic, which leaves it alone
+        {name: layer.last for name, layer in parts.setup.layers.items() if layer.last is not None},
     )
     return BalancerState(shared, of_rank)
 
@@ -155,8 +155,8 @@ def _loaded(parts: Parts, state_dict: Any) -> BalancerState:
         differing = sorted(set(present.shared.layers.items()) ^ set(shared.layers.items()))
         if differing:
             raise ValueError(f"it is of another model, whose (layer, columns) differ: {differing[:6]}")
-        if len(shared.pins) != parts.num_ranks:
-            raise ValueError(f"{keys[0]}.pins: {parts.num_ranks} are needed, here are {len(shared.pins)}")
+        if len(shared.pins) != parts.setup.num_ranks:
+            raise ValueError(f"{keys[0]}.pins: {parts.setup.num_ranks} are needed, here are {len(shared.pins)}")
         of_rank = codec.loaded(_OfRank, state_dict[keys[1]], keys[1], present.of_rank)
         _require_fitting(parts, of_rank, keys[1])
     except ValueError as error:
@@ -166,11 +166,11 @@ def _loaded(parts: Parts, state_dict: Any) -> BalancerState:
 
 def _require_fitting(parts: Parts, state: _OfRank, where: str) -> None:
     """Raises ValueError for units that there are not, and for columns that these do not have."""
-    for segment in all_segments(parts.layers):
+    for segment in all_segments(parts.setup.layers):
         units, num_units = state.units.get(segment.name, []), len(segment.owned.owners)
         if sorted({*units} & {*range(num_units)}) != units:
             raise ValueError(f"{where}.units.{segment.name}: ascending numbers below {num_units} are needed")
-    shapes = {name: _shape(state.units, parts, layer) for name, layer in parts.layers.items()}
+    shapes = {name: _shape(state.units, parts, layer) for name, layer in parts.setup.layers.items()}
     columns = {name: known.num_columns for name, known in state.selector.columns.items()}
     if columns != {name: shape[1] for name, shape in shapes.items()}:
         raise ValueError(f"{where}.selector.columns: {columns} do not fit the units")
@@ -186,13 +186,13 @@ def _require_loadable(parts: Parts, problem: Exception | None) -> None:
         ValueError: on a rank without a problem, if others have one.
         RuntimeError: if not all ranks come.
     """
-    everybody = parts.exchange_of_replicas
+    everybody = parts.group.everybody
     if everybody is None:
         return
     problems = everybody.meet(float(problem is not None))
     unable = [rank for rank, (has_problem, *_) in enumerate(problems) if has_problem]
     if unable and problem is None:
-        has_replicas = len(everybody.ranks) > parts.num_ranks
+        has_replicas = len(everybody.ranks) > parts.setup.num_ranks
         named = [everybody.ranks[rank] for rank in unable] if has_replicas else unable
         raise ValueError(
             f"ranks {named} of the {'job' if has_replicas else 'group'} cannot load their balancer's state (their "
@@ -202,12 +202,16 @@ def _require_loadable(parts: Parts, problem: Exception | None) -> None:
 
 def _keys(parts: Parts) -> tuple[str, str]:
     """Return the key of the part that is the same on every rank of the group, and the key of this rank's own."""
-    shared = "group " + "-".join(map(str, group_ranks(parts.process_group)))
-    return shared, f"{shared} rank {parts.rank}"
+    shared = "group " + "-".join(map(str, group_ranks(parts.setup.process_group)))
+    return shared, f"{shared} rank {parts.setup.rank}"
 
 
 def _name_of_statistic(parts: Parts) -> str | None:
-    return None if parts.statistic is None else f"{parts.config.priority} {parts.config.paper.snapshot}"
+    return (
+        None
+        if parts.observer.statistic is None
+        else f"{parts.setup.config.priority} {parts.setup.config.paper.snapshot}"
+    )
 
 
 def _units_of_layer(units: _Units, parts: Parts, layer: BalancedLinear) -> Sequence[int]:
@@ -215,7 +219,7 @@ def _units_of_layer(units: _Units, parts: Parts, layer: BalancedLinear) -> Seque
     segment = layer.segment
     assert segment is not None
     even = OwnershipMap.even(len(segment.owned.owners), segment.owned.num_ranks)
-    return units[segment.name] if segment.name in units else even.units_of(parts.rank).tolist()
+    return units[segment.name] if segment.name in units else even.units_of(parts.setup.rank).tolist()
 
 
 def _has_units(units: _Units, parts: Parts, layer: BalancedLinear) -> bool:
@@ -223,7 +227,7 @@ def _has_units(units: _Units, parts: Parts, layer: BalancedLinear) -> bool:
     segment = layer.segment
     if segment is None:
         return True
-    return list(_units_of_layer(units, parts, layer)) == segment.owned.units_of(parts.rank).tolist()
+    return list(_units_of_layer(units, parts, layer)) == segment.owned.units_of(parts.setup.rank).tolist()
 
 
 def _shape(units: _Units, parts: Parts, layer: BalancedLinear) -> tuple[int, ...]:
@@ -235,7 +239,7 @@ def _shape(units: _Units, parts: Parts, layer: BalancedLinear) -> tuple[int, ...
 
 def _keyed_dropouts(parts: Parts) -> dict[str, UnitDropout]:
     """Dropout whose masks follow from how often it was called, by its segment's name and its place there."""
-    segments = parts.units.segments if parts.units is not None else ()
+    segments = parts.group.units.segments if parts.group.units is not None else ()
     return {
         f"{segment.name}/{number}": dropout
         for segment in segments

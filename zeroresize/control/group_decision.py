@@ -21,8 +21,6 @@ from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
 from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.memory import GroupMemory, HeldBytes
-from zeroresize.policy.tensor.ownership_decision import OwnershipDecision
-from zeroresize.policy.tensor.rules.bounds import Bounds
 from zeroresize.policy.tensor.what_if import WhatIf
 from zeroresize.utils.texts import alike, at_fault
 
@@ -102,8 +100,9 @@ class GroupDecision:
         owned: shares by which they are divided now; None for even ones.
 
     Attributes:
+        controller: decides; alike on every rank.
+        what_if: decides, too, as other modes would.
         plan: what is decided.
-        may_move: whether decisions may move units.
         num_calibration_steps: for how many of the next steps another plan is in force, :attr:`calibration_plan`.
         outside_s: of every rank, seconds of a step before its first balanced layer; empty before all were measured.
         memory: what the ranks hold and may hold, as they told last; None without ``config.memory_limits``.
@@ -118,38 +117,25 @@ class GroupDecision:
         segments: Sequence[SegmentWork] = (),
         owned: Sequence[float] | None = None,
     ) -> None:
-        self._exchange, self._migration_transport = exchange, config.migration_transport
-        self._num_ranks = num_ranks
-        self._may_migrate, self.may_move = config.mode in MIGRATING_MODES, config.may_move
-        self._config_text, self._memory_limits, self._segments = repr(config), config.memory_limits, segments
-        self._controller = Controller(config, num_ranks, segments)
+        self._config, self._num_ranks, self._exchange, self._segments = config, num_ranks, exchange, segments
+        self.controller = Controller(config, num_ranks, segments)
         if owned is not None:
-            self._controller.set_owned(owned)
-        self._what_if = WhatIf(config, num_ranks, segments)
+            self.controller.set_owned(owned)
+        self.plan = self.controller.initial_plan()
+        self.what_if = WhatIf(config, num_ranks, segments)
         self._received: list[RankNumbers] | None = None
         self._lent_when_sent = (0.0,) * num_ranks
         self.memory: GroupMemory | None = None
         self.migration: MigrationCost | None = None
-        self.plan: WorkloadPlan = self._controller.initial_plan()
         self.num_calibration_steps = 0
         self.outside_s: tuple[float, ...] = ()
 
-    def update(
-        self,
-        times: RankTimes | None,
-        cost: ResizingCost,
-        wait_s: float,
-        agreed: object,
-        held: HeldBytes | None = None,
-    ) -> None:
+    def update(self, numbers: RankNumbers, agreed: object) -> None:
         """Decide from what was sent at the last update, and send this rank's numbers.
 
         Args:
-            times: this rank's full-work times, None before any were measured.
-            cost: of pruning on this rank.
-            wait_s: seconds a step that it waited in collectives under the plan in force, NaN where none was measured.
+            numbers: of this rank; their fingerprint is set here.
             agreed: whatever every rank must have decided alike, with a ``repr`` that tells it.
-            held: what this rank holds; None where that is not watched.
 
         Raises:
             RuntimeError: if the ranks of the group do not agree on their plans, or on ``agreed``.
@@ -165,39 +151,29 @@ class GroupDecision:
             self._received = None
         # Who computes for whom must be agreed on before anybody sends anything; also whether anything was received:
         # where a time limit ended an exchange, the ranks may have saved different states.
-        if self._may_migrate:
-            self._require_equal([number for number, *_ in self._exchange.meet(self._fingerprint(agreed))])
-        sent = RankNumbers(
-            fingerprint,
-            wait_s,
-            held or HeldBytes(0.0, 0.0),
-            times or RankTimes(math.nan, math.nan, math.nan, cost, math.nan),
-        )
-        self._exchange.post(sent.to_row())
+        if self._config.mode in MIGRATING_MODES:
+            self.require_agreement(agreed)
+        self._exchange.post(dataclasses.replace(numbers, fingerprint=fingerprint).to_row())
         self._lent_when_sent = lent_in_force
 
     def expect_memory(self, memory: GroupMemory) -> None:
         """Decide from now on within the ranks' memory; alike on all ranks."""
         self.memory = memory
-        for decider in (self._controller, self._what_if):
-            decider.expect_memory(memory)
+        for controller in (self.controller, *self.what_if.controllers):
+            controller.expect_memory(memory)
 
     def expect_moves(self, cost: MoveCost, bytes_of_units: float, comparing_s: float = 0.0) -> None:
         """Learn what moves cost, as :meth:`.Controller.expect_moves`; alike on all ranks."""
-        for decider in (self._controller, self._what_if):
-            decider.expect_moves(cost, bytes_of_units, comparing_s)
-
-    def moved(self, num_bytes: float, seconds: float, comparing_s: float) -> None:
-        """Learn from a move that was planned, as :meth:`~zeroresize.policy.tensor.controller.Controller.moved`."""
-        self._controller.moved(num_bytes, seconds, comparing_s)
+        for controller in (self.controller, *self.what_if.controllers):
+            controller.expect_moves(cost, bytes_of_units, comparing_s)
 
     def refuse_move(self, in_force: Sequence[float]) -> None:
         """Keep these shares in force, as nothing has changed hands, and plan no other move for a while."""
-        self.plan = self._controller.refuse_move(in_force)
+        self.plan = self.controller.refuse_move(in_force)
 
     def hold_owned(self, shares: Sequence[float] | None) -> None:
         """Own by these shares whatever is measured; None to decide again."""
-        self.plan = self._controller.hold_owned(shares)
+        self.plan = self.controller.hold_owned(shares)
 
     def next_step(self) -> None:
         """Count a step that ends without an update."""
@@ -209,14 +185,14 @@ class GroupDecision:
         with suppress(RuntimeError):
             self._collect()
         return DecisionState(
-            self._controller,
-            self._what_if.controllers,
-            self._config_text,
+            self.controller,
+            self.what_if.controllers,
+            repr(self._config),
             self._received,
             self._lent_when_sent,
             self.num_calibration_steps,
             self.migration,
-            self._migration_transport,
+            self._config.migration_transport,
         )
 
     def go_on_from(self, state: DecisionState) -> None:
@@ -226,55 +202,28 @@ class GroupDecision:
         ratios, or of columns that were not gathered.
         """
         self._collect()
-        self._controller = state.controller
-        self._what_if.go_on_with(state.what_if)
-        self._received = state.received if state.config_text == self._config_text else None
+        self.controller = state.controller
+        self.what_if.go_on_with(state.what_if)
+        self._received = state.received if state.config_text == repr(self._config) else None
         self._lent_when_sent = state.lent_when_sent
-        self.migration = state.migration if state.migration_transport == self._migration_transport else None
-        self.plan = self._controller.current_plan()
-        self.num_calibration_steps = min(state.num_calibration_steps, self._controller.num_calibration_steps)
+        is_like = state.migration_transport == self._config.migration_transport
+        self.migration = state.migration if is_like else None
+        self.plan = self.controller.current_plan()
+        self.num_calibration_steps = min(state.num_calibration_steps, self.controller.num_calibration_steps)
 
     def require_agreement(self, agreed: object) -> None:
         """Compare now what the ranks of the group would decide from; collective.
 
         Raises:
-            ValueError: on every rank, if they differ.
-            RuntimeError: if not all ranks come.
+            RuntimeError: on every rank, if they differ; or if not all ranks come.
         """
-        if self._exchange is None:
-            return
-        fingerprints = [number for number, *_ in self._exchange.meet(self._fingerprint(agreed))]
-        if len(set(fingerprints)) > 1:
-            groups = alike(fingerprints, self._named(range(len(fingerprints))))
-            raise ValueError(
-                f"the ranks of the {self._whole} do not agree on the balancer's state; those that do: {groups}"
-                f"{at_fault(groups)}"
-            )
+        if self._exchange is not None:
+            self._require_equal([number for number, *_ in self._exchange.meet(self._fingerprint(agreed))])
 
     @property
     def calibration_plan(self) -> WorkloadPlan | None:
         """The plan of a calibration step, if the next step is one: it spares nobody, to be measured."""
-        return self._controller.calibration_plan if self.num_calibration_steps else None
-
-    @property
-    def busy_s(self) -> Sequence[float]:
-        """The seconds of a step at full work, of every rank, as far as is known; empty before all were measured."""
-        return self._controller.busy_s
-
-    @property
-    def ownership(self) -> OwnershipDecision:
-        """The decision who owns what, to be read: whether a user holds it, what is owed, what a move costs."""
-        return self._controller.ownership
-
-    @property
-    def bounds(self) -> Bounds | None:
-        """Below which time no exact division can bring a step; None before all ranks were measured."""
-        return self._controller.bounds
-
-    @property
-    def what_if_plans(self) -> dict[str, WorkloadPlan]:
-        """In mode "off", what every other mode would decide, by mode; else empty."""
-        return self._what_if.plans
+        return self.controller.calibration_plan if self.num_calibration_steps else None
 
     def _collect(self) -> None:
         received = self._exchange.collect() if self._exchange is not None else None
@@ -287,48 +236,36 @@ class GroupDecision:
         measured = [numbers.times.checked() for numbers in received]
         are_known = not any(math.isnan(times.busy_s) for times in measured)
         self.outside_s = tuple(times.outside_s for times in measured) if are_known else ()
-        if self._memory_limits is not None:
+        if self._config.memory_limits is not None:
             held = [numbers.held for numbers in received]
-            self.expect_memory(GroupMemory(self._memory_limits, held, self._segments))
+            self.expect_memory(GroupMemory(self._config.memory_limits, held, self._segments))
         samples = _begun_together(measured)
-        wait_s = _least_wait_s(received)
-        collectives = CollectiveTimes(wait_s, self._lent_when_sent, self.migration)
-        self._what_if.update(samples, collectives)
-        self.plan = self._controller.update(samples, collectives)
-        self.num_calibration_steps = self._controller.num_calibration_steps
+        collectives = CollectiveTimes(_least_wait_s(received), self._lent_when_sent, self.migration)
+        self.what_if.update(samples, collectives)
+        self.plan = self.controller.update(samples, collectives)
+        self.num_calibration_steps = self.controller.num_calibration_steps
 
     def _fingerprint(self, agreed: object) -> float:
         """Hash all that decisions follow from."""
         migration = dataclasses.astuple(self.migration) if self.migration is not None else None
         of_step = self._lent_when_sent, self.num_calibration_steps
-        return self._controller.fingerprint(self.plan, *of_step, migration, repr(agreed))
-
-    @property
-    def _has_replicas(self) -> bool:
-        return self._exchange is not None and len(self._exchange.ranks) > self._num_ranks
-
-    @property
-    def _whole(self) -> str:
-        """Among whom errors count ranks: replicas have none in the group."""
-        return "job" if self._has_replicas else "group"
-
-    def _named(self, rows: Sequence[int]) -> list[int]:
-        """The ranks that sent these rows."""
-        if self._exchange is None or not self._has_replicas:
-            return list(rows)
-        return [self._exchange.ranks[row] for row in rows]
+        return self.controller.fingerprint(self.plan, *of_step, migration, repr(agreed))
 
     def _require_equal(self, fingerprints: Sequence[float]) -> None:
-        if len(set(fingerprints)) > 1 or any(map(math.isnan, fingerprints)):
-            are_slowest = self._has_replicas and len(fingerprints) == self._num_ranks
-            rows = range(len(fingerprints))
-            groups = alike(fingerprints, list(rows) if are_slowest else self._named(rows))
-            whose = "group, or replicas of them," if are_slowest else self._whole
-            raise RuntimeError(
-                f"the ranks of the {whose} hold different plans, or different states; those that hold the same: "
-                f"{groups}{at_fault(groups)}. Call pin, release and load_state_dict alike on every rank, and load "
-                "states that were saved together"
-            )
+        """Check that these are equal: of all ranks that come, or of the group's, where replicas are merged already."""
+        if len(set(fingerprints)) == 1 and not math.isnan(fingerprints[0]):
+            return
+        ranks, whose = list(range(len(fingerprints))), "group"
+        if self._exchange is not None and len(self._exchange.ranks) > self._num_ranks:
+            is_merged = len(fingerprints) == self._num_ranks
+            ranks = ranks if is_merged else list(self._exchange.ranks)
+            whose = "group, or replicas of them," if is_merged else "job"
+        groups = alike(fingerprints, ranks)
+        raise RuntimeError(
+            f"the ranks of the {whose} hold different plans, or different states; those that hold the same: "
+            f"{groups}{at_fault(groups)}. Call pin, release and load_state_dict alike on every rank, and load "
+            "states that were saved together"
+        )
 
 
 def _begun_together(samples: Sequence[RankTimes]) -> list[RankTimes]:

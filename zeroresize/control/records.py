@@ -10,33 +10,26 @@ from typing import Any
 from zeroresize.control.assembly import Parts
 from zeroresize.telemetry import UpdateRecord
 
-_RECORDED_METRICS = (
-    "ratio",
-    "busy_s",
-    "gemm_s",
-    "predicted_step_s",
-    "bound_s",
-    "products_bound_s",
-    "moving_rest",
-    "is_straggler",
-)
+_RECORDED_METRICS = ("ratio", "busy_s", "gemm_s", "predicted_step_s", "bound_s", "products_bound_s", "moving_rest")
 
 
-def update_record(parts: Parts, num_steps: int, balancing_since_update_s: float) -> UpdateRecord:
+def update_record(parts: Parts, num_steps: int) -> UpdateRecord:
     """Return this rank's numbers after ``num_steps`` steps."""
-    times, plan, in_force = parts.monitor.times, parts.decision.plan, parts.plan_execution
-    moves, bounds = parts.units.moves if parts.units is not None else [], parts.decision.bounds
+    times, decider, in_force = parts.observer.times, parts.decider, parts.mover.plans
+    plan, units, bounds, rank = decider.plan, parts.group.units, decider.controller.bounds, parts.setup.rank
+    moves = units.moves if units is not None else []
     return UpdateRecord(
-        update=num_steps // parts.config.update_every,
+        verdict=decider.controller.verdict,
+        update=num_steps // parts.setup.config.update_every,
         step=num_steps,
-        epoch=parts.selector.state.epoch,
-        rank=parts.rank,
+        epoch=parts.mover.selector.state.epoch,
+        rank=rank,
         busy_s=times.busy_s + times.outside_s if times else math.nan,
         gemm_s=times.gemm_s if times else math.nan,
-        is_straggler=plan.ranks[parts.rank].is_straggler,
+        is_straggler=plan.ranks[rank].is_straggler,
         ratio=in_force.ratio,
         **asdict(in_force.planned),
-        units={kind: own[parts.rank] for kind, own in parts.units.num_units.items()} if parts.units else {},
+        units={kind: of_ranks[rank] for kind, of_ranks in units.num_units.items()} if units is not None else {},
         moved_bytes=sum(move.sent_bytes + move.received_bytes for move in moves),
         moving_s=sum(move.seconds for move in moves),
         lent_to={str(receiver): share for receiver, share in in_force.lent_to.items()},
@@ -45,8 +38,8 @@ def update_record(parts: Parts, num_steps: int, balancing_since_update_s: float)
         bound_s=bounds.of_units if bounds is not None else math.nan,
         products_bound_s=bounds.of_products if bounds is not None else math.nan,
         moving_rest=times.moving_rest if times else math.nan,
-        calibration_steps=parts.decision.num_calibration_steps,
-        balancing_since_update_s=balancing_since_update_s,
+        calibration_steps=decider.num_calibration_steps,
+        balancing_since_update_s=parts.observer.balancing_since_update_s,
         would={
             mode: {
                 "predicted_step_s": prediction["predicted_step_s"],
@@ -58,34 +51,30 @@ def update_record(parts: Parts, num_steps: int, balancing_since_update_s: float)
     )
 
 
-def metrics(parts: Parts, num_steps: int, balancing_s: float) -> dict[str, float]:
-    """Return what :meth:`zeroresize.balancer.Balancer.metrics` tells.
-
-    Args:
-        balancing_s: of the last step.
-    """
-    record, times = update_record(parts, num_steps, math.nan), parts.monitor.times
-    executed = parts.plan_execution.shares_of_last_step or parts.plan_execution.shares_of_step
-    numbers = {name: float(getattr(record, name)) for name in _RECORDED_METRICS} | {
+def metrics(parts: Parts, num_steps: int) -> dict[str, float]:
+    """Return what :meth:`zeroresize.balancer.Balancer.metrics` tells."""
+    record, observer, mover, units = update_record(parts, num_steps), parts.observer, parts.mover, parts.group.units
+    times, memory = observer.times, parts.decider.memory
+    executed = mover.plans.shares_of_last_step or mover.plans.shares_of_step
+    numbers = {name: float(getattr(record, name)) for name in (*_RECORDED_METRICS, "is_straggler")} | {
         **{f"{name}_share": share for name, share in asdict(executed).items()},
-        "group_pruned": statistics.fmean(rank.pruned * rank.owned for rank in parts.decision.plan.ranks),
+        "group_pruned": statistics.fmean(rank.pruned * rank.owned for rank in parts.decider.plan.ranks),
         "relieved": 1.0 - record.owned * (1.0 - record.ratio),
         "least_busy_s": times.least_busy_s + times.outside_s if times else math.nan,
-        "balancing_s": balancing_s,
-        "statistic_bytes": float(parts.statistic.bytes_held if parts.statistic is not None else 0),
-        "migration_bytes": float(parts.lender.bytes_held if parts.lender is not None else 0),
+        "balancing_s": observer.balancing_s,
+        "statistic_bytes": float(observer.statistic.bytes_held if observer.statistic is not None else 0),
+        "migration_bytes": float(mover.lender.bytes_held if mover.lender is not None else 0),
     }
-    memory, units = parts.decision.memory, parts.units
     if memory is not None and units is not None:
-        numbers["memory_bytes"] = memory.bytes_by(units.shares)[parts.rank]
+        numbers["memory_bytes"] = memory.bytes_by(units.shares)[parts.setup.rank]
     numbers |= {f"would/{mode}/{name}": value for mode, own in record.would.items() for name, value in own.items()}
-    watched = parts.slowness.metrics() if parts.slowness is not None else {}
+    watched = observer.slowness.metrics() if observer.slowness is not None else {}
     return {f"balance/{name}": value for name, value in numbers.items()} | watched
 
 
 def what_if(parts: Parts) -> dict[str, dict[str, Any]]:
     """Return what :meth:`zeroresize.balancer.Balancer.what_if` tells."""
-    full_s = parts.decision.plan.predicted_step_s
+    full_s, what_if = parts.decider.plan.predicted_step_s, parts.decider.what_if
     return {
         mode: {
             "predicted_step_s": plan.predicted_step_s,
@@ -94,6 +83,7 @@ def what_if(parts: Parts) -> dict[str, dict[str, Any]]:
             "pruned": [rank.pruned for rank in plan.ranks],
             "lent": [rank.lent for rank in plan.ranks],
             "owned": [rank.owned for rank in plan.ranks],
+            "verdict": what_if.verdicts[mode],
         }
-        for mode, plan in parts.decision.what_if_plans.items()
+        for mode, plan in what_if.plans.items()
     }

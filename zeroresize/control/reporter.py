@@ -32,12 +32,12 @@ class Reporter:
 
     Args:
         tolerance: the share of a step by which a rank may come later to the model than the first one.
-        tells: whether this rank is the one.
+        speaks: whether this rank is the one.
         clock: tells the time, in seconds.
     """
 
-    def __init__(self, tolerance: float, *, tells: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._tolerance, self._tells, self._clock = tolerance, tells, clock
+    def __init__(self, tolerance: float, *, speaks: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tolerance, self._speaks, self._clock = tolerance, speaks, clock
         self._slow_since: dict[int, float] = {}
         self._last_move: tuple[int, float, float] | None = None
         self._owned: tuple[float, ...] = ()
@@ -47,12 +47,12 @@ class Reporter:
 
     def info(self, num_steps: int, text: str) -> None:
         """Write a line after so many steps."""
-        if self._tells:
+        if self._speaks:
             logger.info("step %d: %s", num_steps, text)
 
     def warn(self, num_steps: int, text: str, once: str = "") -> None:
         """Write a warning after so many steps; only once for each kind that is named."""
-        if self._tells and (not once or once not in self._said):
+        if self._speaks and (not once or once not in self._said):
             logger.warning("step %d: %s", num_steps, text)
         self._said.add(once)
 
@@ -63,12 +63,13 @@ class Reporter:
             before: the plan until now.
             units: of this rank; None in a group of one.
         """
-        plan, busy_s = decision.plan, decision.busy_s
+        plan, busy_s = decision.plan, decision.controller.busy_s
         now, slow = self._clock(), [rank for rank, of_rank in enumerate(plan.ranks) if of_rank.is_straggler]
         self._slow_since = {rank: self._slow_since.get(rank, now) for rank in slow}
         if plan.relieved != before.relieved:
             self.info(num_steps, plan.description + _why_relief_ended(before, plan, busy_s))
-        if units is not None and units.segments and units.why_not_movable is None and decision.may_move:
+        may_move = units is not None and bool(units.segments) and units.why_not_movable is None
+        if may_move and decision.controller.config.may_move:
             self._tell_why_units_stay(num_steps, decision)
         if units is not None and decision.plan.owned == units.shares:
             self._tell_what_does_not_fit(num_steps, decision, units)
@@ -147,7 +148,7 @@ class Reporter:
 
     def _tell_why_units_stay(self, num_steps: int, decision: GroupDecision) -> None:
         """After 8, 16, 32, … updates in which a rank was slow and nothing moved."""
-        plan, busy_s, ownership = decision.plan, decision.busy_s, decision.ownership
+        plan, busy_s, ownership = decision.plan, decision.controller.busy_s, decision.controller.ownership
         if plan.owned != self._owned:
             self._owned, self._num_staying, self._next_staying = plan.owned, 0, _FIRST
         slow = [rank for rank, of_rank in enumerate(plan.ranks) if of_rank.is_straggler and of_rank.owned >= 1.0]
@@ -164,9 +165,9 @@ class Reporter:
             return
         if units.why_not_movable is not None:
             reason = f"no unit can change hands: {units.why_not_movable}"
-        elif not decision.may_move:
+        elif not decision.controller.config.may_move:
             reason = "nothing moves units in this configuration: give shares that fit"
-        elif decision.ownership.is_held:
+        elif decision.controller.ownership.is_held:
             reason = "they are held as move() has divided them"
         elif memory.why_too_much(memory.evenly_filled) is not None:
             reason = "the ranks' memory together does not suffice for more even a division"
@@ -177,10 +178,10 @@ class Reporter:
     def _tell_who_is_late(self, num_steps: int, decision: GroupDecision) -> None:
         """Ranks that come late to the model, as from a slow data loader: no division of its work helps."""
         outside_s = decision.outside_s
-        if len(outside_s) < 2 or not decision.busy_s:
+        if len(outside_s) < 2 or not decision.controller.busy_s:
             return
         least_s = min(outside_s)
-        most_s = least_s + max(self._tolerance * max(decision.busy_s), _LATE_S)
+        most_s = least_s + max(self._tolerance * max(decision.controller.busy_s), _LATE_S)
         late = {rank: seconds - least_s for rank, seconds in enumerate(outside_s) if seconds > most_s}
         self._num_late = self._num_late + 1 if late else 0
         if self._num_late >= _LATE_UPDATES:

@@ -81,7 +81,6 @@ class StartCheck:
         self._optimizer = optimizer
         self.why_units_stay: str | None = None
         self._at_start: dict[str, list[float]] | None = None
-        self._devices: DeviceModels | None = None
         self._next_step, self._num_tries_left = _FIRST_STEP, 0
         self._has_begun = self._has_stepped = False
         self._warned: set[str] = set()
@@ -134,7 +133,6 @@ class StartCheck:
                 f"your own is left out where its parameter has tensor_model_parallel=True; {HINT}"
             )
         self._judge_batches(other_batches)
-        self._devices = DeviceModels(next(iter(self._layers.values())).local_weight.device, self._exchange)
 
     def step_is_called(self, num_steps: int) -> None:
         """Note the call of ``balancer.step()`` that ends so many steps.
@@ -155,8 +153,6 @@ class StartCheck:
         if self._at_start is not None and num_steps >= self._next_step:
             self._next_step = min(2 * num_steps, num_steps + _MOST_STEPS)
             self._compare_again(self._at_start, num_steps)
-        if self._devices is not None and (text := self._devices.warning()) is not None:
-            self._warn("devices", f"step {num_steps}: {text}; {HINT}")
 
     def _compare_again(self, at_start: Mapping[str, list[float]], num_steps: int) -> None:
         replicated = self._replicated()
@@ -313,41 +309,3 @@ def _drops(module: nn.Module) -> bool:
     """Whether it drops something now."""
     rate = getattr(module, "p", getattr(module, "drop_prob", None))
     return module.training and "drop" in type(module).__name__.lower() and bool(rate)
-
-
-class DeviceModels:
-    """Says which models of devices a group has; collective when made.
-
-    Args:
-        device: of this rank.
-        exchange: with the ranks of the group.
-    """
-
-    def __init__(self, device: torch.device, exchange: Exchange) -> None:
-        self._device = device
-        ranks = exchange.gather([float(byte) for byte in model_of(device).encode()])
-        self._models = [bytes(map(int, name)).decode() for name in ranks]
-        self._state = _state(device)
-
-    def warning(self) -> str | None:
-        """Return the text of a warning where models differ and this rank has drawn on its device since the start."""
-        if len(set(self._models)) == 1 or torch.equal(_state(self._device), self._state):
-            return None
-        named = ", ".join(
-            f"{model} (ranks {', '.join(str(rank) for rank, one in enumerate(self._models) if one == model)})"
-            for model in dict.fromkeys(self._models)
-        )
-        return (
-            f"the group's devices are of several models, {named}, which draw other random numbers from one seed: "
-            "dropout of what all ranks hold alike drops other elements on each. Set p = 0 outside of the parallel "
-            "layers, or draw its masks on the CPU"
-        )
-
-
-def model_of(device: torch.device) -> str:
-    """Return the name of a device's model."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _state(device: torch.device) -> torch.Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

@@ -24,10 +24,6 @@ def test_what_no_move_can_have_taken_teaches_nothing(num_bytes, seconds):
     assert COST.learned(num_bytes, seconds) == COST
 
 
-def test_a_cost_of_nothing_can_be_learned_from():
-    assert MoveCost(0.0, 0.0).learned(100.0, 2.0).seconds(100.0) == pytest.approx(2.0)
-
-
 @pytest.mark.parametrize("values", [(-1e-9, 0.0), (0.0, -1.0), (math.nan, 0.0), (0.0, math.inf), (0.0, 0.0, -1.0)])
 def test_impossible_costs_are_refused(values):
     with pytest.raises(ValueError, match="must be finite and not negative"):

@@ -90,7 +90,8 @@ def test_changes_that_disappoint_double_prices_until_one_does_not():
     for _ in range(10):
         rental.judge(is_kept=False)
     assert rental.doubt == MOST_DOUBT
-    rental.judge(is_kept=True)
+    for _ in range(10):
+        rental.judge(is_kept=True)
     assert rental.decide([Option("move", 0.5, 1.0)], STEP_S, 2).is_due
 
 
@@ -120,20 +121,6 @@ def test_staying_and_changing_take_at_most_twice_the_best_in_hindsight():
         assert math.isfinite(total_s)
 
 
-@given(st.integers(0, 400), st.floats(0.01, 3.0), st.floats(0.0, 50.0))
-def test_slowness_of_unknown_length_takes_at_most_twice_the_best_in_hindsight(lasts, saved_s, price_s):
-    """And one step, since it decides after the step."""
-    rental, taken_s, has_moved = Rental(), 0.0, False
-    for _ in range(lasts):
-        taken_s += 0.0 if has_moved else saved_s
-        rental.next_update()
-        rental.charge({} if has_moved else {"away": saved_s}, 1)
-        if not has_moved and rental.is_due("away", price_s):
-            rental.settle("away")
-            taken_s, has_moved = taken_s + price_s, True
-    assert taken_s <= 2.0 * min(lasts * saved_s, price_s) + saved_s + 1e-6
-
-
 @given(st.lists(st.booleans(), max_size=200), st.floats(0.05, 1.0), st.floats(0.5, 10.0))
 def test_slowness_that_comes_and_goes_takes_at_most_three_times_the_best_who_knew_it(is_slow, saved_s, move_s):
     """Two divisions, each the better one at times: no rule that does not know the future can do better than that."""
@@ -143,10 +130,9 @@ def test_slowness_that_comes_and_goes_takes_at_most_three_times_the_best_who_kne
         lost_s = [saved_s if slow else 0.0, 0.0 if slow else saved_s]
         taken_s += lost_s[place]
         least_s = [min(least_s[own], least_s[1 - own] + move_s) + lost_s[own] for own in (0, 1)]
-        rental.next_update()
-        rental.charge({str(not place): lost_s[place] - lost_s[1 - place]}, 1)
-        if rental.is_due(str(not place), 2.0 * move_s):
-            rental.settle(str(not place))
+        option = Option(str(not place), lost_s[place] - lost_s[1 - place], 2.0 * move_s)
+        if rental.decide([option], STEP_S, 1, least_saving=0.0).is_due:
+            rental.settle(option.name)
             taken_s, place = taken_s + move_s, not place
     assert taken_s <= (3.0 + saved_s / move_s) * (min(least_s) + move_s) + 2.0 * saved_s + 1e-6
 
@@ -155,59 +141,17 @@ def test_slowness_that_comes_and_goes_takes_at_most_three_times_the_best_who_kne
 def test_slowness_that_alternates_faster_than_a_move_pays_is_never_followed(period, saved_s):
     rental, price_s = Rental(), 1.01 * period * saved_s
     for step in range(40 * period):
-        rental.next_update()
-        rental.charge({"away": saved_s if step // period % 2 else -saved_s}, 1)
-        assert not rental.is_due("away", price_s)
-
-
-@given(st.lists(st.tuples(SAVINGS, st.integers(1, 10)), max_size=40))
-def test_each_candidate_is_charged_by_itself(updates):
-    """As if it were the only one; what is not named is forgotten."""
-    rental = Rental()
-    alone = {candidate: Rental() for candidate in "abc"}
-    for saved_s, num_steps in updates:
-        rental.charge(saved_s, num_steps)
-        for candidate, single in alone.items():
-            single.charge({candidate: saved_s[candidate]} if candidate in saved_s else {}, num_steps)
-            assert rental.owed_for(candidate) == single.owed_for(candidate) >= 0.0
+        option = Option("away", saved_s if step // period % 2 else -saved_s, price_s)
+        assert not rental.decide([option], STEP_S, 1, least_saving=0.0).is_due
 
 
 def test_what_would_have_been_better_still_is_owed_for_that():
     rental = Rental()
-    rental.charge({"good": 3.0, "better": 5.0, "worse": 1.0}, 2)
+    rental.decide([Option("good", 3.0, 9.0), Option("better", 5.0, 99.0), Option("worse", 1.0, 9.0)], STEP_S, 2)
     rental.settle("good")
     assert rental.owed_s == {"better": 4.0}
     rental.settle()
     assert rental.owed_s == {}
-
-
-def test_a_refusal_pauses_and_each_that_follows_doubles_the_pause_until_a_move_is_made():
-    rental, pauses = Rental(), []
-    for _ in range(10):
-        waited = -1
-        while not rental.is_due("away", 1.0):
-            rental.next_update()
-            rental.charge({"away": 1.0}, 1)
-            waited += 1
-        pauses.append(waited)
-        rental.refuse()
-        assert rental.owed_s == {}
-    assert pauses == [0] + [min(FIRST_PAUSE * 2**number, LONGEST_PAUSE) - 1 for number in range(9)]
-    rental.succeed()
-    rental.refuse()
-    assert rental.pause == FIRST_PAUSE
-
-
-def test_moves_that_disappoint_make_the_next_one_dearer_until_one_does_not():
-    rental, factors = Rental(), []
-    for _ in range(8):
-        rental.judge(is_kept=False)
-        factors.append(rental.doubt)
-    assert factors == [2.0, 4.0, 8.0, 16.0, 32.0, MOST_DOUBT, MOST_DOUBT, MOST_DOUBT]
-    rental.charge({"away": MOST_DOUBT - 1.0}, 1)
-    assert not rental.is_due("away", 1.0)
-    rental.judge(is_kept=True)
-    assert rental.is_due("away", 1.0)
 
 
 @given(
@@ -219,19 +163,17 @@ def test_it_goes_on_from_its_state(updates, saved_after):
     for number, (saved_s, what) in enumerate(updates):
         if number == saved_after:
             rental = resumed(rental)
-        due = []
-        for account in (whole, rental):
-            account.next_update()
-            account.charge(saved_s, 1)
-            due.append([candidate for candidate in sorted(saved_s) if account.is_due(candidate, 1.5)])
+        options = [Option(name, saving_s, 1.5) for name, saving_s in saved_s.items()]
+        verdicts = [each.decide(options, STEP_S, 1) for each in (whole, rental)]
+        assert str(verdicts[0]) == str(verdicts[1]) and whole == rental
+        for each, verdict in zip((whole, rental), verdicts, strict=True):
             if what == "disappoint":
-                account.judge(is_kept=False)
-            elif due[-1] and what == "move":
-                account.settle(due[-1][0])
-                account.succeed()
-            elif due[-1] and what == "refuse":
-                account.refuse()
-        assert due[0] == due[1] and whole == rental
+                each.judge(is_kept=False)
+            elif verdict.is_due and what == "move":
+                each.settle(verdict.option.name)
+                each.succeed()
+            elif verdict.is_due and what == "refuse":
+                each.refuse()
 
 
 @given(STEPS, SHARES, st.floats(1.01, 100.0))

@@ -7,17 +7,12 @@ import numpy as np
 import pytest
 from helpers.states import resumed
 from helpers.virtual_training import LINEAR, REALISTIC
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.group import Shares
 from zeroresize.policy.tensor.controller import Controller
-from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
-from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
 from zeroresize.policy.tensor.estimation.estimator import RankEstimator
 from zeroresize.policy.tensor.estimation.times import RankTimes, StepTimes
-from zeroresize.policy.tensor.rules.by_mode import HEADROOM
 
 
 def rank(rest_s, gemm_s, cost=LINEAR, gather_fill_scale=1.0):
@@ -76,45 +71,6 @@ def test_ratio_settles_in_three_updates_stays_and_lets_go_in_three(chi, noise):
     assert (trace[:5] == 0.0).all()
 
 
-@pytest.mark.parametrize("chi", [1.5, 2.0, 4.0, 8.0])
-@pytest.mark.parametrize("error", [0.8, 0.9, 1.0, 1.2, 1.4])
-def test_a_wrong_calibration_keeps_nobody_from_being_let_go(chi, error):
-    """Where multiplications really take ``error`` times the share that was measured, at every ratio but 0."""
-    truth = ResizingCost((0.0, 0.3, 0.6, 0.9), (1.0, *(min(1.0, error * s) for s in (0.75, 0.5, 0.15))), (0.0,) * 4)
-    believed = ResizingCost((0.0, 0.3, 0.6, 0.9), (1.0, 0.75, 0.5, 0.15), (0.0,) * 4)
-    ranks = [SimulatedRank(cost=truth, believed=believed) for _ in range(2)]
-    chi_at = lambda update: {1: chi} if 5 <= update < 30 else {}  # noqa: E731
-    trace = run_closed_loop(BalanceConfig(mode="zero-rd"), ranks, chi_at, 45)[:, 1]
-    assert (trace[8:30] > 0.0).all()
-    assert (trace[32:] == 0.0).all()
-
-
-def test_a_recovered_rank_that_is_taken_for_fast_makes_nobody_slow():
-    """What pruned steps tell of its full work, by a cost learned while it was slow, is too little once it is not."""
-    ranks = [SimulatedRank() for _ in range(4)]
-    cheap = ResizingCost(REALISTIC.ratios, (1.0, 0.5, 0.3, 0.07), REALISTIC.gather_fill_s)
-
-    def chi_at(update):
-        ranks[3].cost = REALISTIC if update < 16 else cheap
-        return {3: 8.0} if 4 <= update < 16 else {}
-
-    trace = run_closed_loop(BalanceConfig(mode="zero-rd"), ranks, chi_at, 24)
-    assert (trace[6:16, 3] > 0.8).all()
-    assert (trace[18:, 3] == 0.0).all()
-    assert (trace[:, :3] == 0.0).all()
-
-
-def test_mean_target_asks_less_of_a_straggler_than_min():
-    settled = {}
-    for target in ("mean", "min"):
-        ranks = [SimulatedRank(cost=LINEAR) for _ in range(4)]
-        trace = run_closed_loop(BalanceConfig(mode="zero-rd", target=target), ranks, lambda _: {0: 2.0}, 6)
-        settled[target] = trace[-1, 0]
-    mean_busy = (3 * 1.0 + 1.7) / 4
-    assert settled["mean"] == pytest.approx((1.7 - mean_busy) / 1.4)
-    assert settled["min"] == pytest.approx((1.7 - (1 - HEADROOM) * 1.0) / 1.4)
-
-
 def test_every_rank_slow_at_once_is_nobody_slow():
     ranks = [SimulatedRank() for _ in range(4)]
     trace = run_closed_loop(BalanceConfig(mode="zero-rd"), ranks, lambda _: dict.fromkeys(range(4), 6.0), 6)
@@ -135,12 +91,6 @@ def test_forced_ratio_on_named_ranks_holds_from_the_start_and_whatever_is_measur
     assert [p.pruned for p in plan.ranks] == [0.0, 0.5, 0.0]
 
 
-def test_forced_ratio_on_stragglers_waits_for_one_to_be_found():
-    controller = Controller(BalanceConfig(mode="zero-rd", ratio=0.5), 2)
-    assert [p.pruned for p in controller.initial_plan().ranks] == [0.0, 0.0]
-    assert [p.pruned for p in controller.update([rank(0.3, 0.7), rank(0.3, 2.8)]).ranks] == [0.0, 0.5]
-
-
 def test_a_rank_that_measured_nothing_yet_changes_nothing():
     controller = Controller(BalanceConfig(mode="zero-rd"), 2)
     plan = controller.update([rank(0.3, 0.7), rank(math.nan, math.nan)])
@@ -158,13 +108,6 @@ def test_controller_goes_on_from_its_state():
         resumed(saved, Controller(BalanceConfig(), 3))
 
 
-def test_a_missing_sample_of_a_known_rank_changes_nothing():
-    controller = Controller(BalanceConfig(mode="zero-rd"), 2)
-    before = controller.update([rank(0.3, 0.7), rank(0.3, 2.8)])
-    missing = RankTimes(math.nan, math.nan, math.nan, LINEAR)
-    assert controller.update([rank(0.3, 0.7), missing]).ranks == before.ranks
-
-
 def unsure(chi, deviation):
     return RankTimes(0.2, 0.8 * chi, 1.0, LINEAR, deviation)
 
@@ -179,13 +122,6 @@ def test_a_start_needs_certainty(mode, deviation, is_relieved):
     for _ in range(4):
         plan = controller.update([unsure(chi, deviation) for chi in (1.0, 1.0, 1.0, 1.3)])
     assert bool(plan.relieved) == is_relieved
-
-
-def test_who_has_seen_little_noise_is_as_unsure_as_the_others():
-    controller = Controller(BalanceConfig(mode="zero-pri"), 4)
-    for _ in range(4):
-        plan = controller.update([*[unsure(1.0, 0.2)] * 3, unsure(1.3, 0.001)])
-    assert plan.relieved == []
 
 
 def test_a_straggler_of_which_little_is_known_any_more_is_let_go():
@@ -219,29 +155,6 @@ def test_a_receiver_that_is_slow_for_a_moment_goes_on_receiving():
     for _ in range(4):
         later = controller.update([times[0], unsure(1.3, 0.01), *times[2:]])
     assert later.loans != before.loans
-
-
-many_times = st.lists(
-    st.tuples(*[st.tuples(st.sampled_from([1.0, 1.1, 1.3, 2.0, 8.0]), st.floats(0.0, 0.3))] * 3), min_size=2, max_size=8
-)
-
-
-@settings(deadline=None)
-@given(many_times, st.sampled_from(["zero-pri", "mig", "semi"]), st.integers(1, 7))
-def test_equal_inputs_give_equal_plans_also_from_a_saved_state(updates, mode, half):
-    seen = CollectiveTimes(0.0, (0.0,) * 3, MigrationCost(0.01, 0.02))
-    steady, other = (Controller(BalanceConfig(mode=mode), 3) for _ in range(2))
-    for number, times_of_ranks in enumerate(updates):
-        if number == half:
-            other = resumed(steady)
-        plans = [
-            controller.update([unsure(*times) for times in times_of_ranks], seen) for controller in (steady, other)
-        ]
-        assert plans[0] == plans[1]
-        assert steady.num_calibration_steps == other.num_calibration_steps
-        assert steady.fingerprint(plans[0]) == other.fingerprint(plans[1])
-        assert all(0.0 <= rank.pruned + rank.lent <= 1.0 for rank in plans[0].ranks)
-        assert math.isfinite(plans[0].predicted_step_s)
 
 
 @pytest.mark.parametrize("noise", [0.05, 0.1])

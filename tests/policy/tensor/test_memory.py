@@ -1,7 +1,6 @@
 """Divisions that fit into the ranks' memory, in whole units, and decisions that keep to them."""
 
 import math
-import random
 
 import pytest
 from hypothesis import given
@@ -79,11 +78,6 @@ def test_every_rank_fills_the_same_part_of_its_memory():
     assert sum(held - 100.0 for held in memory.bytes_by(shares)) == pytest.approx(1200.0)
 
 
-def test_equal_memory_is_filled_by_even_shares():
-    memory = GroupMemory((2000.0, 2000.0), [HeldBytes(100.0, 600.0), HeldBytes(101.0, 600.0)], SEGMENTS)
-    assert memory.evenly_filled == (1.0, 1.0) and memory.most_shares is None
-
-
 @pytest.mark.parametrize("limits", [(4000.0, 3000.0), (2e4, 1500.0)])
 def test_with_room_for_activations_training_begins_at_even_shares(limits):
     memory = GroupMemory(limits, [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
@@ -95,11 +89,6 @@ def test_where_even_shares_leave_too_little_room_for_activations_it_begins_as_ne
     held = memory.bytes_by(memory.at_start)
     assert 2 * held[1] <= 1200.0 and 2 * held[0] <= 4000.0
     assert held[1] > 500.0  # but for whole units
-
-
-def test_where_there_is_less_room_every_rank_fills_the_same_part():
-    memory = GroupMemory((1000.0, 600.0), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
-    assert memory.at_start == memory.evenly_filled != (1.0, 1.0)
 
 
 def test_what_does_not_fit_is_told_with_its_bytes():
@@ -164,36 +153,6 @@ def test_units_that_do_not_fit_any_more_move_at_once_whatever_it_costs():
     assert [made.update(times(1.0)) for _ in range(10)][-1].owned == (1.0, 1.0)
 
 
-def test_a_refused_move_for_memory_is_not_tried_at_every_update():
-    tight = GroupMemory((2e3, 600.0), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
-    made = Controller(BalanceConfig(update_every=5), 2, SEGMENTS)
-    made.expect_memory(tight)
-    wanted = 0
-    for _ in range(9):
-        if made.update(times(1.0)).owned != (1.0, 1.0):
-            wanted += 1
-            made.refuse_move((1.0, 1.0))
-    assert wanted <= 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["exact", "semi"])
-@pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
-def test_a_slow_rank_of_little_memory_is_given_no_more_than_that(mode, chi):
-    memory = GroupMemory((1e4, 500.0), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
-    _, plans = controller(memory, mode, chi)
-    for plan in plans[3:]:
-        assert memory.excess_by(plan.owned) == 0.0
-
-
-def test_loans_end_where_the_memory_for_them_turns_out_not_to_be_there():
-    roomy, full = (GroupMemory((limit, 2e3), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS) for limit in (1e4, 701.0))
-    made, plans = controller(roomy, "mig", updates=4)
-    assert plans[-1].loans
-    made.expect_memory(full)
-    assert not made.update(times(4.0), CollectiveTimes(0.01, (0.0, 0.6), MigrationCost(0.1, 0.1))).loans
-
-
 def three_times(*chis):
     return [RankTimes(0.2, 0.8 * chi, 1.0, LINEAR) for chi in chis]
 
@@ -220,23 +179,3 @@ def test_uneven_memory_is_no_debt_of_balancing():
         plan = made.update(three_times(1.0, 1.0, 1.0))
         assert memory.excess_by(plan.owned) == 0.0
     assert plan.owned == pytest.approx(settled, abs=0.1)
-
-
-def test_what_is_held_may_vary_without_units_moving_to_and_fro():
-    """Batches of varying length, and limits that together do not suffice."""
-    made = Controller(BalanceConfig(update_every=5), 2, SEGMENTS)
-    made.expect_moves(MoveCost(0.0, 100.0), 1.0)
-    moves, owned, generator = 0, (1.0, 1.0), random.Random(0)
-    for _ in range(100):
-        held = [HeldBytes(100.0 * generator.uniform(0.9, 1.1), 600.0 * generator.uniform(0.9, 1.1)) for _ in range(2)]
-        made.expect_memory(GroupMemory((700.0, 500.0), held, SEGMENTS))
-        plan = made.update(times(1.0))
-        moves, owned = moves + (plan.owned != owned), plan.owned
-    assert moves <= 5
-
-
-def test_few_units_are_divided_in_a_way_that_fits_where_none_in_proportion_does():
-    segments = (SegmentWork(4, 1, 0.35), SegmentWork(4096, 8, 0.65))
-    memory = GroupMemory((764.0, 631.0, 868.0, 603.0), [HeldBytes(100.0, 600.0)] * 4, segments)
-    assert memory.excess_by(memory.evenly_filled) > 0.0
-    assert memory.excess_by(memory.at_start) == 0.0

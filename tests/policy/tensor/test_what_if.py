@@ -38,20 +38,6 @@ def test_it_tells_what_each_mode_would_have_decided_update_after_update():
         assert what_if.plans == {mode: decided(mode, range(update + 1)) for mode in MODES if mode != "off"}
 
 
-def test_in_large_groups_each_kind_decides_at_an_update_of_its_own(monkeypatch):
-    monkeypatch.setattr("zeroresize.policy.tensor.what_if._MOST_RANKS", RANKS - 1)
-    what_if = WhatIf(OFF, RANKS)
-    before = what_if.plans
-    deciding = []
-    for update in range(67):
-        what_if.update(*told_at(update))
-        deciding.append([mode for mode, plan in what_if.plans.items() if plan is not before[mode]])
-        before = what_if.plans
-    in_turn = [["exact"], ["zero-rd", "zero-pri", "zero-pridiff"], ["mig"], ["semi"], *[[]] * 28]
-    assert deciding == [*in_turn, *in_turn, *in_turn[:3]]
-    assert what_if.plans["mig"] == decided("mig", (2, 34, 66))
-
-
 def test_it_goes_on_from_its_state():
     what_if, other = WhatIf(OFF, RANKS), WhatIf(OFF, RANKS)
     for update in range(3):
@@ -70,12 +56,3 @@ def test_in_other_modes_there_is_nothing_to_ask(mode):
     what_if = WhatIf(BalanceConfig(mode=mode), RANKS)
     what_if.update(*told_at(0))
     assert what_if.plans == {} and what_if.controllers == ()
-
-
-def test_keys_of_any_mode_may_stand_in_the_configuration():
-    config = BalanceConfig(
-        mode="off", ratio=0.5, ranks="all", budget=0.1, paper={"num_migrating": 1, "semi_rule": "paper"}
-    )
-    assert set(WhatIf(config.replace(paper={"pridiff_rule": "paper", "mig_rule": "paper"}), RANKS).plans) == {
-        *MODES
-    } - {"off"}

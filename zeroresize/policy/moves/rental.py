@@ -7,20 +7,19 @@ twice what the best would in hindsight, and what alternates faster than a change
 
 Two rules more, each for a case that was measured:
 
-- A change that does not save what it was to save doubles the price of the next one, until one does. Work that changes
-  again and again would otherwise be chased for good.
+- A change that does not save what it was to save doubles the price of the next one, and one that does halves it. Work
+  that changes again and again would otherwise be chased for good.
 - A change that could not be made, as memory does not suffice, is not tried again for some updates, twice as many after
   each refusal.
 
-Layers, strategies and micro-batches ask for its verdict (:meth:`Rental.decide`); units charge it and ask what is due,
-as more than the price speaks against their moves. It knows seconds only, so equal numbers give equal verdicts on every
-rank.
+Units, layers, strategies and micro-batches ask for its verdict (:meth:`Rental.decide`). It knows seconds only, so equal
+numbers give equal verdicts on every rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -33,13 +32,7 @@ MIN_SAVING = 0.02
 
 
 def is_saving(saving_s: float, step_s: float, least: float) -> bool:
-    """Whether a change saves more than noise.
-
-    Args:
-        saving_s: seconds by which steps become shorter.
-        step_s: seconds of a step as it is.
-        least: share of a step that is noise.
-    """
+    """Whether a change saves more than ``least``, the share of a step that is noise."""
     return saving_s > least * step_s
 
 
@@ -145,9 +138,10 @@ class Rental:
             num_steps: for how many steps what is in force has stayed, or is to stay, until the next decision.
             least_saving: share of a step that is noise: what an option saves or loses less is counted as nothing.
         """
-        self.next_update()
+        self.pause = max(self.pause - 1, 0)
         counted_s = {option.name: beyond_noise(option.saving_s, step_s, least_saving) for option in options}
-        self.charge(counted_s, num_steps)
+        owed_s = {name: self.owed_s.get(name, 0.0) + saving_s * num_steps for name, saving_s in counted_s.items()}
+        self.owed_s = {name: total_s for name, total_s in owed_s.items() if total_s > 0.0}
         by_saving = sorted(options, key=lambda option: -option.saving_s)
         verdicts = [
             self._verdict(option, step_s) for option in by_saving if option.is_needed or counted_s[option.name] > 0.0
@@ -158,46 +152,22 @@ class Rental:
         return due[0] if due else max(verdicts, key=lambda verdict: verdict.owed_s / max(verdict.needed_s, 1e-9))
 
     def _verdict(self, option: Option, step_s: float) -> Verdict:
-        owed_s, needed_s = self.owed_for(option.name), self.doubt * option.price_s
+        owed_s, needed_s = self.owed_s.get(option.name, 0.0), self.doubt * option.price_s
+        reason = Reason.DUE if owed_s >= needed_s else Reason.NOT_YET
         if self.pause:
             reason = Reason.PAUSED
         elif option.is_needed:
             reason = Reason.NEEDED
         elif option.lasts_steps < math.inf and option.saving_s * option.lasts_steps >= needed_s / 2.0:
             reason = Reason.LASTS
-        else:
-            reason = Reason.DUE if self.is_due(option.name, option.price_s) else Reason.NOT_YET
         return Verdict(reason, option, step_s, owed_s, needed_s, self.pause)
-
-    def owed_for(self, name: str) -> float:
-        """Return the seconds that staying instead of the option of that name has cost."""
-        return self.owed_s.get(name, 0.0)
-
-    def next_update(self) -> None:
-        """Count an update: a pause becomes shorter."""
-        self.pause = max(self.pause - 1, 0)
-
-    def charge(self, saved_s: Mapping[str, float], num_steps: float) -> None:
-        """Add what staying costs in some steps; what is owed falls to 0 at the least, where changing would have lost.
-
-        Args:
-            saved_s: by how many seconds each option makes a step shorter, by its name, negative where longer. Options
-                that are not named are forgotten.
-            num_steps: how many steps these are.
-        """
-        owed_s = {name: self.owed_for(name) + saving_s * num_steps for name, saving_s in saved_s.items()}
-        self.owed_s = {name: total_s for name, total_s in owed_s.items() if total_s > 0.0}
-
-    def is_due(self, name: str, price_s: float) -> bool:
-        """Whether staying instead of the option has cost its price."""
-        return not self.pause and self.owed_for(name) >= self.doubt * price_s
 
     def settle(self, name: str | None = None) -> None:
         """Forget what is owed, as the option of that name is in force now; None where all is to be forgotten.
 
         What would have been better still than the option is owed for the rest.
         """
-        paid_s = math.inf if name is None else self.owed_for(name)
+        paid_s = math.inf if name is None else self.owed_s.get(name, 0.0)
         self.owed_s = {key: total_s - paid_s for key, total_s in self.owed_s.items() if total_s > paid_s}
 
     def succeed(self) -> None:
@@ -211,5 +181,8 @@ class Rental:
         self.next_pause = min(2 * self.next_pause, LONGEST_PAUSE)
 
     def judge(self, *, is_kept: bool) -> None:
-        """Take whether the last change saves what it was to save: if not, prices double, up to :data:`MOST_DOUBT`."""
-        self.doubt = 1.0 if is_kept else min(2.0 * self.doubt, MOST_DOUBT)
+        """Take whether the last change saves what it was to save: if not, prices double, up to :data:`MOST_DOUBT`.
+
+        Each that does halves them again, down to what they are.
+        """
+        self.doubt = max(self.doubt / 2.0, 1.0) if is_kept else min(2.0 * self.doubt, MOST_DOUBT)

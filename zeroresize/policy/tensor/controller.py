@@ -34,8 +34,6 @@ from zeroresize.utils.hashing import fingerprint
 CERTAINTY_LOSSY, CERTAINTY_EXACT, CERTAINTY_KEPT = 3.5, 2.5, 2.0
 #: Of a rank that is relieved of something, its time at full work is not known: a standard deviation, as a share of it.
 UNSURE = 0.3
-#: From here on it may be as fast as others all the same.
-DOUBTFUL = 0.12
 #: A step at full work is due where γ changes by so much.
 _NEW = 0.1
 #: Of what is pruned and lent: much finer than a column.
@@ -126,11 +124,8 @@ class Controller:
         deviations, usual = self._deviations(measured)
         are_slow = self._find_stragglers(busy_s, deviations, reference_s)
         times = self._lasting(measured, are_slow)
-        before = self._division_before = self._division
+        self._division_before = self._division
         is_in_doubt = self._divide(times, reference_s, usual)
-        lent_before = any(lent for lent, slow in zip(before.lent, self._are_stragglers, strict=True) if slow)
-        if lent_before and not any(self._division.lent):
-            self._communication.give_up()
         if self._move(times, reference_s, usual, deviations):
             self._spare_nobody()
             self._divide(times, reference_s, usual)
@@ -168,6 +163,11 @@ class Controller:
         self._memory = memory
         if self.segments:
             self.ownership.home = fitting_shares(self.num_ranks, memory.most_shares)
+
+    @property
+    def verdict(self) -> str:
+        """Tell why units moved at the last update, or stayed; empty where decisions move none."""
+        return str(self.ownership.verdict) if self.config.may_move and self.segments else ""
 
     @property
     def busy_s(self) -> tuple[float, ...]:
@@ -507,5 +507,4 @@ class Controller:
             float(times.curves.busy_s.max()),
             is_new=is_new or is_in_doubt,
             is_unsure=float(deviations[is_relieved].max()) > UNSURE,
-            is_doubtful=float(deviations[is_relieved].max()) > DOUBTFUL,
         )

@@ -64,27 +64,12 @@ class ResizingCost:
         return self.ratios[-1]
 
     def checked(self) -> ResizingCost:
-        """Return the cost with what nothing can cost replaced.
-
-        It is taken as proportional to FLOPs, as long as others', and without Ω.
-        """
-        shares = [_LEAST_SHARE <= share <= _MOST_SHARE for share in self.gemm_share]
-        overheads = [0.0 <= seconds <= _MOST_GATHER_FILL_S for seconds in self.gather_fill_s]
-        factors = [_LEAST_SHARE <= factor <= _MOST_SHARE for factor in (self.borrowing, self.widening)]
-        if all(shares) and all(overheads) and all(factors):
+        """Return the cost, or where nothing can cost what it says, one in proportion to FLOPs and without Ω."""
+        numbers = (*self.gemm_share, self.borrowing, self.widening)
+        is_sound = all(_LEAST_SHARE <= number <= _MOST_SHARE for number in numbers)
+        if is_sound and all(seconds <= _MOST_GATHER_FILL_S for seconds in self.gather_fill_s):
             return self
-        return ResizingCost(
-            self.ratios,
-            tuple(
-                share if is_sound else 1.0 - ratio
-                for share, is_sound, ratio in zip(self.gemm_share, shares, self.ratios, strict=True)
-            ),
-            tuple(
-                seconds if is_sound else 0.0 for seconds, is_sound in zip(self.gather_fill_s, overheads, strict=True)
-            ),
-            self.borrowing if factors[0] else 1.0,
-            self.widening if factors[1] else 1.0,
-        )
+        return ResizingCost(self.ratios, tuple(1.0 - ratio for ratio in self.ratios), (0.0,) * len(self.ratios))
 
     def scaled(self, factors: Sequence[float], borrowing: float = 1.0, widening: float = 1.0) -> ResizingCost:
         """Return the cost with the gemm share of every point but the first, borrowing and widening times its factor."""

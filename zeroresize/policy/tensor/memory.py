@@ -12,8 +12,6 @@ from zeroresize.policy.tensor.rules.ownership import nearest_fitting, normalised
 
 #: Halvings of the part of its memory that each rank fills.
 _NUM_HALVINGS = 60
-#: Divisions that are tried where those in proportion to memory do not fit, as units are whole.
-_NUM_TRIES = 64
 #: What activations are taken for until they are counted, in all bytes that are.
 _OF_ACTIVATIONS = 1.0
 #: Part of a limit that stays free where decisions may choose; and what differs by less than that is no reason to move.
@@ -82,20 +80,7 @@ class GroupMemory:
         even = (1.0,) * self._num_ranks
         if math.fsum(min(share, self._num_ranks) for share in most) >= self._num_ranks:
             return nearest_fitting(even, most)
-        return self._fitting_whole_units(self.evenly_filled)
-
-    def _fitting_whole_units(self, shares: tuple[float, ...]) -> tuple[float, ...]:
-        """Shares near to these that fit in whole units; these themselves where none are near."""
-        tried = shares
-        for _ in range(_NUM_TRIES):
-            units = self._units_by(tried)
-            if all(of_rank <= room for of_rank, room in zip(units, self.room, strict=True)):
-                return tried
-            by_rank = zip(tried, units, self.room, strict=True)
-            tried = normalised(
-                [max(share * min(room / max(of_rank, 1e-9), 1.0), 1e-3) for share, of_rank, room in by_rank]
-            )
-        return shares
+        return self.evenly_filled
 
     @property
     def evenly_filled(self) -> tuple[float, ...]:

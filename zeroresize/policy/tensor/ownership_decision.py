@@ -26,6 +26,9 @@ _MOVERS = 0.5
 #: A move was good if it has saved its price so many times by the next one: a load that swings by a fifth is not
 #: followed for what hardly pays.
 _GOOD = 4.0
+#: Before a move has shown what it saves it must have been missed for so many times its price, as if one had
+#: disappointed: a load that swings by a fifth of a rank's speed otherwise makes a job longer than it is without moves.
+UNPROVED = 2.0
 #: Name of the option that brings units home.
 _HOME = "home"
 
@@ -62,7 +65,7 @@ class OwnershipDecision:
     is_held: bool = field(default=False, init=False)
     cost: MoveCost = field(default_factory=MoveCost, init=False)
     comparing_s: float = field(default=0.0, init=False)
-    rental: Rental = field(default_factory=Rental, init=False)
+    rental: Rental = field(default_factory=lambda: Rental(doubt=UNPROVED), init=False)
     away_s: float = field(default=0.0, init=False)
     is_way_home_paid: bool = field(default=True, init=False)
     verdict: Verdict = field(default=Verdict(Reason.NOTHING_SAVES), init=False, metadata=UNSAVED)

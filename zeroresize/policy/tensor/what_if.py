@@ -8,18 +8,12 @@ from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES, MODES, PRUNING_MODES
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.plan.ownership import SegmentWork
-from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.tensor.controller import Controller
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
 from zeroresize.policy.tensor.estimation.times import RankTimes
-from zeroresize.policy.tensor.memory import GroupMemory
 
 #: Modes that decide alike are tried once: those that only prune differ in the columns, not in how many.
 _KIND_OF_MODE = {mode: mode if mode in MIGRATING_MODES else PRUNING_MODES[0] for mode in MODES if mode != "off"}
-#: In larger groups each controller decides at one update of ``_RARELY`` only, one after the other: for 1,024 ranks it
-#: takes up to 50 ms.
-_MOST_RANKS = 128
-_RARELY = 32
 
 
 class WhatIf:
@@ -44,31 +38,22 @@ class WhatIf:
     ) -> None:
         kinds = dict.fromkeys(_KIND_OF_MODE.values()) if config.mode == "off" else {}
         self._controllers = {kind: Controller(_deciding(config, kind), num_ranks, segments) for kind in kinds}
-        self._is_large = num_ranks > _MOST_RANKS
-        self._num_updates = 0
         self._plans = {kind: controller.initial_plan() for kind, controller in self._controllers.items()}
 
-    def expect_moves(self, cost: MoveCost, bytes_of_units: float, comparing_s: float = 0.0) -> None:
-        """Expect of moves what :meth:`Controller.expect_moves` is given."""
-        for controller in self._controllers.values():
-            controller.expect_moves(cost, bytes_of_units, comparing_s)
-
-    def expect_memory(self, memory: GroupMemory) -> None:
-        """Decide within the memory that :meth:`Controller.expect_memory` is given."""
-        for controller in self._controllers.values():
-            controller.expect_memory(memory)
-
     def update(self, samples: Sequence[RankTimes], collectives: CollectiveTimes) -> None:
-        """Let every controller decide, as :meth:`Controller.update` does, where it is time to."""
-        for number, (kind, controller) in enumerate(self._controllers.items()):
-            if not self._is_large or self._num_updates % _RARELY == number:
-                self._plans[kind] = controller.update(samples, collectives)
-        self._num_updates += 1
+        """Let every controller decide, as :meth:`Controller.update` does."""
+        for kind, controller in self._controllers.items():
+            self._plans[kind] = controller.update(samples, collectives)
 
     @property
     def plans(self) -> dict[str, WorkloadPlan]:
         """Return the plans of the controllers."""
         return {mode: self._plans[kind] for mode, kind in _KIND_OF_MODE.items() if kind in self._plans}
+
+    @property
+    def verdicts(self) -> dict[str, str]:
+        """Return why units would have moved or stayed, by mode; empty texts where a mode moves none."""
+        return {mode: self._controllers[kind].verdict for mode, kind in _KIND_OF_MODE.items() if kind in self._plans}
 
     @property
     def controllers(self) -> tuple[Controller, ...]:
@@ -78,7 +63,6 @@ class WhatIf:
     def go_on_with(self, controllers: Sequence[Controller]) -> None:
         """Go on with controllers that were loaded; there are none where they were saved in another mode."""
         self._controllers.update(zip(self._controllers, controllers, strict=False))
-        self._num_updates = 0
         self._plans = {kind: controller.current_plan() for kind, controller in self._controllers.items()}
 
 

@@ -77,15 +77,3 @@ def test_activation_scores_are_compared_by_their_share_of_a_product():
     assert ratios_by({"even": 1e3 * even, "uneven": uneven}, priority="activation") == ratios
     assert ratios_by({"even": even, "uneven": 1e3 * uneven}, priority="activation") == ratios
     assert ratios_by({"even": even, "twice": 2.0 * even}, priority="activation") == {"even": 0.5, "twice": 0.5}
-
-
-def test_weight_variation_is_compared_as_it_is():
-    """The paper's threshold is one for all layers: where weights moved less, more is pruned."""
-    moved = np.random.default_rng(0).uniform(0.9, 1.1, 64)
-    ratios = ratios_by({"much": 10 * moved, "little": moved}, priority="variation")
-    assert ratios["little"] == pytest.approx(0.9, abs=0.02) and ratios["much"] == pytest.approx(0.1, abs=0.02)
-
-
-def test_of_layers_without_inputs_or_scores_nothing_is_compared():
-    ratios = ratios_by({"dead": np.zeros(64), "even": np.full(64, 3.0)}, priority="activation")
-    assert sum(ratios.values()) == pytest.approx(1.0, abs=0.02) and ratios["dead"] >= ratios["even"]

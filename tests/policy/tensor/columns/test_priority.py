@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.group import Relief
-from zeroresize.policy.tensor.columns.order import pruned_of_order, random_order
+from zeroresize.policy.tensor.columns.order import pruned_of_order
 from zeroresize.policy.tensor.columns.priority import ColumnPriority
 from zeroresize.policy.tensor.columns.selector import ColumnSelector
 
@@ -105,24 +105,6 @@ def test_with_ageing_no_column_is_pruned_for_ever(delta, ratio, ageing, block):
     assert longest_row.max() <= bound
 
 
-def test_without_ageing_some_columns_are_pruned_for_ever():
-    delta = np.random.default_rng(0).uniform(0.5, 1.5, size=64)
-    (_, paper), (_, ours) = (epochs_of(selector_of(64, ageing=ageing), delta, 0.5, 50) for ageing in (0.0, 0.1))
-    assert paper.max() >= 48, "what ageing is for"
-    assert ours.max() <= 20
-
-
-def test_who_never_ends_an_epoch_and_who_takes_too_large_blocks_is_warned(caplog, monkeypatch):
-    monkeypatch.setattr("zeroresize.policy.tensor.columns.selector._LONG_EPOCH", 3)
-    for mode, block in (("zero-rd", 4), ("zero-pri", 4), ("zero-pri", 5)):
-        selector = selector_of(8, mode=mode, block=block)
-        for _ in range(5):
-            selector.count_step(Relief())
-    messages = [record.getMessage() for record in caplog.records]
-    assert sum("no epoch has ended" in message for message in messages) == 2
-    assert [m for m in messages if "block" in m] == ["block=5 is more than half of the columns of layer: never pruned"]
-
-
 def test_ties_are_broken_alike_on_every_run_and_by_turns():
     frozen = np.zeros(32)
     (first, rows), (second, _) = (epochs_of(selector_of(32), frozen, 0.5, 9) for _ in range(2))
@@ -141,15 +123,6 @@ def test_a_column_counts_as_pruned_if_it_was_in_most_iterations():
     for _ in range(4):
         selector.count_step(Relief(0.1, is_forced=True))
     assert sum(selector.pruned_steps["layer"]) == 25 + 4, "also those of an epoch that has not ended"
-
-
-def test_random_orders_do_not_depend_on_statistics():
-    selector = selector_of(16, mode="zero-rd", seed=3)
-    for epoch in range(3):
-        expected = random_order(16, block=1, seed=3, epoch=epoch, rank=0, layer=0)
-        assert selector.pruned_columns(Relief(0.5, is_forced=True))["layer"].tolist() == expected[:8].tolist()
-        selector.count_step(Relief(0.5, is_forced=True))
-        selector.end_epoch({}, incremental=False)
 
 
 @pytest.mark.parametrize("mode", ["zero-pri", "zero-pridiff"])

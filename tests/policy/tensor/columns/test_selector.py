@@ -34,39 +34,6 @@ def test_what_is_pruned_beside_a_loan_stays_within_the_largest_ratio(num_columns
     assert not len(pruned) or len(pruned) + len(lent) <= max_ratio * num_columns + 1e-9
 
 
-@given(st.floats(0, 1), st.floats(0, 1), st.sampled_from(["budget", "paper"]))
-def test_the_papers_semi_prunes_by_pridiff_beside_a_loan(spared, part, pridiff_rule):
-    """Its resizer is ZERO-PriDiff, whose ratios of layers, with what is lent, stay within γ_max."""
-    columns, costs = {"still": 200, "moving": 200}, {"still": 1.0, "moving": 1.0}
-    config = BalanceConfig(
-        mode="semi", priority="variation", paper={"semi_rule": "paper", "pridiff_rule": pridiff_rule}
-    )
-    selector = ColumnSelector(config, 0, columns, costs)
-    for _ in range(50):
-        selector.count_step(Relief())
-    selector.end_epoch({"still": np.linspace(0, 0.1, 200), "moving": np.linspace(1, 2, 200)}, incremental=True)
-    relief = Relief(0.9 * spared * part, 0.9 * spared * (1.0 - part))
-    pruned, lent = selector.pruned_columns(relief), selector.lent_columns(relief)
-    for name in columns:
-        assert set(pruned[name]).isdisjoint(lent[name])
-        assert not len(pruned[name]) or len(pruned[name]) + len(lent[name]) <= 0.9 * 200 + 1e-9
-    if 0.05 < relief.pruned < min(0.5, 0.8 * (0.9 - relief.lent)):
-        assert len(pruned["still"]) > len(pruned["moving"])
-
-
-_EQUAL = {"still": 1.0, "moving": 1.0}
-
-
-def test_semi_prunes_more_of_the_layers_that_matter_less():
-    selector = ColumnSelector(
-        BalanceConfig(mode="semi", priority="variation"), 0, dict.fromkeys(("still", "moving"), 200), _EQUAL
-    )
-    selector.end_epoch({"still": np.linspace(0, 0.1, 200), "moving": np.linspace(1, 2, 200)}, incremental=False)
-    ratios = selector.layer_ratios(Relief(0.4, 0.2))
-    assert ratios["still"] > 0.5 > ratios["moving"]
-    assert sum(ratios.values()) / 2 == pytest.approx(0.4, abs=0.01)
-
-
 @pytest.mark.parametrize("mode", ["zero-rd", "zero-pridiff", "semi"])
 def test_however_layers_differ_no_segment_waits_for_a_straggler_that_prunes_another(mode):
     """Ranks meet after each segment, so time that one saves is no help in the other."""
@@ -110,17 +77,6 @@ def test_what_is_known_of_columns_goes_with_them_and_the_others_begin_anew():
         assert not len(taker.pruned_columns(relief)["down"]) and not len(taker.lent_columns(relief)["down"])
         taker.count_step(relief)
     taker.end_epoch({"down": np.empty(0)}, incremental=True)
-
-
-def test_columns_leave_several_layers_while_all_of_them_prune():
-    names = ("first", "second")
-    selector = ColumnSelector(BalanceConfig(mode="zero-rd"), 1, dict.fromkeys(names, 64), dict.fromkeys(names, 1.0))
-    for _ in range(3):
-        selector.count_step(Relief(0.9, is_forced=True))
-    pruned = {name: set(selector.pruned_columns(Relief(0.9, is_forced=True))[name].tolist()) for name in names}
-    selector.hold({name: 64 + np.arange(40) for name in names}, costs=dict.fromkeys(names, 40 / 64))
-    for name, steps in selector.pruned_steps.items():
-        assert steps.tolist() == [3 * (column in pruned[name]) for column in range(40)]
 
 
 def test_a_rank_computes_equally_much_in_segments_of_which_it_owns_unequal_shares():

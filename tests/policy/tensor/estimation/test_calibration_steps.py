@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroresize.policy.tensor.estimation.calibration_steps import BUDGET, CREDIT, CalibrationSteps
+from zeroresize.policy.tensor.estimation.calibration_steps import BUDGET, CalibrationSteps
 
 NUM_STEPS = 10
 #: (price of a calibration step in usual steps, for how many intervals it is that)
@@ -71,10 +71,6 @@ def test_those_that_cost_nothing_are_rare_all_the_same(price):
     steps = CalibrationSteps()
     due = [steps.due(1, 1.0, 1.0 + price, is_new=False, is_unsure=False) for _ in range(1000)]
     assert 1 <= sum(due) <= 40
-
-
-def test_no_credit_is_given_for_what_takes_longer_than_all_of_it():
-    assert paid(CalibrationSteps(), 2 * CREDIT, 1, is_unsure=True) == 0.0
 
 
 def test_what_was_spent_on_long_steps_is_not_owed_by_short_ones_for_ever() -> None:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from zeroresize.policy.tensor.costs import ResizingCost
 from zeroresize.policy.tensor.estimation.curves import Curves, GroupTimes
 from zeroresize.policy.tensor.estimation.times import RankTimes
-from zeroresize.policy.tensor.rules.makespan import _Group
 from zeroresize.policy.tensor.rules.sharing import borrowed_shares, loans_of, predicted_busy_s
 
 seconds = st.floats(1e-3, 1e3)
@@ -51,7 +50,7 @@ def test_curves_are_those_of_every_rank(times, asked):
 @given(groups, seconds)
 def test_the_ratio_that_reaches_a_time_is_every_ranks_own(times, target_s):
     reaching = GroupTimes(times).curves.ratios_to_reach(target_s).tolist()
-    assert reaching == [rank.ratio_to_reach(target_s) for rank in times]
+    assert reaching == pytest.approx([rank.ratio_to_reach(target_s) for rank in times], abs=1e-12)
 
 
 @given(groups, st.data())
@@ -67,30 +66,6 @@ def test_busy_times_of_a_division_are_every_ranks_own(times, data):
         for rank, ratio, extra in zip(times, lent, borrowed, strict=True)
     ]
     assert sum(borrowed) == np.float64(sum(lent)) or abs(sum(borrowed) - sum(lent)) < 1e-9
-
-
-@given(groups, st.lists(seconds, min_size=1, max_size=6))
-def test_room_is_what_fits_into_the_time_that_is_left(times, levels_s):
-    """Summed over all ranks it is the same as rank by rank, and computing it takes no longer than there is time."""
-    levels = np.sort(np.array(levels_s))
-    num_points = {len(rank.cost.ratios) for rank in times}
-    if len(num_points) > 1:
-        times = [rank for rank in times if len(rank.cost.ratios) == min(num_points)]
-    group = _Group(times, [False] * len(times), None)
-    slack = group.slack(levels)
-    assert group.slack_in_all(levels).tolist() == np.cumsum(slack, axis=0)[-1].tolist()
-    for rank, shares in zip(times, slack.tolist(), strict=True):
-        for level_s, share in zip(levels.tolist(), shares, strict=True):
-            left_s = max(level_s - rank.busy_s, 0.0)
-            assert share >= 0.0 and (left_s > 0.0 or share == 0.0)
-            if share > 0.0:
-                assert rank.gemm_s * rank.cost.borrowed_at(0.999 * share) <= left_s * 1.01 + 1e-9 or _is_uneven(rank)
-
-
-def _is_uneven(rank):
-    """More columns take less time somewhere: then the longest of fewer counts, and no single number is the truth."""
-    times = [rank.cost.borrowed_at(share) for share in rank.cost.borrowed_points]
-    return any(times[at] > times[at + 1] for at in range(len(times) - 1)) or times[0] > 0.0
 
 
 @given(st.floats(0.05, 3.0), st.floats(0.0, 0.95))

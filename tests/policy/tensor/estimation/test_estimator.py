@@ -1,18 +1,13 @@
 """Full-work numbers of one rank, with how sure they are, learned from the times of its steps."""
 
-import dataclasses
-import itertools
-import math
-
 import numpy as np
 import pytest
 from helpers.states import resumed
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroresize.plan.group import Shares
 from zeroresize.policy.tensor.costs import ResizingCost
-from zeroresize.policy.tensor.estimation.cost_curve import CostCurve
 from zeroresize.policy.tensor.estimation.estimator import RankEstimator
 from zeroresize.policy.tensor.estimation.times import StepTimes
 from zeroresize.utils.codec import encoded
@@ -45,29 +40,11 @@ def learned(*intervals, calibrated=CALIBRATED):
     return estimator
 
 
-def test_nothing_is_known_before_the_first_interval():
-    estimator = learned([])
-    assert estimator.times is None and estimator.usual_step is None
-    assert estimator.cost.gemm_share == pytest.approx(CALIBRATED.gemm_share)
-
-
 @given(st.floats(0.0, 0.9), st.floats(0.3, 8.0))
 def test_a_rank_that_is_first_seen_under_a_plan_is_told_by_the_calibration(ratio, chi):
     times = learned(steps(ratio, chi=chi)).times
     assert times.gemm_s == pytest.approx(chi * GEMM_S, rel=1e-6)
     assert times.rest_s == pytest.approx(REST_S, rel=1e-6)
-
-
-@pytest.mark.parametrize("shares", [Shares(0.6), Shares(borrowed=0.5), Shares(owned=0.5), Shares(owned=1.5)])
-def test_a_rank_that_is_first_seen_under_a_plan_knows_no_more_than_the_calibration(shares):
-    """Nothing was compared with anything: what full work takes is as unsure as the curve, and ρ as before."""
-    first = [StepTimes(0.5, 0.3, 0.02 if shares.pruned else 0.0, shares)] * 5
-    estimator = learned(first, first)
-    executed_s = math.exp(estimator._curve.executed(shares)[0])
-    error = math.sqrt(CostCurve(CALIBRATED).variance(estimator._curve.executed(shares)[1]))
-    assert estimator.cost.gemm_share == pytest.approx(CALIBRATED.gemm_share) and estimator.times.moving_rest == 0.2
-    gemm_s = 0.3 / executed_s
-    assert estimator.times.deviation >= error * gemm_s / (estimator.times.rest_s + gemm_s) > 0.0
 
 
 @settings(deadline=None)
@@ -134,20 +111,6 @@ def test_a_hiccup_is_not_taken_for_the_cost_of_pruning(full_gemm_s):
     assert estimator.times.busy_s == pytest.approx(REST_S + GEMM_S, rel=0.02)
 
 
-def test_a_ratio_that_someone_forced_is_not_taken_for_what_decided_ones_cost():
-    """It need not leave a number of columns that is fast to multiply."""
-    estimator = learned(*[steps(0.0)] * 3)
-    before = estimator.cost
-    estimator.learn([dataclasses.replace(step, is_forced=True) for step in steps(0.6, chi=1.3)])
-    assert estimator.cost == before
-
-
-def test_an_interval_of_two_plans_tells_of_both_and_its_usual_step_is_of_the_last():
-    estimator = learned(*[steps(0.0)] * 2, [*steps(0.0), *steps(0.3)])
-    assert estimator.usual_step.shares == Shares(0.3)
-    assert estimator.times.gemm_s == pytest.approx(GEMM_S)
-
-
 def test_how_long_gathers_take_is_told_where_they_were_measured():
     estimator = learned(*[steps(0.6, gather_fill_scale=1.7)] * 6)
     assert estimator.times.gather_fill_scale == pytest.approx(1.7, rel=0.01)
@@ -166,14 +129,6 @@ def test_what_borrowed_columns_cost_is_learned(factor, share, spared):
     measured = truth.gemm_share_at(spared) + truth.borrowed_at(share)
     believed = estimator.cost.gemm_share_at(spared) + estimator.cost.borrowed_at(share)
     assert believed == pytest.approx(measured, rel=0.06)
-
-
-def test_the_noisy_time_of_a_few_borrowed_columns_says_little():
-    noise = np.random.default_rng(0)
-    normal = steps(0.0, borrowed=0.02)
-    noisy = [dataclasses.replace(step, gemm_s=1.005 * step.gemm_s) for step in normal]
-    estimator = learned(*[steps(0.0, noise=noise) for _ in range(10)], noisy)
-    assert estimator.cost.borrowed_at(0.5) == pytest.approx(CALIBRATED.borrowed_at(0.5), rel=0.1)
 
 
 @pytest.mark.parametrize("shares", [(0.7, 0.36, 0.02, 0.02, 0.02), (0.1,) * 5])
@@ -197,25 +152,6 @@ def test_an_estimator_goes_on_from_its_state_bit_for_bit(intervals):
         estimator.learn(with_calibration_step(0.5, truth))
         estimator.learn(steps(0.5, truth, 2.0, borrowed=0.1))
     assert (loaded.times, loaded.cost, repr(encoded(loaded))) == (saved.times, saved.cost, repr(encoded(saved)))
-
-
-any_float = st.floats() | st.sampled_from([0.0, -1.0, math.inf, math.nan, 1e300, 5e-324, 1e9, 1e-9])
-any_shares = st.builds(Shares, st.sampled_from([0.0, 0.1, 0.6, 0.9]), st.sampled_from([0.0, 0.1]), st.floats(0.0, 8.0))
-any_steps = st.builds(StepTimes, any_float, any_float, any_float, any_shares, st.booleans())
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=200)
-@given(st.lists(st.lists(any_steps, min_size=1, max_size=4), min_size=1, max_size=8))
-@example([[StepTimes(1e9, 1e9, 0.0)], [StepTimes(1e-9, 1e-9, 0.0)]] * 4)
-def test_whatever_it_is_told_it_stays_finite_and_its_variances_positive(intervals):
-    estimator = RankEstimator(CALIBRATED)
-    for interval, wait in itertools.product(intervals, range(2)):
-        estimator.learn([*interval, *steps(0.6)] if wait else interval)
-        if estimator.times is not None:
-            assert estimator.times.checked() == estimator.times
-            assert estimator.cost.checked() == estimator.cost
-            assert 0.0 < estimator.times.deviation < math.inf
 
 
 def test_a_rank_that_computes_no_products_tells_nothing_of_its_speed():

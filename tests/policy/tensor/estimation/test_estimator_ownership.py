@@ -2,14 +2,13 @@
 
 import numpy as np
 import pytest
-from helpers.states import resumed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroresize.plan.group import Shares
 from zeroresize.policy.tensor.costs import ResizingCost
 from zeroresize.policy.tensor.estimation.estimator import RankEstimator
-from zeroresize.policy.tensor.estimation.times import MOST_MOVING_REST, MOVING_REST, StepTimes
+from zeroresize.policy.tensor.estimation.times import MOVING_REST, StepTimes
 
 COST = ResizingCost((0.0, 0.3, 0.6, 0.9), (1.0, 0.75, 0.5, 0.15), (0.0, 0.015, 0.02, 0.01))
 REST_S, GEMM_S = 0.3, 0.7
@@ -94,18 +93,6 @@ def test_a_wrong_curve_is_corrected_by_what_a_narrow_rank_takes(factor):
     assert estimator.cost.executed_at(0.4) == pytest.approx(truth.executed_at(0.4), rel=0.08)
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.7, 1.0, 1.3, 4.0]), st.floats(0.01, 50.0)), max_size=25))
-def test_whatever_moves_the_state_stays_sound(intervals):
-    estimator = learned(*[steps(owned, chi, 0.7) for owned, chi in intervals])
-    times = estimator.times
-    assert times is None or (0.0 <= times.moving_rest <= MOST_MOVING_REST and times.checked() == times)
-    other = resumed(estimator)
-    for either in (estimator, other):
-        either.learn(steps(0.5, 2.0, 0.4))
-    assert other.times == estimator.times
-
-
 def test_the_steps_of_a_rank_without_any_units_tell_nothing_of_its_products():
     estimator = learned(*[steps()] * 4)
     before = estimator.times
@@ -146,14 +133,6 @@ def test_a_recovery_within_an_interval_is_seen_at_its_end(before, chi, owned):
     assert estimator.times.gemm_s == pytest.approx(GEMM_S, rel=0.1)
 
 
-def test_a_slowness_that_has_just_begun_waits_for_the_next_interval():
-    estimator = learned(*[steps()] * 4)
-    estimator.learn([*steps(number=7), *steps(1.0, 3.0, number=3)])
-    assert estimator.times.gemm_s == pytest.approx(GEMM_S, rel=0.05)
-    estimator.learn(steps(1.0, 3.0))
-    assert estimator.times.gemm_s == pytest.approx(3.0 * GEMM_S, rel=0.05)
-
-
 @pytest.mark.parametrize("slows_rest", [False, True])
 @pytest.mark.parametrize("chi", [1.5, 3.0, 10.0])
 @pytest.mark.parametrize("beside", [0.5, 1.0, 1.5])
@@ -172,18 +151,6 @@ def test_a_rank_without_units_is_seen_to_recover_by_a_reference(chi, slows_rest,
     assert estimator.times.rest_s == pytest.approx(REST_S, rel=0.15) or estimator.times.deviation > 0.15
 
 
-@pytest.mark.parametrize("chi", [1.0, 4.0])
-def test_a_rank_that_had_no_units_from_the_start_is_known_by_a_reference_until_it_has_products(chi):
-    estimator = RankEstimator(COST)
-    for _ in range(2):
-        estimator.learn_reference(chi * GEMM_S, 0.0)
-        estimator.learn([StepTimes(0.8 * REST_S, 0.0, 0.0, Shares(owned=0.0))] * 5)
-    assert estimator.times.gemm_s == pytest.approx(chi * GEMM_S, rel=0.02)
-    assert estimator.times.rest_s == pytest.approx(REST_S, rel=0.02)
-    estimator.learn(steps(1.0, 2.0))
-    assert estimator.times.gemm_s == pytest.approx(2.0 * GEMM_S, rel=0.05)
-
-
 @pytest.mark.parametrize("widening", [0.8, 1.3])
 def test_what_is_owned_beyond_an_even_share_need_not_be_in_proportion(widening):
     truth = ResizingCost(COST.ratios, COST.gemm_share, COST.gather_fill_s, widening=widening)
@@ -193,16 +160,3 @@ def test_what_is_owned_beyond_an_even_share_need_not_be_in_proportion(widening):
         estimator.learn(steps(1.6, cost=truth, moving_rest=0.2))
     assert estimator.times.gemm_s == pytest.approx(GEMM_S, rel=0.05)
     assert estimator.cost.executed_at(1.3) == pytest.approx(truth.executed_at(1.3), rel=0.05)
-
-
-def test_no_curve_makes_few_columns_longer_than_all():
-    """A recovery that falls together with a new plan, of which nothing was compared, is seen where no curve explains
-    it."""
-    estimator = learned(*[steps()] * 4, *[steps(1.0, 10.0)] * 3)
-    estimator.learn(steps(0.5, 1.0))
-    assert estimator.times.gemm_s == pytest.approx(GEMM_S, rel=0.3)
-
-
-def test_at_even_shares_nothing_is_learned_of_what_moves_along():
-    estimator = learned(*[steps(noise=np.random.default_rng(seed)) for seed in range(9)], steps(1.0, 4.0))
-    assert estimator.times.moving_rest == MOVING_REST

@@ -76,21 +76,3 @@ def test_it_goes_on_from_its_state(before, after):
             spells.learn([rank in slow for rank in range(4)], [0.5] * 4)
     assert loaded == saved
     assert len(saved.past) <= 16
-
-
-def test_short_spells_of_a_rank_speak_against_moving_for_it_and_long_ones_do_not():
-    """A move for a spell of four updates is good for two of them, and costs two."""
-    four, sixteen = ([updates for _ in range(3) for updates in [*[{0}] * long, set()]] for long in (4, 16))
-    assert lived(*four, {0}).speak_against(0, 0.7, gain_s=1.0, lost_s=1.5)
-    assert not lived(*four, {0}).speak_against(0, 0.7, gain_s=1.5, lost_s=1.0)
-    assert not lived(*sixteen, {0}).speak_against(0, 0.7, gain_s=1.0, lost_s=1.5)
-
-
-def test_a_spell_that_outlives_the_past_ones_has_nothing_against_it():
-    assert not lived(*[{0}] * 4, set(), *[{0}] * 5).speak_against(0, 0.7, gain_s=1.0, lost_s=100.0)
-
-
-def test_what_happened_to_other_ranks_does_not_speak_against_moving():
-    past = [{0}, set()] * 4
-    assert lived(*past, {0}).speak_against(0, 0.7, gain_s=1.0, lost_s=1.0)
-    assert not lived(*past, {1}).speak_against(1, 0.7, gain_s=1.0, lost_s=1.0)

@@ -32,31 +32,12 @@ def test_by_default_few_products_are_not_pruned(mode, num_ranks, migration):
     assert sum(division(few_products(num_ranks), migration, mode=mode, min_gain=0.0).pruned) > 0.3
 
 
-@pytest.mark.parametrize("num_ranks", [2, 8])
-@pytest.mark.parametrize("mode", ["zero-pri", "semi"])
-def test_by_default_a_straggler_that_mostly_multiplies_prunes_as_much_as_ever(mode, num_ranks):
-    times = [rank(1.0)] * (num_ranks - 1) + [rank(3.0)]
-    divided = division(times, DEAR, mode=mode)
-    assert divided == division(times, DEAR, mode=mode, min_gain=0.0)
-    assert sum(divided.pruned) > 0.5
-
-
 def test_semi_does_what_is_exact_where_pruning_is_not_worth_it():
     times = few_products(8)
     exact = division(times, CHEAP, mode="semi", budget=0.0)
     divided = division(times, CHEAP, mode="semi", min_gain=5.0)
     assert sum(divided.pruned) == 0.0
     assert sum(divided.lent) == pytest.approx(sum(exact.lent), abs=0.01) and sum(divided.lent) > 0.3
-
-
-def test_the_paper_s_rule_prunes_for_whatever_it_saves():
-    assert division(few_products(2), DEAR, mode="semi", paper={"semi_rule": "paper"}).pruned[1] > 0.3
-
-
-def test_a_forced_number_of_migrating_ranks_is_kept_to():
-    times = few_products(8)
-    divided = division(times, CHEAP, mode="semi", paper={"num_migrating": 0}, min_gain=5.0)
-    assert divided == division(times, CHEAP, mode="semi", paper={"num_migrating": 0}, min_gain=0.0)
 
 
 def test_noise_around_the_threshold_does_not_make_a_rank_begin_and_stop():

@@ -1,8 +1,6 @@
 """Who should own how many units, against what no division can beat."""
 
-import dataclasses
 import math
-import time
 
 import numpy as np
 import pytest
@@ -66,12 +64,6 @@ def test_no_other_division_is_faster(chi_of_ranks, cost, moving_rest, data):
     assert best_s <= owned_step_s(times, normalised(other), FINE) * (1.0 + 1e-4)
 
 
-@given(st.integers(1, 16), st.floats(0.1, 10.0), st.floats(0.0, 0.9))
-def test_equal_ranks_stay_exactly_home(num_ranks, chi, moving_rest):
-    times = group(*[chi] * num_ranks, moving_rest=moving_rest)
-    assert wanted_shares(times, [True] * num_ranks, FINE) == (1.0,) * num_ranks
-
-
 def test_nobody_slow_and_nothing_that_can_move_is_home():
     times = group(1.0, 4.0)
     assert wanted_shares(times, [False, False], FINE) == (1.0, 1.0)
@@ -98,14 +90,6 @@ def test_a_rank_of_another_kind_is_not_taken_for_noise():
     assert shares[0] == shares[1] and shares[2] == pytest.approx(shares[0] / 1.5, rel=1e-3)
 
 
-def test_a_rank_whose_rest_takes_too_long_owns_next_to_nothing():
-    times = GroupTimes([rank(1.0), rank(1.0), rank(1.0, rest_s=5.0)])
-    assert wanted(times) == pytest.approx((1.5, 1.5, 0.0), abs=1e-4)
-    kept = wanted(times, segments=(SegmentWork(3072, 8, 1.0),))
-    counts = unit_counts(kept, SegmentWork(3072, 8, 1.0))
-    assert counts[2] == 8, "without any units nobody would see that it has recovered"
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3, 8, 64])
 def test_every_rank_keeps_a_quantum(num_ranks):
     segments = (SegmentWork(16 * 8 * num_ranks, 8, 0.6), SegmentWork(num_ranks, 1, 0.4))
@@ -130,41 +114,12 @@ def test_what_heads_cannot_balance_is_left_at_home():
     assert wanted(times, segments=(head,)) == (1.0,) * 4
 
 
-def test_the_rest_that_moves_along_counts():
-    times = group(1.0, 4.0, moving_rest=0.5)
-    shares = dict(zip((0, 1), wanted(times), strict=True))
-    seconds = [own_s.rest_s * (0.5 + 0.5 * shares[r]) + own_s.gemm_s * shares[r] for r, own_s in enumerate(times)]
-    assert seconds[0] == pytest.approx(seconds[1], rel=1e-4)
-
-
 def test_segments_that_divide_alike_are_one():
     segments = [SegmentWork(3072, 8, 0.04), SegmentWork(12, 1, 0.02)] * 12
     assert merged(segments) == (SegmentWork(3072, 8, pytest.approx(0.48)), SegmentWork(12, 1, pytest.approx(0.24)))
     times = group(1.0, 1.0, 2.0, 8.0)
     shares = wanted(times, segments=segments)
     assert owned_step_s(times, shares, segments) == pytest.approx(owned_step_s(times, shares, merged(segments)))
-
-
-def test_at_home_a_step_takes_as_long_as_the_slowest_rank():
-    times = group(1.0, 2.0, cost=REALISTIC)
-    assert owned_step_s(times, (1.0, 1.0), (SegmentWork(64, 8, 0.3),)) == REST_S + 2 * GEMM_S
-
-
-def test_a_thousand_ranks_take_milliseconds():
-    times = group(*np.random.default_rng(0).uniform(1.0, 2.0, 1024).tolist())
-    are_slow = [own.busy_s > 1.5 for own in times]
-    segments = (SegmentWork(65536, 8, 0.6), SegmentWork(1024, 1, 0.3))
-    wanted_shares(times, are_slow, segments)
-    began = time.process_time()
-    for _ in range(5):
-        wanted_shares(times, are_slow, segments)
-    assert (time.process_time() - began) / 5 < 0.1
-
-
-def test_one_share_is_not_told_from_another_by_the_last_bit_of_times():
-    times = group(1.0, 1.0, 3.0, cost=REALISTIC)
-    other = GroupTimes(dataclasses.replace(own, gemm_s=math.nextafter(own.gemm_s, 9.0)) for own in times)
-    assert wanted(times) == wanted(other)
 
 
 MOST = st.lists(st.floats(0.3, 3.0), min_size=3, max_size=3).filter(lambda most: sum(most) >= 3.05)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroresize.policy.tensor.rules.pruning_by_segment import pruned_by_segment
+from zeroresize.policy.tensor.rules.sharing import pruned_by_segment
 
 SEGMENT = st.tuples(st.floats(0.0, 3.0), st.floats(0.01, 1.0))
 

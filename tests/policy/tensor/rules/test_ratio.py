@@ -6,7 +6,6 @@ from helpers.virtual_training import LINEAR, REALISTIC
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroresize.policy.tensor.costs import ResizingCost
 from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.rules.ratio import find_stragglers, pruning_ratios, reference_time
 
@@ -52,15 +51,6 @@ def test_a_straggler_does_not_prune_below_what_the_slowest_can_reach():
     assert ratios[2] == 0.0, "the hopeless rank needs 2.1 s whatever the mild one (1.5 s) drops"
 
 
-def test_a_useless_ratio_is_not_chosen():
-    cost = ResizingCost((0.0, 0.5, 0.9), (1.0, 0.9, 0.9), (0.0, 0.0, 0.05))
-    assert rank(0.0, 1.0, cost).ratio_to_reach(0.5) == 0.5
-
-
-def test_beyond_what_was_measured_cost_follows_the_columns_left():
-    assert REALISTIC.gemm_share_at(0.95) == pytest.approx(0.15 / 2)
-
-
 def test_reference_time_of_many_ranks_is_a_low_quantile():
     assert reference_time([3.0, 1.0, 2.0], "min") == 1.0
     assert reference_time([3.0, 1.0, 2.0], "mean") == 2.0
@@ -88,13 +78,6 @@ def test_no_more_than_the_budget_is_pruned_and_all_of_it_where_that_helps(times,
     assert all(ratio <= most + 1e-9 for ratio, most in zip(ratios, unbounded, strict=True))
 
 
-def test_a_budget_that_is_too_small_is_used_up():
-    times = [rank(0.2, 0.8), rank(0.2, 3.2), rank(0.2, 6.4)]
-    ratios = pruning_ratios(times, [False, True, True], reference_s=1.0, budget=0.3)
-    assert sum(ratios) == pytest.approx(0.9, abs=1e-3)
-    assert times[1].busy_at(ratios[1]) == pytest.approx(times[2].busy_at(ratios[2]), rel=1e-3)
-
-
 @given(ranks_times, st.floats(0.0, 2.0))
 def test_what_is_pruned_is_all_that_helps_if_that_is_worth_it_else_what_is_worth_most(times, min_gain):
     """What is saved of the slowest straggler's time, less what each share that is pruned must save."""
@@ -117,26 +100,3 @@ def test_what_is_pruned_is_all_that_helps_if_that_is_worth_it_else_what_is_worth
             for goal_s in np.linspace(0.1 * before_s, before_s, 30)
         ]
         assert worth(chosen) >= max(0.0, *(worth(ratios) for ratios in others)) - 1e-9
-
-
-@pytest.mark.parametrize("num_ranks", [2, 8])
-def test_where_products_are_a_tenth_of_a_step_80_percent_of_them_are_not_dropped_for_a_seventh_of_it(num_ranks):
-    times = [rank(0.09, 0.01)] * (num_ranks - 1) + [rank(0.09, 0.025)]  # 100 and 115 ms
-    stragglers = [False] * (num_ranks - 1) + [True]
-    assert pruning_ratios(times, stragglers, 0.1, 0.05)[-1] == pytest.approx(0.8)
-    assert pruning_ratios(times, stragglers, 0.1, 0.05, min_gain=0.21)[-1] == pytest.approx(0.8)
-    assert pruning_ratios(times, stragglers, 0.1, 0.05, min_gain=0.23) == [0.0] * num_ranks
-
-
-def test_who_would_drop_much_for_little_does_not_follow_who_drops_little_for_much():
-    mild = rank(1.05, 0.1)
-    times = [rank(0.1, 0.9), rank(0.1, 1.8), *[mild] * 6]
-    ratios = pruning_ratios(times, [False] + [True] * 7, reference_s=1.0, min_gain=0.7)
-    assert ratios == [0.0, pytest.approx((1.9 - mild.busy_s) / 1.8), *[0.0] * 6]
-    assert all(ratio > 0.7 for ratio in pruning_ratios(times, [False] + [True] * 7, reference_s=1.0)[2:])
-
-
-def test_thousands_of_stragglers_are_no_more_work_than_that():
-    times = [rank(0.2, 0.8)] + [rank(0.2, 0.9 + 0.001 * number, REALISTIC) for number in range(2000)]
-    ratios = pruning_ratios(times, [False] + [True] * 2000, reference_s=1.0, budget=0.3, min_gain=0.1)
-    assert 0.0 < sum(ratios) / len(times) <= 0.3

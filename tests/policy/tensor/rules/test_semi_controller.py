@@ -57,48 +57,6 @@ def test_noise_neither_moves_a_settled_plan_nor_swaps_who_lends(chis, migration,
     assert max(max(shares) - min(shares) for shares in steady) <= 0.1
 
 
-def test_a_receiver_that_becomes_a_little_slower_gets_less():
-    controller = Controller(BalanceConfig(mode="mig"), 8)
-    chis = [8.0] + [1.0] * 7
-    for _ in range(4):
-        controller.update([rank(chi) for chi in chis])
-    chis[3] = 1.09
-    for _ in range(4):
-        plan = controller.update([rank(chi) for chi in chis])
-    fresh = Controller(BalanceConfig(mode="mig"), 8)
-    for _ in range(4):
-        best = fresh.update([rank(chi) for chi in chis])
-    assert plan.predicted_step_s <= 1.02 * best.predicted_step_s
-
-
-def test_pruned_and_lent_change_together():
-    """Where lending becomes worthwhile what is pruned does not fall before what is lent rises."""
-    controller = Controller(BalanceConfig(mode="semi"), 4)
-    times, _ = group(4.0, 1.0, 1.0, 1.0)
-    dear, cheap = (CollectiveTimes(0.0, (0.0,) * 4, MigrationCost(fixed_s, 0.01)) for fixed_s in (1.0, 0.001))
-    for _ in range(4):
-        plan = controller.update(times, dear)
-    assert plan.loans == ()
-    for _ in range(3):
-        plan = controller.update(times, cheap)
-        assert plan.predicted_step_s <= 1.1
-    assert plan.loans
-
-
-@pytest.mark.parametrize("before", [{"mode": "semi"}, {"mode": "zero-pridiff"}, {"mode": "mig"}])
-def test_a_state_that_does_more_than_is_allowed_now_is_not_carried_out(before):
-    times, _ = group(8.0, 1.0)
-    saved = Controller(BalanceConfig(**before), 2)
-    for _ in range(4):
-        saved.update(times, CollectiveTimes(0.0, (0.0, 0.0), MigrationCost(0.01, 0.01)))
-    exact = resumed(saved, Controller(BalanceConfig(mode="semi", budget=0.0), 2))
-    assert [own.pruned for own in exact.current_plan().ranks] == [0.0, 0.0]
-    frugal = resumed(saved, Controller(BalanceConfig(mode="zero-rd", budget=0.1), 2))
-    assert [(own.pruned, own.lent) for own in frugal.current_plan().ranks] == [(0.0, 0.0)] * 2
-    forced = resumed(saved, Controller(BalanceConfig(mode="zero-rd", ratio=0.25, ranks=[1]), 2))
-    assert [(own.pruned, own.lent) for own in forced.current_plan().ranks] == [(0.0, 0.0), (0.25, 0.0)]
-
-
 def test_nothing_is_pruned_beyond_the_budget_where_the_cost_of_migrating_is_unknown():
     times, _ = group(8.0, 1.0)
     controller = Controller(BalanceConfig(mode="semi", budget=0.0), 2)
@@ -136,18 +94,6 @@ def test_simulated_semi_settles_and_drops_less_than_zero(num_ranks, chi, rule):
         assert sum(semi.step_s[60:230]) / 170 <= 1.1 * reachable_s
 
 
-@pytest.mark.parametrize(
-    "config", [{"mode": "semi", "paper": {"semi_rule": "paper"}}, {"mode": "mig", "paper": {"mig_rule": "paper"}}]
-)
-@pytest.mark.parametrize("tolerance", [0.05, 0.2])
-def test_by_the_papers_rules_a_rank_within_the_tolerance_is_no_straggler(config, tolerance):
-    controller = Controller(BalanceConfig(tolerance=tolerance, **config), 4)
-    times, _ = group(4.0, 1.0 + 1.1 / 0.8 * 0.1, 1.0, 1.0)  # the second takes 1.11 of the others' time
-    for _ in range(3):
-        plan = controller.update(times, CollectiveTimes(0.0, (0.0,) * 4, MigrationCost(0.001, 0.01)))
-    assert [own.pruned + own.lent > 0.0 for own in plan.ranks] == [True, tolerance < 0.11, False, False]
-
-
 def test_a_migration_that_takes_longer_than_it_saves_is_left():
     cluster = Cluster(lambda step: [1.3, 1.0], 0.2, 0.8, LINEAR, MigrationCost(1.0, 0.0))
     run = simulate(BalanceConfig(mode="mig"), cluster, 100)
@@ -155,49 +101,8 @@ def test_a_migration_that_takes_longer_than_it_saves_is_left():
     assert math.isclose(max(run.step_s), 0.2 + 1.3 * 0.8)
 
 
-@pytest.mark.few(1)
-@pytest.mark.slow
-@pytest.mark.parametrize(("chi", "num_ranks"), [(2.0, 2), (4.0, 8)])
-def test_near_break_even_migration_does_not_come_and_go(chi, num_ranks):
-    """Whatever it costs: somewhere in between it neither pays nor does not."""
-    chis = [chi] + [1.0] * (num_ranks - 1)
-    for fixed_s in (0.1, 0.2, 0.3, 0.35, 0.4, 0.45, 0.5, 1.0, 1.9, 2.0, 2.1, 2.2):
-        cluster = Cluster(lambda step: chis, 0.2, 0.8, LINEAR, MigrationCost(fixed_s), noise=0.02)
-        run = simulate(BalanceConfig(mode="mig"), cluster, 1100)
-        lends = [any(shares) for shares in run.lent]
-        assert sum(one != other for one, other in itertools.pairwise(lends)) <= 3, fixed_s
-
-
 #: Handing over what χ = 2 of two ranks asks for saves half a second of 1.8.
 DEAR, CHEAP = MigrationCost(1.0), MigrationCost(0.02)
-
-
-def begins_of_lending(lends):
-    return [update for update, (before, now) in enumerate(itertools.pairwise(lends), 1) if now and not before]
-
-
-@pytest.mark.few(2)
-@pytest.mark.slow
-@pytest.mark.parametrize("reads_late", [False, True])
-@pytest.mark.parametrize("factor", [0.2, 0.3])
-def test_a_loss_that_the_calibration_takes_for_a_gain_is_tried_ever_more_rarely(factor, reads_late):
-    cluster = Cluster(lambda step: [2.0, 1.0], 0.2, 0.8, LINEAR, DEAR, reads_late=reads_late)
-    config = BalanceConfig(mode="mig", update_every=1)
-    lends = [any(shares) for shares in simulate(config, cluster, 1000, believed_migration=DEAR.scaled(factor)).lent]
-    begins = begins_of_lending(lends)
-    pauses = [later - earlier for earlier, later in itertools.pairwise(begins)]
-    assert len(pauses) >= 3
-    assert all(later >= 1.5 * earlier for earlier, later in itertools.pairwise(pauses))
-    assert sum(lends) <= 0.02 * len(lends)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("truth", "lent_from"), [(DEAR, None), (CHEAP, 2)])
-def test_a_calibration_that_told_five_times_the_cost_does_no_harm(truth, lent_from):
-    cluster = Cluster(lambda step: [2.0, 1.0], 0.2, 0.8, LINEAR, truth)
-    config = BalanceConfig(mode="mig", update_every=1)
-    lends = [any(shares) for shares in simulate(config, cluster, 400, believed_migration=truth.scaled(5.0)).lent]
-    assert lends == [lent_from is not None and update >= lent_from for update in range(400)]
 
 
 def lending_while_it_costs(factors):
@@ -221,18 +126,6 @@ def test_where_the_network_becomes_cheap_again_lending_comes_back(num_dear):
     lends = lending_while_it_costs([5.0] * num_dear + [1.0] * num_cheap + [5.0] * brief + [1.0] * num_after)
     assert not lends[num_dear - 1] and lends[num_dear + num_cheap - 1]
     assert not lends[-num_after] and lends[-1]
-
-
-def test_a_cost_that_is_higher_than_pre_tested_but_pays_is_no_reason_to_come_back_later():
-    """Stragglers came and went before the network was dear for a while."""
-    chis = ([2.0] * 30 + [1.0] * 30) * 6
-    controller, calibrated = Controller(BalanceConfig(mode="mig"), 2), DEAR.scaled(0.2)
-    lends = []
-    for chi, factor in [(chi, 1.5) for chi in chis] + [(2.0, 1.5)] * 20 + [(2.0, 5.0)] * 10 + [(2.0, 1.5)] * 150:
-        lent = tuple(own.lent for own in controller.current_plan().ranks)
-        seen = CollectiveTimes(factor * calibrated.seconds(lent), lent, calibrated)
-        lends.append(bool(controller.update(group(chi, 1.0)[0], seen).loans))
-    assert not lends[-150] and lends[-1]
 
 
 @settings(max_examples=30, deadline=None)

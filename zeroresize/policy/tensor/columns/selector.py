@@ -22,7 +22,7 @@ from zeroresize.plan.group import Relief
 from zeroresize.policy.tensor.columns.differentiated import budget_ratios, paper_ratios, relative_scores
 from zeroresize.policy.tensor.columns.order import decided_columns, num_lent, order_of_homes, pruned_of_order
 from zeroresize.policy.tensor.columns.priority import ColumnPriority
-from zeroresize.policy.tensor.rules.pruning_by_segment import pruned_by_segment
+from zeroresize.policy.tensor.rules.sharing import pruned_by_segment
 
 Columns = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 BUDGET = 0.01
 #: So many usual steps' time they may take ahead of that budget, where a ratio is new or little is known.
 CREDIT = 20.0
-#: The same where what is known may just be wrong.
-SMALL_CREDIT = 1.5
 #: Of a usual step, at least: what costs nothing else tells nothing of the plan while it lasts.
 _LEAST_PRICE = 0.25
 #: In a shorter interval all steps are made so, since a device is read one step late.
@@ -34,7 +32,6 @@ class CalibrationSteps:
         *,
         is_new: bool,
         is_unsure: bool,
-        is_doubtful: bool = False,
     ) -> int:
         """Return with how many calibration steps the interval that follows begins; to be asked once an interval.
 
@@ -43,16 +40,13 @@ class CalibrationSteps:
             step_s, full_step_s: seconds of a step under the plan, and at full work.
             is_new: whether a rank is spared much more or less than before.
             is_unsure: whether little is known of the speed of a rank that is spared something.
-            is_doubtful: whether not enough is known of it to tell it from the others'.
         """
         number = 1 if num_steps >= _FEWEST_STEPS else num_steps
         price_s = number * max(full_step_s - step_s, _LEAST_PRICE * step_s)
         # What was owed for long steps is not paid off by short ones for ever.
         self.saved_s = max(self.saved_s, -CREDIT * step_s)
         self.saved_s = min(self.saved_s + BUDGET * num_steps * step_s, price_s)
-        credit = SMALL_CREDIT if is_doubtful else 0.0
-        if is_unsure or (is_new and number < num_steps):
-            credit = CREDIT
+        credit = CREDIT if is_unsure or (is_new and number < num_steps) else 0.0
         if self.saved_s + credit * step_s < price_s:
             return 0
         self.saved_s -= price_s

@@ -17,9 +17,8 @@ _WEIGHT = 0.7
 _LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
 #: Nor do all of them together.
 _LEAST_SCALE, _MOST_SCALE = 0.05, 20.0
-#: While nothing is lent what was learned is forgotten by this share an update: it may have been a bad hour. Each try
-#: that shows that it was not halves the share, down to the least: such tries grow rare, but never cease.
-_FORGETTING, _LEAST_FORGETTING = 0.02, 0.02 / 64
+#: While nothing is lent what was learned is forgotten by this share an update: it may have been a bad hour.
+_FORGETTING = 0.01
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,10 @@ class CommunicationEstimate:
     Attributes:
         plain_s: seconds without loans, NaN before they were seen.
         scale: what loans cost, relative to the calibration.
-        forgetting: share of what was learned that an update without loans forgets.
-        scale_before: what loans were taken to cost when lending began; None while nothing is lent.
     """
 
     plain_s: float = math.nan
     scale: float = 1.0
-    forgetting: float = _FORGETTING
-    scale_before: float | None = None
     _calibrated: MigrationCost | None = None
 
     @property
@@ -73,22 +68,12 @@ class CommunicationEstimate:
         if not any(seen.lent):
             is_first = math.isnan(self.plain_s)
             self.plain_s = seen.wait_s if is_first else _WEIGHT * seen.wait_s + (1.0 - _WEIGHT) * self.plain_s
-            self.scale += self.forgetting * (1.0 - self.scale)
-            self.scale_before = None
+            self.scale += _FORGETTING * (1.0 - self.scale)
         elif predicted_s > 0.0 and not math.isnan(self.plain_s) and not math.isnan(busy_s):
-            if self.scale_before is None:
-                self.scale_before = self.scale
             error_s = seen.wait_s - self.plain_s - predicted_s
             beyond_noise_s = math.copysign(max(abs(error_s) - _NOISE * busy_s, 0.0), error_s)
             factor = min(max(1.0 + beyond_noise_s / predicted_s, _LEAST_FACTOR), _MOST_FACTOR)
             self.scale = min(max(self.scale * (1.0 + _WEIGHT * (factor - 1.0)), _LEAST_SCALE), _MOST_SCALE)
-            if self.scale <= self.scale_before:
-                self.forgetting = _FORGETTING
-
-    def give_up(self) -> None:
-        """Forget more slowly where lending ends for what it costs, though ranks are as slow as when it began."""
-        if self.scale_before is not None and self.scale > self.scale_before:
-            self.forgetting = max(self.forgetting / 2, _LEAST_FORGETTING)
 
     def seconds(self, lent: Sequence[float]) -> float:
         """Return the seconds of a step in which ranks lend these shares; what is not known counts as nothing."""

@@ -92,14 +92,7 @@ class Curves:
 
     def ratios_to_reach(self, target_s: float) -> Floats:
         """Return [R] what :meth:`RankTimes.ratio_to_reach` gives, of every rank."""
-        busy, ratios = self.busy_at_points, self.ratios
-        reaching = ratios[np.arange(len(ratios)), busy.argmin(axis=1)]
-        for left in range(ratios.shape[1] - 2, -1, -1):
-            low, high, busy_low, busy_high = ratios[:, left], ratios[:, left + 1], busy[:, left], busy[:, left + 1]
-            drop_s = np.where(busy_low > busy_high, busy_low - busy_high, 1.0)
-            between = np.minimum(low + (high - low) * (busy_low - target_s) / drop_s, high)
-            reaching = np.where(busy_high <= target_s, between, reaching)
-        return np.where(busy[:, 0] <= target_s, 0.0, reaching)
+        return ratios_to_reach(np.array([target_s]), self.ratios, self.busy_at_points)[:, 0]
 
 
 class GroupTimes(tuple[RankTimes, ...]):
@@ -123,6 +116,25 @@ class GroupTimes(tuple[RankTimes, ...]):
     def curves(self) -> Curves:
         """Return the curves of the group."""
         return Curves(self)
+
+
+def ratios_to_reach(levels_s_L: Floats, ratios_SP: Floats, busy_s_SP: Floats) -> Floats:
+    """Return [S, L] how much each of S ranks must be spared to take so long at most, as `RankTimes.ratio_to_reach`.
+
+    Args:
+        levels_s_L: busy times that are tried, seconds.
+        ratios_SP: of every rank, ascending.
+        busy_s_SP: what the rank takes at them, seconds.
+    """
+    first_SL = np.broadcast_to(busy_s_SP.argmin(axis=1)[:, None], (len(busy_s_SP), len(levels_s_L)))
+    for point in range(busy_s_SP.shape[1] - 1, -1, -1):
+        first_SL = np.where(busy_s_SP[:, point, None] <= levels_s_L, point, first_SL)
+    row_S1 = busy_s_SP.shape[1] * np.arange(len(busy_s_SP))[:, None]
+    before_SL, at_SL = row_S1 + np.maximum(first_SL - 1, 0), row_S1 + first_SL
+    slow_s, fast_s = busy_s_SP.take(before_SL), busy_s_SP.take(at_SL)
+    low, high = ratios_SP.take(before_SL), ratios_SP.take(at_SL)
+    part = np.clip((slow_s - levels_s_L) / np.where(slow_s > fast_s, slow_s - fast_s, 1.0), 0.0, 1.0)
+    return np.where(first_SL == 0, ratios_SP[:, :1], low + (high - low) * part)
 
 
 def _padded(points: Sequence[tuple[float, ...]], most: int) -> Floats:

@@ -69,32 +69,13 @@ class Spells:
         # Σ of P(d ≥ t) / P(d ≥ age) over t ≥ age + 2, nearly, with roots, which all machines have alike.
         useful = PRIOR_SPELLS * _survives(age, age + 1.5) * (age + 1.5) / 1.5
         in_vain = PRIOR_SPELLS * (1.0 + _survives(age, age + 1.0))
-        seen_useful, seen_in_vain = self._seen(rank, saved, self.past)
-        return saved * (useful + seen_useful) >= COST_IN_VAIN * (in_vain + seen_in_vain)
-
-    def speak_against(self, rank: int, saved: float, gain_s: float, lost_s: float) -> bool:
-        """Whether a move of units for a slow rank would have cost more than it saved in its past spells like this one.
-
-        Where there were none, nothing speaks against it; other ranks' spells do not count.
-
-        Args:
-            saved: as above; it tells which spells are alike.
-            gain_s: seconds of a step that the move saves while it is good for something.
-            lost_s: seconds of a step that it costs while it is not.
-        """
-        useful, in_vain = self._seen(rank, saved, [spell for spell in self.past if spell[0] == rank])
-        return gain_s * useful < lost_s * in_vain
-
-    def _seen(self, rank: int, saved: float, past: Sequence[tuple[int, float, int, float]]) -> tuple[float, float]:
-        """Intervals in which a plan was good for something, and for nothing, in past spells like this one, weighted."""
-        useful = in_vain = 0.0
-        for whose, cost, end, weight in past:
-            if end >= self.ages[rank] and cost >= _ALIKE * saved:
-                if whose != rank and end > self.ages[rank] + 1:
-                    continue  # that another rank was slow for long says nothing of this one
-                useful += weight * min(max(end - self.ages[rank] - 1, 0), _MOST_USEFUL)
-                in_vain += weight * (1.0 if end == self.ages[rank] else 2.0)
-        return useful, in_vain
+        for whose, cost, end, weight in self.past:
+            left = end - self.ages[rank]
+            # That another rank was slow for long says nothing of this one.
+            if cost >= _ALIKE * saved and left >= 0 and (whose == rank or left <= 1):
+                useful += weight * min(max(left - 1, 0), _MOST_USEFUL)
+                in_vain += weight * min(left + 1, 2)
+        return saved * useful >= COST_IN_VAIN * in_vain
 
 
 def _survives(age: float, longer: float) -> float:

@@ -101,7 +101,7 @@ class RankTimes:
         """Return the times, with NaN for all numbers if one of them is nothing that a step can have taken.
 
         Such as zero, negative or infinite seconds of multiplying, which a clock that was set, or that is too coarse,
-        may tell. What pruning costs is mended number by number.
+        may tell.
         """
         cost = self.cost.checked()
         is_sound = (

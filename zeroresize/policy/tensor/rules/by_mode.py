@@ -184,12 +184,14 @@ def _semi_division(
     normal_s: float,
     migration: MigrationCost | None,
 ) -> WorkDivision:
-    """By our rule nothing is pruned where pruning and lending together save too little for it."""
-    may_lend = migration is not None
-    num_migrating = None if isinstance(config.paper.num_migrating, str) else config.paper.num_migrating
-    if migration is None:
-        num_migrating, migration = 0, MigrationCost()
-    if config.paper.semi_rule == "paper":
+    """By our rule nothing is pruned where pruning and lending together save too little for it.
+
+    A number of migrating ranks that is given is kept to by the paper's.
+    """
+    may_lend, migration = migration is not None, migration or MigrationCost()
+    number = config.paper.num_migrating
+    if config.paper.semi_rule == "paper" or not isinstance(number, str):
+        num_migrating = 0 if not may_lend else None if isinstance(number, str) else number
         return paper_division(
             times,
             are_stragglers,
@@ -205,9 +207,9 @@ def _semi_division(
         tolerance=config.tolerance / 2,
         migration=migration,
         budget=config.budget,
-        num_migrating=num_migrating,
+        may_lend=may_lend,
     )
-    if not any(division.pruned) or config.paper.num_migrating != "auto":
+    if not any(division.pruned):
         return division
     slowest_s = max(rank.busy_s for rank in times)
     saved = 1.0 - _step_s(times, division, migration) / slowest_s

@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroresize.policy.tensor.costs import MigrationCost
-from zeroresize.policy.tensor.estimation.curves import Curves
+from zeroresize.policy.tensor.estimation.curves import Curves, Floats, ratios_to_reach
 from zeroresize.policy.tensor.estimation.times import RankTimes
-from zeroresize.policy.tensor.rules.ratios_to_reach import Floats, ratios_to_reach
 from zeroresize.policy.tensor.rules.sharing import WorkDivision, owned_by
 
 #: Busy times that are tried between the fastest and the slowest; then again between the neighbours of the best.
@@ -29,8 +28,6 @@ _NOTHING = 2e-3
 _WORTHWHILE = 0.02
 #: Where nothing is pruned a straggler lends no more than this: what is left is what tells that it has recovered.
 _MOST_LENT = 0.99
-#: Where the number of migrating ranks is given, each lends so much of its products at least, also if it is fast enough.
-_LEAST_LENT = 0.05
 
 
 def makespan_division(
@@ -41,7 +38,7 @@ def makespan_division(
     tolerance: float,
     migration: MigrationCost,
     budget: float,
-    num_migrating: int | None = None,
+    may_lend: bool = True,
 ) -> WorkDivision:
     """Return the division that prunes least among those whose predicted step is no longer than the goal.
 
@@ -57,19 +54,15 @@ def makespan_division(
         tolerance: a share of it.
         migration: Φ1, what lending costs.
         budget: the largest share of the group's products that may be pruned, 0 to 1; 0 is exact.
-        num_migrating: how many stragglers migrate, also where that makes steps longer, unless the others have too
-            little slack for ``_LEAST_LENT`` of each until the slowest rank's time: then none does. None tries all
-            numbers.
+        may_lend: whether work may be handed over at all; else stragglers only prune.
     """
     if not any(are_stragglers):
         return WorkDivision((0.0,) * len(times), (0.0,) * len(times))
-    if num_migrating is not None and not _Group(times, are_stragglers, num_migrating).has_slack:
-        num_migrating = 0
-    exact = _Search(_Group(times, are_stragglers, num_migrating, _MOST_LENT), migration, 0.0)
+    exact = _Search(_Group(times, are_stragglers, may_lend, _MOST_LENT), migration, 0.0)
     fastest_exact = exact.fastest()
     if budget == 0.0:
         return exact.division(fastest_exact, goal_s=fastest_exact.step_s)
-    pruning = _Search(_Group(times, are_stragglers, num_migrating), migration, budget * len(times))
+    pruning = _Search(_Group(times, are_stragglers, may_lend), migration, budget * len(times))
     fastest = pruning.fastest()
     goal_s = min(fastest.step_s, fastest_exact.step_s) * (1.0 + _WORTHWHILE)
     goal_s = max(reference_s * (1.0 + tolerance), goal_s)
@@ -109,14 +102,12 @@ class _Group:
     """A group's times as arrays.
 
     Args:
-        num_migrating: so many stragglers, slowest first, lend ``_LEAST_LENT`` at least and borrow nothing; None where
-            the number is to be found.
+        may_lend: whether any number of stragglers migrates, or none does.
         most_spared: how much of its products a straggler may be relieved of; None as far as pruning was measured.
 
     Attributes:
         slowest_first: the stragglers.
         counts: numbers of migrating ranks to be tried.
-        least_lent: by those that must, in all.
         lowest_s, highest_s: between them lies the time of the slowest rank.
     """
 
@@ -124,28 +115,21 @@ class _Group:
         self,
         times: Sequence[RankTimes],
         are_stragglers: Sequence[bool],
-        num_migrating: int | None,
+        may_lend: bool,
         most_spared: float | None = None,
     ) -> None:
         curves = Curves.of(times)
         stragglers = [rank for rank, is_straggler in enumerate(are_stragglers) if is_straggler]
         self.slowest_first = sorted(stragglers, key=lambda rank: -times[rank].busy_s)
-        most = min(len(stragglers), len(times) - 1)
-        self.counts = np.arange(most + 1) if num_migrating is None else np.array([min(num_migrating, most)])
-        lenders = self.slowest_first[: self.counts[0]]
+        self.counts = np.arange(min(len(stragglers), len(times) - 1) + 1 if may_lend else 1)
         owned_R = owned_by(times)
         #: What each rank owns: amounts here are in units of products at even shares, to be added up over ranks.
         self._owned_R = np.ones(len(times)) if owned_R is None else np.array(owned_R)
-        self.least_lent = _sum(_LEAST_LENT * self._owned_R[lenders])
         self._ratios = curves.ratios
         if most_spared is not None:
             self._ratios = np.append(self._ratios, np.maximum(self._ratios[:, -1:], most_spared), axis=1)
-        if lenders:
-            self._ratios = self._ratios.copy()
-            self._ratios[lenders] = np.maximum(self._ratios[lenders], _LEAST_LENT)
         self._busy = curves.busy_at(self._ratios)
         self._borrows_from_s = self._busy[:, 0].copy()
-        self._borrows_from_s[lenders] = np.inf
         self._ratios = self._ratios * self._owned_R[:, None]
         self._borrowed = curves.borrowed_points
         borrowed_s = curves.gemm_s[:, None] * curves.borrowed_at(self._borrowed)
@@ -162,11 +146,6 @@ class _Group:
     @property
     def num_ranks(self) -> int:
         return len(self._busy)
-
-    @property
-    def has_slack(self) -> bool:
-        """Whether the ranks that borrow can take what must be lent."""
-        return float(self.slack_in_all(np.array([self.highest_s]))[0]) >= self.least_lent
 
     def spared(self, levels_s: Floats) -> Floats:
         """[stragglers, levels] what each, slowest first, must be relieved of to take so long at most."""
@@ -199,18 +178,16 @@ class _Group:
         return np.where(time_s < all_s, between, everything * np.maximum(time_s / all_s, 1.0))
 
     def division(self, num_migrating: int, chosen: _Chosen) -> WorkDivision:
-        """Those that migrate lend the least they must, and the same part of what else they are relieved of."""
+        """Those that migrate lend the same part of what they are relieved of."""
         pruned, lent = np.zeros(self.num_ranks), np.zeros(self.num_ranks)
         level_s = np.array([chosen.level_s])
         spared = self.spared(level_s)[:, 0]
         pruned[self.slowest_first] = spared
         migrating = self.slowest_first[:num_migrating]
-        wanted = _sum(spared[:num_migrating]) - self.least_lent
+        wanted = _sum(spared[:num_migrating])
         prunes = chosen.pruned > _NOTHING
         if chosen.lent > 0.0:
-            part = (chosen.lent - self.least_lent) / wanted if prunes and wanted > 0.0 else 1.0
-            least = self._ratios[migrating, 0]
-            lent[migrating] = least + (pruned[migrating] - least) * part
+            lent[migrating] = pruned[migrating] * (chosen.lent / wanted if prunes and wanted > 0.0 else 1.0)
             pruned[migrating] -= lent[migrating]
         if not prunes:
             pruned[:] = 0.0
@@ -223,7 +200,7 @@ class _Search:
     """Tries busy times for several numbers of migrating ranks at once; tables are [numbers, levels].
 
     Args:
-        group: has slack for what must be lent.
+        group: of which the work is divided.
         budget: what may be pruned, in ranks' full products.
     """
 
@@ -240,12 +217,12 @@ class _Search:
 
         def look(levels_s: Floats) -> _Candidates:
             wanted, total, fitting = self._amounts(levels_s)
-            lent = np.broadcast_to(np.maximum(total - self._budget, self._group.least_lent), wanted.shape)
+            lent = np.broadcast_to(np.maximum(total - self._budget, 0.0), wanted.shape)
             step_s = self._step_s(levels_s, lent)
             return _Candidates(np.where(lent <= fitting + 1e-12, step_s, np.inf), total - lent, lent, step_s)
 
         chosen = self._best(look, self._group.highest_s)
-        assert chosen is not None  # at the slowest rank's time no more is lent than must be, and nothing pruned
+        assert chosen is not None  # at the slowest rank's time nothing is lent or pruned
         return chosen
 
     def least_pruned(self, goal_s: float, fastest: _Chosen) -> _Chosen | None:
@@ -259,7 +236,7 @@ class _Search:
             _, total, fitting = self._amounts(levels_s)
             affordable_s = goal_s - levels_s - self._migration.fixed_s * self._counts[:, None]
             per_share_s = max(self._migration.per_share_s, 1e-12)
-            lent = np.maximum(np.minimum(affordable_s / per_share_s, fitting), self._group.least_lent)
+            lent = np.maximum(np.minimum(affordable_s / per_share_s, fitting), 0.0)
             lent = np.where(lent > _NOTHING, lent, 0.0)
             pruned, step_s = total - lent, self._step_s(levels_s, lent)
             is_possible = (step_s <= goal_s * (1.0 + 1e-9)) & (pruned <= self._budget + _NOTHING / 2)

@@ -20,7 +20,7 @@ import numpy as np
 from zeroresize.plan.ownership import SHARE_DECIMALS, SegmentWork, normalised, unit_counts
 from zeroresize.policy.tensor.estimation.curves import Curves, Floats
 from zeroresize.policy.tensor.estimation.times import RankTimes
-from zeroresize.policy.tensor.rules.pruning_by_segment import pruned_by_segment
+from zeroresize.policy.tensor.rules.sharing import pruned_by_segment
 
 #: Halvings of the time at which all work is done.
 _NUM_HALVINGS = 45

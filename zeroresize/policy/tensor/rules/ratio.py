@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from zeroresize.policy.tensor.estimation.curves import Curves
+from zeroresize.policy.tensor.estimation.curves import Curves, Floats, ratios_to_reach
 from zeroresize.policy.tensor.estimation.times import RankTimes
-from zeroresize.policy.tensor.rules.ratios_to_reach import Floats, ratios_to_reach
 from zeroresize.policy.tensor.rules.sharing import owned_by
 
 #: A step that gets shorter by less than this share is not worth what is pruned for it.

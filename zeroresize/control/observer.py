@@ -1,0 +1,204 @@
+"""What one rank measures of its steps, and what it notices that should not be, step after step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from zeroresize.comm.words import Call, Whereabouts
+from zeroresize.control.forward_watch import ForwardWatch
+from zeroresize.control.group import Group
+from zeroresize.control.group_decision import RankNumbers
+from zeroresize.control.setup import Layers, Setup
+from zeroresize.control.slowness_watch import SlownessWatch
+from zeroresize.control.start_checks import StartCheck
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.measure.column_statistics import ColumnStatistic
+from zeroresize.measure.rank_monitor import RankMonitor
+from zeroresize.optim.optimizers import hook_steps, stepped_tensors
+from zeroresize.plan.group import Shares
+from zeroresize.policy.slowness.windows import WatchedStep
+from zeroresize.policy.tensor.costs import ResizingCost
+from zeroresize.policy.tensor.estimation.times import RankTimes
+from zeroresize.policy.tensor.memory import HeldBytes
+from zeroresize.utils.torch_private import version_of
+
+#: So many calls of ``balancer.step()``, between which weights changed without a step of the optimizer, are a mistake.
+_FEW_STEPS = 2
+
+
+class Observer:
+    """Measures this rank's steps, counts what it holds, and compares what the ranks should have alike.
+
+    Args:
+        setup: what the balancer is given.
+        group: the ranks that balance together.
+        start_check: compares the ranks' parameters when training begins; None where that is off.
+        statistic: tells how important each column is; None where no mode asks.
+        attached: closes what is attached here.
+
+    Attributes:
+        statistic: is the argument.
+        monitor: measures the steps.
+        memory: counts what this rank holds; None without ``config.memory_limits``.
+        slowness: says who is slow; only in mode "off", where nothing else tells.
+        balancing_s: seconds that balancing took in the last step; ``balancing_since_update_s`` since the last update.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        group: Group,
+        start_check: StartCheck | None,
+        statistic: ColumnStatistic | None,
+        attached: ExitStack,
+    ) -> None:
+        self.statistic, self.memory, self._start_check, self._where = statistic, group.memory, start_check, group.where
+        self.balancing_s = self.balancing_since_update_s = 0.0
+        self._began = time.perf_counter()
+        self.monitor = RankMonitor(setup.layers, setup.config)
+        attached.callback(self.monitor.close)
+        self._optimizer_steps: OptimizerSteps | None = None
+        self._forward_watch: ForwardWatch | None = None
+        self.slowness: SlownessWatch | None = None
+        if group.exchange is None:
+            return
+        self._optimizer_steps = OptimizerSteps(setup.optimizer, group.where, setup.layers)
+        attached.callback(self._optimizer_steps.close)
+        if group.units is not None:  # which do not move where another optimizer steps
+            group.units.checks.append(self._optimizer_steps.why_another_steps)
+        groups = {id(layer.process_group): layer.process_group for layer in setup.layers.values()}.values()
+        compares = setup.config.start_checks
+        self._forward_watch = ForwardWatch(setup.layers, group.exchange, compares=compares, groups=groups)
+        attached.callback(self._forward_watch.close)
+        if setup.config.mode == "off":  # it counts from the first share that would be balanced
+            self.slowness = SlownessWatch(group.exchange, setup.rank, setup.num_ranks, setup.config.update_every)
+            attached.callback(self.slowness.close)
+
+    def end_step(self, num_steps: int) -> None:
+        """End the step; it is the one of that number."""
+        if self._start_check is not None:
+            self._start_check.step_is_called(num_steps)
+        self.monitor.end_step()
+        self._began = time.perf_counter()
+        self._where.call, self._where.num_steps = Call.STEP, num_steps
+        if self._forward_watch is not None:
+            self._forward_watch.step_is_called()
+        if self._optimizer_steps is not None:
+            self._optimizer_steps.step_is_called()
+        if self.slowness is not None:
+            # Ranks of a tensor-parallel group have the same batch.
+            read = self.monitor.last_read
+            self.slowness.end_step(
+                [WatchedStep.of_times(step, step.gemm_s + step.gather_fill_s, work=1.0) for step in read]
+            )
+
+    def begin_step(self, num_steps: int, shares: Shares, *, is_forced: bool) -> None:
+        """Begin the step that follows so many; it is measured under these shares."""
+        if self.statistic is not None:
+            self.statistic.begin_step(num_steps)
+        self.monitor.begin_step(shares, is_forced)
+
+    def end_balancing(self, *, is_update: bool, borrows: bool) -> None:
+        """Note that all is done that comes between two steps.
+
+        Args:
+            is_update: whether it was an update.
+            borrows: whether this rank computes for others from now on.
+        """
+        if is_update and self.memory is not None:
+            self.memory.begin_interval(borrows=borrows)
+        self.balancing_s = time.perf_counter() - self._began + self.monitor.timer_s
+        self.balancing_since_update_s = self.balancing_s + (0.0 if is_update else self.balancing_since_update_s)
+
+    def after_update(self, num_steps: int) -> None:
+        """Compare the ranks' parameters again, where that is due; collective."""
+        if self._start_check is not None:
+            self._start_check.after_update(num_steps)
+
+    @property
+    def times(self) -> RankTimes | None:
+        """Return this rank's times at full work; None before any were measured."""
+        return self.monitor.times
+
+    @property
+    def numbers(self) -> RankNumbers:
+        """Return what this rank tells the others at an update."""
+        unknown = RankTimes(math.nan, math.nan, math.nan, self.cost, math.nan)
+        held = self.memory.held() if self.memory is not None else HeldBytes(0.0, 0.0)
+        return RankNumbers(math.nan, self.monitor.wait_s, held, self.times or unknown)
+
+    @property
+    def cost(self) -> ResizingCost:
+        """Return what pruning costs on this rank."""
+        return self.monitor.cost
+
+    @property
+    def why_units_stay(self) -> str | None:
+        """Tell why no unit may leave its home now; None where it may."""
+        return self._start_check.why_units_stay if self._start_check is not None else None
+
+    def is_at(self, call: Call, num_steps: int, epoch: int) -> None:
+        """Note where this rank is, for the other ranks and for error texts."""
+        where = self._where
+        where.call, where.num_steps, where.epoch, where.num_forwards = call, num_steps, epoch, self.monitor.num_forwards
+
+
+class OptimizerSteps:
+    """Counts an optimizer's steps into this rank's whereabouts, which the ranks compare whenever they meet.
+
+    Ranks that skip different steps train different models, and nothing fails; nor does anything where another optimizer
+    steps than the one whose state moves. A loss scaler calls no step where gradients overflow; then weights stay as
+    they are, too.
+
+    Args:
+        optimizer: a torch optimizer, or a host's wrapper of one; of others nothing is counted.
+        where: this rank's whereabouts.
+        layers: balanced layers by name.
+    """
+
+    def __init__(self, optimizer: Any, where: Whereabouts, layers: Layers) -> None:
+        self._where, self._optimizer = where, optimizer
+        self._unhook: Callable[[], object] = lambda: None
+        self._layer: BalancedLinear | None = None  # whose weight it steps, which stands for all
+        self._num_seen, self._version, self._num_unseen = where.num_optimizer_steps, 0, 0
+        with suppress(ValueError):  # a wrapper that hides its optimizer
+            self._unhook = hook_steps(optimizer, self._before_step, self._after_step)
+            weights = {name: layer.weight for name, layer in layers.items() if layer.weight.requires_grad}
+            name = next(iter(stepped_tensors(optimizer, weights)), None)
+            self._layer = None if name is None else layers[name]
+            self._version = self._version_now()
+
+    def close(self) -> None:
+        """Count no more."""
+        self._unhook()
+
+    def step_is_called(self) -> None:
+        """Note that ``balancer.step()`` is called, and whether weights changed without the optimizer."""
+        version = self._version_now()
+        if self._num_seen != self._where.num_optimizer_steps:
+            self._num_unseen = 0
+        elif version != self._version:
+            self._num_unseen += 1
+        self._num_seen, self._version = self._where.num_optimizer_steps, version
+
+    def why_another_steps(self) -> str | None:
+        """Tell why the optimizer seems to have been replaced; None if it does not."""
+        if self._num_unseen < _FEW_STEPS:
+            return None
+        return (
+            f"in the last {self._num_unseen} steps weights changed, but not by the {type(self._optimizer).__name__} "
+            "that the Balancer was given: close() the Balancer and make a new one with the optimizer that steps"
+        )
+
+    def _version_now(self) -> int:
+        return 0 if self._layer is None else version_of(self._layer.local_weight)
+
+    def _before_step(self) -> None:
+        """Only steps that end count."""
+
+    def _after_step(self) -> None:
+        self._where.num_optimizer_steps += 1
