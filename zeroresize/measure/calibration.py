@@ -298,7 +298,7 @@ class _Transfers:
                 expected = self._transport.expect_addends(self._route, tuple(self._y_TN.shape), self._y_TN)
                 self._transport.add_up(self._route, self._y_TN, expected).wait()
             else:
-                self._transport.give(self._route, self._y_TN)
+                self._transport.give(self._route, self._y_TN, "y")
 
     def _forward_and_backward(self) -> None:
         self._forward()

@@ -279,7 +279,9 @@ class MicroBatchTrainer(StepTrainer):
                 "samples, from which planners plan, too"
             )
         lengths_of = self._lengths_of
-        for sample in wanted if lengths_of else ():
+        if lengths_of is None:
+            return
+        for sample in wanted:
             lengths, planned = list(lengths_of(samples[sample])), np.asarray(lengths_NA)[sample].tolist()
             if lengths != planned:
                 raise ValueError(

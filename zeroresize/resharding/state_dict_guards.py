@@ -11,7 +11,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -86,11 +86,12 @@ def _first_shard_in(state: Mapping[str, Any], model: nn.Module) -> str | None:
     for prefix, layer in model.named_modules(remove_duplicate=False):
         if not isinstance(layer, BalancedLinear):
             continue
+        parameters = parameters_of(cast(nn.Module, layer))
         divided = 0 if layer.is_column_parallel else 1
         even, local = layer.even_shape[divided], layer.local_weight.shape[divided]
         whole = even * group_size(layer.process_group)
         dims = {"weight": divided ^ layer.weight_is_transposed, **({"bias": 0} if layer.is_column_parallel else {})}
-        for key in dims.keys() & parameters_of(layer).keys():
+        for key in dims.keys() & parameters.keys():
             full, dim = f"{prefix}.{key}".lstrip("."), dims[key]
             # A wrapper's state has longer names, such as "module.…" and "_orig_mod.…".
             name = full if full in state else next((other for other in state if other.endswith(f".{full}")), full)
