@@ -236,8 +236,7 @@ class _StimulatedTracer(ForwardTracer):
         if name in ("to", "type_as") and others and isinstance(args[0], Tensor):
             return args[0]
         is_known = is_elementwise_function(name) or name in _OF_BLOCKS
-        is_changing = name.endswith("_") and not name.startswith("__") and not self._columns_of(args[0])
-        if not is_known or others or is_changing or "out" in kwargs:
+        if not is_known or others or "out" in kwargs:
             proxy = self.create_proxy("call_function", function, args, kwargs)
             self._uses[proxy.node] = columns, is_known and any(other.node.op != "get_attr" for other in others)
             return proxy
