@@ -356,6 +356,15 @@ def test_a_named_segment_that_cannot_be_is_an_error(run_ranks):
     run_ranks(in_first_rank(check), 2)
 
 
+def test_a_named_row_that_splits_its_input_itself_is_an_error(run_ranks):
+    def check(rank, group):
+        model = nn.Sequential(Layers(group).col(), Layers(group).row(input_is_parallel=False))
+        with pytest.raises(ValueError, match="1: it takes the whole input and splits it evenly itself"):
+            found_in(model, group, named=[Segment(["0"], "1")])
+
+    run_ranks(in_first_rank(check), 2)
+
+
 def test_what_is_no_class_of_modules_cannot_be_registered():
     with pytest.raises(TypeError, match=r"needs a class of torch\.nn\.Module, found 3"):
         register_segments(3, lambda module: [])

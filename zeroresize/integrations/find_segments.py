@@ -22,7 +22,7 @@ from zeroresize.integrations.changed_modules import why_adapted, why_changed
 from zeroresize.integrations.known_modules import StaysEven, adapter_of, registered_segments
 from zeroresize.integrations.named_segments import require_sound
 from zeroresize.integrations.packed_layers import REMEDY, described, require_right_parts
-from zeroresize.integrations.traced_segments import FromOutside, NotProven, TracedAgain, found_outside, traced_segment
+from zeroresize.integrations.traced_segments import FromOutside, NotProven, TracedAgain, reached_around, traced_segment
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment, Segment, UnitTensor
@@ -165,7 +165,7 @@ class _Search:
         if len(blocks) > 1:
             raise NotProven("its column-parallel layers hold different numbers of blocks")
         layers: list[Any] = [*columns, row]
-        if outside := found_outside(module, layers, self._model):
+        if outside := reached_around(module, layers, self._model):
             raise NotProven(f"{self._name_of(outside[0])} is registered in the model at several places")
         segment = Segment(
             layers[:-1],

@@ -91,7 +91,7 @@ def _cuts_of(name: str, layer: Any, modules: Mapping[str, nn.Module]) -> tuple[d
                 break
         cuts = {operation: ends for reading in readings for operation, ends in reading.cuts().items()}
         inner = next((reading.inner for reading in readings if reading.inner is not None), None)
-        if cuts or inner or not holder or not any(one.is_returned or not one.was_called for one in readings):
+        if cuts or inner or not holder or not any(each.is_returned or not each.was_called for each in readings):
             break
     return cuts, inner
 
@@ -180,7 +180,7 @@ class _Reading(ForwardTracer):
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
-        blocks = frozenset[tuple[int, int]]().union(*(self._blocks.get(one, ()) for one in node.all_input_nodes))
+        blocks = frozenset[tuple[int, int]]().union(*(self._blocks.get(each, ()) for each in node.all_input_nodes))
         if node.op == "output":
             self.is_complete, self.is_returned = True, self._passes_whole
         elif len(blocks) == 1:

@@ -236,8 +236,7 @@ class _StimulatedTracer(ForwardTracer):
         if name in ("to", "type_as") and others and isinstance(args[0], Tensor):
             return args[0]
         is_known = is_elementwise_function(name) or name in _OF_BLOCKS
-        is_changing = name.endswith("_") and not name.startswith("__") and not self._columns_of(args[0])
-        if not is_known or others or is_changing or "out" in kwargs:
+        if not is_known or others or "out" in kwargs:
             proxy = self.create_proxy("call_function", function, args, kwargs)
             self._uses[proxy.node] = columns, is_known and any(other.node.op != "get_attr" for other in others)
             return proxy
@@ -317,7 +316,7 @@ def _under_every_circumstance(module: nn.Module, trace: Callable[[dict[str, Any]
 def arguments_of(module: nn.Module) -> list[dict[str, Any] | None]:
     """Return what a forward may be called with: everything, only what it needs, and each flag the other way."""
     parameters = inspect.signature(module.forward).parameters.items()
-    optional = {name: one.default for name, one in parameters if one.default is not inspect.Parameter.empty}
+    optional = {name: each.default for name, each in parameters if each.default is not inspect.Parameter.empty}
     if not optional:
         return [None]
     flags = [name for name, default in optional.items() if isinstance(default, bool)]
@@ -367,7 +366,7 @@ class TracedAgain:
 
     def __call__(self) -> str | None:
         described = f"{self.name or 'the model'} ({type(self.holder).__name__}) was changed after convert"
-        if found_outside(self.holder, (*self.reading.columns, self.row), self.model):
+        if reached_around(self.holder, (*self.reading.columns, self.row), self.model):
             return f"{described}: it, or a layer in it, is now elsewhere in the model"
         try:
             now = traced_segment(self.holder, self.name, self.row)
@@ -380,7 +379,7 @@ class TracedAgain:
         return None
 
 
-def found_outside(holder: nn.Module, layers: Sequence[Any], model: nn.Module) -> list[Any]:
+def reached_around(holder: nn.Module, layers: Sequence[Any], model: nn.Module) -> list[Any]:
     """Return which of the layers in ``holder`` the model also reaches on a way that does not pass it.
 
     All of them where ``holder`` is not in the model any more.

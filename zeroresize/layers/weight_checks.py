@@ -59,7 +59,7 @@ def is_sharded_in(owner: Any, parameter: Tensor) -> bool:
 
 def _makers_of_weight(layer: Any) -> list[str]:
     if parametrize.is_parametrized(layer, "weight"):
-        return [f"the parametrization {type(one).__name__}" for one in layer.parametrizations["weight"]]
+        return [f"the parametrization {type(maker).__name__}" for maker in layer.parametrizations["weight"]]
     hooks = hooks_of(layer, "forward_pre").values()
     names = {"name", "_tensor_name"}  # as weight_norm and spectral_norm, and pruning, call what they make
     return [type(hook).__name__ for hook in hooks if "weight" in {getattr(hook, name, None) for name in names}]
