@@ -111,6 +111,19 @@ def test_gradients_that_were_not_final_are_sent_again(run_ranks, num_steps):
     assert run_ranks(check, 3) == [[*moves, False, moves[0]]] * 3
 
 
+def test_what_else_a_block_changes_moves_too(run_ranks):
+    def check(rank, group):
+        training = Training(group)
+        boundaries = training.pipeline.boundaries
+        with moving_during_backward(training.pipeline, (0, boundaries[1] + 1, 7), optimizer=None, num_steps=2) as move:
+            training.accumulate()
+            if rank == 1:
+                training.pipeline.layers[boundaries[1]].eval()
+        assert move.was_repeated and not training.pipeline.layers[boundaries[1]].training
+
+    run_ranks(check, 2)
+
+
 def test_gradients_are_added_to_those_of_earlier_blocks(run_ranks):
     def check(rank, group):
         between, during = Training(group), Training(group)
