@@ -1,6 +1,7 @@
 """Layers move while the pipeline computes, as if they had moved between two steps."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -118,6 +119,7 @@ def test_what_else_a_block_changes_moves_too(run_ranks):
         with moving_during_backward(training.pipeline, (0, boundaries[1] + 1, 7), optimizer=None, num_steps=2) as move:
             training.accumulate()
             if rank == 1:
+                time.sleep(0.5)  # until all has been sent
                 training.pipeline.layers[boundaries[1]].eval()
         assert move.was_repeated and not training.pipeline.layers[boundaries[1]].training
 
