@@ -1,6 +1,7 @@
 """Layers move while the pipeline computes, as if they had moved between two steps."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -109,6 +110,20 @@ def test_gradients_that_were_not_final_are_sent_again(run_ranks, num_steps):
 
     moves = [num_steps == 1] * 3
     assert run_ranks(check, 3) == [[*moves, False, moves[0]]] * 3
+
+
+def test_what_else_a_block_changes_moves_too(run_ranks):
+    def check(rank, group):
+        training = Training(group)
+        boundaries = training.pipeline.boundaries
+        with moving_during_backward(training.pipeline, (0, boundaries[1] + 1, 7), optimizer=None, num_steps=2) as move:
+            training.accumulate()
+            if rank == 1:
+                time.sleep(0.5)  # until all has been sent
+                training.pipeline.layers[boundaries[1]].eval()
+        assert move.was_repeated and not training.pipeline.layers[boundaries[1]].training
+
+    run_ranks(check, 2)
 
 
 def test_gradients_are_added_to_those_of_earlier_blocks(run_ranks):

@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.processes import for_each
 
 from zeroresize.comm.groups import CpuGroup
 from zeroresize.resharding.parcels import End, Parcel, RankRounds
@@ -89,25 +90,16 @@ def test_parcels_are_cast_and_added_in_the_order_that_is_given(run_ranks):
     assert run_ranks(check, 3) == [expected.flatten().tolist()] * 3
 
 
-def test_after_a_failure_the_other_rounds_are_carried_out_all_the_same(run_ranks):
-    def check(rank, group):
-        ring = Ring(group, unpacks_not=0 if rank == 1 else None)
+def test_after_a_failure_the_other_rounds_are_carried_out_and_nobody_waits(run_ranks):
+    @for_each([[{"unpacks_not": 0}, "cannot be read"], [{"packs_not": 1}, "cannot be packed"]])
+    def check(rank, group, fault, expected):
+        ring = Ring(group, **fault if rank == 1 else {})
         begin = time.perf_counter()
-        failure = ring.carry_out()
+        failure = ring.transport.carry_out(ring.source_of, ring.target_of)
         assert time.perf_counter() - begin < 5.0
-        assert str(failure) == ("cannot be read" if rank == 1 else "None")
-        assert ring.unpacked == [number for number in received_by(rank) if rank != 1 or PARCELS[number].turn > 0]
-
-    run_ranks(check, 3)
-
-
-def test_a_rank_that_cannot_pack_lets_nobody_wait(run_ranks):
-    def check(rank, group):
-        ring = Ring(group, packs_not=1 if rank == 1 else None)
-        begin = time.perf_counter()
-        failure = ring.transport.carry_out(ring.source_of, ring.target_of)  # one message is of no use
-        assert time.perf_counter() - begin < 5.0
-        assert str(failure) == ("cannot be packed" if rank == 1 else "None")
+        assert str(failure) == (expected if rank == 1 else "None")
+        left_out = fault.get("unpacks_not") if rank == 1 else None
+        assert ring.unpacked == [number for number in received_by(rank) if PARCELS[number].turn != left_out]
 
     run_ranks(check, 3)
 

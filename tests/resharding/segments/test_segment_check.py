@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import parallel_layers
-from helpers.processes import caught_log_lines
 from torch import nn
 
 import zeroresize as zr
@@ -273,14 +272,3 @@ def test_a_buffer_that_forwards_read_and_move_does_no_harm(run_ranks):
         assert result.problem is None and not model.mean.any()
 
     run_ranks(check, 2, timeout_s=20)
-
-
-def test_the_first_rank_says_what_a_check_computes(run_ranks):
-    def check(rank, group):
-        model = converted(group)
-        with caught_log_lines() as lines:
-            zr.check_segments(model, batch())
-        return [line for line in lines if "three times for each of" in line]
-
-    lines, of_other_rank = run_ranks(check, 2)
-    assert len(lines) == 1 and of_other_rank == []

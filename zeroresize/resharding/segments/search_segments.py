@@ -107,8 +107,8 @@ def require_same_segments(
         ValueError: on every other rank then, and on every rank where they differ, naming what does.
         RuntimeError: if a rank does not come.
     """
-    found = {segment.name: _described(segment) for segment in segments}
-    text = json.dumps([None if error is None else str(error), shares, found])
+    segments_here = {segment.name: _described(segment) for segment in segments}
+    text = json.dumps([None if error is None else str(error), shares, segments_here])
     texts = gather_texts(text, meet_over(process_group, device), process_group, message_device(process_group, device))
     if error is not None:
         raise error

@@ -234,17 +234,11 @@ class _MovingSegment:
     @property
     def plan(self) -> list[Any]:
         """What must be alike on all ranks."""
-        tensors = [
-            [
-                contents.unit_tensor.name,
-                contents.unit_tensor.dim,
-                contents.unit_tensor.rows,
-                contents.unit_tensor.elements_of_unit,
-                contents.state.stepped is not None,
-                str(contents.parameter.dtype),
-            ]
-            for contents in self.contents
-        ]
+        tensors = []
+        for contents in self.contents:
+            unit, is_stepped = contents.unit_tensor, contents.state.stepped is not None
+            shape = unit.name, unit.dim, unit.rows, unit.elements_of_unit
+            tensors.append([*shape, is_stepped, str(contents.parameter.dtype)])
         owners = [owned.owners.tobytes().hex() for owned in (self.before, self.after)]
         return [self.segment.name, *owners, tensors]
 
