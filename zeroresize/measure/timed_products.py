@@ -35,8 +35,8 @@ from zeroresize.policy.tensor.estimation.times import LEAST_SECONDS
 BUDGET_S = 0.2
 #: Tokens of a first trial, from which the others are planned.
 FIRST_TOKENS = 256
-#: So often products are timed; the median counts of what is compared, and the fastest of what is not.
-_ROUNDS = 5
+#: So often everything is timed; the median counts of what is compared, and the fastest of what is not.
+ROUNDS = 5
 #: A sample is at least so long, since what delays a product may be carried to the next, and a shorter one can lie
 #: wholly within a time slice of another process; a product is repeated for that so often at most.
 _LEAST_SAMPLE_S, _MOST_REPEATS = 2e-3, 64
@@ -189,15 +189,15 @@ def compare_products(
 def _time_in_turn(
     layer: BalancedLinear, even: ProductShape, present: ProductShape, budget_s: float
 ) -> tuple[float, float]:
-    """Seconds of the products at two shapes for all tokens: medians of ``_ROUNDS`` in turn."""
+    """Seconds of the products at two shapes for all tokens: medians of ``ROUNDS`` in turn."""
     tokens = min(even.num_tokens, FIRST_TOKENS)
     of_token_s = _time_again(layer, even, tokens) / tokens
-    tokens = max(min(even.num_tokens, int(budget_s / (2 * _ROUNDS * max(of_token_s, LEAST_SECONDS)))), 1)
+    tokens = max(min(even.num_tokens, int(budget_s / (2 * ROUNDS * max(of_token_s, LEAST_SECONDS)))), 1)
     repeats = _repeats_of(of_token_s * tokens)
     operands = [random_operands(shape, tokens) for shape in (even, present) if shape.work > 0]
     for pair in operands:
         time_products(layer, *pair, 1)
-    rounds = [[time_products(layer, *pair, repeats) for pair in operands] for _ in range(_ROUNDS)]
+    rounds = [[time_products(layer, *pair, repeats) for pair in operands] for _ in range(ROUNDS)]
     scale = even.num_tokens / tokens / repeats
     even_s, *others = (scale * statistics.median(seconds) for seconds in zip(*rounds, strict=True))
     return even_s, others[0] if others else 0.0
@@ -274,7 +274,7 @@ def measure_wanted_shares(
 
 
 @torch.no_grad()
-def product_seconds(weight: Tensor, *, least_s: float = _LEAST_S, repetitions: int = _ROUNDS) -> float:
+def product_seconds(weight: Tensor, *, least_s: float = _LEAST_S, repetitions: int = ROUNDS) -> float:
     """Measure the seconds of the three products of one layer.
 
     Args:

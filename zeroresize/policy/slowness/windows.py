@@ -20,8 +20,6 @@ _TimedT = TypeVar("_TimedT", "WatchedStep", "StepWindow")
 #: "compute" stands for products and the rest together, where products were not timed.
 Cause = Literal["products", "rest", "loader", "compute"]
 
-#: Steps of which the products were timed are left out of the usual time where so many others are there.
-_FEWEST_UNTIMED = 3
 #: The usual time is that which this share of the steps do not exceed.
 _QUARTILE = 0.25
 
@@ -115,7 +113,7 @@ def window_of(steps: Sequence[WatchedStep], end_step: int) -> StepWindow:
         sound = [at_work(step, work) for step in sound]
     timed_s = [step.products_s for step in sound if not math.isnan(step.products_s)]
     untimed = [step for step in sound if math.isnan(step.products_s)]
-    usual = untimed if len(untimed) >= _FEWEST_UNTIMED else sound
+    usual = untimed or sound  # timing products takes time
     return StepWindow(
         end_step=end_step,
         num_steps=len(sound),
