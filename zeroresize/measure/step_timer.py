@@ -232,12 +232,7 @@ class StepTimer(ProductProbe):
 
 
 class LayerTimer(ProductProbe):
-    """Probes one layer, whose products ``timer`` sums.
-
-    Args:
-        timer: of all layers of this rank.
-        layer: its name.
-    """
+    """Probes the layer of this name, whose products ``timer`` sums."""
 
     sees_evaluation = False
 

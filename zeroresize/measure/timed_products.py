@@ -83,12 +83,7 @@ def random_operands(shape: ProductShape, num_tokens: int) -> tuple[Tensor, Tenso
 
 
 class Stopwatch(ProductProbe):
-    """Times products and multiplications with the device at rest: only here, never inside an iteration.
-
-    Attributes:
-        products_s: of whole products.
-        gemm_s: of multiplications inside of them.
-    """
+    """Times products, and multiplications inside of them, with the device at rest; never inside an iteration."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -206,14 +201,7 @@ def _time_in_turn(
 def time_reference(layers: Mapping[str, BalancedLinear], num_tokens: Mapping[str, int]) -> float | None:
     """Measure the seconds of a step's products at even shares if all were as fast as the smallest of them is now.
 
-    So the speed of a rank is known that owns nothing, and is compared with what it was.
-
-    Args:
-        layers: balanced layers by name.
-        num_tokens: T of a step by layer.
-
-    Returns:
-        The seconds; None where no layer has seen tokens.
+    So the speed of a rank is known that owns nothing. ``num_tokens`` are of a step; None where there are none.
     """
     work = {name: num_tokens.get(name, 0) * layer.even_shape.numel() for name, layer in layers.items()}
     name = min((name for name in work if work[name] > 0), key=lambda name: work[name], default=None)

@@ -31,31 +31,20 @@ MOST_KEPT = 16
 
 @dataclass(frozen=True)
 class LevelChange:
-    """Describe what has just changed.
-
-    Attributes:
-        kind: what it is.
-        before, after: the level, times; 1 stands for as fast as the others.
-        num_windows: how many windows, the newest included, have shown it.
-    """
+    """Describe what has just changed: the level, times, before and after; 1 stands for as fast as the others."""
 
     kind: Change
     before: float
     after: float
-    num_windows: int
+    num_windows: int  # that have shown it, the newest included
 
 
 @dataclass
 class RankLevel:
-    """Follow one rank's y, and say when it becomes slow, slower or less so, and when it has recovered.
+    """Follow one rank's y, and say when it becomes slow, slower or less so, and when it has recovered."""
 
-    Attributes:
-        tolerance: by which share of their time a rank must be slower than the others, at least.
-        meter: of y.
-    """
-
-    tolerance: float
-    meter: SpeedMeter = field(default_factory=SpeedMeter)
+    tolerance: float  # by which share of their time a rank must be slower than the others, at least
+    meter: SpeedMeter = field(default_factory=SpeedMeter)  # of y
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_KEPT))
     _level: float | None = None  # what was told last; None where the rank is not slow
     _num_windows: int = 0  # so many have been seen
