@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 from helpers.parallel_layers import randn
+from helpers.processes import for_each
 from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
@@ -33,11 +34,9 @@ def calibrated_bytes(layers, group, migration_transport):
 @pytest.mark.few(4)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
-@pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["whole", "checkpointed", "checkpointed reentrant"])
-def test_it_counts_what_a_step_moves_whether_forwards_are_recomputed_or_not(
-    run_ranks, use_reentrant, migration_transport, num_ranks
-):
-    def count(rank, group):
+def test_it_counts_what_a_step_moves_whether_forwards_are_recomputed_or_not(run_ranks, migration_transport, num_ranks):
+    @for_each([(None,), (False,), (True,)])
+    def count(rank, group, use_reentrant):
         up = zr.ColumnParallelLinear(IN, HIDDEN, process_group=group)
         down = zr.RowParallelLinear(HIDDEN, IN, process_group=group)
         config = zr.BalanceConfig(mode="mig", ratio=LENT, ranks=[0], migration_transport=migration_transport)
@@ -51,9 +50,9 @@ def test_it_counts_what_a_step_moves_whether_forwards_are_recomputed_or_not(
         balancer.close()
         return moved, calibrated_bytes({"up": up, "down": down}, group, migration_transport)
 
-    results = run_ranks(count, num_ranks)
-    most = max(moved for moved, _ in results)
-    assert [calibrated for _, calibrated in results] == [pytest.approx(most)] * num_ranks
+    for results in zip(*run_ranks(count, num_ranks), strict=True):
+        most = max(moved for moved, _ in results)
+        assert [calibrated for _, calibrated in results] == [pytest.approx(most)] * num_ranks
 
 
 @pytest.mark.parametrize(("mode", "measured"), [("zero-rd", ["pruning"]), ("semi", ["pruning", "migrating"])])

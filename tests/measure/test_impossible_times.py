@@ -14,7 +14,7 @@ from zeroresize.measure import calibration
 from zeroresize.measure.rank_monitor import RankMonitor
 from zeroresize.policy.tensor.controller import Controller
 from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
-from zeroresize.policy.tensor.estimation.communication import CollectiveTimes, CommunicationEstimate
+from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
 from zeroresize.policy.tensor.estimation.estimator import RankEstimator
 from zeroresize.policy.tensor.estimation.times import RankTimes, StepTimes
 from zeroresize.utils.codec import encoded
@@ -106,17 +106,6 @@ def test_whatever_is_told_plans_stay_within_limits_and_are_the_same_on_all_ranks
     assert 0.0 < plan.predicted_step_s < math.inf
     if config.forced_ratio is None:
         assert [rank.is_straggler for rank in plan.ranks] == [False, True, False]
-
-
-@given(st.lists(any_float, min_size=1, max_size=5))
-def test_an_impossible_wait_teaches_nothing(waits_s):
-    seen = CommunicationEstimate()
-    for wait_s in waits_s:
-        seen.learn(CollectiveTimes(wait_s, (0.0, 0.0), MigrationCost(0.01, 0.01)), 1.0)
-    possible = [wait_s for wait_s in waits_s if 0.0 <= wait_s <= 1e9]
-    assert math.isnan(seen.plain_s) == (not possible)
-    if possible:
-        assert min(possible) * (1 - 1e-9) <= seen.plain_s <= max(possible) * (1 + 1e-9)
 
 
 @given(st.lists(st.tuples(any_float, any_float, any_float), min_size=1, max_size=6))

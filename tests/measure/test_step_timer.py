@@ -242,7 +242,7 @@ def test_device_events_tell_products_and_waits_apart():
         y = x @ x
         timer.gemm_ends(())
         y.index_select(1, torch.arange(0, 4096, 2, device=device))
-        timer.product_ends()
+        timer.product_ends("layer")
         timer.wait_begins()
         torch.cuda._sleep(100_000_000)
         timer.wait_ends()
@@ -252,4 +252,5 @@ def test_device_events_tell_products_and_waits_apart():
     times = timer.end_step()[0]
     timer.close()
     assert times.gemm_s > 0 and times.gather_fill_s > 0
+    assert times.layers["layer"] == pytest.approx(times.gemm_s + times.gather_fill_s)
     assert times.busy_s < 0.05, "the wait of some 50 ms is left out"

@@ -23,6 +23,8 @@ from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.measure.timed_products import FIRST_TOKENS, ProductShape, random_operands, watch_products
+from zeroresize.measure.timed_products import FIRST_TOKENS, ROUNDS, ProductShape, random_operands, watch_products
+from zeroresize.migration.buffers import Buffers
 from zeroresize.migration.lender import make_transport
 from zeroresize.migration.transport import LoanRoute, Transport, bounds_of_parts
 from zeroresize.plan.layer import LayerPlan
@@ -31,10 +33,6 @@ from zeroresize.policy.tensor.costs import NUM_POINTS, MigrationCost, ResizingCo
 from zeroresize.policy.tensor.estimation.times import LEAST_SECONDS, MOST_SECONDS
 from zeroresize.utils.texts import percent_text, seconds_text
 
-#: So often everything is measured; the fastest counts, as noise only adds time.
-_ROUNDS = 3
-#: What a product costs on average over the measured ratios, roughly, as a share of the whole one.
-_MEAN_COST = 0.7
 #: Shares of its columns that one rank lends in the calibration. The cost is taken to be a straight line through them.
 _LENT = (0.25, 0.75)
 
@@ -125,7 +123,7 @@ def measure_resizing_cost(
             shape = ProductShape.of(layer, layer.even_shape, layer.num_tokens)  # though units may be away
             examples.setdefault(shape, layer)
             counts[shape] += 1
-    pruned, gemm_s, gather_fill_s = ([0.0] * NUM_POINTS for _ in range(3))
+    pruned, gemm_s, gather_fill_s = [0.0] * NUM_POINTS, [0.0] * NUM_POINTS, [0.0] * NUM_POINTS
     for shape, count in counts.items():
         plans = [_spread_plan(ratio, shape, config) for ratio in spread_ratios(config.max_ratio)]
         measured = _measure_shape(examples[shape], shape, plans, budget_s / len(counts))
@@ -148,16 +146,16 @@ def _measure_shape(
 ) -> list[tuple[float, float]]:
     """Measure under every plan the seconds that the three products multiply, and gather and fill, of all tokens.
 
-    Plans are measured in turn, so that drift hits all alike.
+    Plans are measured in turn, so that drift hits all alike; the fastest round counts, as noise only adds time.
     """
     num_tokens = min(shape.num_tokens, FIRST_TOKENS)
     operands = random_operands(shape, num_tokens)
     watch_products(layer, *operands, None)  # first calls set up threads and libraries
     of_token_s = watch_products(layer, *operands, None).products_s / num_tokens
-    affordable = budget_s / (max(of_token_s, LEAST_SECONDS) * len(plans) * _ROUNDS * _MEAN_COST)
+    affordable = budget_s / (max(of_token_s, LEAST_SECONDS) * len(plans) * ROUNDS)
     num_tokens = min(shape.num_tokens, max(num_tokens // 2, int(affordable)))
     operands = random_operands(shape, num_tokens)
-    rounds = [[watch_products(layer, *operands, plan) for plan in plans] for _ in range(_ROUNDS)]
+    rounds = [[watch_products(layer, *operands, plan) for plan in plans] for _ in range(ROUNDS)]
     scale = shape.num_tokens / num_tokens
     return [
         (
@@ -227,7 +225,7 @@ def measure_migration_cost(
     shapes = Counter(_Shape.of(layer) for layer in layers.values() if layer.num_tokens > 0)
     if not shapes:
         raise ValueError("no layer has seen a training forward yet: there is nothing to measure")
-    seconds = torch.zeros(_ROUNDS, len(_LENT), group_size(process_group), dtype=torch.float64)
+    seconds = torch.zeros(ROUNDS, len(_LENT), group_size(process_group), dtype=torch.float64)
     for of_round in seconds:
         transport = make_transport(migration_transport, process_group)
         for lent, of_ranks in zip(_LENT, of_round, strict=True):

@@ -96,23 +96,20 @@ def measure_neighbour_links(
     figures = 0.0, 0.0
     for turn in (0, 1):
         if rank % 2 == turn and rank + 1 < num_ranks:
-            begin = partial(_go_and_return, rank + 1, process_group, over)
-            per_byte_s, small_s = _figures(begin, num_bytes, _ROUND_TRIPS, where)
+            carry = partial(_round_trip, rank + 1, True, process_group, over)
+            per_byte_s, small_s = _figures(carry, num_bytes, _ROUND_TRIPS, where)
             figures = per_byte_s / 2, small_s / 2
         elif rank % 2 != turn and rank > 0:
-            _figures(partial(_return, rank - 1, process_group, over), num_bytes, _ROUND_TRIPS, where)
+            _figures(partial(_round_trip, rank - 1, False, process_group, over), num_bytes, _ROUND_TRIPS, where)
     table = [figures] if num_ranks == 1 else meet_over(process_group, device, over)(*figures)
     return tuple(MoveCost(per_byte_s, small_s) for per_byte_s, small_s in table[:-1])
 
 
-def _go_and_return(peer: int, process_group: ProcessGroup, over: Channel | None, sent: Tensor, back: Tensor) -> None:
-    _carry({peer: sent}, {}, process_group, over)
-    _carry({}, {peer: back}, process_group, over)
-
-
-def _return(peer: int, process_group: ProcessGroup, over: Channel | None, back: Tensor, received: Tensor) -> None:
-    _carry({}, {peer: received}, process_group, over)
-    _carry({peer: back}, {}, process_group, over)
+def _round_trip(
+    peer: int, is_first: bool, process_group: ProcessGroup, over: Channel | None, sent: Tensor, received: Tensor
+) -> None:
+    for sends in (is_first, not is_first):
+        _carry({peer: sent} if sends else {}, {} if sends else {peer: received}, process_group, over)
 
 
 def _figures(

@@ -58,23 +58,14 @@ class _Conditions:
 
 @dataclass
 class MonitorState:
-    """Holds what a monitor has learned, from which a resumed run goes on.
-
-    Attributes:
-        estimator: of the rank's times.
-        calibrated_on: under which conditions what pruning costs was measured; None before.
-        num_tokens: of each layer in the last step of training, by name.
-        most_forwards: of a layer in that step.
-        outsides_s: seconds outside of the layers in the last steps.
-        interval: the steps since the last update.
-    """
+    """Holds what a monitor has learned, from which a resumed run goes on."""
 
     estimator: RankEstimator
-    calibrated_on: _Conditions | None = None
-    num_tokens: dict[str, int] = field(default_factory=dict)
-    most_forwards: int = 1
-    outsides_s: list[float] = field(default_factory=list)
-    interval: list[StepTimes] = field(default_factory=list)
+    calibrated_on: _Conditions | None = None  # under which what pruning costs was measured
+    num_tokens: dict[str, int] = field(default_factory=dict)  # of each layer in the last step of training, by name
+    most_forwards: int = 1  # of a layer in that step
+    outsides_s: list[float] = field(default_factory=list)  # outside of the layers in the last steps
+    interval: list[StepTimes] = field(default_factory=list)  # the steps since the last update
 
 
 class RankMonitor:

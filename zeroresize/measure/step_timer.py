@@ -21,8 +21,6 @@ from zeroresize.utils.torch_private import current_backward
 
 #: At most so many pairs of marks are kept, besides those that the device has not passed yet.
 _MOST_PAIRS = 1024
-#: So many pairs of marks tell what one costs.
-_PAIRS_OF_TRIAL = 500
 
 _WHOLE = Shares()
 
@@ -203,13 +201,14 @@ class StepTimer(ProductProbe):
         """Seconds that one mark costs the host, bookkeeping included."""
         self.begin_step()
         probe = LayerTimer(self, "")
+        num_pairs = _MOST_PAIRS // 2
         began = time.perf_counter()
-        for _ in range(_PAIRS_OF_TRIAL):
+        for _ in range(num_pairs):
             probe.product_begins()
             probe.product_ends()
         elapsed_s = time.perf_counter() - began
         self._step = None
-        return elapsed_s / (2 * _PAIRS_OF_TRIAL)
+        return elapsed_s / (2 * num_pairs)
 
     def _read(self, step: _Step) -> StepTimes:
         step.sum_up(self._clock)
@@ -233,12 +232,7 @@ class StepTimer(ProductProbe):
 
 
 class LayerTimer(ProductProbe):
-    """Probes one layer, whose products ``timer`` sums.
-
-    Args:
-        timer: of all layers of this rank.
-        layer: its name.
-    """
+    """Probes the layer of this name, whose products ``timer`` sums."""
 
     sees_evaluation = False
 

@@ -35,8 +35,8 @@ from zeroresize.policy.tensor.estimation.times import LEAST_SECONDS
 BUDGET_S = 0.2
 #: Tokens of a first trial, from which the others are planned.
 FIRST_TOKENS = 256
-#: So often products are timed; the median counts of what is compared, and the fastest of what is not.
-_ROUNDS = 5
+#: So often everything is timed; the median counts of what is compared, and the fastest of what is not.
+ROUNDS = 5
 #: A sample is at least so long, since what delays a product may be carried to the next, and a shorter one can lie
 #: wholly within a time slice of another process; a product is repeated for that so often at most.
 _LEAST_SAMPLE_S, _MOST_REPEATS = 2e-3, 64
@@ -83,12 +83,7 @@ def random_operands(shape: ProductShape, num_tokens: int) -> tuple[Tensor, Tenso
 
 
 class Stopwatch(ProductProbe):
-    """Times products and multiplications with the device at rest: only here, never inside an iteration.
-
-    Attributes:
-        products_s: of whole products.
-        gemm_s: of multiplications inside of them.
-    """
+    """Times products, and multiplications inside of them, with the device at rest; never inside an iteration."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -189,15 +184,15 @@ def compare_products(
 def _time_in_turn(
     layer: BalancedLinear, even: ProductShape, present: ProductShape, budget_s: float
 ) -> tuple[float, float]:
-    """Seconds of the products at two shapes for all tokens: medians of ``_ROUNDS`` in turn."""
+    """Seconds of the products at two shapes for all tokens: medians of ``ROUNDS`` in turn."""
     tokens = min(even.num_tokens, FIRST_TOKENS)
     of_token_s = _time_again(layer, even, tokens) / tokens
-    tokens = max(min(even.num_tokens, int(budget_s / (2 * _ROUNDS * max(of_token_s, LEAST_SECONDS)))), 1)
+    tokens = max(min(even.num_tokens, int(budget_s / (2 * ROUNDS * max(of_token_s, LEAST_SECONDS)))), 1)
     repeats = _repeats_of(of_token_s * tokens)
     operands = [random_operands(shape, tokens) for shape in (even, present) if shape.work > 0]
     for pair in operands:
         time_products(layer, *pair, 1)
-    rounds = [[time_products(layer, *pair, repeats) for pair in operands] for _ in range(_ROUNDS)]
+    rounds = [[time_products(layer, *pair, repeats) for pair in operands] for _ in range(ROUNDS)]
     scale = even.num_tokens / tokens / repeats
     even_s, *others = (scale * statistics.median(seconds) for seconds in zip(*rounds, strict=True))
     return even_s, others[0] if others else 0.0
@@ -206,14 +201,7 @@ def _time_in_turn(
 def time_reference(layers: Mapping[str, BalancedLinear], num_tokens: Mapping[str, int]) -> float | None:
     """Measure the seconds of a step's products at even shares if all were as fast as the smallest of them is now.
 
-    So the speed of a rank is known that owns nothing, and is compared with what it was.
-
-    Args:
-        layers: balanced layers by name.
-        num_tokens: T of a step by layer.
-
-    Returns:
-        The seconds; None where no layer has seen tokens.
+    So the speed of a rank is known that owns nothing. ``num_tokens`` are of a step; None where there are none.
     """
     work = {name: num_tokens.get(name, 0) * layer.even_shape.numel() for name, layer in layers.items()}
     name = min((name for name in work if work[name] > 0), key=lambda name: work[name], default=None)
@@ -274,7 +262,7 @@ def measure_wanted_shares(
 
 
 @torch.no_grad()
-def product_seconds(weight: Tensor, *, least_s: float = _LEAST_S, repetitions: int = _ROUNDS) -> float:
+def product_seconds(weight: Tensor, *, least_s: float = _LEAST_S, repetitions: int = ROUNDS) -> float:
     """Measure the seconds of the three products of one layer.
 
     Args:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from zeroresize.policy.slowness.rank_level import Change, RankLevel
+from zeroresize.policy.slowness.rank_level import MOST_KEPT, Change, RankLevel
 from zeroresize.policy.slowness.windows import (
     Cause,
     StepWindow,
@@ -25,8 +25,6 @@ from zeroresize.utils.usual import usual_of_others
 
 #: A rank is slow from this share of a step on, unless the caller says otherwise.
 TOLERANCE = 0.03
-#: So many rounds are kept: a slowness is told to have begun at most so many rounds ago.
-_MOST_KEPT = 16
 #: A usual time is that of so many rounds.
 _USUAL = 4
 
@@ -142,7 +140,7 @@ class GroupSlowness:
     def __init__(self, num_ranks: int, tolerance: float = TOLERANCE) -> None:
         self._levels = [RankLevel(tolerance) for _ in range(num_ranks)]
         self._slow: dict[int, _Slowness] = {}
-        self._rounds: deque[_Round] = deque(maxlen=_MOST_KEPT)
+        self._rounds: deque[_Round] = deque(maxlen=MOST_KEPT)
         self._last_step, self._cost_s = 0, 0.0
         self.compares_work = False
 

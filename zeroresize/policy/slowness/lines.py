@@ -10,8 +10,6 @@ from zeroresize.utils.texts import percent_text, seconds_text
 
 #: Up to so many ranks have a line each; of more a line tells how many they are.
 _MOST_NAMED = 3
-#: The main cause is told with its share where it is less than this.
-_CLEAR = 0.8
 _TEXTS: dict[Cause, str] = {
     "products": "its matrix products take longer",
     "rest": "what it computes besides matrix products takes longer",
@@ -69,6 +67,5 @@ def _of_many(events: Sequence[SlownessEvent], compares_work: bool) -> str:
 
 
 def _why(slow: SlowRank, compares_work: bool) -> str:
-    share = slow.causes.get(slow.cause, 1.0)
     more_work = "" if compares_work or slow.cause == "loader" else ", or it has more work"
-    return _TEXTS[slow.cause] + (f" ({percent_text(share)} of the delay)" if share < _CLEAR else "") + more_work
+    return _TEXTS[slow.cause] + more_work

@@ -18,45 +18,34 @@ Change = Literal["begins", "changes", "ends"]
 _SURE = 4.5
 #: What is told to change is at least so much: the logarithm of times.
 _LEAST_CHANGE = 0.1
-#: While the noise is not known, in the first so many windows, only a level above this logarithm of times is told.
-_NEW, _LEAST_OF_NEW = 16, 0.4
+#: While the noise is not known, in the first ``MOST_KEPT`` windows, only a level above this logarithm of times is told.
+_LEAST_OF_NEW = 0.4
 #: Windows in a row that must show a change.
 _LASTING = 2
 #: A slowness that was over within so many windows was short: the next must last twice as long to be told, for no more
-#: than ``_MOST_KEPT`` windows, and half as long again after so many windows without any.
+#: than ``MOST_KEPT`` windows, and half as long again after so many windows without any.
 _SHORT, _FORGOTTEN = 8, 64
 #: A slowness is told to have begun at most so many windows ago.
-_MOST_KEPT = 16
+MOST_KEPT = 16
 
 
 @dataclass(frozen=True)
 class LevelChange:
-    """Describe what has just changed.
-
-    Attributes:
-        kind: what it is.
-        before, after: the level, times; 1 stands for as fast as the others.
-        num_windows: how many windows, the newest included, have shown it.
-    """
+    """Describe what has just changed: the level, times, before and after; 1 stands for as fast as the others."""
 
     kind: Change
     before: float
     after: float
-    num_windows: int
+    num_windows: int  # that have shown it, the newest included
 
 
 @dataclass
 class RankLevel:
-    """Follow one rank's y, and say when it becomes slow, slower or less so, and when it has recovered.
+    """Follow one rank's y, and say when it becomes slow, slower or less so, and when it has recovered."""
 
-    Attributes:
-        tolerance: by which share of their time a rank must be slower than the others, at least.
-        meter: of y.
-    """
-
-    tolerance: float
-    meter: SpeedMeter = field(default_factory=SpeedMeter)
-    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_KEPT))
+    tolerance: float  # by which share of their time a rank must be slower than the others, at least
+    meter: SpeedMeter = field(default_factory=SpeedMeter)  # of y
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_KEPT))
     _level: float | None = None  # what was told last; None where the rank is not slow
     _num_windows: int = 0  # so many have been seen
     _lasts: int = 0  # so many windows in a row show another level than was told
@@ -76,7 +65,7 @@ class RankLevel:
         self._num_windows += 1
         self._since += 1
         level, sure = self.meter.level, _SURE * math.sqrt(self.meter.variance)
-        least = max(math.log1p(self.tolerance), sure, _LEAST_OF_NEW if self._num_windows <= _NEW else 0.0)
+        least = max(math.log1p(self.tolerance), sure, _LEAST_OF_NEW if self._num_windows <= MOST_KEPT else 0.0)
         if self._level is None:
             if self._since % _FORGOTTEN == 0:
                 self._must_last = max(self._must_last // 2, _LASTING)
@@ -90,7 +79,7 @@ class RankLevel:
             self._level = level
             return LevelChange("changes", before, self.times, _LASTING)
         if self._since - _LASTING < _SHORT:
-            self._must_last = min(2 * self._must_last, _MOST_KEPT)
+            self._must_last = min(2 * self._must_last, MOST_KEPT)
         self._level, self._since = None, 0
         return LevelChange("ends", before, 1.0, _LASTING)
 

@@ -20,29 +20,19 @@ _TimedT = TypeVar("_TimedT", "WatchedStep", "StepWindow")
 #: "compute" stands for products and the rest together, where products were not timed.
 Cause = Literal["products", "rest", "loader", "compute"]
 
-#: Steps of which the products were timed are left out of the usual time where so many others are there.
-_FEWEST_UNTIMED = 3
 #: The usual time is that which this share of the steps do not exceed.
 _QUARTILE = 0.25
 
 
 @dataclass(frozen=True)
 class WatchedStep:
-    """Describe one step of a rank, in seconds.
+    """Describe one step of a rank, in seconds."""
 
-    Attributes:
-        busy_s: its time without waits for other ranks.
-        wait_s: the rest of it.
-        loader_s: the part of ``busy_s`` before the model's forward begins, as for fetching a batch.
-        products_s: the part of ``busy_s`` in matrix products, forward and backward; NaN where that was not measured.
-        work: samples, tokens or what else was counted in it; NaN where nothing was.
-    """
-
-    busy_s: float
-    wait_s: float
-    loader_s: float = 0.0
-    products_s: float = math.nan
-    work: float = math.nan
+    busy_s: float  # its time without waits for other ranks
+    wait_s: float  # the rest of it
+    loader_s: float = 0.0  # the part of ``busy_s`` before the model's forward begins, as for fetching a batch
+    products_s: float = math.nan  # the part of ``busy_s`` in matrix products, if that was measured
+    work: float = math.nan  # samples, tokens or what else was counted in it
 
     @classmethod
     def of_times(cls, times: StepTimes, products_s: float, work: float) -> WatchedStep:
@@ -54,23 +44,15 @@ class WatchedStep:
 
 @dataclass(frozen=True)
 class StepWindow:
-    """Describe the usual step of a rank among some in a row.
+    """Describe the usual step of a rank among some in a row, as in :class:`WatchedStep`."""
 
-    Attributes:
-        end_step: how many steps were over at its end.
-        num_steps: of how many steps it is.
-        busy_s, loader_s, products_s: as in :class:`WatchedStep`; NaN where nothing was measured.
-        step_s: seconds of the whole step, waits included.
-        work: mean of the steps, to which the times of each are scaled; NaN where it was not counted.
-    """
-
-    end_step: int
-    num_steps: int
+    end_step: int  # how many steps were over at its end
+    num_steps: int  # of how many it is
     busy_s: float
-    step_s: float
+    step_s: float  # the whole step, waits included
     loader_s: float
     products_s: float
-    work: float = math.nan
+    work: float = math.nan  # mean of the steps, to which the times of each are scaled
 
     def as_numbers(self) -> list[float]:
         """Return the window as numbers to be sent."""
@@ -115,7 +97,7 @@ def window_of(steps: Sequence[WatchedStep], end_step: int) -> StepWindow:
         sound = [at_work(step, work) for step in sound]
     timed_s = [step.products_s for step in sound if not math.isnan(step.products_s)]
     untimed = [step for step in sound if math.isnan(step.products_s)]
-    usual = untimed if len(untimed) >= _FEWEST_UNTIMED else sound
+    usual = untimed or sound  # timing products takes time
     return StepWindow(
         end_step=end_step,
         num_steps=len(sound),

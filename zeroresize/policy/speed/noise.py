@@ -18,6 +18,8 @@ _MEMORY = 24
 MEDIAN, _NORMAL = 1.57, 1.4826
 #: The scatter of fewer steps tells nothing.
 _FEWEST_STEPS = 3
+#: The scatter becomes at most so many times as large at once, and a new one counts for the inverse of that.
+_SLOWLY = 4.0
 
 
 @dataclass
@@ -67,7 +69,7 @@ class Noise:
         if self.scatter == 0.0:
             self.scatter = variance
         else:  # an interval within which the speed jumps scatters widely
-            self.scatter += (min(variance, 4.0 * self.scatter) - self.scatter) / 4.0
+            self.scatter += (min(variance, _SLOWLY * self.scatter) - self.scatter) / _SLOWLY
 
     def learn(self, value: float) -> None:
         """Take the next interval's y, at the same speed as the last."""
@@ -81,7 +83,7 @@ class Noise:
             if not math.isnan(difference_before):
                 self.product += (difference * difference_before - self.product) / self.weight
             else:
-                self.product += (-0.5 * difference**2 - self.product) / self.weight
+                self.product += (-(difference**2) / 2.0 - self.product) / self.weight
         self.last = value, difference
 
     def forget_last(self, value: float) -> None:
