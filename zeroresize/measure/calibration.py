@@ -22,9 +22,7 @@ from zeroresize.comm.exchange import Meet
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.measure.timed_products import FIRST_TOKENS, ProductShape, random_operands, watch_products
 from zeroresize.measure.timed_products import FIRST_TOKENS, ROUNDS, ProductShape, random_operands, watch_products
-from zeroresize.migration.buffers import Buffers
 from zeroresize.migration.lender import make_transport
 from zeroresize.migration.transport import LoanRoute, Transport, bounds_of_parts
 from zeroresize.plan.layer import LayerPlan
