@@ -23,9 +23,6 @@ class BalanceLog:
 
     Args:
         from_step: records of later optimizer steps, left by an interrupted run, are dropped; 0 starts anew.
-
-    Raises:
-        ValueError: naming the file, if it cannot be made, or what is there is damaged.
     """
 
     def __init__(self, folder: Path, rank: int, *, from_step: int) -> None:

@@ -34,9 +34,6 @@ class Contention:
     Args:
         core_index: the number of the core among those that this process may use, modulo how many they are.
         device: ``cpu``, or the CUDA device to compete for.
-
-    Raises:
-        RuntimeError: on entering, where the operating system cannot pin processes (macOS).
     """
 
     def __init__(self, *, core_index: int, device: torch.device | str = "cpu") -> None:
@@ -47,11 +44,7 @@ class Contention:
 
     @property
     def chi(self) -> float:
-        """The skewness χ ≥ 1 in force, a whole number. Setting it returns when all competitors are at work.
-
-        Raises:
-            RuntimeError: if a competitor cannot start.
-        """
+        """The skewness χ ≥ 1 in force, a whole number. Setting it returns when all competitors are at work."""
         return 1.0 + len(self._competitors)
 
     @chi.setter

@@ -45,11 +45,7 @@ class Split:
 
 
 def load_splits(data: DataConfig, model: ModelConfig) -> tuple[Split, Split]:
-    """The training and test pictures that ``data`` names.
-
-    Raises:
-        ValueError: naming the file or variable that is missing or damaged, or labels that the model lacks.
-    """
+    """The training and test pictures that ``data`` names."""
     source = expand_variables(data.source)
     if source == "mnist5k":
         splits = _mnist5k(data, model.image_size)
@@ -70,11 +66,7 @@ def load_splits(data: DataConfig, model: ModelConfig) -> tuple[Split, Split]:
 
 
 def expand_variables(source: str) -> str:
-    """``source`` with ``${NAME}`` replaced from the environment.
-
-    Raises:
-        ValueError: for a variable that is not set.
-    """
+    """``source`` with ``${NAME}`` replaced from the environment."""
     for name in _VARIABLE.findall(source):
         if not os.environ.get(name):
             raise ValueError(
@@ -85,11 +77,7 @@ def expand_variables(source: str) -> str:
 
 
 def num_batches(split: Split, batch_size: int) -> int:
-    """Whole batches of a split.
-
-    Raises:
-        ValueError: if there is not one.
-    """
+    """Whole batches of a split."""
     if len(split) < batch_size:
         raise ValueError(f"training.batch_size={batch_size} is more than the {len(split)} training pictures")
     return len(split) // batch_size

@@ -91,10 +91,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_all(config: str, overrides: Sequence[str], output: Path, console: Console) -> dict[str, dict[str, Any]]:
     """Run every entry of ``RUNS``; gives by name its ``summary``, the ``lines`` of its metrics, and the straggler's
     ``updates``.
-
-    Raises:
-        ValueError: if the configuration is wrong, or ``output`` is in use or cannot be written to.
-        RunFailed: as soon as a run fails.
     """
     load_config(config, overrides)
     folders = {name: output / name.lower() for name in RUNS}
@@ -125,11 +121,7 @@ def results_of(folder: Path) -> dict[str, Any]:
 
 
 def train(config: str, overrides: Sequence[str], folder: Path) -> Iterator[tuple[int, int | None, str]]:
-    """Train in ranks of its own, yielding (steps done, steps in all if known, what to say) about twice a second.
-
-    Raises:
-        RunFailed: if it ends with an error.
-    """
+    """Train in ranks of its own, yielding (steps done, steps in all if known, what to say) about twice a second."""
     command = train_command(config, (*overrides, f"output.folder={folder}", "output.progress=false"), NUM_RANKS)
     log = folder / "log.txt"
     with started(command, log, {"OMP_NUM_THREADS": "1"}) as process:

@@ -21,9 +21,6 @@ def dry_run(config: RunConfig, num_ranks: int) -> list[Needs]:
 
     Shares that are to be measured (``"auto"``) are taken to be even. With ``balance.memory_limits`` units are divided
     as training begins with them.
-
-    Raises:
-        ValueError: naming what does not fit.
     """
     config.validate_group_size(num_ranks)
     model = build_vit(config.model, num_ranks=num_ranks, seed=0, device="meta")

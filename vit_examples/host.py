@@ -74,11 +74,7 @@ class Host(ABC):
 
 
 def host_class(config: RunConfig) -> type[Host]:
-    """Return the class of the host that ``config`` names.
-
-    Raises:
-        ValueError: for what this machine cannot run.
-    """
+    """Return the class of the host that ``config`` names."""
     if config.training.precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("training.precision='fp16' needs a GPU: choose fp32 or bf16 on a CPU")
     if config.host == "colossalai":

@@ -74,11 +74,7 @@ class TorchHost(Host):
 
 
 def shard_vit(model: Any, process_group: ProcessGroup) -> Any:
-    """Split the attention and feed-forward layers of Hugging Face's ViT over the group, in place.
-
-    Raises:
-        ValueError: if its heads do not divide by the number of ranks.
-    """
+    """Split the attention and feed-forward layers of Hugging Face's ViT over the group, in place."""
     num_ranks = dist.get_world_size(process_group)
     if model.config.num_attention_heads % num_ranks:
         raise ValueError(f"{model.config.num_attention_heads} attention heads do not divide by {num_ranks} ranks")

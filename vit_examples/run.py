@@ -79,11 +79,7 @@ class Run:
 
 
 def prepare(config: RunConfig, *, resume: bool) -> Run:
-    """Load the data, join the other ranks, shard and convert the model, and continue where asked to; collective.
-
-    Raises:
-        ValueError: for anything a user can mend, naming it.
-    """
+    """Load the data, join the other ranks, shard and convert the model, and continue where asked to; collective."""
     num_ranks = int(os.environ["WORLD_SIZE"])
     config.validate_group_size(num_ranks)
     train, test = load_splits(config.data, config.model)

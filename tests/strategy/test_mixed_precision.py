@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.processes import for_each
 from helpers.strategies import FOUR, assert_holds, layers_of, own_part, whole_tensors
 from test_strategy_training import CONFIG, FIVE, MAX_NORM, MAX_TOKENS, batch, optimizer_of, ranges_of, undivided
 from test_strategy_training import layers_of as llama_layers_of
@@ -117,11 +118,11 @@ def test_gradients_of_many_micro_batches_are_added_up_in_the_masters_type(run_ra
     run_ranks(check, 4)
 
 
-@pytest.mark.parametrize("nodes", [(0, 0, 0, 0), (0, 0, 1, 1)])
 def test_gradients_in_16_bits_are_as_exact_as_rounding_each_sum_once_and_the_same_on_ranks_that_hold_the_same(
-    run_ranks, nodes
+    run_ranks,
 ):
-    def check(rank, group):
+    @for_each([((0, 0, 0, 0),), ((0, 0, 1, 1),)])
+    def check(rank, group, nodes):
         optimizer_strategy, tensors = Strategy(1, 3, shares=(1, 2, 3)), whole_tensors(layers_of(dtype=torch.float32))
         model = SwitchableModel(
             layers_of(dtype=torch.float32),
@@ -153,7 +154,7 @@ def test_gradients_in_16_bits_are_as_exact_as_rounding_each_sum_once_and_the_sam
         return undivided_gradients
 
     first, second, third, _ = run_ranks(check, 4)
-    assert len(first) > 5 and first == second == third
+    assert len(first[0]) > 5 and first == second == third
 
 
 def test_training_under_five_strategies_is_that_of_the_undivided_model_to_the_copies_precision(run_ranks):
@@ -175,25 +176,25 @@ def test_training_under_five_strategies_is_that_of_the_undivided_model_to_the_co
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(steps), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("gradient_dtype", [None, BF16])
-def test_in_bfloat16_losses_are_those_of_one_strategy(run_ranks, gradient_dtype):
+def test_in_bfloat16_losses_are_those_of_a_single_strategy(run_ranks):
     """Both round to 8 bits, in other places: switching adds no error of another size than bfloat16 has by itself."""
+    static = [LengthRange(20, FIVE[0])]
 
-    def train(rank, group):
-        losses = []
-        for ranges, dtype, types in (
-            (ranges_of(FIVE), torch.float64, (None, None)),
-            ([LengthRange(20, FIVE[0])], torch.float32, (BF16, gradient_dtype)),
-            (ranges_of(FIVE), torch.float32, (BF16, gradient_dtype)),
-        ):
-            trainer = trainer_of(group, ranges, FIVE[0], dtype, *types)
-            losses.append([trainer.step(batch(step % 2)).loss for step in range(6)])
-        return torch.tensor(losses)
+    @for_each(
+        [
+            (ranges_of(FIVE), torch.float64, None, None),
+            *((ranges, torch.float32, BF16, sent) for sent in (None, BF16) for ranges in (static, ranges_of(FIVE))),
+        ]
+    )
+    def train(rank, group, ranges, dtype, compute_dtype, gradient_dtype):
+        trainer = trainer_of(group, ranges, FIVE[0], dtype, compute_dtype, gradient_dtype)
+        return [trainer.step(batch(step % 2)).loss for step in range(6)]
 
-    exact, static, switched = run_ranks(train, 4)[0]
-    assert (switched - exact).abs().max() < 3 * (static - exact).abs().max() and not torch.equal(switched, static)
-    assert switched[0] == pytest.approx(static[0].item(), rel=2**-8)  # before the optimizer has amplified anything
-    assert static[-1] < static[1] - 0.1
+    exact, *pairs = torch.tensor(run_ranks(train, 4)[0])
+    for static, switched in zip(pairs[::2], pairs[1::2], strict=True):
+        assert (switched - exact).abs().max() < 3 * (static - exact).abs().max() and not torch.equal(switched, static)
+        assert switched[0] == pytest.approx(static[0].item(), rel=2**-8)  # before the optimizer has amplified anything
+        assert static[-1] < static[1] - 0.1
 
 
 def test_weights_are_cast_once_a_step_and_only_where_the_optimizers_strategy_trains(run_ranks, monkeypatch):
@@ -219,10 +220,9 @@ def test_weights_are_cast_once_a_step_and_only_where_the_optimizers_strategy_tra
 SHORT = [torch.ones(3, dtype=torch.int64)] * 4  # of the first range alone
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("sequences", [SHORT, batch(0)], ids=["only the optimizer's strategy", "all strategies"])
-def test_evaluations_and_steps_follow_masters_that_were_changed_in_place_before(run_ranks, overlap, sequences):
-    def check(rank, group):
+def test_evaluations_and_steps_follow_masters_that_were_changed_in_place_before(run_ranks):
+    @for_each([(overlap, sequences) for overlap in (False, True) for sequences in (SHORT, batch(0))])
+    def check(rank, group, overlap, sequences):
         trainer = trainer_of(group, ranges_of(FIVE), FIVE[0], torch.float32, BF16, overlap=overlap)
         model = trainer.model
         first = [one.detach().clone() for one in model.parameters()]

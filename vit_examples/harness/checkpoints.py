@@ -111,9 +111,6 @@ def read_state(checkpoint: Path, layout: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         layout: what the tensors of this run depend on, as JSON has it; ``state`` has that of the saved run.
-
-    Raises:
-        ValueError: if it cannot be read, or is of another layout.
     """
     path = checkpoint / _STATE
     try:
@@ -136,11 +133,7 @@ def load_checkpoint(
     process_group: ProcessGroup | None = None,
     balancer: Any = None,
 ) -> None:
-    """Fill what this rank holds; collective. The optimizer's settings stay those of this run.
-
-    Raises:
-        ValueError: on every rank, naming the checkpoint and the way out, if it cannot be read or lacks something.
-    """
+    """Fill what this rank holds; collective. The optimizer's settings stay those of this run."""
     groups = torch_optimizer(tensors[1]).param_groups
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     reader = zr.CheckpointReader(checkpoint)

@@ -64,11 +64,7 @@ class ConfigReader(Generic[_Config]):
         return parser
 
     def from_arguments(self, arguments: argparse.Namespace) -> _Config:
-        """Return the configuration that parsed ``arguments`` ask for.
-
-        Raises:
-            ValueError: naming the key or file that is wrong, and what is allowed.
-        """
+        """Return the configuration that parsed ``arguments`` ask for."""
         if arguments.ranks is not None and not arguments.dry_run:
             raise ValueError("--ranks goes with --dry-run; --nproc-per-node of the launcher says how many ranks train")
         given = [(keys, getattr(arguments, name)) for name, (keys, _) in self.flags.items()]
@@ -76,11 +72,7 @@ class ConfigReader(Generic[_Config]):
         return self._read(arguments.config, [*flags, *map(parse_override, arguments.set)])
 
     def load(self, name: str | Path, overrides: Sequence[str] = ()) -> _Config:
-        """Read a YAML file, or one that comes along by its bare name, and apply ``section.key=value`` overrides.
-
-        Raises:
-            ValueError: if there is no such file, or a key or value is wrong.
-        """
+        """Read a YAML file, or one that comes along by its bare name, and apply ``section.key=value`` overrides."""
         return self._read(name, [parse_override(override) for override in overrides])
 
     def from_dict(self, document: Any) -> _Config:
@@ -90,11 +82,7 @@ class ConfigReader(Generic[_Config]):
         return _built(self.kind_of(document), document, "section")
 
     def path_of(self, name: str | Path) -> Path:
-        """Return the YAML file of that path, or else of that bare name among those that come along.
-
-        Raises:
-            ValueError: if there is neither.
-        """
+        """Return the YAML file of that path, or else of that bare name among those that come along."""
         for path in (Path(name), self.folder / f"{name}.yaml"):
             if path.is_file():
                 return path
@@ -138,11 +126,7 @@ def plain(config: Any) -> dict[str, Any]:
 
 
 def parse_override(override: str) -> tuple[str, Any]:
-    """Return the key and the value of ``section.key=value``.
-
-    Raises:
-        ValueError: if it is not of that form, or the value is not YAML.
-    """
+    """Return the key and the value of ``section.key=value``."""
     key, equals, text = override.partition("=")
     if not equals or not all(part.strip() for part in key.split(".")):
         raise ValueError(f"--set {override}: expected section.key=value, such as training.lr=0.001")

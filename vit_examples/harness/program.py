@@ -86,9 +86,6 @@ def agreed(
 
     Args:
         first_only: call it on the first rank alone, whose result it has; the others have None.
-
-    Raises:
-        kind: on every rank, where it is raised on any, with what each of them says; once where all say the same.
     """
     result, failure = None, None
     if not first_only or dist.get_rank(process_group) == 0:

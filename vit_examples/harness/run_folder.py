@@ -34,11 +34,7 @@ _PACKAGES = ("torch", "colossalai", "transformers", "numpy")
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Make an output folder; within such a block it is this process's alone, by a lock that ends with the process.
-
-    Raises:
-        ValueError: naming the folder, if it cannot be written to, or another run has it.
-    """
+    """Make an output folder; within such a block it is this process's alone, by a lock that ends with the process."""
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "run.lock").open("a")
@@ -60,11 +56,7 @@ def writable(folder: Path) -> Iterator[None]:
 
 
 def empty(*folders: Path) -> None:
-    """Make each of ``folders`` an empty one.
-
-    Raises:
-        ValueError: naming the folder, if a run is writing in one of them, and nothing was deleted in any.
-    """
+    """Make each of ``folders`` an empty one."""
     with ExitStack() as held:
         for folder in folders:
             held.enter_context(claimed(folder))
@@ -92,10 +84,6 @@ def begin_run(
 
     Returns:
         The newest checkpoint and what of it is no tensor; None where the run begins anew.
-
-    Raises:
-        ValueError: on every rank, if the ranks differ, another run has the folder, it holds an earlier run that would
-            be overwritten, or a checkpoint that does not fit.
     """
     folder = Path(config.output.folder)
     for what, value in (("the configuration", json.dumps(plain(config), default=str)), ("the data", digest)):
@@ -133,9 +121,6 @@ class RunRecord:
         num_steps, num_done: of the whole run, and those that were done before.
         files: of lines, by name, each with a key and its largest number of the lines that stay of an interrupted run.
         first_event: the step from which TensorBoard hides what an interrupted run has left; None for no TensorBoard.
-
-    Raises:
-        ValueError: naming the file, if it cannot be made, or what is there is damaged.
     """
 
     def __init__(

@@ -17,9 +17,6 @@ def each_at_least(section: str, values: Any, keys: Iterable[str], least: int) ->
 
     Args:
         values: what has them as attributes.
-
-    Raises:
-        ValueError: naming the first of them that is no whole number of at least ``least``.
     """
     for key in keys:
         at_least(f"{section}.{key}", getattr(values, key), least)

@@ -123,9 +123,9 @@ def measure_layer_costs(
         repetitions = [[_timed(layers, batches[number], model) for number in fitting] for _ in range(_REPETITIONS)]
         seconds_PL = np.min(repetitions, axis=0)
         seconds_LP = _most(seconds_PL.ravel().tolist(), model).reshape(seconds_PL.shape).T
-        tokens_fitting, squares_fitting = ([column[number] for number in fitting] for column in (tokens, squares))
+        tokens_P, squares_P = ([column[number] for number in fitting] for column in (tokens, squares))
         for kind, seconds, kept in zip(kinds, seconds_LP, kept_bytes, strict=True):
-            costs[kind][tp] = fitted_cost(tokens_fitting, squares_fitting, seconds, kept)
+            costs[kind][tp] = fitted_cost(tokens_P, squares_P, seconds, kept)
     model.switch_to(model.optimizer_strategy, gradients=False)
     return LayerCostTable(tuple(kinds), costs, boundary_bytes)
 

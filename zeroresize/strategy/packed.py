@@ -37,14 +37,9 @@ class Packed:
         Raises:
             ValueError: for a sequence of fewer than two tokens, which has nothing to learn.
         """
-        short = [number for number, one in enumerate(sequences) if one.dim() != 1 or len(one) < 2]
-        if short:
-            raise ValueError(f"sequences {short} are no rows of at least two tokens")
-        return cls(
-            torch.cat([one[:-1] for one in sequences]),
-            torch.cat([one[1:] for one in sequences]),
-            tuple(len(one) - 1 for one in sequences),
-        )
+        require_sequences(sequences)
+        tokens, targets = (torch.cat([row[part] for row in sequences]) for part in (slice(-1), slice(1, None)))
+        return cls(tokens, targets, tuple(len(row) - 1 for row in sequences))
 
     @classmethod
     def hollow(cls, sizes: Mapping[str, int]) -> Packed:
@@ -84,11 +79,7 @@ class Packed:
 
 
 def require_sequences(sequences: Sequence[Tensor]) -> None:
-    """Check that a mini-batch is a list of rows [length + 1] of int64, of at least two tokens each.
-
-    Raises:
-        ValueError: naming what is given instead.
-    """
+    """Check that a mini-batch is a list of rows [length + 1] of int64, of at least two tokens each."""
     rows: object = sequences
     if isinstance(rows, Tensor) or not sequences:
         given = "one tensor" if isinstance(rows, Tensor) else "empty"

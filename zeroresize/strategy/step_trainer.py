@@ -118,11 +118,7 @@ class StepTrainer:
         return part
 
     def _mean(self, parts: Tensor) -> tuple[float, float]:
-        """Return the mean over all that counts, and by what gradients are to be multiplied; collective.
-
-        Raises:
-            ValueError: on all ranks, where the loss tells that nothing counts.
-        """
+        """Return the mean over all that counts, and by what gradients are to be multiplied; collective."""
         group = self.model.process_group
         parts = parts.to(message_device(group, self.model.device))
         all_reduce(parts, group)
@@ -195,11 +191,7 @@ def _evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def require_ready_to_train(model: SwitchableModel, optimizer: torch.optim.Optimizer) -> None:
-    """Check that the optimizer steps the model's parameters and no others, and that no gradients are left.
-
-    Raises:
-        ValueError: naming the parameters that are not as they must be.
-    """
+    """Check that the optimizer steps the model's parameters and no others, and that no gradients are left."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = dict(model.named_parameters())
     missing = [name for name, one in parameters.items() if one.requires_grad and id(one) not in held]

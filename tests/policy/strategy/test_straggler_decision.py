@@ -69,6 +69,7 @@ def test_a_slow_rank_is_left_out_and_three_divide_what_four_did():
     candidate = offered([Strategy(1, 4, 1)], one_slow(8.0), costs)["leave out"]
     (strategy,) = candidate.strategies
     assert candidate.left_out == (1,) and strategy.degrees == (1, 3, 1) and strategy.ranks == (0, 2, 3)
+    assert "leave out" not in offered([Strategy(1, 4, 1)], one_slow(8.0), FormulaCosts([1.0], least_split=4))  # memory
     assert sorted(np.diff(unit_bounds(8, strategy.shares))) == [2, 3, 3]
     assert sorted(np.diff(unit_bounds(32, strategy.shares))) == [10, 11, 11]
 
@@ -95,11 +96,6 @@ def test_memory_is_asked_of_the_optimizer_strategy_that_a_candidate_has_and_of_i
 def test_speeds_that_divide_units_alike_give_the_same_strategy():
     strategies = {offered([Strategy(1, 4, 1)], one_slow(chi))["shares"].strategies for chi in (2.0, 2.001, 2.002)}
     assert len(strategies) == 1
-
-
-def test_nothing_is_offered_whose_memory_does_not_suffice():
-    costs = FormulaCosts([1.0], least_split=4)
-    assert "leave out" not in offered([Strategy(1, 4, 1)], one_slow(8.0), costs)
 
 
 def test_slow_ranks_of_different_groups_become_the_same_shard():
@@ -299,14 +295,3 @@ def test_its_state_goes_on_where_it_was_saved():
 def test_values_that_are_not_allowed_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         decision(**options)
-
-
-def test_what_would_have_been_better_still_is_owed_for_that_after_a_switch():
-    decider, slow = decision(switch_s=1e6), one_slow(8.0)
-    for _ in range(3):
-        decider.update(slow)
-    owed_s = {one.candidate.kind: one.owed_s for one in decider.what_if(slow)}
-    shares = next(one for one in decider.what_if(slow) if one.candidate.kind == "shares")
-    decider.made(shares, slow)
-    left_s = {one.candidate.kind: one.owed_s for one in decider.what_if(slow)}
-    assert left_s["leave out"] == pytest.approx(owed_s["leave out"] - owed_s["shares"]) and left_s["leave out"] > 0.0

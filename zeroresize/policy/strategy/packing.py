@@ -48,9 +48,6 @@ def plan_visits(lengths: Sequence[int], ranges: Sequence[LengthRange]) -> list[V
     Args:
         lengths: of the mini-batch's sequences, in tokens.
         ranges: all of them with ``max_tokens``.
-
-    Raises:
-        ValueError: for a sequence that is longer than the last range, naming it.
     """
     members: dict[Strategy, list[int]] = {length_range.strategy: [] for length_range in ranges}
     for number, length in enumerate(lengths):
@@ -89,9 +86,6 @@ def spread_and_pack(lengths: Sequence[int], max_tokens: int, num_replicas: int) 
     Args:
         lengths: of the sequences, in tokens.
         max_tokens: that a micro-batch may have.
-
-    Raises:
-        ValueError: as :func:`pack` does.
     """
     _require_fitting(lengths, max_tokens)
     loads = [(0, 0, replica) for replica in range(num_replicas)]
@@ -111,9 +105,6 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[MicroBatch]:
 
     The longest sequence that is left goes into the fullest micro-batch that has room for it, else into a new one. That
     takes about 11/9 of the least possible number at most (Johnson et al., 1974).
-
-    Raises:
-        ValueError: for sequences that are longer than ``max_tokens``, naming them.
     """
     _require_fitting(lengths, max_tokens)
     micro_batches: list[list[int]] = []

@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +26,6 @@ from zeroresize.utils.torch_private import parameters_of, unsaved_buffers_of
 SegmentsOf = Callable[[int, nn.Module], Iterable[Segment]]
 #: ``initialize(number, layer)`` fills the parameters and buffers of a layer, alike on all ranks.
 Initialize = Callable[[int, nn.Module], object]
-
-
-def _segments_of(_: int, layer: nn.Module) -> Iterable[Segment]:
-    """The segments that a layer tells by its method ``segments()``."""
-    tells = getattr(layer, "segments", None)
-    return tells() if callable(tells) else ()
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,7 @@ class WholeLayers:
         segments: SegmentsOf | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        self._segments = segments or _segments_of
+        self._segments = segments or _own_segments
         self._layers, self.compute_dtype = list(layers), compute_dtype
         if not self._layers:
             raise ValueError("a model needs at least one layer")
@@ -184,6 +179,11 @@ class WholeLayers:
                 parameters = parameters_of(module)
                 parameters.update({key: empty for key, known in parameters.items() if known is parameter})
         return layer
+
+
+def _own_segments(number: int, layer: Any) -> Iterable[Segment]:
+    """What the layer's method ``segments`` tells, if its class has it."""
+    return layer.segments() if hasattr(type(layer), "segments") else ()
 
 
 def hollow(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
