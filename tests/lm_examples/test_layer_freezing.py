@@ -58,15 +58,6 @@ def test_the_rule_goes_on_from_its_state_and_refuses_another_models():
         rule_of(4).load_state_dict(first.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("every", 0), ("window", 0), ("tolerance", 1.0), ("thaw_at_lr", 0), ("thaw_at_loss", 1), ("keep_active", 0)],
-)
-def test_impossible_options_are_errors(key, value):
-    with pytest.raises(ValueError, match=rf"freezing\.{key}="):
-        FreezingOptions(**{key: value})
-
-
 class Forced(Freezing):
     """Freezes so many layers behind each step, whatever their plasticity."""
 
@@ -198,12 +189,6 @@ def test_a_layers_plasticity_is_how_much_its_outputs_have_changed(run_ranks):
 
     ((plasticity, expected),) = run_ranks(check, 1)
     assert plasticity == pytest.approx(expected, rel=1e-12) and plasticity > 0
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("num_before", [5, 8])
-def test_a_saved_run_goes_on_with_the_same_frozen_layers(run_ranks, num_before):
-    language_models.check_that_saved_runs_go_on(run_ranks, case, num_before, 6)
 
 
 def test_layers_that_thaw_at_a_lower_learning_rate_are_trained_again(run_ranks):

@@ -48,6 +48,14 @@ MISTAKES = [
     ({**STRATEGIES, "training": {"max_tokens": 23}}, "training.max_tokens=23 is not allowed: a micro-batch must have"),
     ({"feed": "microbatches", "model": {"kind": "bert"}}, "model.kind='bert' is not allowed"),
     ({"feed": "microbatches", "microbatches": {"method": "x"}}, "microbatches: "),
+    ({"feed": "microbatches", "model": {"hidden_size": 10}}, "model.hidden_size=10 is not divisible"),
+    ({"feed": "microbatches", "model": {"head_size": 3}}, "rotary positions need an even number"),
+    ({**STRATEGIES, "model": {"num_heads": 3}}, "model.hidden_size=128 is not divisible"),
+    ({**STRATEGIES, "model": {"num_kv_heads": 3}}, "model.num_heads=4 is not divisible"),
+    ({**STRATEGIES, "model": {"num_heads": 128}}, "1 features a head: rotary positions need an even number"),
+    ({**STRATEGIES, "model": {"rotary_base": 0.5}}, "model.rotary_base=0.5 is not allowed"),
+    ({**STRATEGIES, "data": {"lengths": "pages"}}, "data.lengths='pages' is not allowed: choose one of"),
+    ({**STRATEGIES, "data": {"max_length": 0}}, "data.max_length=0 is not allowed"),
 ]
 
 
