@@ -129,7 +129,7 @@ def test_a_mistake_ends_the_program_with_one_line(capsys, arguments, message):
 def test_a_dry_run_tells_what_every_rank_needs(capsys):
     for config, texts in (
         ("small", ("case none, 1f1b", "embedding, blocks 0 to 3", "834,048")),
-        ("switching_two_ranks", ("(2, 1, 1)", "a switch", "embedding, blocks 0 to 3, head")),
+        ("switching_two_ranks", ("(2, 1, 1)", "(1, 2, 1)", "embedding, blocks 0 to 3, head")),
         ("gpt", ("mini-batch 0: ", "padding if all were as long")),
     ):
         main(["--config", config, "--dry-run", f"--data={SOURCES}", "--set=data.max_bytes=300000"])
@@ -145,8 +145,6 @@ def test_what_ranks_need_follows_from_their_strategy():
     assert data_parallel.weights == whole and 0.5 * whole < tensor_parallel.weights < 0.6 * whole
     assert data_parallel.gradients == whole + tensor_parallel.weights
     assert data_parallel.optimizer == tensor_parallel.optimizer == 2 * tensor_parallel.weights
-    # In a switch both sets of weights, gradients at both ends, AdamW's state and messages.
-    assert 2 * whole + 4 * tensor_parallel.weights < data_parallel.switch == tensor_parallel.switch
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])

@@ -56,7 +56,7 @@ def test_reading_ends_with_the_file_that_fills_max_bytes(folder):
     ("make", "message"),
     [
         (lambda path: path / "nowhere", "no such folder"),
-        (lambda path: path, "0 bytes for training of 0 files are too few"),
+        (lambda path: path, "0 bytes for training are too few"),
     ],
 )
 def test_too_little_text_is_an_error(tmp_path, make, message):

@@ -288,10 +288,8 @@ def microbatches_by_hand(config):
     layers = torch.nn.ModuleList(config.layers())
 
     def loss_of(made, lengths):
-        rows = [tuple(map(torch.from_numpy, sample)) for sample in made]
         kind = PaddedBatch if config.model.kind == "gpt" else PairBatch
-        rows = [row[0] for row in rows] if config.model.kind == "gpt" else rows
-        batch = kind.of(rows, MicroBatch.of(range(len(rows)), lengths))
+        batch = kind.of(made, MicroBatch.of(range(len(made)), lengths))
         x = batch.inputs
         for layer in layers:
             x = layer(x, batch)
