@@ -266,7 +266,9 @@ class MicroBatchTrainer(StepTrainer):
                 f"{len(samples)} samples and {len(lengths_NA)} lengths were given: give the lengths of just these "
                 "samples, from which planners plan, too"
             )
-        for sample in wanted if self._lengths_of is not None else ():
+        if self._lengths_of is None:
+            return
+        for sample in wanted:
             lengths, planned = list(self._lengths_of(samples[sample])), np.asarray(lengths_NA)[sample].tolist()
             if lengths != planned:
                 raise ValueError(
