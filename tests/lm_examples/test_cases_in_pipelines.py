@@ -22,6 +22,16 @@ SOON = {
     "sparse_attention": {"num_buckets": 4, "block_size": 2},
 }
 
+#: What each shows.
+FIGURES = {
+    "pruning": ["sparsity"],
+    "freezing": ["frozen_layers"],
+    "early_exit": ["exited_tokens", "exit_threshold"],
+    "mixture_of_depths": ["routed_tokens", "predicted_rightly"],
+    "mixture_of_experts": ["expert_imbalance", "dropped_tokens"],
+    "sparse_attention": ["attended_pairs"],
+}
+
 
 def case_of(name):
     kind = case_class(name)
@@ -42,7 +52,8 @@ def test_losses_are_those_of_the_undivided_layers_wherever_layers_are(run_ranks,
 
 @pytest.mark.parametrize("name", SOON)
 def test_a_saved_run_goes_on(run_ranks, name):
-    check_that_saved_runs_go_on(run_ranks, lambda: case_of(name), 4, 5)
+    for figures in check_that_saved_runs_go_on(run_ranks, lambda: case_of(name), 4, 5):
+        assert list(figures) == FIGURES[name] and all(value >= 0.0 for value in figures.values())
 
 
 @pytest.mark.parametrize(

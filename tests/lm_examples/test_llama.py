@@ -95,10 +95,3 @@ def test_shards_of_the_units_add_up_to_the_whole_layer(counts):
             assert [one.shape for one in grads] == [one.shape for one in columns]
             begin += units
         torch.testing.assert_close(sum(outputs), wanted, rtol=1e-12, atol=1e-12)
-
-
-def test_layers_run_on_the_meta_device_and_nothing_is_drawn_there():
-    with torch.device("meta"):
-        layers = llama_layers(config_of())
-        packed = Packed.of([torch.empty(7, dtype=torch.int64)])
-    assert run(layers, packed).shape == (6, 32)

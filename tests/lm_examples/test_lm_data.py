@@ -77,10 +77,6 @@ def test_batches_depend_on_seed_and_step_and_targets_follow_inputs():
     assert torch.equal(inputs, again) and torch.equal(inputs[:, 1:], targets[:, :-1])
     assert not torch.equal(inputs, batches(3).training(6)[0]) and not torch.equal(inputs, batches(4).training(5)[0])
     assert torch.equal(batches(3).validation(0)[0], batches(4).validation(0)[0])
-
-
-def test_the_last_byte_is_reached_and_nothing_beyond():
-    text = text_of()
     small = Text(torch.arange(9, dtype=torch.uint8), text.held_out)
     inputs, targets = Batches(small, batch_size=50, context=7, seed=0).training(1)
     assert inputs.min() == 0 and targets.max() == 8

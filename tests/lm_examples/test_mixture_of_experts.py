@@ -2,20 +2,15 @@
 
 import pytest
 import torch
-from helpers.language_models import Run, model_of
+from helpers.language_models import model_of
 from torch.nn import functional as F
 
 from lm_examples.cases.mixture_of_experts import (
     Experts,
     ExpertsBlock,
-    MixtureOfExperts,
     MixtureOfExpertsOptions,
 )
 from lm_examples.gpt import Block
-
-
-def case(**options):
-    return MixtureOfExperts(model_of(), MixtureOfExpertsOptions(**({"num_experts": 4, "balance_loss": 0.5} | options)))
 
 
 def experts_of(**options):
@@ -107,24 +102,3 @@ def test_work_follows_the_busiest_expert_and_a_capacity_bounds_it(monkeypatch):
         assert block.work == pytest.approx(expected / dense)
         sizes.clear()
     assert work[None] > 2 * work[1.0] > 2 * work[0.5]
-
-
-@pytest.mark.slow
-def test_layers_differ_in_work_and_the_auxiliary_loss_evens_experts_out_on_every_stage(run_ranks):
-    def check(rank, group, weight):
-        run = Run(group, case(top_k=1, balance_loss=weight), lr=0.02)
-        for layer in run.present:
-            if isinstance(layer, ExpertsBlock):
-                layer.mlp.router.weight.data.mul_(4)
-        imbalance, work = [], []
-        for _ in range(40):
-            run.train(1)
-            imbalance.append(run.case.figures(run.pipeline)["expert_imbalance"])
-            work.append([layer.work for layer in run.present if isinstance(layer, ExpertsBlock)])
-        return sum(imbalance[-10:]) / 10, work
-
-    uneven, even = (run_ranks(check, 2, weight) for weight in (0.0, 5.0))
-    assert all(one < other for (one, _), (other, _) in zip(even, uneven, strict=True))
-    for _, work in even:
-        assert any(len(set(of_step)) > 1 for of_step in work)
-        assert all(len(set(of_layer)) > 1 for of_layer in zip(*work, strict=True))
