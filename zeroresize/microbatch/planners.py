@@ -28,6 +28,7 @@ from functools import cached_property
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -152,9 +153,9 @@ class RunPlanners:
 
         def start() -> None:
             if store.is_first_of_host and not self.is_over(first):
-                limits = {"first": first, "last": last, "num_workers": num_workers, "ahead": ahead}
-                deadline_s = self._timeout_s / (_MOST_FAILURES + 1)
-                self._planners = Planners(planner, store, series=self._series, deadline_s=deadline_s, **limits)  # type: ignore[arg-type]
+                options: dict[str, Any] = {"num_workers": num_workers, "ahead": ahead}
+                options["deadline_s"] = self._timeout_s / (_MOST_FAILURES + 1)
+                self._planners = Planners(planner, store, series=self._series, first=first, last=last, **options)
                 weakref.finalize(self, self._planners.close)
 
         agreed(self._meet, start, what="the planners of a run")
