@@ -79,7 +79,7 @@ def test_every_plan_comes_once(start, store, folder):
     planners = start(plan, first=first, last=first + 19, num_workers=num_workers)
     assert all_fetched(planners, store, iterations) == [text_of(iteration) for iteration in iterations]
     wait_until(lambda: len(planners.seconds) == 20)
-    assert all(0.0 < seconds < 1.0 for seconds in dict(planners.seconds).values())
+    assert all(0.0 < seconds < 10.0 for seconds in dict(planners.seconds).values())
     assert sorted(dict(planners.seconds)) == plan.begun() == list(iterations)
     assert all(len(plan.process_ids(iteration)) == 1 for iteration in iterations)
     assert len({plan.process_ids(iteration)[0] for iteration in iterations}) <= num_workers
