@@ -72,17 +72,19 @@ def load_text(config: RunConfig) -> Text:
     Raises:
         ValueError: naming the folder, if there is too little text in it.
     """
-    data, context = config.data, config.model.context
-    held_out, training = read_files(data)
-    text = Text(_tensor_of(training), _tensor_of(held_out))
-    for what, part in (("training", text.training), ("validation", text.held_out)):
-        if len(part) <= context:
-            raise ValueError(
-                f"data.folder={folder_of(data)}: {len(part)} bytes for {what} of {len(held_out) + len(training)} files "
-                f"are too few for sequences of model.context={context}: give more text, or change data.max_bytes or "
-                "data.held_out"
-            )
-    return text
+    held_out, training = (b"".join(file + SEPARATOR for file in files) for files in read_files(config.data))
+    for what, part in (("training", training), ("validation", held_out)):
+        require_text(config.data, what, len(part), f"model.context={config.model.context}", config.model.context)
+    return Text(*(torch.from_numpy(np.frombuffer(part, np.uint8).copy()) for part in (training, held_out)))
+
+
+def require_text(data: DataConfig, what: str, num_bytes: int, key: str, length: int) -> None:
+    """Raise ValueError, naming the folder, where there are too few bytes for a sequence of a length."""
+    if num_bytes <= length:
+        raise ValueError(
+            f"data.folder={folder_of(data)}: {num_bytes} bytes for {what} are too few for sequences of {key}: give "
+            "more text, or change data.max_bytes or data.held_out"
+        )
 
 
 def folder_of(data: DataConfig) -> Path:
@@ -131,7 +133,3 @@ def _files_of(folder: Path) -> list[Path]:
 
 def _rank_of(name: Path) -> bytes:
     return hashlib.blake2b(name.as_posix().encode("utf-8", "surrogateescape"), digest_size=16).digest()
-
-
-def _tensor_of(files: list[bytes]) -> Tensor:
-    return torch.from_numpy(np.frombuffer(b"".join(one + SEPARATOR for one in files), dtype=np.uint8).copy())

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lm_examples.data import SEPARATOR, folder_of, read_files
+from lm_examples.data import SEPARATOR, read_files, require_text
 from lm_examples.length_distributions import DISTRIBUTIONS, LengthDistribution
 from lm_examples.sections import DataConfig
 from zeroresize.utils.value_checks import at_least, one_of
@@ -123,10 +123,6 @@ class MiniBatches:
         """As :meth:`training`, of held-out files; the same whatever the seed."""
         return self._drawn(self._documents.held_out, 1, number)
 
-    def sampled_lengths(self) -> NDArray[np.int64]:
-        """Of the sequences of :meth:`sample`, all together."""
-        return np.concatenate(self.sample())
-
     def sample(self) -> list[NDArray[np.int64]]:
         """Lengths of the sequences of each of the first mini-batches."""
         return [lengths_of(self.training(step)) for step in range(1, _NUM_SAMPLED + 1)]
@@ -168,19 +164,13 @@ def lengths_of(rows: Sequence[Tensor]) -> NDArray[np.int64]:
 
 
 def _source_of(data: DocumentsConfig, files: Sequence[bytes], what: str) -> Source:
-    where = f"data.folder={folder_of(data)}"
     if data.lengths in DISTRIBUTIONS:
         text = SEPARATOR.join(files)
-        if len(text) <= data.max_length:
-            raise ValueError(
-                f"{where}: {len(text)} bytes for {what} are too few for sequences of data.max_length="
-                f"{data.max_length}: give more text, or change data.max_bytes or data.held_out"
-            )
+        require_text(data, what, len(text), f"data.max_length={data.max_length}", data.max_length)
         return Runs(text, DISTRIBUTIONS[data.lengths], data.max_length)
-    parts = files if data.lengths == "files" else [part for one in files for part in definitions(one)]
-    documents = [one.strip(b"\n") for one in parts if one.strip()]
-    if not documents:
-        raise ValueError(f"{where}: no text for {what}: give more, or change data.max_bytes or data.held_out")
+    parts = files if data.lengths == "files" else [part for file in files for part in definitions(file)]
+    documents = [part.strip(b"\n") for part in parts if part.strip()]
+    require_text(data, what, len(documents), "any length", 0)
     return Pieces(documents, data.max_length)
 
 

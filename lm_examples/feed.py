@@ -110,40 +110,31 @@ class Feed(ABC):
         """Close what is held besides process groups."""
 
 
-class Means:
-    """Means over steps of numbers by name."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._sums: dict[str, float] = {}
-
-    def add(self, numbers: dict[str, float]) -> None:
-        """One more step."""
-        self.count += 1
-        for name, value in numbers.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value
-
-    def take(self) -> dict[str, float]:
-        """The means, and begin anew."""
-        means = {name: total / self.count for name, total in self._sums.items()}
-        self.count, self._sums = 0, {}
-        return means
-
-
 class StepMeans:
-    """Means over the steps since they were last taken, and over all that are settled: without this process's first.
-
-    Attributes:
-        since, settled: the two.
-    """
+    """Means of steps' numbers by name; what a step does not tell counts as 0."""
 
     def __init__(self) -> None:
-        self.since, self.settled = Means(), Means()
+        self._since: list[dict[str, float]] = []
+        self._settled: list[dict[str, float]] = []
         self._is_first = True
 
     def add(self, numbers: dict[str, float], *, is_last: bool) -> None:
         """One more step; where it is the first and the last one, it counts as settled."""
-        self.since.add(numbers)
+        self._since.append(numbers)
         if is_last or not self._is_first:
-            self.settled.add(numbers)
+            self._settled.append(numbers)
         self._is_first = False
+
+    def since(self) -> dict[str, float]:
+        """Over the steps since this was last asked for."""
+        steps, self._since = self._since, []
+        return _means(steps)
+
+    def settled(self) -> dict[str, float]:
+        """Over all steps of this process but its first."""
+        return _means(self._settled)
+
+
+def _means(steps: list[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for numbers in steps for name in numbers)
+    return {name: sum(numbers.get(name, 0.0) for numbers in steps) / len(steps) for name in names}

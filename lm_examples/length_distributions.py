@@ -62,22 +62,6 @@ class LengthDistribution:
         lengths = np.exp(random.uniform(logs[ranges], logs[ranges + 1]))
         return np.clip(np.ceil(lengths * (max_length / self.bounds[-1])), 1, max_length).astype(np.int64)
 
-    def mini_batch(self, num_tokens: int, max_length: int, random: np.random.Generator) -> list[int]:
-        """Draw lengths as :meth:`draw` does; the last sequence brings them to so many tokens.
-
-        Raises:
-            ValueError: for tokens or a length below 1.
-        """
-        at_least("num_tokens", num_tokens, 1)
-        lengths, total = list[int](), 0
-        while total < num_tokens:
-            for length in self.draw(1024, max_length, random).tolist():
-                lengths.append(length)
-                total += length
-                if total >= num_tokens:
-                    break
-        return lengths
-
 
 DISTRIBUTIONS = {
     "commoncrawl": LengthDistribution(BOUNDS, (42.1, 12.5, 3.5, 2.9, 2.4)),

@@ -43,18 +43,9 @@ class Pace:
         """Whether sleeps stand for all work, so that the rest of a step is idle."""
         return self._forward_s > 0.0 or self._seconds_of is not None
 
-    @property
-    def since_lap_s(self) -> float:
-        """Seconds slept since the last lap; may be set, for an earlier process that slept, too."""
-        return self.slept_s - self._told_s
-
-    @since_lap_s.setter
-    def since_lap_s(self, seconds: float) -> None:
-        self._told_s = self.slept_s - seconds
-
     def lap(self) -> float:
         """Seconds slept since the last lap."""
-        since, self._told_s = self.since_lap_s, self.slept_s
+        since, self._told_s = self.slept_s - self._told_s, self.slept_s
         return since
 
     def hold_up(self, blocks: Iterable[nn.Module]) -> None:

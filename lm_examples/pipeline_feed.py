@@ -137,12 +137,15 @@ class PipelineFeed(Feed):
         has_changed = self._case.after_step(self.model, self.optimizer, self.step, step_loss if is_last_stage else None)
         if has_changed and self.balancer is not None:
             self.balancer.profile_next()
-        numbers = {"loss": math.nan if step_loss is None else step_loss, "step_s": time.perf_counter() - begin}
-        self._means.add(numbers, is_last=self.step == self.config.training.steps)
+        numbers = {"step_s": time.perf_counter() - begin, "slept_s": self._pace.lap()}
+        self._means.add(
+            {**numbers, "loss": math.nan if step_loss is None else step_loss},
+            is_last=self.step == self.config.training.steps,
+        )
 
     def numbers(self) -> dict[str, Any]:
-        count, means = self._means.since.count, self._means.since.take()
-        idle = 1.0 - self._pace.lap() / (count * means["step_s"]) if self._pace.sleeps_for_work else math.nan
+        means = self._means.since()
+        idle = 1.0 - means["slept_s"] / means["step_s"] if self._pace.sleeps_for_work else math.nan
         of_stages = of_all_ranks((means["loss"], self._case.figures(self.model), idle), self.process_group)
         names = dict.fromkeys(name for _, figures, _ in of_stages for name in figures)
         self._figures = {
@@ -174,7 +177,7 @@ class PipelineFeed(Feed):
         self._case.load_state_dict(state["case"])
 
     def summary(self) -> dict[str, Any]:
-        step_s = self._means.settled.take().get("step_s", math.nan)
+        step_s = self._means.settled().get("step_s", math.nan)
         return {
             "step_s": step_s,
             "tokens_per_s": self.config.training.batch_size * self.config.model.context / step_s,

@@ -7,7 +7,6 @@ What planning adds to an ordinary step are ``RunPlanners``, which plan in proces
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from lm_examples.data import folder_of, read_files
+from lm_examples.data import read_files, require_text
 from lm_examples.feed import Feed, StepMeans
 from lm_examples.microbatches.config import RunConfig
 from lm_examples.microbatches.models import summed_loss
@@ -30,7 +29,6 @@ from zeroresize.microbatch.planners import IterationPlanner, RunPlanners
 from zeroresize.microbatch.store import share_store
 from zeroresize.microbatch.trainer import MicroBatchTrainer
 from zeroresize.policy.microbatches.costs import CostTable
-from zeroresize.policy.microbatches.plan import MicroBatch
 from zeroresize.policy.microbatches.planning import plan_iteration
 from zeroresize.strategy.model import SwitchableModel
 
@@ -57,7 +55,7 @@ class MicroBatchFeed(Feed):
             self._pace.hold_up(layer for layer in layers if hasattr(layer, "segments"))
         self.model = SwitchableModel(layers, strategies=[config.parallel.strategy], process_group=process_group)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=training.lr, weight_decay=training.weight_decay)
-        self._kind = PaddedBatch if config.model.kind == "gpt" else PairBatch
+        self._kind: type[PaddedBatch] | type[PairBatch] = PaddedBatch if config.model.kind == "gpt" else PairBatch
         self._means = StepMeans()
         self._start()
 
@@ -82,13 +80,12 @@ class MicroBatchFeed(Feed):
             self.model,
             self.optimizer,
             self._planners,
-            batch_from=self._batch_from,
+            batch_from=self._kind.of,
             hollow=self._kind.hollow,
             sizes=config.sizes,
             loss=summed_loss,
             grad_clip=training.grad_clip,
             seed=training.seed,
-            lengths_of=lambda sample: [len(part) for part in sample] if len(sample) > 1 else [len(sample[0]) - 1],
         )
         self._trainer.num_steps = self.step
         self._decider: MicroBatchBalancer | None = None
@@ -100,10 +97,10 @@ class MicroBatchFeed(Feed):
     @staticmethod
     def load_data(config: RunConfig) -> tuple[TaskSamples, str]:
         held_out, training = read_files(config.data)
-        try:
-            samples = TaskSamples(training, held_out, config.lengths)
-        except ValueError as error:
-            raise ValueError(f"data.folder={folder_of(config.data)}: {error}") from error
+        data, longest = config.data, config.data.max_length + config.data.max_target + 2
+        for what, files in (("training", training), ("validation", held_out)):
+            require_text(data, what, sum(map(len, files)), f"data.max_length={data.max_length} and target", longest)
+        samples = TaskSamples(training, held_out, config.lengths)
         return samples, samples.digest
 
     @staticmethod
@@ -154,7 +151,7 @@ class MicroBatchFeed(Feed):
         self._means.add(numbers, is_last=self.step == self.config.training.steps)
 
     def numbers(self) -> dict[str, Any]:
-        return _with_ratios(self._means.since.take())
+        return _with_ratios(self._means.since())
 
     def validate(self) -> float:
         tokens = self.config.training.tokens
@@ -174,7 +171,7 @@ class MicroBatchFeed(Feed):
     def summary(self) -> dict[str, Any]:
         planned_s = list(self._planners.seconds().values())
         planning_s = statistics.fmean(planned_s) if planned_s else float("nan")
-        return {**_with_ratios(self._means.settled.take()), "planning_s": planning_s}
+        return {**_with_ratios(self._means.settled()), "planning_s": planning_s}
 
     def leave(self) -> None:
         if self._decider is not None:
@@ -196,12 +193,6 @@ class MicroBatchFeed(Feed):
         folder = Path(config.output.folder)
         agreed(lambda: table.save(folder / "costs.json"), self._group, first_only=True)
         return table
-
-    def _batch_from(self, samples: Sequence[Any], microbatch: MicroBatch) -> PaddedBatch | PairBatch:
-        wanted = {number: tuple(map(torch.from_numpy, samples[number])) for number in microbatch.samples}
-        if self._kind is PaddedBatch:
-            return PaddedBatch.of({number: parts[0] for number, parts in wanted.items()}, microbatch)
-        return PairBatch.of({number: (parts[0], parts[1]) for number, parts in wanted.items()}, microbatch)
 
     def _seconds_of(self, batch: PaddedBatch | PairBatch) -> float:
         """How long a block sleeps for a micro-batch."""

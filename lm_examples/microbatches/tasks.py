@@ -5,7 +5,7 @@ run of the text. An encoder-decoder model is given a run of it as source, and le
 reversed, or what follows it; the first token of the source says which.
 
 A mini-batch depends on the seed and the iteration alone. Its lengths are drawn before and without its contents, so that
-planners need neither text nor torch. ``N`` samples, ``A`` lengths of each.
+planners need no text. ``N`` samples, ``A`` lengths of each.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from lm_examples.task_lengths import mini_batch_of_pairs
@@ -73,44 +75,35 @@ class TaskSamples:
     """Makes the samples of an iteration, as long as they were drawn to be.
 
     Args:
-        text: bytes, at least as many as the longest sample.
+        training, held_out: files of at least as many bytes as the longest sample.
         lengths: of the samples.
-
-    Raises:
-        ValueError: for too short a text.
     """
 
     def __init__(self, training: Sequence[bytes], held_out: Sequence[bytes], lengths: TaskLengths) -> None:
         self.lengths = lengths
         self._texts = [np.frombuffer(b"\n".join(files), dtype=np.uint8) for files in (training, held_out)]
         self._seed = lengths.seed
-        needed = lengths.max_length + lengths.max_target + 2
-        for what, text in zip(("training", "validation"), self._texts, strict=True):
-            if len(text) <= needed:
-                raise ValueError(f"{len(text)} bytes of text for {what} are too few: more than {needed} are needed")
 
     @property
     def digest(self) -> str:
         """Return what differs where the text does."""
         return hashlib.blake2b(b"".join(text.tobytes() for text in self._texts), digest_size=16).hexdigest()
 
-    def training(self, iteration: int) -> list[tuple[NDArray[np.int64], ...]]:
-        """Return [N] samples: (row [length + 1],) of a decoder-only model, or (source, target)."""
+    def training(self, iteration: int) -> list[Any]:
+        """Return [N] samples: rows [length + 1] of a decoder-only model, or (source, target)."""
         return self._made(0, self._seed, iteration, self.lengths(iteration))
 
-    def held_out(self, batch: int) -> list[tuple[NDArray[np.int64], ...]]:
+    def held_out(self, batch: int) -> list[Any]:
         """As :meth:`training`, of held-out text."""
         return self._made(1, 0, batch, self.lengths.held_out(batch))
 
-    def _made(
-        self, kind: int, seed: int, number: int, lengths_NA: NDArray[np.int64]
-    ) -> list[tuple[NDArray[np.int64], ...]]:
+    def _made(self, kind: int, seed: int, number: int, lengths_NA: NDArray[np.int64]) -> list[Any]:
         random, text = np.random.default_rng([kind, seed, number, 1]), self._texts[kind]
-        samples: list[tuple[NDArray[np.int64], ...]] = []
+        samples: list[Any] = []
         for lengths in lengths_NA.tolist():
             begin = int(random.integers(len(text) - sum(lengths) - 2))
             if self.lengths.is_joined:
-                samples.append((text[begin : begin + lengths[0] + 1].astype(np.int64),))
+                samples.append(torch.from_numpy(text[begin : begin + lengths[0] + 1].astype(np.int64)))
                 continue
             source_length, target_length = lengths
             instruction = _INSTRUCTIONS[int(random.integers(len(_INSTRUCTIONS)))]
@@ -122,7 +115,7 @@ class TaskSamples:
                 target = target[::-1] if instruction == _INSTRUCTIONS[1] else target
             source = run[:source_length].copy()
             source[0] = instruction
-            samples.append((source, target.copy()))
+            samples.append((torch.from_numpy(source), torch.from_numpy(target.copy())))
         return samples
 
 

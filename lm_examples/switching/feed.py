@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from rich.table import Table
@@ -86,7 +87,7 @@ class StrategyFeed(Feed):
     def begin(self) -> None:
         """Show how many sequences and tokens each range has, of a sample, and what a search expects of it."""
         assert self.record is not None
-        lengths, result = self._batches.sampled_lengths(), self._choice.result
+        lengths, result = np.concatenate(self._batches.sample()), self._choice.result
         if result is not None:
             one_s = result.static.step_s
             self.record.tell(
@@ -107,14 +108,14 @@ class StrategyFeed(Feed):
         self._means.add(numbers, is_last=self.step == self.config.training.steps)
 
     def numbers(self) -> dict[str, Any]:
-        return _grouped(self._means.since.take())
+        return _grouped(self._means.since())
 
     def validate(self) -> float:
         numbers = range(self.config.training.validation_batches)
         return statistics.fmean(self._trainer.evaluate(self._batches.validation(number)) for number in numbers)
 
     def summary(self) -> dict[str, Any]:
-        return {**_grouped(self._means.settled.take()), "optimizer_strategy": str(self._choice.optimizer_strategy)}
+        return {**_grouped(self._means.settled()), "optimizer_strategy": str(self._choice.optimizer_strategy)}
 
 
 def _grouped(means: dict[str, float]) -> dict[str, Any]:

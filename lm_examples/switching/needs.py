@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-import numpy as np
 import torch
 
 from lm_examples.pipeline_stages import stage_names
@@ -14,47 +11,14 @@ from lm_examples.switching.config import RunConfig
 from lm_examples.switching.search import candidates_of
 from vit_examples.harness.dry_run import Needs
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.strategy.costs.cost_model import switch_bytes
-from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
 
 
 def needs_of(config: RunConfig, num_ranks: int) -> dict[Strategy, list[Needs]]:
     """[R] of each rank, by strategy; of all that a search could find, each as the optimizer's."""
     if config.strategies.search:
         return {one: rank_needs(config, one, one, num_ranks) for one in candidates_of(config, num_ranks)}
-    used = list(dict.fromkeys([config.optimizer_strategy, *(one.strategy for one in config.ranges)]))
-    switches = _switch_bytes(config, used, num_ranks)
-    return {
-        strategy: [replace(own, switch=size) for own, size in zip(needs, switches[strategy], strict=True)]
-        for strategy in used
-        for needs in [rank_needs(config, strategy, config.optimizer_strategy, num_ranks)]
-    }
-
-
-def _switch_bytes(config: RunConfig, used: Sequence[Strategy], num_ranks: int) -> dict[Strategy, list[int]]:
-    """[R] of each strategy, the most that the switches from and to it take; 0 for the only one."""
-    tensors, nodes = config.tensors(), [0] * num_ranks
-    layouts = {one: one.layout(tensors, num_ranks, config.num_layers) for one in used}
-    sizes = {one: own.rank_bytes(tensors) for one, own in layouts.items()}
-    most = {one: np.zeros(num_ranks, dtype=np.int64) for one in used}
-    optimizer_strategy = config.optimizer_strategy
-    for before, after in itertools.permutations(used, 2):
-        plans = [plan_weights(layouts[before], layouts[after], tensors, nodes)]
-        if before != optimizer_strategy:
-            plans.append(plan_gradients(layouts[before], layouts[optimizer_strategy], tensors, nodes))
-        num_bytes = switch_bytes(
-            sizes[before],
-            sizes[after],
-            sizes[optimizer_strategy],
-            plans,
-            is_optimizer_strategy=before == optimizer_strategy,
-        )
-        if config.training.compute_dtype is not None:  # copies are switched, and masters are there besides
-            part = config.training.computing_dtype.itemsize / tensors[0].itemsize
-            num_bytes = num_bytes + sizes[optimizer_strategy] - (1.0 - part) * (sizes[before] + sizes[after])
-        for end in (before, after):
-            most[end] = np.maximum(most[end], num_bytes.astype(np.int64))
-    return {one: own.tolist() for one, own in most.items()}
+    used = dict.fromkeys([config.optimizer_strategy, *(each.strategy for each in config.ranges)])
+    return {strategy: rank_needs(config, strategy, config.optimizer_strategy, num_ranks) for strategy in used}
 
 
 def rank_needs(config: RunConfig, strategy: Strategy, optimizer_strategy: Strategy, num_ranks: int) -> list[Needs]:
@@ -115,8 +79,7 @@ def require_memory(config: RunConfig, needs: Mapping[Strategy, Sequence[Needs]])
         rank = max(range(len(of_ranks)), key=lambda one: of_ranks[one].total)
         total = of_ranks[rank].total
         if limit is not None and total > limit:
-            where = "in switches from or to" if total == of_ranks[rank].switch else "under"
             raise ValueError(
-                f"strategies.memory_limit={limit:g}: rank {rank} needs {total / 1e6:,.1f} MB {where} {strategy}: "
+                f"strategies.memory_limit={limit:g}: rank {rank} needs {total / 1e6:,.1f} MB under {strategy}: "
                 "choose more tp or pp, another strategy of the optimizer, or smaller training.max_tokens"
             )

@@ -21,13 +21,13 @@ import numpy as np
 from lm_examples.microbatches.tasks import padding_efficiency
 from scripts.bench.common import parser_of, save, show
 from scripts.simulated.modelled_pipelines import batches_of, costs_of, paper_model, pipeline_of, powers, row_lengths
+from zeroresize.policy.microbatches.costs import StageCosts
 from zeroresize.policy.microbatches.cuts import Segments, fill_of, ordered, shortest_cuts
 from zeroresize.policy.microbatches.plan import (
     DoesNotFitError,
     Floats,
     Indices,
     IterationPlan,
-    MicroBatchCosts,
     PlanningOptions,
 )
 from zeroresize.policy.microbatches.planning import plan_iteration
@@ -36,7 +36,7 @@ BASELINES = {"packing": powers(32), "fixed": powers(128), "tokens": powers(32768
 
 
 def best_of(
-    method: str, lengths: Indices, costs: dict[str, MicroBatchCosts], options: PlanningOptions
+    method: str, lengths: Indices, costs: dict[str, StageCosts], options: PlanningOptions
 ) -> IterationPlan | None:
     """The best plan of a baseline over its parameter."""
     best: IterationPlan | None = None
@@ -50,17 +50,14 @@ def best_of(
     return best
 
 
-def over_optimum(lengths: Indices, costs: MicroBatchCosts) -> float:
+def over_optimum(lengths: Indices, costs: StageCosts) -> float:
     """Eq. 1 of the default gap's partition over that of the exact one."""
-    order = ordered(lengths)
-    sorted_NA = lengths[order]
 
-    def prices_of(begins: Indices, ends: Indices) -> tuple[Floats, Floats]:
-        longest = np.array([sorted_NA[begin:end].max(axis=0) for begin, end in zip(begins, ends, strict=True)])
-        prices = costs.prices(ends - begins, longest)
-        return (prices.forward_s + prices.backward_s).max(axis=1), prices.activation_bytes.max(axis=1)[None]
+    def prices_of(sizes: Indices, longest: Indices) -> tuple[Floats, Floats]:
+        prices = costs.prices(sizes, longest)
+        return prices.seconds.max(axis=1), prices.activation_bytes.max(axis=1)[None]
 
-    segments, fill = Segments.of(len(order), prices_of), fill_of(costs, lengths)
+    segments, fill = Segments.of(lengths[ordered(lengths)], prices_of), fill_of(costs, lengths)
     return shortest_cuts(segments, fill).iteration_s(fill) / shortest_cuts(segments, fill, gap=0.0).iteration_s(fill)
 
 

@@ -123,7 +123,7 @@ def check_that_moves_change_nothing(run_ranks, make_case, num_steps, num_ranks=2
 
 
 def check_that_saved_runs_go_on(run_ranks, make_case, num_before, num_after, **options):
-    """Losses after a checkpoint are those of the run that was not interrupted."""
+    """Losses after a checkpoint are those of the run that was not interrupted; returns the figures of both stages."""
 
     def check(rank, group):
         run = Run(group, make_case(), **options).train(num_before)
@@ -133,8 +133,9 @@ def check_that_saved_runs_go_on(run_ranks, make_case, num_before, num_after, **o
         assert again.losses == run.losses[num_before:]
         assert again.case.figures(again.pipeline) == run.case.figures(run.pipeline)
         assert again.has_changed == run.has_changed[num_before:]
+        return run.case.figures(run.pipeline)
 
-    run_ranks(check, 2)
+    return run_ranks(check, 2)
 
 
 NUM_STEPS = 14

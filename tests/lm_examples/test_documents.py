@@ -1,6 +1,5 @@
 """Documents of long-tailed lengths: cut where functions begin, drawn by seed and step alone."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -58,24 +57,3 @@ def test_whole_documents_end_with_the_end_and_cut_ones_do_not(tmp_path):
     rows = {bytes(row.tolist()) for row in documents.training.rows}
     assert b"@wraps\nasync def third():\n    pass" + bytes([END]) in rows
     assert {len(row) for row in rows if row[-1] != END} == {61}
-
-
-def test_lengths_of_python_sources_are_long_tailed():
-    documents = load_documents(DocumentsConfig(max_length=2048, max_bytes=2_000_000))
-    lengths = np.sort(lengths_of(documents.training.rows))
-    longest_tenth = lengths[-len(lengths) // 10 :]
-    assert np.median(lengths) < 400 and longest_tenth.sum() > 0.3 * lengths.sum()
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"lengths": "pages"}, r"data\.lengths='pages' is not allowed: choose one of \['definitions', 'files'"),
-        ({"max_length": 0}, r"data\.max_length=0 is not allowed"),
-        ({"lengths": "github", "max_length": 5000}, r"bytes for training are too few .* data\.max_length=5000"),
-        ({"held_out": 0.99}, "no text for training"),
-    ],
-)
-def test_mistakes_are_named(tmp_path, data, message):
-    with pytest.raises(ValueError, match=message):
-        documents_of(tmp_path, **data)

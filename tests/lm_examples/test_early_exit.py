@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from helpers import language_models
-from helpers.language_models import Run, batch, layers_of, model_of
+from helpers.language_models import Run, model_of
 from torch import nn
 
-from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.cases.early_exit import EarlyExit, EarlyExitOptions, ExitBlock, Threshold
 from lm_examples.gpt import Block
 
@@ -19,17 +17,6 @@ def test_the_threshold_follows_its_schedule():
     options = EarlyExitOptions(threshold=0.5, initial_threshold=0.9, start=10, end=30, every=5)
     thresholds = [options.threshold_at(step) for step in (0, 10, 14, 15, 20, 29, 30, 1000)]
     assert thresholds == pytest.approx([0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.5, 0.5])
-
-
-@pytest.mark.parametrize("options", [{"threshold": -2}, {"every": 0}, {"start": 5, "end": 4}, {"first_exit": -1}])
-def test_impossible_options_are_errors(options):
-    with pytest.raises(ValueError, match=rf"early_exit\.{list(options)[-1]}="):
-        EarlyExitOptions(**options)
-
-
-def test_a_first_exit_behind_the_last_block_is_an_error():
-    with pytest.raises(ValueError, match="first_exit=4 is not allowed: 3 is the largest"):
-        case(first_exit=4)
 
 
 def blocks_of(threshold, **shape):
@@ -89,28 +76,6 @@ def test_tokens_whose_state_hardly_turns_exit_and_do_not_come_back():
     assert torch.equal(y[0, 3], x[0, 3])
 
 
-def test_with_threshold_1_training_is_dense(run_ranks):
-    def check(rank, group, dynamic_case):
-        return Run(group, dynamic_case).train(4).losses
-
-    ((dense,), (exiting,)) = (run_ranks(check, 1, one) for one in (DynamicCase(model_of()), case(1.0)))
-    assert dense == exiting
-
-
-@pytest.mark.parametrize(("num_ranks", "schedule"), [(2, "1f1b"), (3, "gpipe")])
-def test_losses_are_the_same_wherever_layers_are(run_ranks, num_ranks, schedule):
-    losses = language_models.check_that_moves_change_nothing(run_ranks, case, 8, num_ranks, schedule=schedule)
-    model, layers = model_of(), layers_of(case())
-    tokens, following = batch(model, 0)
-    expected = []
-    for x, target in zip(tokens.chunk(4), following.chunk(4), strict=True):
-        state = layers[0](x)
-        for layer in layers[1:-1]:
-            state = layer(*state)
-        expected.append(DynamicCase(model).loss(layers[-1](*state), target))
-    assert losses[0] == pytest.approx(torch.stack(expected).mean().item(), rel=1e-10)
-
-
 def test_work_falls_from_block_to_block_and_with_the_threshold(run_ranks):
     def check(rank, group):
         run = Run(group, case(0.6, start=2, end=3, every=1, first_exit=1)).train(2)
@@ -130,9 +95,3 @@ def test_work_falls_from_block_to_block_and_with_the_threshold(run_ranks):
     work = [one for _, own, *_ in by_rank for one in own]
     assert work[:2] == [1.0, 1.0] and 0.9 > work[2] >= work[3]
     assert by_rank[0][-1]["exited_tokens"] == 0.0 and by_rank[1][-1]["exited_tokens"] > 0.3
-
-
-@pytest.mark.parametrize("num_before", [1, 4])
-def test_a_saved_run_goes_on_with_its_threshold(run_ranks, num_before):
-    options = {"start": 2, "end": 6, "every": 1}
-    language_models.check_that_saved_runs_go_on(run_ranks, lambda: case(0.6, **options), num_before, 4)

@@ -95,25 +95,3 @@ def test_shards_of_the_units_add_up_to_the_whole_layer(counts):
             assert [one.shape for one in grads] == [one.shape for one in columns]
             begin += units
         torch.testing.assert_close(sum(outputs), wanted, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [
-        ({"num_heads": 3}, r"model\.hidden_size=16"),
-        ({"num_kv_heads": 3}, r"model\.num_heads=4"),
-        ({"num_kv_heads": 0}, r"model\.num_kv_heads=0"),
-        ({"num_heads": 16}, r"1 features a head.*even"),
-        ({"rotary_base": 0.5}, r"model\.rotary_base=0\.5"),
-    ],
-)
-def test_impossible_shapes_are_errors(shape, message):
-    with pytest.raises(ValueError, match=message):
-        config_of(**shape)
-
-
-def test_layers_run_on_the_meta_device_and_nothing_is_drawn_there():
-    with torch.device("meta"):
-        layers = llama_layers(config_of())
-        packed = Packed.of([torch.empty(7, dtype=torch.int64)])
-    assert run(layers, packed).shape == (6, 32)

@@ -67,17 +67,6 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened_on_any_number_of_stage
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000005", "step-00000010"]
 
 
-def test_boundaries_that_a_user_has_changed_since_are_taken(run_ranks, tmp_path):
-    common = {"balance": {"mode": "off"}, "output": {"save_every": 2}}
-    before = config_of(tmp_path, training={"steps": 2}, **common)
-    after = config_of(tmp_path, training={"steps": 4}, pipeline={"boundaries": [0, 7, 8]}, **common)
-
-    def both(rank, group):
-        return trained(before, group)["boundaries"], trained(after, group, resume=True)["boundaries"]
-
-    assert run_ranks(both, 2)[0] == ((0, 4, 8), (0, 7, 8))
-
-
 def test_what_does_not_go_on_is_refused_on_every_rank(run_ranks, tmp_path):
     output = {"save_every": 1}
     config = config_of(tmp_path, training={"steps": 1}, output=output)
@@ -299,10 +288,8 @@ def microbatches_by_hand(config):
     layers = torch.nn.ModuleList(config.layers())
 
     def loss_of(made, lengths):
-        rows = [tuple(map(torch.from_numpy, sample)) for sample in made]
         kind = PaddedBatch if config.model.kind == "gpt" else PairBatch
-        rows = [row[0] for row in rows] if config.model.kind == "gpt" else rows
-        batch = kind.of(rows, MicroBatch.of(range(len(rows)), lengths))
+        batch = kind.of(made, MicroBatch.of(range(len(made)), lengths))
         x = batch.inputs
         for layer in layers:
             x = layer(x, batch)

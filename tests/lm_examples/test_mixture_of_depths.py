@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from helpers import language_models
-from helpers.language_models import Run, layers_of, model_of
+from helpers.language_models import Run, model_of
 from torch import nn
 
 from lm_examples.cases.mixture_of_depths import MixtureOfDepths, MixtureOfDepthsOptions, RoutedBlock
@@ -22,14 +21,6 @@ def blocks_of(**options):
     routed.load_state_dict(dense.state_dict(), strict=False)
     x = torch.randn(3, model.context, model.hidden_size, dtype=torch.float64, requires_grad=True)
     return dense, routed, x, torch.zeros(3, dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    "options", [{"capacity": 0}, {"capacity": 1.1}, {"every": 0}, {"routing": "both"}, {"predictor_loss": 0}]
-)
-def test_impossible_options_are_errors(options):
-    with pytest.raises(ValueError, match=rf"mixture_of_depths\.{next(iter(options))}="):
-        MixtureOfDepthsOptions(**options)
 
 
 def test_with_all_tokens_and_an_untrained_router_a_block_is_dense():
@@ -109,21 +100,6 @@ def test_the_predictor_may_choose_none_or_all(bias):
     assert x.grad is not None
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("num_ranks", "schedule", "routing"), [(2, "1f1b", "predictor"), (3, "gpipe", "router")])
-def test_losses_are_the_same_wherever_layers_are(run_ranks, num_ranks, schedule, routing):
-    def make():
-        return case(routing=routing)
-
-    losses = language_models.check_that_moves_change_nothing(run_ranks, make, 8, num_ranks, schedule=schedule)
-    layers, (tokens, following) = layers_of(make()), language_models.batch(model_of(), 0)
-    state = (tokens,)
-    for layer in layers:
-        state = layer(*state)
-    plain = nn.functional.cross_entropy(state[0].flatten(0, 1), following.flatten()) + state[1].mean()
-    assert losses[0] == pytest.approx(plain.item(), rel=1e-10) and state[1].mean() > 0.1
-
-
 def test_every_other_block_does_less_work_and_predictors_learn_on_every_stage(run_ranks):
     def check(rank, group):
         run = Run(group, case()).train(1)
@@ -137,19 +113,3 @@ def test_every_other_block_does_less_work_and_predictors_learn_on_every_stage(ru
     for work, figures in run_ranks(check, 2):
         assert work[0] == 1.0 and work[1] < 0.3
         assert figures["routed_tokens"] == 0.25 and 0.0 < figures["predicted_rightly"] <= 1.0
-
-
-def test_with_the_predictor_work_differs_between_blocks_and_steps(run_ranks):
-    def check(rank, group):
-        run, work = Run(group, case(routing="predictor", every=1, capacity=0.5), lr=0.1), []
-        for _ in range(6):
-            work.append([layer.work for layer in run.train(1).present if hasattr(layer, "work")])
-        return work
-
-    (work,) = run_ranks(check, 1)
-    assert any(len(set(of_step)) > 1 for of_step in work)
-    assert all(len(set(of_block)) > 1 for of_block in zip(*work, strict=True))
-
-
-def test_a_saved_run_goes_on(run_ranks):
-    language_models.check_that_saved_runs_go_on(run_ranks, case, 3, 3)

@@ -2,22 +2,15 @@
 
 import pytest
 import torch
-from helpers import language_models
-from helpers.language_models import Run, layers_of, model_of
-from torch import nn
+from helpers.language_models import model_of
 from torch.nn import functional as F
 
 from lm_examples.cases.mixture_of_experts import (
     Experts,
     ExpertsBlock,
-    MixtureOfExperts,
     MixtureOfExpertsOptions,
 )
 from lm_examples.gpt import Block
-
-
-def case(**options):
-    return MixtureOfExperts(model_of(), MixtureOfExpertsOptions(**({"num_experts": 4, "balance_loss": 0.5} | options)))
 
 
 def experts_of(**options):
@@ -26,15 +19,6 @@ def experts_of(**options):
     experts = Experts(model_of(), options).double()
     experts.router.weight.data.mul_(8)  # uneven
     return options, experts, torch.randn(24, 8, dtype=torch.float64, requires_grad=True)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"num_experts": 0}, {"top_k": 0}, {"top_k": 9}, {"capacity_factor": 0}, {"balance_loss": -1}],
-)
-def test_impossible_options_are_errors(options):
-    with pytest.raises(ValueError, match=rf"mixture_of_experts\.{next(iter(options))}="):
-        MixtureOfExpertsOptions(**options)
 
 
 def token_by_token(experts, x_ND, top_k, capacity):
@@ -118,47 +102,3 @@ def test_work_follows_the_busiest_expert_and_a_capacity_bounds_it(monkeypatch):
         assert block.work == pytest.approx(expected / dense)
         sizes.clear()
     assert work[None] > 2 * work[1.0] > 2 * work[0.5]
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("num_ranks", "schedule", "factor"), [(2, "1f1b", None), (3, "gpipe", 1.0)])
-def test_losses_are_the_same_wherever_layers_are(run_ranks, num_ranks, schedule, factor):
-    def make():
-        return case(capacity_factor=factor)
-
-    losses = language_models.check_that_moves_change_nothing(run_ranks, make, 8, num_ranks, schedule=schedule)
-    layers, (tokens, following) = layers_of(make()), language_models.batch(model_of(), 0)
-    expected = []
-    for x, target in zip(tokens.chunk(4), following.chunk(4), strict=True):
-        state = (x,)
-        for layer in layers:
-            state = layer(*state)
-        balance = state[1].mean()
-        expected.append(nn.functional.cross_entropy(state[0].flatten(0, 1), target.flatten()) + balance)
-        assert balance > 0.5  # half of 2, or more where experts are uneven
-    assert losses[0] == pytest.approx(torch.stack(expected).mean().item(), rel=1e-10)
-
-
-@pytest.mark.slow
-def test_layers_differ_in_work_and_the_auxiliary_loss_evens_experts_out_on_every_stage(run_ranks):
-    def check(rank, group, weight):
-        run = Run(group, case(top_k=1, balance_loss=weight), lr=0.02)
-        for layer in run.present:
-            if isinstance(layer, ExpertsBlock):
-                layer.mlp.router.weight.data.mul_(4)
-        imbalance, work = [], []
-        for _ in range(40):
-            run.train(1)
-            imbalance.append(run.case.figures(run.pipeline)["expert_imbalance"])
-            work.append([layer.work for layer in run.present if isinstance(layer, ExpertsBlock)])
-        return sum(imbalance[-10:]) / 10, work
-
-    uneven, even = (run_ranks(check, 2, weight) for weight in (0.0, 5.0))
-    assert all(one < other for (one, _), (other, _) in zip(even, uneven, strict=True))
-    for _, work in even:
-        assert any(len(set(of_step)) > 1 for of_step in work)
-        assert all(len(set(of_layer)) > 1 for of_layer in zip(*work, strict=True))
-
-
-def test_a_saved_run_goes_on(run_ranks):
-    language_models.check_that_saved_runs_go_on(run_ranks, case, 3, 3)

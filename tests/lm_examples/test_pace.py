@@ -78,14 +78,6 @@ def test_frozen_blocks_sleep_once_in_backward_and_a_frozen_prefix_not_at_all():
     assert forward_s == 3.0 and backward_s == 1.0 + 2.0
 
 
-def test_evaluation_is_not_held_up():
-    pace = Pace(forward_s=1.0)
-    (block,) = blocks_of(1, pace)
-    block.eval()
-    _, seconds = seconds_of(pace, lambda: block(torch.randn(1, 4, 8, dtype=torch.float64)))
-    assert seconds == 0.0
-
-
 def test_values_gradients_and_names_are_those_of_blocks_that_do_not_sleep():
     results = []
     for pace in (None, Pace(forward_s=0.1)):
@@ -99,13 +91,3 @@ def test_values_gradients_and_names_are_those_of_blocks_that_do_not_sleep():
     assert torch.equal(y, other_y) and torch.equal(dx, other_dx)
     assert [name for name, _ in named] == [name for name, _ in other_named]
     assert all(torch.equal(dw, other) for (_, dw), (_, other) in zip(named, other_named, strict=True))
-
-
-def test_blocks_may_return_tuples_whose_first_tensor_is_what_the_next_one_takes():
-    pace = Pace(forward_s=1.0)
-    mask = torch.ones(1, 4, dtype=torch.bool)
-    (block,) = blocks_of(1, pace, Slow, extra=(mask,))
-    outputs = block(torch.randn(1, 4, 8, dtype=torch.float64))
-    assert outputs[1] is mask
-    _, backward_s = seconds_of(pace, lambda: outputs[0].sum().backward())
-    assert backward_s == 2.0

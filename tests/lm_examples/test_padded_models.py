@@ -124,17 +124,3 @@ def test_rows_hold_what_was_planned():
     assert pair.tokens.tolist() == [[0, 5], [0, 0]] and pair.targets.tolist() == [[5, 6], [8, -100]]
     with pytest.raises(ValueError, match=r"samples \[0, 2\] have 5 tokens: their row is planned for 4"):
         PaddedBatch.of(samples, MicroBatch(((0, 2),), (4,)))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kind": "bert"}, "model.kind='bert'"),
-        ({"hidden_size": 10, "num_heads": 4}, "model.hidden_size"),
-        ({"head_size": 3}, "even number"),
-        ({"num_blocks": 0}, "model.num_blocks"),
-    ],
-)
-def test_shapes_that_are_not_allowed_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        ModelConfig(**options)

@@ -148,23 +148,16 @@ def test_plans_of_another_model_and_of_nothing_are_refused(run_ranks, keeper):
         assert nothing.startswith("this is no plan of an iteration")
 
 
-def test_ranks_with_different_plans_do_not_go_on(run_ranks):
+def test_ranks_with_different_plans_and_those_whose_plan_does_not_come_do_not_go_on(run_ranks):
     def train(rank, group):
         store = SharedStore(served_store(), "here", is_first_of_host=False)
         store.put(1, 1, plan_value(plan_of(1).to_json() + " " * rank))
-        return error_of(lambda: RunPlanners(Planner(), store, group, CPU).plan(1, "batch 1"))
+        planners = RunPlanners(Planner(), store, group, CPU, timeout_s=0.5)
+        return [error_of(lambda n=n: planners.plan(n, f"batch {n}")) for n in (1, 5)]
 
-    for name, text in run_ranks(train, 2):
+    for (name, text), (late_name, late) in run_ranks(train, 2):
         assert name == "RuntimeError" and "the ranks of the group differ in the plan of iteration 1" in text
-
-
-def test_a_plan_that_does_not_come_ends_all_ranks(run_ranks, keeper):
-    def train(rank, group):
-        planners = left_by_hand(keeper, group, timeout_s=0.5)
-        return error_of(lambda: planners.plan(5, "batch 5"))
-
-    for name, text in run_ranks(train, 2):
-        assert name == "CannotMoveError" and "no plan of iteration 5 came to" in text
+        assert late_name == "CannotMoveError" and "no plan of iteration 5 came to here within 0.5 s" in late
 
 
 def test_a_rank_that_dies_is_named_by_the_others(tmp_path, keeper):

@@ -135,10 +135,11 @@ def measure_layers(
     slowest: Callable[[float], float] = float,
     share: Rendezvous | None = None,
 ) -> CostTable:
-    """Measure some layers, and bring the numbers of all ranks together, as :func:`measure_model`.
+    """Measure some layers, by their numbers in the model, and bring the numbers of all ranks together.
+
+    See :func:`measure_model`.
 
     Args:
-        layers: to measure, by their numbers in the model. Ranks that divide them measure together.
         whole_layers: [L] the undivided model's, on any device: kinds and shapes are theirs.
         slowest: returns the most of the seconds that the ranks give that divide the layers, so that all repeat alike.
         share: of the ranks that measure; None where this one measures all layers.

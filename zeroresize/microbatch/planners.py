@@ -28,6 +28,7 @@ from functools import cached_property
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,9 +77,6 @@ class IterationPlanner:
         table: costs of the model's layers.
         boundaries: [S + 1] of the pipeline's stages.
         options: of planning.
-
-    Raises:
-        ValueError: for boundaries of other layers than the table's.
     """
 
     lengths_of: Callable[[int], Indices]
@@ -87,7 +85,7 @@ class IterationPlanner:
     options: PlanningOptions
 
     def __post_init__(self) -> None:
-        self.costs  # noqa: B018
+        self.costs, self.fingerprint  # noqa: B018 - processes are given both
 
     @cached_property
     def costs(self) -> dict[str, StageCosts]:
@@ -100,11 +98,7 @@ class IterationPlanner:
         return digest(self.table.fingerprint, repr((self.boundaries, self.options))).hex()
 
     def __call__(self, iteration: int) -> str:
-        """Return the plan of an iteration as text.
-
-        Raises:
-            ValueError: as :func:`~zeroresize.policy.microbatches.planning.plan_iteration`.
-        """
+        """Return the plan of an iteration as text."""
         lengths = self.lengths_of(iteration)
         return plan_iteration(iteration, lengths, self.costs, self.options, model=self.fingerprint).to_json()
 
@@ -159,9 +153,9 @@ class RunPlanners:
 
         def start() -> None:
             if store.is_first_of_host and not self.is_over(first):
-                limits = {"first": first, "last": last, "num_workers": num_workers, "ahead": ahead}
-                deadline_s = self._timeout_s / (_MOST_FAILURES + 1)
-                self._planners = Planners(planner, store, series=self._series, deadline_s=deadline_s, **limits)  # type: ignore[arg-type]
+                options: dict[str, Any] = {"num_workers": num_workers, "ahead": ahead}
+                options["deadline_s"] = self._timeout_s / (_MOST_FAILURES + 1)
+                self._planners = Planners(planner, store, series=self._series, first=first, last=last, **options)
                 weakref.finalize(self, self._planners.close)
 
         agreed(self._meet, start, what="the planners of a run")
@@ -254,16 +248,14 @@ class RunPlanners:
 class Planners:
     """Processes on this host that plan iterations ahead of the ranks, and leave the plans in a store.
 
-    Iterations are planned in their order, each by whichever process has nothing to do. What ``plan`` returns may depend
-    on the iteration alone; ``random`` and ``numpy.random`` are seeded by its number. A process that dies, or does not
+    Iterations are planned in their order, each by whichever process has nothing to do. A process that dies, or does not
     end within the deadline, is replaced with a warning, and its iteration is planned again; if that happens three
-    times, or ``plan`` raises, the ranks get the error in place of the plan. Nothing is skipped.
-
-    The processes have no part of this one, no GPU, and one thread each. All of them end with it, however it does.
+    times, or ``plan`` raises, the ranks get the error in place of the plan. Nothing is skipped. The processes have no
+    part of this one, no GPU, and one thread each. All of them end with it, however it does.
 
     Args:
-        plan: returns the text of an iteration's plan; a function of a module, or an object that can be pickled. A
-            ValueError tells of bad input: its text reaches the ranks as it is.
+        plan: a function of a module, or an object that can be pickled. What it returns may depend on the iteration
+            alone; ``random`` and ``numpy.random`` are seeded by its number. The text of a ValueError reaches the ranks.
         store: where plans go. Of several hosts each plans the iterations whose number is its own modulo theirs.
         series: of the plans, in the store.
         first, last, num_workers, ahead: as of :class:`RunPlanners`.
@@ -312,11 +304,7 @@ class Planners:
         self._wake.set()
 
     def restart(self, plan: Plan, series: int, first: int) -> None:
-        """Plan otherwise from an iteration on, as another series of plans.
-
-        Raises:
-            ValueError: for a ``plan`` that cannot be pickled.
-        """
+        """Plan otherwise from an iteration on, as another series of plans."""
         self._wanted = self._series_of(_pickled(plan), series, first)
         self._wake.set()
 

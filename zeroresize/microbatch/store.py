@@ -54,18 +54,18 @@ def failure_value(kind: str, text: str) -> bytes:
 class SharedStore:
     """Keeps the plans of iterations from when they are made until they have been carried out, for all ranks of a job.
 
-    It is made by :func:`share_store`. Values are compressed text, of which nothing is unpickled or run.
+    It is made by :func:`share_store`. Values are compressed text, of which nothing is unpickled or run. Where it cannot
+    be reached every call raises a :class:`StoreError`.
 
     Args:
         store: torch's; this rank's connection to it.
         address: where it is, for messages.
+        host, num_hosts: the number of this rank's host, in the order of the ranks, and how many there are.
+        is_first_of_host: whether this is the host's first rank, which starts the host's planners.
         rendezvous: of the ranks that share it; None where this one leaves alone.
         answer_s: seconds within which it has to answer.
 
     Attributes:
-        host: the number of this rank's host, in the order of the ranks.
-        num_hosts: how many hosts the ranks are on.
-        is_first_of_host: whether this is the host's first rank, which starts the host's planners.
         warn_after_s: seconds after which a wait for a plan is warned of; may be set.
     """
 
@@ -92,19 +92,13 @@ class SharedStore:
         return self._num_series
 
     def put(self, series: int, iteration: int, value: bytes) -> None:
-        """Leave the plan of an iteration, or a failure in its place, of at most :data:`MOST_BYTES`.
-
-        Raises:
-            StoreError: if the store cannot be reached, as all methods do.
-        """
+        """Leave the plan of an iteration, or a failure in its place, of at most :data:`MOST_BYTES`."""
         self._ask(lambda store: store.set(_key(series, iteration), value), f"leave the plan of iteration {iteration}")
 
     def get(self, series: int, iteration: int, timeout_s: float, doing: Callable[[], str], *, warns: bool) -> str:
-        """Wait for the plan of an iteration and return it.
+        """Wait for the plan of an iteration and return it, for so many seconds at most.
 
         Args:
-            series: of the plans.
-            timeout_s: seconds to wait at most.
             doing: tells what planners do, for messages.
             warns: whether to warn after :attr:`warn_after_s` seconds and whenever twice as many have passed; of many
                 ranks that wait for the same plan it is enough that one does.
@@ -145,12 +139,9 @@ class SharedStore:
             self._ask(lambda store: [store.delete_key(key) for key in keys], "drop plans")
 
     def close(self) -> None:
-        """Leave the store once all ranks have come to this, so that nobody loses it early; collective.
+        """Leave the store once all ranks have come to this, after planners are closed; collective.
 
-        Planners are closed before.
-
-        Raises:
-            RuntimeError: if a rank does not come; this one has left then, too.
+        Where a rank does not come it is a RuntimeError; this one has left then, too.
         """
         try:
             if self._rendezvous is not None:
@@ -209,15 +200,9 @@ def share_store(process_group: ProcessGroup) -> SharedStore:
 
 
 def served_store(name: str = _LOOPBACK) -> TCPStore:
-    """Make a store that this process serves, in a thread without Python.
+    """Make a store that this process serves under a name of this host, in a thread without Python.
 
     On loopback the socket is made here: torch would listen on all interfaces.
-
-    Args:
-        name: of this host, by which others reach it.
-
-    Raises:
-        OSError, RuntimeError: if it cannot be made.
     """
     if name != _LOOPBACK:
         return _tcp_store(name, 0, is_master=True)

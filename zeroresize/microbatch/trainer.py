@@ -162,11 +162,7 @@ class MicroBatchTrainer(StepTrainer):
         return self.carry_out(plan, samples, lengths_NA, begin=begin)
 
     def fetch(self, samples: Sequence[Any], lengths_NA: Indices) -> IterationPlan:
-        """Return the plan of the next iteration, for :meth:`carry_out`, and make its micro-batches; collective.
-
-        Raises:
-            Exception: as :meth:`step` does before anything has run.
-        """
+        """Return the plan of the next iteration, for :meth:`carry_out`, and make its micro-batches; collective."""
         self._require_no_failure()
         plan = self.plans.plan(self.num_steps, batch_fingerprint(lengths_NA))
         self._require_divided_alike(plan)
@@ -179,11 +175,7 @@ class MicroBatchTrainer(StepTrainer):
     ) -> IterationReport:
         """Make one optimizer step by the plan that :meth:`fetch` has returned; collective.
 
-        Args:
-            begin: when the iteration began, by ``time.perf_counter``; None for now.
-
-        Raises:
-            Exception: as :meth:`step`.
+        ``begin`` is when the iteration began, by ``time.perf_counter``; None for now.
         """
         planned = time.perf_counter()
         begin = planned if begin is None else begin
@@ -268,21 +260,16 @@ class MicroBatchTrainer(StepTrainer):
         return batches
 
     def _require_planned(self, samples: Sequence[Any], wanted: Sequence[int], lengths_NA: Indices) -> None:
-        """Check the lengths of this rank's samples: others would be padded, dropped or mixed.
-
-        Raises:
-            ValueError: naming a sample that is not as it was planned.
-        """
+        """Check the lengths of this rank's samples: others would be padded, dropped or mixed."""
         if len(samples) != len(lengths_NA):
             raise ValueError(
                 f"{len(samples)} samples and {len(lengths_NA)} lengths were given: give the lengths of just these "
                 "samples, from which planners plan, too"
             )
-        lengths_of = self._lengths_of
-        if lengths_of is None:
+        if self._lengths_of is None:
             return
         for sample in wanted:
-            lengths, planned = list(lengths_of(samples[sample])), np.asarray(lengths_NA)[sample].tolist()
+            lengths, planned = list(self._lengths_of(samples[sample])), np.asarray(lengths_NA)[sample].tolist()
             if lengths != planned:
                 raise ValueError(
                     f"sample {sample} has {lengths} tokens, and was planned with {planned}: planners and executors "
@@ -290,11 +277,7 @@ class MicroBatchTrainer(StepTrainer):
                 )
 
     def _require_alike(self, prints: Sequence[float], samples: Sequence[Any], wanted: Sequence[int]) -> None:
-        """Check that the ranks of a replica have the same tokens; collective where they have not.
-
-        Raises:
-            ValueError: on every rank, naming a sample that is not the same on all ranks.
-        """
+        """Check that the ranks of a replica have the same tokens; collective where they have not."""
         ranks_of: dict[int, list[int]] = {}
         for rank in range(len(prints)):
             position = self.model.current.position_of(rank)

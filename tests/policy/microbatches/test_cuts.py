@@ -68,15 +68,6 @@ def test_micro_batches_keep_within_memory(problem, factor):
     assert not segments_of(lengths, 0.5 * max(lengths)).has_partition
 
 
-def test_many_samples_are_cut_within_the_gap():
-    random = np.random.default_rng(3)
-    lengths = np.sort(np.ceil(random.lognormal(4.5, 1.0, 60)))
-    segments = segments_of(lengths)
-    best = shortest_cuts(segments, 7.0, gap=0.0).iteration_s(7.0)
-    cuts = shortest_cuts(segments, 7.0)
-    assert best <= cuts.iteration_s(7.0) * (1.0 + 1e-12) <= best * 1.0011
-
-
 @given(
     st.lists(st.floats(0.1, 10.0), min_size=1, max_size=7),
     st.lists(st.sampled_from([1.0, 1.5, 4.0]), min_size=1, max_size=3),

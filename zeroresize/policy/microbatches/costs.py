@@ -28,12 +28,7 @@ VALUES = ("forward_s", "backward_s", "activation_bytes", "workspace_bytes")
 
 
 class LongerThanMeasuredError(ValueError):
-    """Tells of lengths beyond the grid.
-
-    Attributes:
-        row: which of the micro-batches that were asked for is the first.
-        most: the longest length that was measured.
-    """
+    """Tells of lengths beyond the grid: the first micro-batch with such, and the longest that was measured."""
 
     def __init__(self, num_tokens: int, row: int, most: int) -> None:
         super().__init__(
@@ -56,10 +51,6 @@ class LayerGrid:
         forward_s, backward_s: [sizes, lengths, …] of one layer; infinite where memory did not hold it.
         activation_bytes: of the same, kept from the forward to the backward.
         workspace_bytes: of the same, needed beside them while the layer runs, forward or backward.
-
-    Raises:
-        ValueError: for numbers that do not rise from 1 on, fewer than two sizes or lengths, and values of another shape
-            or below zero.
     """
 
     axes: tuple[int, ...]
@@ -84,11 +75,7 @@ class LayerGrid:
                 raise ValueError(f"{name} {values.shape} are not allowed: {shape} numbers that are not negative")
 
     def values(self, sizes_K: Indices, lengths_KA: Indices) -> Floats:
-        """Return [4, K]: seconds forward and backward, bytes of activations and of workspace, of one layer.
-
-        Raises:
-            LongerThanMeasuredError: for lengths that are longer than the longest of the grid, naming both.
-        """
+        """Return [4, K]: seconds forward and backward, bytes of activations and of workspace, of one layer."""
         seen_KA = lengths_KA[:, list(self.axes)]
         limits = np.array([points[-1] for points in self.lengths])
         too_long = np.argwhere(seen_KA > limits)
@@ -135,13 +122,7 @@ def grid_points(sizes: Sequence[int], lengths: Sequence[Sequence[int]]) -> tuple
 
 
 class Prices(NamedTuple):
-    """Holds what micro-batches take on stages.
-
-    Attributes:
-        forward_s, backward_s: [K, S] seconds.
-        activation_bytes: [K, S] kept from the forward to the backward.
-        workspace_bytes: [K, S] needed beside what is kept while the micro-batch runs.
-    """
+    """Holds [K, S] of micro-batches on stages: seconds, bytes kept, and bytes needed besides while each runs."""
 
     forward_s: Floats
     backward_s: Floats
@@ -165,9 +146,6 @@ class StageCosts:
         names: of a micro-batch's sizes, the number of rows first.
         handed: [L − 1] of which sizes the bytes are that layers hand on; empty where nobody knows. A stage but the last
             keeps what it hands on, as the next layer, which counts it, is elsewhere.
-
-    Raises:
-        ValueError: for boundaries of other layers.
     """
 
     kinds: tuple[str, ...]
@@ -185,13 +163,10 @@ class StageCosts:
         return len(self.boundaries) - 1
 
     def prices(self, sizes_K: Indices, lengths_KA: Indices) -> Prices:
-        """Return what each micro-batch takes on each stage.
+        """Return what each micro-batch takes on each stage; lengths [K, A] that were never measured raise an error.
 
         A layer's workspace is needed while those behind it have not begun, in the forward, or keep nothing any more, in
         the backward. So that of a stage is the most that any of its layers needs beyond what they all keep together.
-
-        Raises:
-            LongerThanMeasuredError: for lengths that are longer than what was measured, naming them.
         """
         of_kind = {kind: self.costs[kind].values(sizes_K, lengths_KA) for kind in dict.fromkeys(self.kinds)}
         total = np.zeros((3, len(sizes_K), self.num_stages))
@@ -243,14 +218,7 @@ class CostTable:
             raise ValueError("no way of recomputation was measured: at least one is needed")
 
     def costs(self, boundaries: Sequence[int]) -> dict[str, StageCosts]:
-        """Return what the stages of a pipeline take, by what is computed again.
-
-        Args:
-            boundaries: [S + 1] of the stages.
-
-        Raises:
-            ValueError: for boundaries of other layers.
-        """
+        """Return what the stages with these boundaries [S + 1] take, by what is computed again."""
         return {
             recomputation: StageCosts(self.kinds, by_kind, tuple(boundaries), self.names, self.handed)
             for recomputation, by_kind in self.grids.items()
@@ -266,11 +234,7 @@ class CostTable:
         )
 
     def require_model(self, kinds: Sequence[str], names: Sequence[str]) -> None:
-        """Check that the table is of a model with layers of these kinds, whose micro-batches have these sizes.
-
-        Raises:
-            ValueError: naming what differs.
-        """
+        """Raise ValueError unless the table is of layers of these kinds, in micro-batches with these sizes."""
         if tuple(names) != self.names:
             raise ValueError(f"the costs are of micro-batches with {list(self.names)}: the model has {list(names)}")
         if len(kinds) != len(self.kinds):

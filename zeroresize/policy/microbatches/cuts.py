@@ -44,12 +44,7 @@ SegmentPrices = Callable[[Indices, Indices], tuple[Floats, Floats]]
 
 
 def micro_batches(lengths_NA: Indices, costs: StageCosts, options: PlanningOptions) -> Iterator[list[MicroBatch]]:
-    """Yield micro-batches of all replicas together; which are best, the schedule's length tells.
-
-    Raises:
-        DoesNotFitError: for a sample that alone does not fit, naming it.
-        ValueError: for a sample that is longer than a row that packing fills.
-    """
+    """Yield micro-batches of all replicas together; which are best, the schedule's length tells."""
     if options.method == "dynamic":
         yield from _planned(lengths_NA, costs, options)
     elif options.method == "packing":
@@ -118,10 +113,7 @@ def fill_of(costs: StageCosts, lengths_NA: Indices, slowness_S: Floats | float =
     """Return what a pipeline's filling and draining takes, in times of the longest micro-batch on its slowest stage.
 
     With equal stages it is S − 1 (Eq. 1). Where stages differ, a micro-batch passes the others in less time than the
-    slowest, so it is the sum of all stages' seconds over the slowest one's, less 1.
-
-    Args:
-        slowness_S: χ of each stage.
+    slowest, so it is the sum of all stages' seconds, each times its χ, over the slowest one's, less 1.
     """
     longest = lengths_NA[[int(lengths_NA.sum(axis=1).argmax())]]
     seconds = costs.prices(np.ones(1, dtype=np.int64), longest).seconds[0] * slowness_S
@@ -131,11 +123,10 @@ def fill_of(costs: StageCosts, lengths_NA: Indices, slowness_S: Floats | float =
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Holds what micro-batches of neighbouring samples take.
+    """Holds what micro-batches of neighbouring samples take, infinite where they do not fit or there are not as many.
 
     Attributes:
-        seconds_KN: [K, N + 1]; entry (k, n) is of the k + 1 samples up to the n-th one, infinite where they do not fit
-            or there are not as many.
+        seconds_KN: [K, N + 1]; entry (k, n) is of the k + 1 samples up to the n-th one.
         bytes_UKN: of the same, what is needed while several like it are under way.
     """
 
@@ -196,12 +187,7 @@ class Segments:
 
 @dataclass(frozen=True)
 class Cuts:
-    """Describe a partition.
-
-    Attributes:
-        ends: where each micro-batch ends, rising; the last one at N.
-        longest_s, total_s: seconds of the longest micro-batch, and of all.
-    """
+    """Says where each micro-batch ends, the last one at N, and the seconds of the longest and of all."""
 
     ends: tuple[int, ...]
     longest_s: float
@@ -218,11 +204,6 @@ def shortest_cuts(segments: Segments, fill: float, num_replicas: int = 1, gap: f
     Where the longest micro-batch may take t, f(t) is the least sum of seconds. f never rises with t, so between two
     limits t₁ < t₂ no iteration is shorter than fill · (the least seconds above t₁) + f(t₂) / |D|. Limits between are
     looked at, several at once, while that bound comes below the best iteration by more than the gap.
-
-    Args:
-        fill: see the module.
-        num_replicas: |D|.
-        gap: share of the optimum that the result may lie above it; 0 for the optimum itself.
     """
     choices = np.unique(segments.seconds_KN[np.isfinite(segments.seconds_KN)])
     choices = choices[choices >= segments.least_s * (1.0 - 1e-12)]  # every sample is in some micro-batch
@@ -285,9 +266,6 @@ def ordered(lengths_NA: Indices, order: SampleOrder = "sorted") -> Indices:
 
     "sorted": by the first length, then by the second one. "tour": pairs of lengths are points, visited on a short way
     of a travelling salesman, without its longest edge, from its shorter end; with one length that is the same.
-
-    Raises:
-        ImportError: for a tour without its solver, naming the extra that brings it.
     """
     by_length: Indices = np.lexsort(lengths_NA.T[::-1])
     points, point_of = np.unique(lengths_NA, axis=0, return_inverse=True)
@@ -307,17 +285,10 @@ def ordered(lengths_NA: Indices, order: SampleOrder = "sorted") -> Indices:
 
 
 def packed(lengths_NA: Indices, max_lengths: Sequence[int], rows_each: int) -> list[MicroBatch]:
-    """Return micro-batches of rows of the maximum length, into which samples are packed one behind another.
+    """Return micro-batches of rows of the maximum length [A], into which samples are packed one behind another.
 
     Each sample, in the order of the data, goes into the first row with room for all of its lengths, else into a new
     one. All rows are as long as the maximum, whatever they hold: that is what packing computes.
-
-    Args:
-        max_lengths: [A] tokens of a row.
-        rows_each: of a micro-batch, but for the last one.
-
-    Raises:
-        ValueError: for a sample that is longer than a row, naming it.
     """
     limits = np.asarray(max_lengths, dtype=np.int64)
     rooms_NA = np.tile(limits, (len(lengths_NA), 1))

@@ -86,11 +86,7 @@ class PlanningOptions:
             number("slowness", factor, above=0.0)
 
     def slowness_DS(self, num_stages: int) -> Floats:
-        """Return [D, S] χ of each stage of each replica.
-
-        Raises:
-            ValueError: where it was given for another number of stages.
-        """
+        """Return [D, S] χ of each stage of each replica; ValueError where it is of another number of stages."""
         if not self.slowness:
             return np.ones((self.num_replicas, num_stages))
         if any(len(row) != num_stages for row in self.slowness):
@@ -112,11 +108,7 @@ class MicroBatch:
 
     @classmethod
     def of(cls, samples: Sequence[int] | Indices, lengths_NA: Indices) -> MicroBatch:
-        """Return these samples, one in a row, padded to the longest of them.
-
-        Raises:
-            ValueError: for no samples.
-        """
+        """Return these samples, one in a row, padded to the longest of them; ValueError for none."""
         if not len(samples):
             raise ValueError("a micro-batch of no samples is empty: at least one is needed")
         longest = lengths_NA[np.asarray(samples)].max(axis=0)
@@ -206,11 +198,7 @@ class IterationPlan:
 
     @classmethod
     def from_json(cls, text: str) -> IterationPlan:
-        """Return the plan that :meth:`to_json` described.
-
-        Raises:
-            ValueError: for anything else.
-        """
+        """Return the plan that :meth:`to_json` described; ValueError for anything else."""
         try:
             value: dict[str, Any] = json.loads(text)
             if value["format"] != _FORMAT:

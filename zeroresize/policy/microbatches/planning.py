@@ -159,11 +159,7 @@ def replica_plans(
     *,
     num_clusters: int | None = None,
 ) -> list[ReplicaPlan] | None:
-    """Return [D] plans of these micro-batches; None where those of a replica do not fit, or were never measured.
-
-    Args:
-        num_clusters: in place of that of the options.
-    """
+    """Return [D] plans of these micro-batches; None where those of a replica do not fit, or were never measured."""
     prices = costs.prices(*shapes_of(microbatches))
     if not np.isfinite(np.stack(prices[:3])).all():
         return None
@@ -195,13 +191,9 @@ def replica_plans(
 
 
 def shared_by_stages(stage_s: Floats, slowness_DS: Floats) -> list[list[int]]:
-    """Return [D] the numbers of the micro-batches of each replica, as :func:`shared` does.
+    """Return [D] the micro-batches of each replica, by [M, S] seconds and [D, S] χ, as :func:`shared` does.
 
     A micro-batch takes what it does on its replica's slowest stage.
-
-    Args:
-        stage_s: [M, S] of each micro-batch on each stage that is not slow.
-        slowness_DS: [D, S] χ of each stage of each replica.
     """
     seconds_M = stage_s.max(axis=1)
     total_s = float(seconds_M.sum()) or 1.0
@@ -210,15 +202,11 @@ def shared_by_stages(stage_s: Floats, slowness_DS: Floats) -> list[list[int]]:
 
 
 def shared(seconds_M: Sequence[float] | Floats, slowness_D: Sequence[float], fill: float = 0.0) -> list[list[int]]:
-    """Return [D] the numbers of the micro-batches of each replica, ascending; a replica may have none.
+    """Return [D] the numbers of the micro-batches of each replica, ascending, by their seconds [M] and each one's χ.
 
     Each micro-batch, the longest first, goes to the replica that is done with it first. Then micro-batches of the
-    slowest replica are moved and exchanged, the best first, while that makes it faster.
-
-    Args:
-        seconds_M: of each micro-batch on a replica that is not slow.
-        slowness_D: χ of each replica, above 0.
-        fill: times that a replica's longest micro-batch counts besides, as its pipeline fills and drains.
+    slowest replica are moved and exchanged, the best first, while that makes it faster. A replica's longest micro-batch
+    counts ``fill`` times besides, as its pipeline fills and drains.
     """
     seconds = np.asarray(seconds_M, dtype=np.float64)
     parts: list[list[int]] = [[] for _ in slowness_D]
@@ -284,11 +272,6 @@ def shortest_schedule(
     Micro-batches are put into clusters by the seconds that they take, and the clusters are run in every order; within
     one micro-batches keep theirs. Under "adaptive" as many micro-batches are under way as memory allows, or as there
     are stages, whichever is shorter.
-
-    Args:
-        prices: of the M micro-batches.
-        memory_limit: bytes of activations and workspace of a stage at most.
-        num_clusters: 1 for the order of the micro-batches as it is.
     """
     num_microbatches, num_stages = prices.forward_s.shape
     if (prices.activation_bytes + prices.workspace_bytes > memory_limit).any():

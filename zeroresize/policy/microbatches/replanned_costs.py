@@ -57,9 +57,7 @@ class PlannedModel:
 
 
 class ReplannedCosts:
-    """Tell what a training's iterations and switches take.
-
-    It is a :class:`~zeroresize.policy.strategy.stragglers.candidates.StrategyCosts` of one range, all lengths.
+    """Tell what a training's iterations and switches take, as strategies' ``StrategyCosts`` of one range do.
 
     Args:
         model: what is trained.
@@ -108,9 +106,9 @@ class ReplannedCosts:
         return self._mean_s(strategies[0], self.slowness_of(strategies[0], speeds), as_planned)
 
     def fits(self, number: int, strategy: Strategy, optimizer_strategy: Strategy) -> bool:
-        """Return whether micro-batches fit beside the weights that a strategy brings.
+        """Return whether the newest micro-batches fit beside the weights that a strategy brings.
 
-        These are the newest ones, and the longest sample by itself, if the original strategy has room for it.
+        So does the longest sample by itself, if the original strategy has room for it.
         """
         limit = self._memory_limit(strategy)
         if limit == math.inf or limit <= 0.0:
