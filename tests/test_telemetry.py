@@ -13,7 +13,7 @@ from zeroresize.config.keys import MIGRATING_MODES, MODES, MOVING_MODES
 from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord
 from zeroresize.utils.files import read_json_lines
 
-FIELDS = {field.name for field in dataclasses.fields(UpdateRecord)}
+FIELDS = {"format", *(field.name for field in dataclasses.fields(UpdateRecord))}
 
 
 def record(**changes):
@@ -68,7 +68,7 @@ def test_an_update_is_a_line_of_json_with_every_field(tmp_path):
     path = tmp_path / "folder" / "balance.jsonl"
     write(path, [record(), record(update=3, step=30)])
     lines = [json.loads(line, parse_constant=no_such_number) for line in path.read_text().splitlines()]
-    assert lines == [dataclasses.asdict(record()), dataclasses.asdict(record(update=3, step=30))]
+    assert lines == [{"format": 1, **dataclasses.asdict(each)} for each in (record(), record(update=3, step=30))]
     assert read_json_lines(path) == lines
 
 

@@ -316,7 +316,7 @@ def start_messages(
             if tensor.numel()
         ]
         for call, work in zip(calls, dist.batch_isend_irecv(calls) if calls else (), strict=False):
-            transfer = NamedWork(partial(_itself, work), "messages with", process_group)
+            transfer = NamedWork(partial(lambda work: work, work), "messages with", process_group)
             transfers[dist.get_group_rank(process_group, call.peer)].append(transfer)
         return transfers
     for start, tensors in ((start_receive, receives), (start_send, sends)):
@@ -340,10 +340,6 @@ class _NotStarted:
 
     def wait(self) -> None:
         raise self._error
-
-
-def _itself(work: dist.Work) -> dist.Work:
-    return work
 
 
 def message_device(process_group: ProcessGroup, device: torch.device) -> torch.device:
