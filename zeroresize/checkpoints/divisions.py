@@ -29,9 +29,6 @@ def divisions_of(model: nn.Module) -> dict[int, TensorDivision]:
     """Return the division of every parameter of which this rank holds a part, by its ``id``.
 
     All other parameters are the same on every rank.
-
-    Raises:
-        ValueError: for a parameter or a buffer that may be a part of something, where it is not known which.
     """
     divisions: dict[int, TensorDivision] = {}
     unknown: dict[str, Tensor] = {}

@@ -89,9 +89,6 @@ class GradientCheck:
         """Find what is wrong with gradients: the cause, and where it begins, not all that follows from it.
 
         Whatever stands before a wrong gradient in the forward has another one, too: named is what comes last.
-
-        Args:
-            loss: the name of the function that computes it.
         """
         if self.is_right():
             return []

@@ -99,15 +99,7 @@ class Whereabouts:
 
 
 def require_same_whereabouts(ranks: Sequence[Whereabouts], *, counts_forwards: bool = True) -> None:
-    """Check that the ranks of a group came to each other from the same place.
-
-    Args:
-        ranks: the whereabouts of every rank, in the order of the group.
-        counts_forwards: whether the ranks must also have made equally many training forwards.
-
-    Raises:
-        RuntimeError: if they come from different places; it names what each of them has called, and how often.
-    """
+    """Check that the ranks of a group came to each other from the same place."""
 
     def differ(*what: str) -> bool:
         return len({tuple(getattr(rank, name) for name in what) for rank in ranks}) > 1
@@ -216,12 +208,7 @@ class Words:
 
     @contextmanager
     def waiting(self, what: str, absent: Callable[[], Sequence[int]] | None = None) -> Iterator[None]:
-        """Warn, on the lowest rank that waits, if the block takes long; say when it has ended after all.
-
-        Args:
-            what: the end of "waits for ...", the same on all ranks that wait together.
-            absent: returns the ranks, within the group, that may not have come yet; None for all others.
-        """
+        """Warn, on the lowest rank that waits, if the block takes long; say when it has ended after all."""
         wait = _Wait(what, absent, self._after_s)
         self._waits.append(wait)
         try:
@@ -232,12 +219,7 @@ class Words:
             logger.info("all ranks have come after %.0f s: training goes on", time.monotonic() - wait.began)
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for a collective, of gloo on the CPU: only its waits can be interrupted, and it goes on meanwhile.
-
-        Raises:
-            RuntimeError: if the collective fails.
-            ValueError: as :meth:`raise_met`.
-        """
+        """Wait for a collective, of gloo on the CPU: only its waits can be interrupted, and it goes on meanwhile."""
         with self.waiting("the other ranks in a collective"):
             while not work.is_completed():
                 with suppress(RuntimeError):  # of the wait, or of the collective: then it has ended
@@ -259,13 +241,6 @@ class Words:
         """Leave a word of what failed on this rank, and return all ranks' words, as the end of an error.
 
         Of a second failure at the same place, which follows from the first, no word is left.
-
-        Args:
-            failed: the text that the others will read.
-            waits: whether to wait until the others have failed as well, ``WAIT_S`` seconds at most.
-
-        Raises:
-            ValueError: as :meth:`raise_met`.
         """
         self.raise_met()
         with self._lock:

@@ -110,9 +110,6 @@ class LayerLoans:
         """Check the layer's ``weight`` [N, K]; after loans have changed, the first layer sends all layers' weights.
 
         Every rank's training forward comes here, so all ranks send at the same place.
-
-        Raises:
-            RuntimeError: if the weight has changed since its columns were lent.
         """
         if self._sent is None:
             self._send_all_weights()
@@ -124,9 +121,6 @@ class LayerLoans:
 
         It is called on every rank, whether columns are lent or not, so autograd accumulates gradients and calls their
         hooks in the same order everywhere.
-
-        Raises:
-            RuntimeError: if the weight has changed since its columns were lent.
         """
         self.forward_begins(weight)
         if not self._loans and weight is not self._weight:  # replaced, and nothing of it is lent

@@ -90,11 +90,7 @@ class Lender:
         return bool(loans) and self._key(loans, epoch) != self._in_force
 
     def take_back(self) -> None:
-        """End all loans: wait for their transfers and free their memory; before units move, on every rank.
-
-        Raises:
-            RuntimeError: if a transfer failed; the loans have ended then, too.
-        """
+        """End all loans: wait for their transfers and free their memory; before units move, on every rank."""
         if self._in_force is None:
             return
         self._in_force = None
@@ -108,11 +104,7 @@ class Lender:
             ending.callback(self._gradient_return.forget)
 
     def close(self) -> None:
-        """End all loans and leave the weights' process group.
-
-        Raises:
-            RuntimeError: as :meth:`take_back` does; the group is left then, too.
-        """
+        """End all loans and leave the weights' process group."""
         with ExitStack() as ending:
             ending.callback(self._weight_group.close)
             ending.callback(self.take_back)

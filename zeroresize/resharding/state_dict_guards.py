@@ -101,11 +101,7 @@ def _first_shard_in(state: Mapping[str, Any], model: nn.Module) -> str | None:
 
 
 def guard_optimizer(optimizer: Any, are_away: Callable[[], bool]) -> Callable[[], None]:
-    """Let the optimizer save and load no state while units are away; returns what takes that back.
-
-    Args:
-        are_away: whether they are, a method; the guard ends when its object does.
-    """
+    """Let the optimizer save and load no state while units are away; returns what takes that back."""
     try:
         inner = torch_optimizer(optimizer)
     except ValueError:  # a wrapper that hides it

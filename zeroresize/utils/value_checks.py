@@ -84,9 +84,6 @@ def known_keys(
         what: how a message calls such a key, as "balance key".
         room: the name under which ``values`` stand in a larger mapping: a message calls the key ``a`` then ``room.a``.
         elsewhere: further keys that a wrong one may be meant for, as a message calls them.
-
-    Raises:
-        ValueError: if there are others; it names them, what each may be misspelt for, and those that are known.
     """
     if not isinstance(values, Mapping):
         given = "nothing ({} is an empty one)" if values is None else type(values).__name__
@@ -135,9 +132,6 @@ def share_numbers(shares: Any, num_ranks: int | None = None, choices: str = "", 
         num_ranks: how many there must be; None where the group is not known yet.
         choices: the words that are allowed in their place, for the error.
         call: the function that was given them, for the error; empty for a key of the configuration.
-
-    Raises:
-        ValueError: unless they are so many finite numbers, none negative and not all zero.
     """
     is_row = isinstance(shares, Sequence) and not isinstance(shares, str)
     is_sound = is_row and all(is_number(share) and 0.0 <= share < math.inf for share in shares) and any(shares)
