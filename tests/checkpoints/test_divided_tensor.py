@@ -20,7 +20,6 @@ from zeroresize.checkpoints.divided_tensor import (
     DividedTensor,
     Piece,
     TensorDivision,
-    even_pieces,
     unit_pieces,
 )
 from zeroresize.resharding.units.moving_units import move_units
@@ -46,11 +45,6 @@ def test_units_of_all_ranks_are_the_whole_tensor_in_its_order(owners, rows):
             whole[begin : begin + length] = held[local_begin : local_begin + length]
         assert all(one.begin + one.length < other.begin for one, other in itertools.pairwise(pieces))
     assert (whole == numbers).all()
-
-
-def test_even_shards_of_several_parts():
-    assert even_pieces([4, 2, 2], 2, 1) == [Piece(2, 0, 2), Piece(5, 2, 1), Piece(7, 3, 1)]
-    assert even_pieces([8], 1, 0) == even_pieces([4, 2, 2], 1, 0) == [Piece(0, 0, 8)]
 
 
 def divided():

@@ -210,8 +210,10 @@ OPTIMIZERS = {
 def test_a_new_optimizer_goes_on_as_the_old_one(run_ranks, tmp_path):
     def check(rank, group):
         for name, make_optimizer in OPTIMIZERS.items():
-            training = Training(group, NOTHING, make_optimizer=make_optimizer)
+            training = Training(group, make_optimizer=make_optimizer)
             training.train(2)
+            training.divide(NOTHING)
+            training.train(2, begin=2)
             dcp.save(training.state(), checkpoint_id=str(tmp_path / name))
             other = Training(group, LITTLE, seed=1, lr=0.5, make_optimizer=make_optimizer)
             (settings,) = other.optimizer.param_groups
