@@ -82,8 +82,17 @@ class Lender:
                 route = LoanRoute.of_parts(loan.owner, loan.receivers, bounds_of_parts(num_columns, loan.parts), name)
                 by_layer[name].append(LayerLoan(route, Columns.at(self._own_columns(route, columns)), num_rows))
         for name, layer in self._layers.items():
-            layer.loans = loans_of_layer = self._loans_of(name, layer, by_layer[name])
-            self._layer_loans.append(loans_of_layer)
+            made = LayerLoans(
+                name,
+                by_layer[name],
+                transport=self._transport,
+                weight_transport=self._weight_transport,
+                layer=layer,
+                gradient_return=self._gradient_return,
+                send_all_weights=self.send_weights,
+            )
+            layer.loans = made
+            self._layer_loans.append(made)
 
     def would_be_new(self, loans: Sequence[Loan], epoch: int) -> bool:
         """Tell whether ``loans`` are not in force yet, so :meth:`install` would send their columns to the group."""
@@ -166,17 +175,6 @@ class Lender:
         if self._rank == route.owner:
             return columns
         return columns[route.part_of(self._rank)] if self._rank in route.receivers else columns[:0]
-
-    def _loans_of(self, name: str, layer: BalancedLinear, loans: Sequence[LayerLoan]) -> LayerLoans:
-        return LayerLoans(
-            name,
-            loans,
-            transport=self._transport,
-            weight_transport=self._weight_transport,
-            layer=layer,
-            gradient_return=self._gradient_return,
-            send_all_weights=self.send_weights,
-        )
 
     @property
     def _device(self) -> torch.device:
