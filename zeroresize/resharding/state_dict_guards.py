@@ -19,7 +19,7 @@ from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.optim.optimizers import torch_optimizer
-from zeroresize.utils.torch_private import is_dtensor, parameters_of
+from zeroresize.utils.torch_private import is_dtensor
 
 _SAVING = (
     "which no other number of ranks, and no model that is not balanced, could load. Save with all units at home, "
@@ -90,8 +90,8 @@ def _first_shard_in(state: Mapping[str, Any], model: nn.Module) -> str | None:
         even, local = layer.even_shape[divided], layer.local_weight.shape[divided]
         whole = even * group_size(layer.process_group)
         dims = {"weight": divided ^ layer.weight_is_transposed, **({"bias": 0} if layer.is_column_parallel else {})}
-        for key in dims.keys() & parameters_of(layer).keys():
-            full, dim = f"{prefix}.{key}".lstrip("."), dims[key]
+        for key, dim in dims.items():
+            full = f"{prefix}.{key}".lstrip(".")
             # A wrapper's state has longer names, such as "module.…" and "_orig_mod.…".
             name = full if full in state else next((other for other in state if other.endswith(f".{full}")), full)
             shape = getattr(state.get(name), "shape", ())
