@@ -99,46 +99,46 @@ class Whereabouts:
 
 
 def require_same_whereabouts(ranks: Sequence[Whereabouts], *, counts_forwards: bool = True) -> None:
-    """Check that the ranks of a group came to each other from the same place."""
+    """Raise RuntimeError unless the ranks of a group, in its order, came to each other from the same place.
 
-    def differ(*what: str) -> bool:
-        return len({tuple(getattr(rank, name) for name in what) for rank in ranks}) > 1
+    Args:
+        counts_forwards: whether the ranks must also have made equally many training forwards.
+    """
 
-    def by_rank(text_of: Callable[[Whereabouts], str]) -> str:
-        return "; ".join(f"rank {rank}: {text_of(where)}" for rank, where in enumerate(ranks))
+    def require_same(names: Sequence[str], error: str, text: str, remedy: str) -> None:
+        if len({tuple(getattr(rank, name) for name in names) for rank in ranks}) > 1:
+            by_rank = "; ".join(f"rank {rank}: {text.format(where, where=where)}" for rank, where in enumerate(ranks))
+            raise RuntimeError(f"{error}: {by_rank}{remedy}")
 
-    if differ("call"):
-        raise RuntimeError(f"the ranks of the group made different calls: {by_rank(str)}")
+    require_same(["call"], "the ranks of the group made different calls", "{}", "")
     if ranks[0].call in _UNCOUNTED:
         return
-    if differ("num_work_changes"):
-        raise RuntimeError(
-            "balancer.profile_next() or load_state_dict() was called on some ranks only, or unequally often: "
-            f"{by_rank(lambda where: f'{where.num_work_changes} times')}; call it on every rank alike, between the "
-            "same two steps"
-        )
+    require_same(
+        ["num_work_changes"],
+        "balancer.profile_next() or load_state_dict() was called on some ranks only, or unequally often",
+        "{where.num_work_changes} times",
+        "; call it on every rank alike, between the same two steps",
+    )
     # Ranks that meet at an update have equal counts of steps, so their counts of forwards tell.
-    if differ("num_steps", *(["num_forwards"] if counts_forwards else [])):
-        counts = by_rank(
-            lambda where: f"{where.num_steps} calls in {where.num_forwards} training forwards of its layers"
-        )
-        raise RuntimeError(
-            f"the ranks of the group did not call balancer.step() equally often: {counts}; call it once after every "
-            "optimizer step, and load_state_dict with what was saved together, on every rank"
-        )
-    if differ("num_optimizer_steps"):
-        raise RuntimeError(
-            "the ranks of the group did not make equally many optimizer steps: "
-            f"{by_rank(lambda where: f'{where.num_optimizer_steps} steps')}. A loss scaler skips a step where "
-            "gradients overflow, and each rank sees those of its own shards only, so scale and weights have come "
-            "apart: use zeroresize.GradScaler in its place, and begin again from a checkpoint"
-        )
-    if differ("epoch"):
-        raise RuntimeError(
-            "the ranks of the group did not call balancer.epoch_end() equally often: "
-            f"{by_rank(lambda where: f'{where.epoch} epochs had ended at {where}')}; call it at the end of an epoch, "
-            "on every rank"
-        )
+    require_same(
+        ["num_steps", *(["num_forwards"] if counts_forwards else [])],
+        "the ranks of the group did not call balancer.step() equally often",
+        "{where.num_steps} calls in {where.num_forwards} training forwards of its layers",
+        "; call it once after every optimizer step, and load_state_dict with what was saved together, on every rank",
+    )
+    require_same(
+        ["num_optimizer_steps"],
+        "the ranks of the group did not make equally many optimizer steps",
+        "{where.num_optimizer_steps} steps",
+        ". A loss scaler skips a step where gradients overflow, and each rank sees those of its own shards only, so "
+        "scale and weights have come apart: use zeroresize.GradScaler in its place, and begin again from a checkpoint",
+    )
+    require_same(
+        ["epoch"],
+        "the ranks of the group did not call balancer.epoch_end() equally often",
+        "{where.epoch} epochs had ended at {where}",
+        "; call it at the end of an epoch, on every rank",
+    )
 
 
 class Word(NamedTuple):

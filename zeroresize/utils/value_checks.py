@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
-
-Checked = TypeVar("Checked")
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 #: Counts and seeds that fit into 32 bits: what is computed from them then fits into 64.
 LARGEST_COUNT = 2**31 - 1
@@ -98,26 +95,6 @@ def known_keys(
         )
         raise ValueError(f"unknown {what} {named}: allowed are {[prefix + name for name in known]}")
     return values
-
-
-def checking_keys(check: Callable[[Mapping[str, Any]], object]) -> Callable[[type[Checked]], type[Checked]]:
-    """Decorate a dataclass so that ``check`` sees the keys that its constructor is given before anything else does.
-
-    A misspelt key is then told as in a file, where Python's own TypeError names neither its like nor those that exist.
-    """
-
-    def decorate(cls: type[Checked]) -> type[Checked]:
-        build = cls.__init__
-
-        @functools.wraps(build)
-        def checked(self: Checked, *args: Any, **values: Any) -> None:
-            check(values)
-            build(self, *args, **values)
-
-        setattr(cls, "__init__", checked)  # noqa: B010 - a type checker is to see the dataclass's signature
-        return cls
-
-    return decorate
 
 
 def closest(key: str, known: Sequence[str], cutoff: float = 0.6) -> str | None:
