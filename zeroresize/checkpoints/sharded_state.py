@@ -7,6 +7,7 @@ Modules of this package import DCP, pipelines or strategies only where they are 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -141,9 +142,7 @@ def _state_of_switchable(model: SwitchableModel, optimizer: Any) -> dict[str, An
         if (division := spec.division) is not None:
             units = np.array(layout.units_of(number, model.rank), dtype=np.int64)
             pieces = unit_pieces(units, division.num_units, (division.rows,) * division.num_parts)
-            divisions[id(parameter)] = TensorDivision(
-                division.dim, spec.shape[division.dim], lambda pieces=pieces: pieces
-            )
+            divisions[id(parameter)] = TensorDivision(division.dim, spec.shape[division.dim], partial(tuple, pieces))
     return _state(parameters, parameters, divisions, optimizer)
 
 

@@ -195,7 +195,7 @@ class LayerLoans:
         weights = self._borrowed_weights(x_TK)
         sent = [self._transport.send_whole(loan.route, dy_TN, loan.num_rows) for loan in self._loans]
         dx_TK = own_dgrad() if own_dgrad is not None else None
-        borrowed = [(*pair, pending.wait()) for *pair, pending in zip(self._loans, weights, sent, strict=True)]
+        borrowed = list(zip(self._loans, weights, [pending.wait() for pending in sent], strict=True))
         if dx_TK is not None:
             for loan, w_Nm, dy_of_owner_TN in borrowed:
                 self._add_to_dx(loan, dx_TK, self._product(kernels.dgrad, dy_of_owner_TN, w_Nm))
