@@ -1,6 +1,5 @@
 """The configuration: a user's mistake is named before anything runs, and nothing is lost on the way to YAML."""
 
-import inspect
 import math
 import re
 from dataclasses import FrozenInstanceError
@@ -13,61 +12,47 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroresize import BalanceConfig, PaperConfig
-from zeroresize.config.keys import MODES, MOVING_MODES, PRUNING_MODES, without_effect
+from zeroresize.config.keys import MODES, MOVING_MODES, without_effect
 from zeroresize.config.paper import nested
 
+#: A key of each kind of check, with what it does not take.
 WRONG_VALUES = [
     ("mode", "zero", "['off', 'exact', 'zero-rd'"),
-    ("mode", None, "['off', 'exact', 'zero-rd'"),
     ("mode", True, "['off', 'exact', 'zero-rd'"),
     ("target", "median", "['mean', 'min']"),
     ("paper.imputation", "zeros", "['zero', 'average', 'same']"),
     ("migration_transport", "units", "['broadcast-reduce', 'scatter-gather']"),
     ("ratio", 1, "0 <= ratio < 1"),
-    ("ratio", 1.5, "0 <= ratio < 1"),
-    ("ratio", -0.1, "0 <= ratio < 1"),
     ("ratio", math.nan, "0 <= ratio < 1"),
-    ("ratio", math.inf, "0 <= ratio < 1"),
-    ("ratio", "x", "'auto' or a number"),
     ("ratio", "0.5", "'auto' or a number"),
     ("ratio", True, "'auto' or a number"),
     ("ratio", None, "'auto' or a number"),
     ("ranks", "some", "'stragglers', 'all', or a list"),
     ("ranks", [], "'stragglers', 'all', or a list"),
     ("ranks", 0, "'stragglers', 'all', or a list"),
-    ("ranks", {0}, "'stragglers', 'all', or a list"),
     ("ranks", [0, -1], "'stragglers', 'all', or a list"),
-    ("ranks", [0, 1.0], "'stragglers', 'all', or a list"),
     ("ranks", [True], "'stragglers', 'all', or a list"),
-    ("ranks", ["0"], "'stragglers', 'all', or a list"),
     ("ranks", [1, 0, 1], "a list of different ranks"),
+    ("shares", [1, -1], "none negative"),
+    ("memory_limits", [0], "one number above 0 for each"),
     ("priority", "delta", "['activation', 'variation', 'path_length']"),
     ("paper.snapshot", "disk", "['host', 'bf16']"),
     ("paper.pridiff_rule", "equal", "['budget', 'paper']"),
     ("pruned_update", "frozen", "['optimizer', 'freeze']"),
     ("ageing", -0.1, "at least 0 is"),
-    ("ageing", math.inf, "at least 0 is"),
     ("paper.alpha", 1.5, "at least 0 and at most 1 is"),
-    ("paper.alpha", -0.1, "at least 0 and at most 1 is"),
-    ("paper.theta_iter", -1e-3, "at least 0 is"),
     ("paper.theta_iter", "0.001", "at least 0 is"),
+    ("paper.num_migrating", -1, "whole number of at least 0, or 'auto',"),
     ("tolerance", -0.1, "at least 0 and at most 10 is"),
-    ("tolerance", "0.1", "at least 0 and at most 10 is"),
-    ("max_ratio", 0, "above 0 and below 1 is"),
     ("max_ratio", 1.0, "above 0 and below 1 is"),
-    ("max_ratio", math.nan, "above 0 and below 1 is"),
     ("budget", 1.5, "at least 0 and at most 1 is"),
-    ("min_gain", -0.1, "at least 0 is"),
     ("min_gain", float("inf"), "at least 0 is"),
-    ("update_every", 0, "whole number of at least 1"),
     ("update_every", 2.0, "whole number of at least 1"),
-    ("update_every", True, "whole number of at least 1"),
-    ("block", 0, "whole number of at least 1"),
     ("block", "16", "whole number of at least 1"),
     ("iters_per_epoch", 0, "whole number of at least 1"),
     ("moves", 1, "true or false is needed"),
+    ("start_checks", "yes", "true or false is needed"),
     ("seed", -1, "whole number of at least 0"),
-    ("seed", 1.5, "whole number of at least 0"),
 ]
 
 
@@ -87,37 +72,23 @@ def test_unknown_keys_are_named_with_those_that_exist():
         BalanceConfig.from_dict({"rato": 0.5, 1: 2, "mode": "zero-rd"})
 
 
-MISSPELT_KEYS = [
-    ({"tolerence": 0.2}, "unknown balance key 'tolerence' (did you mean 'tolerance'?): allowed are ['mode', "),
-    (
-        {"semi_rule": "paper"},
-        "unknown balance key 'semi_rule' (did you mean 'paper.semi_rule'?): allowed are ['mode', ",
-    ),
-    ({"modus": "off"}, "unknown balance key 'modus' (did you mean 'mode'?): allowed are ['mode', "),
-    ({"mode": "exat"}, "mode='exat' is not allowed (did you mean 'exact'?): choose one of ['off', "),
-    ({"mode": "ZERO-Pri"}, "mode='ZERO-Pri' is not allowed (did you mean 'zero-pri'?): choose one of ['off', "),
-    ({"mode": "x"}, "mode='x' is not allowed: choose one of ['off', "),
-]
-
-
-@pytest.mark.parametrize(("values", "message"), MISSPELT_KEYS)
-@pytest.mark.parametrize("by", ["from_dict", "constructor", "replace", "in_mode"])
-def test_what_is_misspelt_in_python_is_told_as_in_yaml(values, message, by):
-    build = {
-        "from_dict": BalanceConfig.from_dict,
-        "constructor": lambda values: BalanceConfig(**values),
-        "replace": lambda values: BalanceConfig().replace(**values),
-        "in_mode": lambda values: BalanceConfig().in_mode(**{"mode": "semi", **values}),
-    }[by]
-    with pytest.raises(ValueError, match=re.escape(message)):
-        build(values)
-
-
-def test_a_misspelt_key_of_the_room_is_told_as_in_yaml_and_the_constructors_keep_their_signatures():
-    with pytest.raises(ValueError, match=r"unknown balance key 'paper\.alpah' \(did you mean 'paper\.alpha'\?\)"):
-        PaperConfig(alpah=0.5)
-    assert list(inspect.signature(PaperConfig).parameters)[:2] == ["semi_rule", "num_migrating"]
-    assert list(inspect.signature(BalanceConfig).parameters)[:2] == ["mode", "ratio"]
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tolerence": 0.2}, "unknown balance key 'tolerence' (did you mean 'tolerance'?): allowed are ['mode', "),
+        ({"semi_rule": "paper"}, "unknown balance key 'semi_rule' (did you mean 'paper.semi_rule'?): allowed are"),
+        ({"mode": "ZERO-Pri"}, "mode='ZERO-Pri' is not allowed (did you mean 'zero-pri'?): choose one of ['off', "),
+        ({"mode": "x"}, "mode='x' is not allowed: choose one of ['off', "),
+    ],
+)
+def test_what_is_misspelt_in_python_is_told_as_in_yaml(values, message):
+    for build in (
+        BalanceConfig.from_dict,
+        lambda values: BalanceConfig().replace(**values),
+        lambda values: BalanceConfig().in_mode(**{"mode": "semi", **values}),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            build(values)
 
 
 @pytest.mark.parametrize(
@@ -175,12 +146,6 @@ def test_ranks_outside_the_group_are_named():
         config.validate_group_size(2)
 
 
-def test_only_a_forced_ratio_is_a_number():
-    assert BalanceConfig().forced_ratio is None
-    assert BalanceConfig(mode="zero-pri", ratio=0).forced_ratio == 0.0
-    assert BalanceConfig(mode="zero-pri", ratio=0.5).forced_ratio == 0.5
-
-
 def test_it_cannot_be_changed_but_replaced_and_is_checked_again():
     config = BalanceConfig(mode="zero-pri", seed=3)
     with pytest.raises(FrozenInstanceError):
@@ -220,50 +185,23 @@ def test_flat_values_are_by_the_keys_that_messages_name():
     assert BalanceConfig.from_dict(nested(flat)) == config
 
 
-#: Keys, where they have no effect, and where an error says that they have one.
+#: A key of each group, where it has no effect, and where an error says that it has one.
 WITHOUT_EFFECT = [
-    (
-        {"mode": "mig", "paper.imputation": "average"},
-        "paper.imputation='average'",
-        "in the modes 'zero-rd', 'zero-pri'",
-    ),
-    ({"mode": "mig", "max_ratio": 0.5}, "max_ratio=0.5", "in the modes 'zero-rd', 'zero-pri'"),
-    ({"mode": "mig", "pruned_update": "freeze"}, "pruned_update='freeze'", "in the modes 'zero-rd', 'zero-pri'"),
+    ({"mode": "mig", "paper.imputation": "same"}, "paper.imputation='same'", "in the modes 'zero-rd', 'zero-pri'"),
     ({"mode": "mig", "block": 8}, "block=8", "in the modes 'zero-rd', 'zero-pri'"),
     ({"mode": "zero-rd", "priority": "variation"}, "priority='variation'", "in the modes 'zero-pri', 'zero-pridiff'"),
-    ({"mode": "mig", "ageing": 0.0}, "ageing=0.0", "in the modes 'zero-pri', 'zero-pridiff', 'semi'"),
     ({"mode": "zero-pri", "paper.snapshot": "bf16"}, "paper.snapshot='bf16'", "with priority='variation'"),
-    (
-        {"mode": "zero-pri", "paper.pridiff_rule": "paper"},
-        "paper.pridiff_rule='paper'",
-        "in the modes 'zero-pridiff', 'semi'",
-    ),
+    ({"mode": "zero-pri", "paper.pridiff_rule": "paper"}, "paper.pridiff_rule='paper'", "in the modes 'zero-pridiff'"),
     ({"mode": "zero-pridiff", "paper.alpha": 0.5}, "paper.alpha=0.5", "with paper.pridiff_rule='paper'"),
-    ({"mode": "zero-pridiff", "paper.theta_iter": 0.1}, "paper.theta_iter=0.1", "with paper.pridiff_rule='paper'"),
     (
         {"mode": "zero-pri", "migration_transport": "scatter-gather"},
         "migration_transport='scatter-gather'",
         "in the modes 'exact', 'mig', 'semi'",
     ),
     ({"mode": "mig", "moves": False}, "moves=False", "in the modes 'exact', 'semi'"),
-    ({"mode": "exact", "budget": 0.1}, "budget=0.1", "in the modes 'zero-rd', 'zero-pri'"),
-    (
-        {"mode": "exact", "paper.imputation": "average"},
-        "paper.imputation='average'",
-        "in the modes 'zero-rd', 'zero-pri'",
-    ),
-    ({"mode": "exact", "paper.mig_rule": "paper"}, "paper.mig_rule='paper'", "in mode 'mig' with ratio='auto'"),
     ({"mode": "semi", "paper.mig_rule": "paper"}, "paper.mig_rule='paper'", "in mode 'mig' with ratio='auto'"),
-    (
-        {"mode": "mig", "ratio": 0.5, "paper.mig_rule": "paper"},
-        "paper.mig_rule='paper'",
-        "in mode 'mig' with ratio='auto'",
-    ),
     ({"mode": "mig", "paper.semi_rule": "paper"}, "paper.semi_rule='paper'", "in mode 'semi'"),
-    ({"mode": "zero-pri", "paper.num_migrating": 1}, "paper.num_migrating=1", "in mode 'semi'"),
-    ({"mode": "mig", "budget": 0}, "budget=0", "in the modes 'zero-rd', 'zero-pri'"),
     ({"mode": "zero-pri", "ratio": 0.5, "budget": 0.1}, "budget=0.1", "with ratio='auto'"),
-    ({"mode": "mig", "min_gain": 0.5}, "min_gain=0.5", "in the modes 'zero-rd', 'zero-pri'"),
     ({"mode": "semi", "paper.semi_rule": "paper", "budget": 0.1}, "budget=0.1", "with paper.semi_rule='makespan'"),
 ]
 
@@ -274,10 +212,6 @@ def test_a_key_without_effect_is_refused_and_told_where_it_has_one(values, named
         BalanceConfig(**nested(values))
     assert str(error.value).startswith(f"{named} has no effect with mode='{values['mode']}': it is used ")
     assert where in str(error.value) and "leave it at" in str(error.value)
-
-
-def test_what_loses_nothing_is_the_default():
-    assert BalanceConfig().mode == "exact" and BalanceConfig().mode not in PRUNING_MODES
 
 
 @pytest.mark.parametrize("mode", MOVING_MODES)
@@ -303,28 +237,12 @@ def test_units_move_where_our_rules_decide(values, may_move):
     assert BalanceConfig(**values).may_move is may_move
 
 
-def test_all_keys_without_effect_are_named_at_once():
-    with pytest.raises(ValueError, match=r"^paper\.num_migrating=1 has .*; budget=0\.25 has "):
-        BalanceConfig(mode="mig", budget=0.25, paper=PaperConfig(num_migrating=1))
-
-
 @pytest.mark.parametrize("values", [values for values, *_ in WITHOUT_EFFECT], ids=str)
 def test_with_balancing_off_any_key_may_stay_as_it_is(values):
     config = BalanceConfig(**nested(values | {"mode": "off"}))
     assert config.in_mode("off") == config
     used = {key: value for key, value in values.items() if key not in without_effect(config.to_flat_dict() | values)}
     assert config.in_mode(values["mode"]) == BalanceConfig(**nested(used))
-
-
-def test_a_default_may_always_be_written_down():
-    defaults = BalanceConfig().to_dict()
-    for mode in MODES:
-        assert BalanceConfig.from_dict(defaults | {"mode": mode}).mode == mode
-
-
-def test_keys_are_judged_by_the_way_of_balancing_not_by_how_much_is_asked_for():
-    BalanceConfig(mode="semi", budget=0, paper={"imputation": "average"})
-    BalanceConfig(mode="zero-rd", ratio=0, paper={"imputation": "average"}, max_ratio=0.5)
 
 
 def test_a_ratio_can_be_pinned_whatever_bounds_the_ratios_that_are_decided():

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from zeroresize.utils.codec import FORMAT
 from zeroresize.utils.files import BestEffort, EventBoard, JsonLines, without_nan
 
 
@@ -107,8 +108,8 @@ class JsonLinesTelemetry:
 
     Pass it as ``Balancer(..., on_update=JsonLinesTelemetry(path))``. A pipeline's balancer takes one as ``on_profile``
     and ``on_change``; its records are the same on all ranks, so one rank suffices. A line is complete once written, so
-    the file can be read while training runs and after it was killed. What cannot be written is lost, with one warning:
-    training goes on.
+    the file can be read while training runs and after it was killed; ``format`` in it is the number of the format. What
+    cannot be written is lost, with one warning: training goes on.
 
     Args:
         path: the file; its folder is made.
@@ -125,7 +126,7 @@ class JsonLinesTelemetry:
 
     def __call__(self, record: Record) -> None:
         with self._best_effort.writing(f"step {record.step}"):
-            self._lines.write(record.to_dict())
+            self._lines.write({"format": FORMAT, **record.to_dict()})
 
     def close(self) -> None:
         """Write all that can be written, and close the file."""

@@ -1,21 +1,17 @@
 """Cases of a decoder that torch's styles divide into DTensors."""
 
-import decoders
 import torch
 import torch.distributed as dist
 from decoders import batch, loss, masked_loss, split_by_styles, whole
 from plain_cases import (
     ACTIVATIONS,
-    BACKWARDS,
-    DRAWS,
     GRADIENTS,
-    LATER,
     MULTIPLIED,
     NORM,
     PARTIAL,
     SUMMED,
 )
-from planted_faults import Setting, cases_of, change
+from planted_faults import Setting, cases_of
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel
@@ -23,14 +19,12 @@ from torch.nn import functional
 
 from zeroresize.layers.local_parts import local_of
 
-CASES, dtensor = cases_of("DTensor")
+CASES, dtensor = cases_of()
 
 
-def setting(kwargs=None, seed=0, the_loss=loss, the_batch=None, style=None, whole_loss=None, **options):
+def setting(kwargs=None, the_loss=loss, the_batch=None, style=None, **options):
     model = split_by_styles(whole(**options), **(style or {}))
-    return Setting(
-        model, the_batch or batch(), the_loss, whole(**options), kwargs or {}, whole_loss=whole_loss, seed=seed
-    )
+    return Setting(model, the_batch or batch(), the_loss, kwargs or {})
 
 
 class RowwiseOfOneRank(RowwiseParallel):
@@ -65,23 +59,13 @@ def scale_of_divided_sequences_that_nobody_sums(rank, group):
     return setting(has_scale=True, style={"is_sequence": True})
 
 
-@dtensor((PARTIAL, GRADIENTS), ("blocks.1.norm2",))
-def norm_of_divided_sequences_that_nobody_sums(rank, group):
-    """Its parameters are no DTensors, and it reads local tokens."""
-    made = setting(style={"is_sequence": True})
-    norm = nn.LayerNorm(decoders.WIDTH).double()
-    norm.load_state_dict({name: item.full_tensor() for name, item in made.model.blocks[1].norm2.state_dict().items()})
-    made.model.blocks[1].norm2 = norm
-    return made
-
-
 @dtensor((PARTIAL, GRADIENTS), tuple(f"blocks.{n}.attention.{item}_norm" for n in (0, 1) for item in "qk"))
 def plain_norms_of_divided_heads(rank, group):
     return setting(has_norms=True)
 
 
 def _against_random(loss_function):
-    """Of logits that are divided by words, against a target of their shape; sharded, and whole."""
+    """Of logits that are divided by words, against a target of their shape, which is divided alike."""
 
     def goal(logits):
         generator = torch.Generator().manual_seed(5)
@@ -92,13 +76,8 @@ def _against_random(loss_function):
         local_goal = goal(logits).chunk(2, dim=-1)[dist.get_rank()].contiguous()
         return loss_function(logits, DTensor.from_local(local_goal, logits.device_mesh, logits.placements))
 
-    def whole_loss(model, words_and_targets):
-        logits = model(words_and_targets[0])
-        return loss_function(logits, goal(logits))
-
     return {
         "the_loss": sharded_loss,
-        "whole_loss": whole_loss,
         "style": {"head": {"output_layouts": Shard(-1), "use_local_output": False}},
     }
 
@@ -111,28 +90,6 @@ def mean_of_squares_of_sharded_logits(rank, group):
     return setting(**_against_random(functional.mse_loss))
 
 
-@dtensor((MULTIPLIED,), EVERYWHERE)
-def huber_loss_of_sharded_logits(rank, group):
-    return setting(**_against_random(functional.huber_loss))
-
-
-@dtensor((MULTIPLIED,), EVERYWHERE)
-def binary_cross_entropy_of_sharded_logits(rank, group):
-    return setting(**_against_random(lambda x, y: functional.binary_cross_entropy(x.sigmoid(), y)))
-
-
-@dtensor((DRAWS, ACTIVATIONS), ("blocks.0.dropout", "blocks.1.dropout"))
-def dropout_of_local_tensors_by_another_seed_on_each_rank(rank, group):
-    made = setting(dropout=0.2, seed=rank)
-    torch.manual_seed(rank)
-    return made
-
-
-@dtensor(("inputs differ between ranks",), ("", "embed", "blocks.0"))
-def other_batches_on_the_ranks_of_a_mesh(rank, group):
-    return setting(the_batch=batch(rank))
-
-
 @dtensor(("parameters differ between ranks",), ("blocks.0.norm1.weight",))
 def replicated_norm_that_differs(rank, group):
     """A DTensor says Replicate of what is not alike."""
@@ -142,35 +99,12 @@ def replicated_norm_that_differs(rank, group):
     return made
 
 
-@dtensor((BACKWARDS,), tuple(f"blocks.{n}.scale" for n in (0, 1)), "two backwards")
-def hook_that_sums_accumulated_gradients_of_sequences(rank, group):
-    made = setting(has_scale=True, style={"is_sequence": True})
-    for block in made.model.blocks:
-        block.scale.register_post_accumulate_grad_hook(lambda item: dist.all_reduce(item.grad, group=group))
-    return made
-
-
-@dtensor((NORM,), ("",), "norm")
+@dtensor((NORM,), ("",))
 def clipping_by_the_norm_of_local_parts(rank, group):
     def clip(model):
         return nn.utils.get_total_norm([local_of(item.grad) for item in model.parameters() if item.grad is not None])
 
     return setting(kwargs={"clip": clip})
-
-
-@dtensor((LATER, "differs from the reference"), ("blocks.0.attention", "blocks.1.attention", ""))
-def causal_mask_that_is_dropped_of_local_heads(rank, group):
-    made = setting(kwargs={"reference": whole})
-    for block in made.model.blocks:
-        block.attention.is_causal = False
-    return made
-
-
-@dtensor(("parameter is never read",), ("blocks.0.norm2",))
-def norm_that_nothing_reads(rank, group):
-    made = setting()
-    change(made.model.blocks[0], forward=lambda self, x: x + self.attention(self.norm1(x)) + self.mlp(x))
-    return made
 
 
 # Sound twins: the same models as they are.
@@ -200,11 +134,6 @@ def mean_of_squares_by_elementary_operations_of_sharded_logits(rank, group):
 
 
 @dtensor()
-def l1_loss_of_sharded_logits(rank, group):
-    return setting(**_against_random(functional.l1_loss))
-
-
-@dtensor()
 def dropout_and_grouped_heads(rank, group):
     return setting(dropout=0.2, kv_heads=2)
 
@@ -216,7 +145,7 @@ def tied_again_after_the_split(rank, group):
     return made
 
 
-@dtensor(seen_in="norm")
+@dtensor()
 def clipping_of_dtensors_by_torch(rank, group):
     return setting(kwargs={"clip": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.5)})
 

@@ -6,11 +6,11 @@ from helpers.hosts import DEPTH, Host
 from plain_cases import ACTIVATIONS, DRAWS, GRADIENTS, LATER, NORM, PARTIAL
 from planted_faults import Setting, cases_of
 
-CASES, colossalai = cases_of("Colossal-AI")
+CASES, colossalai = cases_of()
 BLOCKS = range(DEPTH)
 
 
-def boosted(kind, group, *, sequence=None, has_norm=False, the_batch=None, parts=None, **changes):
+def boosted(kind, group, *, sequence=None, has_norm=False, the_batch=None, **changes):
     """By its Booster, whose optimizer ends the backward, and clips."""
     from colossalai.booster import Booster
     from colossalai.booster.plugin import HybridParallelPlugin
@@ -35,7 +35,7 @@ def boosted(kind, group, *, sequence=None, has_norm=False, the_batch=None, parts
         return optimizer._compute_grad_norm(pairs)
 
     kwargs = {"optimizer": optimizer, **({"clip": clip} if has_norm else {})}
-    return Setting(model, the_batch or batch(), loss, whole(kind, **changes), kwargs, parts=parts or {})
+    return Setting(model, the_batch or batch(), loss, kwargs)
 
 
 def _named(*places):
@@ -52,14 +52,12 @@ def bert_drops_replicated_activations_by_rank(rank, group):
 
 @colossalai((DRAWS, ACTIVATIONS), _named("transformer.h.{}.attn.resid_dropout", "transformer.h.{}.mlp.dropout"))
 def gpt2_drops_replicated_activations_by_rank(rank, group):
-    parts = {f"transformer.h.{number}.attn.c_attn.{kind}": 3 for number in BLOCKS for kind in ("weight", "bias")}
-    return setting("GPT2", group, the_batch=batch(has_mask=True), attention="eager", resid_pdrop=0.2, parts=parts)
+    return setting("GPT2", group, the_batch=batch(has_mask=True), attention="eager", resid_pdrop=0.2)
 
 
 @colossalai((LATER,), ("", *_named("transformer.h.{}.attn")))
 def gpt2_for_language_sees_later_tokens(rank, group):
-    parts = {f"transformer.h.{number}.attn.c_attn.{kind}": 3 for number in BLOCKS for kind in ("weight", "bias")}
-    return setting("GPT2", group, the_batch=batch(has_mask=True), parts=parts)
+    return setting("GPT2", group, the_batch=batch(has_mask=True))
 
 
 @colossalai((LATER,), ("", *_named("model.layers.{}.self_attn")))
@@ -80,13 +78,12 @@ def bert_never_sums_biases_of_divided_sequences(rank, group):
     return boosted("Bert", group, sequence="split_gather", the_batch=batch(has_mask=True))
 
 
-@colossalai((NORM,), ("", *_named("transformer.h.{}")), "norm")
+@colossalai((NORM,), ("", *_named("transformer.h.{}")))
 def gpt2_counts_its_fused_weights_for_less(rank, group):
-    parts = {f"transformer.h.{number}.attn.c_attn.{kind}": 3 for number in BLOCKS for kind in ("weight", "bias")}
-    return boosted("GPT2", group, has_norm=True, the_batch=batch(has_mask=True), attention="eager", parts=parts)
+    return boosted("GPT2", group, has_norm=True, the_batch=batch(has_mask=True), attention="eager")
 
 
-@colossalai(seen_in="norm")
+@colossalai()
 def llama_is_clipped_by_the_undivided_norm(rank, group):
     return boosted("Llama", group, has_norm=True)
 

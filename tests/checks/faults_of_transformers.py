@@ -6,12 +6,10 @@ from plain_cases import BACKWARDS
 from planted_faults import Setting, cases_of
 from transformers_cases import loss, setting
 
-CASES, transformers = cases_of("transformers")
+CASES, transformers = cases_of()
 
 
-@transformers(
-    (BACKWARDS,), tuple(f"model.layers.{n}.self_attn.{item}_norm" for n in (0, 1) for item in "qk"), "two backwards"
-)
+@transformers((BACKWARDS,), tuple(f"model.layers.{n}.self_attn.{item}_norm" for n in (0, 1) for item in "qk"))
 def qwen3_sums_accumulated_gradients_of_norms_again(rank, group):
     return setting("qwen3", rank)
 
@@ -21,10 +19,9 @@ def qwen3_sums_accumulated_gradients_of_norms_again(rank, group):
     ("base_model.model.lm_head", "base_model.model.model.layers.1.mlp.down_proj"),
 )
 def what_peft_saves_is_never_read(rank, group):
-    """A copy of a split layer, which computes with the original's weight; the undivided model trains the copy."""
+    """A copy of a split layer, which computes with the original's weight."""
     made = setting("llama", rank)
-    model, undivided = with_saved(made.model), with_saved(made.whole)
-    return Setting(model, batch(0), loss, undivided)
+    return Setting(with_saved(made.model), batch(0), loss)
 
 
 @transformers(("parameters differ between ranks",), ("model.norm.weight",))

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from zeroresize.layers.local_parts import local_of
 
-CASES, plain = cases_of("plain")
+CASES, plain = cases_of()
 SUMMED, PARTIAL = "sum is counted wrongly", "gradient is a partial sum"
 ACTIVATIONS, DRAWS = "activations differ between ranks", "random draws differ between ranks"
 GRADIENTS, MULTIPLIED = "gradients differ between ranks", "gradient is multiplied"
@@ -47,9 +47,9 @@ class Sum(torch.autograd.Function):
         return dy, None
 
 
-def setting(group, kwargs=None, seed=0, the_loss=loss, the_batch=None, **options):
+def setting(group, kwargs=None, the_loss=loss, the_batch=None, **options):
     model = split(whole(**options), group)
-    return Setting(model, the_batch or batch(), the_loss, whole(**options), kwargs or {}, seed=seed)
+    return Setting(model, the_batch or batch(), the_loss, kwargs or {})
 
 
 #: Of the first block, what stands before its attention.
@@ -69,15 +69,6 @@ def bias_added_before_the_sum(rank, group):
     made = setting(group)
     down = made.model.blocks[0].mlp.down
     change(down, forward=lambda self, x: Sum.apply(functional.linear(x, self.weight, self.bias), group))
-    return made
-
-
-@plain((SUMMED,), ("blocks.0.attention.out",))
-def row_product_that_is_summed_twice(rank, group):
-    made = setting(group)
-    out = made.model.blocks[0].attention.out
-    kind = type(out)
-    change(out, forward=lambda self, x: Sum.apply(kind.forward(self, x), group))
     return made
 
 
@@ -117,11 +108,6 @@ def keys_and_values_replicated_beside_divided_queries(rank, group):
     return made
 
 
-@plain((PARTIAL, GRADIENTS), tuple(f"blocks.{n}.attention.{item}_norm" for n in (0, 1) for item in "qk"))
-def norms_of_divided_heads_that_nobody_sums(rank, group):
-    return setting(group, has_norms=True)
-
-
 @plain(("packed weight is cut across its parts",), ("blocks.0.mlp.gate_up", "blocks.1.mlp.gate_up"))
 def gate_and_up_in_one_weight_that_is_cut_as_one(rank, group):
     from zeroresize import ColumnParallelLinear
@@ -132,7 +118,7 @@ def gate_and_up_in_one_weight_that_is_cut_as_one(rank, group):
         block.mlp.gate_up = ColumnParallelLinear(*reversed(packed.weight.shape), process_group=group).double()
         for name, parameter in packed.named_parameters():
             setattr(block.mlp.gate_up, name, nn.Parameter(parameter.detach().chunk(2)[rank].clone()))
-    return Setting(model, batch(), loss, whole(is_packed=True))
+    return Setting(model, batch(), loss)
 
 
 @plain(("tie is broken",), ("head.weight", "embed.weight", "head", "embed"))
@@ -152,13 +138,6 @@ def dropout_that_draws_from_a_generator_of_each_rank(rank, group):
         return x * kept / (1 - self.p) if self.training else x
 
     change(made.model.blocks[0].dropout, forward=forward)
-    return made
-
-
-@plain((DRAWS, ACTIVATIONS), ("blocks.0.dropout", "blocks.1.dropout"))
-def ranks_whose_seeds_differ(rank, group):
-    made = setting(group, dropout=0.2, seed=rank)
-    torch.manual_seed(rank)
     return made
 
 
@@ -187,9 +166,7 @@ def scale_that_nothing_reads(rank, group):
     return made
 
 
-@plain(
-    (BACKWARDS,), tuple(f"blocks.{n}.attention.{item}_norm.weight" for n in (0, 1) for item in "qk"), "two backwards"
-)
+@plain((BACKWARDS,), tuple(f"blocks.{n}.attention.{item}_norm.weight" for n in (0, 1) for item in "qk"))
 def hook_that_sums_what_is_accumulated_at_each_backward(rank, group):
     made = setting(group, has_norms=True)
     for name, parameter in made.model.named_parameters():
@@ -198,7 +175,7 @@ def hook_that_sums_what_is_accumulated_at_each_backward(rank, group):
     return made
 
 
-@plain((NORM,), ("",), "norm")
+@plain((NORM,), ("",))
 def clipping_by_the_norm_of_local_shards(rank, group):
     def clip(model):
         return nn.utils.clip_grad_norm_([local_of(item) for item in model.parameters()], 0.5)
@@ -266,7 +243,7 @@ def norms_of_divided_heads_that_a_hook_sums(rank, group):
     return made
 
 
-@plain(seen_in="norm")
+@plain()
 def clipping_by_the_undivided_norm(rank, group):
     import zeroresize as zr
 
@@ -280,6 +257,5 @@ def clipping_by_the_undivided_norm(rank, group):
 def layer_without_gradient(rank, group):
     """What is frozen is no parameter that nothing reads."""
     made = setting(group)
-    for model in (made.model, made.whole):
-        model.blocks[0].mlp.up.requires_grad_(False)
+    made.model.blocks[0].mlp.up.requires_grad_(False)
     return made

@@ -12,10 +12,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroresize as zr
-from zeroresize.checks.apart import Apart
-from zeroresize.checks.divided import parts_of
-from zeroresize.checks.gradient_checks import GradientCheck
-from zeroresize.resharding.ranks import Ranks
 
 
 def trained_once(group, dtype=torch.float32, **options):
@@ -146,29 +142,5 @@ def test_a_reducer_of_data_parallelism_does_not_run(run_ranks):
         future = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
-
-    run_ranks(check, 2)
-
-
-@pytest.mark.slow
-def test_measured_derivatives_are_the_analytic_ones(run_ranks):
-    """Each by itself, of shards and of what is replicated, where the sum is made to look wrong."""
-
-    def check(rank, group):
-        model = split(whole(has_norms=False), group)
-        ranks = Ranks(group, torch.device("cpu"))
-        apart = Apart(model, model, batch(), loss, ranks, torch.float64)
-        with apart.computing():
-            parts, findings = parts_of(model, ranks)
-            assert findings == []
-            replicated = ("embed", "norm", "head", "out.bias", "down.bias")
-            for part in parts:
-                assert part.is_shard != any(word in part.name for word in replicated), part.name
-            _, gradients = apart.gradients()
-            judge = GradientCheck(apart, parts, gradients, 1e-9)
-            assert judge.is_right()
-            for part in parts:
-                judged = judge.judge(part)
-                assert judged.measured == pytest.approx(judged.gradient, rel=1e-6, abs=1e-7), part.name
 
     run_ranks(check, 2)

@@ -3,17 +3,14 @@
 import shutil
 import tempfile
 
-import torch
 import torch.distributed as dist
 from colossalai_cases import see_all_tokens
 from helpers.transformers_models import batch, split_by_plan, whole_decoder
-from plain_cases import ACTIVATIONS, GRADIENTS, LATER, NORM, PARTIAL, SUMMED, Sum
+from plain_cases import ACTIVATIONS, GRADIENTS, LATER, PARTIAL, SUMMED
 from planted_faults import Setting, cases_of
 from torch import nn
 
-from zeroresize.layers.local_parts import local_of
-
-CASES, transformers = cases_of("transformers")
+CASES, transformers = cases_of()
 
 
 def loss(model, inputs):
@@ -30,7 +27,7 @@ def whole(kind, is_tied=False):
     return model.train()
 
 
-def setting(kind, rank, kwargs=None, the_batch=None, seed=0, **options):
+def setting(kind, rank, kwargs=None, the_batch=None, **options):
     folders = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folders)  # version 5 saves on rank 0 alone
     whole(kind, **options).save_pretrained(folders[0], is_main_process=rank == 0)
@@ -38,15 +35,7 @@ def setting(kind, rank, kwargs=None, the_batch=None, seed=0, **options):
     model = split_by_plan(folders[0], rank).train()
     dist.barrier()
     shutil.rmtree(folders[0], ignore_errors=True)
-    return Setting(model, the_batch or batch(0), loss, whole(kind, **options), kwargs or {}, seed=seed)
-
-
-@transformers((SUMMED,), ("model.layers.0.mlp.down_proj",))
-def row_layer_whose_product_is_summed_twice(rank, group):
-    made = setting("llama", rank)
-    down = made.model.model.layers[0].mlp.down_proj
-    down.register_forward_hook(lambda module, args, output: Sum.apply(output, group))
-    return made
+    return Setting(model, the_batch or batch(0), loss, kwargs or {})
 
 
 @transformers((SUMMED, ACTIVATIONS), ("model.layers.1.self_attn.o_proj",))
@@ -59,33 +48,12 @@ def row_layer_that_gives_its_own_product(rank, group):
     return made
 
 
-@transformers(("parameters differ between ranks",), ("model.layers.0.input_layernorm.weight",))
-def replicated_norm_that_differs(rank, group):
-    made = setting("llama", rank)
-    with torch.no_grad():
-        local_of(made.model.model.layers[0].input_layernorm.weight).add_(0.1 * rank)
-    return made
-
-
-@transformers(("inputs differ between ranks",), ("", "model.embed_tokens"))
-def other_batches_on_the_ranks(rank, group):
-    return setting("llama", rank, the_batch=batch(rank))
-
-
 @transformers((LATER,), ("model.layers.0.self_attn", "model.layers.1.self_attn", ""))
 def mask_that_is_dropped(rank, group):
     made = setting("llama", rank)
     for layer in made.model.model.layers:
         see_all_tokens(layer.self_attn)
     return made
-
-
-@transformers((NORM,), ("",), "norm")
-def clipping_by_the_norm_of_shards(rank, group):
-    def clip(model):
-        return nn.utils.get_total_norm([local_of(item.grad) for item in model.parameters() if item.grad is not None])
-
-    return setting("llama", rank, kwargs={"clip": clip})
 
 
 @transformers(("tie is broken",), ("lm_head.weight", "model.embed_tokens.weight", "lm_head", "model.embed_tokens"))
@@ -111,11 +79,6 @@ def norms_of_heads_that_nobody_sums(rank, group):
 @transformers()
 def llama_by_its_plan(rank, group):
     return setting("llama", rank, kwargs={"reference": lambda: whole("llama")})
-
-
-@transformers()
-def tied_llama(rank, group):
-    return setting("llama", rank, is_tied=True)
 
 
 @transformers()

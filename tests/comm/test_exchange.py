@@ -11,7 +11,7 @@ from helpers.processes import RankFailure
 
 from zeroresize.comm.collectives import time_limit
 from zeroresize.comm.exchange import Exchange
-from zeroresize.comm.groups import CpuGroup
+from zeroresize.comm.groups import CpuGroup, WeightGroup
 from zeroresize.comm.rendezvous import Rendezvous
 
 
@@ -105,20 +105,23 @@ def test_rendezvous_and_exchange_wait_as_long_as_their_group_may_and_no_longer(r
         impatient = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))
         exchange = Exchange(CpuGroup(impatient, {}))
         if rank == 1:
-            time.sleep(5.0)  # alive, with its connections open
+            time.sleep(8.0)  # alive, with its connections open
             return []
         exchange.post([1.0])
         moments = [time.perf_counter()]
         with pytest.raises(RuntimeError, match=r"ranks \[1\] of the group did not come .* within 2 s, the time limit"):
             exchange.collect()
         moments.append(time.perf_counter())
-        with pytest.raises(RuntimeError, match=r"ranks \[1\] of the group did not come .* within 2 s, the time limit"):
-            CpuGroup(impatient, {})
-        moments.append(time.perf_counter())
+        for make in (lambda: CpuGroup(impatient, {}), lambda: WeightGroup(impatient, torch.device("cpu"))):
+            with pytest.raises(
+                RuntimeError, match=r"ranks \[1\] of the group did not come .* within 2 s, the time lim"
+            ):
+                make()
+            moments.append(time.perf_counter())
         return [end - begin for begin, end in itertools.pairwise(moments)]
 
     waited_s, _ = run_ranks(wait_alone, 2, timeout_s=20)
-    assert len(waited_s) == 2 and all(1.5 < seconds < 4.5 for seconds in waited_s), waited_s
+    assert len(waited_s) == 3 and all(1.5 < seconds < 4.5 for seconds in waited_s), waited_s
 
 
 def test_where_the_jobs_store_is_gone_that_is_what_is_told(run_ranks):

@@ -1,7 +1,5 @@
 """Lending while units are away: ranks hold shards of different sizes, and results are those without any loan."""
 
-import itertools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +15,6 @@ from zeroresize.config.keys import MIGRATION_TRANSPORTS
 from zeroresize.convert import balanced_layers
 from zeroresize.plan.group import Loan
 from zeroresize.plan.ownership import OwnershipMap
-from zeroresize.policy.tensor.columns.order import num_lent
 from zeroresize.resharding.units.moving_units import move_units
 
 TOKENS = 6
@@ -138,13 +135,10 @@ CASES = {
         "all of the larger": (counts_of((9, 3), (20, 4)), [Loan(0, 1.0, (1,), (1.0,))]),
     },
     3: {
-        "at home": (counts_of((4, 4, 4), (8, 8, 8)), [Loan(1, 0.5, (2, 0), (0.5, 0.5))]),
-        "the larger lends": (counts_of((6, 3, 3), (12, 6, 6)), [Loan(0, 0.5, (1, 2), (0.5, 0.5))]),
         "the smaller ones lend": (
             counts_of((6, 3, 3), (14, 6, 4)),
             [Loan(1, 0.5, (0,), (1.0,)), Loan(2, 0.75, (0,), (1.0,))],
         ),
-        "one borrows, another looks on": (counts_of((2, 6, 4), (5, 12, 7)), [Loan(1, 0.4, (2,), (1.0,))]),
         "uneven parts, owners borrow": (
             counts_of((2, 7, 3), (3, 10, 11)),
             [Loan(0, 0.5, (1, 2), (0.25, 0.75)), Loan(1, 0.5, (2, 0), (0.9, 0.1))],
@@ -154,7 +148,6 @@ CASES = {
             counts_of((7, 5, 0), (10, 14, 0)),
             [Loan(2, 0.5, (0, 1), (0.5, 0.5)), Loan(0, 0.5, (2, 1), (0.5, 0.5))],
         ),
-        "no column of a layer": (counts_of((10, 1, 1), (20, 2, 2)), [Loan(2, 0.2, (0, 1), (0.5, 0.5))]),
         "units that lie scattered": (scattered(3), [Loan(0, 0.6, (1, 2), (0.5, 0.5))]),
     },
     4: {"one looks on at sums": (counts_of((6, 1, 2, 3), (3, 9, 7, 5)), [Loan(1, 0.5, (3, 0), (0.5, 0.5))])},
@@ -163,46 +156,15 @@ each_group = pytest.mark.parametrize("num_ranks", CASES)
 each_transport = pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
 
 
-def bytes_of_step(maps, loans, migration_transport, num_ranks):
-    """What a step of one micro-batch moves, from the owners' shapes: each transfer at each rank that receives it."""
-    total = 0
-    for loan in loans:
-        heads, neurons = (maps[number].counts[loan.owner] for number in (HEADS, NEURONS))
-        of_heads, even = heads * HEAD_SIZE, NEURONS // num_ranks
-        columns = [*[of_heads] * 3, 3 * of_heads, neurons, even]
-        rows = [of_heads, of_heads, neurons, even]
-        for num_rows, num_columns, is_column in [
-            *[(size, WIDTH, True) for size in columns],
-            *[(WIDTH, size, False) for size in rows],
-        ]:
-            lent = num_lent(num_columns, loan.share)
-            if num_rows == 0 or lent == 0:
-                continue
-            ends = [0, *(round(lent * end) for end in itertools.accumulate(loan.parts))]
-            receiving = sum(end > begin for begin, end in itertools.pairwise(ends))
-            weights, activations, y = num_rows * lent, TOKENS * lent, TOKENS * num_rows
-            if migration_transport == "broadcast-reduce":
-                others = num_ranks - 1
-                total += others * weights + weights  # w, dw
-                if is_column:
-                    total += (others if receiving > 1 else 1) * y + others * y  # y, dy
-                else:
-                    total += others * activations + activations  # x, dx
-            else:
-                total += 2 * weights + receiving * y  # w, dw, y
-                total += receiving * y + activations if is_column else 2 * activations  # dy, dx or x, dx
-    return 8 * total
-
-
 @pytest.mark.few(2)
 @pytest.mark.slow
 @each_group
 @each_transport
-def test_results_are_those_without_loans_and_the_owners_shapes_travel(run_ranks, migration_transport, num_ranks):
+def test_results_are_those_without_loans(run_ranks, migration_transport, num_ranks):
     """One division after another with one lender: loans begin again after every move."""
 
     def train(rank, group):
-        model, lender, moved = Model(group), None, {}
+        model, lender = Model(group), None
         for seed, (case, (maps, loans)) in enumerate(CASES[num_ranks].items()):
             if lender is not None:
                 lender.take_back()
@@ -213,19 +175,10 @@ def test_results_are_those_without_loans_and_the_owners_shapes_travel(run_ranks,
             lender = lend(model.layers, group, loans, migration_transport, seed=seed, lender=lender)
             try:
                 assert_same(results(model), expected)
-                before = lender.bytes_moved
-                lender.send_weights()
-                results(model, micro_batches=1)
-                moved[case] = lender.bytes_moved - before
             except Exception as error:
                 raise AssertionError(f"{case}: {error}") from error
-        return moved
 
-    moved = run_ranks(train, num_ranks)
-    for case, (maps, loans) in CASES[num_ranks].items():
-        expected = bytes_of_step(maps, loans, migration_transport, num_ranks)
-        assert sum(of_rank[case] for of_rank in moved) == expected, case
-        assert expected > 0
+    run_ranks(train, num_ranks)
 
 
 @each_transport

@@ -118,35 +118,6 @@ def test_a_model_in_one_graph_trains_as_the_model_does_whoever_becomes_slow(run_
         assert_same_training(computed, expected)
 
 
-def accumulate_two(run):
-    """The losses of a step's micro-batches."""
-    losses = []
-    for micro_batch in (1.0, 2.0):
-        loss = run.model(run.x * micro_batch).square().mean()
-        loss.backward()
-        losses.append(loss.item())
-    run.time.now += 0.01
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    run.balancer.step()
-    return losses
-
-
-@pytest.mark.slow
-def test_compiled_autograd_changes_nothing_where_nothing_migrates(run_ranks):
-    config = {"mode": "zero-rd", "ratio": 0.5, "ranks": [0]}
-
-    def train(rank, group):
-        run = Run(group, **config)
-        expected = [accumulate_two(run) for _ in range(3)]
-        run = Run(group, **config)
-        with compiled_autograd._enable(torch.compile(backend="eager")):
-            return expected, [accumulate_two(run) for _ in range(3)]
-
-    for expected, losses in run_ranks(train, 2, timeout_s=90):
-        assert losses == [pytest.approx(micro_batches, rel=1e-5) for micro_batches in expected]
-
-
 @pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(

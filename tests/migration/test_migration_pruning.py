@@ -6,10 +6,8 @@ zero there: what zero imputation means.
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from helpers.parallel_layers import PAIR_IN, Pair, equal_loans, randn, relative_error, shard_of
-from helpers.virtual_training import FEATURES, Run
+from helpers.parallel_layers import PAIR_IN, Pair, equal_loans, randn
 
 from zeroresize.config.keys import MIGRATION_TRANSPORTS
 from zeroresize.migration.lender import Lender
@@ -82,58 +80,3 @@ def test_only_pruned_columns_are_missing(run_ranks, migration_transport, setting
         return max(errors)
 
     assert max(run_ranks(train, len(shares))) <= 1e-10
-
-
-def gathered(tensor, dim, group):
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, tensor.detach().contiguous(), group=group)
-    return torch.cat(parts, dim)
-
-
-def masked_loss_and_gradients(run, group):
-    """The loss, and this rank's part of dw of both layers, by whole weights without the columns pruned now."""
-    weights, masks = [], []
-    for layer, dim in ((run.model.up, 0), (run.model.down, 1)):
-        pruned = [None] * dist.get_world_size(group)
-        dist.all_gather_object(pruned, [] if layer.plan is None else layer.plan.pruned.tolist(), group=group)
-        weights.append(gathered(layer.weight, dim, group).requires_grad_())
-        masks.append(whole_mask(pruned, weights[-1], is_row_parallel=dim == 1))
-    hidden = F.linear(run.x, weights[0] * masks[0], gathered(run.model.up.bias, 0, group))
-    y = run.x + F.linear(F.gelu(hidden), weights[1] * masks[1], run.model.down.bias.detach())
-    loss = y.square().mean()
-    loss.backward()
-    return loss.item(), [shard_of(weight.grad, dim, group) for dim, weight in enumerate(weights)]
-
-
-@pytest.mark.slow
-@pytest.mark.few(1)
-@pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
-def test_by_the_papers_rule_a_straggler_that_only_prunes_borrows(run_ranks, migration_transport):
-    """λ = 1 of ν = 2 stragglers migrates, and every rank that does not receives (Eq. (3))."""
-
-    def train(rank, group):
-        torch.set_default_dtype(torch.float64)
-        config = {"paper": {"semi_rule": "paper", "num_migrating": 1}, "priority": "variation", "update_every": 5}
-        run = Run(group, mode="semi", migration_transport=migration_transport, **config)
-        run.x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(1))
-        run.time.chi = (8.0, 3.0, 1.0)[rank]
-        errors, at_once = [], 0
-        for _ in range(40):
-            run.time.now += 0.01
-            expected_loss, expected = masked_loss_and_gradients(run, group)
-            loss = run.model(run.x).square().mean()
-            loss.backward()
-            gradients = [run.model.up.weight.grad, run.model.down.weight.grad]
-            errors += [relative_error(*pair) for pair in zip(gradients, expected, strict=True)]
-            errors.append(abs(loss.item() / expected_loss - 1.0))
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-            run.balancer.step()
-            shares = [run.balancer.metrics()[f"balance/{name}_share"] for name in ("pruned", "lent", "borrowed")]
-            at_once += [share > 0.0 for share in shares] == [True, False, True]
-        return max(errors), at_once, [(loan.owner, loan.receivers) for loan in run.balancer.plan.loans]
-
-    for rank, (error, at_once, loans) in enumerate(run_ranks(train, 3)):
-        assert error <= 1e-10
-        assert loans == [(0, (1, 2))]
-        assert at_once >= 10 if rank == 1 else at_once == 0

@@ -53,7 +53,7 @@ class TensorDivision:
 
 
 def unit_pieces(units: Indices, num_units: int, rows: Sequence[int]) -> list[Piece]:
-    """Return the pieces of a rank that owns some units: runs of neighbours in every part.
+    """Return the pieces of a rank that owns some units: runs of neighbours in every part, such as q, k and v.
 
     Args:
         units: that this rank owns, ascending.
@@ -68,21 +68,6 @@ def unit_pieces(units: Indices, num_units: int, rows: Sequence[int]) -> list[Pie
             pieces.append(Piece(begin + int(run[0]) * of_part, local_begin, len(run) * of_part))
             local_begin += len(run) * of_part
         begin += num_units * of_part
-    return _joined(pieces)
-
-
-def even_pieces(parts: Sequence[int], num_ranks: int, rank: int) -> list[Piece]:
-    """Return the pieces of a rank that holds the ``rank``-th of ``num_ranks`` equal shares of every part.
-
-    Args:
-        parts: sizes in the whole tensor, such as those of q, k and v in one weight.
-    """
-    pieces: list[Piece] = []
-    begin = local_begin = 0
-    for size in parts:
-        length = size // num_ranks
-        pieces.append(Piece(begin + rank * length, local_begin, length))
-        begin, local_begin = begin + size, local_begin + length
     return _joined(pieces)
 
 

@@ -11,11 +11,12 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from zeroresize.checkpoints.divided_tensor import Piece, TensorDivision, even_pieces, unit_pieces
+from zeroresize.checkpoints.divided_tensor import Piece, TensorDivision, unit_pieces
 from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
@@ -29,9 +30,6 @@ def divisions_of(model: nn.Module) -> dict[int, TensorDivision]:
     """Return the division of every parameter of which this rank holds a part, by its ``id``.
 
     All other parameters are the same on every rank.
-
-    Raises:
-        ValueError: for a parameter or a buffer that may be a part of something, where it is not known which.
     """
     divisions: dict[int, TensorDivision] = {}
     unknown: dict[str, Tensor] = {}
@@ -124,7 +122,7 @@ def _of_units(where: UnitTensor, segment: OwnedSegment, rank: int) -> TensorDivi
 
 
 def _evenly(dim: int, parts: Sequence[int], num_ranks: int, rank: int) -> TensorDivision:
-    pieces = even_pieces(parts, num_ranks, rank)
+    pieces = unit_pieces(np.array([rank]), num_ranks, [size // num_ranks for size in parts])
     return TensorDivision(dim, sum(parts), lambda: pieces)
 
 

@@ -56,16 +56,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_index(stream: IO[bytes], where: str) -> metadata.Metadata:
-    """Return the index that DCP wrote as ``.metadata``.
-
-    Args:
-        stream: the file, opened for reading bytes.
-        where: names the file in errors.
-
-    Raises:
-        ValueError: if it holds anything else than DCP's own data, such as a function to call, or files outside of the
-            checkpoint; nothing of it has run.
-    """
+    """Return the index that DCP wrote as ``.metadata``."""
     try:
         index = _Builder()(_Unpickler(stream).load())
         if not isinstance(index, metadata.Metadata):

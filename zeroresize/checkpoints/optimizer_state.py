@@ -33,10 +33,6 @@ class OptimizerState:
         optimizer: a torch optimizer, or a host's wrapper of one.
         parameters: of the model, by name.
         divisions: of those of which this rank holds a part, by ``id``.
-
-    Raises:
-        ValueError: for an optimizer that steps other tensors than these, or not all that want gradients, or keeps them
-            or their state in another shape.
     """
 
     def __init__(
@@ -71,11 +67,7 @@ class OptimizerState:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what DCP has loaded into a :meth:`state_dict`; tensors were loaded in place.
-
-        Raises:
-            ValueError: for another format, or another number of parameter groups.
-        """
+        """Take over what DCP has loaded into a :meth:`state_dict`; tensors were loaded in place."""
         require_format(state_dict[FORMAT_KEY], "the checkpoint's optimizer")
         groups = state_dict[GROUPS]
         if len(groups) != len(self._inner.param_groups):

@@ -123,11 +123,7 @@ class _PipelineState:
         self.read = _Read(CheckpointReader(folder), self._pipeline, self._optimizer)
 
     def install(self) -> None:
-        """Make what was read this rank's.
-
-        Raises:
-            ValueError: if nothing was read, as by another reader than CheckpointReader.
-        """
+        """Make what was read this rank's."""
         if self.read is None:
             raise ValueError(
                 "nothing of the pipeline was read, since only zr.CheckpointReader can: "
@@ -204,11 +200,7 @@ class _ReadsAll(_Deferred):
 
 
 class _Read:
-    """What this rank has read, not yet installed.
-
-    Raises:
-        ValueError: if something is missing, does not fit, or could run code.
-    """
+    """What this rank has read, not yet installed."""
 
     def __init__(self, reader: Any, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> None:
         self._reader, self._pipeline, self._optimizer = reader, pipeline, optimizer

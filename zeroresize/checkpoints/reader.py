@@ -34,11 +34,7 @@ class ReadsItself(Protocol):
     """A value that decides by what a checkpoint says which of its tensors are to be read, and in which shapes."""
 
     def read_itself(self, folder: str | os.PathLike[str]) -> None:
-        """Read from the checkpoint in ``folder``, and change nothing but what is read into; not collective.
-
-        Raises:
-            ValueError: if something is missing or does not fit.
-        """
+        """Read from the checkpoint in ``folder``, and change nothing but what is read into; not collective."""
 
 
 class CheckpointReader(FileSystemReader):

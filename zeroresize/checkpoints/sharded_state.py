@@ -142,7 +142,7 @@ def _state_of_switchable(model: SwitchableModel, optimizer: Any) -> dict[str, An
         if (division := spec.division) is not None:
             units = np.array(layout.units_of(number, model.rank), dtype=np.int64)
             pieces = unit_pieces(units, division.num_units, (division.rows,) * division.num_parts)
-            divisions[id(parameter)] = TensorDivision(division.dim, spec.shape[division.dim], partial(list, pieces))
+            divisions[id(parameter)] = TensorDivision(division.dim, spec.shape[division.dim], partial(tuple, pieces))
     return _state(parameters, parameters, divisions, optimizer)
 
 

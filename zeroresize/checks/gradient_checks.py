@@ -1,5 +1,6 @@
-"""Whether a backward gives the derivative of its own forward: measured by differences of losses, whatever the host is.
+"""What must hold of gradients: they are derivatives, tied ones are alike, they add up, and a clipping takes their norm.
 
+A backward must give the derivative of its own forward, which differences of losses measure, whatever the host is.
 ``θ`` are the parameters of all ranks, ``v`` a direction in them: the same on every rank for what is replicated, drawn
 on each rank for shards. Σ ⟨gradient, v⟩, with replicated gradients counted once, must be
 (L(θ + h·v) − L(θ − h·v)) / 2h.
@@ -89,9 +90,6 @@ class GradientCheck:
         """Find what is wrong with gradients: the cause, and where it begins, not all that follows from it.
 
         Whatever stands before a wrong gradient in the forward has another one, too: named is what comes last.
-
-        Args:
-            loss: the name of the function that computes it.
         """
         if self.is_right():
             return []

@@ -102,10 +102,6 @@ def differing_gradients(sums: Mapping[str, Sequence[Sequence[float]]], tolerance
 
     A factor that all gradients of a rank have, as clipping gives, does not count.
 
-    Args:
-        sums: of each parameter's gradient, in the model's order, every rank's plain one, that by place, and norm.
-        tolerance: what they may differ by, of their norm, or of what is small beside the largest.
-
     Returns:
         The names, and whether gradients of the last layer are alike, so that what enters it is, too: then what differs
         is a part of a sum. Else other targets, or random draws, may be the cause.

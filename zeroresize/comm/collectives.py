@@ -34,11 +34,7 @@ class Channel(Protocol):
 
 
 def as_process_group(group: Any) -> Any:
-    """Return the process group of a one-dimensional ``DeviceMesh``, and anything else as it is.
-
-    Raises:
-        ValueError: if ``group`` is a mesh of several dimensions.
-    """
+    """Return the process group of a one-dimensional ``DeviceMesh``, and anything else as it is."""
     if not hasattr(group, "get_group") or not hasattr(group, "ndim"):
         return group
     if group.ndim != 1:
@@ -49,11 +45,7 @@ def as_process_group(group: Any) -> Any:
 
 
 def require_group(process_group: Any) -> ProcessGroup:
-    """Return ``process_group``, or the group of a one-dimensional ``DeviceMesh``, of which this rank is a member.
-
-    Raises:
-        ValueError: if it is None, a mesh of several dimensions, or this rank is not a member.
-    """
+    """Return ``process_group``, or the group of a one-dimensional ``DeviceMesh``, of which this rank is a member."""
     process_group = as_process_group(process_group)
     if process_group is None:
         raise ValueError(
@@ -135,9 +127,6 @@ def explanation(process_group: ProcessGroup, failed: str, *, waits: bool = True)
     Args:
         failed: what failed on this rank.
         waits: whether to wait some seconds for others that fail, too.
-
-    Raises:
-        ValueError: if the ranks were given batches of different size, which explains the failure.
     """
     explainer = _explainer_of(process_group)
     return "" if explainer is None else explainer.fail(failed, waits=waits)
@@ -153,9 +142,6 @@ class NamedWork:
         peer: the only other rank, within the group; None for all of them.
         layer: the name of the layer, if known.
         tensor: the tensor that a collective of all ranks fills, for waits that can be explained.
-
-    Raises:
-        RuntimeError: if the transfer cannot be started; it names all of these.
     """
 
     __slots__ = ("_description", "_wait")
@@ -175,11 +161,7 @@ class NamedWork:
         self._wait = work.wait if explainer is None else partial(explainer.wait, work)
 
     def wait(self) -> None:
-        """Wait until the transfer is done.
-
-        Raises:
-            RuntimeError: if the transfer fails; it names what failed, and with whom.
-        """
+        """Wait until the transfer is done."""
         _named_if_it_fails(self._wait, *self._description)
 
 
@@ -204,11 +186,7 @@ def _named_if_it_fails(
 
 
 def all_reduce(tensor: Tensor, process_group: ProcessGroup, layer: str | None = None) -> None:
-    """Sum ``tensor`` over the group in place; collective.
-
-    Raises:
-        RuntimeError: if the all-reduce fails; it names the ranks, and ``layer`` if that is known.
-    """
+    """Sum ``tensor`` over the group in place; collective."""
     what, call = "an all-reduce with", partial(dist.all_reduce, tensor, group=process_group)
     if group_size(process_group) == 1:
         return
@@ -316,7 +294,7 @@ def start_messages(
             if tensor.numel()
         ]
         for call, work in zip(calls, dist.batch_isend_irecv(calls) if calls else (), strict=False):
-            transfer = NamedWork(partial(_itself, work), "messages with", process_group)
+            transfer = NamedWork(partial(lambda work: work, work), "messages with", process_group)
             transfers[dist.get_group_rank(process_group, call.peer)].append(transfer)
         return transfers
     for start, tensors in ((start_receive, receives), (start_send, sends)):
@@ -340,10 +318,6 @@ class _NotStarted:
 
     def wait(self) -> None:
         raise self._error
-
-
-def _itself(work: dist.Work) -> dist.Work:
-    return work
 
 
 def message_device(process_group: ProcessGroup, device: torch.device) -> torch.device:

@@ -33,9 +33,6 @@ def gather(values: Sequence[float], exchange: Exchanging) -> list[list[float]]:
 
     Every exchange has one length on all ranks, also where they are at different places of a program: gloo ends the
     process if ranks send unequally many numbers.
-
-    Raises:
-        Exception: what ``exchange`` raises.
     """
     table = exchange([float(len(values)), *_padded(values[:_AT_ONCE], _AT_ONCE)])
     counts = [int(count) for count, *_ in table]
@@ -80,11 +77,7 @@ class Exchange:
         self._posted: _PendingNumbers | None = None
 
     def post(self, numbers: Sequence[float]) -> None:
-        """Send this rank's numbers; all ranks must send equally many.
-
-        Raises:
-            RuntimeError: if the numbers posted before have not been collected.
-        """
+        """Send this rank's numbers; all ranks must send equally many."""
         if self._posted is not None:
             raise RuntimeError("post() was called twice without collect() in between")
         self._posted = _PendingNumbers(self.group, numbers, _POSTED)
@@ -94,10 +87,6 @@ class Exchange:
 
         Returns:
             A row of numbers for each rank; None if nothing was posted.
-
-        Raises:
-            RuntimeError: if not all ranks have posted within the time limit of their process group, or not at the same
-                place.
         """
         if self._posted is None:
             return None
@@ -108,18 +97,11 @@ class Exchange:
         """Return every rank's numbers at once, in the order of the group; a rank may have fewer than others.
 
         Collective.
-
-        Raises:
-            RuntimeError: if not all ranks come, or not from the same place.
         """
         return gather(numbers, self._exchange)
 
     def meet(self, *numbers: float) -> Sequence[Sequence[float]]:
-        """Return the numbers of every rank, as a :data:`~zeroresize.comm.exchange.Meet` does; collective.
-
-        Raises:
-            RuntimeError: as :meth:`gather`.
-        """
+        """Return the numbers of every rank, as a :data:`~zeroresize.comm.exchange.Meet` does; collective."""
         return meet_by(self._exchange)(*numbers)
 
     def close(self) -> None:
@@ -132,11 +114,7 @@ class Exchange:
         return self._received(_PendingNumbers(self.group, numbers, _MET))
 
     def _received(self, pending: _PendingNumbers) -> list[list[float]]:
-        """Every rank's numbers, without the whereabouts, which must be the same on all ranks.
-
-        Raises:
-            RuntimeError: if not all ranks have come, or not to the same place; the others can read why.
-        """
+        """Every rank's numbers, without the whereabouts, which must be the same on all ranks."""
         table = pending.wait()
         num_of_place = Whereabouts.NUM_NUMBERS
         places = [Whereabouts.of_numbers(numbers[:num_of_place]) for numbers in table]
@@ -169,11 +147,7 @@ class GatheredNumbers:
         return bool(self._work.is_completed())
 
     def take(self) -> list[list[float]]:
-        """Return the numbers of every rank, in the order of the group, once it has ended.
-
-        Raises:
-            RuntimeError: if a rank has died, or did not send its numbers within the time limit.
-        """
+        """Return the numbers of every rank, in the order of the group, once it has ended."""
         self._work.wait()
         return [part.tolist() for part in self._parts]
 
@@ -200,11 +174,7 @@ class _PendingNumbers:
                 self._failures[peer] = error
 
     def wait(self) -> list[list[float]]:
-        """Wait for every rank's numbers and return them, in the order of the group.
-
-        Raises:
-            RuntimeError: if ranks did not send theirs within the time limit, or have died; it names them.
-        """
+        """Wait for every rank's numbers and return them, in the order of the group."""
         began, limit_s = time.monotonic(), self._group.time_limit.total_seconds()
         with self._group.words.waiting("the numbers of the other ranks", lambda: self._awaited):
             for works in (self._received, self._sent):
@@ -247,10 +217,6 @@ def ranks_with_replicas(
 
     Returns:
         [D · R], replica by replica, each in the order of its group; none if not all ranks of the group know theirs.
-
-    Raises:
-        ValueError: on every rank, if the data-parallel groups of the ranks do not make whole replicas.
-        RuntimeError: if the replicas do not come within the time limit of ``process_group``.
     """
     known = group_ranks(data_parallel_group) if data_parallel_group is not None else []
     peers_of_ranks = [list(map(int, ranks)) for ranks in exchange.gather([float(rank) for rank in known])]

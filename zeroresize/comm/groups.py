@@ -107,10 +107,6 @@ class CpuGroup(SecondGroup):
         time_limit: how long every wait may last.
         where: this rank's whereabouts, for errors of waits here and of the layers' collectives over ``process_group``.
         words: tell what the ranks do, where one waits long or fails.
-
-    Raises:
-        ValueError: on every rank, if the ranks do not agree; it names what differs and where.
-        RuntimeError: if not all ranks come within the time limit of ``process_group``.
     """
 
     def __init__(
@@ -169,9 +165,6 @@ class WeightGroup(SecondGroup):
     Args:
         process_group: the group of these ranks.
         device: the device that the weights are on.
-
-    Raises:
-        RuntimeError: if not all ranks come within the time limit of ``process_group``; it names those that did not.
     """
 
     def __init__(self, process_group: ProcessGroup, device: torch.device) -> None:
@@ -208,9 +201,6 @@ def make_side_group(process_group: ProcessGroup, members: Sequence[int], number:
         process_group: the group that the members belong to.
         members: the ranks of the new group, counted within ``process_group``; this rank is one of them.
         number: names the group, so it is the same on all members; see :func:`free_group_number`.
-
-    Raises:
-        RuntimeError: if a member does not come, or fails, or the job's store does not answer; it says which.
     """
     global _first_free
     _first_free = max(_first_free, number + 1)

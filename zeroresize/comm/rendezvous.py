@@ -110,9 +110,6 @@ class Rendezvous:
             where: the name of this exchange, used once.
             message: the text that this rank leaves.
             ends_at: when waiting ends, by the monotonic clock; None for the time limit from now on.
-
-        Raises:
-            RuntimeError: naming the ranks that did not come within the time limit, or have failed before they could.
         """
         keys = self._keys(where)
         limit = self.time_limit if ends_at is None else _until(ends_at)
@@ -171,14 +168,6 @@ class Rendezvous:
         """Return what ``make()`` makes, which connects the ranks over the store, once all of them have it; collective.
 
         All of it takes the time limit once. After an error no rank has it.
-
-        Args:
-            make: the call that connects the ranks.
-            destroy: undoes ``make`` where another rank has failed, or this one comes too late; None where dropping what
-                was made does.
-
-        Raises:
-            RuntimeError: if a rank does not come, ``make`` fails on one, or takes longer than the time limit.
         """
         ends_at = time.monotonic() + self.time_limit.total_seconds()
         self.exchange("ready", ends_at=ends_at)

@@ -99,54 +99,46 @@ class Whereabouts:
 
 
 def require_same_whereabouts(ranks: Sequence[Whereabouts], *, counts_forwards: bool = True) -> None:
-    """Check that the ranks of a group came to each other from the same place.
+    """Raise RuntimeError unless the ranks of a group, in its order, came to each other from the same place.
 
     Args:
-        ranks: the whereabouts of every rank, in the order of the group.
         counts_forwards: whether the ranks must also have made equally many training forwards.
-
-    Raises:
-        RuntimeError: if they come from different places; it names what each of them has called, and how often.
     """
 
-    def differ(*what: str) -> bool:
-        return len({tuple(getattr(rank, name) for name in what) for rank in ranks}) > 1
+    def require_same(names: Sequence[str], error: str, text: str, remedy: str) -> None:
+        if len({tuple(getattr(rank, name) for name in names) for rank in ranks}) > 1:
+            by_rank = "; ".join(f"rank {rank}: {text.format(where, where=where)}" for rank, where in enumerate(ranks))
+            raise RuntimeError(f"{error}: {by_rank}{remedy}")
 
-    def by_rank(text_of: Callable[[Whereabouts], str]) -> str:
-        return "; ".join(f"rank {rank}: {text_of(where)}" for rank, where in enumerate(ranks))
-
-    if differ("call"):
-        raise RuntimeError(f"the ranks of the group made different calls: {by_rank(str)}")
+    require_same(["call"], "the ranks of the group made different calls", "{}", "")
     if ranks[0].call in _UNCOUNTED:
         return
-    if differ("num_work_changes"):
-        raise RuntimeError(
-            "balancer.profile_next() or load_state_dict() was called on some ranks only, or unequally often: "
-            f"{by_rank(lambda where: f'{where.num_work_changes} times')}; call it on every rank alike, between the "
-            "same two steps"
-        )
+    require_same(
+        ["num_work_changes"],
+        "balancer.profile_next() or load_state_dict() was called on some ranks only, or unequally often",
+        "{where.num_work_changes} times",
+        "; call it on every rank alike, between the same two steps",
+    )
     # Ranks that meet at an update have equal counts of steps, so their counts of forwards tell.
-    if differ("num_steps", *(["num_forwards"] if counts_forwards else [])):
-        counts = by_rank(
-            lambda where: f"{where.num_steps} calls in {where.num_forwards} training forwards of its layers"
-        )
-        raise RuntimeError(
-            f"the ranks of the group did not call balancer.step() equally often: {counts}; call it once after every "
-            "optimizer step, and load_state_dict with what was saved together, on every rank"
-        )
-    if differ("num_optimizer_steps"):
-        raise RuntimeError(
-            "the ranks of the group did not make equally many optimizer steps: "
-            f"{by_rank(lambda where: f'{where.num_optimizer_steps} steps')}. A loss scaler skips a step where "
-            "gradients overflow, and each rank sees those of its own shards only, so scale and weights have come "
-            "apart: use zeroresize.GradScaler in its place, and begin again from a checkpoint"
-        )
-    if differ("epoch"):
-        raise RuntimeError(
-            "the ranks of the group did not call balancer.epoch_end() equally often: "
-            f"{by_rank(lambda where: f'{where.epoch} epochs had ended at {where}')}; call it at the end of an epoch, "
-            "on every rank"
-        )
+    require_same(
+        ["num_steps", *(["num_forwards"] if counts_forwards else [])],
+        "the ranks of the group did not call balancer.step() equally often",
+        "{where.num_steps} calls in {where.num_forwards} training forwards of its layers",
+        "; call it once after every optimizer step, and load_state_dict with what was saved together, on every rank",
+    )
+    require_same(
+        ["num_optimizer_steps"],
+        "the ranks of the group did not make equally many optimizer steps",
+        "{where.num_optimizer_steps} steps",
+        ". A loss scaler skips a step where gradients overflow, and each rank sees those of its own shards only, so "
+        "scale and weights have come apart: use zeroresize.GradScaler in its place, and begin again from a checkpoint",
+    )
+    require_same(
+        ["epoch"],
+        "the ranks of the group did not call balancer.epoch_end() equally often",
+        "{where.epoch} epochs had ended at {where}",
+        "; call it at the end of an epoch, on every rank",
+    )
 
 
 class Word(NamedTuple):
@@ -216,12 +208,7 @@ class Words:
 
     @contextmanager
     def waiting(self, what: str, absent: Callable[[], Sequence[int]] | None = None) -> Iterator[None]:
-        """Warn, on the lowest rank that waits, if the block takes long; say when it has ended after all.
-
-        Args:
-            what: the end of "waits for ...", the same on all ranks that wait together.
-            absent: returns the ranks, within the group, that may not have come yet; None for all others.
-        """
+        """Warn, on the lowest rank that waits, if the block takes long; say when it has ended after all."""
         wait = _Wait(what, absent, self._after_s)
         self._waits.append(wait)
         try:
@@ -232,12 +219,7 @@ class Words:
             logger.info("all ranks have come after %.0f s: training goes on", time.monotonic() - wait.began)
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for a collective, of gloo on the CPU: only its waits can be interrupted, and it goes on meanwhile.
-
-        Raises:
-            RuntimeError: if the collective fails.
-            ValueError: as :meth:`raise_met`.
-        """
+        """Wait for a collective, of gloo on the CPU: only its waits can be interrupted, and it goes on meanwhile."""
         with self.waiting("the other ranks in a collective"):
             while not work.is_completed():
                 with suppress(RuntimeError):  # of the wait, or of the collective: then it has ended
@@ -259,13 +241,6 @@ class Words:
         """Leave a word of what failed on this rank, and return all ranks' words, as the end of an error.
 
         Of a second failure at the same place, which follows from the first, no word is left.
-
-        Args:
-            failed: the text that the others will read.
-            waits: whether to wait until the others have failed as well, ``WAIT_S`` seconds at most.
-
-        Raises:
-            ValueError: as :meth:`raise_met`.
         """
         self.raise_met()
         with self._lock:

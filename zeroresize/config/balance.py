@@ -22,11 +22,10 @@ from zeroresize.config.keys import (
     without_effect,
 )
 from zeroresize.config.paper import PAPER_DEFAULTS, ROOM, PaperConfig, dotted, known_paper_keys, nested, paper_config
-from zeroresize.utils.value_checks import checking_keys, closest, known_keys
+from zeroresize.utils.value_checks import closest, known_keys
 from zeroresize.utils.yaml_values import read_yaml
 
 
-@checking_keys(lambda values: known_balance_keys(values))
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
     """How a tensor-parallel group is balanced.
@@ -215,14 +214,14 @@ class BalanceConfig:
 
     def replace(self, **changes: Any) -> BalanceConfig:
         """A copy with some keys changed, checked again; a mapping for ``paper`` changes only those keys of it."""
-        return BalanceConfig(**nested(dotted(vars(self)) | dotted(changes)))
+        return BalanceConfig.from_dict(nested(dotted(vars(self)) | dotted(changes)))
 
     def in_mode(self, mode: str, **changes: Any) -> BalanceConfig:
         """The same in another mode, with keys changed as by ``replace``; what has no effect there gets its default."""
         changed = dotted(changes)
         values = {**dotted(vars(self)), "mode": mode, **changed}
         idle = without_effect(values).keys() - changed.keys()
-        return BalanceConfig(**nested({key: value for key, value in values.items() if key not in idle}))
+        return BalanceConfig.from_dict(nested({key: value for key, value in values.items() if key not in idle}))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BalanceConfig:

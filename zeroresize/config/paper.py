@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroresize.config.keys import PAPER_CHECKS
-from zeroresize.utils.value_checks import checking_keys, known_keys
+from zeroresize.utils.value_checks import known_keys
 
 ROOM = "paper"
 
 
-@checking_keys(lambda values: known_paper_keys(values))
 @dataclass(frozen=True, kw_only=True)
 class PaperConfig:
     """The paper's own rules and choices, where this package's default is another or the paper compares several.

@@ -48,12 +48,7 @@ class GradientReturn:
             call_at_end_of_backward(lambda: self._backward_ends(backward))
 
     def awaiting_return(self, weight_in_graph: Callable[[], Tensor], weight: Tensor) -> Tensor:
-        """Return a weight as a tensor whose gradient [N, K] waits for the columns that were lent.
-
-        Args:
-            weight_in_graph: makes it as autograd knows it.
-            weight: by which :meth:`expect` knows it.
-        """
+        """Return a weight as a tensor whose gradient [N, K] waits for the columns that were lent."""
         with torch.enable_grad():
             return _AwaitReturn.apply(weight_in_graph(), weight, self)
 

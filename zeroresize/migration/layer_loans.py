@@ -110,9 +110,6 @@ class LayerLoans:
         """Check the layer's ``weight`` [N, K]; after loans have changed, the first layer sends all layers' weights.
 
         Every rank's training forward comes here, so all ranks send at the same place.
-
-        Raises:
-            RuntimeError: if the weight has changed since its columns were lent.
         """
         if self._sent is None:
             self._send_all_weights()
@@ -124,9 +121,6 @@ class LayerLoans:
 
         It is called on every rank, whether columns are lent or not, so autograd accumulates gradients and calls their
         hooks in the same order everywhere.
-
-        Raises:
-            RuntimeError: if the weight has changed since its columns were lent.
         """
         self.forward_begins(weight)
         if not self._loans and weight is not self._weight:  # replaced, and nothing of it is lent
@@ -171,24 +165,19 @@ class LayerLoans:
             if loan.route.owner == self._rank:
                 assert y_TN is not None
                 whole = self._transport.add_up(loan.route, y_TN, expected)
-            elif w_Nm is not None:
-                part_TN = self._probes.product(kernels.forward, loan.columns.of(x_TK), w_Nm, None, None)
-                self._transport.give(loan.route, part_TN, ("y", loan.route.owner))
-            else:
-                zeros_TN = x_TK.new_zeros(len(x_TK), loan.num_rows)
-                self._transport.give(loan.route, zeros_TN, ("y", loan.route.owner))
+                continue
+            part_TN = self._product(kernels.forward, loan.columns.of(x_TK), w_Nm)
+            addend = x_TK.new_zeros(len(x_TK), loan.num_rows) if part_TN is None else part_TN
+            self._transport.give(loan.route, addend, ("y", loan.route.owner))
         if whole is not None:
             whole.wait()
         return multiply() if y_TN is None else y_TN
 
     def _expect_y(self, x_TK: Tensor) -> list[Pending]:
         """Expect, on an owner, the addends to y [T, N] that receivers will send; none on other ranks."""
-        return [
-            addend
-            for loan in self._loans
-            if loan.route.owner == self._rank
-            for addend in self._transport.expect_addends(loan.route, (len(x_TK), loan.num_rows), x_TK)
-        ]
+        loans = [loan for loan in self._loans if loan.route.owner == self._rank]
+        shapes = [(loan.route, (len(x_TK), loan.num_rows)) for loan in loans]
+        return [addend for route, shape in shapes for addend in self._transport.expect_addends(route, shape, x_TK)]
 
     def column_backward(
         self,
@@ -206,25 +195,16 @@ class LayerLoans:
         weights = self._borrowed_weights(x_TK)
         sent = [self._transport.send_whole(loan.route, dy_TN, loan.num_rows) for loan in self._loans]
         dx_TK = own_dgrad() if own_dgrad is not None else None
-        borrowed = []
-        for loan, w_Nm, pending in zip(self._loans, weights, sent, strict=True):
-            dy_of_owner_TN = pending.wait()
-            borrowed.append((loan, w_Nm, dy_of_owner_TN))
+        borrowed = list(zip(self._loans, weights, [pending.wait() for pending in sent], strict=True))
         if dx_TK is not None:
             for loan, w_Nm, dy_of_owner_TN in borrowed:
-                dx_Tm = None
-                if w_Nm is not None:
-                    dx_Tm = self._probes.product(kernels.dgrad, dy_of_owner_TN, w_Nm, None, None)
-                self._add_to_dx(loan, dx_TK, dx_Tm)
+                self._add_to_dx(loan, dx_TK, self._product(kernels.dgrad, dy_of_owner_TN, w_Nm))
         work = start_all_reduce(dx_TK, self._transport.process_group, self.name) if dx_TK is not None else None
         dw_NK = own_wgrad() if own_wgrad is not None else None
         if own_wgrad is not None:
             for loan, w_Nm, dy_of_owner_TN in borrowed:
-                dw_Nm = None
-                if w_Nm is not None:
-                    x_Tm = loan.columns.of(x_TK)
-                    dw_Nm = self._probes.product(kernels.wgrad, dy_of_owner_TN, x_Tm, None, None)
-                self._return_dw(loan, dw_Nm, dw_NK)
+                x_Tm = None if w_Nm is None else loan.columns.of(x_TK)
+                self._return_dw(loan, self._product(kernels.wgrad, dy_of_owner_TN, x_Tm), dw_NK)
         return dx_TK, dw_NK, work
 
     def _add_to_dx(self, loan: LayerLoan, dx_TK: Tensor, dx_Tm: Tensor | None) -> None:
@@ -251,12 +231,11 @@ class LayerLoans:
         kept = []
         for loan, w_Nm, pending in zip(self._loans, weights, sent, strict=True):
             x_Tm = pending.wait()
-            part_TN = None
             if w_Nm is not None:
                 assert x_Tm is not None
-                kept.append(x_Tm.contiguous())
-                part_TN = self._probes.product(kernels.forward, kept[-1], w_Nm, None, None)
-            self._add_to_y(loan, y_TN, part_TN, expected)
+                x_Tm = x_Tm.contiguous()
+                kept.append(x_Tm)
+            self._add_to_y(loan, y_TN, self._product(kernels.forward, x_Tm, w_Nm), expected)
         return y_TN, kept
 
     def row_backward(
@@ -275,15 +254,13 @@ class LayerLoans:
         returned: list[Pending] = []
         if own_dgrad is not None:
             for loan, w_Nm in zip(self._loans, weights, strict=True):
-                dx_Tm = self._probes.product(kernels.dgrad, dy_TN, w_Nm, None, None) if w_Nm is not None else None
-                name = ("dx", loan.route.owner)
+                dx_Tm, name = self._product(kernels.dgrad, dy_TN, w_Nm), ("dx", loan.route.owner)
                 returned.append(self._transport.return_slice(loan.route, dx_Tm, len(dy_TN), dy_TN, name))
         dx_TK = own_dgrad() if own_dgrad is not None else None
         dw_NK = own_wgrad() if own_wgrad is not None else None
         if own_wgrad is not None:
             for loan, x_Tm in zip(self._loans, x_parts, strict=True):
-                dw_Nm = self._probes.product(kernels.wgrad, dy_TN, x_Tm, None, None) if x_Tm is not None else None
-                self._return_dw(loan, dw_Nm, dw_NK)
+                self._return_dw(loan, self._product(kernels.wgrad, dy_TN, x_Tm), dw_NK)
         for loan, pending in zip(self._loans, returned, strict=bool(returned)):
             dx_TL = pending.wait()
             if dx_TL is not None:
@@ -299,6 +276,10 @@ class LayerLoans:
             self._transport.add_up(loan.route, y_TN, expected).wait()
         elif part_TN is not None:
             self._transport.give(loan.route, part_TN, ("y", loan.route.owner))
+
+    def _product(self, kernel: Callable[..., Tensor], of: Any, borrowed: Tensor | None) -> Tensor | None:
+        """The product with what this rank has borrowed, measured as its own are; None where it borrows nothing."""
+        return None if borrowed is None else self._probes.product(kernel, of, borrowed, None, None)
 
     # ---- dw ----------------------------------------------------------------------------------------------------------
 

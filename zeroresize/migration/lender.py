@@ -82,19 +82,24 @@ class Lender:
                 route = LoanRoute.of_parts(loan.owner, loan.receivers, bounds_of_parts(num_columns, loan.parts), name)
                 by_layer[name].append(LayerLoan(route, Columns.at(self._own_columns(route, columns)), num_rows))
         for name, layer in self._layers.items():
-            layer.loans = loans_of_layer = self._loans_of(name, layer, by_layer[name])
-            self._layer_loans.append(loans_of_layer)
+            made = LayerLoans(
+                name,
+                by_layer[name],
+                transport=self._transport,
+                weight_transport=self._weight_transport,
+                layer=layer,
+                gradient_return=self._gradient_return,
+                send_all_weights=self.send_weights,
+            )
+            layer.loans = made
+            self._layer_loans.append(made)
 
     def would_be_new(self, loans: Sequence[Loan], epoch: int) -> bool:
         """Tell whether ``loans`` are not in force yet, so :meth:`install` would send their columns to the group."""
         return bool(loans) and self._key(loans, epoch) != self._in_force
 
     def take_back(self) -> None:
-        """End all loans: wait for their transfers and free their memory; before units move, on every rank.
-
-        Raises:
-            RuntimeError: if a transfer failed; the loans have ended then, too.
-        """
+        """End all loans: wait for their transfers and free their memory; before units move, on every rank."""
         if self._in_force is None:
             return
         self._in_force = None
@@ -108,11 +113,7 @@ class Lender:
             ending.callback(self._gradient_return.forget)
 
     def close(self) -> None:
-        """End all loans and leave the weights' process group.
-
-        Raises:
-            RuntimeError: as :meth:`take_back` does; the group is left then, too.
-        """
+        """End all loans and leave the weights' process group."""
         with ExitStack() as ending:
             ending.callback(self._weight_group.close)
             ending.callback(self.take_back)
@@ -174,17 +175,6 @@ class Lender:
         if self._rank == route.owner:
             return columns
         return columns[route.part_of(self._rank)] if self._rank in route.receivers else columns[:0]
-
-    def _loans_of(self, name: str, layer: BalancedLinear, loans: Sequence[LayerLoan]) -> LayerLoans:
-        return LayerLoans(
-            name,
-            loans,
-            transport=self._transport,
-            weight_transport=self._weight_transport,
-            layer=layer,
-            gradient_return=self._gradient_return,
-            send_all_weights=self.send_weights,
-        )
 
     @property
     def _device(self) -> torch.device:

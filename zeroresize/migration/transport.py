@@ -34,11 +34,6 @@ def bounds_of_parts(num_columns: int, parts: Sequence[float]) -> tuple[int, ...]
     """Return where the parts of a slice begin and end: part i is columns ``bounds[i]`` to ``bounds[i + 1]`` of it.
 
     Which columns each receiver computes (paper, section IV-A), for parts of any size.
-
-    Args:
-        num_columns: of the migrated slice, L_mig.
-        parts: share of it that each receiver computes; they sum to 1. Equal parts are the paper's
-            m = L_mig / (e − x), but need not divide evenly.
     """
     unit = _UNIT if num_columns >= _UNIT * _FEWEST_UNITS * len(parts) else 1
     ends = [min(unit * round(num_columns * end / unit), num_columns) for end in itertools.accumulate(parts)]

@@ -11,7 +11,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -19,7 +19,7 @@ from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.optim.optimizers import torch_optimizer
-from zeroresize.utils.torch_private import is_dtensor, parameters_of
+from zeroresize.utils.torch_private import is_dtensor
 
 _SAVING = (
     "which no other number of ranks, and no model that is not balanced, could load. Save with all units at home, "
@@ -86,13 +86,12 @@ def _first_shard_in(state: Mapping[str, Any], model: nn.Module) -> str | None:
     for prefix, layer in model.named_modules(remove_duplicate=False):
         if not isinstance(layer, BalancedLinear):
             continue
-        parameters = parameters_of(cast(nn.Module, layer))
         divided = 0 if layer.is_column_parallel else 1
         even, local = layer.even_shape[divided], layer.local_weight.shape[divided]
         whole = even * group_size(layer.process_group)
         dims = {"weight": divided ^ layer.weight_is_transposed, **({"bias": 0} if layer.is_column_parallel else {})}
-        for key in dims.keys() & parameters.keys():
-            full, dim = f"{prefix}.{key}".lstrip("."), dims[key]
+        for key, dim in dims.items():
+            full = f"{prefix}.{key}".lstrip(".")
             # A wrapper's state has longer names, such as "module.…" and "_orig_mod.…".
             name = full if full in state else next((other for other in state if other.endswith(f".{full}")), full)
             shape = getattr(state.get(name), "shape", ())
@@ -102,11 +101,7 @@ def _first_shard_in(state: Mapping[str, Any], model: nn.Module) -> str | None:
 
 
 def guard_optimizer(optimizer: Any, are_away: Callable[[], bool]) -> Callable[[], None]:
-    """Let the optimizer save and load no state while units are away; returns what takes that back.
-
-    Args:
-        are_away: whether they are, a method; the guard ends when its object does.
-    """
+    """Let the optimizer save and load no state while units are away; returns what takes that back."""
     try:
         inner = torch_optimizer(optimizer)
     except ValueError:  # a wrapper that hides it

@@ -50,15 +50,7 @@ def require_format(number: Any, where: str) -> None:
 
 
 def plain_value(stream: io.BytesIO, what: str) -> Any:
-    """Return what ``torch.save`` wrote, if reading it runs no code.
-
-    Args:
-        stream: the file that was written.
-        what: names it in errors.
-
-    Raises:
-        ValueError: if it holds other classes than tensors and plain values; nothing of it has run.
-    """
+    """Return what ``torch.save`` wrote, if reading it runs no code."""
     try:
         return torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged files raise whatever they come to
@@ -101,9 +93,6 @@ def decoded(cls: type[Decoded], value: Any, where: str, known: Decoded | None = 
         value: of any origin.
         where: how an error calls it.
         known: an instance; what is not saved, and cannot be made, is as in it. It stays as it is.
-
-    Raises:
-        ValueError: saying where something is missing or of another kind, and what is needed there.
     """
     made: Decoded = _decoded(cls, value, where, known)
     return made

@@ -19,10 +19,6 @@ def within(limit: timedelta, call: Callable[[], _T], give_up: Callable[[_T], obj
 
     Args:
         give_up: is called, in that thread, with a result that comes after the limit.
-
-    Raises:
-        TimeoutError: if the call takes longer.
-        BaseException: whatever ``call`` raises within the limit.
     """
     outcome: list[tuple[Any, BaseException | None]] = []
     is_left, lock = threading.Event(), threading.Lock()

@@ -51,9 +51,6 @@ class GrowingFile:
 
     Args:
         path: the file, which is made if it is not there.
-
-    Raises:
-        OSError: if the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,11 +58,7 @@ class GrowingFile:
         self._num_bytes = self._file.tell()
 
     def write(self, piece: bytes) -> None:
-        """Append all of ``piece``.
-
-        Raises:
-            OSError: if it does not fit; then nothing of it is left in the file.
-        """
+        """Append all of ``piece``."""
         rest = memoryview(piece)
         try:
             while rest:  # of a full disk the first part of a piece may still be taken
@@ -91,10 +84,6 @@ class JsonLines:
         path: the file; its folder is made.
         until: the key of a number that every line has, and the largest number of the lines that stay; None keeps all
             lines. The old file stays whole until the new one is.
-
-    Raises:
-        ValueError: naming the file and the line that is no JSON object or has no such number.
-        OSError: if the file cannot be made.
     """
 
     def __init__(self, path: str | Path, until: tuple[str, int] | None = None) -> None:
@@ -111,11 +100,7 @@ class JsonLines:
         self._file = GrowingFile(path)
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Append one object; NaN and infinity become null.
-
-        Raises:
-            OSError: if it cannot be written; then nothing of it is left in the file.
-        """
+        """Append one object; NaN and infinity become null."""
         self._file.write(json.dumps(without_nan(values)).encode() + b"\n")
 
     def close(self) -> None:
@@ -124,11 +109,7 @@ class JsonLines:
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
-    """Return the objects of a file; an unfinished last line is left out, a missing file is empty.
-
-    Raises:
-        ValueError: naming the file and the line that is no JSON object.
-    """
+    """Return the objects of a file; an unfinished last line is left out, a missing file is empty."""
     return [values for *_, values in _read(Path(path))]
 
 
@@ -178,9 +159,6 @@ class EventBoard:
         folder: the folder that the events go to; each process needs one of its own.
         from_step: the first step of this run: events of it and of later ones that an interrupted run has left are
             hidden; None keeps all.
-
-    Raises:
-        OSError: if the file cannot be made.
     """
 
     def __init__(self, folder: str | Path, *, from_step: int | None) -> None:

@@ -11,12 +11,7 @@ _MOST_NAMED = 8
 
 
 def alike(values: Sequence[Any], ranks: Sequence[int] | None = None) -> list[list[int]]:
-    """Group the ranks whose values are equal, in the order of the first of each; NaN equals nothing.
-
-    Args:
-        values: one a rank.
-        ranks: their numbers; None for 0, 1, ...
-    """
+    """Group the ranks whose values are equal, in the order of the first of each; NaN equals nothing."""
     groups: list[tuple[Any, list[int]]] = []
     for row, value in enumerate(values):
         rank = row if ranks is None else ranks[row]

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
-
-Checked = TypeVar("Checked")
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 #: Counts and seeds that fit into 32 bits: what is computed from them then fits into 64.
 LARGEST_COUNT = 2**31 - 1
@@ -84,9 +81,6 @@ def known_keys(
         what: how a message calls such a key, as "balance key".
         room: the name under which ``values`` stand in a larger mapping: a message calls the key ``a`` then ``room.a``.
         elsewhere: further keys that a wrong one may be meant for, as a message calls them.
-
-    Raises:
-        ValueError: if there are others; it names them, what each may be misspelt for, and those that are known.
     """
     if not isinstance(values, Mapping):
         given = "nothing ({} is an empty one)" if values is None else type(values).__name__
@@ -103,26 +97,6 @@ def known_keys(
     return values
 
 
-def checking_keys(check: Callable[[Mapping[str, Any]], object]) -> Callable[[type[Checked]], type[Checked]]:
-    """Decorate a dataclass so that ``check`` sees the keys that its constructor is given before anything else does.
-
-    A misspelt key is then told as in a file, where Python's own TypeError names neither its like nor those that exist.
-    """
-
-    def decorate(cls: type[Checked]) -> type[Checked]:
-        build = cls.__init__
-
-        @functools.wraps(build)
-        def checked(self: Checked, *args: Any, **values: Any) -> None:
-            check(values)
-            build(self, *args, **values)
-
-        setattr(cls, "__init__", checked)  # noqa: B010 - a type checker is to see the dataclass's signature
-        return cls
-
-    return decorate
-
-
 def closest(key: str, known: Sequence[str], cutoff: float = 0.6) -> str | None:
     """Return the name in ``known`` that ``key`` may be misspelt for; None if none is as alike as ``cutoff``."""
     return next(iter(difflib.get_close_matches(key, known, n=1, cutoff=cutoff)), None)
@@ -135,9 +109,6 @@ def share_numbers(shares: Any, num_ranks: int | None = None, choices: str = "", 
         num_ranks: how many there must be; None where the group is not known yet.
         choices: the words that are allowed in their place, for the error.
         call: the function that was given them, for the error; empty for a key of the configuration.
-
-    Raises:
-        ValueError: unless they are so many finite numbers, none negative and not all zero.
     """
     is_row = isinstance(shares, Sequence) and not isinstance(shares, str)
     is_sound = is_row and all(is_number(share) and 0.0 <= share < math.inf for share in shares) and any(shares)

@@ -92,21 +92,12 @@ _Loader.add_constructor(_INT, _Loader.construct_int)
 
 
 def load_yaml(text: str | bytes) -> Any:
-    """Return the value of a YAML document; bytes are UTF-8, or UTF-16 with a byte order mark.
-
-    Raises:
-        yaml.YAMLError: if ``text`` is none, has a key twice, or is too deep or too large.
-    """
+    """Return the value of a YAML document; bytes are UTF-8, or UTF-16 with a byte order mark."""
     return yaml.load(text, _Loader)
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Return the value of a YAML file.
-
-    Raises:
-        ValueError: naming the file and the line, if it is not YAML, has a key twice, or is too deep or too large.
-        OSError: if it cannot be read.
-    """
+    """Return the value of a YAML file."""
     try:
         return load_yaml(Path(path).read_bytes())
     except yaml.YAMLError as error:

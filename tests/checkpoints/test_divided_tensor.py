@@ -20,7 +20,6 @@ from zeroresize.checkpoints.divided_tensor import (
     DividedTensor,
     Piece,
     TensorDivision,
-    even_pieces,
     unit_pieces,
 )
 from zeroresize.resharding.units.moving_units import move_units
@@ -48,11 +47,6 @@ def test_units_of_all_ranks_are_the_whole_tensor_in_its_order(owners, rows):
     assert (whole == numbers).all()
 
 
-def test_even_shards_of_several_parts():
-    assert even_pieces([4, 2, 2], 2, 1) == [Piece(2, 0, 2), Piece(5, 2, 1), Piece(7, 3, 1)]
-    assert even_pieces([8], 1, 0) == even_pieces([4, 2, 2], 1, 0) == [Piece(0, 0, 8)]
-
-
 def divided():
     return DividedTensor("fc1.weight", torch.arange(6.0).view(2, 3), TensorDivision(0, 4, lambda: [Piece(2, 0, 2)]))
 
@@ -67,19 +61,15 @@ def test_a_divided_tensor_has_the_whole_shape_and_can_be_copied():
         assert (tuple(chunk.offsets), tuple(chunk.sizes)) == ((2, 0), (2, 3))
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
+def test_nothing_but_a_checkpoint_takes_a_divided_tensor():
+    for use in (
         pickle.dumps,
         lambda one: torch.save({"weight": one}, io.BytesIO()),
         lambda one: nn.Linear(3, 4).load_state_dict({"weight": one}, strict=False),
         lambda one: one + 1.0,
-    ],
-    ids=["pickle", "torch.save", "load_state_dict", "+"],
-)
-def test_nothing_but_a_checkpoint_takes_a_divided_tensor(use):
-    with pytest.raises(RuntimeError, match=r"torch\.distributed\.checkpoint only"):
-        use(divided())
+    ):
+        with pytest.raises(RuntimeError, match=r"torch\.distributed\.checkpoint only"):
+            use(divided())
 
 
 def test_an_optimizers_part_is_refused_within_another_dictionary(tmp_path):

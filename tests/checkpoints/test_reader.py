@@ -73,14 +73,11 @@ def test_what_dcp_wrote_is_read(tmp_path):
     "change",
     [
         lambda index, evil: setattr(index, "planner_data", {"evil": evil}),
-        lambda index, evil: setattr(index, "planner_data", evil),
         lambda index, evil: index.storage_data.update({"evil": evil}),
-        lambda index, evil: index.state_dict_metadata.update({"evil": evil}),
         lambda index, evil: index.storage_meta.modules.append(evil),
-        lambda index, evil: setattr(index, "version", evil),
         lambda index, evil: setattr(index, "of_another_torch", evil),
     ],
-    ids=["planner_data", "all planner_data", "storage_data", "tensors", "modules", "version", "unknown"],
+    ids=["planner_data", "storage_data", "modules", "unknown"],
 )
 def test_code_in_an_index_does_not_run(tmp_path, change):
     written(tmp_path)
