@@ -345,28 +345,3 @@ def test_a_state_of_another_division_brings_what_is_known_to_the_owners_of_now(r
 
 
 # ---- modes ----------------------------------------------------------------------------------------------------------
-
-
-def test_where_the_move_back_to_the_saved_division_is_refused_what_is_known_stays_with_units_at_home(
-    run_ranks, monkeypatch
-):
-    import zeroresize.resharding.agreement as agreement
-
-    def train(rank, group):
-        first = pruning_run(group, mode="semi", iters_per_epoch=4, paper={"imputation": "same"})
-        plan = WorkloadPlan((RankPlan(0.25), RankPlan(0.5)))
-        for _ in range(6):
-            first.balancer._parts.mover.plans.install(plan)
-            first.steps(1)
-        state, known = first.balancer.state_dict(), known_of_units(first)
-        first.balancer.close()
-        resumed = pruning_run(group, mode="semi", shares="even", iters_per_epoch=4, paper={"imputation": "same"})
-        with monkeypatch.context() as patch:
-            patch.setattr(agreement, "free_bytes", lambda device: 0 if rank == 0 else 2**40)
-            resumed.balancer.load_state_dict(state)
-        now, counts = known_of_units(resumed), resumed.model.down.segment.owned.counts
-        resumed.steps(6)
-        return same_known(now, known), counts, known[2].sum()
-
-    for is_same, counts, num_pruned in run_ranks(train, 2):
-        assert is_same and counts == (96, 96) and num_pruned > 0
