@@ -31,7 +31,7 @@ import zeroresize as zr
 from zeroresize.convert import balanced_layers
 from zeroresize.injection.delay import HostDelay
 from zeroresize.injection.slow_layers import SlowLayers
-from zeroresize.policy.tensor.rules.bounds import work_conserving_bound_s
+from zeroresize.policy.tensor.rules.ownership import work_conserving_bound_s
 
 # ---------------------------------------------------------------------------------------------------- options, tables
 

@@ -427,3 +427,19 @@ def test_semi_prunes_what_the_others_cannot_take_and_comes_home(run_ranks, confi
     assert pruned["down"] == pytest.approx(plan.ranks[1].pruned * away[1], abs=9) and pruned["up"] > 0
     assert slow_s <= 1.08 * fast_s
     assert all(home == (96, 96) and relieved == [] for *_, home, relieved in results)
+
+
+def test_what_was_held_is_held_after_a_move_that_could_not_be_made(run_ranks, monkeypatch):
+    import zeroresize.resharding.agreement as agreement
+
+    def train(rank, group):
+        run = exact_run(group)
+        run.balancer.move((3, 1))
+        monkeypatch.setattr(agreement, "free_bytes", lambda device: 0)
+        with pytest.raises(RuntimeError, match="not enough memory"):
+            run.balancer.move((1, 3))
+        monkeypatch.undo()
+        run.updates(12)
+        return counts(run)
+
+    assert run_ranks(train, 2) == [(144, 48)] * 2

@@ -165,10 +165,8 @@ class Reporter:
             return
         if units.why_not_movable is not None:
             reason = f"no unit can change hands: {units.why_not_movable}"
-        elif not decision.controller.config.may_move:
-            reason = "nothing moves units in this configuration: give shares that fit"
-        elif decision.controller.ownership.is_held:
-            reason = "they are held as move() has divided them"
+        elif not decision.controller.config.may_move or decision.controller.ownership.is_held:
+            reason = "no decision moves units now: give shares that fit"
         elif memory.why_too_much(memory.evenly_filled) is not None:
             reason = "the ranks' memory together does not suffice for more even a division"
         else:

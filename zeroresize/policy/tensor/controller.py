@@ -21,9 +21,8 @@ from zeroresize.policy.tensor.estimation.spells import COST_IN_VAIN, Spells
 from zeroresize.policy.tensor.estimation.times import DURATION, RankTimes
 from zeroresize.policy.tensor.memory import GroupMemory
 from zeroresize.policy.tensor.ownership_decision import OwnershipDecision
-from zeroresize.policy.tensor.rules.bounds import Bounds
 from zeroresize.policy.tensor.rules.by_mode import KEPT_GAIN, forced_division, wanted_division, wanted_ownership
-from zeroresize.policy.tensor.rules.ownership import fitting_shares, owned_step_s
+from zeroresize.policy.tensor.rules.ownership import Bounds, fitting_shares, owned_step_s
 from zeroresize.policy.tensor.rules.ratio import find_stragglers, reference_time, slowest_normal_s
 from zeroresize.policy.tensor.rules.sharing import WorkDivision, borrowed_shares, predicted_busy_s
 from zeroresize.utils.codec import UNSAVED, encoded

@@ -8,8 +8,13 @@ from hypothesis import strategies as st
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.tensor.estimation.curves import GroupTimes
 from zeroresize.policy.tensor.estimation.times import RankTimes
-from zeroresize.policy.tensor.rules.bounds import Bounds, work_conserving_bound_s
-from zeroresize.policy.tensor.rules.ownership import normalised, owned_step_s, wanted_shares
+from zeroresize.policy.tensor.rules.ownership import (
+    Bounds,
+    normalised,
+    owned_step_s,
+    wanted_shares,
+    work_conserving_bound_s,
+)
 
 FINE = (SegmentWork(4_000_000, 1, 1.0),)
 RANK = st.tuples(st.floats(0.05, 1.0), st.floats(0.2, 5.0), st.floats(0.0, 0.9))

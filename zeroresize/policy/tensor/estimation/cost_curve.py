@@ -1,38 +1,43 @@
 """What share of a rank's products a plan makes: the calibrated curve, corrected by what plans took beside each other.
 
-There are three corrections, all logarithms: k of the curve's exponent, b of borrowing, w of owning more than an even
-share. A plan (γ, β) of a rank that owns f makes, of the products at full work,
+The corrections are logarithms: c_1 … c_P of the calibrated share of the multiplications at each of P ratios, b of
+borrowing and w of owning more than an even share, in this order. A plan (γ, β) of a rank that owns f makes
 
-    s(1 − f (1 − γ)) + e^b φ(β),   s the calibrated curve to the power of e^k;   (1 + e^w (f − 1)) s(γ) for f > 1.
+    s(1 − f (1 − γ)) + e^b φ(β),   s linear between the points s_p e^{c_p};   (1 + e^w (f − 1)) s(γ) for f > 1
 
-What two plans took beside each other at one speed corrects what they differ in.
+of the products at full work. What two plans took beside each other at one speed corrects the points that they differ
+in, and points near those as far as they were not measured themselves.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from zeroresize.plan.group import Shares
 from zeroresize.policy.speed.noise import JUMP
 from zeroresize.policy.tensor.costs import ResizingCost
 
-#: Standard deviations of k, b and w before anything was measured.
-_ERRORS = (0.5, 0.3, 0.15)
-#: None is ever surer: what is true of one ratio need not be so of another.
-_LEAST_VARIANCE = 0.1**2
-#: What a jump of speed adds to a variance: what made the rank slow may slow other sizes of products otherwise.
-_CURVE_CHANGE = 0.1**2
-#: A calibration is not believed where columns take less than this part of their share of FLOPs.
-_LEAST_CALIBRATED = 0.8
-#: Fewer columns take at least so much of their share of FLOPs, whatever was measured, and at most so many times as long
-#: as all of them.
-_LEAST_SHARE_OF_FLOPS, _MOST_OF_WHOLE = 0.5, 1.25
-#: No correction is larger: a factor of 4.
+Floats = NDArray[np.float64]
+
+#: Standard deviation of what borrowing was taken to cost, and of a calibrated share s, times 1 − log s: its logarithm.
+_CURVE_ERROR = 0.3
+#: And of what is owned beyond an even share, which is taken to be in proportion.
+_WIDENING_ERROR = 0.15
+#: Correlation of neighbouring points' errors.
+_NEIGHBOURS = 0.7
+#: What a jump of speed adds to the error: what made the rank slow may slow other sizes of products otherwise.
+_CURVE_CHANGE = 0.1
+#: A calibration is not believed where columns take less than this part of their share of FLOPs; fewer columns take at
+#: least so much of it, whatever was measured, and at most so many times as long as all of them.
+_LEAST_CALIBRATED, _LEAST_SHARE_OF_FLOPS, _MOST_OF_WHOLE = 0.8, 0.5, 1.25
+#: No correction of borrowing or widening is larger: a factor of 4.
 _MOST_CORRECTION = math.log(4.0)
-#: By so much a correction is changed to see what depends on it.
-_STEP = 1e-3
+#: Where b and w are among the corrections.
+_BORROWING, _WIDENING = -2, -1
 
 
 @dataclass(eq=False)
@@ -44,45 +49,60 @@ class CostCurve:
     """
 
     calibrated: ResizingCost
-    #: Means and variances of k, b and w.
-    _means: tuple[float, ...] = field(default=(0.0, 0.0, 0.0), init=False)
-    _variances: tuple[float, ...] = field(default=tuple(error**2 for error in _ERRORS), init=False)
+    #: The corrections and their covariance.
+    _x: Floats = field(init=False)
+    _p: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        columns, shares = 1.0 - np.array(self.calibrated.ratios[1:]), np.array(self.calibrated.gemm_share[1:])
+        believed = np.maximum(shares, _LEAST_CALIBRATED * columns)
+        self._x = np.append(np.log(believed / shares), [0.0, 0.0])
+        errors = _CURVE_ERROR * (1.0 - np.log(np.minimum(believed, 1.0)))
+        distance = np.abs(np.subtract.outer(np.arange(len(columns)), np.arange(len(columns))))
+        self._p = np.diag(np.append(np.zeros(len(columns)), [_CURVE_ERROR**2, _WIDENING_ERROR**2]))
+        self._p[:_BORROWING, :_BORROWING] = np.outer(errors, errors) * _NEIGHBOURS**distance
+        least, most = np.log(_LEAST_SHARE_OF_FLOPS * columns / shares), np.log(_MOST_OF_WHOLE / shares)
+        self._least = np.append(np.minimum(least, self._x[:_BORROWING]), [-_MOST_CORRECTION] * 2)
+        self._most = np.append(np.maximum(most, self._x[:_BORROWING]), [_MOST_CORRECTION] * 2)
+        self._cost: ResizingCost | None = None
 
     @property
     def cost(self) -> ResizingCost:
         """Return what pruning and borrowing cost, as far as is known."""
-        return self._corrected(self._means)
+        if self._cost is None:
+            *points, borrowing, widening = np.exp(self._x).tolist()
+            self._cost = self.calibrated.scaled([1.0, *points], borrowing, widening)
+        return self._cost
 
-    def _corrected(self, corrections: Sequence[float]) -> ResizingCost:
-        exponent, borrowing, widening = map(math.exp, corrections)
-        factors = [1.0]
-        for ratio, share in zip(self.calibrated.ratios[1:], self.calibrated.gemm_share[1:], strict=True):
-            believed = max(share, _LEAST_CALIBRATED * (1.0 - ratio))
-            least, most = min(_LEAST_SHARE_OF_FLOPS * (1.0 - ratio), believed), max(_MOST_OF_WHOLE, believed)
-            factors.append(min(max(believed**exponent, least), most) / share)
-        return self.calibrated.scaled(factors, borrowing, widening)
-
-    def executed(self, shares: Shares) -> tuple[float, tuple[float, ...]]:
+    def executed(self, shares: Shares) -> tuple[float, Floats]:
         """Return (logarithm of the multiplications' share under a plan, its gradient by the corrections)."""
-        executed = _log_executed(self.cost, shares)
-        gradient = []
-        for place, mean in enumerate(self._means):
-            changed = (*self._means[:place], mean + _STEP, *self._means[place + 1 :])
-            gradient.append((_log_executed(self._corrected(changed), shares) - executed) / _STEP)
-        return executed, tuple(gradient)
+        cost, spared = self.cost, shares.spared
+        gradient = np.zeros(len(self._x))
+        more = cost.widening * max(shares.owned - 1.0, 0.0)
+        if shares.owned < 1.0:
+            spared = 1.0 - shares.owned * (1.0 - spared)
+        executed = (1.0 + more) * cost.gemm_share_at(spared)
+        _add_gradient(gradient, cost, spared, 1.0 + more)
+        gradient[_WIDENING] = more * cost.gemm_share_at(spared)
+        if shares.borrowed > 0.0:
+            gradient[_BORROWING] = cost.borrowed_at(shares.borrowed)
+            executed += cost.borrowed_at(shares.borrowed)
+            if shares.borrowed < 1.0:
+                _add_gradient(gradient, cost, 1.0 - shares.borrowed, cost.borrowing)
+        executed = max(executed, 1e-9)
+        return math.log(executed), gradient / executed
 
-    def variance(self, gradient: Sequence[float]) -> float:
+    def variance(self, gradient: Floats) -> float:
         """Return the variance of what has this gradient."""
-        return math.fsum(slope**2 * variance for slope, variance in zip(gradient, self._variances, strict=True))
+        return float(gradient @ self._p @ gradient)
 
-    def explains(self, gradient: Sequence[float], surprise: float, variance: float) -> bool:
+    def explains(self, gradient: Floats, surprise: float, variance: float) -> bool:
         """Whether a curve within the bounds can be behind what :meth:`learn` would be told."""
-        after = self._learned(gradient, surprise, variance)
-        changes = zip(gradient, after, self._means, strict=True)
-        left = surprise - math.fsum(slope * (new - mean) for slope, new, mean in changes)
-        return left**2 <= JUMP**2 * variance
+        change = self._p @ gradient * (surprise / (self.variance(gradient) + variance))
+        left = surprise - gradient @ (np.clip(self._x + change, self._least, self._most) - self._x)
+        return bool(left**2 <= JUMP**2 * variance)
 
-    def learn(self, gradient: Sequence[float], surprise: float, variance: float, doubt: float = 0.0) -> None:
+    def learn(self, gradient: Floats, surprise: float, variance: float, doubt: float = 0.0) -> None:
         """Take what two plans took beside each other.
 
         Args:
@@ -91,31 +111,29 @@ class CostCurve:
             variance: of what was measured.
             doubt: how likely it was something else; by so much what is learned is less sure.
         """
-        means, whole = self._learned(gradient, surprise, variance), self.variance(gradient) + variance
-        self._variances = tuple(
-            max(own * (1.0 - slope**2 * own / whole) + doubt * (new - mean) ** 2, min(own, _LEAST_VARIANCE))
-            for slope, own, new, mean in zip(gradient, self._variances, means, self._means, strict=True)
-        )
-        self._means = means
+        gain = self._p @ gradient / (self.variance(gradient) + variance)
+        change = gain * surprise
+        self._x = np.clip(self._x + change, self._least, self._most)
+        # Joseph's form keeps the covariance positive whatever rounding does.
+        keep = np.eye(len(gain)) - gain[:, None] * gradient
+        self._p = keep @ self._p @ keep.T + variance * gain[:, None] * gain + doubt * change[:, None] * change
+        self._cost = None
 
-    def _learned(self, gradient: Sequence[float], surprise: float, variance: float) -> tuple[float, ...]:
-        whole = self.variance(gradient) + variance
-        learned = (
-            mean + own * slope * surprise / whole
-            for mean, own, slope in zip(self._means, self._variances, gradient, strict=True)
-        )
-        return tuple(min(max(mean, -_MOST_CORRECTION), _MOST_CORRECTION) for mean in learned)
-
-    def widen(self, variance: float = _CURVE_CHANGE) -> None:
+    def widen(self, variance: float = _CURVE_CHANGE**2) -> None:
         """Know each correction less by ``variance``, as after a jump of speed; what is unknown stays so."""
-        self._variances = tuple(
-            own + variance if own < max(error**2, variance) else own
-            for own, error in zip(self._variances, _ERRORS, strict=True)
-        )
+        places = np.arange(len(self._x))
+        known = self._p[places, places] < max(_CURVE_ERROR**2, variance)
+        self._p[places, places] += np.where(known, variance, 0.0)
 
 
-def _log_executed(cost: ResizingCost, shares: Shares) -> float:
-    executed = cost.executed_at(shares.owned, shares.spared)
-    if shares.borrowed > 0.0:
-        executed += cost.borrowed_at(shares.borrowed)
-    return math.log(max(executed, 1e-9))
+def _add_gradient(gradient: Floats, cost: ResizingCost, ratio: float, factor: float) -> None:
+    """That of the share of the multiplications at γ, by the corrections of its two points."""
+    ratios = cost.ratios
+    if ratio >= ratios[-1]:
+        gradient[len(ratios) - 2] += factor * cost.gemm_share_at(ratio)
+        return
+    above = next(point for point, at in enumerate(ratios) if at > ratio)
+    part = (ratio - ratios[above - 1]) / (ratios[above] - ratios[above - 1])
+    gradient[above - 1] += factor * part * cost.gemm_share[above]
+    if above > 1:
+        gradient[above - 2] += factor * (1.0 - part) * cost.gemm_share[above - 1]

@@ -200,7 +200,7 @@ class RankEstimator:
     def _learn_plan(self, values: Sequence[float], step: StepTimes, rest: Reading, *, is_new_interval: bool) -> bool:
         """The same, of a plan unlike the one before. Whether the speed has jumped, and not the curve been wrong."""
         (executed, gradient), (before, gradient_before) = map(self._curve.executed, (step.shares, self._shares))
-        contrast = [slope - before_slope for slope, before_slope in zip(gradient, gradient_before, strict=True)]
+        contrast = gradient - gradient_before
         unknown = self._curve.variance(contrast)
         reading = self._gemm.take(values, executed - before, unknown, is_alike=False)
         # Where the rest, which pruning does not touch, has jumped alike, or no curve is so, it was the speed.
