@@ -228,7 +228,8 @@ class _StimulatedTracer(ForwardTracer):
         if name.strip("_").endswith("dropout") and isinstance(args[0], Tensor):
             self._dropouts.append((None, columns))
             return args[0]
-        if self._is_trusting or not columns:
+        is_trusting = self._is_trusting and not self._stimulus.is_in_backward  # which may compute a forward again
+        if is_trusting or not columns:
             return function(*args, **kwargs | ({"dropout_p": 0.0} if "dropout_p" in kwargs else {}))
         if name in _METADATA:
             return self.create_proxy("call_function", getattr, (None, name), {})
