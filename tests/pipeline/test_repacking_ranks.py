@@ -202,7 +202,7 @@ def test_as_few_stages_as_memory_allows(run_ranks):
         options = {"memory_limits": [limit] * 4, "profile": profile}
         with pytest.raises(ValueError, match=r"no 1 of 4 stages with stage 0 among them can hold"):
             training.repack(1, **options)
-        with pytest.raises(ValueError, match="no 4 of 4 stages with stage 0 among them can hold"):
+        with pytest.raises(ValueError, match="no 4 of 4 stages"):
             training.repack(None, **options | {"memory_limits": [10.0] * 4})
         with pytest.raises(ValueError, match="not possible without profile="):
             training.repack(2, memory_limits=[limit] * 4)

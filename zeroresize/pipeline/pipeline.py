@@ -352,7 +352,7 @@ class Pipeline:
         def counted() -> tuple[float, float]:
             return sum(self.loss.prepare(targets, sizes)), not self.loss.is_foreseen
 
-        def told() -> tuple[float, float, float]:
+        def gathered() -> tuple[float, float, float]:
             if not self._is_last:
                 return 0.0, 0.0, 0.0
             if not sizes:
@@ -362,17 +362,17 @@ class Pipeline:
             return 0.0, self.loss.can_be_empty, any(is_unforeseen for _, is_unforeseen in rows)
 
         if self._meets_before:
-            _, table = agreed(meet_over(self.process_group, self.device), told, lambda row: row, "a step")
+            _, table = agreed(meet_over(self.process_group, self.device), gathered, lambda row: row, "a step")
             self._meets_before, self._meets_after = map(bool, table[-1][1:])
         else:
-            told()
+            gathered()
 
     def _scaled(self, loss: Tensor | None) -> Tensor | None:
         """Scale the step's gradients, and its loss, where only the loss knew what counts; collective then."""
         if not self._meets_after:
             return loss
 
-        def told() -> tuple[float, float]:
+        def gathered() -> tuple[float, float]:
             if not self._is_last:
                 return 0.0, 0.0
             rows = self._meet_replicas(self.loss.counted, self.loss.num_unforeseen)
@@ -380,7 +380,7 @@ class Pipeline:
             is_unforeseen = any(number for _, number in rows)  # alike on all replicas, which meet again or not
             return self.loss.total / total if is_unforeseen else 1.0, is_unforeseen
 
-        _, table = agreed(meet_over(self.process_group, self.device), told, lambda row: row, "a step")
+        _, table = agreed(meet_over(self.process_group, self.device), gathered, lambda row: row, "a step")
         factor, meets_after = table[-1]
         self._meets_after = bool(meets_after)
         self.loss.warn()

@@ -198,11 +198,11 @@ class PipelineBalancer:
             )
             return counter, rule, groups
 
-        def told(made: tuple[WorkCounter, RebalancingRule, list[int | None]]) -> tuple[float, float]:
+        def numbers_of(made: tuple[WorkCounter, RebalancingRule, list[int | None]]) -> tuple[float, float]:
             return fingerprint(f"{options} {replicas is None} {units is None} {repack} {made[-1]}"), 0.0
 
         meet = pipeline.meet()
-        (counter, rule, _), table = agreed(meet, checked, told)
+        (counter, rule, _), table = agreed(meet, checked, numbers_of)
         require_same([row[0] for row in table], _OPTIONS, meet)
         self._replicas: PipelineReplicas | None = None
         if replicas_group is not None:
