@@ -135,7 +135,7 @@ class _StimulatedTracer(ForwardTracer):
         super().__init__(holding)
         self._stimulus = stimulus
         stimulus.begin()
-        self._is_trusting = False
+        self._num_trusting = 0
         #: By id: a tensor, and the layers whose outputs it follows from.
         self._followers: dict[int, tuple[Tensor, _Columns]] = {}
         self._inputs: list[Any] = []
@@ -228,7 +228,8 @@ class _StimulatedTracer(ForwardTracer):
         if name.strip("_").endswith("dropout") and isinstance(args[0], Tensor):
             self._dropouts.append((None, columns))
             return args[0]
-        is_trusting = self._is_trusting and not self._stimulus.is_in_backward  # which may compute a forward again
+        # Activation checkpointing computes the forward again, within the backward that the trusted record makes.
+        is_trusting = self._num_trusting > int(self._stimulus.is_in_backward)
         if is_trusting or not columns:
             return function(*args, **kwargs | ({"dropout_p": 0.0} if "dropout_p" in kwargs else {}))
         if name in _METADATA:
@@ -280,11 +281,11 @@ class _StimulatedTracer(ForwardTracer):
     @contextmanager
     def _trusting(self) -> Iterator[None]:
         """Look at no function while the block lasts."""
-        before, self._is_trusting = self._is_trusting, True
+        self._num_trusting += 1
         try:
             yield
         finally:
-            self._is_trusting = before
+            self._num_trusting -= 1
 
 
 class WatchedFunctions(TorchFunctionMode):
