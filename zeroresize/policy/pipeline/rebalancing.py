@@ -360,6 +360,8 @@ class Rebalancing:
             proposal = self._search(self._costs_after(surprised), surprised)
             if proposal.transfers:
                 evidence.trial = proposal
+                if self.costs is None:  # else a device that is slow by the next profile would pass for a heavy layer
+                    self.state = replace(self.state, costs=costs)
                 return None
             evidence.settled = means.boundaries, means.layer_s, self.rule
         return self._decide(means, costs, proposal, confirmed_s, step)
