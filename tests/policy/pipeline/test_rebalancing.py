@@ -36,6 +36,17 @@ def test_a_stage_that_is_slow_from_the_start_is_found_out():
     assert world.train(rebalancing, 6) == []
 
 
+def test_a_stage_of_one_heavy_layer_that_is_slow_by_the_second_profile_gives_it_away():
+    """The first profile wants another division; that it waits for a second must not make the layer pass for heavy."""
+    world, rebalancing = World([0.0] + [0.12] * 6 + [0.0], [1.0] * 4, (0, 2, 4, 6, 8)), rebalancing_of()
+    rebalancing.update(world.profile())
+    world.speeds[0] = 0.25
+    for _ in range(4):
+        if (proposal := rebalancing.update(world.profile())) is not None:
+            world.boundaries = proposal.after
+    assert world.boundaries[:2] == (0, 1)
+
+
 def test_two_profiles_must_want_a_move():
     world, rebalancing = World([1.0] * 8, [1.0, 1.0], (0, 4, 8)), rebalancing_of()
     world.train(rebalancing, 2)
