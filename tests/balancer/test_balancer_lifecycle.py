@@ -101,6 +101,15 @@ def test_a_balancer_converts_a_model_that_was_not_converted(run_ranks):
     assert run_ranks(build, 2) == [[144, 144], [48, 48]]
 
 
+def test_a_model_without_parallel_layers_is_refused_and_told_what_is_wanted(run_ranks):
+    def build(rank, group):
+        for given in ({}, {"process_group": group}):
+            with pytest.raises(ValueError, match=r"no layer that can be balanced\. Wanted are .*from_linear"):
+                zr.Balancer(torch.nn.Linear(4, 4), None, **given)
+
+    run_ranks(build, 2)
+
+
 def test_closed_balancer_leaves_layers_as_they_were(run_ranks):
     def train(rank, group):
         run = Run(group, ratio=0.5, ranks="all")
