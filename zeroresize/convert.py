@@ -20,7 +20,7 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import Segment
 from zeroresize.layers.segments import all_segments, owned_segments
 from zeroresize.layers.splitting import probably_untied, require_ties_kept
-from zeroresize.layers.weight_checks import is_sharded, why_no_whole_weight
+from zeroresize.layers.weight_checks import is_tensor_of_tensors, why_no_whole_weight
 from zeroresize.measure.timed_products import measure_wanted_shares
 from zeroresize.plan.ownership import checked_shares
 from zeroresize.resharding.agreement import meet_over
@@ -340,7 +340,9 @@ def _nothing_to_convert(model: nn.Module, choice: _Choice) -> str:
     reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.left_alone.items()) or "none"
     if choice.filtered:
         reasons += f". module_filter_fn left out {first_of(choice.filtered)}"
-    sharded = {name: type(each).__name__ for name, each in unwrap(model).named_parameters() if is_sharded(each)}
+    sharded = {
+        name: type(each).__name__ for name, each in unwrap(model).named_parameters() if is_tensor_of_tensors(each)
+    }
     if sharded:
         return (
             f"convert: the model has no layer that can be balanced, and {len(sharded)} of its parameters are "

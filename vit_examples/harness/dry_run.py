@@ -21,7 +21,6 @@ class Needs:
         what: which part of the model, in words; may be empty.
         optimizer: its state, and master weights where there are any.
         activations: an estimate.
-        switch: the most at once while weights travel between strategies, when there are no activations.
     """
 
     what: str
@@ -30,12 +29,11 @@ class Needs:
     gradients: int
     optimizer: int
     activations: int
-    switch: int = 0
 
     @property
     def total(self) -> int:
         """The most at any time."""
-        return max(self.weights + self.gradients + self.optimizer + self.activations, self.switch)
+        return self.weights + self.gradients + self.optimizer + self.activations
 
 
 def show_needs(title: str, needs: Mapping[str, Sequence[Needs]], notes: Sequence[str] = ()) -> None:
@@ -43,18 +41,16 @@ def show_needs(title: str, needs: Mapping[str, Sequence[Needs]], notes: Sequence
     if os.environ.get("RANK", "0") != "0":
         return
     table = Table(title=title, title_justify="left")
-    has_switches = any(one.switch for of_ranks in needs.values() for one in of_ranks)
     headings = ["weights", "gradients", "optimizer", "activations, estimated"]
     for heading in ("", "ranks", "holds"):
         table.add_column(heading)
-    for heading in ("parameters", *headings, *(["a switch"] if has_switches else []), "at most"):
+    for heading in ("parameters", *headings, "at most"):
         table.add_column(heading, justify="right")
     for name, of_ranks in needs.items():
         first = 0
         for need, alike in itertools.groupby(of_ranks):
             end = first + len(list(alike))
-            sizes = [need.weights, need.gradients, need.optimizer, need.activations]
-            sizes += [need.switch, need.total] if has_switches else [need.total]
+            sizes = [need.weights, need.gradients, need.optimizer, need.activations, need.total]
             ranks = str(first) if end == first + 1 else f"{first} to {end - 1}"
             texts = [f"{size / 2**20:,.1f} MiB" for size in sizes]
             is_last = end == len(of_ranks)

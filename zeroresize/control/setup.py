@@ -26,7 +26,7 @@ from zeroresize.integrations.known_faults import warn_of_known_faults
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.segments import all_segments
-from zeroresize.layers.weight_checks import is_flat_parameters, why_no_whole_weight
+from zeroresize.layers.weight_checks import is_flat_parameter, why_no_whole_weight
 from zeroresize.measure.step_timer import LayerTimer
 from zeroresize.optim.optimizers import not_stepped
 from zeroresize.resharding.data_parallel import unwrap
@@ -229,7 +229,7 @@ def check_weights(layers: Layers, config: BalanceConfig) -> None:
                 "allowed are the modes that do not migrate, other priorities than 'path_length', and "
                 "pruned_update='optimizer'"
             )
-        if is_flat_parameters(layer.weight) and config.mode in MIGRATING_MODES:
+        if is_flat_parameter(layer.weight) and config.mode in MIGRATING_MODES:
             raise ValueError(
                 f"layer {name} is wrapped in FullyShardedDataParallel, which replaces its weight in every forward; "
                 f"mode={config.mode!r} sends the weight before that; allowed are the modes that do not migrate"

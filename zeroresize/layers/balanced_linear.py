@@ -27,7 +27,7 @@ from zeroresize.layers.functional import (
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segment_draws import follow_draws
-from zeroresize.layers.weight_checks import is_sharded, tell_shards_of
+from zeroresize.layers.weight_checks import is_tensor_of_tensors, tell_shards_of
 from zeroresize.plan.layer import LayerPlan
 from zeroresize.utils.torch_private import current_backward
 from zeroresize.utils.torch_state import autocast_dtype
@@ -209,7 +209,7 @@ class BalancedLinear:
         """Tell whether this rank holds only a shard of its part of ``parameter`` between forwards, as ``fully_shard``
         makes it.
         """
-        return is_sharded(parameter)
+        return is_tensor_of_tensors(parameter)
 
     @property
     def why_even(self) -> str | None:

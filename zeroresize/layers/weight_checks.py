@@ -33,19 +33,9 @@ def why_no_whole_weight(layer: Any) -> str | None:
         if makers:
             return f"its weight is no parameter: {', '.join(makers)} makes it anew in every forward"
         return "its weight is no parameter: something holds it elsewhere, as FullyShardedDataParallel does"
-    if is_flat_parameters(weight) and weight.dim() != 2:
+    if is_flat_parameter(weight) and weight.dim() != 2:
         return "FullyShardedDataParallel flattens and shards its weight"
     return None
-
-
-def is_flat_parameters(weight: Tensor) -> bool:
-    """Tell whether FSDP1 replaces ``weight`` by a part of a flat one while it computes (``use_orig_params=True``)."""
-    return is_flat_parameter(weight)
-
-
-def is_sharded(weight: Tensor) -> bool:
-    """Tell whether ``weight`` is a tensor of tensors, such as the DTensor that FSDP2's ``fully_shard`` makes."""
-    return is_tensor_of_tensors(weight)
 
 
 def is_sharded_in(owner: Any, parameter: Tensor) -> bool:
@@ -54,7 +44,7 @@ def is_sharded_in(owner: Any, parameter: Tensor) -> bool:
     A layer whose host makes its parameters DTensors knows which of these are whole parts.
     """
     ask = getattr(owner, "is_sharded_further", None)
-    return is_sharded(parameter) if ask is None else bool(ask(parameter))
+    return is_tensor_of_tensors(parameter) if ask is None else bool(ask(parameter))
 
 
 def _makers_of_weight(layer: Any) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.weight_checks import is_flat_parameters
+from zeroresize.layers.weight_checks import is_flat_parameter
 from zeroresize.optim.optimizers import stepped_tensors
 from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.utils.torch_private import children_of, parameters_of
@@ -26,7 +26,7 @@ class ReplacedParts:
             (name, kind): parameter
             for name, layer in layers.items()
             for kind, parameter in _parameters_of(layer).items()
-            if not layer.is_sharded_further(parameter) and not is_flat_parameters(parameter)
+            if not layer.is_sharded_further(parameter) and not is_flat_parameter(parameter)
         }
         self._stepped = self._stepped_now()
 

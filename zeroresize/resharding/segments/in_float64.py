@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zeroresize.integrations.module_state import restored
 from zeroresize.kernels.probe import Probes
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.weight_checks import is_flat_parameters, is_sharded, is_wrapped_by_fsdp
+from zeroresize.layers.weight_checks import is_flat_parameter, is_tensor_of_tensors, is_wrapped_by_fsdp
 from zeroresize.utils.torch_private import buffers_of, hooks_of, is_dtensor, parameters_of
 
 
@@ -21,8 +21,8 @@ def require_replaceable(model: nn.Module, who: str = "check_segments") -> None:
     """Raise ValueError for a parameter that others cannot replace for a while, as FSDP gathers it in every forward."""
     is_fully_sharded = any(is_wrapped_by_fsdp(module) for module in model.modules())
     for name, parameter in model.named_parameters():
-        is_whole = not is_sharded(parameter) or (is_dtensor(parameter) and not is_fully_sharded)
-        if is_flat_parameters(parameter) or not is_whole:
+        is_whole = not is_tensor_of_tensors(parameter) or (is_dtensor(parameter) and not is_fully_sharded)
+        if is_flat_parameter(parameter) or not is_whole:
             raise ValueError(
                 f"{who}: {name} is a {type(parameter).__name__} of which FSDP shards and gathers the values: "
                 "check the model before FSDP has it"

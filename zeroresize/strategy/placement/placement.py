@@ -34,7 +34,7 @@ class RankGroups(NamedTuple):
 
 
 class StrategyGroups:
-    """Makes the groups of a job's ranks, each once, however many strategies have it: ``num_made`` so far.
+    """Makes the groups of a job's ranks, each once, however many strategies have it.
 
     Every rank makes and destroys equally many: a rank that is left out of a strategy makes groups of itself.
     """
@@ -43,7 +43,6 @@ class StrategyGroups:
         self._job = process_group
         self._rank, self._num_ranks = group_rank(process_group), group_size(process_group)
         self._made: dict[frozenset[_Ranks], ProcessGroup] = {}
-        self.num_made = 0
 
     def of(self, strategy: Strategy, numbers: Iterator[int]) -> RankGroups:
         """Return this rank's groups; collective over the job where the strategy has groups that are not made yet.
@@ -74,7 +73,6 @@ class StrategyGroups:
             return self._job
         if division not in self._made:
             self._made[division] = make_side_group(self._job, ranks, next(numbers))
-            self.num_made += 1
         return self._made[division]
 
 

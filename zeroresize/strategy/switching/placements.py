@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import statistics
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -44,7 +42,6 @@ class Placements(Mapping[Strategy, Placement]):
         self._groups = StrategyGroups(process_group)
         self._placements: dict[Strategy, Placement] = {}
         self._routes: dict[tuple[Strategy | None, ...], SwitchRoute] = {}
-        self._setups_s: list[float] = []
 
     def __getitem__(self, strategy: Strategy) -> Placement:
         """Return the placement of a strategy; a ValueError if the model does not have it."""
@@ -62,18 +59,9 @@ class Placements(Mapping[Strategy, Placement]):
     def __len__(self) -> int:
         return len(self._placements)
 
-    @property
-    def setup_s(self) -> float | None:
-        """Return the mean seconds in which this rank made the groups and modules of a strategy.
-
-        Only strategies for which groups had to be made count; None before there was one.
-        """
-        return statistics.fmean(self._setups_s) if self._setups_s else None
-
     def place(self, layouts: Mapping[Strategy, Layout]) -> None:
         """Take strategies, each with its process groups and modules, on all ranks or on none; collective."""
         numbers = itertools.count(self._agreement.free_group_number())
-        setups_s: list[float] = []
 
         def made() -> dict[Strategy, Placement]:
             placements = dict(self._placements)
@@ -83,11 +71,8 @@ class Placements(Mapping[Strategy, Placement]):
                 known = (one for one in placements.values() if self._divides_alike(one, strategy, layout))
                 placement = next(known, None)
                 if placement is None:
-                    begin, num_made = time.perf_counter(), self._groups.num_made
                     groups = self._groups.of(strategy, numbers)
                     placement = Placement.of(strategy, layout, self._layers, groups, self._rank, self._device)
-                    if self._groups.num_made > num_made:
-                        setups_s.append(time.perf_counter() - begin)
                 placements[strategy] = placement
             return placements
 
@@ -96,7 +81,6 @@ class Placements(Mapping[Strategy, Placement]):
         except Exception:
             self._groups.keep(placement.strategy for placement in self._placements.values())
             raise
-        self._setups_s += setups_s
 
     def add(self, strategy: Strategy) -> None:
         """Take a further strategy, on all ranks or on none; collective.
