@@ -221,7 +221,7 @@ def test_loans_that_begin_and_end_compile_nothing_and_results_are_those_of_the_l
                 outcomes.append(train_with_loans(model, group, call, transport))
         assert counter.frame_count == 1
         (expected, held), (computed, our_held) = outcomes
-        assert our_held[0] > 0 and all(ours <= most for ours, most in zip(our_held, held, strict=True))
+        assert any(our_held) and all(ours <= most for ours, most in zip(our_held, held, strict=True))
         assert_same_training(computed, expected, backend)
         return computed[0]
 

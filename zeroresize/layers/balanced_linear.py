@@ -33,7 +33,7 @@ from zeroresize.utils.torch_private import current_backward
 from zeroresize.utils.torch_state import autocast_dtype
 
 #: Attributes that a balancer, or an injector of slowness, fills.
-_OF_A_BALANCER = frozenset(
+OF_A_BALANCER = frozenset(
     {"plan", "loans", "probes", "last", "needs_eager_autograd", "segment", "forwards"}
     | {"watch_start", "watch_forward", "watch_input"}
 )
@@ -167,7 +167,7 @@ class BalancedLinear:
         )
 
     def _own_state(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in _OF_A_BALANCER}
+        return {name: value for name, value in vars(self).items() if name not in OF_A_BALANCER}
 
     def _blank_with(self, state: dict[str, Any]) -> BalancedLinear:
         other = type(self).__new__(type(self))

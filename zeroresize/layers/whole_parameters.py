@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
+from zeroresize.layers.balanced_linear import OF_A_BALANCER, BalancedLinear
 from zeroresize.layers.weight_checks import is_wrapped_by_fsdp
 from zeroresize.utils.torch_private import base_of
 
@@ -74,7 +75,8 @@ def read_parameters(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _outside(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """What a module holds besides what it has registered, and the functions of its class, by name."""
-    yield from ((key, value) for key, value in vars(module).items() if key not in _OF_TORCH)
+    left_out = _OF_TORCH | OF_A_BALANCER if isinstance(module, BalancedLinear) else _OF_TORCH
+    yield from ((key, value) for key, value in vars(module).items() if key not in left_out)
     for kind in type(module).__mro__:
         if not kind.__module__.startswith("torch."):
             yield from ((key, value) for key, value in vars(kind).items() if not isinstance(value, type))
