@@ -174,7 +174,7 @@ class FakeClock:
     def is_on_main_stream(self):
         return self.on_main_stream
 
-    def recycle(self, marks):
+    def recycle(self, *marks):
         self.recycled += marks
 
 

@@ -89,7 +89,7 @@ class FakeDevice:
     def wait_for(self, mark):
         self.num_waits += 1
 
-    def recycle(self, marks):
+    def recycle(self, *marks):
         self.recycled += len(marks)
 
     def spin(self, cycles):

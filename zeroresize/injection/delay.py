@@ -172,7 +172,7 @@ class DeviceDelay(Delay):
         while self._unread and self._device.has_passed(self._unread[0].delayed):
             key, chi, begin, end, delayed, expected_s, spun_s = self._unread.popleft()
             product_s, delay_s = self._device.seconds(begin, end), self._device.seconds(end, delayed)
-            self._device.recycle([begin, end, delayed])
+            self._device.recycle(begin, end, delayed)
             self._times_s[key].append(product_s)
             if chi == self._chi:
                 self._owed_s += (chi - 1.0) * (product_s - expected_s) - (delay_s - spun_s)
@@ -185,7 +185,7 @@ class DeviceDelay(Delay):
         end = self._device.mark()
         self._device.wait_for(end)
         self._cycles_per_s = _CALIBRATION_CYCLES / self._device.seconds(begin, end)
-        self._device.recycle([begin, end])
+        self._device.recycle(begin, end)
 
 
 class Slowdown:

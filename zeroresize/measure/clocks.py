@@ -23,7 +23,7 @@ class Clock(Protocol):
     def is_on_main_stream(self) -> bool:
         """Tell whether work that is started now delays the step."""
 
-    def recycle(self, marks: list[Any]) -> None:
+    def recycle(self, *marks: Any) -> None:
         """Take back marks that have been read and are not needed again."""
 
 
@@ -45,7 +45,7 @@ class HostClock:
     def is_on_main_stream(self) -> bool:
         return True
 
-    def recycle(self, marks: list[float]) -> None:
+    def recycle(self, *marks: float) -> None:
         pass
 
 
@@ -78,7 +78,7 @@ class DeviceClock:
     def is_on_main_stream(self) -> bool:
         return torch.cuda.current_stream(self._device) == self._main_stream
 
-    def recycle(self, marks: list[torch.cuda.Event]) -> None:
+    def recycle(self, *marks: torch.cuda.Event) -> None:
         self._free.extend(marks)
 
 

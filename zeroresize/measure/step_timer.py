@@ -64,15 +64,17 @@ class _Step:
         if len(self.pairs) >= _MOST_PAIRS:
             self.sum_up(clock)
 
-    def sum_up(self, clock: Clock) -> None:
-        """Turn what the clock has passed into seconds."""
-        while self.pairs and clock.has_passed(self.pairs[0][-1]):
-            kind, layer, begin, end = self.pairs.popleft()
+    def sum_up(self, clock: Clock) -> bool:
+        """Turn what the clock has passed into seconds; return whether that is all."""
+        pairs, seconds, layers = self.pairs, self.seconds, self.layers
+        while pairs and clock.has_passed(pairs[0][-1]):
+            kind, layer, begin, end = pairs.popleft()
             elapsed_s = clock.seconds(begin, end)
-            self.seconds[kind] += elapsed_s
+            seconds[kind] += elapsed_s
             if layer is not None:
-                self.layers[layer] += elapsed_s
-            clock.recycle([end] if begin is self.begin else [begin, end])
+                layers[layer] += elapsed_s
+            clock.recycle(end) if begin is self.begin else clock.recycle(begin, end)
+        return not pairs
 
 
 class StepTimer(ProductProbe):
@@ -115,12 +117,12 @@ class StepTimer(ProductProbe):
         if step is not None:
             step.end = self._clock.mark()
             if step.outside_begin not in (None, step.begin):
-                self._clock.recycle([step.outside_begin])
+                self._clock.recycle(step.outside_begin)
             step.outside_begin = None  # the optimizer's step is not outside: it is less where units are few
             self._last_num_marks = step.num_marks + 1
             self._unread.append(step)
         read = []
-        while self._unread and all(map(self._clock.has_passed, self._unread[0].marks)):
+        while self._unread and self._clock.has_passed(self._unread[0].end) and self._unread[0].sum_up(self._clock):
             read.append(self._read(self._unread.popleft()))
         return read
 
@@ -194,7 +196,7 @@ class StepTimer(ProductProbe):
 
     def _drop_step(self) -> None:
         if self._step is not None:
-            self._clock.recycle(self._step.marks)
+            self._clock.recycle(*self._step.marks)
             self._step = None
 
     def _measure_mark_s(self) -> float:
@@ -211,9 +213,8 @@ class StepTimer(ProductProbe):
         return elapsed_s / (2 * num_pairs)
 
     def _read(self, step: _Step) -> StepTimes:
-        step.sum_up(self._clock)
         seconds, wall_s = step.seconds, self._clock.seconds(step.begin, step.end)
-        self._clock.recycle([step.begin, step.end])
+        self._clock.recycle(step.begin, step.end)
         waits_s = sum(elapsed_s for kind, elapsed_s in seconds.items() if kind.startswith("waits"))
         outside_wait_s = sum(seconds[f"waits {number}"] for number in range(step.num_outside))
         products_s = max(seconds["products"] - seconds["waits in products"], 0.0)  # as of whole modules of other hosts
