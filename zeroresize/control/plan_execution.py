@@ -74,17 +74,18 @@ class PlanExecution:
             RuntimeError: if loans are new and not all ranks come.
         """
         plan = calibration or decided
-        self._decided, self._plan = decided, plan
+        self._decided, self._plan, before = decided, plan, self._installed
         self._write(self._relief(decided))
         self.planned, self.ratio = self._with_others(decided), self._installed[0].spared
-        self.layer_shares = self._shares_of_layers("pruned_share")
+        if self._installed is not before:
+            self.layer_shares = self._shares_of_layers("pruned_share")
         if plan is not decided:
             self._write(self._relief(plan))
         if self._lender is not None:
             epoch = self._selector.state.epoch
             if self._exchange is not None and self._lender.would_be_new(plan.loans, epoch):
                 self._exchange.meet()  # a rank that is a step ahead would send the others what they do not await
-            self._lender.install(plan.loans, self._lent_columns(), epoch=epoch)
+            self._lender.install(plan.loans, self._lent_columns() if plan.loans else {}, epoch=epoch)
 
     def clear(self) -> None:
         """Take the plan out of every layer."""

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,12 +66,12 @@ class Setup:
     process_group: ProcessGroup
     replicas_group: ProcessGroup | None
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """The rank of this process within the tensor-parallel group."""
         return group_rank(self.process_group)
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         """The size of the tensor-parallel group."""
         return group_size(self.process_group)
