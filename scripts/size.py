@@ -25,13 +25,13 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 53_150,
-    "package files": 383,
-    "package code lines": 32_560,
-    "tests lines": 57_800,
-    "examples lines": 14_130,
-    "docs lines": 4_615,
-    "tuning constants": 353,
+    "package lines": 46_980,
+    "package files": 269,
+    "package code lines": 29_350,
+    "tests lines": 48_980,
+    "examples lines": 13_360,
+    "docs lines": 4_490,
+    "tuning constants": 258,
 }
 
 
