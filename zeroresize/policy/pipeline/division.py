@@ -10,7 +10,7 @@ What messages between neighbours take makes a stage slow like layers do, but sta
 DynPipe's supplement, D.2, adds what activations travel to the time of the stage that sends them. In 1F1B gradients come
 back as often, and a stage that turns from a forward to a backward, or back, waits until what it has sent has arrived.
 Once the pipeline is full, the pace of a stage is therefore what it computes and what it sends to both sides
-(``docs/results/pipeline_delays.md``).
+(``docs/results/pipelines.md``).
 """
 
 from __future__ import annotations

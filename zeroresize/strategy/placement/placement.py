@@ -51,7 +51,7 @@ class StrategyGroups:
 
         Args:
             numbers: for groups that are made, the same on all ranks; see
-                :func:`~zeroresize.comm.side_groups.free_group_number`.
+                :func:`~zeroresize.comm.groups.free_group_number`.
         """
         return RankGroups(*(self._group_of(division, numbers) for division in self._divisions(strategy)))
 
