@@ -25,10 +25,10 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 46_980,
-    "package files": 269,
-    "package code lines": 29_350,
-    "tests lines": 48_980,
+    "package lines": 47_030,
+    "package files": 270,
+    "package code lines": 29_380,
+    "tests lines": 49_000,
     "examples lines": 13_360,
     "docs lines": 4_490,
     "tuning constants": 258,

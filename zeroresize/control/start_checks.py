@@ -24,6 +24,7 @@ from zeroresize.checks.replicated import (
 )
 from zeroresize.comm.collectives import group_rank
 from zeroresize.comm.exchange import Exchange
+from zeroresize.control.device_models import DeviceModels
 from zeroresize.control.seen_batches import Difference, SeenBatches
 from zeroresize.control.setup import HINT, MOST_NAMED, Layers, check_data_parallelism
 from zeroresize.optim.optimizers import hook_steps, stepped_gradients, torch_optimizer
@@ -81,6 +82,7 @@ class StartCheck:
         self._optimizer = optimizer
         self.why_units_stay: str | None = None
         self._at_start: dict[str, list[float]] | None = None
+        self._devices: DeviceModels | None = None
         self._next_step, self._num_tries_left = _FIRST_STEP, 0
         self._has_begun = self._has_stepped = False
         self._warned: set[str] = set()
@@ -133,6 +135,7 @@ class StartCheck:
                 f"your own is left out where its parameter has tensor_model_parallel=True; {HINT}"
             )
         self._judge_batches(other_batches)
+        self._devices = DeviceModels(next(iter(self._layers.values())).local_weight.device, self._exchange)
 
     def step_is_called(self, num_steps: int) -> None:
         """Note the call of ``balancer.step()`` that ends so many steps.
@@ -153,6 +156,8 @@ class StartCheck:
         if self._at_start is not None and num_steps >= self._next_step:
             self._next_step = min(2 * num_steps, num_steps + _MOST_STEPS)
             self._compare_again(self._at_start, num_steps)
+        if self._devices is not None and (text := self._devices.warning()) is not None:
+            self._warn("devices", f"step {num_steps}: {text}; {HINT}")
 
     def _compare_again(self, at_start: Mapping[str, list[float]], num_steps: int) -> None:
         replicated = self._replicated()
