@@ -157,10 +157,15 @@ def test_save_pretrained_tells_parts_from_the_whole_however_units_lie(run_ranks)
         # Of another module that has the same name but for a prefix.
         model.add_module("other", nn.Sequential(nn.Linear(8, 8)))
         model.save_pretrained("other", state_dict={**whole, "other.0.weight": torch.zeros(8, 8)})
+        # A wrapper's names end alike: the other module's tensor must not hide this layer's part, nor pass for one.
+        wrapped = {"module.other.0.weight": torch.zeros(8, 8), "module.0.weight": even["0.weight"]}
+        with pytest.raises(RuntimeError, match=r"given is module\.0\.weight of shape"):
+            model.save_pretrained("parts", state_dict=wrapped)
+        model.save_pretrained("less", state_dict={"other.0.weight": torch.zeros(8, 8)})
         return saved
 
     saved = run_ranks(check, 2)
-    assert saved == [["whole", "own", "other"], ["whole", "other"]]
+    assert saved == [["whole", "own", "other", "less"], ["whole", "other", "less"]]
 
 
 def test_a_model_of_dtensors_is_told_the_way(run_ranks):

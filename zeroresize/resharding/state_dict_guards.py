@@ -19,7 +19,7 @@ from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.optim.optimizers import torch_optimizer
-from zeroresize.utils.torch_private import is_dtensor
+from zeroresize.utils.torch_private import buffers_of, is_dtensor, parameters_of
 
 _SAVING = (
     "which no other number of ranks, and no model that is not balanced, could load. Save with all units at home, "
@@ -83,20 +83,24 @@ def _gathers_dtensors(save: Any) -> bool:
 
 def _first_shard_in(state: Mapping[str, Any], model: nn.Module) -> str | None:
     """A tensor of a parallel layer that ``state`` has as a rank's part: name and shape, and the size of the whole."""
-    for prefix, layer in model.named_modules(remove_duplicate=False):
-        if not isinstance(layer, BalancedLinear):
-            continue
-        divided = 0 if layer.is_column_parallel else 1
-        even, local = layer.even_shape[divided], layer.local_weight.shape[divided]
-        whole = even * group_size(layer.process_group)
-        dims = {"weight": divided ^ layer.weight_is_transposed, **({"bias": 0} if layer.is_column_parallel else {})}
-        for key, dim in dims.items():
-            full = f"{prefix}.{key}".lstrip(".")
-            # A wrapper's state has longer names, such as "module.…" and "_orig_mod.…".
-            name = full if full in state else next((other for other in state if other.endswith(f".{full}")), full)
-            shape = getattr(state.get(name), "shape", ())
-            if dim < len(shape) and shape[dim] != whole and shape[dim] in (even, local):
-                return f"{name} of shape {tuple(shape)}, of which all ranks together have {whole} in dimension {dim}"
+    names: set[str] = set()  # of all that is in the model
+    divided: dict[str, tuple[int, int, tuple[int, int]]] = {}  # along which dimension, its size, and those of parts
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        full_names = {key: f"{prefix}.{key}".lstrip(".") for key in (*parameters_of(module), *buffers_of(module))}
+        names.update(full_names.values())
+        if isinstance(module, BalancedLinear):
+            of_units = 0 if module.is_column_parallel else 1
+            even, local = module.even_shape[of_units], module.local_weight.shape[of_units]
+            sizes = even * group_size(module.process_group), (even, local)
+            dims = {"weight": of_units ^ module.weight_is_transposed} | ({} if of_units else {"bias": 0})
+            divided.update({full_names[key]: (dim, *sizes) for key, dim in dims.items() if key in full_names})
+    for name, tensor in state.items():
+        shape, parts = getattr(tensor, "shape", ()), name.split(".")
+        # A wrapper's state has longer names, such as "module.…" and "_orig_mod.…".
+        ends = (".".join(parts[at:]) for at in range(len(parts)))
+        dim, whole, of_parts = divided.get(next((end for end in ends if end in names), name), (0, 0, ()))
+        if dim < len(shape) and shape[dim] != whole and shape[dim] in of_parts:
+            return f"{name} of shape {tuple(shape)}, of which all ranks together have {whole} in dimension {dim}"
     return None
 
 
