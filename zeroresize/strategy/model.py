@@ -110,9 +110,9 @@ class SwitchableModel:
         self._participants = Participants(self.process_group, self.device, self._agreement.meet)
         self._max_bytes, types = max_bytes, TravelTypes(compute_dtype, gradient_dtype)
         num_ranks = group_size(self.process_group)
-        wanted = [*strategies, *([] if optimizer_strategy is None else [optimizer_strategy])]
 
         def checked() -> tuple[WholeLayers, dict[Strategy, Layout]]:
+            wanted = [*strategies, *([] if optimizer_strategy is None else [optimizer_strategy])]
             if max_bytes < 1:
                 raise ValueError(f"max_bytes={max_bytes} is not allowed: at least 1 is needed")
             whole = WholeLayers(layers, segments, compute_dtype)
