@@ -6,6 +6,7 @@ from helpers.parallel_layers import PAIR_IN, Pair, equal_loans, lend, randn
 from torch.utils.checkpoint import checkpoint
 
 from zeroresize.config.keys import MIGRATION_TRANSPORTS
+from zeroresize.migration.gradient_return import GradientReturn
 
 STEPS = 4
 
@@ -74,3 +75,19 @@ def test_nothing_that_is_held_grows_and_gradients_are_exact(run_ranks, migration
             assert (held[0] > 0) == (rank == 1 or migration_transport == "scatter-gather"), order.__name__
 
     run_ranks(train, 2)
+
+
+def test_a_wait_that_fails_leaves_nothing_of_the_other_transport_under_way():
+    class Sender:
+        def __init__(self, fails):
+            self.fails, self.is_sending = fails, True
+
+        def finish_sending(self):
+            self.is_sending = False
+            if self.fails:
+                raise RuntimeError("connection closed by peer")
+
+    first, second = Sender(True), Sender(False)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        GradientReturn((first, second)).finish_sending()
+    assert not first.is_sending and not second.is_sending

@@ -39,3 +39,11 @@ def test_neighbours_are_read_without_a_copy() -> None:
     neighbours, others = (Columns.at(torch.tensor(indices)).of(matrix) for indices in ([1, 2, 3], [1, 3]))
     assert neighbours.untyped_storage().data_ptr() == matrix.untyped_storage().data_ptr()
     assert others.untyped_storage().data_ptr() != matrix.untyped_storage().data_ptr()
+
+
+def test_a_copy_is_contiguous_and_has_memory_of_its_own_also_of_all_columns_and_of_a_single_row() -> None:
+    for matrix, order in ((torch.arange(21.0).reshape(3, 7), range(7)), (torch.arange(7.0).reshape(1, 7), (2, 3, 4))):
+        columns = Columns.at(torch.tensor(order))
+        copied = columns.copy_of(matrix)
+        assert torch.equal(copied, columns.of(matrix)) and copied.is_contiguous()
+        assert copied.untyped_storage().data_ptr() != matrix.untyped_storage().data_ptr()

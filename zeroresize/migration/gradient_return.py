@@ -9,6 +9,7 @@ gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -79,8 +80,13 @@ class GradientReturn:
     def _backward_ends(self, backward: int) -> None:
         """Wait for all that was sent, so this rank may end now, and for a dw that nobody asked for (dx alone was)."""
         self._forget([transfer for transfer in self._expected if transfer.backward == backward])
-        for transport in self._transports:
-            transport.finish_sending()
+        self.finish_sending()
+
+    def finish_sending(self) -> None:
+        """Wait until all that was sent has left, by every transport even where an earlier one's wait fails."""
+        with ExitStack() as ending:
+            for transport in reversed(self._transports):  # the last one runs first
+                ending.callback(transport.finish_sending)
 
     def _forget(self, arriving: Sequence[_Expected]) -> None:
         self._expected = [transfer for transfer in self._expected if transfer not in arriving]

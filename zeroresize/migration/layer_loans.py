@@ -89,8 +89,8 @@ class LayerLoans:
         for loan in self._loans:
             name = ("w", self.name, loan.route.owner)
             packed = None
-            if loan.route.owner == self._rank:  # a copy, also of neighbours
-                packed = loan.columns.of(weight_NK).clone(memory_format=torch.contiguous_format)
+            if loan.route.owner == self._rank:
+                packed = loan.columns.copy_of(weight_NK)
             self._sent.append(self._weight_transport.send_slice(loan.route, packed, loan.num_rows, weight_NK, name))
         self._sent_as = version_of(self._weight), self._weight.data_ptr()
 
@@ -102,9 +102,9 @@ class LayerLoans:
 
     @property
     def bytes_held(self) -> int:
-        """Memory of the borrowed columns of the weight."""
+        """Memory of the borrowed columns of the weight, and of those of others beside which they arrived."""
         held = [pending.tensor for pending in self._sent or () if pending.tensor is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return sum(tensor.untyped_storage().nbytes() for tensor in held)
 
     def forward_begins(self, weight: Tensor) -> None:
         """Check the layer's ``weight`` [N, K]; after loans have changed, the first layer sends all layers' weights.
@@ -224,7 +224,7 @@ class LayerLoans:
         sent = []
         for loan in self._loans:
             owner = loan.route.owner
-            x_TL = loan.columns.of(x_TK).contiguous() if owner == self._rank else None
+            x_TL = loan.columns.copy_of(x_TK) if owner == self._rank else None
             sent.append(self._transport.send_slice(loan.route, x_TL, len(x_TK), x_TK, ("x", owner)))
         expected = [] if self._transport.merges else self._expect_y(x_TK)
         y_TN = multiply()

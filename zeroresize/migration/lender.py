@@ -107,7 +107,7 @@ class Lender:
         for layer in self._layers.values():
             layer.loans = None
         with ExitStack() as ending:  # each runs even if others fail; the last one runs first
-            ending.callback(self._finish_sending)
+            ending.callback(self._gradient_return.finish_sending)
             for loans in in_force:
                 ending.callback(loans.finish_sending)
             ending.callback(self._gradient_return.forget)
@@ -124,13 +124,9 @@ class Lender:
         Every rank must call it at the same place among its collectives.
         """
         self._gradient_return.forget()
-        self._finish_sending()
+        self._gradient_return.finish_sending()
         for loans in self._layer_loans:
             loans.send_weights()
-
-    def _finish_sending(self) -> None:
-        self._transport.finish_sending()
-        self._weight_transport.finish_sending()
 
     @property
     def bytes_held(self) -> int:

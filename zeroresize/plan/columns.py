@@ -33,9 +33,9 @@ class Columns:
         """Return these columns [rows, m], in their order; to be read only."""
         return matrix[:, self.neighbours] if self.neighbours is not None else matrix.index_select(1, self.indices)
 
-    def copy_to(self, packed: Tensor, matrix: Tensor) -> None:
-        """Fill ``packed`` [rows, m], contiguous, with these columns of ``matrix``."""
-        packed.copy_(self.of(matrix))
+    def copy_of(self, matrix: Tensor) -> Tensor:
+        """Return these columns [rows, m], contiguous, in memory of their own."""
+        return self.of(matrix).clone(memory_format=torch.contiguous_format)
 
     def put(self, matrix: Tensor, values: Tensor) -> None:
         """Overwrite these columns of ``matrix`` with ``values`` [rows, m]."""
