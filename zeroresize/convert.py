@@ -13,14 +13,14 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_ranks, group_size, require_group, same_ranks
 from zeroresize.config.keys import checked_share_choice
-from zeroresize.integrations.hosts import HostAdapter, host_of, known_kinds, process_group_of
+from zeroresize.integrations.hosts import GATHERED, HostAdapter, host_of, known_kinds, process_group_of
 from zeroresize.integrations.known_faults import warn_of_known_faults
 from zeroresize.integrations.named_segments import require_heads_on_ranks
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import Segment
 from zeroresize.layers.segments import all_segments, owned_segments
 from zeroresize.layers.splitting import probably_untied, require_ties_kept
-from zeroresize.layers.weight_checks import is_tensor_of_tensors, why_no_whole_weight
+from zeroresize.layers.weight_checks import why_no_whole_weight
 from zeroresize.measure.timed_products import measure_wanted_shares
 from zeroresize.plan.ownership import checked_shares
 from zeroresize.resharding.agreement import meet_over
@@ -33,13 +33,13 @@ from zeroresize.resharding.segments.search_segments import (
 )
 from zeroresize.resharding.state_dict_guards import guard_save_pretrained
 from zeroresize.resharding.units.owned_units import OwnedUnits, divide_units, require_segments
+from zeroresize.utils.torch_private import is_tensor_of_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger(__name__)
 
-GATHERED = "gather_output=True"
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 #: Whether a parallel linear layer may be balanced, of the layer and its name in the model.

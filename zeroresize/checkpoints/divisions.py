@@ -87,7 +87,7 @@ def _of_balanced(layer: Any, tensors: dict[str, Tensor]) -> tuple[dict[int, Tens
         held = set(map(id, tensors.values()))
         of_units = [one for one in segment.tensors if id(one.parameter) in held]
         divisions = {id(one.parameter): _of_units(one, segment, rank) for one in of_units}
-        doubtful = {name: one for name, one in tensors.items() if id(one) not in divisions}
+        is_made = False
     else:
         dim = 0 if layer.is_column_parallel else 1
         even_size = layer.even_shape[dim]
@@ -103,10 +103,10 @@ def _of_balanced(layer: Any, tensors: dict[str, Tensor]) -> tuple[dict[int, Tens
             divisions[id(tensors["weight"])] = _evenly(dim ^ layer.weight_is_transposed, parts, ranks, rank)
         if layer.is_column_parallel and "bias" in tensors:
             divisions[id(tensors["bias"])] = _evenly(0, parts, ranks, rank)
-        doubtful = {name: one for name, one in tensors.items() if id(one) not in divisions}
         is_made = "weight" not in tensors and not layer.has_dtensors  # of other tensors, in every forward
-        if is_made and ranks > 1:
-            doubtful.update(layer.named_parameters())
+    doubtful = {name: tensor for name, tensor in tensors.items() if id(tensor) not in divisions}
+    if is_made and ranks > 1:
+        doubtful.update(layer.named_parameters())
     if not layer.is_column_parallel:  # every rank has the whole bias
         doubtful.pop("bias", None)
     return divisions, doubtful if ranks > 1 else {}

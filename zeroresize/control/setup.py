@@ -27,12 +27,12 @@ from zeroresize.integrations.known_faults import warn_of_known_faults
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.segments import all_segments
-from zeroresize.layers.weight_checks import is_flat_parameter, why_no_whole_weight
+from zeroresize.layers.weight_checks import why_no_whole_weight
 from zeroresize.measure.step_timer import LayerTimer
 from zeroresize.optim.optimizers import not_stepped
 from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.resharding.segments.search_segments import first_of
-from zeroresize.utils.torch_private import running_ddp
+from zeroresize.utils.torch_private import is_flat_parameter, running_ddp
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

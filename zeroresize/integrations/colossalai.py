@@ -27,6 +27,7 @@ from colossalai.tensor.d_tensor.api import init_as_dtensor, is_customized_distri
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from zeroresize.integrations.hosts import GATHERED
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import on_tokens
 from zeroresize.utils.torch_private import parameters_of
@@ -180,7 +181,7 @@ def is_parallel_linear(module: nn.Module) -> bool:
 def why_left_alone(module: nn.Module) -> str | None:
     """Tell why a layer of Colossal-AI's must stay as it is; None if it can be balanced."""
     if getattr(module, "gather_output", False):
-        return "gather_output=True"
+        return GATHERED
     if type(module) not in _BALANCED_CLASSES and type(module) not in _BALANCED_CLASSES.values():
         return f"{type(module).__name__} is a subclass with a forward of its own"
     if module.seq_parallel_mode in _SEQUENCE_INSIDE_LINEAR:

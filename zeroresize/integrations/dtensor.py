@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zeroresize.comm.collectives import group_size, require_group
 from zeroresize.integrations.changed_modules import remembered_by
+from zeroresize.integrations.hosts import GATHERED
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.dtensor_linear import LinearLayouts, become_dtensor_linear
 from zeroresize.layers.splitting import why_no_plain_linear
@@ -94,7 +95,7 @@ def swap_layer(module: Any) -> Any:
 def _why_layouts_unknown(layouts: LinearLayouts, *, is_column: bool) -> str | None:
     """Tell why a layer that reads and writes so cannot be balanced; None if it can."""
     if is_column and layouts.y.is_replicate():
-        return "gather_output=True"
+        return GATHERED
     if is_column and not layouts.y.is_shard(-1):
         return f"output_layouts={layouts.y} of a column-parallel layer are not known: allowed are Shard(-1)"
     if not is_column and not (layouts.x.is_shard(-1) or layouts.x.is_replicate()):

@@ -16,6 +16,9 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.layers.balanced_linear import BalancedLinear
 
+#: Why a layer is left alone that gathers its output: no fault, since nothing of it could be balanced.
+GATHERED = "gather_output=True"
+
 
 class HostAdapter(Protocol):
     """Tells ``zeroresize.convert`` what it must know of a library's parallel linear layers.

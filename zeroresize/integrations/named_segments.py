@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zeroresize.comm.collectives import group_size
-from zeroresize.integrations.hosts import host_of, process_group_of
+from zeroresize.integrations.hosts import GATHERED, host_of, process_group_of
 from zeroresize.integrations.known_modules import StaysEven
 from zeroresize.integrations.module_state import restored
 from zeroresize.layers.balanced_linear import BalancedLinear
@@ -46,7 +46,7 @@ def require_heads_on_ranks(model: nn.Module) -> None:
 def _ranks_of_rows(layer: Any) -> int:
     """Over how many ranks a layer is split that is column-parallel and returns this rank's part; else 1."""
     host = host_of(layer)
-    if host is None or host.why_left_alone(layer) == "gather_output=True" or getattr(layer, "gather_output", False):
+    if host is None or host.why_left_alone(layer) == GATHERED or getattr(layer, "gather_output", False):
         return 1
     shards = [placement.is_shard(0) for placement in getattr(layer.weight, "placements", ())]
     is_column = getattr(layer, "is_column_parallel", any(shards))

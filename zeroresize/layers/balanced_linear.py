@@ -27,9 +27,9 @@ from zeroresize.layers.functional import (
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segment_draws import follow_draws
-from zeroresize.layers.weight_checks import is_tensor_of_tensors, tell_shards_of
+from zeroresize.layers.weight_checks import tell_shards_of
 from zeroresize.plan.layer import LayerPlan
-from zeroresize.utils.torch_private import current_backward
+from zeroresize.utils.torch_private import current_backward, is_tensor_of_tensors
 from zeroresize.utils.torch_state import autocast_dtype
 
 #: Attributes that a balancer, or an injector of slowness, fills.

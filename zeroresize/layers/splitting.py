@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroresize.utils.torch_private import is_dividing, is_dtensor, local_tensor_of, parameters_of
+from zeroresize.layers.local_parts import local_of
+from zeroresize.utils.torch_private import is_dividing, is_dtensor, parameters_of
 
 #: An int is that many equal parts; a sequence holds the features of each part in the undivided layer.
 Parts = int | Sequence[int]
@@ -210,7 +211,7 @@ def _equal(first: Any, other: Any) -> bool:
 
 def _common(tensor: Any, other: Any) -> Tensor | None:
     """This rank's part of ``tensor``, of which ``other``'s division leaves a part on one-dimensional meshes."""
-    local = local_tensor_of(tensor) if is_dtensor(tensor) else tensor
+    local = local_of(tensor)
     for divided in filter(is_dtensor, (tensor, other)):
         if divided.device_mesh.ndim != 1:
             return None

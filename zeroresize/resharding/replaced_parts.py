@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.weight_checks import is_flat_parameter
 from zeroresize.optim.optimizers import stepped_tensors
 from zeroresize.resharding.data_parallel import unwrap
-from zeroresize.utils.torch_private import children_of, parameters_of
+from zeroresize.utils.torch_private import children_of, is_flat_parameter, parameters_of
 
 
 class ReplacedParts:

@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import functools
 import io
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum
 from types import UnionType
@@ -67,8 +67,8 @@ def first_reason(error: Exception) -> str:
     return next(iter(named or filter(None, lines)), type(error).__name__)
 
 
-def encoded(value: Any, leave_out: Collection[str] = ()) -> Any:
-    """Return ``value`` as plain values and tensors, without the fields of it that ``leave_out`` names."""
+def encoded(value: Any) -> Any:
+    """Return ``value`` as plain values and tensors."""
     kind = type(value)
     if kind in _PLAIN or isinstance(value, Tensor):
         return value
@@ -77,7 +77,7 @@ def encoded(value: Any, leave_out: Collection[str] = ()) -> Any:
             return value if kind is tuple else list(value)
         return kind(map(encoded, value))
     if dataclasses.is_dataclass(kind):
-        return {key: encoded(getattr(value, name)) for name, key, *_ in _fields(kind) if name not in leave_out}
+        return {key: encoded(getattr(value, name)) for name, key, *_ in _fields(kind)}
     if isinstance(value, Mapping):
         return {key: encoded(item) for key, item in value.items()}
     if isinstance(value, frozenset):

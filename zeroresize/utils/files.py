@@ -25,25 +25,20 @@ class BestEffort:
 
     Args:
         what: what is written, with which the warning begins.
-        kind: the class of the errors that are no more than that.
-
-    Attributes:
-        has_failed: whether anything was lost.
     """
 
-    def __init__(self, what: str, kind: type[Exception] = OSError) -> None:
-        self._what, self._kind = what, kind
-        self.has_failed = False
+    def __init__(self, what: str) -> None:
+        self._what, self._has_failed = what, False
 
     @contextmanager
     def writing(self, since: str) -> Iterator[None]:
         """Run a block that writes; ``since`` says what is lost first, as in "step 20"."""
         try:
             yield
-        except self._kind as error:
-            if not self.has_failed:
+        except OSError as error:
+            if not self._has_failed:
                 logger.warning("%s is incomplete from %s on: %s", self._what, since, error)
-            self.has_failed = True
+            self._has_failed = True
 
 
 class GrowingFile:

@@ -52,7 +52,7 @@ def by_rank(values: Sequence[Any], ranks: Sequence[int] | None = None) -> str:
     return "; ".join(f"{named_ranks(group)}: {values[numbers.index(group[0])]}" for group in groups)
 
 
-def lists_by_rank(lists: Sequence[Sequence[str]], ranks: Sequence[int] | None = None) -> str:
+def lists_by_rank(lists: Sequence[Sequence[str]]) -> str:
     """Return how many entries every rank has, and those that not all of them have; as :func:`by_rank`."""
     on_all = set.intersection(*map(set, lists))
 
@@ -63,8 +63,8 @@ def lists_by_rank(lists: Sequence[Sequence[str]], ranks: Sequence[int] | None = 
 
     descriptions = [described(entries) for entries in lists]
     if len(set(descriptions)) == 1:  # the same entries
-        return f"the same {len(lists[0])} in different orders, {'; '.join(map(str, alike(lists, ranks)))}"
-    return by_rank(descriptions, ranks)
+        return f"the same {len(lists[0])} in different orders, {'; '.join(map(str, alike(lists)))}"
+    return by_rank(descriptions)
 
 
 def seconds_text(seconds: float) -> str:

@@ -13,8 +13,15 @@ from torch import Tensor, nn
 from zeroresize.integrations.module_state import restored
 from zeroresize.kernels.probe import Probes
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.weight_checks import is_flat_parameter, is_tensor_of_tensors, is_wrapped_by_fsdp
-from zeroresize.utils.torch_private import buffers_of, hooks_of, is_dtensor, parameters_of
+from zeroresize.layers.weight_checks import is_wrapped_by_fsdp
+from zeroresize.utils.torch_private import (
+    buffers_of,
+    hooks_of,
+    is_dtensor,
+    is_flat_parameter,
+    is_tensor_of_tensors,
+    parameters_of,
+)
 
 
 def require_replaceable(model: nn.Module, who: str = "check_segments") -> None:
