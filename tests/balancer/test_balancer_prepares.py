@@ -2,14 +2,18 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from helpers.processes import caught_log_lines
 from helpers.virtual_training import FEATURES
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeroresize as zr
 from zeroresize.convert import balanced_layers
 from zeroresize.layers.segments import owned_segments
 from zeroresize.layers.unit_dropout import UnitDropout
+from zeroresize.pipeline import Pipeline
 
 HIDDEN = 4 * FEATURES
 
@@ -47,6 +51,29 @@ def train(model, optimizer, balancer, num_steps):
 
 
 # ---- the group ------------------------------------------------------------------------------------------------------
+
+
+def test_a_mesh_of_one_dimension_is_taken_for_its_group(run_ranks):
+    def check(rank, group):
+        grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        tp = grid["tp"]
+        up = zr.ColumnParallelLinear(FEATURES, HIDDEN, process_group=tp)
+        down = zr.RowParallelLinear.from_linear(nn.Linear(HIDDEN, FEATURES), process_group=tp)
+        assert isinstance(up.process_group, dist.ProcessGroup)
+        model = zr.convert(nn.Sequential(up, down), tp)
+        zr.Balancer(model, sgd(model), process_group=tp).close()
+        with pytest.raises(ValueError, match=r"has 2 dimensions: pass the one of the tensor-parallel group, such as "):
+            zr.convert(model, grid)
+        with pytest.raises(ValueError, match="has 2 dimensions"):
+            zr.ColumnParallelLinear(FEATURES, HIDDEN, process_group=grid)
+        with zr.StragglerInjector(model, process_group=tp, chi={1: 1.5}):
+            model(torch.ones(2, FEATURES))
+        pipeline = Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], F.mse_loss, num_microbatches=2, process_group=tp)
+        assert pipeline.process_group is tp.get_group() and pipeline.num_stages == 2
+        with pytest.raises(ValueError, match="has 2 dimensions"):
+            zr.Balancer(model, sgd(model), process_group=tp, data_parallel_group=grid)
+
+    run_ranks(check, 2)
 
 
 def test_in_a_group_of_one_nothing_is_done_and_a_line_says_so(run_ranks):

@@ -195,6 +195,11 @@ def test_copies_that_stay_alike_are_not_warned_of(run_ranks, clip):
     assert drift_lines(run_ranks, 45, clip) == [[], []]
 
 
+def test_what_differed_at_the_start_by_rounding_is_no_drift_and_what_differs_later_is(run_ranks):
+    assert drift_lines(run_ranks, 5, before=1e-7) == [[], []]
+    assert len(drift_lines(run_ranks, 25, before=1e-7, change_at=12, by=1e-2)[0]) == 1
+
+
 def test_devices_of_several_models_are_told_once_something_is_drawn(run_ranks, monkeypatch):
     def train(rank, group, models, p):
         monkeypatch.setattr("zeroresize.control.device_models.model_of", lambda device: models[rank])

@@ -5,11 +5,14 @@ import time
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
-from helpers import sleeping_layers
+from helpers import pipelines, sleeping_layers
 from helpers.processes import dying, send_half, told_by_survivors
 from helpers.sleeping_layers import undivided_losses
+from torch.distributed.device_mesh import init_device_mesh
 
+from zeroresize.pipeline import PipelineBalancer
 from zeroresize.resharding import agreement, transaction, transport
 
 NUM_LAYERS = 6
@@ -117,3 +120,20 @@ def test_replicas_must_be_alike_and_whole(run_ranks):
             Replica(rank, replicas=crossed[0] if rank in (0, 3) else crossed[1])
 
     run_ranks(check, 4)
+
+
+def test_replicas_may_be_a_device_mesh_of_one_dimension(run_ranks):
+    def check(rank, group):
+        grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+
+        def balance(replicas, **options):
+            pipeline = pipelines.pipeline_of(grid["pp"].get_group())
+            PipelineBalancer(pipeline, torch.optim.AdamW(pipeline.parameters()), replicas=replicas, **options)
+
+        balance(grid["dp"])
+        with pytest.raises(ValueError, match="do not agree on the options of PipelineBalancer"):
+            balance(grid["dp"], profile_every=4 + rank)
+        with pytest.raises(ValueError, match="has 2 dimensions"):
+            balance(grid)
+
+    run_ranks(check, 2)
