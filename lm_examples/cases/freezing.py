@@ -67,10 +67,6 @@ class FreezingOptions:
             number("freezing.thaw_at_loss", self.thaw_at_loss, above=1)
 
 
-#: What of a rule is saved.
-_LEARNED = ("num_frozen", "_recent", "_highest", "_calm", "_lr", "_lowest_loss")
-
-
 class FreezingRule:
     """The layers that are frozen, always the first ones.
 

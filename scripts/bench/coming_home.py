@@ -67,15 +67,15 @@ def tell(name: str, results: Sequence[tuple[Spell, int, Outcome]], shown: int) -
         print(f"   {ended} seed {seed} {spell}")
 
 
-def load_moves(period: int, shape: str, seed: int, mode: str, num_ranks: int = 4, every: int = 10) -> float:
-    """Moves per 1,000 steps of a group in which one rank's load swings by a fifth."""
+def load_moves(period: int, shape: str, seed: int, mode: str) -> float:
+    """Moves per 1,000 steps of four ranks of which one's load swings by a fifth."""
 
     def chi(step: int) -> list[float]:
         swing = math.sin(2.0 * math.pi * step / period)
         swing = swing if shape == "sine" else math.copysign(1.0, swing)
-        return [*(1.0,) * (num_ranks - 1), 1.0 + 0.2 * swing]
+        return [1.0, 1.0, 1.0, 1.0 + 0.2 * swing]
 
-    return len(simulate(BalanceConfig(mode=mode, update_every=every), cluster_of(chi, seed), 4000).moves) / 4.0
+    return len(simulate(BalanceConfig(mode=mode, update_every=10), cluster_of(chi, seed), 4000).moves) / 4.0
 
 
 def pareto_spells(num_ranks: int, num_steps: int, seed: int) -> list[list[float]]:

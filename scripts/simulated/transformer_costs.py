@@ -80,7 +80,6 @@ def transformer_grid(
     sizes: tuple[int, ...],
     lengths: tuple[tuple[int, ...], ...],
     *,
-    device: Device = A100,
     tensor_parallel: int = 1,
     recomputation: str = "none",
     axis: int = 0,
@@ -94,7 +93,7 @@ def transformer_grid(
         axis: which of a sample's lengths a layer with one sees.
     """
     points = grid_points(sizes, lengths)
-    values = _values(shape, kind, *points, device, tensor_parallel, recomputation)
+    values = _values(shape, kind, *points, A100, tensor_parallel, recomputation)
     table_shape = (len(sizes), *map(len, lengths))
     axes = (0, 1) if kind == "decoder" else (axis,)
     return LayerGrid(axes, sizes, lengths, *(each.reshape(table_shape) for each in values))

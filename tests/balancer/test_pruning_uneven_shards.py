@@ -83,7 +83,7 @@ class WholeBlock(nn.Module):
 class UnevenBlock:
     """``parallel_layers.block``, its heads and neurons divided by shares, in a balancer that prunes what is pinned."""
 
-    def __init__(self, group, shares, before_units_move=lambda model: None, **config):
+    def __init__(self, group, shares, **config):
         self.group, self.rank, self.num_ranks = group, dist.get_rank(group), dist.get_world_size(group)
         self.model = parallel_layers.block(group)
         attention = self.model[0]
@@ -97,7 +97,6 @@ class UnevenBlock:
             on_change=lambda units: setattr(attention, "num_heads", len(units)),
         )
         zr.convert(self.model, group, segments=[heads])
-        before_units_move(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.config = zr.BalanceConfig(**{"mode": "zero-rd", "shares": shares, "update_every": 100, **config})
         self.balancer = zr.Balancer(self.model, self.optimizer, self.config, process_group=group)

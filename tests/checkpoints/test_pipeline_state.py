@@ -7,10 +7,9 @@ from helpers import pipelines
 from helpers.faults import Evil, put_into_planner_data
 from helpers.pipelines import (
     BOUNDARIES,
+    MAX_NORM,
     OPTIMIZERS,
     assert_same,
-    groups_of,
-    half_the_loss,
     held,
     pipeline_of,
     undivided,
@@ -22,8 +21,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 import zeroresize as zr
 from zeroresize.pipeline import PipelineBalancer, repack
 
-MAX_NORM = 0.5
-
 
 def loaded(folder, pipeline, optimizer=None, **beside):
     """As docs/pipelines.md has it."""
@@ -31,20 +28,8 @@ def loaded(folder, pipeline, optimizer=None, **beside):
     dcp.load(state, storage_reader=zr.CheckpointReader(folder), process_group=pipeline.process_group)
 
 
-class Training:
-    """Two batches for each step of the optimizer, and clipping."""
-
-    def __init__(self, group, boundaries=None, name="AdamW"):
-        self.pipeline = pipeline_of(group, boundaries, loss=half_the_loss)
-        self.optimizer = OPTIMIZERS[name](groups_of(self.pipeline.named_parameters()))
-        self.decay = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        self.losses, self.step = [], 0
-
-    def train(self, num_steps):
-        for _ in range(num_steps):
-            self.losses += pipelines.train_step(self.pipeline, self.optimizer, self.step, MAX_NORM)
-            self.decay.step()
-            self.step += 1
+class Training(pipelines.Training):
+    """One that is saved."""
 
     def save(self, folder, **options):
         state = {**zr.sharded_state_dict(self.pipeline, self.optimizer), **options}

@@ -52,10 +52,6 @@ def setting(group, kwargs=None, the_loss=loss, the_batch=None, **options):
     return Setting(model, the_batch or batch(), the_loss, kwargs or {})
 
 
-#: Of the first block, what stands before its attention.
-BEFORE = ("embed", "blocks.0.norm1")
-
-
 @plain((SUMMED, ACTIVATIONS), ("blocks.1.mlp.down",))
 def row_product_that_nobody_sums(rank, group):
     made = setting(group)

@@ -304,3 +304,23 @@ def rebalancing_of(cost_of_move=COST_OF_MOVE, **options):
         "num_steps": 100,
     }
     return Rebalancing(RebalancingRule(**(chosen | options)), cost_of_move)
+
+
+#: To which :class:`Training` clips.
+MAX_NORM = 0.5
+
+
+class Training:
+    """Two batches for each step of the optimizer, clipping, and a schedule of the learning rate."""
+
+    def __init__(self, group, boundaries=None, name="AdamW"):
+        self.pipeline = pipeline_of(group, boundaries, loss=half_the_loss)
+        self.optimizer = OPTIMIZERS[name](groups_of(self.pipeline.named_parameters()))
+        self.decay = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.losses, self.step = [], 0
+
+    def train(self, num_steps, between=lambda: None):
+        for _ in range(num_steps):
+            self.losses += train_step(self.pipeline, self.optimizer, self.step, MAX_NORM, between)
+            self.decay.step()
+            self.step += 1

@@ -125,12 +125,6 @@ def write_metrics(folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def epoch_of(seconds: Sequence[float], *, begin: int = 0, from_step: int = 0) -> dict[str, Any]:
-    """An epoch's line: how long each of its steps took."""
-    step = begin + len(seconds) - 1
-    return {"kind": "epoch", "epoch": 0, "step": step, "from_step": from_step, "ratios": [], "seconds": list(seconds)}
-
-
 def write_run(
     folder: Path,
     mode: str,
@@ -142,7 +136,8 @@ def write_run(
 ) -> Path:
     """A run of two ranks in one epoch; the records of rank 1 are ``slow``, rank 0 does nothing but train."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_metrics(folder, [epoch_of(seconds)])
+    steps = {"step": len(seconds) - 1, "from_step": 0, "ratios": [], "seconds": list(seconds)}
+    write_metrics(folder, [{"kind": "epoch", "epoch": 0, **steps}])
     slow = slow or [record(1, update, 0.0, busy_s=0.4) for update in range(1, len(seconds) // 10 + 1)]
     write_records(folder, 0, [record(0, one.update, 0.0, busy_s=0.1) for one in slow])
     write_records(folder, 1, slow)
@@ -153,14 +148,14 @@ def write_run(
     return folder
 
 
-def write_parquet(path: Path, size: int, *, image: str = "img", label: str = "label", side: int = 32) -> None:
+def write_parquet(path: Path, size: int, *, image: str = "img", side: int = 32) -> None:
     pictures = np.random.default_rng(0).integers(0, 256, (size, side, side, 3), dtype=np.uint8)
     cells = []
     for picture in pictures:
         stream = io.BytesIO()
         Image.fromarray(picture).save(stream, format="PNG")
         cells.append({"bytes": stream.getvalue(), "path": None})
-    pyarrow.parquet.write_table(pyarrow.table({image: cells, label: [n % 10 for n in range(size)]}), path)
+    pyarrow.parquet.write_table(pyarrow.table({image: cells, "label": [n % 10 for n in range(size)]}), path)
 
 
 def written(table: Path) -> list[tuple[str, str]]:

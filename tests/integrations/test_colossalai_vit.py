@@ -8,13 +8,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import parallel_layers
 from helpers.hosts import DEPTH, HIDDEN, Host, batch, small_vit
+from helpers.parallel_layers import plan_keeping
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.testing import assert_close
 
 from zeroresize import convert
 from zeroresize.convert import balanced_layers
-from zeroresize.plan.layer import LayerPlan
 
 pytestmark = pytest.mark.usefixtures("colossalai_vit_modules")
 
@@ -46,11 +46,6 @@ def assert_same(actual, expected):
     assert list(actual) == list(expected)
     for name in actual:
         assert torch.equal(actual[name], expected[name]), name
-
-
-def plan_keeping(keep, num_columns):
-    pruned = [column for column in range(num_columns) if column not in keep]
-    return LayerPlan.from_pruned(torch.tensor(pruned), num_columns)
 
 
 # ---- without a plan -------------------------------------------------------------------------------------------------

@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import parallel_layers
+from helpers.parallel_layers import plan_keeping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from zeroresize import kernels
-from zeroresize.plan.layer import LayerPlan
 
 IMPUTATIONS = ("zero", "average", "same")
 SIZES = st.sampled_from([1, 2, 3, 5, 8, 17, 123])
@@ -24,11 +24,6 @@ def random_operands(num_tokens, num_outputs, num_columns, seed=0):
     generator = torch.Generator().manual_seed(seed)
     shapes = [(num_tokens, num_columns), (num_outputs, num_columns), (num_outputs,), (num_tokens, num_outputs)]
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-
-
-def plan_keeping(keep, num_columns, imputation="zero"):
-    pruned = [column for column in range(num_columns) if column not in keep]
-    return LayerPlan.from_pruned(torch.tensor(pruned, dtype=torch.int64), num_columns, imputation=imputation)
 
 
 @st.composite

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import parallel_layers
+from helpers.parallel_layers import plan_keeping
 from helpers.processes import for_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,11 +26,6 @@ LEADING_SHAPES = [(), (1,), (7,), (5, 3), (2, 3, 5)]
 
 def randn(*shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def plan_keeping(keep, num_columns, imputation="zero"):
-    pruned = [column for column in range(num_columns) if column not in keep]
-    return LayerPlan.from_pruned(torch.tensor(pruned, dtype=torch.int64), num_columns, imputation=imputation)
 
 
 class Case:

@@ -8,34 +8,18 @@ import torch.distributed as dist
 from helpers import pipelines
 from helpers.pipelines import (
     BOUNDARIES,
+    MAX_NORM,
     OPTIMIZERS,
     assert_same,
-    groups_of,
-    half_the_loss,
     held,
-    pipeline_of,
     undivided,
 )
 
 from zeroresize.pipeline import LayerProfiler, clip_grad_norm_, move_layers, repack
 
-MAX_NORM = 0.5
 
-
-class Training:
-    """Two batches for each step of the optimizer, clipping, and a schedule of the learning rate."""
-
-    def __init__(self, group, name="AdamW", boundaries=None):
-        self.pipeline = pipeline_of(group, boundaries, loss=half_the_loss)
-        self.optimizer = OPTIMIZERS[name](groups_of(self.pipeline.named_parameters()))
-        self.decay = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        self.losses, self.step = [], 0
-
-    def train(self, num_steps, between=lambda: None):
-        for _ in range(num_steps):
-            self.losses += pipelines.train_step(self.pipeline, self.optimizer, self.step, MAX_NORM, between)
-            self.decay.step()
-            self.step += 1
+class Training(pipelines.Training):
+    """One whose pipeline is packed onto fewer stages."""
 
     def repack(self, num_stages, **options):
         return repack(self.pipeline, self.optimizer, num_stages=num_stages, **options)
@@ -60,7 +44,7 @@ class Training:
 )
 def test_training_goes_on_as_if_nothing_had_happened(run_ranks, before, after, name):
     def check(rank, group):
-        training = Training(group, name, BOUNDARIES[before][1])
+        training = Training(group, BOUNDARIES[before][1], name)
         training.train(2)
         for num_stages in after:
             whole = held(training.pipeline, training.optimizer)

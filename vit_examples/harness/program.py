@@ -21,6 +21,8 @@ from vit_examples.harness.config_reader import ConfigReader
 
 _T = TypeVar("_T")
 _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: Ranks that a dry run assumes where nothing says how many.
+_DRY_RANKS = 2
 _MISTAKE, _INTERRUPTED = 2, 128 + signal.SIGINT
 #: torchrun sends a signal on to ranks that have it from the terminal already: the same again within so many seconds.
 _SAME_S = 3.0
@@ -37,7 +39,6 @@ def run_program(
     dry_run: Callable[[Any, int], Any],
     run: Callable[..., None],
     hint: Callable[[Any], str],
-    default_ranks: Callable[[Any], int] = lambda config: 2,
 ) -> None:
     """Run a program: a mistake of the user's ends it with one line and status 2, Ctrl-C with one line and 130.
 
@@ -47,7 +48,6 @@ def run_program(
         dry_run: is given a configuration and the number of ranks.
         run: trains, and leaves the process groups; called as ``run(config, resume=...)``. A ValueError is a mistake.
         hint: says after an interrupt how to go on.
-        default_ranks: that ``--dry-run`` assumes.
     """
     os.umask(os.umask(0) | stat.S_IWOTH)  # what a run resumes from is not for everybody to change
     try:
@@ -57,7 +57,7 @@ def run_program(
             num_ranks = parsed.ranks if parsed.ranks is not None else int(os.environ.get("WORLD_SIZE", "0"))
             if num_ranks < 0 or parsed.ranks == 0:
                 raise ValueError(f"--ranks {num_ranks}: at least 1 is needed")
-            dry_run(config, num_ranks or default_ranks(config))
+            dry_run(config, num_ranks or _DRY_RANKS)
             return
         if missing := [name for name in _TORCHRUN_VARIABLES if name not in os.environ]:
             raise ValueError(
