@@ -100,7 +100,7 @@ class Watch:
         self._slowness = SlownessWatch(exchange, rank, num_ranks, update_every, tolerance)
         self._steps = ModelSteps(model)
         if self._has_optimizer:
-            self._unhook = hook_steps(optimizer, self._before_step, self._after_step)
+            self._unhook = hook_steps(optimizer, after=self._after_step)
         finalizer = weakref.finalize(self, _detach, self._steps, self._slowness, exchange)
         finalizer.atexit = False
         self._detach = finalizer
@@ -168,9 +168,6 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _before_step(self) -> None:
-        """Only steps that end count."""
 
     def _after_step(self) -> None:
         if not self._is_closed:

@@ -52,6 +52,9 @@ def test_a_calibration_step_does_nothing_of_the_plan_that_is_told(layers, rank):
     in_force.begin_step()
     assert in_force.shares_of_step == Shares() and all(layer.plan is None for layer in layers.values())
     assert (in_force.planned.spared, in_force.planned.borrowed) == (PLAN.ranks[rank].spared, PLAN.ranks[rank].borrowed)
+    assert set(in_force.layer_shares.values()) == {PLAN.ranks[rank].pruned}
+    in_force.install(WorkloadPlan((RankPlan(), RankPlan())))
+    assert set(in_force.layer_shares.values()) == {0.0}, "of the plan in force, though layers have computed all before"
 
 
 def test_a_pin_stands_above_the_plan_until_it_is_released(layers):

@@ -137,7 +137,7 @@ class CpuGroup(SecondGroup):
         """
         for offset in range(1, self.size):
             with suppress(RuntimeError):
-                never_sent = self.recv([torch.empty(1)], (self.rank + offset) % self.size, _NEVER_SENT)
+                never_sent = self.recv([torch.empty(1, device="cpu")], (self.rank + offset) % self.size, _NEVER_SENT)
                 never_sent.wait(timedelta(milliseconds=1))
 
 

@@ -121,7 +121,7 @@ def build(
             units=group.units,
         )
         attached.callback(plans.clear)
-        reporter = Reporter(config.tolerance, speaks=setup.rank == 0 and group.speaks)
+        reporter = Reporter(config.tolerance, speaks=group.speaks)
         mover = Mover(setup, group, observer, decider, reporter, selector, columns, plans, lender)
         return Parts(setup, group, observer, decider, mover, reporter, attached.pop_all())
 

@@ -100,9 +100,7 @@ def _agreement(setup: Setup) -> dict[str, str | list[str]]:
     return agreement
 
 
-def _agree_on_units(
-    setup: Setup, meet: Meet, replicas: DataParallelReplicas, memory: MemoryWatch | None = None
-) -> OwnedUnits:
+def _agree_on_units(setup: Setup, meet: Meet, replicas: DataParallelReplicas, memory: MemoryWatch | None) -> OwnedUnits:
     """Agree with the other ranks on who owns which units, and divide them; collective.
 
     They are divided by ``config.shares``, or where these are even by the ranks' memory; not where ``convert`` was told

@@ -225,7 +225,7 @@ class Mover:
         except Exception as error:
             why = str(error) or type(error).__name__
         rows = everybody.gather([measured.seconds_per_byte, measured.fixed_s, num_bytes])
-        if any(math.isnan(own) for *_, own in rows):
+        if any(math.isnan(row[-1]) for row in rows):
             units.why_not_movable = units.gather_reasons(why)
             text = f"no units change hands between the ranks, and training goes on: {units.why_not_movable}"
             self._reporter.warn(num_steps, text)

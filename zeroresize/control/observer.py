@@ -21,7 +21,6 @@ from zeroresize.measure.rank_monitor import RankMonitor
 from zeroresize.optim.optimizers import hook_steps, stepped_tensors
 from zeroresize.plan.group import Shares
 from zeroresize.policy.slowness.windows import WatchedStep
-from zeroresize.policy.tensor.costs import ResizingCost
 from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.memory import HeldBytes
 from zeroresize.utils.torch_private import version_of
@@ -127,14 +126,9 @@ class Observer:
     @property
     def numbers(self) -> RankNumbers:
         """Return what this rank tells the others at an update."""
-        unknown = RankTimes(math.nan, math.nan, math.nan, self.cost, math.nan)
+        unknown = RankTimes(math.nan, math.nan, math.nan, self.monitor.cost, math.nan)
         held = self.memory.held() if self.memory is not None else HeldBytes(0.0, 0.0)
         return RankNumbers(math.nan, self.monitor.wait_s, held, self.times or unknown)
-
-    @property
-    def cost(self) -> ResizingCost:
-        """Return what pruning costs on this rank."""
-        return self.monitor.cost
 
     @property
     def why_units_stay(self) -> str | None:
@@ -166,7 +160,7 @@ class OptimizerSteps:
         self._layer: BalancedLinear | None = None  # whose weight it steps, which stands for all
         self._num_seen, self._version, self._num_unseen = where.num_optimizer_steps, 0, 0
         with suppress(ValueError):  # a wrapper that hides its optimizer
-            self._unhook = hook_steps(optimizer, self._before_step, self._after_step)
+            self._unhook = hook_steps(optimizer, after=self._after_step)
             weights = {name: layer.weight for name, layer in layers.items() if layer.weight.requires_grad}
             name = next(iter(stepped_tensors(optimizer, weights)), None)
             self._layer = None if name is None else layers[name]
@@ -196,9 +190,6 @@ class OptimizerSteps:
 
     def _version_now(self) -> int:
         return 0 if self._layer is None else version_of(self._layer.local_weight)
-
-    def _before_step(self) -> None:
-        """Only steps that end count."""
 
     def _after_step(self) -> None:
         self._where.num_optimizer_steps += 1

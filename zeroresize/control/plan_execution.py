@@ -59,9 +59,10 @@ class PlanExecution:
         self._selector, self._lender, self._exchange, self._units = selector, lender, exchange, units
         self._decided = self._plan = WorkloadPlan(())
         self._installed, self._installed_shares = (Relief(), selector.edition), Shares()
+        self._pruned_shares: Mapping[str, float] = dict.fromkeys(layers, 0.0)
         self.pins: dict[int, float] = {}
         self.planned, self.ratio = Shares(), 0.0
-        self.layer_shares: Mapping[str, float] = dict.fromkeys(layers, 0.0)
+        self.layer_shares: Mapping[str, float] = self._pruned_shares
         self.shares_of_step = Shares()
         self.shares_of_last_step: Shares | None = None
 
@@ -74,11 +75,10 @@ class PlanExecution:
             RuntimeError: if loans are new and not all ranks come.
         """
         plan = calibration or decided
-        self._decided, self._plan, before = decided, plan, self._installed
+        self._decided, self._plan = decided, plan
         self._write(self._relief(decided))
         self.planned, self.ratio = self._with_others(decided), self._installed[0].spared
-        if self._installed is not before:
-            self.layer_shares = self._shares_of_layers("pruned_share")
+        self.layer_shares = self._pruned_shares
         if plan is not decided:
             self._write(self._relief(plan))
         if self._lender is not None:
@@ -176,18 +176,19 @@ class PlanExecution:
         pruned, lent = self._selector.pruned_columns(relief), self._selector.lent_columns(relief)
         for name, layer in self._layers.items():
             layer.plan = self._layer_plan(layer, pruned[name].tolist(), lent[name].tolist())
-        self._installed_shares = Shares(self._share_of_work("pruned_share"), self._share_of_work("lent_share"))
+        self._pruned_shares = self._shares_of_layers("pruned_share")
+        self._installed_shares = Shares(
+            self._share_of_work(self._pruned_shares), self._share_of_work(self._shares_of_layers("lent_share"))
+        )
 
     def _shares_of_layers(self, kind: str) -> dict[str, float]:
         return {
             name: getattr(layer.plan, kind) if layer.plan is not None else 0.0 for name, layer in self._layers.items()
         }
 
-    def _share_of_work(self, kind: str) -> float:
+    def _share_of_work(self, shares: Mapping[str, float]) -> float:
         work = present_work_of_layers(self._layers)
-        return sum(work[name] * share for name, share in self._shares_of_layers(kind).items()) / max(
-            sum(work.values()), 1
-        )
+        return sum(work[name] * share for name, share in shares.items()) / max(sum(work.values()), 1)
 
     def _lent_columns(self) -> dict[str, Tensor]:
         """What is lent of every layer, in the order in which it is divided; on the layers' devices."""

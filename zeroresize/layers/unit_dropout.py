@@ -94,7 +94,7 @@ class UnitDropout(nn.Module):
         return f"p={self.p}, dim={self.dim}"
 
     def _number_of_call(self) -> int:
-        drawn = int(torch.randint(1 << 62, ()))
+        drawn = int(torch.randint(1 << 62, (), device="cpu"))
         number = self._numbers.get(drawn)
         if number is None:
             if current_backward() != -1:

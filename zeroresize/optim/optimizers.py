@@ -77,14 +77,14 @@ class SteppedTensors:
 
 
 def hook_steps(
-    optimizer: Any, before: Callable[[], None], after: Callable[[], None] | None = None
+    optimizer: Any, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None
 ) -> Callable[[], object]:
     """Call methods of one object before and after every step; ends when the result is called or the object dies."""
     inner = torch_optimizer(optimizer)
-    hooks = [inner.register_step_pre_hook(_calling(weakref.WeakMethod(before)))]
-    if after is not None:
-        hooks.append(inner.register_step_post_hook(_calling(weakref.WeakMethod(after))))
-    unhook = weakref.finalize(before.__self__, _remove, hooks)  # type: ignore[attr-defined]
+    registered = ((inner.register_step_pre_hook, before), (inner.register_step_post_hook, after))
+    given = [(register, method) for register, method in registered if method is not None]
+    hooks = [register(_calling(weakref.WeakMethod(method))) for register, method in given]
+    unhook = weakref.finalize(given[0][1].__self__, _remove, hooks)  # type: ignore[attr-defined]
     unhook.atexit = False
     return unhook
 

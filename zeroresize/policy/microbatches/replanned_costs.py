@@ -27,7 +27,6 @@ from zeroresize.policy.strategy.stragglers.candidates import ModelDivision
 from zeroresize.policy.strategy.switches.switch_plan import plan_weights
 
 #: Of the heaviest layer's work, at least.
-_LEAST_WORK = 1e-6
 
 #: What the stages with these boundaries take, by what is computed again.
 CostsOfStages = Callable[[Sequence[int]], Mapping[str, StageCosts]]
@@ -84,10 +83,10 @@ class ReplannedCosts:
         """Return how the model can be divided; a layer's work is what a usual sample takes."""
         costs, *_ = self._costs_of(tuple(range(self._model.num_layers + 1))).values()
         work_L = _alone(costs, self._model.lengths).seconds[0]
-        least_s = _LEAST_WORK * float(work_L.max()) or 1.0
         unit_counts = sorted({tensor.num_units for tensor in self._model.tensors if tensor.division is not None})
-        work = tuple(np.maximum(work_L, least_s).tolist())
-        return ModelDivision(work, tuple(unit_counts), tuple(self._model.nodes), (self._model.original.tp,))
+        return ModelDivision(
+            tuple(work_L.tolist()), tuple(unit_counts), tuple(self._model.nodes), (self._model.original.tp,)
+        )
 
     def range_s(self, number: int, strategy: Strategy, speeds: Sequence[float]) -> float:
         """Return the mean seconds of the expected iterations, infinite for another tensor-parallel degree."""

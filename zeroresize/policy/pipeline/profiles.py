@@ -248,7 +248,7 @@ def _changes_of_devices(longer: Sequence[Floats], is_alone_S: Mask, speeds: Floa
 
 def _corrections(longer_L: Floats, moved_L: Mask, stages_L: Indices, before_L: Indices, num_stages: int) -> Floats:
     """[S] by which factors speeds were wrong, as logarithms, by the layers that moved; least squares, mean 0."""
-    pairs = sorted({(int(one), int(other)) for one, other in zip(before_L[moved_L], stages_L[moved_L], strict=True)})
+    pairs = sorted(set(zip(before_L[moved_L].tolist(), stages_L[moved_L].tolist(), strict=True)))
     equations, wrong = np.zeros((len(pairs), num_stages)), np.zeros(len(pairs))
     for row, (source, destination) in enumerate(pairs):
         equations[row, [source, destination]] = -1.0, 1.0

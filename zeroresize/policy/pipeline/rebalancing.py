@@ -16,7 +16,7 @@ import numpy as np
 
 from zeroresize.plan.partition import LayerTransfer, Partition
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.moves.rental import MIN_SAVING, Option, Rental, Verdict
+from zeroresize.policy.moves.rental import MIN_SAVING, Option, Rental, Verdict, is_saving
 from zeroresize.policy.pipeline.division import (
     Floats,
     PipelineLoad,
@@ -120,7 +120,7 @@ class RebalancingRule:
             NothingFitsError: if no boundaries fit into the memory limits.
         """
         proposal = self.to(costs, profile, cost_of_move, wanted or self.wanted(costs, profile))
-        if proposal.is_needed or proposal.saving_s > self.min_saving * proposal.step_s:
+        if proposal.is_needed or is_saving(proposal.saving_s, proposal.step_s, self.min_saving):
             return proposal
         return self.to(costs, profile, cost_of_move, Partition(profile.boundaries))
 
@@ -170,9 +170,9 @@ class RebalancingRule:
         if self.memory_limits is not None:
             num_stages = num_left or len(profile.boundaries) - 1
             kept = self.num_microbatches if self.schedule == "gpipe" else min(num_stages, self.num_microbatches)
-            layer_bytes = [float(one.bytes_at_rest + kept * one.activation_bytes) for one in profile.layers]
+            layer_bytes = [float(layer.bytes_at_rest + kept * layer.activation_bytes) for layer in profile.layers]
         return PipelineLoad.of(
-            costs.seconds if is_of_time else [float(one.weight_bytes) for one in profile.layers],
+            costs.seconds if is_of_time else [float(layer.weight_bytes) for layer in profile.layers],
             len(costs.speeds),
             speeds=costs.speeds,
             delays=delays,

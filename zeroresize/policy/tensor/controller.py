@@ -24,7 +24,7 @@ from zeroresize.policy.tensor.ownership_decision import OwnershipDecision
 from zeroresize.policy.tensor.rules.by_mode import KEPT_GAIN, forced_division, wanted_division, wanted_ownership
 from zeroresize.policy.tensor.rules.ownership import Bounds, fitting_shares, owned_step_s
 from zeroresize.policy.tensor.rules.ratio import find_stragglers, reference_time, slowest_normal_s
-from zeroresize.policy.tensor.rules.sharing import WorkDivision, borrowed_shares, predicted_busy_s
+from zeroresize.policy.tensor.rules.sharing import WorkDivision, borrowed_shares
 from zeroresize.utils.codec import UNSAVED, encoded
 from zeroresize.utils.hashing import fingerprint
 
@@ -296,7 +296,7 @@ class Controller:
             )
         ]
         usual = zip(self._usual, did_less, self._are_stragglers, strict=True)
-        whole_s = min((own.busy_s for own, less, slow in usual if own and not less and not slow), default=0.0)
+        whole_s = min((alone.busy_s for alone, less, slow in usual if alone and not less and not slow), default=0.0)
         return GroupTimes(
             dataclasses.replace(
                 rank_times,
@@ -488,7 +488,7 @@ class Controller:
         """Seconds of a step of what ranks own, divided so."""
         owned, segments, communication = self.ownership.owned, self.ownership.segments, self._communication
         if len(set(owned)) == 1:
-            return max(predicted_busy_s(times, division.spared, division.loans)) + communication.seconds(division.lent)
+            return max(division.busy_s(times)) + communication.seconds(division.lent)
         products = self.ownership.products
         borrowed = borrowed_shares(division.loans, self.num_ranks, products) if any(division.lent) else ()
         busy_s = owned_step_s(times, owned, segments, pruned=division.pruned, lent=division.lent, borrowed=borrowed)

@@ -56,6 +56,10 @@ class ModelDivision:
     nodes: tuple[int, ...] = ()
     degrees: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        least = _LEAST_WORK * max(self.layer_work) or 1.0  # layers that cost nothing need a stage, too
+        object.__setattr__(self, "layer_work", tuple(max(work, least) for work in self.layer_work))
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -132,9 +136,7 @@ class StragglerCosts:
         for tensor in divided:
             self._bytes_of_units[tensor.num_units] += tensor.num_bytes
         layers = self._cost.layers
-        token_s = [layers.costs[kind][1].token_s for kind in layers.kinds]
-        least_s = _LEAST_WORK * max(token_s) or 1.0  # layers that cost nothing need a stage, too
-        work = tuple(max(seconds, least_s) for seconds in token_s)
+        work = tuple(layers.costs[kind][1].token_s for kind in layers.kinds)
         self.division = ModelDivision(work, tuple(sorted(self._bytes_of_units)), cost.nodes, cost.layers.degrees)
 
     def expect(self, sample: Sequence[Sequence[int]]) -> None:

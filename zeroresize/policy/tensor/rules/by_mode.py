@@ -16,7 +16,6 @@ from zeroresize.policy.tensor.rules.semi import paper_division
 from zeroresize.policy.tensor.rules.sharing import (
     WorkDivision,
     borrowed_shares,
-    loans_of,
     owned_by,
     paper_lending_ratios,
 )
@@ -47,7 +46,7 @@ def wanted_division(
     """
     nothing = (0.0,) * len(times)
     if config.mode == "off":
-        return WorkDivision(nothing, nothing)
+        return WorkDivision.nothing(len(times))
     if config.forced_ratio is not None:
         return forced_division(config, are_stragglers)
     if config.mode == "mig" and config.paper.mig_rule == "paper":
@@ -133,7 +132,7 @@ def divided_step_s(
         migration: what lending adds; None where nothing is lent.
     """
     owned = owned_shares(shares, segments)
-    borrowed = borrowed_shares(loans_of(division.lent, division.slack), len(times), owned) if any(division.lent) else ()
+    borrowed = borrowed_shares(division.loans, len(times), owned) if any(division.lent) else ()
     step_s = owned_step_s(times, shares, segments, pruned=division.pruned, lent=division.lent, borrowed=borrowed)
     lent = [share * of for share, of in zip(division.lent, owned, strict=True)]
     return step_s + (migration.seconds(lent) if migration is not None else 0.0)
@@ -148,7 +147,7 @@ def forced_division(config: BalanceConfig, are_stragglers: Sequence[bool]) -> Wo
     forced, ranks = config.forced_ratio, config.ranks
     is_alone = config.mode == "mig" and len(are_stragglers) == 1
     if forced is None or config.mode == "off" or is_alone:
-        return WorkDivision(nothing, nothing)
+        return WorkDivision.nothing(len(are_stragglers))
     shares = tuple(
         forced if (is_straggler if ranks == "stragglers" else ranks == "all" or rank in ranks) else 0.0
         for rank, is_straggler in enumerate(are_stragglers)
@@ -163,7 +162,6 @@ def _balanced_division(
     migration: MigrationCost,
 ) -> WorkDivision:
     """All ranks take equally long without pruning; nothing moves where moving takes longer than it saves."""
-    nothing = (0.0,) * len(times)
     division = makespan_division(
         times,
         are_stragglers,
@@ -173,7 +171,7 @@ def _balanced_division(
         budget=0.0,
     )
     saves = _step_s(times, division, migration) < max(rank.busy_s for rank in times)
-    return division if saves else WorkDivision(nothing, nothing)
+    return division if saves else WorkDivision.nothing(len(times))
 
 
 def _semi_division(
@@ -216,7 +214,7 @@ def _semi_division(
     if saved >= config.min_gain * division.dropped(times) / sum(are_stragglers):
         return division
     if not may_lend:
-        return WorkDivision((0.0,) * len(times), (0.0,) * len(times))
+        return WorkDivision.nothing(len(times))
     return _balanced_division(times, are_stragglers, reference_s, migration)
 
 

@@ -57,7 +57,7 @@ def makespan_division(
         may_lend: whether work may be handed over at all; else stragglers only prune.
     """
     if not any(are_stragglers):
-        return WorkDivision((0.0,) * len(times), (0.0,) * len(times))
+        return WorkDivision.nothing(len(times))
     exact = _Search(_Group(times, are_stragglers, may_lend, _MOST_LENT), migration, 0.0)
     fastest_exact = exact.fastest()
     if budget == 0.0:
