@@ -49,6 +49,18 @@ def test_noise_alone_tells_nothing(deviation):
     assert sum(len(changes_of(noisy([1.0] * 500, deviation, seed))) for seed in range(20)) == 0
 
 
+def test_noise_of_several_windows_in_a_row_tells_hardly_anything():
+    """Noise with a correlation of 0.8 from window to window, in 10,000 windows."""
+    num_begun = 0
+    for seed in range(20):
+        drawn = np.random.default_rng(seed).normal(0.0, 0.02 * math.sqrt(1.0 - 0.8**2), 500)
+        levels = [0.0]
+        for error in drawn:
+            levels.append(0.8 * levels[-1] + error)
+        num_begun += kinds_of(levels).count("begins")
+    assert num_begun <= 4
+
+
 def test_a_rank_slower_by_less_than_the_tolerance_is_not_told():
     assert changes_of(noisy([1.02] * 300, 0.003)) == []
     assert len(changes_of(noisy([1.02] * 300, 0.003), tolerance=0.01)) == 1

@@ -11,11 +11,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from zeroresize.policy.speed.meter import SpeedMeter
+from zeroresize.policy.speed.noise import USUAL_NOISE
 
 Change = Literal["begins", "changes", "ends"]
 
 #: So many standard deviations a level must be from another one to be told apart.
 _SURE = 4.5
+#: A level that begins must stand out by so many standard deviations of what levels were while the rank was not slow:
+#: noise that lasts for several windows moves the level without making it less sure.
+_OUTSTANDING = 3.5
 #: What is told to change is at least so much: the logarithm of times.
 _LEAST_CHANGE = 0.1
 #: While the noise is not known, in the first ``MOST_KEPT`` windows, only a level above this logarithm of times is told.
@@ -51,6 +55,10 @@ class RankLevel:
     _lasts: int = 0  # so many windows in a row show another level than was told
     _since: int = 0  # windows since the last slowness has begun, or ended
     _must_last: int = _LASTING
+    _levels: deque[float] = field(default_factory=deque)  # of the last windows, in none of which it was slow
+    _mean: float = 0.0  # of levels before these, of the last ``_FORGOTTEN`` or so
+    _variance: float = USUAL_NOISE**2
+    _num_learned: int = 1
 
     @property
     def times(self) -> float:
@@ -65,8 +73,12 @@ class RankLevel:
         self._num_windows += 1
         self._since += 1
         level, sure = self.meter.level, _SURE * math.sqrt(self.meter.variance)
-        least = max(math.log1p(self.tolerance), sure, _LEAST_OF_NEW if self._num_windows <= MOST_KEPT else 0.0)
+        is_new = self._num_windows <= MOST_KEPT
+        outstanding = _LEAST_OF_NEW if is_new else _OUTSTANDING * math.sqrt(self._variance)
+        least = max(math.log1p(self.tolerance), sure, outstanding)
         if self._level is None:
+            if level > -least and not is_new:  # else another rank is slow
+                self._learn(level)
             if self._since % _FORGOTTEN == 0:
                 self._must_last = max(self._must_last // 2, _LASTING)
             return self._begin() if self._has_lasted(level > least, self._must_last) else None
@@ -83,6 +95,15 @@ class RankLevel:
         self._level, self._since = None, 0
         return LevelChange("ends", before, 1.0, _LASTING)
 
+    def _learn(self, level: float) -> None:
+        """Learn how levels vary where the rank is not slow: of windows so long ago that they belong to no slowness."""
+        self._levels.append(level)
+        if len(self._levels) > MOST_KEPT:
+            self._num_learned = min(self._num_learned + 1, _FORGOTTEN)
+            distance = self._levels.popleft() - self._mean
+            self._mean += distance / self._num_learned
+            self._variance += (distance**2 - self._variance) / self._num_learned
+
     def _has_lasted(self, shows: bool, num_windows: int) -> bool:
         self._lasts = self._lasts + 1 if shows else 0
         if self._lasts < num_windows:
@@ -93,6 +114,7 @@ class RankLevel:
     def _begin(self) -> LevelChange:
         """The slowness began after the last of the recent windows that was nearer to the others than to it."""
         self._level = self.meter.level
+        self._levels.clear()
         newest_first = enumerate(reversed(self._recent))
         self._since = next((back for back, y in newest_first if y < self._level / 2.0), len(self._recent))
         self._since = max(self._since, _LASTING)
