@@ -21,7 +21,11 @@ import torch
 from helpers import processes
 from hypothesis import is_hypothesis_test
 
+import zeroresize as zr
+
 torch.set_num_threads(1)
+for public in zr.__all__:  # once in each worker, not in every rank that is forked
+    getattr(zr, public)
 
 # Other work on the machine must not make a property false.
 hypothesis.settings.register_profile(

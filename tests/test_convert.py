@@ -9,7 +9,7 @@ from helpers.processes import caught_log_lines
 from torch import nn
 
 from zeroresize import BalanceConfig, Balancer, ColumnParallelLinear, RowParallelLinear, convert
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 
 CONFIG = BalanceConfig(mode="zero-pri")
 

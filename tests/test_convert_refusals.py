@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate
 
 import zeroresize as zr
 from zeroresize import ColumnParallelLinear, RowParallelLinear
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 from zeroresize.layers.segments import owned_segments
 
 

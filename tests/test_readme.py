@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroresize as zr
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 from zeroresize.layers.segments import owned_segments
 
 README = Path(__file__).parent.parent / "README.md"

@@ -271,7 +271,7 @@ class Balancer:
         ``balancing_s`` (what balancing cost). Memory: ``statistic_bytes`` for the priority's statistic,
         ``migration_bytes`` for lent and borrowed slices, and with ``config.memory_limits`` ``memory_bytes``: what this
         rank holds in training of weights, gradients, optimizer state and activations, as it was counted last. In mode
-        "off" also ``watch/…``, as :meth:`zeroresize.watch.Watch.metrics` tells.
+        "off" also ``watch/…``, as :meth:`zeroresize.watching.Watch.metrics` tells.
         """
         return records.metrics(self._parts, self._num_steps)
 

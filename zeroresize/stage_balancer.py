@@ -13,7 +13,7 @@ from zeroresize.balancer import Balancer
 from zeroresize.comm.collectives import as_process_group, group_rank, group_size
 from zeroresize.comm.groups import destroy_side_group, free_group_number, make_side_group
 from zeroresize.config import BalanceConfig
-from zeroresize.convert import balanced_layers, group_of
+from zeroresize.conversion import balanced_layers, group_of
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.telemetry import UpdateRecord
 

@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import nn
 
 import zeroresize as zr
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 from zeroresize.injection.delay import HostDelay
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.policy.tensor.rules.ownership import work_conserving_bound_s

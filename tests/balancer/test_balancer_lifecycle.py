@@ -9,7 +9,7 @@ from helpers.processes import RankFailure
 from helpers.virtual_training import Pair, Run
 
 import zeroresize as zr
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 from zeroresize.layers.segments import owned_segments
 
 

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 import zeroresize as zr
 from helpers.dtensor_models import mesh_of
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 from zeroresize.layers.local_parts import local_of
 
 WIDTH, HIDDEN = 8, 24

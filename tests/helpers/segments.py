@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 import zeroresize as zr
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import all_segments
 

@@ -10,7 +10,7 @@ from helpers.parallel_layers import results
 from helpers.processes import in_first_rank
 
 import zeroresize as zr
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 from zeroresize.layers.segments import owned_segments
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.resharding.agreement import CannotMoveError

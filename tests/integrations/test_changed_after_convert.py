@@ -9,7 +9,7 @@ from torch.nn.modules import module as modules_of_torch
 
 import zeroresize as zr
 from zeroresize import ColumnParallelLinear, RowParallelLinear
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 from zeroresize.integrations import known_modules
 from zeroresize.integrations.known_modules import register_elementwise
 from zeroresize.layers.segments import owned_segments

@@ -9,7 +9,7 @@ from helpers.hosts import Host, batch, small_vit
 from torch import nn
 
 import zeroresize as zr
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segments import owned_segments
 

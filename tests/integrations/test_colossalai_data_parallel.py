@@ -5,7 +5,7 @@ import torch
 from helpers.hosts import Host, batch, small_vit
 
 import zeroresize as zr
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 from zeroresize.layers.segments import owned_segments
 
 pytestmark = [pytest.mark.usefixtures("colossalai_vit_modules"), pytest.mark.slow]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from zeroresize import convert
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 
 pytestmark = pytest.mark.usefixtures("colossalai_module")
 

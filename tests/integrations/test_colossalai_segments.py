@@ -6,7 +6,7 @@ from helpers.hosts import DEPTH, HEADS, HIDDEN, KV_HEADS, MLP, Host, build, comp
 from helpers.parallel_layers import assert_any_owner_computes_the_same
 from helpers.segments import convert_and_find
 
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 from zeroresize.layers.unit_dropout import KeyedDropout, UnitDropout
 
 pytestmark = [pytest.mark.usefixtures("colossalai_module"), pytest.mark.slow]

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from torch.testing import assert_close
 
 from zeroresize import convert
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 
 pytestmark = pytest.mark.usefixtures("colossalai_vit_modules")
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 
 import zeroresize as zr
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 from zeroresize.layers.local_parts import local_of
 
 pytestmark = pytest.mark.versions

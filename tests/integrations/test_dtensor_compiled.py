@@ -20,7 +20,7 @@ from helpers.parallel_layers import equal_loans, lend
 from torch.distributed.tensor import DTensor
 
 import zeroresize as zr
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 
 
 def one_block():

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
 from zeroresize import ColumnParallelLinear, RowParallelLinear
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 from zeroresize.integrations import known_modules
 from zeroresize.integrations.find_segments import find_segments
 from zeroresize.integrations.known_modules import register_segments

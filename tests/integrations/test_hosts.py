@@ -10,7 +10,7 @@ from helpers.processes import caught_log_lines
 from torch import nn
 
 import zeroresize as zr
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 from zeroresize.integrations import SwappedClasses, hosts, known_modules, register_host
 from zeroresize.integrations.find_segments import find_segments
 from zeroresize.layers.balanced_linear import BalancedLinear

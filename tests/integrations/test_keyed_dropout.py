@@ -9,7 +9,7 @@ from test_find_segments import WIDTH, Layers, mlp, module
 from torch import nn
 
 import zeroresize as zr
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 from zeroresize.integrations.find_segments import find_segments
 from zeroresize.layers.unit_dropout import KeyedDropout, UnitDropout, why_not_keyable
 

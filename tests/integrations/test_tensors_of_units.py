@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import zeroresize as zr
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 from zeroresize.integrations import known_modules
 from zeroresize.integrations.known_modules import register_segments
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zeroresize as zr
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 from zeroresize.layers.segments import owned_segments
 
 X_LAYOUTS = {"whole": Replicate(), "batch": Shard(0), "sequence": Shard(1)}

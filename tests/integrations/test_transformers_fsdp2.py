@@ -7,7 +7,7 @@ from helpers.fsdp2 import assert_refused_at_once, train_beside_host
 from helpers.transformers_models import as_rank, batch, whole_decoder
 
 import zeroresize as zr
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 
 pytestmark = [pytest.mark.hosts, pytest.mark.filterwarnings("ignore")]
 

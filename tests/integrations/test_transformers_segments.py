@@ -7,7 +7,7 @@ from helpers.segments import convert_and_find
 from torch import nn
 
 import zeroresize as zr
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 from zeroresize.integrations.find_segments import find_segments
 
 pytestmark = pytest.mark.slow

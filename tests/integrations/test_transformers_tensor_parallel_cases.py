@@ -7,7 +7,7 @@ from helpers.transformers_models import split_by_plan, train, whole_decoder
 from torch.nn.utils import clip_grad_norm_
 
 import zeroresize as zr
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import zeroresize as zr
 from zeroresize.config.keys import MIGRATION_TRANSPORTS
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 
 FORCED = {"ratio": 0.5, "ranks": [1]}
 

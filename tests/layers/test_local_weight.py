@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import zeroresize as zr
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 
 FEATURES = 16
 PADDING = 3

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zeroresize as zr
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 from zeroresize.layers.dtensor_linear import DTensorColumnParallelLinear, DTensorRowParallelLinear
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segments import owned_segments

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 import zeroresize as zr
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 
 MAKERS = {
     "weight_norm": (weight_norm, "WeightNorm"),

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
 from zeroresize.config.keys import MIGRATION_TRANSPORTS
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 from zeroresize.plan.group import Loan
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.resharding.units.moving_units import move_units

@@ -10,7 +10,7 @@ from helpers.virtual_training import Run
 from torch import nn
 
 import zeroresize as zr
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 from zeroresize.optim.freezing import ColumnFreezer
 from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
 from zeroresize.plan.layer import LayerPlan

@@ -22,7 +22,7 @@ from zeroresize.comm.collectives import as_process_group, group_rank, group_rank
 from zeroresize.comm.groups import let_others_fail
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES, MOVABLE_MODES, PRIORITY_MODES, PRUNING_MODES
-from zeroresize.convert import balanced_layers, convert, group_of
+from zeroresize.conversion import balanced_layers, convert, group_of
 from zeroresize.integrations.known_faults import warn_of_known_faults
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.functional import LastGradients

@@ -83,7 +83,7 @@ class SlownessWatch:
         return self._group.scores
 
     def metrics(self) -> dict[str, float]:
-        """Return what :meth:`zeroresize.watch.Watch.metrics` tells."""
+        """Return what :meth:`zeroresize.watching.Watch.metrics` tells."""
         report = self.report()
         numbers = {
             "cost_s": report.cost_s,

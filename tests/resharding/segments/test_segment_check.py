@@ -11,7 +11,7 @@ from torch import nn
 
 import zeroresize as zr
 from zeroresize import ColumnParallelLinear, RowParallelLinear
-from zeroresize.convert import balanced_layers
+from zeroresize.conversion import balanced_layers
 from zeroresize.layers.segments import owned_segments
 
 CONFIG = zr.BalanceConfig(mode="exact")
