@@ -11,7 +11,10 @@ pytestmark = pytest.mark.versions
 
 SEEN = "import sys, zeroresize; print([name for name in sys.argv[1:] if name in sys.modules])"
 #: What takes long to import, and is for those who ask for it.
-OF_OTHERS = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.pipelining"]
+OF_OTHERS = [
+    *(f"torch.{name}" for name in ("_dynamo", "distributed.fsdp", "distributed.tensor")),
+    "zeroresize.balancer",
+]
 
 
 def test_what_takes_long_is_imported_by_those_only_who_ask_for_it():
