@@ -5,7 +5,7 @@ import torch
 from helpers.virtual_training import Pair
 
 import zeroresize as zr
-from zeroresize.control import assembly, observer
+from zeroresize.control import assembly, mover, observer
 from zeroresize.control import group as group_module
 from zeroresize.measure.step_timer import StepTimer
 
@@ -47,7 +47,7 @@ def test_where_a_part_cannot_be_made_nothing_is_left_of_the_others(run_ranks, mo
         before = attached_to(model, optimizer)
         with monkeypatch.context() as patched:
             patched.setattr(group_module.Exchange, "close", lambda exchange: closed.append(exchange))
-            where = observer if part in ("RankMonitor", "ForwardWatch") else assembly
+            where = next(one for one in (assembly, observer, mover) if hasattr(one, part.partition(".")[0]))
             patched.setattr(f"{where.__name__}.{part}", fail)
             with pytest.raises(Unlucky):
                 balancer()

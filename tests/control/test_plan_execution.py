@@ -28,7 +28,7 @@ def layers():
 def rank_under(layers, rank, **config):
     config = zr.BalanceConfig(**{"mode": "zero-rd", **config})
     selector = ColumnSelector(config, rank, dict.fromkeys(layers, 64), dict.fromkeys(layers, 1.0))
-    return selector, PlanExecution(config, rank, 2, layers, selector=selector, lender=None, exchange=None)
+    return selector, PlanExecution(config, rank, 2, layers, selector)
 
 
 def test_a_rank_does_its_own_part_of_the_plan(layers):

@@ -200,27 +200,6 @@ def test_what_differed_at_the_start_by_rounding_is_no_drift_and_what_differs_lat
     assert len(drift_lines(run_ranks, 25, before=1e-7, change_at=12, by=1e-2)[0]) == 1
 
 
-def test_devices_of_several_models_are_told_once_something_is_drawn(run_ranks, monkeypatch):
-    def train(rank, group, models, p):
-        monkeypatch.setattr("zeroresize.control.device_models.model_of", lambda device: models[rank])
-        model = nn.Sequential(Model(group), nn.Dropout(p))
-        balancer = balanced(model, group, zr.BalanceConfig(mode="off", update_every=1))
-        with caught_log_lines() as lines:
-            for _ in range(3):
-                model(X)
-                balancer.step()
-        balancer.close()
-        return [line for line in lines if "several models" in line]
-
-    def check(rank, group):
-        lines = train(rank, group, "AB", 0.1)
-        assert len(lines) == (rank == 0)
-        assert all("A (ranks 0), B (ranks 1), which draw other random numbers" in line for line in lines)
-        assert train(rank, group, "AB", 0.0) == train(rank, group, "AA", 0.1) == []
-
-    run_ranks(check, 2)
-
-
 class Noisy(nn.Module):
     """Two pairs of parallel layers, and dropout between them."""
 
