@@ -115,7 +115,7 @@ class Balancer:
             decider.next_step()
         if self.config.iters_per_epoch and num_steps % self.config.iters_per_epoch == 0:
             mover.end_epoch()
-        mover.after_step(num_steps)
+        mover.after_step(num_steps, is_update=is_update)
         if is_update and self.on_update is not None:
             self.on_update(records.update_record(parts, num_steps))
         if is_update and parts.group.units is not None:

@@ -82,9 +82,10 @@ class Mover:
         """Put the plan in force in the layers, from the next iteration on; collective where loans are new."""
         self.plans.install(self._decider.plan, self._decider.calibration_plan)
 
-    def after_step(self, num_steps: int) -> None:
-        """Carry out what is decided between two steps."""
-        self.follow(num_steps)
+    def after_step(self, num_steps: int, *, is_update: bool) -> None:
+        """Carry out what is decided between two steps; only updates divide units in another way."""
+        if is_update:
+            self.follow(num_steps)
         self.install()
         self.plans.send_weights()
         if self.units is not None:
