@@ -4,9 +4,11 @@ import gc
 
 import pytest
 import torch
+from helpers.processes import for_each
 from helpers.virtual_training import FEATURES, Run
 
 import zeroresize as zr
+from zeroresize.config.keys import PRIORITIES
 
 
 def slow_rank_1(run, rank, chi=4.0):
@@ -53,34 +55,21 @@ def test_a_recovered_rank_lets_go_though_every_epoch_ends_with_an_evaluation_in_
         assert ratios[-1] == 0.0
 
 
-@pytest.mark.parametrize("mode", ["off", "zero-rd", "mig", "semi"])
-def test_an_interval_without_the_balanced_layers_tells_nothing_and_breaks_nothing(run_ranks, mode):
-    def train(rank, group):
+def test_an_interval_without_the_balanced_layers_tells_nothing_and_breaks_nothing(run_ranks):
+    @for_each([("off",), ("zero-rd",), ("semi",)])
+    def train(rank, group, mode):
         run = slow_rank_1(Run(group, mode=mode, update_every=2), rank)
         run.steps(8)
         for _ in range(8):  # only another part of the model trains
             run.time.now += 0.01
             run.balancer.step()
         run.steps(8)
-        plan_of_rank = run.balancer.plan.ranks[1]
-        return plan_of_rank.spared
+        assert (run.balancer.plan.ranks[1].spared > 0.3) == (mode != "off")
 
-    for spared in run_ranks(train, 2):
-        assert (spared > 0.3) == (mode != "off")
+    run_ranks(train, 2)
 
 
-def balancer_of(run, group, config):
-    """Another one for a model that was balanced before."""
-    zr.convert(run.model, process_group=group)
-    return zr.Balancer(run.model, run.optimizer, process_group=group, config=config)
-
-
-LEAVES_HOOKS = [
-    dict(mode="zero-pri", pruned_update="freeze"),
-    dict(mode="zero-pri", priority="path_length"),
-    dict(mode="zero-pri", priority="activation"),
-    dict(mode="zero-pri", priority="variation"),
-]
+LEAVES_HOOKS = [{"pruned_update": "freeze"}, *({"priority": priority} for priority in PRIORITIES)]
 
 
 def hooks_of(run):
@@ -89,33 +78,28 @@ def hooks_of(run):
     return [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks, *watched]
 
 
-@pytest.mark.parametrize("config", LEAVES_HOOKS, ids=lambda config: "-".join(config.values()))
-def test_a_balancer_that_was_dropped_leaves_no_hooks(run_ranks, config):
-    def train(rank, group):
-        run = Run(group, **config)
+def test_a_balancer_that_was_dropped_leaves_no_hooks(run_ranks):
+    @for_each([(config,) for config in LEAVES_HOOKS])
+    def train(rank, group, config):
+        run = Run(group, mode="zero-pri", **config)
         attached = hooks_of(run)
         run.steps(run.config.update_every)  # a step that is sampled begins
         del run.balancer
         gc.collect()
-        run.balancer = balancer_of(run, group, zr.BalanceConfig(mode="off"))
-        return len(attached), len(hooks_of(run)), len(hooks_of(Run(group, mode="off")))
+        run.balancer = zr.Balancer(run.model, run.optimizer, zr.BalanceConfig(mode="off"), process_group=group)
+        assert len(hooks_of(run)) == len(hooks_of(Run(group, mode="off"))) < len(attached)
 
-    for attached, left, of_any in run_ranks(train, 2):
-        assert left == of_any < attached
+    run_ranks(train, 2)
 
 
-@pytest.mark.parametrize("mode", ["mig", "semi"])
-def test_ranks_that_load_different_states_are_told_so_before_anything_migrates(run_ranks, mode):
+def test_ranks_that_load_different_states_are_told_so_before_anything_migrates(run_ranks):
     def train(rank, group):
-        run = slow_rank_1(Run(group, mode=mode), rank)
+        run = slow_rank_1(Run(group, mode="mig"), rank)
         states = []
         for _ in range(2):
             run.updates(3)
             states.append(run.balancer.state_dict())
-        try:
+        with pytest.raises(RuntimeError, match="hold different plans"):
             run.balancer.load_state_dict(states[rank] | {f"group 0-1 rank {rank}": states[0][f"group 0-1 rank {rank}"]})
-        except RuntimeError as error:
-            return str(error)
-        return "went on"
 
-    assert all("hold different plans" in told for told in run_ranks(train, 2, timeout_s=30))
+    run_ranks(train, 2, timeout_s=30)

@@ -1,22 +1,8 @@
 """A rank that comes late to the model, as from a slow data loader: nothing of that can be balanced, and it is said."""
 
-import logging
-
 import pytest
+from helpers.processes import caught_log_lines, for_each
 from helpers.virtual_training import Run
-
-MODES = ("exact", "semi", "mig", "zero-rd")
-
-
-@pytest.fixture
-def said(caplog):
-    """Of the balancer, by this rank."""
-
-    def lines():
-        return [one.getMessage() for one in caplog.records if "come late to the model" in one.getMessage()]
-
-    with caplog.at_level(logging.INFO, logger="zeroresize"):
-        yield lines
 
 
 def steps(run, num_steps, late_s, num_batches=1):
@@ -29,25 +15,28 @@ def steps(run, num_steps, late_s, num_batches=1):
         run.balancer.step()
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("num_batches", [1, 3])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_slow_data_loader_moves_lends_and_prunes_nothing_and_is_said_once(run_ranks, said, mode, num_batches):
-    def train(rank, group):
-        run = Run(group, mode=mode, update_every=2)
-        steps(run, 16, 0.05 if rank == 1 else 0.0, num_batches)
-        shares = [(one.pruned, one.lent, one.owned) for one in run.balancer.plan.ranks]
-        return shares, run.balancer.metrics()["balance/busy_s"], said()
+def test_a_slow_data_loader_moves_lends_and_prunes_nothing_and_is_said_once(run_ranks):
+    cases = [("exact", 1), ("semi", 3), ("zero-rd", 1)]
 
-    (shares, busy_s, lines), (others, late_busy_s, nothing) = run_ranks(train, 2)
-    assert shares == others == [(0.0, 0.0, 1.0)] * 2
-    assert late_busy_s - busy_s == pytest.approx(0.05 * num_batches)  # what a user measures
-    assert nothing == [] and len(lines) == 1
-    assert f"rank 1 by {50 * num_batches} ms" in lines[0]
+    @for_each(cases)
+    def train(rank, group, mode, num_batches):
+        with caught_log_lines() as lines:
+            run = Run(group, mode=mode, update_every=2)
+            steps(run, 16, 0.05 if rank == 1 else 0.0, num_batches)
+        shares = [(one.pruned, one.lent, one.owned) for one in run.balancer.plan.ranks]
+        late = [line for line in lines if "come late to the model" in line]
+        return shares, run.balancer.metrics()["balance/busy_s"], late
+
+    for (_, num_batches), first, second in zip(cases, *run_ranks(train, 2), strict=True):
+        (shares, busy_s, lines), (others, late_busy_s, nothing) = first, second
+        assert shares == others == [(0.0, 0.0, 1.0)] * 2
+        assert late_busy_s - busy_s == pytest.approx(0.05 * num_batches)  # what a user measures
+        assert nothing == [] and len(lines) == 1
+        assert f"rank 1 by {50 * num_batches} ms" in lines[0]
 
 
 @pytest.mark.slow
-def test_a_straggler_that_is_late_too_gives_away_what_it_is_slow_in(run_ranks, said):
+def test_a_straggler_that_is_late_too_gives_away_what_it_is_slow_in(run_ranks):
     """As much, lent or moved, as without being late."""
 
     def train(rank, group):

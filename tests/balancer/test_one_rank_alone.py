@@ -59,7 +59,7 @@ def test_a_step_that_one_rank_does_not_call_is_named_on_every_rank(run_ranks, mo
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(("mode", "wrong", "change"), [("zero-pri", 0, 1), ("mig", 1, -1), ("off", 1, -1), ("semi", 0, 1)])
+@pytest.mark.parametrize(("mode", "wrong", "change"), [("zero-pri", 0, 1), ("mig", 1, -1), ("off", 1, -1)])
 def test_a_step_too_many_or_too_few_is_found_at_the_next_exchange(run_ranks, mode, change, wrong):
     def train(rank, group):
         run = impatient_run(rank, mode)
