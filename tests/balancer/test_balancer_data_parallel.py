@@ -98,30 +98,6 @@ def test_a_straggler_in_one_replica_gives_units_away_in_both_and_gets_them_back(
     assert results[0][0] != results[2][0]  # replicas have other batches
 
 
-def test_training_goes_on_as_if_nothing_had_moved(run_ranks):
-    def train(rank, _):
-        torch.set_default_dtype(torch.float64)
-        groups = groups_of(rank)
-        expected = ReplicaRun(groups, mode="off").steps(8)
-        run = ReplicaRun(groups, mode="off")
-        losses = run.steps(2)
-        run.balancer.move((3, 1))
-        losses += run.steps(2)
-        away = run.counts()
-        with run.balancer.at_home():
-            shapes = [tuple(one.shape) for one in run.model.module.state_dict().values()]
-        losses += run.steps(2)
-        run.balancer.move((1, 1))
-        losses += run.steps(2)
-        return losses, expected, away, shapes, run.inner.up.weight.detach()
-
-    results = run_ranks(train, 4)
-    for losses, expected, away, shapes, _ in results:
-        assert losses == pytest.approx(expected, rel=1e-10)
-        assert away == (144, 48) and (96, 48) in shapes and (48, 96) in shapes
-    assert all(torch.equal(results[rank][4], results[rank + 2][4]) for rank in range(2))
-
-
 def test_units_are_divided_from_the_start_and_a_resumed_run_goes_on_with_units_away(run_ranks):
     def train(rank, _):
         torch.set_default_dtype(torch.float64)

@@ -64,24 +64,6 @@ def test_plan_changes_only_in_step(run_ranks):
     assert run_ranks(train, 2) == [True, True]
 
 
-def test_pin_holds_against_measurements_until_released(run_ranks):
-    def train(rank, group):
-        run = Run(group)
-        run.balancer.pin(0, 0.5)
-        run.updates(3)
-        pinned = run.balancer.metrics()["balance/ratio"]
-        run.balancer.release()
-        with pytest.raises(ValueError, match="rank=2 is outside"):
-            run.balancer.pin(2, 0.5)
-        with pytest.raises(ValueError, match=r"ratio=1.0"):
-            run.balancer.pin(0, 1.0)
-        with pytest.raises(ValueError, match="mode"):
-            Run(group, mode="off").balancer.pin(0, 0.5)
-        return pinned, run.balancer.metrics()["balance/ratio"]
-
-    assert run_ranks(train, 2) == [(0.5, 0.0), (0.0, 0.0)]
-
-
 def test_metrics_are_flat_numbers_with_the_documented_names(run_ranks):
     def train(rank, group):
         run = Run(group)

@@ -5,7 +5,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.processes import RankFailure
 from helpers.virtual_training import Pair, Run
 
 import zeroresize as zr
@@ -91,15 +90,3 @@ def test_a_balancer_converts_a_model_that_was_not_converted(run_ranks):
         return [len(one) for one in (model.up.weight, model.down.weight.T)]
 
     assert run_ranks(build, 2) == [[144, 144], [48, 48]]
-
-
-def test_a_rank_that_dies_in_training_ends_the_others(run_ranks):
-    def train(rank, group):
-        run = Run(group)
-        run.updates(2)
-        if rank == 1:
-            raise KeyError("dies in the middle of an epoch")
-        run.updates(2)
-
-    with pytest.raises(RankFailure, match="dies in the middle of an epoch"):
-        run_ranks(train, 2, timeout_s=30)

@@ -76,6 +76,27 @@ def test_differentiated_layers_together_prune_what_was_asked_for(run_ranks):
     run_ranks(check, 2)
 
 
+def test_what_is_lent_is_most_important_and_what_is_pruned_least(run_ranks):
+    def train(rank, group):
+        run = Run(group, chi={1: 4.0}, mode="semi", update_every=5, ageing=0.0, tolerance=0.5)
+        run.steps(5)
+        run.balancer.epoch_end()  # from here on the importance of every column is known
+        run.updates(6)
+        w_vars = []
+        for name, layer in (("up", run.model.up), ("down", run.model.down)):
+            if layer.plan is not None:
+                state = held_by(run.balancer.state_dict(), f"group 0-1 rank {rank}")
+                w_var = torch.tensor(state["selector"]["columns"][name]["w_var"])
+                w_vars.append([w_var[columns] for columns in (layer.plan.pruned, layer.plan.keep_P, layer.plan.lent)])
+        return w_vars
+
+    layers = run_ranks(train, 2)[1]
+    assert layers
+    for pruned, kept, lent in layers:
+        assert lent.numel() and pruned.numel()
+        assert pruned.max() <= kept.min() and kept.max() <= lent.min()
+
+
 def test_the_balancer_tells_in_how_many_steps_each_column_was_pruned(run_ranks):
     def train(rank, group):
         run = Run(group, mode="zero-pri", ratio=0.25, ranks=[1], iters_per_epoch=3)

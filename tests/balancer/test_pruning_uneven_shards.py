@@ -16,7 +16,6 @@ from torch.testing import assert_close
 
 import zeroresize as zr
 from zeroresize.config.keys import IMPUTATIONS, PRIORITIES
-from zeroresize.plan.group import RankPlan, WorkloadPlan
 
 SHARES = {2: (3, 1), 3: (1, 3, 2)}
 
@@ -228,32 +227,6 @@ def test_what_is_known_of_a_column_is_known_to_whoever_owns_its_unit(run_ranks, 
         ratio, share = (0.5, 0.25, 0.75)[:num_ranks], SHARES[num_ranks]
         num_pruned = sum(g * 192 * s / sum(share) for g, s in zip(ratio, share, strict=True))
         assert pruned_steps.sum() == 7 * num_pruned and of_epoch.sum() == 3 * num_pruned
-
-
-def test_a_move_in_the_middle_of_an_epoch_takes_counted_steps_along(run_ranks):
-    """By hand, under a plan made by hand: pruned in most of the epoch's steps is pruned on any owner."""
-
-    def train(rank, group):
-        run = pruning_run(group, mode="semi", priority="variation", shares="even", ageing=1.0)
-        run.balancer.epoch_end()
-        plan = WorkloadPlan((RankPlan(), RankPlan(0.5)))
-        for shares, num_steps in (((1, 1), 3), ((3, 1), 2)):
-            run.balancer.move(shares)
-            run.balancer._parts.mover.plans.install(plan if num_steps == 3 else WorkloadPlan((RankPlan(),) * 2))
-            run.steps(1)
-            for _ in range(num_steps - 1):
-                run.balancer._parts.mover.plans.install(plan if num_steps == 3 else WorkloadPlan((RankPlan(),) * 2))
-                run.steps(1)
-        before = known_of_units(run)
-        run.balancer.epoch_end()
-        return before, known_of_units(run), run.model.down.segment.owned.counts
-
-    for before, after, counts in run_ranks(train, 2):
-        assert counts == (144, 48)
-        was_pruned = before[2] == 3
-        assert was_pruned.sum() == 48 and not was_pruned[:96].any() and was_pruned[96:144].any()
-        assert (before[2][~was_pruned] == 0).all()
-        assert (after[1] == was_pruned).all(), "ages of columns, also of those that rank 0 owns now"
 
 
 def test_a_visit_home_before_an_epoch_ends_loses_nothing_of_what_it_tells(run_ranks):
