@@ -49,16 +49,16 @@ def test_an_update_is_a_line_of_json_with_every_field_that_can_be_read_at_once(t
     """What was not measured is null, at any depth."""
     path = tmp_path / "folder" / "balance.jsonl"
     measured = {"bound_s": 0.19, "products_bound_s": 0.18, "moving_rest": 0.2}
-    told = [record(**measured), record(**measured, update=3, step=30)]
+    records = [record(**measured), record(**measured, update=3, step=30)]
     telemetry = JsonLinesTelemetry(path)
     assert read_json_lines(path) == []
-    for number, one in enumerate(told):
-        telemetry(one)
+    for number, written in enumerate(records):
+        telemetry(written)
         assert len(read_json_lines(path)) == number + 1
     telemetry(record(busy_s=math.nan, would={"zero-rd": {"most_ratio": 0.0, "predicted_step_s": math.nan}}))
     telemetry.close()
     *lines, unknown = [json.loads(line, parse_constant=no_such_number) for line in path.read_text().splitlines()]
-    assert lines == [{"format": 1, **dataclasses.asdict(one)} for one in told]
+    assert lines == [{"format": 1, **dataclasses.asdict(one)} for one in records]
     assert set(unknown) == FIELDS and unknown["busy_s"] is unknown["bound_s"] is None
     assert unknown["would"] == {"zero-rd": {"most_ratio": 0.0, "predicted_step_s": None}}
 

@@ -224,8 +224,8 @@ def test_ranks_that_hold_different_loans_are_told_so(run_ranks):
             return str(error)
         return "went on"
 
-    for told in run_ranks(train, 2, timeout_s=30):
-        assert all("hold different plans" in text for text in told)
+    for texts in run_ranks(train, 2, timeout_s=30):
+        assert all("hold different plans" in text for text in texts)
 
 
 def test_losses_stay_those_of_full_work_when_loans_follow_another_slow_rank_in_the_middle_of_an_epoch(run_ranks):

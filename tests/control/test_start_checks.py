@@ -147,13 +147,21 @@ def test_ddp_over_replicas_and_ddp_that_leaves_the_shards_alone_are_taken(run_ra
     assert run_ranks(build, 2, timeout_s=20) == [0.0, 0.0]
 
 
-def drift_lines(run_ranks, num_steps, clip=None, change_at=None, by=0.0, before=0.0):
-    """The warnings of each rank in a training in which units move."""
+def test_copies_that_drift_apart_are_warned_of_once_on_one_rank(run_ranks):
+    """As by clipping by shards. What is clipped by the whole norm, or differs by rounding from the start, does not."""
 
-    def train(rank, group):
+    @for_each(
+        [
+            (25, nn.utils.clip_grad_norm_, {}),
+            (45, zr.clip_grad_norm_, {}),
+            (5, None, {"before": 1e-7}),
+            (25, None, {"before": 1e-7, "change_at": 12}),
+        ]
+    )
+    def train(rank, group, num_steps, clip, changes):
         torch.manual_seed(0)
         model = Model(group)
-        change(model, rank, by=before)
+        change(model, rank, by=changes.get("before", 0.0))
         config = zr.BalanceConfig(mode="off", update_every=5)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         balancer = balanced(model, group, config, optimizer=optimizer)
@@ -165,30 +173,18 @@ def drift_lines(run_ranks, num_steps, clip=None, change_at=None, by=0.0, before=
                     clip(model.parameters(), 0.1)
                 optimizer.step()
                 optimizer.zero_grad()
-                if step == change_at:
-                    change(model, rank, by=by)
+                if step == changes.get("change_at"):
+                    change(model, rank)
                 if step == 7:
                     balancer.move([1, 3])
                 balancer.step()
+        balancer.close()
         return [line for line in lines if "drifted apart" in line]
 
-    return run_ranks(train, 2)
-
-
-def test_clipping_by_shards_is_noticed_as_copies_drift_apart(run_ranks):
-    lines, others = drift_lines(run_ranks, 25, nn.utils.clip_grad_norm_)
-    assert len(lines) == 1 and not others
-    assert "of 5 parameters that all ranks of the group hold alike have drifted apart" in lines[0]
-    assert "head.weight (rank 0: sum " in lines[0] and "zeroresize.clip_grad_norm_" in lines[0]
-
-
-def test_copies_that_stay_alike_are_not_warned_of(run_ranks):
-    assert drift_lines(run_ranks, 45, zr.clip_grad_norm_) == [[], []]
-
-
-def test_what_differed_at_the_start_by_rounding_is_no_drift_and_what_differs_later_is(run_ranks):
-    assert drift_lines(run_ranks, 5, before=1e-7) == [[], []]
-    assert len(drift_lines(run_ranks, 25, before=1e-7, change_at=12, by=1e-2)[0]) == 1
+    (clipped, whole, rounding, later), others = run_ranks(train, 2)
+    assert (len(clipped), whole, rounding, len(later)) == (1, [], [], 1) and others == [[]] * 4
+    assert "of 5 parameters that all ranks of the group hold alike have drifted apart" in clipped[0]
+    assert "head.weight (rank 0: sum " in clipped[0] and "zeroresize.clip_grad_norm_" in clipped[0]
 
 
 class Noisy(nn.Module):
