@@ -1,10 +1,10 @@
-"""What is not usual training: evaluations, layers in eval(), steps without the layers, balancers one after another."""
+"""What is not usual training: evaluations, steps without the layers, late ranks, balancers one after another."""
 
 import gc
 
 import pytest
 import torch
-from helpers.processes import for_each
+from helpers.processes import caught_log_lines, for_each
 from helpers.virtual_training import FEATURES, Run
 
 import zeroresize as zr
@@ -67,6 +67,36 @@ def test_an_interval_without_the_balanced_layers_tells_nothing_and_breaks_nothin
         assert (run.balancer.plan.ranks[1].spared > 0.3) == (mode != "off")
 
     run_ranks(train, 2)
+
+
+def steps(run, num_steps, late_s, num_batches=1):
+    for _ in range(num_steps):
+        for _ in range(num_batches):
+            run.time.now += 0.01 + late_s
+            run.model(run.x).square().mean().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.balancer.step()
+
+
+def test_a_slow_data_loader_moves_lends_and_prunes_nothing_and_is_said_once(run_ranks):
+    cases = [("exact", 1), ("semi", 3), ("zero-rd", 1)]
+
+    @for_each(cases)
+    def train(rank, group, mode, num_batches):
+        with caught_log_lines() as lines:
+            run = Run(group, mode=mode, update_every=2)
+            steps(run, 16, 0.05 if rank == 1 else 0.0, num_batches)
+        shares = [(one.pruned, one.lent, one.owned) for one in run.balancer.plan.ranks]
+        late = [line for line in lines if "come late to the model" in line]
+        return shares, run.balancer.metrics()["balance/busy_s"], late
+
+    for (_, num_batches), first, second in zip(cases, *run_ranks(train, 2), strict=True):
+        (shares, busy_s, lines), (others, late_busy_s, nothing) = first, second
+        assert shares == others == [(0.0, 0.0, 1.0)] * 2
+        assert late_busy_s - busy_s == pytest.approx(0.05 * num_batches)  # what a user measures
+        assert nothing == [] and len(lines) == 1
+        assert f"rank 1 by {50 * num_batches} ms" in lines[0]
 
 
 LEAVES_HOOKS = [{"pruned_update": "freeze"}, *({"priority": priority} for priority in PRIORITIES)]

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.processes import for_each, instances_of
+from helpers.processes import for_each, instances_of, told_by_survivors
 from helpers.virtual_training import Run
 
 from zeroresize.comm import words
@@ -28,58 +28,34 @@ def reports_are_not_waited_for(monkeypatch):
     monkeypatch.setattr(words, "WAIT_S", 0.2)
 
 
-def _train_until_one_dies(rank, num_ranks, dying, die, num_steps, config, scratch, reports):
-    torch.set_num_threads(1)
-    store = f"file://{scratch}/store"
-    timeout = datetime.timedelta(seconds=20)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=timeout)
-    run = Run(dist.group.WORLD, chi={0: 4.0}, update_every=5, **config)
-    run.steps(num_steps)
-    assert any(own.lent or own.pruned for own in run.balancer.plan.ranks)
-    if rank == dying:
-        die(run)
-    try:
-        run.steps(20)
-        reports.put((rank, "went on", None))
-    except RuntimeError as error:
+def what_the_others_are_told(folder, num_ranks, dying, die, num_steps, **config):
+    """By rank, when rank ``dying`` calls ``die(run)`` after so many steps: texts with the dying rank's number."""
+
+    def train(rank, world):
+        group = dist.new_group(list(range(num_ranks)), timeout=datetime.timedelta(seconds=5))
+        run = Run(group, chi={0: 4.0}, update_every=5, **config)
+        run.steps(num_steps)
+        assert any(own.lent or own.pruned for own in run.balancer.plan.ranks)
+        if rank == dying:
+            die(run)
+        with pytest.raises(RuntimeError) as caught:
+            run.steps(20)
+        assert isinstance(caught.value.__cause__, RuntimeError), "what the library said of it is there too"
         assert run.balancer.state_dict()  # who is left can save what is known
         with contextlib.suppress(RuntimeError):
             run.balancer.close()
         run.balancer.close()
-        is_closed = all(layer.loans is None for layer in (run.model.up, run.model.down)) and not any(
-            layer.probes.holds(LayerTimer) for layer in (run.model.up, run.model.down)
-        )
-        reports.put((rank, str(error) if is_closed else f"not closed after {error}", type(error.__cause__)))
-    reports.close()
-    reports.join_thread()
-    os._exit(0)
+        for layer in (run.model.up, run.model.down):
+            assert layer.loans is None and not layer.probes.holds(LayerTimer)
+        return str(caught.value)
 
-
-def what_the_others_are_told(scratch, num_ranks, dying, die, num_steps, **config):
-    """By rank, when rank ``dying`` calls ``die(run)`` after so many steps: texts with the dying rank's number."""
-    fork = multiprocessing.get_context("fork")
-    reports = fork.Queue()
-    processes = [
-        fork.Process(
-            target=_train_until_one_dies, args=(rank, num_ranks, dying, die, num_steps, config, scratch, reports)
-        )
-        for rank in range(num_ranks)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        reported = [reports.get(timeout=40) for _ in range(num_ranks - 1)]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    assert sorted(rank for rank, _, _ in reported) == [rank for rank in range(num_ranks) if rank != dying]
-    for _, text, cause in reported:
+    messages = told_by_survivors(train, num_ranks, folder)
+    assert sorted(messages) == [rank for rank in range(num_ranks) if rank != dying]
+    for text in messages.values():
         assert re.search(
             r"ranks \[.*\] of the group .*(failed.*: one of them may have died|closed.* may have died)", text
         ), text
-        assert cause is not None and issubclass(cause, RuntimeError), "what the library said of it is there too"
-    return {rank: text for rank, text, _ in reported}
+    return messages
 
 
 def _train_until_one_fails(rank, failing, scratch, reports):
