@@ -99,6 +99,21 @@ def test_a_slow_data_loader_moves_lends_and_prunes_nothing_and_is_said_once(run_
         assert f"rank 1 by {50 * num_batches} ms" in lines[0]
 
 
+@pytest.mark.slow
+def test_a_straggler_that_is_late_too_gives_away_as_much_as_without_being_late(run_ranks):
+    @for_each([(0.0,), (0.05,)])
+    def train(rank, group, late_s):
+        run = Run(group, mode="off", update_every=2)
+        run.time.chi = 2.0 if rank == 1 else 1.0
+        steps(run, 16, late_s if rank == 1 else 0.0)
+        would = run.balancer.what_if()["exact"]
+        run.balancer.close()
+        return would["owned"][1] - would["lent"][1]
+
+    (alone, late), others = run_ranks(train, 2)
+    assert [alone, late] == others and alone < 0.9 and late == pytest.approx(alone, rel=0.02)
+
+
 LEAVES_HOOKS = [{"pruned_update": "freeze"}, *({"priority": priority} for priority in PRIORITIES)]
 
 
