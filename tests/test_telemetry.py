@@ -16,28 +16,10 @@ FIELDS = {"format", *(field.name for field in dataclasses.fields(UpdateRecord))}
 
 
 def record(**changes):
-    values = {
-        "update": 2,
-        "step": 20,
-        "epoch": 1,
-        "rank": 3,
-        "busy_s": 0.25,
-        "gemm_s": 0.125,
-        "is_straggler": True,
-        "ratio": 0.5,
-        "pruned": 0.4375,
-        "lent": 0.0,
-        "borrowed": 0.25,
-        "lent_to": {},
-        "layer_shares": {"up": 0.5, "down": 0.375},
-        "predicted_step_s": 0.2,
-        "bound_s": 0.19,
-        "products_bound_s": 0.18,
-        "moving_rest": 0.2,
-        "calibration_steps": 0,
-        "balancing_since_update_s": 0.001,
-        "would": {"zero-rd": {"predicted_step_s": 0.2, "gain": 0.25, "most_ratio": 0.5}},
-    }
+    values = {"update": 2, "step": 20, "epoch": 1, "rank": 3, "busy_s": 0.25, "gemm_s": 0.125, "is_straggler": True}
+    values |= {"ratio": 0.5, "pruned": 0.4375, "lent": 0.0, "borrowed": 0.25, "lent_to": {}, "calibration_steps": 0}
+    values |= {"layer_shares": {"up": 0.5, "down": 0.375}, "predicted_step_s": 0.2, "balancing_since_update_s": 0.001}
+    values |= {"would": {"zero-rd": {"predicted_step_s": 0.2, "gain": 0.25, "most_ratio": 0.5}}}
     return UpdateRecord(**{**values, **changes})
 
 
@@ -63,29 +45,22 @@ def no_such_number(text):
     raise AssertionError(f"{text} is not JSON")
 
 
-def test_an_update_is_a_line_of_json_with_every_field(tmp_path):
+def test_an_update_is_a_line_of_json_with_every_field_that_can_be_read_at_once(tmp_path):
+    """What was not measured is null, at any depth."""
     path = tmp_path / "folder" / "balance.jsonl"
-    write(path, [record(), record(update=3, step=30)])
-    lines = [json.loads(line, parse_constant=no_such_number) for line in path.read_text().splitlines()]
-    assert lines == [{"format": 1, **dataclasses.asdict(each)} for each in (record(), record(update=3, step=30))]
-    assert read_json_lines(path) == lines
-
-
-def test_what_was_not_measured_is_null_at_any_depth(tmp_path):
-    path = tmp_path / "balance.jsonl"
-    unknown = {"zero-rd": {"most_ratio": 0.0, "predicted_step_s": math.nan}}
-    write(path, [record(busy_s=math.nan, would=unknown)])
-    (line,) = [json.loads(line, parse_constant=no_such_number) for line in path.read_text().splitlines()]
-    assert set(line) == FIELDS
-    assert line["busy_s"] is None and line["would"] == {"zero-rd": {"most_ratio": 0.0, "predicted_step_s": None}}
-
-
-def test_records_can_be_read_while_the_file_is_open(tmp_path):
-    telemetry = JsonLinesTelemetry(tmp_path / "balance.jsonl")
-    assert read_json_lines(tmp_path / "balance.jsonl") == []
-    for number, record in enumerate(records_of_steps(10, 20, 30)):
-        telemetry(record)
-        assert len(read_json_lines(tmp_path / "balance.jsonl")) == number + 1
+    measured = {"bound_s": 0.19, "products_bound_s": 0.18, "moving_rest": 0.2}
+    records = [record(**measured), record(**measured, update=3, step=30)]
+    telemetry = JsonLinesTelemetry(path)
+    assert read_json_lines(path) == []
+    for number, written in enumerate(records):
+        telemetry(written)
+        assert len(read_json_lines(path)) == number + 1
+    telemetry(record(busy_s=math.nan, would={"zero-rd": {"most_ratio": 0.0, "predicted_step_s": math.nan}}))
+    telemetry.close()
+    *lines, unknown = [json.loads(line, parse_constant=no_such_number) for line in path.read_text().splitlines()]
+    assert lines == [{"format": 1, **dataclasses.asdict(one)} for one in records]
+    assert set(unknown) == FIELDS and unknown["busy_s"] is unknown["bound_s"] is None
+    assert unknown["would"] == {"zero-rd": {"most_ratio": 0.0, "predicted_step_s": None}}
 
 
 @pytest.mark.parametrize("part_that_fits", [0, 40])
@@ -105,40 +80,33 @@ def test_a_disk_that_is_full_ends_no_training_and_leaves_whole_lines(tmp_path, c
     assert line.startswith(f"telemetry in {path} is incomplete from step 20 on: ")
 
 
-@pytest.mark.parametrize("line", ['{"epoch": 1}', '{"step": "10"}', '{"step": null}'])
-def test_a_line_without_a_step_is_named(tmp_path, line):
+def test_what_is_no_record_is_named_and_stays(tmp_path):
     path = tmp_path / "balance.jsonl"
-    path.write_text(f'{{"step": 10}}\n{line}\n')
-    with pytest.raises(ValueError, match=r"balance\.jsonl, line 2: expected a number 'step': delete the line, or move"):
-        JsonLinesTelemetry(path, from_step=20)
-    assert path.read_text().endswith(f"{line}\n"), "nothing was lost"
-    JsonLinesTelemetry(path)  # which keeps all
+    for line in ('{"epoch": 1}', '{"step": "10"}', '{"step": null}'):
+        path.write_text(f'{{"step": 10}}\n{line}\n')
+        with pytest.raises(
+            ValueError, match=r"balance\.jsonl, line 2: expected a number 'step': delete the line, or move"
+        ):
+            JsonLinesTelemetry(path, from_step=20)
+        assert path.read_text().endswith(f"{line}\n"), "nothing was lost"
+        JsonLinesTelemetry(path)  # which keeps all
+    for damage in ("[" * 100_000 + "\n", "\x00\xff\n", "[1]\n", '{"step": \n'):
+        path.write_text(damage, encoding="latin-1")
+        with pytest.raises(ValueError, match=r"balance\.jsonl, line 1: expected a JSON object"):
+            read_json_lines(path)
 
 
-@pytest.mark.parametrize("damage", ["[" * 100_000 + "\n", "\x00\xff\n", "[1]\n", '{"step": \n'])
-def test_whatever_a_file_holds_is_named(tmp_path, damage):
-    path = tmp_path / "balance.jsonl"
-    path.write_text(damage, encoding="latin-1")
-    with pytest.raises(ValueError, match=r"balance\.jsonl, line 1: expected a JSON object"):
-        read_json_lines(path)
-
-
-def test_a_line_that_was_never_finished_is_left_out(tmp_path):
-    path = tmp_path / "balance.jsonl"
-    write(path, records_of_steps(10, 20, 30))
+def test_a_resumed_run_drops_what_was_never_finished_and_what_an_interrupted_one_wrote_of_later_steps(tmp_path):
+    for from_step, kept in ((0, []), (10, [10]), (25, [10, 20]), (None, [10, 20, 30])):
+        path = tmp_path / f"from {from_step}"
+        write(path, records_of_steps(10, 20, 30))
+        write(path, records_of_steps(40), from_step=from_step)
+        assert steps_in(path) == [*kept, 40]
     path.write_text(path.read_text()[:-7])
-    assert steps_in(path) == [10, 20]
-    write(path, records_of_steps(40), from_step=30)
-    assert steps_in(path) == [10, 20, 40]
+    assert steps_in(path) == [10, 20, 30]
+    write(path, records_of_steps(50), from_step=40)
+    assert steps_in(path) == [10, 20, 30, 50]
     assert read_json_lines(tmp_path / "never written") == []
-
-
-@pytest.mark.parametrize(("from_step", "kept"), [(0, []), (10, [10]), (25, [10, 20]), (None, [10, 20, 30])])
-def test_a_resumed_run_drops_what_an_interrupted_one_wrote_of_later_steps(tmp_path, from_step, kept):
-    path = tmp_path / "balance.jsonl"
-    write(path, records_of_steps(10, 20, 30))
-    write(path, records_of_steps(40), from_step=from_step)
-    assert steps_in(path) == [*kept, 40]
 
 
 # ---- in training ----------------------------------------------------------------------------------------------------
@@ -165,6 +133,7 @@ def test_records_in_training_agree_with_metrics_and_the_lineage_table(run_ranks,
         assert [(one["update"], one["step"], one["rank"]) for one in lines] == [(n, 3 * n, rank) for n in range(1, 6)]
         for line, (metrics, shares) in zip(lines, seen, strict=True):
             assert set(line) == FIELDS and line["would"] == {}
+            assert not any(name.startswith(("watch/", "balance/would/")) for name in metrics)
             for name in ("ratio", "busy_s", "gemm_s", "is_straggler"):
                 assert line[name] == metrics[f"balance/{name}"]
             assert line["layer_shares"] == shares
@@ -180,8 +149,6 @@ def test_what_other_modes_would_do_is_an_error_where_it_cannot_be_known(run_rank
         run = Run(group, mode="exact")
         with pytest.raises(ValueError, match=r"^what_if\(\) with mode='exact' is not allowed: only in mode 'off' "):
             run.balancer.what_if()
-        run.updates(2)
-        assert not any(name.startswith("balance/would/") for name in run.balancer.metrics())
 
     run_ranks(check, 2)
 
@@ -194,6 +161,7 @@ def test_off_tells_what_every_mode_would_do_and_does_nothing(run_ranks, tmp_path
 
     results = run_ranks(train, 2)
     for rank, (pruned, metrics, what_if) in enumerate(results):
+        assert "watch/num_slow" in metrics, "by the code of zr.watch, which has its own tests"
         lines = read_json_lines(tmp_path / f"rank{rank}.jsonl")
         assert pruned == {"up": None, "down": None}
         assert all(one["ratio"] == one["pruned"] == 0.0 for one in lines)

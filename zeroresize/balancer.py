@@ -115,7 +115,7 @@ class Balancer:
             decider.next_step()
         if self.config.iters_per_epoch and num_steps % self.config.iters_per_epoch == 0:
             mover.end_epoch()
-        mover.after_step(num_steps)
+        mover.after_step(num_steps, is_update=is_update)
         if is_update and self.on_update is not None:
             self.on_update(records.update_record(parts, num_steps))
         if is_update and parts.group.units is not None:
@@ -135,7 +135,7 @@ class Balancer:
         """
         if self._parts.mover.lender is not None and not self._is_closed:
             self._is_at(Call.EPOCH_END)
-            self._parts.decider.require_agreement(self._agreed)
+            self._parts.decider.require_agreement(self._parts.observer.numbers, self._agreed)
         self._parts.mover.end_epoch()
         self._change_plan()
         self._parts.group.where.call = Call.TRAINING
@@ -312,7 +312,7 @@ class Balancer:
         self._num_steps = balancer_state.load_state(parts, state, gathers=is_collective and not self._is_closed)
         parts.mover.needs_calibration = True
         if is_collective:  # what moves, or is lent, at once by one plan cannot be received by another
-            self._parts.decider.require_agreement(self._agreed)
+            self._parts.decider.require_agreement(self._parts.observer.numbers, self._agreed)
         if not self._is_closed:
             self._parts.mover.follow_loaded(self._num_steps)
         balancer_state.load_what_is_of_units(parts, state)

@@ -144,10 +144,7 @@ class StageBalancer:
         if range(boundaries[stage], boundaries[stage + 1]) == self._present:
             return
         if self.balancer is not None:
-            shares = self.balancer.plan.owned
-            if len(set(shares)) > 1:
-                self.balancer.move([1.0] * len(shares))
-            self.balancer.close()
+            self.balancer.close(at_home=True)
         self._present = range(0)
 
     def attach(self) -> None:
@@ -175,7 +172,7 @@ class StageBalancer:
     def _updated(self, record: UpdateRecord) -> None:
         assert self.balancer is not None
         decided = _shares_of(self.balancer)
-        are_alike = all(abs(one - other) <= _ALIKE for one, other in zip(decided, self._decided, strict=True))
+        are_alike = all(abs(now - then) <= _ALIKE for now, then in zip(decided, self._decided, strict=True))
         self._num_updates += 1
         self._num_quiet = self._num_quiet + 1 if are_alike else 0
         self._decided = decided

@@ -56,7 +56,14 @@ def watch(
         ValueError: for arguments of another kind, a group without this rank, or ranks that do not agree on them.
         RuntimeError: if not all ranks come within the time limit of their process group.
     """
-    return Watch(model, optimizer, process_group=process_group, update_every=update_every, tolerance=tolerance)
+    group = _group_of(process_group)
+    try:
+        _check(model, optimizer, update_every, tolerance)
+    except ValueError as error:
+        if group is not None and group_size(group) > 1:
+            let_others_fail(group, error)
+        raise
+    return Watch(model, optimizer, group, update_every, tolerance)
 
 
 class Watch:
@@ -67,21 +74,8 @@ class Watch:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        *,
-        process_group: ProcessGroup | DeviceMesh | None = None,
-        update_every: int = 10,
-        tolerance: float = TOLERANCE,
+        self, model: nn.Module, optimizer: Any, group: ProcessGroup | None, update_every: int, tolerance: float
     ) -> None:
-        group = _group_of(process_group)
-        try:
-            _check(model, optimizer, update_every, tolerance)
-        except ValueError as error:
-            if group is not None and group_size(group) > 1:
-                let_others_fail(group, error)
-            raise
         self._has_optimizer, self._is_closed = optimizer is not None, False
         self._steps: ModelSteps | None = None
         self._slowness: SlownessWatch | None = None
@@ -185,11 +179,7 @@ def _detach(steps: ModelSteps, slowness: SlownessWatch, exchange: Exchange) -> N
 
 
 def _check(model: Any, optimizer: Any, update_every: Any, tolerance: Any) -> None:
-    """Check arguments as far as that needs no other rank.
-
-    Raises:
-        ValueError: naming the argument, its value and what is allowed.
-    """
+    """Raise a ValueError for arguments that are not allowed, as far as that needs no other rank."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model={type(model).__name__} is not allowed: wanted is a torch.nn.Module")
     value_checks.at_least("update_every", update_every, 1)

@@ -1,7 +1,6 @@
 """Beside data parallelism units move, too: all replicas own alike, and the slowest replica of each rank counts."""
 
 import copy
-import logging
 import os
 import time
 from datetime import timedelta
@@ -9,8 +8,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.processes import told_by_survivors
+from helpers.processes import caught_log_lines, for_each, told_by_survivors
 from helpers.virtual_training import FEATURES, Pair, Run, VirtualTime, keep_time
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroresize as zr
@@ -75,7 +75,6 @@ class ReplicaRun(Run):
         return self.inner.down.segment.owned.counts
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"wraps": False, "tells": True}], ids=["DDP", "told"])
 def test_a_straggler_in_one_replica_gives_units_away_in_both_and_gets_them_back(run_ranks, how):
     def train(rank, _):
@@ -97,30 +96,6 @@ def test_a_straggler_in_one_replica_gives_units_away_in_both_and_gets_them_back(
         assert away == results[0][2] and away[1] < away[0] / 2
         assert after == (96, 96) and owned == (1.0, 1.0)
     assert results[0][0] != results[2][0]  # replicas have other batches
-
-
-def test_training_goes_on_as_if_nothing_had_moved(run_ranks):
-    def train(rank, _):
-        torch.set_default_dtype(torch.float64)
-        groups = groups_of(rank)
-        expected = ReplicaRun(groups, mode="off").steps(8)
-        run = ReplicaRun(groups, mode="off")
-        losses = run.steps(2)
-        run.balancer.move((3, 1))
-        losses += run.steps(2)
-        away = run.counts()
-        with run.balancer.at_home():
-            shapes = [tuple(one.shape) for one in run.model.module.state_dict().values()]
-        losses += run.steps(2)
-        run.balancer.move((1, 1))
-        losses += run.steps(2)
-        return losses, expected, away, shapes, run.inner.up.weight.detach()
-
-    results = run_ranks(train, 4)
-    for losses, expected, away, shapes, _ in results:
-        assert losses == pytest.approx(expected, rel=1e-10)
-        assert away == (144, 48) and (96, 48) in shapes and (48, 96) in shapes
-    assert all(torch.equal(results[rank][4], results[rank + 2][4]) for rank in range(2))
 
 
 def test_units_are_divided_from_the_start_and_a_resumed_run_goes_on_with_units_away(run_ranks):
@@ -148,45 +123,29 @@ def test_units_are_divided_from_the_start_and_a_resumed_run_goes_on_with_units_a
         assert began == (144, 48) and resumed == (32, 160) and losses == expected
 
 
-def refused(run_ranks, make_run, shares=(2, 1)):
-    """What the log tells, once a group or on every rank, and what asking for a move raises; nothing has moved then."""
+def test_without_a_word_of_the_replicas_and_where_they_share_optimizer_state_nothing_moves(run_ranks):
+    """What the log tells, once a group or on every rank, and what asking for a move raises."""
 
-    def train(rank, _):
-        lines = []
-        handler = logging.Handler()
-        handler.emit = lambda record: lines.append(record.getMessage())
-        logger = logging.getLogger("zeroresize")
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        run = make_run(groups_of(rank))
-        with pytest.raises(ValueError) as caught:
-            run.balancer.move(shares)
+    def shared(replicas):
+        return lambda parameters: ZeroRedundancyOptimizer(parameters, torch.optim.SGD, process_group=replicas, lr=1e-2)
+
+    @for_each([("data_parallel_group",), ("ZeroRedundancyOptimizer",)])
+    def train(rank, _, reason):
+        groups = groups_of(rank)
+        options = {"wraps": False} if reason == "data_parallel_group" else {"optimizer": shared(groups[1])}
+        with caught_log_lines() as lines:
+            run = ReplicaRun(groups, **options)
+        with pytest.raises(ValueError, match=reason):
+            run.balancer.move((2, 1))
         run.steps(2)
-        return [line for line in lines if "no units change hands" in line], str(caught.value), run.counts()
+        assert run.counts() == (96, 96)
+        return [line for line in lines if "no units change hands" in line]
 
-    results = run_ranks(train, 4)
-    assert all(counts == (96, 96) for *_, counts in results)
-    num_lines = [len(lines) for lines, *_ in results]
-    assert num_lines in ([1, 1, 1, 1], [1, 0, 1, 0])
-    return [(lines or results[rank - 1][0], raised) for rank, (lines, raised, _) in enumerate(results)]
-
-
-def test_without_a_word_of_who_the_replicas_are_nothing_moves(run_ranks):
-    for lines, raised in refused(run_ranks, lambda groups: ReplicaRun(groups, wraps=False)):
-        assert "data_parallel_group" in lines[0] and "data_parallel_group" in raised
-
-
-def test_beside_an_optimizer_whose_state_is_shared_among_replicas_nothing_moves(run_ranks):
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    def make_run(groups):
-        def optimizer(parameters):
-            return ZeroRedundancyOptimizer(parameters, torch.optim.SGD, process_group=groups[1], lr=1e-2)
-
-        return ReplicaRun(groups, optimizer=optimizer)
-
-    for lines, raised in refused(run_ranks, make_run):
-        assert "ZeroRedundancyOptimizer" in lines[0] and "ZeroRedundancyOptimizer" in raised
+    for reason, lines in zip(
+        ("data_parallel_group", "ZeroRedundancyOptimizer"), zip(*run_ranks(train, 4), strict=True), strict=True
+    ):
+        assert [len(of_rank) for of_rank in lines] in ([1, 1, 1, 1], [1, 0, 1, 0])
+        assert reason in lines[0][0] and reason in lines[2][0]
 
 
 def test_groups_that_make_no_replicas_are_errors(run_ranks):
@@ -206,9 +165,9 @@ def test_groups_that_make_no_replicas_are_errors(run_ranks):
         assert "averages over" in other_than_ddp
 
 
-@pytest.mark.parametrize("shares", [(3, 1), None])
-def test_replicas_that_ask_for_different_divisions_hear_of_it_and_none_moves(run_ranks, shares):
-    def train(rank, _):
+def test_replicas_that_ask_for_different_divisions_hear_of_it_and_none_moves(run_ranks):
+    @for_each([((3, 1),), (None,)])
+    def train(rank, _, shares):
         run = ReplicaRun(groups_of(rank), mode="off", update_every=1)
         run.steps(1)
         if shares is None:  # only one replica lets go of what it holds
@@ -222,7 +181,7 @@ def test_replicas_that_ask_for_different_divisions_hear_of_it_and_none_moves(run
                 run.balancer.move(shares if rank < 2 else shares[::-1])
         return run.counts()
 
-    assert run_ranks(train, 4) == [(96, 96)] * 4
+    assert run_ranks(train, 4) == [[(96, 96)] * 2] * 4
 
 
 def test_where_one_replica_lacks_memory_none_moves(run_ranks, monkeypatch):

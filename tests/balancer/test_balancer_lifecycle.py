@@ -5,7 +5,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.processes import RankFailure
 from helpers.virtual_training import Pair, Run
 
 import zeroresize as zr
@@ -20,7 +19,11 @@ def test_a_balancer_can_be_closed_and_made_anew_but_not_twice_at_once(run_ranks)
         make = lambda: zr.Balancer(run.model, run.optimizer, process_group=group, config=run.config)  # noqa: E731
         with pytest.raises(ValueError, match=r"close\(\) that one first"):
             make()
+        run.balancer.pin(1, 0.5)
         run.balancer.close()
+        with pytest.raises(RuntimeError, match="is closed"):
+            run.balancer.step()
+        assert run.model.up.plan is run.model.down.plan is None, "the layers are as they were"
         if rank == 1:
             time.sleep(0.5)  # nobody waits for the others between two balancers
         run.balancer = make()
@@ -28,14 +31,6 @@ def test_a_balancer_can_be_closed_and_made_anew_but_not_twice_at_once(run_ranks)
         return run.updates(3)[-1][1] > 0.5
 
     assert run_ranks(train, 2, timeout_s=20) == [True, True]
-
-
-def test_ranks_that_do_not_agree_are_all_told_what_differs(run_ranks):
-    def build(rank, group):
-        with pytest.raises(ValueError, match="do not agree on update_every: rank 0: 3; rank 1: 4"):
-            Run(group, update_every=3 + rank)
-
-    run_ranks(build, 2, timeout_s=20)
 
 
 def test_what_one_rank_cannot_set_up_the_others_hear_at_once_and_all_may_try_again(run_ranks):
@@ -48,18 +43,24 @@ def test_what_one_rank_cannot_set_up_the_others_hear_at_once_and_all_may_try_aga
         with pytest.raises((RuntimeError, ValueError)) as error:
             zr.Balancer(run.model, of_some if rank == 1 else run.optimizer, run.config, process_group=group)
         assert (expected in str(error.value)) == (rank == 0), error.value
+        with pytest.raises(ValueError, match="do not agree on update_every: rank 0: 3; rank 1: 4"):
+            Run(group, update_every=3 + rank)
         zr.Balancer(run.model, run.optimizer, run.config, process_group=group).close()
         return time.monotonic() - began < 10.0
 
     assert run_ranks(build, 2, timeout_s=20) == [True, True]
 
 
-def test_another_group_than_the_layers_is_refused(run_ranks):
-    """Also one of a single rank, as where data- and tensor-parallel groups are mixed up: it would never balance."""
+def test_what_does_not_fit_together_is_refused(run_ranks):
+    """Another group than the layers', also one of a single rank, which would never balance; an optimizer of other
+    weights, as made before the layers were split; and a model without parallel layers."""
 
     def build(rank, group):
         pair = dist.new_group([0, 1])
         alone = [dist.new_group([own]) for own in range(3)][rank]
+        for given in ({}, {"process_group": group}):
+            with pytest.raises(ValueError, match=r"no layer that can be balanced\. Wanted are .*from_linear"):
+                zr.Balancer(torch.nn.Linear(4, 4), None, **given)
         if rank < 2:
             config = zr.BalanceConfig(mode="zero-pri")
             with pytest.raises(ValueError, match="has one rank, and layer up is split over 2"):
@@ -68,21 +69,11 @@ def test_another_group_than_the_layers_is_refused(run_ranks):
             for other in (group, alone):
                 with pytest.raises(ValueError, match="layer up belongs to another process group"):
                     zr.Balancer(model, None, process_group=other, config=config)
+            stale = torch.optim.SGD(Pair(pair).parameters(), lr=0.1)
+            with pytest.raises(ValueError, match="does not step the weights of up, down, nor any other layer's"):
+                zr.Balancer(model, stale, process_group=pair, config=config)
 
     run_ranks(build, 3)
-
-
-def test_an_optimizer_of_other_weights_is_refused(run_ranks):
-    """Made before the layers were split, it would train nothing."""
-
-    def build(rank, group):
-        config = zr.BalanceConfig(mode="zero-pri")
-        model = zr.convert(Pair(group), process_group=group)
-        stale = torch.optim.SGD(Pair(group).parameters(), lr=0.1)
-        with pytest.raises(ValueError, match="does not step the weights of up, down, nor any other layer's"):
-            zr.Balancer(model, stale, process_group=group, config=config)
-
-    run_ranks(build, 2)
 
 
 def test_a_balancer_converts_a_model_that_was_not_converted(run_ranks):
@@ -99,35 +90,3 @@ def test_a_balancer_converts_a_model_that_was_not_converted(run_ranks):
         return [len(one) for one in (model.up.weight, model.down.weight.T)]
 
     assert run_ranks(build, 2) == [[144, 144], [48, 48]]
-
-
-def test_a_model_without_parallel_layers_is_refused_and_told_what_is_wanted(run_ranks):
-    def build(rank, group):
-        for given in ({}, {"process_group": group}):
-            with pytest.raises(ValueError, match=r"no layer that can be balanced\. Wanted are .*from_linear"):
-                zr.Balancer(torch.nn.Linear(4, 4), None, **given)
-
-    run_ranks(build, 2)
-
-
-def test_closed_balancer_leaves_layers_as_they_were(run_ranks):
-    def train(rank, group):
-        run = Run(group, ratio=0.5, ranks="all")
-        run.balancer.close()
-        with pytest.raises(RuntimeError, match="is closed"):
-            run.balancer.step()
-        return run.pruned(), run.model.up.plan
-
-    assert run_ranks(train, 2) == [({"up": None, "down": None}, None)] * 2
-
-
-def test_a_rank_that_dies_in_training_ends_the_others(run_ranks):
-    def train(rank, group):
-        run = Run(group)
-        run.updates(2)
-        if rank == 1:
-            raise KeyError("dies in the middle of an epoch")
-        run.updates(2)
-
-    with pytest.raises(RankFailure, match="dies in the middle of an epoch"):
-        run_ranks(train, 2, timeout_s=30)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers.processes import caught_log_lines
+from helpers.processes import caught_log_lines, for_each
 from helpers.virtual_training import FEATURES
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -126,11 +126,11 @@ def test_in_a_mode_that_moves_nothing_dropout_stays_and_so_do_the_units_around_i
 # ---- shares ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("p", [None, 0.5])
-def test_the_shares_of_the_configuration_are_in_force_before_the_first_step_and_once(run_ranks, p):
+def test_the_shares_of_the_configuration_are_in_force_before_the_first_step_and_once(run_ranks):
     config = zr.BalanceConfig(shares=(3, 1), moves=False)
 
-    def check(rank, group):
+    @for_each([(None,), (0.5,)])
+    def check(rank, group, p):
         model = zr.convert(split_pair(group, p))
         assert owned(model) == [(96, 96)]
         balancer = zr.Balancer(model, sgd(model), config)
@@ -147,9 +147,12 @@ def test_the_shares_of_the_configuration_are_in_force_before_the_first_step_and_
     run_ranks(check, 2)
 
 
-def test_ranks_with_different_shares_find_out_before_anything_moves(run_ranks):
+def test_shares_that_differ_or_do_not_fit_are_an_error_before_anything_is_changed(run_ranks):
     def check(rank, group):
         model = split_pair(group)
+        with pytest.raises(ValueError, match=r"wanted are .*or 2 numbers, one for each rank"):
+            zr.Balancer(model, sgd(model), zr.BalanceConfig(shares=(2, 1, 1)))
+        assert balanced_layers(model) == {}
         config = zr.BalanceConfig(shares=[(3, 1), "even"][rank], moves=False)
         with pytest.raises(ValueError, match="shares"):
             zr.Balancer(model, sgd(model), config)
@@ -158,16 +161,3 @@ def test_ranks_with_different_shares_find_out_before_anything_moves(run_ranks):
         assert owned(model) == [(144, 48)]
 
     run_ranks(check, 2, timeout_s=30)
-
-
-def test_shares_that_do_not_fit_the_group_are_an_error_before_anything_is_changed(run_ranks):
-    def check(rank, group):
-        model = split_pair(group)
-        with pytest.raises(ValueError, match=r"wanted are .*or 2 numbers, one for each rank"):
-            zr.Balancer(model, sgd(model), zr.BalanceConfig(shares=(2, 1, 1)))
-        assert balanced_layers(model) == {}
-
-    run_ranks(check, 2)
-
-
-# ---- convert and copies beside it -----------------------------------------------------------------------------------

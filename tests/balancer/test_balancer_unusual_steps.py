@@ -1,12 +1,14 @@
-"""What is not usual training: evaluations, layers in eval(), steps without the layers, balancers one after another."""
+"""What is not usual training: evaluations, steps without the layers, late ranks, balancers one after another."""
 
 import gc
 
 import pytest
 import torch
+from helpers.processes import caught_log_lines, for_each
 from helpers.virtual_training import FEATURES, Run
 
 import zeroresize as zr
+from zeroresize.config.keys import PRIORITIES
 
 
 def slow_rank_1(run, rank, chi=4.0):
@@ -53,34 +55,66 @@ def test_a_recovered_rank_lets_go_though_every_epoch_ends_with_an_evaluation_in_
         assert ratios[-1] == 0.0
 
 
-@pytest.mark.parametrize("mode", ["off", "zero-rd", "mig", "semi"])
-def test_an_interval_without_the_balanced_layers_tells_nothing_and_breaks_nothing(run_ranks, mode):
-    def train(rank, group):
+def test_an_interval_without_the_balanced_layers_tells_nothing_and_breaks_nothing(run_ranks):
+    @for_each([("off",), ("zero-rd",), ("semi",)])
+    def train(rank, group, mode):
         run = slow_rank_1(Run(group, mode=mode, update_every=2), rank)
         run.steps(8)
         for _ in range(8):  # only another part of the model trains
             run.time.now += 0.01
             run.balancer.step()
         run.steps(8)
-        plan_of_rank = run.balancer.plan.ranks[1]
-        return plan_of_rank.spared
+        assert (run.balancer.plan.ranks[1].spared > 0.3) == (mode != "off")
 
-    for spared in run_ranks(train, 2):
-        assert (spared > 0.3) == (mode != "off")
+    run_ranks(train, 2)
 
 
-def balancer_of(run, group, config):
-    """Another one for a model that was balanced before."""
-    zr.convert(run.model, process_group=group)
-    return zr.Balancer(run.model, run.optimizer, process_group=group, config=config)
+def steps(run, num_steps, late_s, num_batches=1):
+    for _ in range(num_steps):
+        for _ in range(num_batches):
+            run.time.now += 0.01 + late_s
+            run.model(run.x).square().mean().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.balancer.step()
 
 
-LEAVES_HOOKS = [
-    dict(mode="zero-pri", pruned_update="freeze"),
-    dict(mode="zero-pri", priority="path_length"),
-    dict(mode="zero-pri", priority="activation"),
-    dict(mode="zero-pri", priority="variation"),
-]
+def test_a_slow_data_loader_moves_lends_and_prunes_nothing_and_is_said_once(run_ranks):
+    cases = [("exact", 1), ("semi", 3), ("zero-rd", 1)]
+
+    @for_each(cases)
+    def train(rank, group, mode, num_batches):
+        with caught_log_lines() as lines:
+            run = Run(group, mode=mode, update_every=2)
+            steps(run, 16, 0.05 if rank == 1 else 0.0, num_batches)
+        shares = [(one.pruned, one.lent, one.owned) for one in run.balancer.plan.ranks]
+        late = [line for line in lines if "come late to the model" in line]
+        return shares, run.balancer.metrics()["balance/busy_s"], late
+
+    for (_, num_batches), first, second in zip(cases, *run_ranks(train, 2), strict=True):
+        (shares, busy_s, lines), (others, late_busy_s, nothing) = first, second
+        assert shares == others == [(0.0, 0.0, 1.0)] * 2
+        assert late_busy_s - busy_s == pytest.approx(0.05 * num_batches)  # what a user measures
+        assert nothing == [] and len(lines) == 1
+        assert f"rank 1 by {50 * num_batches} ms" in lines[0]
+
+
+@pytest.mark.slow
+def test_a_straggler_that_is_late_too_gives_away_as_much_as_without_being_late(run_ranks):
+    @for_each([(0.0,), (0.05,)])
+    def train(rank, group, late_s):
+        run = Run(group, mode="off", update_every=2)
+        run.time.chi = 2.0 if rank == 1 else 1.0
+        steps(run, 16, late_s if rank == 1 else 0.0)
+        would = run.balancer.what_if()["exact"]
+        run.balancer.close()
+        return would["owned"][1] - would["lent"][1]
+
+    (alone, late), others = run_ranks(train, 2)
+    assert [alone, late] == others and alone < 0.9 and late == pytest.approx(alone, rel=0.02)
+
+
+LEAVES_HOOKS = [{"pruned_update": "freeze"}, *({"priority": priority} for priority in PRIORITIES)]
 
 
 def hooks_of(run):
@@ -89,33 +123,28 @@ def hooks_of(run):
     return [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks, *watched]
 
 
-@pytest.mark.parametrize("config", LEAVES_HOOKS, ids=lambda config: "-".join(config.values()))
-def test_a_balancer_that_was_dropped_leaves_no_hooks(run_ranks, config):
-    def train(rank, group):
-        run = Run(group, **config)
+def test_a_balancer_that_was_dropped_leaves_no_hooks(run_ranks):
+    @for_each([(config,) for config in LEAVES_HOOKS])
+    def train(rank, group, config):
+        run = Run(group, mode="zero-pri", **config)
         attached = hooks_of(run)
         run.steps(run.config.update_every)  # a step that is sampled begins
         del run.balancer
         gc.collect()
-        run.balancer = balancer_of(run, group, zr.BalanceConfig(mode="off"))
-        return len(attached), len(hooks_of(run)), len(hooks_of(Run(group, mode="off")))
+        run.balancer = zr.Balancer(run.model, run.optimizer, zr.BalanceConfig(mode="off"), process_group=group)
+        assert len(hooks_of(run)) == len(hooks_of(Run(group, mode="off"))) < len(attached)
 
-    for attached, left, of_any in run_ranks(train, 2):
-        assert left == of_any < attached
+    run_ranks(train, 2)
 
 
-@pytest.mark.parametrize("mode", ["mig", "semi"])
-def test_ranks_that_load_different_states_are_told_so_before_anything_migrates(run_ranks, mode):
+def test_ranks_that_load_different_states_are_told_so_before_anything_migrates(run_ranks):
     def train(rank, group):
-        run = slow_rank_1(Run(group, mode=mode), rank)
+        run = slow_rank_1(Run(group, mode="mig"), rank)
         states = []
         for _ in range(2):
             run.updates(3)
             states.append(run.balancer.state_dict())
-        try:
+        with pytest.raises(RuntimeError, match="hold different plans"):
             run.balancer.load_state_dict(states[rank] | {f"group 0-1 rank {rank}": states[0][f"group 0-1 rank {rank}"]})
-        except RuntimeError as error:
-            return str(error)
-        return "went on"
 
-    assert all("hold different plans" in told for told in run_ranks(train, 2, timeout_s=30))
+    run_ranks(train, 2, timeout_s=30)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.compiled import compiled, feed_forwards
-from helpers.processes import caught_log_lines
+from helpers.processes import caught_log_lines, for_each
 
 import zeroresize as zr
 from zeroresize.layers import balanced_linear
@@ -11,28 +11,19 @@ from zeroresize.layers import balanced_linear
 X = torch.ones(2, 3, 6, dtype=torch.float64)
 
 
-def balanced(group, **config):
-    model = feed_forwards(group)
-    optimizer = torch.optim.AdamW(model.parameters())
-    return model, optimizer, zr.Balancer(model, optimizer, process_group=group, config=zr.BalanceConfig(**config))
-
-
-def by_a_forward(model):
-    model(X)
-
-
-def by_a_part_of_it(model):
-    model[1].eval().up(X)
-
-
-def by_a_compiled_forward(model):
-    compiled(model)[0](X)
-
-
 @pytest.mark.slow
 def test_units_of_what_was_captured_stay(run_ranks, monkeypatch):
+    cases = [
+        (lambda model: model(X), (0, 1)),
+        (lambda model: model[1].eval().up(X), (1,)),
+        (lambda model: compiled(model)[0](X), (0, 1)),
+    ]
+
+    @for_each(cases)
     def check(rank, group, capture, ranks):
-        model, optimizer, balancer = balanced(group, update_every=2)
+        model = feed_forwards(group)
+        optimizer = torch.optim.AdamW(model.parameters())
+        balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(update_every=2), process_group=group)
         balancer.move((3, 1))
         model(X)
         with balancer.at_home():
@@ -55,9 +46,4 @@ def test_units_of_what_was_captured_stay(run_ranks, monkeypatch):
         assert len(lines) == (rank == 0 in ranks) and all("was captured" in line for line in lines)
         balancer.close()
 
-    def check_all(rank, group):
-        check(rank, group, by_a_forward, (0, 1))
-        check(rank, group, by_a_part_of_it, (1,))
-        check(rank, group, by_a_compiled_forward, (0, 1))
-
-    run_ranks(check_all, 2)
+    run_ranks(check, 2)

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.processes import instances_of
+from helpers.processes import for_each, instances_of, told_by_survivors
 from helpers.virtual_training import Run
 
 from zeroresize.comm import words
@@ -28,58 +28,34 @@ def reports_are_not_waited_for(monkeypatch):
     monkeypatch.setattr(words, "WAIT_S", 0.2)
 
 
-def _train_until_one_dies(rank, num_ranks, dying, die, num_steps, config, scratch, reports):
-    torch.set_num_threads(1)
-    store = f"file://{scratch}/store"
-    timeout = datetime.timedelta(seconds=20)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=timeout)
-    run = Run(dist.group.WORLD, chi={0: 4.0}, update_every=5, **config)
-    run.steps(num_steps)
-    assert any(own.lent or own.pruned for own in run.balancer.plan.ranks)
-    if rank == dying:
-        die(run)
-    try:
-        run.steps(20)
-        reports.put((rank, "went on", None))
-    except RuntimeError as error:
+def what_the_others_are_told(folder, num_ranks, dying, die, num_steps, **config):
+    """By rank, when rank ``dying`` calls ``die(run)`` after so many steps: texts with the dying rank's number."""
+
+    def train(rank, world):
+        group = dist.new_group(list(range(num_ranks)), timeout=datetime.timedelta(seconds=5))
+        run = Run(group, chi={0: 4.0}, update_every=5, **config)
+        run.steps(num_steps)
+        assert any(own.lent or own.pruned for own in run.balancer.plan.ranks)
+        if rank == dying:
+            die(run)
+        with pytest.raises(RuntimeError) as caught:
+            run.steps(20)
+        assert isinstance(caught.value.__cause__, RuntimeError), "what the library said of it is there too"
         assert run.balancer.state_dict()  # who is left can save what is known
         with contextlib.suppress(RuntimeError):
             run.balancer.close()
         run.balancer.close()
-        is_closed = all(layer.loans is None for layer in (run.model.up, run.model.down)) and not any(
-            layer.probes.holds(LayerTimer) for layer in (run.model.up, run.model.down)
-        )
-        reports.put((rank, str(error) if is_closed else f"not closed after {error}", type(error.__cause__)))
-    reports.close()
-    reports.join_thread()
-    os._exit(0)
+        for layer in (run.model.up, run.model.down):
+            assert layer.loans is None and not layer.probes.holds(LayerTimer)
+        return str(caught.value)
 
-
-def what_the_others_are_told(scratch, num_ranks, dying, die, num_steps, **config):
-    """By rank, when rank ``dying`` calls ``die(run)`` after so many steps: texts with the dying rank's number."""
-    fork = multiprocessing.get_context("fork")
-    reports = fork.Queue()
-    processes = [
-        fork.Process(
-            target=_train_until_one_dies, args=(rank, num_ranks, dying, die, num_steps, config, scratch, reports)
-        )
-        for rank in range(num_ranks)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        reported = [reports.get(timeout=40) for _ in range(num_ranks - 1)]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    assert sorted(rank for rank, _, _ in reported) == [rank for rank in range(num_ranks) if rank != dying]
-    for _, text, cause in reported:
+    messages = told_by_survivors(train, num_ranks, folder)
+    assert sorted(messages) == [rank for rank in range(num_ranks) if rank != dying]
+    for text in messages.values():
         assert re.search(
             r"ranks \[.*\] of the group .*(failed.*: one of them may have died|closed.* may have died)", text
         ), text
-        assert cause is not None and issubclass(cause, RuntimeError), "what the library said of it is there too"
-    return {rank: text for rank, text, _ in reported}
+    return messages
 
 
 def _train_until_one_fails(rank, failing, scratch, reports):
@@ -132,10 +108,7 @@ def exit_now(*_, **__):
     os._exit(3)
 
 
-@pytest.mark.few(3)
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["mig", "semi"])
-@pytest.mark.parametrize(("num_ranks", "dying"), [(2, 1), pytest.param(3, 1, marks=pytest.mark.slow), (3, 0)])
+@pytest.mark.parametrize(("num_ranks", "dying", "mode"), [(2, 1, "mig"), (3, 1, "semi"), (3, 0, "mig")])
 def test_when_a_receiver_or_an_owner_dies_every_other_rank_ends_with_an_error(tmp_path, num_ranks, dying, mode):
     config = {"ratio": 0.5, "ranks": [0]} if mode == "mig" else {"budget": 0.0}
     what_the_others_are_told(tmp_path, num_ranks, dying, exit_now, 20, mode=mode, **config)
@@ -176,9 +149,7 @@ MOMENTS = {
 
 @pytest.mark.few(8)
 @pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
-@pytest.mark.parametrize(
-    ("num_ranks", "dying"), [(2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, 0), (3, 1)])]
-)
+@pytest.mark.parametrize(("num_ranks", "dying"), [(2, 1), (2, 0), (3, 1)])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_when_a_rank_dies_within_a_step_the_others_are_told_what_they_waited_for(
     tmp_path, migration_transport, num_ranks, dying, moment
@@ -214,9 +185,9 @@ def test_a_balancer_whose_loans_cannot_be_taken_back_closes_all_the_same(run_ran
         assert metrics["balance/migration_bytes"] == 0
 
 
-@pytest.mark.parametrize("mode", ["mig", "semi"])
-def test_ranks_that_hold_different_loans_are_told_so(run_ranks, mode):
-    def train(rank, group):
+def test_ranks_that_hold_different_loans_are_told_so(run_ranks):
+    @for_each([("mig",), ("semi",)])
+    def train(rank, group, mode):
         with instances_of(Controller) as controllers:
             run = Run(group, chi={1: 4.0}, mode=mode, update_every=5)
         run.updates(6)
@@ -229,64 +200,40 @@ def test_ranks_that_hold_different_loans_are_told_so(run_ranks, mode):
             return str(error)
         return "went on"
 
-    assert all("hold different plans" in told for told in run_ranks(train, 2, timeout_s=30))
+    for texts in run_ranks(train, 2, timeout_s=30):
+        assert all("hold different plans" in text for text in texts)
 
 
-@pytest.mark.parametrize("mode", ["mig", "semi"])
-def test_when_another_rank_becomes_slow_in_the_middle_of_an_epoch_the_loans_follow(run_ranks, mode):
+def test_losses_stay_those_of_full_work_when_loans_follow_another_slow_rank_in_the_middle_of_an_epoch(run_ranks):
     def train(rank, group):
-        run = Run(group, mode=mode, update_every=5)
-        owners = []
-        for slow in (1, 0, None):
-            run.time.chi = 4.0 if rank == slow else 1.0
-            run.updates(5)
-            owners.append([loan.owner for loan in run.balancer.plan.loans])
-        return owners
-
-    assert run_ranks(train, 3) == [[[1], [0], []]] * 3
-
-
-def test_losses_stay_those_of_full_work_when_loans_turn_round_in_the_middle_of_an_epoch(run_ranks):
-    def train(rank, group):
-        losses = []
-        for mode in ("off", "mig"):
+        losses, owners = [], []
+        for mode in ("off", "mig", "semi"):
             run = Run(group, mode=mode, update_every=5)
             losses_of_mode = []
             for slow in (1, 0, None):
                 run.time.chi = 4.0 if rank == slow else 1.0
                 losses_of_mode += run.steps(25)
+                owners.append([loan.owner for loan in run.balancer.plan.loans])
             losses.append(losses_of_mode)
-        return losses
+        assert owners[3:] == [[1], [0], []] * 2
+        return losses[:2]
 
     for expected, actual in run_ranks(train, 3):
         assert actual == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("mode", ["mig", "semi"])
-def test_every_rank_slow_at_once_prunes_and_lends_nothing(run_ranks, mode, num_ranks):
-    def train(rank, group):
-        run = Run(group, mode=mode)
+def test_where_all_are_slow_nothing_is_lent_and_where_all_but_one_are_they_lend_to_that_one(run_ranks):
+    @for_each([({"mode": "mig"},), ({"mode": "semi", "budget": 0.0},)])
+    def train(rank, group, changes):
+        run = Run(group, **changes)
         run.time.chi = 6.0
         run.updates(4)
-        return run.balancer.plan.loans, [own.pruned for own in run.balancer.plan.ranks]
-
-    assert run_ranks(train, num_ranks) == [((), [0.0] * num_ranks)] * num_ranks
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    "chis", [(4.0, 1.0), (4.0, 1.0, 6.0), pytest.param((4.0, 1.0, 6.0, 3.0), marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("changes", [{"mode": "mig"}, {"mode": "semi", "budget": 0.0}])
-def test_all_but_one_slow_lend_to_the_one(run_ranks, chis, changes):
-    def train(rank, group):
+        assert run.balancer.plan.loans == () and not any(own.pruned for own in run.balancer.plan.ranks)
+        run.balancer.close()
         expected = Run(group, mode="off").steps(30)
         run = Run(group, update_every=5, **changes)
-        run.time.chi = chis[rank]
-        return expected, run.steps(30), run.balancer.plan.loans
+        run.time.chi = (4.0, 1.0, 6.0)[rank]
+        assert run.steps(30) == pytest.approx(expected, rel=1e-4)
+        assert [(loan.owner, loan.receivers) for loan in run.balancer.plan.loans] == [(0, (1,)), (2, (1,))]
 
-    owners = [rank for rank, chi in enumerate(chis) if chi > 1.0]
-    for expected, losses, loans in run_ranks(train, len(chis)):
-        assert losses == pytest.approx(expected, rel=1e-4)
-        assert [(loan.owner, loan.receivers) for loan in loans] == [(owner, (1,)) for owner in owners]
+    run_ranks(train, 3)

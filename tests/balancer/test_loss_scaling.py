@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.processes import for_each
 from helpers.virtual_training import FEATURES, Run
 from torch import nn
 
@@ -58,41 +59,30 @@ def undivided():
     return steps
 
 
-SLOW = [pytest.mark.slow]
-CASES = [
-    *(pytest.param(mode, None, id=mode) for mode in ("exact", "mig", "semi")),
-    *(pytest.param(mode, None, id=mode, marks=SLOW) for mode in ("off", "zero-rd", "zero-pri", "zero-pridiff")),
-    pytest.param("exact", (3, 1), id="exact, units away"),
-    pytest.param("off", (0, 1), id="off, no units on a rank"),
-    pytest.param("off", (3, 1), id="off, units away", marks=SLOW),
-    pytest.param("semi", (3, 1), id="semi, units away", marks=SLOW),
-    pytest.param("exact", (0, 1), id="exact, no units on a rank", marks=SLOW),
-]
+def test_steps_that_overflow_are_skipped_alike(run_ranks):
+    cases = [("exact", None), ("mig", None), ("semi", None), ("exact", (3, 1)), ("off", (0, 1)), ("zero-pri", None)]
 
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize(("mode", "move"), CASES)
-def test_steps_that_overflow_are_skipped_alike(run_ranks, mode, move):
-    def check(rank, group):
+    @for_each(cases)
+    def check(rank, group, mode, move):
         torch.set_default_dtype(torch.float64)
         run = Run(group, mode=mode, update_every=2)
         run.time.chi = 3.0 if rank == 1 else 1.0
         scaler = zr.GradScaler("cpu", process_group=group, **SCALE)
         return scaled_steps(run, scaler, rank, move), run.model.down.bias.detach(), undivided()
 
-    (first, bias, expected), (second, other_bias, _) = run_ranks(check, 2)
-    assert torch.equal(bias, other_bias) and bias.isfinite().all()
-    assert [one[1:] for one in first] == [one[1:] for one in second] == [one[1:] for one in expected]
-    if mode in ("off", "exact", "mig") or move is not None:
-        assert [loss for loss, *_ in first] == pytest.approx([loss for loss, *_ in expected], rel=1e-10)
+    for (mode, move), first, second in zip(cases, *run_ranks(check, 2), strict=True):
+        (steps, bias, expected), (others, other_bias, _) = first, second
+        assert torch.equal(bias, other_bias) and bias.isfinite().all()
+        assert [one[1:] for one in steps] == [one[1:] for one in others] == [one[1:] for one in expected]
+        if mode in ("off", "exact", "mig") or move is not None:
+            assert [loss for loss, *_ in steps] == pytest.approx([loss for loss, *_ in expected], rel=1e-10)
 
 
-@pytest.mark.parametrize("mode", ["exact", *(pytest.param(one, marks=SLOW) for one in ("off", "zero-pri", "mig"))])
-def test_a_scaler_that_skips_on_one_rank_only_is_noticed_by_all(run_ranks, mode):
+def test_a_scaler_that_skips_on_one_rank_only_is_noticed_by_all(run_ranks):
     """A plain one hears of the gradients of its own rank."""
 
     def check(rank, group):
-        run = Run(group, mode=mode, update_every=2)
+        run = Run(group, mode="exact", update_every=2)
         with pytest.raises(RuntimeError, match="did not make equally many optimizer steps") as caught:
             scaled_steps(run, torch.amp.GradScaler("cpu", **SCALE), rank)
         return str(caught.value)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.processes import for_each
 from helpers.virtual_training import FEATURES, Run
 
 #: Bytes of weights, gradients and Adam's moments of an even share of two ranks' 192 neurons, and of what all hold.
@@ -82,24 +83,19 @@ def test_home_and_a_move_by_hand_must_fit(run_ranks):
     assert before < 77 and (first, second) == (144, 48)
 
 
-@pytest.mark.parametrize(
-    "config, message",
-    [
+def test_what_cannot_fit_is_refused_on_every_rank(run_ranks):
+    cases = [
         ({"memory_limits": (1e5, 1e5)}, "activations not counted: rank 0 would hold .* bytes of at most 100,000"),
         ({"memory_limits": (1e9, 1e5), "shares": (1.0, 1.0)}, "rank 1 would hold .* of at most 100,000"),
-        (
-            {"memory_limits": (1e9,)},
-            "numbers of bytes for 1 ranks, and the group has 2",
-        ),
-    ],
-)
-def test_what_cannot_fit_is_refused_on_every_rank(run_ranks, config, message):
-    def train(rank, group):
+        ({"memory_limits": (1e9,)}, "numbers of bytes for 1 ranks, and the group has 2"),
+    ]
+
+    @for_each(cases)
+    def train(rank, group, config, message):
         with pytest.raises(ValueError, match=message):
             Run(group, mode="exact", **config)
-        return True
 
-    assert run_ranks(train, 2) == [True, True]
+    run_ranks(train, 2)
 
 
 def test_a_checkpoints_division_that_does_not_fit_is_not_taken_over(run_ranks):

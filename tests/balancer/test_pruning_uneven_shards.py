@@ -1,11 +1,14 @@
 """Pruning on uneven shards: what a plan leaves out is what the unsharded layers would leave out, whoever owns it."""
 
+from itertools import chain
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import parallel_layers
 from helpers.parallel_layers import HEAD_SIZE, WIDTH, gathered, impute
+from helpers.processes import for_each
 from helpers.states import held_by
 from helpers.virtual_training import Run
 from torch import nn
@@ -13,7 +16,6 @@ from torch.testing import assert_close
 
 import zeroresize as zr
 from zeroresize.config.keys import IMPUTATIONS, PRIORITIES
-from zeroresize.plan.group import RankPlan, WorkloadPlan
 
 SHARES = {2: (3, 1), 3: (1, 3, 2)}
 
@@ -140,11 +142,10 @@ class UnevenBlock:
         self.balancer.step()
 
 
-@pytest.mark.few(6)
-@pytest.mark.parametrize("imputation", IMPUTATIONS)
 @pytest.mark.parametrize("shares", [(3, 1), (1, 0), (1, 3, 2)], ids=str)
-def test_a_pruned_step_is_that_of_the_unsharded_layers_without_the_same_columns(run_ranks, shares, imputation):
-    def check(rank, group):
+def test_a_pruned_step_is_that_of_the_unsharded_layers_without_the_same_columns(run_ranks, shares):
+    @for_each([(imputation,) for imputation in IMPUTATIONS])
+    def check(rank, group, imputation):
         block = UnevenBlock(group, shares, paper={"imputation": imputation})
         whole = WholeBlock(block.whole(), imputation)
         for ratios in ((0.0, 0.0, 0.0), (0.5, 0.25, 0.75)):  # "same" takes what the first leaves
@@ -165,13 +166,12 @@ def test_a_pruned_step_is_that_of_the_unsharded_layers_without_the_same_columns(
         counts = [segment.owned.counts[rank] for segment in block.segments]
         return counts, {name: int((~of_ranks[rank][1]).sum()) for name, of_ranks in whole.parts.items()}
 
-    for share, ratio, ((num_heads, num_neurons), pruned) in zip(
-        shares, (0.5, 0.25, 0.75), run_ranks(check, len(shares)), strict=False
-    ):
-        assert (num_heads, num_neurons) == (12 * share // sum(shares), 24 * share // sum(shares))
-        assert pruned["1.down"] == int(ratio * num_neurons + 0.5)
-        assert pruned["0.out"] == int(ratio * num_heads * HEAD_SIZE + 0.5)
-        assert pruned["1.up"] == pruned["0.q"] == ratio * WIDTH
+    for share, ratio, cases in zip(shares, (0.5, 0.25, 0.75), run_ranks(check, len(shares)), strict=False):
+        for (num_heads, num_neurons), pruned in cases:
+            assert (num_heads, num_neurons) == (12 * share // sum(shares), 24 * share // sum(shares))
+            assert pruned["1.down"] == int(ratio * num_neurons + 0.5)
+            assert pruned["0.out"] == int(ratio * num_heads * HEAD_SIZE + 0.5)
+            assert pruned["1.up"] == pruned["0.q"] == ratio * WIDTH
 
 
 # ---- what is known of columns ---------------------------------------------------------------------------------------
@@ -197,8 +197,7 @@ def same_known(ones, others):
 
 
 def pruning_run(group, **config):
-    run = Run(group, **{"mode": "zero-pri", "shares": SHARES[dist.get_world_size()], "update_every": 100, **config})
-    return run
+    return Run(group, **{"mode": "zero-pri", "shares": SHARES[dist.get_world_size()], "update_every": 100, **config})
 
 
 def pin(run, *ratios):
@@ -206,10 +205,10 @@ def pin(run, *ratios):
         run.balancer.pin(rank, ratio)
 
 
-@pytest.mark.parametrize("priority", PRIORITIES)
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_what_is_known_of_a_column_is_known_to_whoever_owns_its_unit(run_ranks, num_ranks, priority):
-    def train(rank, group):
+def test_what_is_known_of_a_column_is_known_to_whoever_owns_its_unit(run_ranks, num_ranks):
+    @for_each([(priority,) for priority in PRIORITIES])
+    def train(rank, group, priority):
         run = pruning_run(group, priority=priority, iters_per_epoch=4, ageing=0.0)
         pin(run, 0.5, 0.25, 0.75)
         run.steps(7)
@@ -221,7 +220,7 @@ def test_what_is_known_of_a_column_is_known_to_whoever_owns_its_unit(run_ranks, 
         assert len(set(units)) == 1 and run.model.down.segment.owned.counts != units
         return same_known(away, home) and same_known(home, again), away
 
-    for is_same, known in run_ranks(train, num_ranks):
+    for is_same, known in chain.from_iterable(run_ranks(train, num_ranks)):
         w_var, age, pruned_steps, of_epoch = known
         assert is_same and np.isfinite(w_var).any() and set(age) == {0.0, 1.0}
         # The first epoch drew them at random, and what it pruned is pruned on, as nothing is known of it.
@@ -230,37 +229,11 @@ def test_what_is_known_of_a_column_is_known_to_whoever_owns_its_unit(run_ranks, 
         assert pruned_steps.sum() == 7 * num_pruned and of_epoch.sum() == 3 * num_pruned
 
 
-def test_a_move_in_the_middle_of_an_epoch_takes_counted_steps_along(run_ranks):
-    """By hand, under a plan made by hand: pruned in most of the epoch's steps is pruned on any owner."""
-
-    def train(rank, group):
-        run = pruning_run(group, mode="semi", priority="variation", shares="even", ageing=1.0)
-        run.balancer.epoch_end()
-        plan = WorkloadPlan((RankPlan(), RankPlan(0.5)))
-        for shares, num_steps in (((1, 1), 3), ((3, 1), 2)):
-            run.balancer.move(shares)
-            run.balancer._parts.mover.plans.install(plan if num_steps == 3 else WorkloadPlan((RankPlan(),) * 2))
-            run.steps(1)
-            for _ in range(num_steps - 1):
-                run.balancer._parts.mover.plans.install(plan if num_steps == 3 else WorkloadPlan((RankPlan(),) * 2))
-                run.steps(1)
-        before = known_of_units(run)
-        run.balancer.epoch_end()
-        return before, known_of_units(run), run.model.down.segment.owned.counts
-
-    for before, after, counts in run_ranks(train, 2):
-        assert counts == (144, 48)
-        was_pruned = before[2] == 3
-        assert was_pruned.sum() == 48 and not was_pruned[:96].any() and was_pruned[96:144].any()
-        assert (before[2][~was_pruned] == 0).all()
-        assert (after[1] == was_pruned).all(), "ages of columns, also of those that rank 0 owns now"
-
-
-@pytest.mark.parametrize("priority", PRIORITIES)
-def test_a_visit_home_before_an_epoch_ends_loses_nothing_of_what_it_tells(run_ranks, priority):
+def test_a_visit_home_before_an_epoch_ends_loses_nothing_of_what_it_tells(run_ranks):
     """As where a checkpoint is written then."""
 
-    def train(rank, group):
+    @for_each([(priority,) for priority in PRIORITIES])
+    def train(rank, group, priority):
         def known_after(visits):
             run = pruning_run(group, priority=priority)
             pin(run, 0.25, 0.5)
@@ -274,7 +247,7 @@ def test_a_visit_home_before_an_epoch_ends_loses_nothing_of_what_it_tells(run_ra
 
         return known_after(visits=False), known_after(visits=True)
 
-    for expected, known in run_ranks(train, 2):
+    for expected, known in chain.from_iterable(run_ranks(train, 2)):
         assert np.isfinite(expected[0]).any() and same_known(known, expected)
 
 
@@ -310,17 +283,15 @@ def test_freezing_leaves_weights_and_moments_of_pruned_columns_across_moves(run_
 # ---- saved and resumed ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("from_shares", "to_shares"), [("even", (3, 1)), ((3, 1), "even"), ((3, 1), (1, 3))], ids=str)
-def test_a_state_of_another_division_brings_what_is_known_to_the_owners_of_now(run_ranks, from_shares, to_shares):
+def test_a_state_of_another_division_brings_what_is_known_to_the_owners_of_now(run_ranks):
     """Where units do not move they stay as this run was told, and where it may not be away, at home."""
+    cases = [("even", (3, 1)), ((3, 1), "even"), ((3, 1), (1, 3))]
 
-    def train(rank, group):
-        def straight(run):
-            pin(run, 0.5, 0.25)
-            run.steps(6)
-            return run
-
-        first = straight(pruning_run(group, shares=from_shares, iters_per_epoch=4, priority="variation"))
+    @for_each(cases)
+    def train(rank, group, from_shares, to_shares):
+        first = pruning_run(group, shares=from_shares, iters_per_epoch=4, priority="variation")
+        pin(first, 0.5, 0.25)
+        first.steps(6)
         state, known = first.balancer.state_dict(), known_of_units(first)
         first.balancer.close()
         resumed = pruning_run(group, shares=to_shares, iters_per_epoch=4, priority="variation")
@@ -331,7 +302,8 @@ def test_a_state_of_another_division_brings_what_is_known_to_the_owners_of_now(r
         return known, now, counts, np.isfinite(ends[0]).sum(), ends[2].max()
 
     expected = {"even": (96, 96), (3, 1): (144, 48), (1, 3): (48, 144)}
-    for known, now, counts, num_known, most_steps in run_ranks(train, 2):
+    of_ranks = [(*case, *told) for rank in run_ranks(train, 2) for case, told in zip(cases, rank, strict=True)]
+    for from_shares, to_shares, known, now, counts, num_known, most_steps in of_ranks:
         if to_shares == "even":  # nobody is asked: what is away from here begins anew
             assert counts == (96, 96)
             stayed = np.arange(192) < 144  # rank 1 gives its last ones first
@@ -341,6 +313,3 @@ def test_a_state_of_another_division_brings_what_is_known_to_the_owners_of_now(r
             assert counts == (expected[from_shares] if from_shares != "even" else expected[to_shares])
             assert same_known(now, known)
         assert num_known > 96 and most_steps > 6
-
-
-# ---- modes ----------------------------------------------------------------------------------------------------------

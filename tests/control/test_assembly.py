@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from helpers.processes import for_each
 from helpers.virtual_training import Pair
 
 import zeroresize as zr
-from zeroresize.control import assembly, observer
+from zeroresize.control import assembly, mover, observer
 from zeroresize.control import group as group_module
 from zeroresize.measure.step_timer import StepTimer
 
@@ -36,18 +37,18 @@ def made(group):
     return model, optimizer, lambda: zr.Balancer(model, optimizer, process_group=group, config=CONFIG)
 
 
-@pytest.mark.parametrize(
-    "part",
-    ["StartCheck", "ColumnFreezer", "Lender", "RankMonitor", "ForwardWatch", "PlanExecution", "PlanExecution.install"],
-)
-def test_where_a_part_cannot_be_made_nothing_is_left_of_the_others(run_ranks, monkeypatch, part):
-    def build(rank, group):
+PARTS = ["StartCheck", "ColumnFreezer", "Lender", "RankMonitor", "ForwardWatch", "PlanExecution"]
+
+
+def test_where_a_part_cannot_be_made_nothing_is_left_of_the_others(run_ranks, monkeypatch):
+    @for_each([(part,) for part in (*PARTS, "PlanExecution.install")])
+    def build(rank, group, part):
         closed = []
         model, optimizer, balancer = made(group)
         before = attached_to(model, optimizer)
         with monkeypatch.context() as patched:
             patched.setattr(group_module.Exchange, "close", lambda exchange: closed.append(exchange))
-            where = observer if part in ("RankMonitor", "ForwardWatch") else assembly
+            where = next(one for one in (assembly, observer, mover) if hasattr(one, part.partition(".")[0]))
             patched.setattr(f"{where.__name__}.{part}", fail)
             with pytest.raises(Unlucky):
                 balancer()
@@ -57,4 +58,4 @@ def test_where_a_part_cannot_be_made_nothing_is_left_of_the_others(run_ranks, mo
         running.close()
         assert while_it_runs != before and attached_to(model, optimizer) == before
 
-    run_ranks(build, 2, timeout_s=20)
+    run_ranks(build, 2)

@@ -1,9 +1,11 @@
 """Replicated parameters whose gradients are parts of a sum, and other batches on the ranks of a group."""
 
+from itertools import chain
+
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.processes import caught_log_lines
+from helpers.processes import caught_log_lines, for_each
 from helpers.virtual_training import FEATURES, Pair
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -106,9 +108,9 @@ def trained(model, optimizer, balancer, reduce=None, dtype=None):
     balancer.step()
 
 
-@pytest.mark.parametrize("is_dtensor", [False, True])
-def test_gradients_that_are_parts_of_a_sum_are_named_before_weights_change(run_ranks, is_dtensor):
-    def train(rank, group):
+def test_gradients_that_are_parts_of_a_sum_are_named_before_weights_change(run_ranks):
+    @for_each([(False,), (True,)])
+    def train(rank, group, is_dtensor):
         texts = []
         for part in (Attention, Gated):
             model = Model(part, drop=0.1)
@@ -123,7 +125,7 @@ def test_gradients_that_are_parts_of_a_sum_are_named_before_weights_change(run_r
             trained(model, optimizer, type("", (), {"step": lambda self: None})())
         return texts
 
-    for attention, gated in run_ranks(train, 2, timeout_s=30):
+    for attention, gated in chain.from_iterable(run_ranks(train, 2, timeout_s=30)):
         assert "a part of a sum, as its layer works on what is divided over the ranks. Sum it" in attention
         for text, names in ((attention, ["k.weight", "v.weight", "norm.weight"]), (gated, ["router.weight"])):
             assert any(f"part.{name}" in text for name in names)
@@ -150,15 +152,19 @@ def test_what_is_summed_frozen_unused_or_skipped_is_not_blamed(run_ranks):
             model.unused = nn.Linear(2, 2)
 
         with caught_log_lines() as lines:
-            for prepare in (no_hook, step_hook, tensor_hooks, frozen):
-                for dtype in (None, torch.bfloat16):
-                    model = Model()
-                    optimizer, balancer = balanced(model, group)
-                    model.part.enter = entered
-                    reduce = prepare(model, optimizer)
-                    for _ in range(2):
-                        trained(model, optimizer, balancer, reduce, dtype)
-                    balancer.close()
+            for prepare, dtype in (
+                (no_hook, torch.bfloat16),
+                (step_hook, None),
+                (tensor_hooks, torch.bfloat16),
+                (frozen, None),
+            ):
+                model = Model()
+                optimizer, balancer = balanced(model, group)
+                model.part.enter = entered
+                reduce = prepare(model, optimizer)
+                for _ in range(2):
+                    trained(model, optimizer, balancer, reduce, dtype)
+                balancer.close()
         return [line for line in lines if "the ranks" in line]
 
     assert run_ranks(train, 2, timeout_s=60) == [[], []]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zeroresize as zr
-from zeroresize.control.plan_execution import PlanExecution
+from zeroresize.control.plan_execution import LineageTable, PlanExecution
 from zeroresize.plan.group import Loan, RankPlan, Shares, WorkloadPlan
 from zeroresize.policy.tensor.columns.selector import ColumnSelector
 
@@ -28,16 +28,24 @@ def layers():
 def rank_under(layers, rank, **config):
     config = zr.BalanceConfig(**{"mode": "zero-rd", **config})
     selector = ColumnSelector(config, rank, dict.fromkeys(layers, 64), dict.fromkeys(layers, 1.0))
-    return selector, PlanExecution(config, rank, 2, layers, selector=selector, lender=None, exchange=None)
+    return selector, PlanExecution(config, rank, 2, layers, selector)
 
 
 def test_a_rank_does_its_own_part_of_the_plan(layers):
     _, lender = rank_under(layers, 1)
+    assert LineageTable(layers).pruned("up", "x") is None
     lender.install(PLAN)
     lender.begin_step()
     assert lender.ratio == 0.75 and lender.lent_to == {0: 0.25}
     assert lender.planned == lender.shares_of_step == Shares(0.5, 0.25, 0.0)
     assert [(len(layer.plan.pruned), len(layer.plan.lent)) for layer in layers.values()] == [(32, 16)] * 2
+    lineage = LineageTable(layers)
+    for matrix in ("x", "w"):
+        assert lineage.pruned("up", matrix) is layers["up"].plan.pruned
+    with pytest.raises(KeyError, match=r"'fc3': there are \['down', 'up'\]"):
+        lineage.pruned("fc3", "x")
+    with pytest.raises(ValueError, match=r"matrix_name='dw' is not allowed: choose one of \['x', 'w'\]"):
+        lineage.pruned("up", "dw")
     _, receiver = rank_under(layers, 0)
     receiver.install(PLAN)
     receiver.begin_step()

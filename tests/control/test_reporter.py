@@ -76,7 +76,7 @@ def test_one_straggler_is_told_with_what_moves_what_it_costs_and_what_it_brings(
     reporter.decided(20, plan(4), decided(slow, ()), None)
     clock.now = 140.0
     busy_s, changes = (0.1, 0.1, 0.1, 0.21), {"neurons": (143, 143, 144, -430), "heads": (1, 1, 1, -3)}
-    reporter.moved(40, move(4, **changes), slow, busy_s, step_s=0.31, comparing_s=0.21)
+    reporter.moved(40, move(4, **changes), decided(slow, busy_s), 0.31, 0.21)
     assert lines() == [
         "step 40: rank 3 is 2.1 times slower than the fastest for 40 s: 43 % of rank 3's neurons and 25 % of its heads "
         "move to ranks 0, 1, 2: 38 MB, 0.4 s, then 0.21 s to compare products; a step took 310 ms, expected 205 ms"
@@ -113,13 +113,13 @@ def test_lines_of_other_moves(lines):
         ((small, plan(2, step_s=0.00042), ()), {}, f"{to_rank_0}: 0.812 kB, 0.0021 s; expected step 0.42 ms"),
         ((large, plan(2, step_s=12.3), ()), {}, f"{to_rank_0}: 38.4 GB, 123 s; expected step 12300 ms"),
     ]
-    for given, options, line in cases:
-        Reporter(0.1, speaks=True).moved(5, *given, **options)
+    for (moved, of_plan, busy_s), options, line in cases:
+        Reporter(0.1, speaks=True).moved(5, moved, decided(of_plan, busy_s), **options)
         assert lines() == [f"step 5: {line}"]
 
 
 def test_what_came_of_a_move_is_told_once_and_only_where_measurements_made_it(lines):
-    half = move(2, neurons=(500, -500)), plan(2, {1}, 0.2), (0.1, 0.3)
+    half = move(2, neurons=(500, -500)), decided(plan(2, {1}, 0.2), (0.1, 0.3))
     for step_s, change in ((0.18, "38 % shorter"), (0.292, "as long as before"), (0.348, "20 % longer")):
         reporter = Reporter(0.1, speaks=True)
         reporter.moved(40, *half, step_s=0.29)

@@ -2,8 +2,6 @@
 
 import math
 
-import pytest
-
 from zeroresize.control.group_decision import RankNumbers, _of_slowest
 from zeroresize.policy.tensor.costs import ResizingCost
 from zeroresize.policy.tensor.estimation.times import RankTimes
@@ -17,27 +15,21 @@ def numbers(busy_s, wait_s=0.1, fingerprint=5.0, held=(7.0, 8.0)):
     return RankNumbers(fingerprint, wait_s, HeldBytes(*held), times)
 
 
-def test_what_is_sent_is_what_arrives_and_without_replicas_nothing_changes():
+def test_what_is_sent_is_what_arrives():
     assert RankNumbers.from_row(numbers(1.0).to_row()) == numbers(1.0)
+
+
+def test_the_slowest_replica_counts_with_the_shortest_wait_and_the_most_bytes():
     assert _of_slowest([numbers(1.0)]) == numbers(1.0)
-
-
-@pytest.mark.parametrize("busy_s", [(1.0, 3.0, 2.0), (3.0, 1.0, 2.0), (2.0, 1.0, 3.0)])
-def test_the_slowest_counts_and_the_shortest_wait(busy_s):
-    merged = _of_slowest([numbers(one, wait_s) for one, wait_s in zip(busy_s, (0.3, 0.2, 0.4), strict=True)])
-    assert merged == numbers(3.0, 0.2)
-
-
-@pytest.mark.parametrize("unknown", [-1.0, math.inf, math.nan])
-def test_where_one_knows_no_times_nobody_does(unknown):
-    assert not 0.0 < _of_slowest([numbers(1.0), numbers(unknown)]).times.gemm_s < math.inf
-
-
-def test_the_most_bytes_count_whoever_is_slowest():
+    for busy_s in ((1.0, 3.0, 2.0), (3.0, 1.0, 2.0), (2.0, 1.0, 3.0)):
+        merged = _of_slowest([numbers(one, wait_s) for one, wait_s in zip(busy_s, (0.3, 0.2, 0.4), strict=True)])
+        assert merged == numbers(3.0, 0.2)
     merged = _of_slowest([numbers(3.0, held=(1.0, 9.0)), numbers(1.0, held=(2.0, 8.0))])
     assert merged == numbers(3.0, held=(2.0, 9.0))
 
 
-def test_an_unknown_wait_and_fingerprints_that_differ_stay_seen():
+def test_where_one_knows_no_times_nobody_does_and_what_is_unknown_or_differs_stays_seen():
+    for unknown in (-1.0, math.inf, math.nan):
+        assert not 0.0 < _of_slowest([numbers(1.0), numbers(unknown)]).times.gemm_s < math.inf
     assert math.isnan(_of_slowest([numbers(1.0), numbers(2.0, math.nan)]).wait_s)
     assert math.isnan(_of_slowest([numbers(1.0), numbers(2.0, fingerprint=6.0)]).fingerprint)

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.processes import caught_log_lines
+from helpers.processes import caught_log_lines, for_each
 from helpers.virtual_training import FEATURES, Pair
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -49,9 +49,9 @@ def change(model, rank, name="head.weight", by=1e-2):
         dict(model.named_parameters())[name].view(-1)[0] += by * rank
 
 
-@pytest.mark.parametrize("name", ["head.weight", "norm.bias", "pair.down.bias"])
-def test_ranks_that_begin_with_different_weights_are_all_told_which_in_the_first_training_forward(run_ranks, name):
-    def train(rank, group):
+def test_ranks_that_begin_with_different_weights_are_all_told_which_in_the_first_training_forward(run_ranks):
+    @for_each([("head.weight",), ("norm.bias",), ("pair.down.bias",)])
+    def train(rank, group, name):
         model = Model(group)
         change(model, rank, name)
         balancer = balanced(model, group)
@@ -59,53 +59,45 @@ def test_ranks_that_begin_with_different_weights_are_all_told_which_in_the_first
         with pytest.raises(ValueError) as error:
             model.train()(X)
         balancer.close()
-        return str(error.value)
-
-    for message in run_ranks(train, 3, timeout_s=20):
+        message = str(error.value)
         assert message.startswith(
             "1 of 5 parameters that all ranks of the group should hold alike differ between the ranks: "
         )
-        assert [f"rank {rank}: sum " in message for rank in range(3)] == [True] * 3  # no two agree, so none is to blame
+        assert [f"rank {one}: sum " in message for one in range(3)] == [True] * 3  # no two agree, so none is to blame
+
+    run_ranks(train, 3, timeout_s=20)
 
 
-def test_weights_may_be_loaded_after_the_balancer_was_made(run_ranks):
+def test_what_is_loaded_later_may_be_a_shard_or_rounding_is_no_difference_and_checks_can_be_off(run_ranks):
     def train(rank, group):
         model = Model(group)
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         change(model, rank)
-        balancer = balanced(model, group)  # noqa: F841
+        balancer = balanced(model, group)
         model.load_state_dict(state)
         model(X)
         change(model, rank)  # compared once
         model(X)
+        balancer.close()
 
-    run_ranks(train, 2, timeout_s=20)
-
-
-def test_what_may_be_a_shard_is_left_out_and_rounding_is_no_difference(run_ranks):
-    def train(rank, group):
         model = Model(group)
         model.marked, model.grouped = OwnEmbedding(rank), OwnEmbedding(rank, group)
         model.uneven = nn.Parameter(torch.ones(3 + rank))
         model.tied = model.grouped.weight
         change(model, rank, by=1e-7)
-        balancer = balanced(model, group)  # noqa: F841
+        balancer = balanced(model, group)
         model(X)
+        balancer.close()
 
-    run_ranks(train, 2, timeout_s=20)
-
-
-def test_start_checks_can_be_turned_off(run_ranks):
-    def train(rank, group):
         model = Model(group)
         change(model, rank)
         some = torch.optim.SGD(model.pair.up.parameters(), lr=0.1)
         with caught_log_lines() as lines:
-            balancer = balanced(model, group, zr.BalanceConfig(mode="zero-pri", start_checks=False), optimizer=some)  # noqa: F841
+            balancer = balanced(model, group, zr.BalanceConfig(mode="zero-pri", start_checks=False), optimizer=some)
         model(X)
-        return [line for line in lines if "does not step the weights of pair.down" in line]
+        assert len([line for line in lines if "does not step the weights of pair.down" in line]) == 1
 
-    assert [len(lines) for lines in run_ranks(train, 2)] == [1, 1]
+    run_ranks(train, 2, timeout_s=20)
 
 
 def test_an_optimizer_of_some_layers_is_refused_unless_the_others_are_frozen(run_ranks):
@@ -122,9 +114,9 @@ def test_an_optimizer_of_some_layers_is_refused_unless_the_others_are_frozen(run
     run_ranks(build, 2)
 
 
-@pytest.mark.parametrize("is_wrapped_first", [True, False])
-def test_ddp_over_the_tensor_parallel_group_is_refused(run_ranks, is_wrapped_first):
-    def build(rank, group):
+def test_ddp_over_the_tensor_parallel_group_is_refused(run_ranks):
+    @for_each([(True,), (False,)])
+    def build(rank, group, is_wrapped_first):
         model = Model(group)
         zr.convert(model, process_group=group)
         with pytest.raises(
@@ -155,13 +147,21 @@ def test_ddp_over_replicas_and_ddp_that_leaves_the_shards_alone_are_taken(run_ra
     assert run_ranks(build, 2, timeout_s=20) == [0.0, 0.0]
 
 
-def drift_lines(run_ranks, num_steps, clip=None, change_at=None, by=0.0, before=0.0):
-    """The warnings of each rank in a training in which units move."""
+def test_copies_that_drift_apart_are_warned_of_once_on_one_rank(run_ranks):
+    """As by clipping by shards. What is clipped by the whole norm, or differs by rounding from the start, does not."""
 
-    def train(rank, group):
+    @for_each(
+        [
+            (25, nn.utils.clip_grad_norm_, {}),
+            (45, zr.clip_grad_norm_, {}),
+            (5, None, {"before": 1e-7}),
+            (25, None, {"before": 1e-7, "change_at": 12}),
+        ]
+    )
+    def train(rank, group, num_steps, clip, changes):
         torch.manual_seed(0)
         model = Model(group)
-        change(model, rank, by=before)
+        change(model, rank, by=changes.get("before", 0.0))
         config = zr.BalanceConfig(mode="off", update_every=5)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         balancer = balanced(model, group, config, optimizer=optimizer)
@@ -173,52 +173,18 @@ def drift_lines(run_ranks, num_steps, clip=None, change_at=None, by=0.0, before=
                     clip(model.parameters(), 0.1)
                 optimizer.step()
                 optimizer.zero_grad()
-                if step == change_at:
-                    change(model, rank, by=by)
+                if step == changes.get("change_at"):
+                    change(model, rank)
                 if step == 7:
                     balancer.move([1, 3])
                 balancer.step()
+        balancer.close()
         return [line for line in lines if "drifted apart" in line]
 
-    return run_ranks(train, 2)
-
-
-def test_clipping_by_shards_is_noticed_as_copies_drift_apart(run_ranks):
-    lines, others = drift_lines(run_ranks, 25, nn.utils.clip_grad_norm_)
-    assert len(lines) == 1 and not others
-    assert "of 5 parameters that all ranks of the group hold alike have drifted apart" in lines[0]
-    assert "head.weight (rank 0: sum " in lines[0] and "zeroresize.clip_grad_norm_" in lines[0]
-
-
-@pytest.mark.parametrize("clip", [None, zr.clip_grad_norm_])
-def test_copies_that_stay_alike_are_not_warned_of(run_ranks, clip):
-    assert drift_lines(run_ranks, 45, clip) == [[], []]
-
-
-def test_what_differed_at_the_start_by_rounding_is_no_drift_and_what_differs_later_is(run_ranks):
-    assert drift_lines(run_ranks, 5, before=1e-7) == [[], []]
-    assert len(drift_lines(run_ranks, 25, before=1e-7, change_at=12, by=1e-2)[0]) == 1
-
-
-def test_devices_of_several_models_are_told_once_something_is_drawn(run_ranks, monkeypatch):
-    def train(rank, group, models, p):
-        monkeypatch.setattr("zeroresize.control.device_models.model_of", lambda device: models[rank])
-        model = nn.Sequential(Model(group), nn.Dropout(p))
-        balancer = balanced(model, group, zr.BalanceConfig(mode="off", update_every=1))
-        with caught_log_lines() as lines:
-            for _ in range(3):
-                model(X)
-                balancer.step()
-        balancer.close()
-        return [line for line in lines if "several models" in line]
-
-    def check(rank, group):
-        lines = train(rank, group, "AB", 0.1)
-        assert len(lines) == (rank == 0)
-        assert all("A (ranks 0), B (ranks 1), which draw other random numbers" in line for line in lines)
-        assert train(rank, group, "AB", 0.0) == train(rank, group, "AA", 0.1) == []
-
-    run_ranks(check, 2)
+    (clipped, whole, rounding, later), others = run_ranks(train, 2)
+    assert (len(clipped), whole, rounding, len(later)) == (1, [], [], 1) and others == [[]] * 4
+    assert "of 5 parameters that all ranks of the group hold alike have drifted apart" in clipped[0]
+    assert "head.weight (rank 0: sum " in clipped[0] and "zeroresize.clip_grad_norm_" in clipped[0]
 
 
 class Noisy(nn.Module):
@@ -245,11 +211,11 @@ def stepped(model, group, seed, config):
     return balancer
 
 
-@pytest.mark.parametrize("differs", [True, False])
-def test_no_unit_leaves_home_where_replicated_activations_differ(run_ranks, differs):
+def test_no_unit_leaves_home_where_replicated_activations_differ(run_ranks):
     """As where a host draws otherwise on each rank what it drops behind a row-parallel layer."""
 
-    def train(rank, group):
+    @for_each([(True,), (False,)])
+    def train(rank, group, differs):
         model = Noisy(group, nn.Dropout(0.1))
         with caught_log_lines() as lines:
             balancer = stepped(model, group, rank if differs else 0, zr.BalanceConfig(mode="off"))
@@ -262,9 +228,9 @@ def test_no_unit_leaves_home_where_replicated_activations_differ(run_ranks, diff
             with balancer.at_home():
                 pass  # to save is always allowed
             balancer.close(at_home=True)
-        return str(error.value) if differs else "", [line for line in lines if "should have alike differ" in line]
-
-    for rank, (error, lines) in enumerate(run_ranks(train, 2, timeout_s=30)):
-        assert ("activations that all ranks of the group should have alike differ" in error) == differs
-        assert ("the input of second.up" in error) == differs
+        if differs:
+            assert "activations that all ranks of the group should have alike differ" in str(error.value)
+            assert "the input of second.up" in str(error.value)
         assert len([line for line in lines if "No unit leaves its home" in line]) == (differs and rank == 0)
+
+    run_ranks(train, 2, timeout_s=30)

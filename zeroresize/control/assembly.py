@@ -12,20 +12,16 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import world_size
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MOVABLE_MODES, MOVING_MODES, PRIORITY_MODES, PRUNING_MODES
-from zeroresize.control.column_moves import ColumnMoves
 from zeroresize.control.group import Group, join_group
 from zeroresize.control.group_decision import GroupDecision
 from zeroresize.control.mover import Mover
 from zeroresize.control.observer import Observer
-from zeroresize.control.plan_execution import PlanExecution
 from zeroresize.control.reporter import Reporter
 from zeroresize.control.setup import Setup, checked_setup, prepare_layers, release_layers, tell_other_ranks
 from zeroresize.control.start_checks import StartCheck
-from zeroresize.layers.segments import segments_of_layers, work_of_layers
 from zeroresize.measure.column_statistics import build_statistic
 from zeroresize.migration.lender import Lender
 from zeroresize.optim.freezing import ColumnFreezer
-from zeroresize.policy.tensor.columns.selector import ColumnSelector
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,14 +31,7 @@ if TYPE_CHECKING:
 class Parts:
     """Holds the parts of a balancer in the order in which a step goes through them.
 
-    Attributes:
-        setup: what the balancer was given.
-        group: the ranks that balance together.
-        observer: measures this rank.
-        decider: turns all ranks' numbers into a plan.
-        mover: carries the plan out.
-        reporter: says so.
-        attached: takes back what all of them attached to the layers, the optimizer and the group, the last one first.
+    ``attached`` takes back what all of them attached to the layers, the optimizer and the group, the last one first.
     """
 
     setup: Setup
@@ -61,17 +50,10 @@ def build(
     process_group: ProcessGroup | DeviceMesh | None = None,
     data_parallel_group: ProcessGroup | DeviceMesh | None = None,
 ) -> Parts:
-    """Check what a balancer is given, and make its parts; collective over the tensor-parallel group, and over its
-    data-parallel replicas where units may move.
-
-    A model that was not converted is, and its units are divided by ``config.shares`` unless ``convert`` was told how.
+    """Check what a balancer is given, and make its parts; collective, and errors are as :class:`.Balancer` tells.
 
     The order matters: what needs no other rank is checked before the ranks meet, and an optimizer calls hooks in the
     order in which they were made. Where something fails, what was attached until then is taken back.
-
-    Raises:
-        ValueError: as :class:`~zeroresize.balancer.Balancer` tells.
-        RuntimeError: if not all ranks come within the time limit of ``process_group``.
     """
     try:
         setup = checked_setup(model, optimizer, config, process_group, data_parallel_group)
@@ -83,14 +65,18 @@ def build(
         prepare_layers(setup)
         attached.callback(release_layers, setup)
         group = join_group(setup, attached)
-        start_check = freezer = statistic = lender = None
+        start_check = statistic = lender = None
         if group.exchange is not None and config.start_checks:
             start_check = StartCheck(model, setup.layers, optimizer, setup.process_group, group.exchange)
             attached.callback(start_check.close)
         # Before the statistic, which so sees weights that were put back.
         if config.pruned_update == "freeze" and config.mode in PRUNING_MODES and not is_alone:
-            freezer = _freezer(setup)
-            attached.callback(freezer.close)
+            if world_size() > setup.num_ranks:
+                raise ValueError(
+                    f"pruned_update='freeze' needs a tensor-parallel group of all {world_size()} ranks, this one has "
+                    f"{setup.num_ranks}: data-parallel replicas that freeze different columns would drift apart"
+                )
+            attached.callback(ColumnFreezer(setup.layers, setup.optimizer).close)
         if setup.layers and config.mode in PRIORITY_MODES:
             statistic = build_statistic(config, setup.layers, optimizer)
             attached.callback(statistic.close)
@@ -100,45 +86,10 @@ def build(
             attached.callback(lender.close)
         observer = Observer(setup, group, start_check, statistic, attached)
         decider = _decider(setup, group)
-        selector = ColumnSelector(
-            config,
-            setup.rank,
-            num_columns={name: layer.even_shape[1] for name, layer in setup.layers.items()},
-            costs=work_of_layers(setup.layers),
-            segments=segments_of_layers(setup.layers),
-        )
-        knows_columns = setup.may_be_away and config.mode in PRUNING_MODES
-        columns = ColumnMoves(selector, statistic, setup.layers, setup.rank, group.exchange if knows_columns else None)
-        columns.follow(gathers=False)
-        plans = PlanExecution(
-            config,
-            setup.rank,
-            setup.num_ranks,
-            setup.layers,
-            selector=selector,
-            lender=lender,
-            exchange=group.exchange,
-            units=group.units,
-        )
-        attached.callback(plans.clear)
         reporter = Reporter(config.tolerance, speaks=group.speaks)
-        mover = Mover(setup, group, observer, decider, reporter, selector, columns, plans, lender)
+        mover = Mover(setup, group, observer, decider, reporter, lender)
+        attached.callback(mover.plans.clear)
         return Parts(setup, group, observer, decider, mover, reporter, attached.pop_all())
-
-
-def _freezer(setup: Setup) -> ColumnFreezer:
-    """Make what keeps the optimizer off pruned columns.
-
-    Raises:
-        ValueError: if there are ranks outside the group.
-    """
-    num_ranks = setup.num_ranks
-    if world_size() > num_ranks:
-        raise ValueError(
-            f"pruned_update='freeze' needs a tensor-parallel group of all {world_size()} ranks, this one has "
-            f"{num_ranks}: data-parallel replicas that freeze different columns would drift apart"
-        )
-    return ColumnFreezer(setup.layers, setup.optimizer)
 
 
 def _decider(setup: Setup, group: Group) -> GroupDecision:

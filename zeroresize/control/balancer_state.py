@@ -47,18 +47,13 @@ class _OfRank:
     last_gradients: dict[str, LastGradients]
 
 
-@dataclass(frozen=True)
-class BalancerState:
-    """Holds all that a balancer goes on from."""
-
-    shared: _Shared
-    of_rank: _OfRank
+#: All that a balancer goes on from.
+BalancerState = tuple[_Shared, _OfRank]
 
 
 def state_of(parts: Parts, num_steps: int) -> dict[str, Any]:
     """Return what :meth:`zeroresize.balancer.Balancer.state_dict` tells after ``num_steps`` steps."""
-    state = _present(parts, num_steps)
-    return {key: codec.saved(part) for key, part in zip(_keys(parts), (state.shared, state.of_rank), strict=True)}
+    return {key: codec.saved(part) for key, part in zip(_keys(parts), _present(parts, num_steps), strict=True)}
 
 
 def loaded_state(parts: Parts, state_dict: Any, *, is_collective: bool) -> BalancerState:
@@ -71,15 +66,21 @@ def loaded_state(parts: Parts, state_dict: Any, *, is_collective: bool) -> Balan
         ValueError: if something is missing, of another kind, or of another model; or if other ranks cannot load theirs.
         RuntimeError: if not all ranks come.
     """
-    problem = None
+    problem, everybody = None, parts.group.everybody
     try:
         state = _loaded(parts, state_dict)
     except ValueError as error:
         problem = error
-    if is_collective:  # nobody may wait for a rank that has none to load
-        _require_loadable(parts, problem)
+    problems = everybody.meet(float(problem is not None)) if is_collective and everybody is not None else ()
     if problem is not None:
         raise problem
+    if everybody is not None and (unable := [rank for rank, (has_problem, *_) in enumerate(problems) if has_problem]):
+        has_replicas = len(everybody.ranks) > parts.setup.num_ranks
+        named = [everybody.ranks[rank] for rank in unable] if has_replicas else unable
+        raise ValueError(
+            f"ranks {named} of the {'job' if has_replicas else 'group'} cannot load their balancer's state (their "
+            "errors say why): no rank has loaded anything"
+        )
     return state
 
 
@@ -92,11 +93,8 @@ def load_state(parts: Parts, state: BalancerState, *, gathers: bool) -> int:
 
     Returns:
         The number of steps.
-
-    Raises:
-        RuntimeError: if not all ranks come.
     """
-    shared, of_rank, in_force = state.shared, state.of_rank, parts.mover.plans
+    (shared, of_rank), in_force = state, parts.mover.plans
     parts.decider.go_on_from(shared.decision)
     in_force.take_back()
     homes = homes_of_layers(parts.setup.layers, lambda layer: _units_of_layer(of_rank.units, parts, layer))
@@ -114,14 +112,16 @@ def load_state(parts: Parts, state: BalancerState, *, gathers: bool) -> int:
 def load_what_is_of_units(parts: Parts, state: BalancerState) -> None:
     """Take over what a state holds of the units that it was saved with, where this rank owns just these; else begin
     it anew."""
-    of_rank = state.of_rank
+    _, of_rank = state
     if of_rank.statistic == _name_of_statistic(parts):
         parts.mover.columns.see_on(of_rank.seen)
     else:
         parts.mover.columns.restart_statistic()  # what it saw until now was of other weights
     for name, layer in parts.setup.layers.items():
         last = of_rank.last_gradients.get(name)
-        if layer.last is not None and last is not None and _has_units(of_rank.units, parts, layer):
+        owned = None if layer.segment is None else layer.segment.owned.units_of(parts.setup.rank).tolist()
+        has_same = owned is None or list(_units_of_layer(of_rank.units, parts, layer)) == owned
+        if layer.last is not None and last is not None and has_same:
             layer.last = last.to(layer.local_weight.device)
 
 
@@ -141,7 +141,7 @@ def _present(parts: Parts, num_steps: int = 0) -> BalancerState:
         parts.mover.columns.seen,  # also for another kind of statistic, which leaves it alone
         {name: layer.last for name, layer in parts.setup.layers.items() if layer.last is not None},
     )
-    return BalancerState(shared, of_rank)
+    return shared, of_rank
 
 
 def _loaded(parts: Parts, state_dict: Any) -> BalancerState:
@@ -151,17 +151,17 @@ def _loaded(parts: Parts, state_dict: Any) -> BalancerState:
             there_is = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
             raise ValueError(f"no balancer state of {key!r}: there is {there_is}")
     try:
-        shared = codec.loaded(_Shared, state_dict[keys[0]], keys[0], present.shared)
-        differing = sorted(set(present.shared.layers.items()) ^ set(shared.layers.items()))
+        shared = codec.loaded(_Shared, state_dict[keys[0]], keys[0], present[0])
+        differing = sorted(set(present[0].layers.items()) ^ set(shared.layers.items()))
         if differing:
             raise ValueError(f"it is of another model, whose (layer, columns) differ: {differing[:6]}")
         if len(shared.pins) != parts.setup.num_ranks:
             raise ValueError(f"{keys[0]}.pins: {parts.setup.num_ranks} are needed, here are {len(shared.pins)}")
-        of_rank = codec.loaded(_OfRank, state_dict[keys[1]], keys[1], present.of_rank)
+        of_rank = codec.loaded(_OfRank, state_dict[keys[1]], keys[1], present[1])
         _require_fitting(parts, of_rank, keys[1])
     except ValueError as error:
         raise ValueError(f"the balancer's state cannot be loaded: {error}") from error
-    return BalancerState(shared, of_rank)
+    return shared, of_rank
 
 
 def _require_fitting(parts: Parts, state: _OfRank, where: str) -> None:
@@ -170,34 +170,14 @@ def _require_fitting(parts: Parts, state: _OfRank, where: str) -> None:
         units, num_units = state.units.get(segment.name, []), len(segment.owned.owners)
         if sorted({*units} & {*range(num_units)}) != units:
             raise ValueError(f"{where}.units.{segment.name}: ascending numbers below {num_units} are needed")
-    shapes = {name: _shape(state.units, parts, layer) for name, layer in parts.setup.layers.items()}
-    columns = {name: known.num_columns for name, known in state.selector.columns.items()}
-    if columns != {name: shape[1] for name, shape in shapes.items()}:
+    columns, of_units = {name: known.num_columns for name, known in state.selector.columns.items()}, {}
+    for name, layer in parts.setup.layers.items():
+        shape = tuple(layer.even_shape)
+        if layer.segment is not None:
+            shape = shape_with(layer, len(_units_of_layer(state.units, parts, layer)))
+        of_units[name] = shape[1]
+    if columns != of_units:
         raise ValueError(f"{where}.selector.columns: {columns} do not fit the units")
-
-
-def _require_loadable(parts: Parts, problem: Exception | None) -> None:
-    """Check that all ranks that move alike have a state that they can load; collective.
-
-    Args:
-        problem: of this rank with its own; it is this rank's to raise.
-
-    Raises:
-        ValueError: on a rank without a problem, if others have one.
-        RuntimeError: if not all ranks come.
-    """
-    everybody = parts.group.everybody
-    if everybody is None:
-        return
-    problems = everybody.meet(float(problem is not None))
-    unable = [rank for rank, (has_problem, *_) in enumerate(problems) if has_problem]
-    if unable and problem is None:
-        has_replicas = len(everybody.ranks) > parts.setup.num_ranks
-        named = [everybody.ranks[rank] for rank in unable] if has_replicas else unable
-        raise ValueError(
-            f"ranks {named} of the {'job' if has_replicas else 'group'} cannot load their balancer's state (their "
-            "errors say why): no rank has loaded anything"
-        )
 
 
 def _keys(parts: Parts) -> tuple[str, str]:
@@ -207,11 +187,8 @@ def _keys(parts: Parts) -> tuple[str, str]:
 
 
 def _name_of_statistic(parts: Parts) -> str | None:
-    return (
-        None
-        if parts.observer.statistic is None
-        else f"{parts.setup.config.priority} {parts.setup.config.paper.snapshot}"
-    )
+    config = parts.setup.config
+    return None if parts.observer.statistic is None else f"{config.priority} {config.paper.snapshot}"
 
 
 def _units_of_layer(units: _Units, parts: Parts, layer: BalancedLinear) -> Sequence[int]:
@@ -220,21 +197,6 @@ def _units_of_layer(units: _Units, parts: Parts, layer: BalancedLinear) -> Seque
     assert segment is not None
     even = OwnershipMap.even(len(segment.owned.owners), segment.owned.num_ranks)
     return units[segment.name] if segment.name in units else even.units_of(parts.setup.rank).tolist()
-
-
-def _has_units(units: _Units, parts: Parts, layer: BalancedLinear) -> bool:
-    """Tell whether a layer holds just what it held of ``units``."""
-    segment = layer.segment
-    if segment is None:
-        return True
-    return list(_units_of_layer(units, parts, layer)) == segment.owned.units_of(parts.setup.rank).tolist()
-
-
-def _shape(units: _Units, parts: Parts, layer: BalancedLinear) -> tuple[int, ...]:
-    """Return [N, K] of a layer with what it held of ``units``."""
-    if layer.segment is None:
-        return tuple(layer.even_shape)
-    return shape_with(layer, len(_units_of_layer(units, parts, layer)))
 
 
 def _keyed_dropouts(parts: Parts) -> dict[str, UnitDropout]:

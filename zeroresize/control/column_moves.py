@@ -1,7 +1,6 @@
 """What is known of columns goes with their units to the rank that owns them now, and their statistic begins anew.
 
 Only row-parallel layers of segments have columns that change hands: a column-parallel layer's input is replicated.
-``K`` columns of a layer on this rank.
 """
 
 from __future__ import annotations
@@ -24,31 +23,18 @@ _NUMBERS = 5
 
 @dataclass(frozen=True)
 class SeenOfEpoch:
-    """Holds what a statistic has seen of an epoch.
+    """Holds what a statistic has seen of an epoch, of the units of every segment that this rank owned then."""
 
-    Attributes:
-        state: of the statistic; empty without one.
-        units: of every segment, by name, the units that this rank owned then.
-        steps_unseen: of how many of the epoch's steps the statistic tells nothing.
-    """
-
-    state: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]  # of the statistic; empty without one
     units: Mapping[str, list[int]]
-    steps_unseen: int
+    steps_unseen: int  # of how many of the epoch's steps the statistic tells nothing
 
 
 class ColumnMoves:
     """Lets a selector hold the columns of the units that this rank owns, and a statistic see them.
 
-    Args:
-        selector: of this rank.
-        statistic: of its columns; None without one.
-        layers: balanced layers by name.
-        rank: of this process in the group.
-        exchange: with the other ranks; None where nothing is known of columns that would have to travel.
-
-    Attributes:
-        set_aside: what the statistic has seen, while units are at home for a visit only; else None.
+    ``exchange`` is None where nothing is known of columns that would have to travel; ``set_aside`` is what the
+    statistic has seen, while units are at home for a visit only.
     """
 
     def __init__(
@@ -97,26 +83,19 @@ class ColumnMoves:
     def follow(self, *, gathers: bool = True) -> None:
         """Let the selector hold the columns that are here now, with what the ranks know that held them; collective.
 
-        Args:
-            gathers: False where the other ranks do not come: what came here then begins anew.
-
-        Raises:
-            RuntimeError: if not all ranks come; what came here has begun anew then.
+        Where the other ranks do not come, or ``gathers`` is False as they will not, what came here begins anew.
         """
-        homes = self._homes()
+        units = self.units
+        homes = homes_of_layers(self._layers, lambda layer: units[layer.segment.name] if layer.segment else ())
         arrived = None
         try:
             if gathers and self._exchange is not None and homes:
-                arrived = self._arrived(homes, self._exchange.gather(self._leaving(homes)))
+                arrived = _arrived(homes, self._exchange.gather(self._leaving(homes)))
         finally:
             held = self._selector.homes
             changed = {name: here for name, here in homes.items() if not np.array_equal(here, held[name])}
             if changed:
                 self._selector.hold(changed, arrived, present_work_of_layers(self._layers))
-
-    def _homes(self) -> dict[str, Columns]:
-        units = self.units
-        return homes_of_layers(self._layers, lambda layer: units[layer.segment.name] if layer.segment else ())
 
     def _leaving(self, homes: dict[str, Columns]) -> list[float]:
         """Of each layer how many columns are no longer here, and their numbers."""
@@ -128,15 +107,15 @@ class ColumnMoves:
             numbers += [float(len(gone)), *table.ravel().tolist()]
         return numbers
 
-    @staticmethod
-    def _arrived(homes: dict[str, Columns], of_ranks: list[list[float]]) -> dict[str, tuple[Columns, Floats]]:
-        """What :meth:`_leaving` told on all ranks, by layer."""
-        tables: dict[str, list[Floats]] = {name: [] for name in homes}
-        for numbers in map(np.asarray, of_ranks):
-            begin = 0
-            for name in homes:
-                end = begin + 1 + _NUMBERS * int(numbers[begin])
-                tables[name].append(numbers[begin + 1 : end].reshape(_NUMBERS, -1))
-                begin = end
-        whole = {name: np.concatenate(of_layer, axis=1) for name, of_layer in tables.items()}
-        return {name: (table[0].astype(np.int64), table[1:]) for name, table in whole.items()}
+
+def _arrived(homes: dict[str, Columns], of_ranks: list[list[float]]) -> dict[str, tuple[Columns, Floats]]:
+    """What :meth:`ColumnMoves._leaving` told on all ranks, by layer."""
+    tables: dict[str, list[Floats]] = {name: [] for name in homes}
+    for numbers in map(np.asarray, of_ranks):
+        begin = 0
+        for name in homes:
+            end = begin + 1 + _NUMBERS * int(numbers[begin])
+            tables[name].append(numbers[begin + 1 : end].reshape(_NUMBERS, -1))
+            begin = end
+    whole = {name: np.concatenate(of_layer, axis=1) for name, of_layer in tables.items()}
+    return {name: (table[0].astype(np.int64), table[1:]) for name, table in whole.items()}

@@ -60,9 +60,6 @@ class Group:
 def join_group(setup: Setup, attached: ExitStack) -> Group:
     """Agree with the other ranks on what is balanced, and on who owns which units; collective.
 
-    Args:
-        attached: closes what is attached here.
-
     Raises:
         ValueError: if the ranks do not agree, or are no whole replicas; as :func:`_agree_on_units`.
     """
@@ -106,12 +103,6 @@ def _agree_on_units(setup: Setup, meet: Meet, replicas: DataParallelReplicas, me
     They are divided by ``config.shares``, or where these are even by the ranks' memory; not where ``convert`` was told
     how.
 
-    Args:
-        setup: what the balancer is given.
-        meet: gathers numbers from the ranks of the tensor-parallel group.
-        replicas: who else holds the same shards.
-        memory: what this rank holds; None without ``config.memory_limits``.
-
     Raises:
         ValueError: if the ranks do not agree, ``config.shares`` is no division of the units, or they do not fit into
             the ranks' memory.
@@ -119,35 +110,28 @@ def _agree_on_units(setup: Setup, meet: Meet, replicas: DataParallelReplicas, me
     units = OwnedUnits(setup.model, setup.layers, setup.optimizer, setup.process_group, meet=meet, replicas=replicas)
     units.agree()
     group_memory = memory.gather(meet) if memory is not None else None
-    if setup.config.shares != "even" and not any(segment.has_given_shares for segment in units.segments):
-        _divide_by_configuration(units, setup, meet, group_memory)
+    wanted, is_given = setup.config.shares, any(segment.has_given_shares for segment in units.segments)
+    if wanted != "even" and not is_given:
+        require_same_segments(units.segments, wanted, None, setup.process_group, setup.device)
+        require_segments(wanted, units.segments)
+        shares = measure_wanted_shares(wanted, setup.layers, setup.process_group, meet)
+        if wanted == "auto" and group_memory is not None:
+            shares = nearest_fitting(shares, group_memory.most_shares)
+        divide_units(units, checked_shares(shares, setup.num_ranks))
     if group_memory is not None:
-        _divide_by_memory(units, setup, group_memory)
+        _require_room(units, group_memory, may_divide=wanted == "even" and not is_given)
     _log_what_stays(units, setup)
     guard_optimizer(setup.optimizer, units.are_away)  # also once the balancer is closed
     return units
 
 
-def _divide_by_configuration(units: OwnedUnits, setup: Setup, meet: Meet, memory: GroupMemory | None) -> None:
-    """Divide the units by ``config.shares`` before the first step; collective."""
-    wanted = setup.config.shares
-    require_same_segments(units.segments, wanted, None, setup.process_group, setup.device)
-    require_segments(wanted, units.segments)
-    shares = measure_wanted_shares(wanted, setup.layers, setup.process_group, meet)
-    if wanted == "auto" and memory is not None:
-        shares = nearest_fitting(shares, memory.most_shares)
-    divide_units(units, checked_shares(shares, setup.num_ranks))
-
-
-def _divide_by_memory(units: OwnedUnits, setup: Setup, memory: GroupMemory) -> None:
+def _require_room(units: OwnedUnits, memory: GroupMemory, *, may_divide: bool) -> None:
     """Leave every rank room for activations, unless the user has said how to divide the units; collective.
 
     Raises:
         ValueError: if what a rank would hold does not fit.
     """
-    is_given = setup.config.shares != "even" or any(segment.has_given_shares for segment in units.segments)
-    may_divide = not is_given and units.why_not_divisible is None
-    shares = memory.at_start if may_divide else units.shares
+    shares = memory.at_start if may_divide and units.why_not_divisible is None else units.shares
     if (why := memory.why_too_much(shares)) is not None:
         if units.why_not_divisible is not None:
             why += f", and units cannot be divided otherwise: {units.why_not_divisible}"
@@ -172,10 +156,7 @@ class DropoutKeys:
     """Keys the dropout of segments whose units may move, or are away; a segment with other dropout stays even.
 
     In a mode in which units do not move by themselves dropout stays as the host has it, and so do the units around it,
-    unless they are divided unevenly from the start.
-
-    Args:
-        setup: what the balancer is given; replicas of its group drop other elements.
+    unless they are divided unevenly from the start. Replicas of the group drop other elements.
     """
 
     def __init__(self, setup: Setup) -> None:

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-import numpy as np
-
 from zeroresize.comm.exchange import Exchange
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES
@@ -51,7 +49,7 @@ class RankNumbers:
         cost = self.times.cost
         scalars = [getattr(self.times, name) for name in _TIMES] + [getattr(cost, name) for name in _COSTS]
         curves = [number for name in _CURVES for number in getattr(cost, name)]
-        return [self.fingerprint, self.wait_s, *dataclasses.astuple(self.held), *scalars, *curves]
+        return [self.fingerprint, self.wait_s, self.held.fixed, self.held.of_even_share, *scalars, *curves]
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> RankNumbers:
@@ -59,33 +57,25 @@ class RankNumbers:
         numbers = iter(row)
         fingerprint, wait_s, held = next(numbers), next(numbers), HeldBytes(next(numbers), next(numbers))
         times, (borrowing, widening) = {name: next(numbers) for name in _TIMES}, (next(numbers), next(numbers))
-        ratios, gemm_share, gather_fill_s = map(tuple, np.array(list(numbers)).reshape(len(_CURVES), -1).tolist())
+        rest = list(numbers)
+        length = len(rest) // len(_CURVES)
+        ratios, gemm_share, gather_fill_s = (tuple(rest[at : at + length]) for at in range(0, len(rest), length))
         cost = ResizingCost(ratios, gemm_share, gather_fill_s, borrowing, widening)
         return cls(fingerprint, wait_s, held, RankTimes(**times, cost=cost))
 
 
 @dataclass(frozen=True)
 class DecisionState:
-    """Holds what the decision of a group goes on from, the same on every rank.
-
-    Attributes:
-        controller: which decides.
-        what_if: those that would decide in other modes.
-        config_text: the configuration under which ranks sent what was received.
-        received: of every rank, what it sent at the last update; None where it was taken.
-        lent_when_sent: what each lent then.
-        num_calibration_steps, migration: as of :class:`GroupDecision`.
-        migration_transport: over which Φ1 was measured.
-    """
+    """Holds what the decision of a group goes on from, the same on every rank; names as of :class:`GroupDecision`."""
 
     controller: Controller
     what_if: tuple[Controller, ...]
-    config_text: str
-    received: list[RankNumbers] | None
+    config_text: str  # the configuration under which ranks sent what was received
+    received: list[RankNumbers] | None  # of every rank, what it sent at the last update; None where it was taken
     lent_when_sent: tuple[float, ...]
     num_calibration_steps: int
     migration: MigrationCost | None
-    migration_transport: str
+    migration_transport: str  # over which Φ1 was measured
 
 
 class GroupDecision:
@@ -142,19 +132,27 @@ class GroupDecision:
         """
         if self._exchange is None:
             return
-        fingerprint = self._fingerprint(agreed)
         lent_in_force = tuple(rank.lent * rank.owned for rank in (self.calibration_plan or self.plan).ranks)
         self.num_calibration_steps = 0
         self._collect()
         if self._received is not None:
             self._decide(self._received)
             self._received = None
-        # Who computes for whom must be agreed on before anybody sends anything; also whether anything was received:
-        # where a time limit ended an exchange, the ranks may have saved different states.
+        self._post(self._exchange, numbers, agreed)
+        # Who computes for whom must be agreed on before anybody sends anything.
         if self._config.mode in MIGRATING_MODES:
-            self.require_agreement(agreed)
-        self._exchange.post(dataclasses.replace(numbers, fingerprint=fingerprint).to_row())
+            self._require_equal(self._collect())
         self._lent_when_sent = lent_in_force
+
+    def require_agreement(self, numbers: RankNumbers, agreed: object) -> None:
+        """Compare now what the ranks of the group would decide from; collective, and nothing may be under way.
+
+        Raises:
+            RuntimeError: on every rank, if they differ; or if not all ranks come.
+        """
+        if self._exchange is not None:
+            self._post(self._exchange, numbers, agreed)
+            self._require_equal([row[0] for row in self._exchange.collect() or ()])
 
     def expect_memory(self, memory: GroupMemory) -> None:
         """Decide from now on within the ranks' memory; alike on all ranks."""
@@ -211,25 +209,26 @@ class GroupDecision:
         self.plan = self.controller.current_plan()
         self.num_calibration_steps = min(state.num_calibration_steps, self.controller.num_calibration_steps)
 
-    def require_agreement(self, agreed: object) -> None:
-        """Compare now what the ranks of the group would decide from; collective.
-
-        Raises:
-            RuntimeError: on every rank, if they differ; or if not all ranks come.
-        """
-        if self._exchange is not None:
-            self._require_equal([number for number, *_ in self._exchange.meet(self._fingerprint(agreed))])
-
     @property
     def calibration_plan(self) -> WorkloadPlan | None:
         """The plan of a calibration step, if the next step is one: it spares nobody, to be measured."""
         return self.controller.calibration_plan if self.num_calibration_steps else None
 
-    def _collect(self) -> None:
-        received = self._exchange.collect() if self._exchange is not None else None
-        if received is not None:
-            numbers = [RankNumbers.from_row(row) for row in received]
-            self._received = [_of_slowest(numbers[rank :: self._num_ranks]) for rank in range(self._num_ranks)]
+    def _post(self, exchange: Exchange, numbers: RankNumbers, agreed: object) -> None:
+        """Send this rank's numbers, with a hash of all that decisions follow from."""
+        migration = dataclasses.astuple(self.migration) if self.migration is not None else None
+        of_step = self._lent_when_sent, self.num_calibration_steps
+        fingerprint = self.controller.fingerprint(self.plan, *of_step, migration, repr(agreed))
+        exchange.post(dataclasses.replace(numbers, fingerprint=fingerprint).to_row())
+
+    def _collect(self) -> list[float]:
+        """Receive what was posted, if anything was; return the fingerprints of all ranks that have sent theirs."""
+        rows = self._exchange.collect() if self._exchange is not None else None
+        if rows is None:
+            return []
+        numbers = [RankNumbers.from_row(row) for row in rows]
+        self._received = [_of_slowest(numbers[rank :: self._num_ranks]) for rank in range(self._num_ranks)]
+        return [of_rank.fingerprint for of_rank in numbers]
 
     def _decide(self, received: list[RankNumbers]) -> None:
         self._require_equal([numbers.fingerprint for numbers in received])
@@ -239,17 +238,14 @@ class GroupDecision:
         if self._config.memory_limits is not None:
             held = [numbers.held for numbers in received]
             self.expect_memory(GroupMemory(self._config.memory_limits, held, self._segments))
-        samples = _begun_together(measured)
+        # Who comes late to the first collective holds up all, and no division of the layers' work makes up for that:
+        # behind it all ranks begin together.
+        late_s = max((times.outside_s for times in measured if not math.isnan(times.busy_s)), default=0.0)
+        samples = [times.beginning_after(late_s) for times in measured]
         collectives = CollectiveTimes(_least_wait_s(received), self._lent_when_sent, self.migration)
         self.what_if.update(samples, collectives)
         self.plan = self.controller.update(samples, collectives)
         self.num_calibration_steps = self.controller.num_calibration_steps
-
-    def _fingerprint(self, agreed: object) -> float:
-        """Hash all that decisions follow from."""
-        migration = dataclasses.astuple(self.migration) if self.migration is not None else None
-        of_step = self._lent_when_sent, self.num_calibration_steps
-        return self.controller.fingerprint(self.plan, *of_step, migration, repr(agreed))
 
     def _require_equal(self, fingerprints: Sequence[float]) -> None:
         """Check that these are equal: of all ranks that come, or of the group's, where replicas are merged already."""
@@ -268,16 +264,6 @@ class GroupDecision:
         )
 
 
-def _begun_together(samples: Sequence[RankTimes]) -> list[RankTimes]:
-    """Count what lies outside of the layers as part of the rest, on all ranks as long as on the slowest.
-
-    Who comes late to the first collective holds up all, and no division of the layers' work makes up for that: behind
-    it all ranks begin together.
-    """
-    outside_s = max((times.outside_s for times in samples if not math.isnan(times.busy_s)), default=0.0)
-    return [times.beginning_after(outside_s) for times in samples]
-
-
 def _least_wait_s(received: Sequence[RankNumbers]) -> float:
     waits_s = [numbers.wait_s for numbers in received]
     return math.nan if any(map(math.isnan, waits_s)) else min(waits_s)
@@ -290,14 +276,11 @@ def _of_slowest(replicas: Sequence[RankNumbers]) -> RankNumbers:
     """
     if len(replicas) == 1:
         return replicas[0]
-    fingerprints = {numbers.fingerprint for numbers in replicas}
     held = HeldBytes(
         max(numbers.held.fixed for numbers in replicas), max(numbers.held.of_even_share for numbers in replicas)
     )
-    checked = [numbers.times.checked() for numbers in replicas]
-    slowest = max(
-        range(len(checked)),
-        key=lambda place: math.inf if math.isnan(checked[place].busy_s) else checked[place].busy_s,
-    )
-    fingerprint = replicas[0].fingerprint if len(fingerprints) == 1 else math.nan
+    checked = [numbers.times.checked().busy_s for numbers in replicas]
+    slowest = max(range(len(checked)), key=lambda at: math.inf if math.isnan(checked[at]) else checked[at])
+    fingerprints = {numbers.fingerprint for numbers in replicas}
+    fingerprint = fingerprints.pop() if len(fingerprints) == 1 else math.nan
     return RankNumbers(fingerprint, _least_wait_s(replicas), held, replicas[slowest].times)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
 from zeroresize.comm.exchange import Meet
 from zeroresize.control.setup import Setup
 from zeroresize.layers.local_parts import local_of
-from zeroresize.layers.segment import UnitTensor
 from zeroresize.layers.segments import owned_segments, segment_works
 from zeroresize.measure.memory_meter import ActivationBytes
 from zeroresize.optim.optimizers import SteppedTensors, torch_optimizer
@@ -22,14 +20,10 @@ class MemoryWatch:
     """Counts what this rank holds: weights, gradients, optimizer state and activations.
 
     Gradients count whether they are there or not, and optimizer state counts before the first step as what one like it
-    keeps. Activations are those of a training forward, so there are none before the first. What else a device holds,
-    such as buffers of kernels, and what a move holds for as long as it lasts, does not count.
+    keeps. Activations are those of a training forward, so there are none before the first, nor of a compiled model.
+    What else a device holds, such as buffers of kernels, and what a move holds for as long as it lasts, does not count.
 
-    Args:
-        setup: what the balancer is given, with ``config.memory_limits``.
-
-    Attributes:
-        at_rest: what the ranks' memory leaves between two steps, without activations; None before :meth:`gather`.
+    ``at_rest`` is what the ranks' memory leaves between two steps, without activations; None before :meth:`gather`.
 
     Raises:
         ValueError: for an optimizer of which nothing tells what a unit takes.
@@ -42,7 +36,7 @@ class MemoryWatch:
         self._segments = owned_segments(setup.layers)
         self._activations, self._of_element = ActivationBytes(setup.model, self._segments), _BytesOfElement(setup)
         self.at_rest: GroupMemory | None = None
-        self._count_next()
+        self.count_next()
 
     def held(self) -> HeldBytes:
         """Return what this rank holds in training, whatever units it owns now."""
@@ -50,13 +44,13 @@ class MemoryWatch:
         of_units_here = of_even_share = 0.0
         for segment in self._segments:
             owned = segment.owned
-            for tensor in _each_once(segment.tensors):
+            for tensor in {id(tensor.parameter): tensor for tensor in segment.tensors}.values():
                 of_unit = tensor.elements_of_unit * of_element(tensor.parameter)
                 of_units_here += of_unit * owned.counts[self._setup.rank]
                 of_even_share += of_unit * len(owned.owners) / owned.num_ranks
         model = self._setup.model
-        everything = math.fsum(local_of(one).numel() * of_element(one) for one in model.parameters())
-        everything += sum(local_of(one).nbytes for one in model.buffers())
+        everything = math.fsum(local_of(tensor).numel() * of_element(tensor) for tensor in model.parameters())
+        everything += sum(local_of(tensor).nbytes for tensor in model.buffers())
         return HeldBytes(everything - of_units_here + self._activations.besides, of_even_share + self._of_activations())
 
     def gather(self, meet: Meet) -> GroupMemory:
@@ -67,22 +61,13 @@ class MemoryWatch:
         self.at_rest = GroupMemory(self._limits, held_by_rank, segment_works(self._setup.layers))
         return self.at_rest
 
-    def begin_interval(self, *, borrows: bool) -> None:
-        """Count the activations of the next training forward, too.
-
-        Args:
-            borrows: whether this rank computes for others, whose activations are not its units'; then nothing counts.
-        """
-        if not borrows:
-            self._count_next()
-
     def moved(self) -> None:
         """Begin anew with activations, as units have moved."""
         self._activations.forget()
-        self._count_next()
+        self.count_next()
 
-    def _count_next(self) -> None:
-        """Of a compiled model no activations count."""
+    def count_next(self) -> None:
+        """Count the activations of the next training forward, too."""
         if not any(layer.is_compiled for layer in self._setup.layers.values()):
             self._activations.count_next()
 
@@ -98,11 +83,7 @@ class MemoryWatch:
 
 
 class _BytesOfElement:
-    """Tells the bytes of an element of a parameter with all that belongs to it.
-
-    Raises:
-        ValueError: where the optimizer keeps parameters in other shapes, so that nothing tells what a unit takes.
-    """
+    """Tells the bytes of an element of a parameter with all that belongs to it."""
 
     def __init__(self, setup: Setup) -> None:
         self._names = {id(parameter): name for name, parameter in setup.model.named_parameters()}
@@ -124,8 +105,3 @@ class _BytesOfElement:
         gradient = max(parameter.element_size(), stepped.element_size())
         master = stepped.element_size() if stepped is not parameter else 0
         return parameter.element_size() + master + gradient + self._state.of_element(stepped)
-
-
-def _each_once(tensors: Sequence[UnitTensor]) -> Iterator[UnitTensor]:
-    """A parameter that is there twice counts once."""
-    yield from {id(tensor.parameter): tensor for tensor in tensors}.values()

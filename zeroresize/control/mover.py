@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from zeroresize.config.keys import MOVABLE_MODES, MOVING_MODES
+from zeroresize.config.keys import MOVABLE_MODES, MOVING_MODES, PRUNING_MODES
 from zeroresize.control.column_moves import ColumnMoves
 from zeroresize.control.group import Group
 from zeroresize.control.group_decision import GroupDecision
@@ -15,6 +15,7 @@ from zeroresize.control.observer import Observer
 from zeroresize.control.plan_execution import PlanExecution
 from zeroresize.control.reporter import Reporter
 from zeroresize.control.setup import Setup
+from zeroresize.layers.segments import segments_of_layers, work_of_layers
 from zeroresize.measure.calibration import calibrate_group
 from zeroresize.measure.links import measure_move_cost
 from zeroresize.measure.timed_products import BUDGET_S
@@ -29,19 +30,12 @@ from zeroresize.resharding.units.owned_units import Move
 class Mover:
     """Lets the ownership in force follow the plan's, and the layers' plans; every call that moves is collective.
 
-    Args:
-        setup: what the balancer is given.
-        group: the ranks that balance together.
-        observer: measures this rank.
-        decider: holds the plan, and learns what moves cost.
-        reporter: tells what moves.
+    Attributes:
         selector: chooses the columns that make up a share.
-        columns: lets what the selector knows of columns follow their units.
+        columns: lets what is known of columns follow their units.
         plans: puts a plan in force in the layers.
         lender: carries out loans; None where nothing migrates.
-
-    Attributes:
-        selector, columns, plans, lender, units: are the arguments, and the units of the group.
+        units: of the group.
         needs_calibration: whether what pruning and moving cost is to be measured after the next step.
     """
 
@@ -52,20 +46,24 @@ class Mover:
         observer: Observer,
         decider: GroupDecision,
         reporter: Reporter,
-        selector: ColumnSelector,
-        columns: ColumnMoves,
-        plans: PlanExecution,
         lender: Lender | None,
     ) -> None:
         self._setup, self._group, self._observer, self._decider = setup, group, observer, decider
-        self._reporter, self._config, self.units = reporter, setup.config, group.units
-        self.selector, self.columns, self.plans, self.lender = selector, columns, plans, lender
+        self._reporter, self._config, self.units, self.lender = reporter, setup.config, group.units, lender
+        config, layers, rank, num_ranks = setup.config, setup.layers, setup.rank, setup.num_ranks
+        num_columns = {name: layer.even_shape[1] for name, layer in layers.items()}
+        self.selector = ColumnSelector(config, rank, num_columns, work_of_layers(layers), segments_of_layers(layers))
+        knows_columns = setup.may_be_away and config.mode in PRUNING_MODES
+        exchange = group.exchange if knows_columns else None
+        self.columns = ColumnMoves(self.selector, observer.statistic, layers, rank, exchange)
+        self.columns.follow(gathers=False)
+        self.plans = PlanExecution(config, rank, num_ranks, layers, self.selector, lender, group.exchange, group.units)
         self.needs_calibration = True
 
     def calibrate(self, num_steps: int) -> None:
         """Measure what pruning, lending and moving cost, once training has begun; collective, also over replicas."""
         group, decider, monitor = self._group, self._decider, self._observer.monitor
-        if group.exchange is None or not self.needs_calibration or not monitor.is_step_of_training:
+        if not self.needs_calibration or group.exchange is None or not monitor.is_step_of_training:
             return
         self.needs_calibration = False
         setup, config = self._setup, self._config
@@ -84,9 +82,10 @@ class Mover:
         """Put the plan in force in the layers, from the next iteration on; collective where loans are new."""
         self.plans.install(self._decider.plan, self._decider.calibration_plan)
 
-    def after_step(self, num_steps: int) -> None:
-        """Carry out what is decided between two steps."""
-        self.follow(num_steps)
+    def after_step(self, num_steps: int, *, is_update: bool) -> None:
+        """Carry out what is decided between two steps; only updates divide units in another way."""
+        if is_update:
+            self.follow(num_steps)
         self.install()
         self.plans.send_weights()
         if self.units is not None:
@@ -124,31 +123,24 @@ class Mover:
             self._refuse()
 
     def follow_loaded(self, num_steps: int) -> None:
-        """Let units change hands as a loaded state has it; they stay where this run keeps them as they were given.
-
-        Raises:
-            RuntimeError: as :meth:`follow`.
-        """
-        units, decider, plan = self.units, self._decider, self._decider.plan
-        if units is None or plan.owned == units.shares:
+        """Let units change hands as a loaded state has it; they stay where this run keeps them as they were given."""
+        units, decider, shares = self.units, self._decider, self._decider.plan.owned
+        if units is None or shares == units.shares:
             return
-        is_of_start = self._config.mode not in MOVABLE_MODES
-        if is_of_start and (
-            not self._setup.may_be_away or plan.owned == units.home or units.why_not_movable is not None
+        memory = decider.memory
+        if self._config.mode not in MOVABLE_MODES and (
+            not self._setup.may_be_away or shares == units.home or units.why_not_movable is not None
         ):
             if units.shares == units.home:
                 self._refuse()
             else:
                 decider.hold_owned(units.shares)
-            return
-        memory = decider.memory
-        if memory is not None and memory.excess_by(plan.owned) > memory.excess_by(units.shares):
-            why = memory.why_too_much(plan.owned)
-            text = f"units are not divided as in the checkpoint, by {list(plan.owned)}: by memory_limits {why}"
-            self._reporter.info(num_steps, text)
+        elif memory is not None and memory.excess_by(shares) > memory.excess_by(units.shares):
+            text = f"units are not divided as in the checkpoint, by {list(shares)}: by memory_limits "
+            self._reporter.info(num_steps, f"{text}{memory.why_too_much(shares)}")
             self._refuse()
-            return
-        self.follow(num_steps, "as in the checkpoint")
+        else:
+            self.follow(num_steps, "as in the checkpoint")
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
@@ -180,10 +172,9 @@ class Mover:
 
     def go_home(self) -> None:
         """Bring all units home for good, whatever is decided; collective."""
-        units = self.units
-        if units is not None and units.shares != units.home:
-            self._require_memory(units.home, "close(at_home=True)", is_visit=True)
-            self._change_hands(units.home)
+        if self.units is not None and self.units.shares != self.units.home:
+            self._require_memory(self.units.home, "close(at_home=True)", is_visit=True)
+            self._change_hands(self.units.home)
 
     def tell_what_was_replaced(self, num_steps: int) -> None:
         """Warn, once, where units may no longer move; at the end of an interval."""
@@ -235,13 +226,9 @@ class Mover:
         self._decider.expect_moves(MoveCost(per_byte_s, fixed_s), num_bytes, BUDGET_S)
 
     def _require_memory(self, shares: Sequence[float], call: str, *, is_visit: bool = False) -> None:
-        """Check that by these shares no rank holds more than it may, or not so much more than now.
+        """Raise a ValueError on all ranks if one holds more than it may by these shares, and than it does now.
 
-        Args:
-            is_visit: whether nothing is trained meanwhile, so that there are no activations.
-
-        Raises:
-            ValueError: if one does; alike on every rank.
+        On a visit nothing is trained meanwhile, so that there are no activations.
         """
         watch = self._group.memory
         memory = watch.at_rest if is_visit and watch is not None else self._decider.memory
@@ -255,31 +242,24 @@ class Mover:
         assert self.units is not None
         self._decider.refuse_move(self.units.shares)
 
-    def _move(self, num_steps: int, cause: str | None = None) -> None:
+    def _move(self, num_steps: int, cause: str | None) -> None:
         units, decider, shares = self.units, self._decider, self._decider.plan.owned
         if units is None or not units.segments or shares == units.shares:
             return
         move = self._change_hands(shares, self._observer.why_units_stay if shares != units.home else None)
-        if move is not None:
-            comparing_s = self._compare()
-            decider.controller.moved(move.most_bytes, move.seconds, comparing_s)
-            self._reporter.moved(
-                num_steps,
-                move,
-                decider.plan,
-                decider.controller.busy_s,
-                step_s=self._observer.monitor.step_s,
-                comparing_s=comparing_s,
-                cause=cause,
-                is_held=decider.controller.ownership.is_held and self._config.mode in MOVABLE_MODES,
-            )
+        if move is None:
+            return
+        comparing_s = 0.0
+        if self._group.everybody is not None and not units.is_home:  # all time products, at even shares and at these
+            took_s = self._observer.monitor.compare(units.owned)
+            comparing_s = max(seconds for seconds, *_ in self._group.everybody.meet(took_s))
+        decider.controller.moved(move.most_bytes, move.seconds, comparing_s)
+        is_held = decider.controller.ownership.is_held and self._config.mode in MOVABLE_MODES
+        step_s = self._observer.monitor.step_s
+        self._reporter.moved(num_steps, move, decider, step_s, comparing_s, cause=cause, is_held=is_held)
 
     def _change_hands(self, shares: Sequence[float], why_not: str | None = None) -> Move | None:
-        """Divide the units by ``shares``; what is known of columns, and their statistic, follows; collective.
-
-        Args:
-            why_not: why this rank refuses; None if it does not.
-        """
+        """Divide the units by ``shares``, unless this rank refuses; what is known of columns follows; collective."""
         units = self.units
         if units is None or tuple(shares) == units.shares:
             return None
@@ -302,10 +282,3 @@ class Mover:
                 f"the units have moved, they are divided by {list(units.shares)} now; then: {error}"
             ) from error
         return move
-
-    def _compare(self) -> float:
-        """Let all ranks time products at even shares and at those in force; the most seconds that one of them took."""
-        units, everybody = self.units, self._group.everybody
-        if units is None or everybody is None or units.is_home:
-            return 0.0
-        return max(seconds for seconds, *_ in everybody.meet(self._observer.monitor.compare(units.owned)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -25,24 +26,20 @@ from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.memory import HeldBytes
 from zeroresize.utils.torch_private import version_of
 
+logger = logging.getLogger(__name__)
+
 #: So many calls of ``balancer.step()``, between which weights changed without a step of the optimizer, are a mistake.
 _FEW_STEPS = 2
+#: And so many steps of the optimizer without a call.
+FEW_CALLS = 10
 
 
 class Observer:
     """Measures this rank's steps, counts what it holds, and compares what the ranks should have alike.
 
-    Args:
-        setup: what the balancer is given.
-        group: the ranks that balance together.
-        start_check: compares the ranks' parameters when training begins; None where that is off.
-        statistic: tells how important each column is; None where no mode asks.
-        attached: closes what is attached here.
-
     Attributes:
-        statistic: is the argument.
+        statistic: tells how important each column is; None where no mode asks.
         monitor: measures the steps.
-        memory: counts what this rank holds; None without ``config.memory_limits``.
         slowness: says who is slow; only in mode "off", where nothing else tells.
         balancing_s: seconds that balancing took in the last step; ``balancing_since_update_s`` since the last update.
     """
@@ -55,13 +52,12 @@ class Observer:
         statistic: ColumnStatistic | None,
         attached: ExitStack,
     ) -> None:
-        self.statistic, self.memory, self._start_check, self._where = statistic, group.memory, start_check, group.where
+        self.statistic, self._memory, self._start_check, self._where = statistic, group.memory, start_check, group.where
         self.balancing_s = self.balancing_since_update_s = 0.0
         self._began = time.perf_counter()
         self.monitor = RankMonitor(setup.layers, setup.config)
         attached.callback(self.monitor.close)
         self._optimizer_steps: OptimizerSteps | None = None
-        self._forward_watch: ForwardWatch | None = None
         self.slowness: SlownessWatch | None = None
         if group.exchange is None:
             return
@@ -71,8 +67,8 @@ class Observer:
             group.units.checks.append(self._optimizer_steps.why_another_steps)
         groups = {id(layer.process_group): layer.process_group for layer in setup.layers.values()}.values()
         compares = setup.config.start_checks
-        self._forward_watch = ForwardWatch(setup.layers, group.exchange, compares=compares, groups=groups)
-        attached.callback(self._forward_watch.close)
+        forward_watch = ForwardWatch(setup.layers, group.exchange, compares=compares, groups=groups)
+        attached.callback(forward_watch.close)
         if setup.config.mode == "off":  # it counts from the first share that would be balanced
             self.slowness = SlownessWatch(group.exchange, setup.rank, setup.num_ranks, setup.config.update_every)
             attached.callback(self.slowness.close)
@@ -84,8 +80,6 @@ class Observer:
         self.monitor.end_step()
         self._began = time.perf_counter()
         self._where.call, self._where.num_steps = Call.STEP, num_steps
-        if self._forward_watch is not None:
-            self._forward_watch.step_is_called()
         if self._optimizer_steps is not None:
             self._optimizer_steps.step_is_called()
         if self.slowness is not None:
@@ -102,14 +96,9 @@ class Observer:
         self.monitor.begin_step(shares, is_forced)
 
     def end_balancing(self, *, is_update: bool, borrows: bool) -> None:
-        """Note that all is done that comes between two steps.
-
-        Args:
-            is_update: whether it was an update.
-            borrows: whether this rank computes for others from now on.
-        """
-        if is_update and self.memory is not None:
-            self.memory.begin_interval(borrows=borrows)
+        """Note that all is done that comes between two steps, and whether this rank computes for others from now on."""
+        if is_update and self._memory is not None and not borrows:  # activations of others are not its units'
+            self._memory.count_next()
         self.balancing_s = time.perf_counter() - self._began + self.monitor.timer_s
         self.balancing_since_update_s = self.balancing_s + (0.0 if is_update else self.balancing_since_update_s)
 
@@ -127,7 +116,7 @@ class Observer:
     def numbers(self) -> RankNumbers:
         """Return what this rank tells the others at an update."""
         unknown = RankTimes(math.nan, math.nan, math.nan, self.monitor.cost, math.nan)
-        held = self.memory.held() if self.memory is not None else HeldBytes(0.0, 0.0)
+        held = self._memory.held() if self._memory is not None else HeldBytes(0.0, 0.0)
         return RankNumbers(math.nan, self.monitor.wait_s, held, self.times or unknown)
 
     @property
@@ -146,29 +135,21 @@ class OptimizerSteps:
 
     Ranks that skip different steps train different models, and nothing fails; nor does anything where another optimizer
     steps than the one whose state moves. A loss scaler calls no step where gradients overflow; then weights stay as
-    they are, too.
-
-    Args:
-        optimizer: a torch optimizer, or a host's wrapper of one; of others nothing is counted.
-        where: this rank's whereabouts.
-        layers: balanced layers by name.
+    they are, too. Of what hides its torch optimizer nothing is counted.
     """
 
     def __init__(self, optimizer: Any, where: Whereabouts, layers: Layers) -> None:
         self._where, self._optimizer = where, optimizer
-        self._unhook: Callable[[], object] = lambda: None
+        self.close: Callable[[], object] = lambda: None
         self._layer: BalancedLinear | None = None  # whose weight it steps, which stands for all
         self._num_seen, self._version, self._num_unseen = where.num_optimizer_steps, 0, 0
+        self._has_warned = False
         with suppress(ValueError):  # a wrapper that hides its optimizer
-            self._unhook = hook_steps(optimizer, after=self._after_step)
+            self.close = hook_steps(optimizer, after=self._after_step)
             weights = {name: layer.weight for name, layer in layers.items() if layer.weight.requires_grad}
             name = next(iter(stepped_tensors(optimizer, weights)), None)
             self._layer = None if name is None else layers[name]
             self._version = self._version_now()
-
-    def close(self) -> None:
-        """Count no more."""
-        self._unhook()
 
     def step_is_called(self) -> None:
         """Note that ``balancer.step()`` is called, and whether weights changed without the optimizer."""
@@ -193,3 +174,10 @@ class OptimizerSteps:
 
     def _after_step(self) -> None:
         self._where.num_optimizer_steps += 1
+        if self._where.num_optimizer_steps - self._num_seen >= FEW_CALLS and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "balancer.step() was not called in the last %d optimizer steps: nothing is balanced without it. Call "
+                "it once after every optimizer step, on every rank",
+                FEW_CALLS,
+            )

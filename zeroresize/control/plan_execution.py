@@ -22,16 +22,7 @@ MATRICES = ("x", "w")
 
 
 class PlanExecution:
-    """Carries out one plan after another.
-
-    Args:
-        config: how to balance.
-        rank, num_ranks: this rank within its group, and the group's size.
-        layers: balanced layers by name.
-        selector: says which columns a share is.
-        lender: carries out loans; None where nothing migrates.
-        exchange: with the other ranks; None in a group of one.
-        units: of this rank; None in a group of one.
+    """Carries out one plan after another on this rank of the group.
 
     Attributes:
         pins: γ that is forced in place of the plan's, by rank; the same on every rank.
@@ -49,21 +40,22 @@ class PlanExecution:
         rank: int,
         num_ranks: int,
         layers: Mapping[str, BalancedLinear],
-        *,
         selector: ColumnSelector,
-        lender: Lender | None,
-        exchange: Exchange | None,
+        lender: Lender | None = None,
+        exchange: Exchange | None = None,
         units: OwnedUnits | None = None,
     ) -> None:
         self._config, self._rank, self._num_ranks, self._layers = config, rank, num_ranks, layers
         self._selector, self._lender, self._exchange, self._units = selector, lender, exchange, units
-        self._decided = self._plan = WorkloadPlan(())
-        self._installed, self._installed_shares = (Relief(), selector.edition), Shares()
+        #: The plan that is decided, the one that is carried out, and the edition of the columns; None for another one.
+        self._in_force: tuple[WorkloadPlan, WorkloadPlan, int] | None = None
+        self._written, self._written_shares = (Relief(), selector.edition), Shares()
         self._pruned_shares: Mapping[str, float] = dict.fromkeys(layers, 0.0)
         self.pins: dict[int, float] = {}
         self.planned, self.ratio = Shares(), 0.0
         self.layer_shares: Mapping[str, float] = self._pruned_shares
-        self.shares_of_step = Shares()
+        self.lent_to: dict[int, float] = {}
+        self._next_shares = self.shares_of_step = Shares()
         self.shares_of_last_step: Shares | None = None
 
     def install(self, decided: WorkloadPlan, calibration: WorkloadPlan | None = None) -> None:
@@ -74,27 +66,28 @@ class PlanExecution:
         Raises:
             RuntimeError: if loans are new and not all ranks come.
         """
-        plan = calibration or decided
-        self._decided, self._plan = decided, plan
+        plan, edition, in_force = calibration or decided, self._selector.edition, self._in_force
+        if in_force is not None and in_force[0] is decided and in_force[1] is plan and in_force[2] == edition:
+            return
+        self._in_force = None
         self._write(self._relief(decided))
-        self.planned, self.ratio = self._with_others(decided), self._installed[0].spared
+        self.planned, self.ratio = self._with_others(decided), self._written[0].spared
         self.layer_shares = self._pruned_shares
+        self.lent_to = {
+            receiver: self.planned.lent * part
+            for loan in decided.loans
+            if loan.owner == self._rank
+            for receiver, part in zip(loan.receivers, loan.parts, strict=True)
+        }
         if plan is not decided:
             self._write(self._relief(plan))
+        self._next_shares = self._with_others(plan)
         if self._lender is not None:
             epoch = self._selector.state.epoch
             if self._exchange is not None and self._lender.would_be_new(plan.loans, epoch):
                 self._exchange.meet()  # a rank that is a step ahead would send the others what they do not await
             self._lender.install(plan.loans, self._lent_columns() if plan.loans else {}, epoch=epoch)
-
-    def clear(self) -> None:
-        """Take the plan out of every layer."""
-        self._write(Relief())
-
-    def send_weights(self) -> None:
-        """Send the lent columns of all weights, as they are from now until the next optimizer step."""
-        if self._lender is not None:
-            self._lender.send_weights()
+        self._in_force = decided, plan, edition
 
     def take_back(self) -> None:
         """Let every layer compute all of its own columns, until the next :meth:`install`."""
@@ -102,50 +95,44 @@ class PlanExecution:
         if self._lender is not None:
             self._lender.take_back()
 
+    def clear(self) -> None:
+        """Take the plan out of every layer."""
+        self._in_force = None
+        self._write(Relief())
+
+    def send_weights(self) -> None:
+        """Send the lent columns of all weights, as they are from now until the next optimizer step."""
+        if self._lender is not None:
+            self._lender.send_weights()
+
     def begin_step(self) -> None:
         """Begin an iteration under what is installed."""
-        self.shares_of_step = self._with_others(self._plan)
+        self.shares_of_step = self._next_shares
 
     def end_step(self) -> None:
         """End the iteration: count it for the selector."""
         self.shares_of_last_step = self.shares_of_step
-        self._selector.count_step(self._installed[0])
+        self._selector.count_step(self._written[0])
 
     def pin(self, rank: int, ratio: float) -> None:
-        """Let ``rank`` prune ``ratio`` from the next :meth:`install` on, whatever is decided.
-
-        Raises:
-            ValueError: for a rank outside the group, a ratio outside [0, 1), or a mode that does not only prune.
-        """
+        """Let ``rank`` prune ``ratio`` from the next :meth:`install` on, as :meth:`zeroresize.Balancer.pin`."""
         self._require_rank(rank)
         self.pins[rank] = self._config.pinned(ratio, rank).forced_ratio or 0.0
+        self._in_force = None
 
     def release(self, rank: int | None) -> None:
-        """Take back the pin of ``rank``, or of all ranks.
-
-        Raises:
-            ValueError: for a rank outside the group.
-        """
+        """Take back the pin of ``rank``, or of all ranks, from the next :meth:`install` on."""
         if rank is None:
             self.pins.clear()
         else:
             self._require_rank(rank)
             self.pins.pop(rank, None)
-
-    @property
-    def lent_to(self) -> dict[int, float]:
-        """What each other rank computes of this rank's lent share."""
-        return {
-            receiver: self.planned.lent * part
-            for loan in self._decided.loans
-            if loan.owner == self._rank
-            for receiver, part in zip(loan.receivers, loan.parts, strict=True)
-        }
+        self._in_force = None
 
     @property
     def is_forced(self) -> bool:
         """Whether someone forced just the ratio of the next step."""
-        return self._installed[0].is_forced
+        return self._written[0].is_forced
 
     @property
     def agreed(self) -> tuple[object, ...]:
@@ -153,12 +140,12 @@ class PlanExecution:
         return self._selector.state.epoch, sorted(self.pins.items())
 
     def _with_others(self, plan: WorkloadPlan) -> Shares:
-        """Return what is installed, with what this rank computes for others by ``plan``, and the units it owns."""
+        """What is written, with what this rank computes for others by ``plan``, and the units it owns."""
         borrowed, owned = plan.ranks[self._rank].borrowed, 1.0 if self._units is None else self._units.owned
-        return replace(self._installed_shares, borrowed=borrowed, owned=owned)
+        return replace(self._written_shares, borrowed=borrowed, owned=owned)
 
     def _relief(self, plan: WorkloadPlan) -> Relief:
-        """Return what this rank is relieved of under ``plan``, or by its pin."""
+        """What this rank is relieved of under ``plan``, or by its pin."""
         if self._rank in self.pins:
             return Relief(self.pins[self._rank], is_forced=True)
         planned = plan.ranks[self._rank]
@@ -170,21 +157,24 @@ class PlanExecution:
 
     def _write(self, relief: Relief) -> None:
         """Prune, and leave to others, the columns that the selector names, from the next forward on."""
-        if self._installed == (relief, self._selector.edition):
+        if self._written == (relief, self._selector.edition):
             return
-        self._installed = relief, self._selector.edition
+        self._written = relief, self._selector.edition
         pruned, lent = self._selector.pruned_columns(relief), self._selector.lent_columns(relief)
         for name, layer in self._layers.items():
-            layer.plan = self._layer_plan(layer, pruned[name].tolist(), lent[name].tolist())
-        self._pruned_shares = self._shares_of_layers("pruned_share")
-        self._installed_shares = Shares(
-            self._share_of_work(self._pruned_shares), self._share_of_work(self._shares_of_layers("lent_share"))
-        )
-
-    def _shares_of_layers(self, kind: str) -> dict[str, float]:
-        return {
-            name: getattr(layer.plan, kind) if layer.plan is not None else 0.0 for name, layer in self._layers.items()
-        }
+            layer.plan = None
+            if len(pruned[name]) or len(lent[name]):
+                layer.plan = LayerPlan.from_pruned(
+                    torch.tensor(pruned[name].tolist(), dtype=torch.int64, device="cpu"),
+                    layer.num_columns,
+                    layer.local_weight.device,
+                    self._config.paper.imputation,
+                    torch.tensor(lent[name].tolist(), dtype=torch.int64, device="cpu"),
+                )
+        plans = {name: layer.plan for name, layer in self._layers.items()}
+        self._pruned_shares = {name: plan.pruned_share if plan else 0.0 for name, plan in plans.items()}
+        lent_shares = {name: plan.lent_share if plan else 0.0 for name, plan in plans.items()}
+        self._written_shares = Shares(self._share_of_work(self._pruned_shares), self._share_of_work(lent_shares))
 
     def _share_of_work(self, shares: Mapping[str, float]) -> float:
         work = present_work_of_layers(self._layers)
@@ -195,26 +185,12 @@ class PlanExecution:
         none = torch.empty(0, dtype=torch.int64, device="cpu")
         return {name: layer.plan.lent if layer.plan is not None else none for name, layer in self._layers.items()}
 
-    def _layer_plan(self, layer: BalancedLinear, pruned: list[int], lent: list[int]) -> LayerPlan | None:
-        if not pruned and not lent:
-            return None
-        return LayerPlan.from_pruned(
-            torch.tensor(pruned, dtype=torch.int64, device="cpu"),
-            layer.num_columns,
-            layer.local_weight.device,
-            self._config.paper.imputation,
-            torch.tensor(lent, dtype=torch.int64, device="cpu"),
-        )
-
 
 class LineageTable:
     """Tells which columns of which operand are pruned in the current step (paper, section III-A).
 
     ``x`` and ``w`` of a layer are pruned alike (dual pruning), so both names lead to one index list, whose complement
     tells the layer's backward where its gradients belong.
-
-    Args:
-        layers: balanced layers by name, whose plans are looked up when asked.
     """
 
     def __init__(self, layers: Mapping[str, BalancedLinear]) -> None:

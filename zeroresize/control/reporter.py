@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from zeroresize.control.group_decision import GroupDecision
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.resharding.units.owned_units import Move, OwnedUnits
-from zeroresize.utils.texts import seconds_text
+from zeroresize.utils.texts import named_ranks, seconds_text
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _LATE_UPDATES, _LATE_S = 2, 0.005
 
 
 class Reporter:
-    """Writes what is decided to the log, on one rank for all of them.
+    """Writes what is decided to the log, on the one rank that speaks for all of them.
 
     Args:
         tolerance: the share of a step by which a rank may come later to the model than the first one.
@@ -57,33 +57,27 @@ class Reporter:
         self._said.add(once)
 
     def decided(self, num_steps: int, before: WorkloadPlan, decision: GroupDecision, units: OwnedUnits | None) -> None:
-        """Tell what an update has changed, and why it has changed nothing.
-
-        Args:
-            before: the plan until now.
-            units: of this rank; None in a group of one.
-        """
+        """Tell what an update has changed of the plan ``before``, and why it has changed nothing."""
         plan, busy_s = decision.plan, decision.controller.busy_s
         now, slow = self._clock(), [rank for rank, of_rank in enumerate(plan.ranks) if of_rank.is_straggler]
         self._slow_since = {rank: self._slow_since.get(rank, now) for rank in slow}
         if plan.relieved != before.relieved:
             self.info(num_steps, plan.description + _why_relief_ended(before, plan, busy_s))
-        may_move = units is not None and bool(units.segments) and units.why_not_movable is None
-        if may_move and decision.controller.config.may_move:
-            self._tell_why_units_stay(num_steps, decision)
-        if units is not None and decision.plan.owned == units.shares:
-            self._tell_what_does_not_fit(num_steps, decision, units)
+        if units is not None:
+            if decision.controller.config.may_move and units.segments and units.why_not_movable is None:
+                self._tell_why_units_stay(num_steps, decision)
+            if plan.owned == units.shares:
+                self._tell_what_does_not_fit(num_steps, decision, units)
         self._tell_who_is_late(num_steps, decision)
 
     def moved(
         self,
         num_steps: int,
         move: Move,
-        plan: WorkloadPlan,
-        busy_s: Sequence[float],
-        *,
+        decision: GroupDecision,
         step_s: float = math.nan,
         comparing_s: float = 0.0,
+        *,
         cause: str | None = None,
         is_held: bool = False,
     ) -> None:
@@ -94,27 +88,28 @@ class Reporter:
         Percentages are of what the rank owned in all layers together, since layers need not divide alike.
 
         Args:
-            plan: by which it was made.
-            busy_s: of every rank at its even share, seconds; empty where nothing was measured.
+            decision: by whose plan it was made.
             step_s: what a step took before, as it was measured.
             comparing_s: seconds for which ranks compared products after it.
             cause: why it was made, such as "by hand", where no measurement did; None where one did.
             is_held: whether a user holds the shares.
         """
-        self._last_move = None if cause is not None else (num_steps, step_s, plan.predicted_step_s)
+        expected_s = decision.plan.predicted_step_s
+        self._last_move = None if cause is not None else (num_steps, step_s, expected_s)
         if not any(map(any, move.changes.values())):
             self.info(num_steps, "shares change by less than a unit: nothing moves")
             return
-        comparing = (
-            f", then {seconds_text(comparing_s)} to compare products" if comparing_s >= _LEAST_COMPARING_S else ""
-        )
+        took = f"{_size(move.total_bytes)}, {seconds_text(move.seconds)}"
+        if comparing_s >= _LEAST_COMPARING_S:
+            took += f", then {seconds_text(comparing_s)} to compare products"
         if cause is None:
-            cause, expected = self._why(move, plan, busy_s), _expected(step_s, plan.predicted_step_s)
-        else:
-            expected = ""
+            cause = self._why(move, decision)
+            took += "" if math.isnan(step_s) else f"; a step took {_milliseconds(step_s)}"
+            if not (math.isnan(expected_s) or expected_s > step_s):  # what rests on older times is no promise
+                took += "; expected step " if math.isnan(step_s) else ", expected "
+                took += _milliseconds(expected_s)
         held = "; these shares are held until move(None)" if is_held else ""
-        took = f"{_size(move.total_bytes)}, {seconds_text(move.seconds)}{comparing}"
-        self.info(num_steps, f"{cause}{': ' if cause else ''}{_what(move)}: {took}{expected}{held}")
+        self.info(num_steps, f"{cause}{': ' if cause else ''}{_what(move)}: {took}{held}")
 
     def measured(self, num_steps: int, step_s: float) -> None:
         """Tell, once after each move, what came of it: ``step_s`` is what a step has taken since."""
@@ -127,20 +122,20 @@ class Reporter:
         change = "as long as before"
         if abs(saved) >= _NOTICEABLE:
             change = f"{100.0 * abs(saved):.0f} % {'shorter' if saved > 0.0 else 'longer'}"
-        expected = "" if not expected_s <= before_s else f", {_milliseconds(expected_s)} were expected"
+        expected = f", {_milliseconds(expected_s)} were expected" if expected_s <= before_s else ""
         self.info(
             num_steps,
             f"since units moved at step {moved_at} a step takes {_milliseconds(step_s)}, {_milliseconds(before_s)} "
             f"before{expected}: steps are {change}",
         )
 
-    def _why(self, move: Move, plan: WorkloadPlan, busy_s: Sequence[float]) -> str:
+    def _why(self, move: Move, decision: GroupDecision) -> str:
         """The stragglers whose units change, or that there are none any more."""
-        if _comes_home(move):
-            is_anyone_slow = any(rank.is_straggler for rank in plan.ranks)
-            return "even shares are faster now" if is_anyone_slow else "no rank is slow any more"
-        slow = [rank for rank in _changing(move, lambda change: change != 0) if plan.ranks[rank].is_straggler]
-        if not slow or len(busy_s) != len(plan.ranks):
+        ranks, busy_s = decision.plan.ranks, decision.controller.busy_s
+        if len(set(move.after)) == 1:
+            return "even shares are faster now" if any(rank.is_straggler for rank in ranks) else _NOBODY_IS_SLOW
+        slow = [rank for rank in _changing(move, lambda change: change != 0) if ranks[rank].is_straggler]
+        if not slow or len(busy_s) != len(ranks):
             return ""
         since = self._slow_since.get(slow[0])
         duration = "" if since is None or len(slow) > 1 else f" for {seconds_text(self._clock() - since)}"
@@ -163,23 +158,22 @@ class Reporter:
         memory = decision.memory
         if memory is None or (why := memory.why_too_much(units.shares)) is None:
             return
+        reason = "they move as soon as they can"
         if units.why_not_movable is not None:
             reason = f"no unit can change hands: {units.why_not_movable}"
         elif not decision.controller.config.may_move or decision.controller.ownership.is_held:
             reason = "no decision moves units now: give shares that fit"
         elif memory.why_too_much(memory.evenly_filled) is not None:
             reason = "the ranks' memory together does not suffice for more even a division"
-        else:
-            reason = "they move as soon as they can"
         self.warn(num_steps, f"by memory_limits {why}, and units stay: {reason}", once="memory")
 
     def _tell_who_is_late(self, num_steps: int, decision: GroupDecision) -> None:
         """Ranks that come late to the model, as from a slow data loader: no division of its work helps."""
-        outside_s = decision.outside_s
-        if len(outside_s) < 2 or not decision.controller.busy_s:
+        outside_s, busy_s = decision.outside_s, decision.controller.busy_s
+        if len(outside_s) < 2 or not busy_s:
             return
         least_s = min(outside_s)
-        most_s = least_s + max(self._tolerance * max(decision.controller.busy_s), _LATE_S)
+        most_s = least_s + max(self._tolerance * max(busy_s), _LATE_S)
         late = {rank: seconds - least_s for rank, seconds in enumerate(outside_s) if seconds > most_s}
         self._num_late = self._num_late + 1 if late else 0
         if self._num_late >= _LATE_UPDATES:
@@ -191,6 +185,9 @@ class Reporter:
                 "layer, such as fetching batches",
                 once="late",
             )
+
+
+_NOBODY_IS_SLOW = "no rank is slow any more"
 
 
 def _why_relief_ended(before: WorkloadPlan, plan: WorkloadPlan, busy_s: Sequence[float]) -> str:
@@ -212,53 +209,31 @@ def _slowness(ranks: Collection[int], busy_s: Sequence[float]) -> str:
     return f"{len(by)} ranks are slower than the fastest, rank {most} most, {by[most]}"
 
 
-def _expected(before_s: float, after_s: float) -> str:
-    """The step as it was measured, and as it is expected from now on; what rests on older times is no promise."""
-    took = "" if math.isnan(before_s) else f"; a step took {_milliseconds(before_s)}"
-    if math.isnan(after_s) or after_s > before_s:
-        return took
-    return f"{took}, expected {_milliseconds(after_s)}" if took else f"; expected step {_milliseconds(after_s)}"
-
-
 def _what(move: Move) -> str:
-    takers = _ranks(_changing(move, lambda change: change > 0))
-    if _comes_home(move):
+    """What moves to whom, as "43 % of rank 3's neurons and 25 % of its heads move to ranks 0, 1, 2"."""
+    takers = named_ranks(_changing(move, lambda change: change > 0))
+    if len(set(move.after)) == 1:
         return f"units come home to {takers}"
     givers = _changing(move, lambda change: change < 0)
     if len(givers) > _MOST_NAMED:
         return f"units of {len(givers)} ranks move to {takers}"
-    return f"{', '.join(_given(move, rank) for rank in givers)} move to {takers}"
-
-
-def _given(move: Move, rank: int) -> str:
-    shares = {
-        kind: -change[rank] / move.owned_before[kind][rank] for kind, change in move.changes.items() if change[rank] < 0
-    }
-    whose = (f"rank {rank}'s", *["its"] * (len(shares) - 1))
-    return " and ".join(
-        f"{100.0 * share:.0f} % of {owner} {kind}" for (kind, share), owner in zip(shares.items(), whose, strict=True)
-    )
-
-
-def _comes_home(move: Move) -> bool:
-    return len(set(move.after)) == 1
+    given = []
+    for rank in givers:
+        of_rank = {kind: change[rank] for kind, change in move.changes.items() if change[rank] < 0}
+        shares = {kind: -100.0 * change / move.owned_before[kind][rank] for kind, change in of_rank.items()}
+        whose = (f"rank {rank}'s", *["its"] * (len(shares) - 1))
+        parts = zip(shares.items(), whose, strict=True)
+        given.append(" and ".join(f"{share:.0f} % of {owner} {kind}" for (kind, share), owner in parts))
+    return f"{', '.join(given)} move to {takers}"
 
 
 def _changing(move: Move, how: Callable[[int], bool]) -> list[int]:
     return [rank for rank in range(len(move.after)) if any(how(change[rank]) for change in move.changes.values())]
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) > 2 * _MOST_NAMED:
-        return f"{len(ranks)} ranks"
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
 def _size(num_bytes: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6)):
-        if num_bytes >= size:
-            return f"{_digits(num_bytes / size)} {unit}"
-    return f"{_digits(num_bytes / 1e3)} kB"
+    unit, size = next(((unit, size) for unit, size in (("GB", 1e9), ("MB", 1e6)) if num_bytes >= size), ("kB", 1e3))
+    return f"{_digits(num_bytes / size)} {unit}"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -29,36 +29,24 @@ _REMEDIES = ", and draw alike what is random before the layers", "; all is well 
 
 
 class Difference(NamedTuple):
-    """What the ranks of a group do not have alike.
+    """What the ranks of a group do not have alike."""
 
-    Attributes:
-        batches: an error's text about batches; empty where those are alike.
-        is_certain: whether that is surely a mistake.
-        only_warns: whether it may be meant.
-        within: inputs of layers that differ.
-    """
-
-    batches: str
-    is_certain: bool
-    only_warns: bool
-    within: tuple[str, ...]
+    batches: str  # an error's text about batches; empty where those are alike
+    is_certain: bool  # that it is a mistake
+    only_warns: bool  # as it may be meant
+    within: tuple[str, ...]  # inputs of layers that differ
 
 
 class SeenBatches:
     """Sums up what all ranks of a group should have alike, until they compare it.
 
     Of the model's inputs that are the whole numbers, such as token ids, unless each rank is given its part of the
-    sequences; and what column-parallel layers multiply, which all ranks have whole.
-
-    Args:
-        model: whose inputs they are.
-        first: the name of the layer that begins a forward.
-        num_ranks: of the group.
+    sequences; and what column-parallel layers multiply, which all ranks have whole. ``first`` names the layer that
+    begins a forward.
 
     Attributes:
         is_due: whether the ranks compare soon, as they do at the start, so that forwards are looked at.
         rounding: what sums may differ by in the precision in which the layer multiplies, of a norm.
-        unhook: looks at the model no more.
     """
 
     def __init__(self, model: nn.Module, first: str, num_ranks: int) -> None:

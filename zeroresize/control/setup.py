@@ -7,7 +7,7 @@ the others as they are. Neither fails by itself.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,23 +48,14 @@ HINT = "start_checks=False in the configuration turns this check off"
 
 @dataclass(frozen=True)
 class Setup:
-    """Holds what a user gave to a balancer, once it is checked as far as that needs no other rank.
-
-    Attributes:
-        model: holds the layers.
-        layers: maps names to balanced layers, in the order of the model.
-        optimizer: steps their weights.
-        config: says how to balance.
-        process_group: is the tensor-parallel group.
-        replicas_group: is the data-parallel group that the user gave, if any.
-    """
+    """Holds what a user gave to a balancer, once it is checked as far as that needs no other rank."""
 
     model: nn.Module
     layers: Layers
     optimizer: Any
     config: BalanceConfig
-    process_group: ProcessGroup
-    replicas_group: ProcessGroup | None
+    process_group: ProcessGroup  # the tensor-parallel one
+    replicas_group: ProcessGroup | None  # the data-parallel one that the user gave
 
     @cached_property
     def rank(self) -> int:
@@ -125,21 +116,19 @@ def checked_setup(
     process_group = group_of(model, process_group)
     replicas_group: ProcessGroup | None = as_process_group(data_parallel_group)
     config.validate_group_size(group_size(process_group))
-    layers = _converted_layers(model, process_group)
-    check_weights(layers, config)
-    check_layers(model, layers, optimizer, process_group, config)
+    layers = balanced_layers(model)
+    if not layers or not all(layer.is_searched for layer in layers.values()):
+        convert(model, process_group)
+        layers = balanced_layers(model)
+    _check_weights(layers, config)
+    _check_layers(model, layers, optimizer, process_group, config)
     if group_rank(process_group) == 0:
         warn_of_known_faults(unwrap(model), optimizer)
     return Setup(model, layers, optimizer, config, process_group, replicas_group)
 
 
 def tell_other_ranks(model: nn.Module, process_group: ProcessGroup | DeviceMesh | None, error: Exception) -> None:
-    """Tell the ranks of the group, which would wait for this one, that its setup has failed; not collective.
-
-    Args:
-        model, process_group: as of :func:`checked_setup`.
-        error: what it raised.
-    """
+    """Tell the ranks of the group, which would wait for this one, what :func:`checked_setup` raised; not collective."""
     with suppress(Exception):  # nothing tells of which group this rank is
         try:
             group = group_of(model, process_group)
@@ -188,16 +177,7 @@ def warn_of_layers_that_stay(setup: Setup) -> None:
         )
 
 
-def _converted_layers(model: nn.Module, process_group: ProcessGroup) -> Layers:
-    """Return the layers that may be balanced; convert the model if it, or a layer of it, was not converted yet."""
-    layers = balanced_layers(model)
-    if not layers or not all(layer.is_searched for layer in layers.values()):
-        convert(model, process_group)
-        layers = balanced_layers(model)
-    return layers
-
-
-def check_weights(layers: Layers, config: BalanceConfig) -> None:
+def _check_weights(layers: Layers, config: BalanceConfig) -> None:
     """Check that the layers' weights are what ``config`` needs: something may have been put on them after converting.
 
     Raises:
@@ -237,15 +217,15 @@ def check_weights(layers: Layers, config: BalanceConfig) -> None:
             )
 
 
-def check_layers(
+def _check_layers(
     model: nn.Module, layers: Layers, optimizer: Any, process_group: ProcessGroup, config: BalanceConfig
 ) -> None:
     """Check that a model's layers can be balanced over this group while this optimizer trains them.
 
     Raises:
         ValueError: if they are another group's, they have another balancer, or the optimizer steps none of their
-            weights; unless ``start_checks`` is off, also for what
-            :func:`check_optimizer` and :func:`check_data_parallelism` find.
+            weights; unless ``start_checks`` is off, also if it leaves out some that want gradients, or for what
+            :func:`check_data_parallelism` finds.
     """
     for name, layer in layers.items():
         if not same_ranks(layer.process_group, process_group):
@@ -266,32 +246,19 @@ def check_layers(
             f"the optimizer does not step the weights of {first_of(unknown)}, nor any other layer's: make it from the "
             "parameters that the model has now"
         )
-    check_optimizer(unknown, is_error=config.start_checks)
+    if unknown:
+        message = (
+            f"the optimizer does not step the weights of {first_of(unknown)}, which want gradients: was it made before "
+            "they were?"
+        )
+        if config.start_checks:
+            raise ValueError(
+                f"{message} Freeze them (requires_grad_(False)) where that is meant; where another optimizer steps "
+                f"them, {HINT}"
+            )
+        logger.warning("%s", message)
     if config.start_checks:
         check_data_parallelism(model, layers, process_group)
-
-
-def check_optimizer(unknown: Sequence[str], *, is_error: bool) -> None:
-    """Check that the optimizer steps every layer that is to learn.
-
-    Args:
-        unknown: names of layers whose weights it does not step although they want gradients.
-
-    Raises:
-        ValueError: if there are any; with ``is_error`` False they are warned of.
-    """
-    if not unknown:
-        return
-    message = (
-        f"the optimizer does not step the weights of {first_of(unknown)}, which want gradients: was it made before "
-        "they were?"
-    )
-    if is_error:
-        raise ValueError(
-            f"{message} Freeze them (requires_grad_(False)) where that is meant; where another optimizer steps them, "
-            f"{HINT}"
-        )
-    logger.warning("%s", message)
 
 
 def check_data_parallelism(model: nn.Module, layers: Layers, process_group: ProcessGroup) -> None:

@@ -20,15 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class SlownessWatch:
-    """Watches this rank's steps together with the others'.
-
-    Args:
-        exchange: with the other ranks; closed by whoever has made it.
-        rank: this rank within the group; rank 0 writes the log.
-        num_ranks: size of the group, 2 at least.
-        update_every: steps between two exchanges.
-        tolerance: by which share a rank must be slower than the others, at least.
-    """
+    """Watches this rank's steps together with the others'; rank 0 of the group writes the log."""
 
     def __init__(
         self, exchange: Exchange, rank: int, num_ranks: int, update_every: int, tolerance: float = TOLERANCE
@@ -46,11 +38,7 @@ class SlownessWatch:
         return any(not numbers.has_ended for numbers in self._pending)
 
     def end_step(self, read: Iterable[WatchedStep]) -> None:
-        """Count a step that is over.
-
-        Args:
-            read: the steps whose times could be read since the last call.
-        """
+        """Count a step that is over; ``read`` are the steps whose times could be read since the last call."""
         if self._is_over:
             return
         began = time.perf_counter()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -24,7 +24,6 @@ from zeroresize.checks.replicated import (
 )
 from zeroresize.comm.collectives import group_rank
 from zeroresize.comm.exchange import Exchange
-from zeroresize.control.device_models import DeviceModels
 from zeroresize.control.seen_batches import Difference, SeenBatches
 from zeroresize.control.setup import HINT, MOST_NAMED, Layers, check_data_parallelism
 from zeroresize.optim.optimizers import hook_steps, stepped_gradients, torch_optimizer
@@ -63,13 +62,6 @@ class StartCheck:
     of modules that hold a process group, those that a framework has marked (``dist_layout``,
     ``tensor_model_parallel``), and those whose shapes differ between the ranks.
 
-    Args:
-        model: what is trained.
-        layers: its balanced layers by name.
-        optimizer: what steps it.
-        process_group: their tensor-parallel group.
-        exchange: with its ranks.
-
     Attributes:
         why_units_stay: why no unit may leave its home now, as it would compute with something else on another rank;
             None where it may.
@@ -82,14 +74,11 @@ class StartCheck:
         self._optimizer = optimizer
         self.why_units_stay: str | None = None
         self._at_start: dict[str, list[float]] | None = None
-        self._devices: DeviceModels | None = None
         self._next_step, self._num_tries_left = _FIRST_STEP, 0
         self._has_begun = self._has_stepped = False
         self._warned: set[str] = set()
-        columns = [name for name, layer in layers.items() if layer.is_column_parallel]
-        name = next(iter([*columns, *layers]))
-        self._first = name
-        self._batches = SeenBatches(model, name, len(exchange.ranks))
+        self._first = next(iter([*(name for name, layer in layers.items() if layer.is_column_parallel), *layers]))
+        self._batches = SeenBatches(model, self._first, len(exchange.ranks))
         self._undo = ExitStack()
         self._undo.callback(self._batches.unhook)
         for name, layer in layers.items():
@@ -111,16 +100,7 @@ class StartCheck:
             self._undo.callback(hook_steps(self._optimizer, self._before_step))
             self._num_tries_left = _MOST_TRIES
         check_data_parallelism(self._model, self._layers, self._group)
-        self.compare()
-
-    def compare(self) -> None:
-        """Compare the ranks' parameters now, and what they are given; collective.
-
-        Raises:
-            ValueError: on every rank, naming the first parameters that differ and the ranks on which they do.
-        """
-        replicated = self._replicated()
-        sums, other_batches = self._gathered(replicated, replicated)
+        replicated, sums, other_batches = self._gathered()
         self._at_start = _distances(sums)
         differing = {
             name: _description(sums[name], _TOLERANCE)
@@ -135,33 +115,21 @@ class StartCheck:
                 f"your own is left out where its parameter has tensor_model_parallel=True; {HINT}"
             )
         self._judge_batches(other_batches)
-        self._devices = DeviceModels(next(iter(self._layers.values())).local_weight.device, self._exchange)
 
     def step_is_called(self, num_steps: int) -> None:
-        """Note the call of ``balancer.step()`` that ends so many steps.
-
-        Ranks whose optimizer skipped a first step meet the others here.
-        """
+        """Note the call of ``balancer.step()`` that ends so many steps."""
         if not self._has_stepped:
-            self._compare_gradients(steps=False)
+            self._compare_gradients(steps=False)  # whoever skipped a first step meets the others here
         self._has_stepped = False
         self._batches.is_due = self._num_tries_left > 0 or self._next_step <= num_steps + 1
 
     def after_update(self, num_steps: int) -> None:
-        """Warn, once and on rank 0, of copies that have drifted apart since the start; collective, if it is due.
-
-        Args:
-            num_steps: of the optimizer so far, the same on all ranks.
-        """
-        if self._at_start is not None and num_steps >= self._next_step:
-            self._next_step = min(2 * num_steps, num_steps + _MOST_STEPS)
-            self._compare_again(self._at_start, num_steps)
-        if self._devices is not None and (text := self._devices.warning()) is not None:
-            self._warn("devices", f"step {num_steps}: {text}; {HINT}")
-
-    def _compare_again(self, at_start: Mapping[str, list[float]], num_steps: int) -> None:
-        replicated = self._replicated()
-        sums, other_batches = self._gathered(replicated, replicated)
+        """Warn, once and on rank 0, of copies that have drifted apart since the start; collective, if it is due."""
+        at_start = self._at_start
+        if at_start is None or num_steps < self._next_step:
+            return
+        self._next_step = min(2 * num_steps, num_steps + _MOST_STEPS)
+        replicated, sums, other_batches = self._gathered()
         drifted = {}
         for name, of_ranks in _distances(sums).items():
             before = at_start.get(name, [0.0] * len(of_ranks))
@@ -192,9 +160,9 @@ class StartCheck:
         if not self._num_tries_left:
             return
         self._num_tries_left -= 1
-        replicated = self._replicated()
-        gradients = stepped_gradients(self._optimizer, replicated) if steps else {}
-        gathered, other_batches = self._gathered(replicated, gradients)
+        _, gathered, other_batches = self._gathered(
+            lambda replicated: stepped_gradients(self._optimizer, replicated) if steps else {}
+        )
         self._judge_batches(other_batches)
         sums = {name: of_ranks for name, of_ranks in gathered.items() if any(of_ranks)}
         numbers = [number for of_ranks in sums.values() for each in of_ranks for number in each or ()]
@@ -254,13 +222,13 @@ class StartCheck:
             logger.warning("%s", text)
         self._warned.add(kind)
 
-    def _replicated(self) -> dict[str, Tensor]:
-        return dict(replicated_parameters(self._model, self._group))
-
     def _gathered(
-        self, replicated: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
-    ) -> tuple[dict[str, list[_Sums]], Difference]:
-        """Return every rank's sums of a tensor of each parameter, and how their batches differ; collective."""
+        self, of: Callable[[dict[str, Tensor]], Mapping[str, Tensor]] | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, list[_Sums]], Difference]:
+        """Return the replicated parameters, every rank's sums of each, or of a tensor ``of`` each, and how their
+        batches differ; collective."""
+        replicated = dict(replicated_parameters(self._model, self._group))
+        tensors = replicated if of is None else of(replicated)
         keys = {name: key_of_parameter(name, parameter) for name, parameter in replicated.items()}
         rows = [[keys[name], *row[1:]] for name, row in zip(tensors, sums_of_parameters(tensors), strict=True)]
         numbers_of_rank = [number for row in rows for number in row] + self._batches.take()
@@ -269,7 +237,7 @@ class StartCheck:
             for numbers in self._exchange.gather(numbers_of_rank)
         ]
         sums: dict[str, list[_Sums]] = {name: [table.get(key) for table in tables] for name, key in keys.items()}
-        return sums, self._batches.difference(tables)
+        return replicated, sums, self._batches.difference(tables)
 
 
 def _distances(sums: Mapping[str, Sequence[_Sums]]) -> dict[str, list[float]]:
