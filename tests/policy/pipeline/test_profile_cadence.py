@@ -102,7 +102,7 @@ def test_changed_work_is_measured_twice_and_paid_for_later():
     assert cadence.next_due == 40
 
 
-def test_after_four_changes_in_a_row_that_moved_nothing_regular_profiles_suffice():
+def test_after_five_changes_in_a_row_that_moved_nothing_regular_profiles_suffice():
     cadence = ProfileCadence("auto", 0.01)
     cadence.begin_anew([0.2] * 5)
     due = []
@@ -112,7 +112,7 @@ def test_after_four_changes_in_a_row_that_moved_nothing_regular_profiles_suffice
         if cadence.is_due(block):
             cadence.measured(block)
             due.append(block)
-    assert due[:8] == [0, 1, 10, 11, 20, 21, 30, 31] and len(due) <= 12
+    assert due[:10] == [0, 1, 10, 11, 20, 21, 30, 31, 40, 41] and len(due) <= 14
     cadence.moved(200)
     assert cadence.next_due == 202
     cadence.work_changed(210)

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroresize.plan.partition import Partition, require_enough_layers
+from zeroresize.policy import ROUNDING
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.runtime.schedules import Schedule
 from zeroresize.runtime.simulated_steps import simulated_steps, stage_sums
@@ -34,10 +35,6 @@ Mask = NDArray[np.bool_]
 
 #: Forwards and backwards of all stages that may be simulated in each round: a tenth of a second on one core.
 MOST_SIMULATED = 1.25e7
-#: Each round moves a layer or a row of them by one stage; balanced boundaries are seldom further away.
-_MOST_ROUNDS = 8
-#: What rounding brings is nothing.
-_LEAST_GAIN = 1e-9
 
 
 class NothingFitsError(ValueError):
@@ -223,13 +220,13 @@ def refined_partition(
     """
     shifts, now = _shifts(partition.num_stages, most_candidates), np.array(partition.boundaries)
     shortest_s = float(steps_s(now[None])[0]) if len(shifts) else 0.0
-    for _ in range(_MOST_ROUNDS if len(shifts) else 0):
+    for _ in range(partition.num_stages if len(shifts) else 0):
         shifted = now + shifts
         shifted = shifted[(np.diff(shifted) > 0).all(axis=1)]
         shifted = shifted[(np.diff(load.byte_sums[shifted]) <= load.memory_limits).all(axis=1)]
         seconds = steps_s(shifted) if len(shifted) else np.array([np.inf])
         best = int(seconds.argmin())
-        if seconds[best] >= shortest_s * (1.0 - _LEAST_GAIN):
+        if seconds[best] >= shortest_s * (1.0 - ROUNDING):
             break
         shortest_s, now = float(seconds[best]), shifted[best]
     return Partition(tuple(now.tolist()))

@@ -18,13 +18,13 @@ from zeroresize.plan.partition import LayerTransfer, Partition
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.rental import MIN_SAVING, Option, Rental, Verdict, is_saving
 from zeroresize.policy.pipeline.division import (
-    Floats,
     PipelineLoad,
     PipelineMessages,
     balanced_partition,
     shortest_partition,
     step_delays,
 )
+from zeroresize.policy.pipeline.profile_cadence import LEAST_BLOCKS
 from zeroresize.policy.pipeline.profiles import LayerCosts, LayerMeans, PipelineProfile
 from zeroresize.runtime.schedules import Schedule
 from zeroresize.runtime.simulated_steps import PipelineStep, simulated_step
@@ -33,12 +33,8 @@ from zeroresize.utils.value_checks import at_least, number, one_of
 By = Literal["time", "parameters"]
 #: The options: the best boundaries by now, and those that there were at first.
 WANTED, HOME = "wanted", "home"
-#: Layers that have changed by no more than this share since nothing was wanted want nothing now.
-_SETTLED = 0.01
 #: Steps until layers that are to move are in place.
 _IN_PLACE = 2
-#: Told changes of work that say how often there are some.
-_TOLD = 9
 
 
 @dataclass(frozen=True)
@@ -239,19 +235,6 @@ class RebalancingState:
 
 
 @dataclass
-class _Evidence:
-    """What profiles of the same work say.
-
-    A trial must be confirmed by one more profile. It is settled what layers [L, 2] took, between which boundaries and
-    by which rule, while nothing was wanted.
-    """
-
-    means: LayerMeans | None = None
-    trial: RebalancingProposal | None = None
-    settled: tuple[tuple[int, ...], Floats, RebalancingRule] | None = None
-
-
-@dataclass
 class _Move:
     """What the last move has gained against the first boundaries until a step, less what it took.
 
@@ -293,9 +276,14 @@ class Rebalancing:
         self.state, self.has_learned = state, False
         self.verdict: Verdict | None = None
         self._profile: PipelineProfile | None = None
-        self._evidence = _Evidence()
+        self._forget()
         self._move: _Move | None = None
         self._num_steps = self._decided = 0
+
+    def _forget(self) -> None:
+        """Forget what profiles of the same work have said; what one of them wants must be confirmed by another."""
+        self._means: LayerMeans | None = None
+        self._trial: RebalancingProposal | None = None
 
     @property
     def costs(self) -> LayerCosts | None:
@@ -310,7 +298,7 @@ class Rebalancing:
     @property
     def looks_again(self) -> bool:
         """Whether another profile must confirm what the last one wants, and so is to come at once."""
-        return self._evidence.trial is not None
+        return self._trial is not None
 
     def expect_other_work(self, step: int | None = None) -> None:
         """Expect profiles of layers whose work has changed, by what the caller did to them after so many steps.
@@ -321,9 +309,9 @@ class Rebalancing:
         """
         if self._move is not None and step is not None:
             self._move.pass_to(step)
-        told_steps = self.state.told_steps if step is None else (*self.state.told_steps, step)[-_TOLD:]
+        told_steps = self.state.told_steps if step is None else (*self.state.told_steps, step)[-LEAST_BLOCKS:]
         self.state = replace(self.state, is_other_work=True, told_steps=told_steps)
-        self._evidence = _Evidence()
+        self._forget()
 
     def update(
         self, profile: PipelineProfile, step: int | None = None, messages: PipelineMessages | None = None
@@ -341,38 +329,28 @@ class Rebalancing:
         self._num_steps = self._num_steps + self.interval if step is None else step
         if messages is not None:
             self.rule = replace(self.rule, messages=messages)
-        evidence, now = self._evidence, Partition(profile.boundaries)
-        trial, evidence.trial = evidence.trial, None
-        evidence.means = evidence.means or LayerMeans(len(profile.layers))
-        surprised, means = evidence.means.surprised(profile), evidence.means.after(profile)
-        costs = self._costs_after(means)
+        self._means = self._means or LayerMeans(len(profile.layers))
+        known, state, now = self._means.after(profile), self.state, Partition(profile.boundaries)
+        trial, self._trial = self._trial, None
+        if state.costs is None:
+            costs = LayerCosts.first(known)
+        else:
+            costs = state.costs.after(known, is_other_work=state.is_other_work)
         confirmed_s = 0.0
         if trial is not None and trial.before == profile.boundaries:  # else somebody has moved layers since
-            evidence.settled = None
             # By what this profile alone says of layers, and by what is known of devices now.
             measured, after = LayerCosts.measured(profile, costs.speeds), Partition(trial.after)
             confirmed_s = self.rule.simulated(measured, now).step_s - self.rule.simulated(measured, after).step_s
             # Told work is followed at once; else what both profiles say is looked for.
-            proposal = self._search(costs, means, after if self.state.is_other_work else None)
-        elif self._is_settled(surprised) and self._is_settled(means):
-            proposal = self.rule.to(costs, means, self.state.cost_of_move, now)
+            proposal = self._search(costs, known, after if state.is_other_work else None)
         else:
-            proposal = self._search(self._costs_after(surprised), surprised)
+            proposal = self._search(costs, known)
             if proposal.transfers:
-                evidence.trial = proposal
-                if self.costs is None:  # else a device that is slow by the next profile would pass for a heavy layer
-                    self.state = replace(self.state, costs=costs)
+                self._trial = proposal
+                if state.costs is None:  # else a device that is slow by the next profile would pass for a heavy layer
+                    self.state = replace(state, costs=costs)
                 return None
-            evidence.settled = means.boundaries, means.layer_s, self.rule
-        return self._decide(means, costs, proposal, confirmed_s, step)
-
-    def _is_settled(self, profile: PipelineProfile) -> bool:
-        """Whether nothing was wanted for layers as these are, so that nothing need be looked for."""
-        if self._evidence.settled is None or self.rule.memory_limits is not None:
-            return False
-        boundaries, layer_s, rule = self._evidence.settled
-        is_as_before = (boundaries, rule) == (profile.boundaries, self.rule)
-        return is_as_before and bool((np.abs(profile.layer_s - layer_s) <= _SETTLED * layer_s).all())
+        return self._decide(known, costs, proposal, confirmed_s, step)
 
     def _search(
         self, costs: LayerCosts, profile: PipelineProfile, wanted: Partition | None = None
@@ -380,11 +358,6 @@ class Rebalancing:
         """What the best boundaries would change, or those that are wanted."""
         self.num_searches += wanted is None
         return self.rule.propose(costs, profile, self.state.cost_of_move, wanted)
-
-    def _costs_after(self, profile: PipelineProfile) -> LayerCosts:
-        if self.costs is None:
-            return LayerCosts.first(profile)
-        return self.costs.after(profile, is_other_work=self.state.is_other_work)
 
     def _decide(
         self,

@@ -14,16 +14,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from zeroresize.plan.partition import LayerTransfer, Partition
+from zeroresize.policy import FEW
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.rental import Option, Rental
 from zeroresize.policy.pipeline.division import NothingFitsError, PipelineLoad
 from zeroresize.policy.pipeline.profiles import LayerCosts, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing import Rebalancing, RebalancingProposal, RebalancingRule
 from zeroresize.utils.codec import UNSAVED
-
-#: The shortest of so many steps is how long they were at first: one of them may have been interrupted, or the first to
-#: use memory and code, and who is released does not come back.
-_FIRST = 3
 
 
 @dataclass(frozen=True)
@@ -137,7 +134,7 @@ class RepackingDecision:
         """Let two profiles want fewer stages from now on, whatever the last one wanted, as the work has changed."""
         self.looks_again = False
         if self._first_steps_s:
-            self._first_steps_s = [min(self._first_steps_s)] * _FIRST
+            self._first_steps_s = [min(self._first_steps_s)] * FEW
 
     def update(
         self, profile: PipelineProfile, rebalancing: Rebalancing, keep: int | None
@@ -155,10 +152,11 @@ class RepackingDecision:
         # Between fewer stages there are other links, so all steps are compared without messages.
         rule = replace(rebalancing.rule, messages=None)
         step_s = rule.simulated(costs, Partition(profile.boundaries)).step_s
-        if len(self._first_steps_s) < _FIRST:
+        # One of the first steps may have been interrupted, or the first to use memory: who is released stays away.
+        if len(self._first_steps_s) < FEW:
             self._first_steps_s.append(step_s)
         options = []
-        if len(self._first_steps_s) == _FIRST or self.max_slowdown == math.inf:
+        if len(self._first_steps_s) == FEW or self.max_slowdown == math.inf:
             most_step_s = self.max_slowdown * min(self._first_steps_s)
             repacking = repacked_onto_fewest(
                 rule, costs, profile, keep, least_stages=self.least_stages, most_step_s=most_step_s
