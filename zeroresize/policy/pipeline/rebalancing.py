@@ -33,8 +33,6 @@ from zeroresize.utils.value_checks import at_least, number, one_of
 By = Literal["time", "parameters"]
 #: The options: the best boundaries by now, and those that there were at first.
 WANTED, HOME = "wanted", "home"
-#: Steps until layers that are to move are in place.
-_IN_PLACE = 2
 
 
 @dataclass(frozen=True)
@@ -234,23 +232,6 @@ class RebalancingState:
         return self
 
 
-@dataclass
-class _Move:
-    """What the last move has gained against the first boundaries until a step, less what it took.
-
-    A step is shorter by ``saving_s`` than with these, by the last profile.
-    """
-
-    saving_s: float
-    gained_s: float
-    step: int
-
-    def pass_to(self, step: int) -> None:
-        """Count the steps until this one."""
-        self.gained_s += self.saving_s * max(step - self.step, 0)
-        self.step = max(step, self.step)
-
-
 class Rebalancing:
     """Decide, profile by profile, whether layers move.
 
@@ -277,7 +258,8 @@ class Rebalancing:
         self.verdict: Verdict | None = None
         self._profile: PipelineProfile | None = None
         self._forget()
-        self._move: _Move | None = None
+        #: What the last move has gained against the first boundaries, less what it took; None where none is judged.
+        self._gained_s: float | None = None
         self._num_steps = self._decided = 0
 
     def _forget(self) -> None:
@@ -307,8 +289,6 @@ class Rebalancing:
         work changes often, moves would never be worth it otherwise. A caller that has said so before is expected to say
         so again after as many steps as between the last such calls, on average: for so long layers stay where they are.
         """
-        if self._move is not None and step is not None:
-            self._move.pass_to(step)
         told_steps = self.state.told_steps if step is None else (*self.state.told_steps, step)[-LEAST_BLOCKS:]
         self.state = replace(self.state, is_other_work=True, told_steps=told_steps)
         self._forget()
@@ -374,25 +354,27 @@ class Rebalancing:
         rental = self.state.rental
         way_home = self.rule.to(costs, profile, self.state.cost_of_move, Partition(home))
         proposals, options = {WANTED: proposal, HOME: way_home}, []
+        # Where work changes more often than regular profiles come it stays as it is for as long as it was before.
+        num_steps, self._decided = min(self.interval, self._num_steps - self._decided), self._num_steps
+        if self._gained_s is not None:
+            self._gained_s -= way_home.saving_s * num_steps
         if proposal.transfers:
-            self._judge(-way_home.saving_s)
+            if self._gained_s is not None:
+                rental.judge(is_kept=self._gained_s >= 0.0)
+                self._gained_s = None
             saving_s = min(proposal.saving_s, confirmed_s)
             lasts_steps = self._steps_until_told(step)
             options.append(Option(WANTED, saving_s, proposal.price_s, lasts_steps, proposal.is_needed))
         if home not in (profile.boundaries, proposal.after) and self.rule.load(costs, profile).fits(Partition(home)):
             # One way, and what was disappointed by going away does not make it dearer to come home.
             options.append(Option(HOME, way_home.saving_s, way_home.price_s / 2.0 / rental.doubt))
-        # Where work changes more often than regular profiles come it stays as it is for as long as it was before.
-        num_steps, self._decided = min(self.interval, self._num_steps - self._decided), self._num_steps
         verdict = self.verdict = rental.decide(options, proposal.step_s, num_steps, self.rule.min_saving)
         if not verdict.is_due or verdict.option is None:
             return None
         rental.settle()
         chosen = replace(proposals[verdict.option.name], reason=str(verdict))
-        self._move = None
-        if verdict.option.name == WANTED and not chosen.is_needed:
-            saving_s = verdict.option.saving_s - way_home.saving_s
-            self._move = _Move(saving_s, -chosen.price_s / 2.0, self._num_steps + _IN_PLACE)
+        is_judged = verdict.option.name == WANTED and not chosen.is_needed
+        self._gained_s = -chosen.price_s / 2.0 if is_judged else None
         return chosen
 
     def _steps_until_told(self, step: int | None) -> float:
@@ -406,14 +388,6 @@ class Rebalancing:
         first, last = told_steps[0], told_steps[-1]
         usual = (last - first) / (len(told_steps) - 1)
         return max(last + usual - step - 1.0, 0.0) if step < last + usual else float(step - last)
-
-    def _judge(self, saving_s: float) -> None:
-        """Take what the last move has gained, until layers can move again, where steps now are so much shorter."""
-        move, self._move = self._move, None
-        if move is not None:
-            move.saving_s = saving_s
-            move.pass_to(self._num_steps + _IN_PLACE)
-            self.state.rental.judge(is_kept=move.gained_s >= 0.0)
 
     def propose(self, boundaries: tuple[int, ...]) -> RebalancingProposal | None:
         """Return what would change from these boundaries on, by the last profile; None before there was one."""
@@ -433,7 +407,7 @@ class Rebalancing:
 
     def drop(self) -> None:
         """Note that the last move was not made, as its profile no longer holds."""
-        self._move = None
+        self._gained_s = None
 
     def continue_on(self, stages: Sequence[int], boundaries: tuple[int, ...]) -> None:
         """Continue on these stages only, with the layers between ``boundaries`` [S + 1] of them."""
