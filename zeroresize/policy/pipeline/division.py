@@ -32,6 +32,7 @@ from zeroresize.runtime.simulated_steps import simulated_steps, stage_sums
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 Mask = NDArray[np.bool_]
+Numbers = Sequence[float] | Floats
 
 #: Forwards and backwards of all stages that may be simulated in each round: a tenth of a second on one core.
 MOST_SIMULATED = 1.25e7
@@ -43,14 +44,10 @@ class NothingFitsError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class PipelineLoad:
-    """Hold what layers cost and what stages can take; :meth:`of` checks them. All are float64.
+    """Hold what layers cost, [L] in any unit, and what stages can take; :meth:`of` checks them. All are float64.
 
-    Attributes:
-        costs: [L] in any unit: seconds balance by time, numbers of parameters by parameters.
-        speeds: [S] of the stages' devices; a stage takes the sum of its layers' costs / its speed.
-        layer_bytes: [L] that a layer holds on any stage (weights, gradients, optimizer, activations).
-        memory_limits: [S] bytes; infinite where there is none.
-        waits: [S] in the unit of the costs: for how long a stage computes nothing while its messages travel.
+    A stage takes the sum of its layers' costs / its speed, and ``waits`` [S] for its messages, in the unit of the
+    costs. It holds ``layer_bytes`` [L] of each up to its ``memory_limits`` [S], infinite where there is none.
     """
 
     costs: Floats
@@ -62,13 +59,13 @@ class PipelineLoad:
     @classmethod
     def of(
         cls,
-        costs: Sequence[float] | Floats,
+        costs: Numbers,
         num_stages: int,
         *,
-        speeds: Sequence[float] | Floats | None = None,
-        layer_bytes: Sequence[float] | Floats | None = None,
-        memory_limits: Sequence[float] | Floats | None = None,
-        delays: Sequence[float] | Floats | None = None,
+        speeds: Numbers | None = None,
+        layer_bytes: Numbers | None = None,
+        memory_limits: Numbers | None = None,
+        delays: Numbers | None = None,
     ) -> PipelineLoad:
         """Return a checked load; speeds are equal, memory is unlimited and nothing is waited for where not given.
 
@@ -97,13 +94,11 @@ class PipelineLoad:
         )
 
     @property
-    def num_layers(self) -> int:
-        """L."""
+    def num_layers(self) -> int:  # L
         return len(self.costs)
 
     @property
-    def num_stages(self) -> int:
-        """S."""
+    def num_stages(self) -> int:  # S
         return len(self.speeds)
 
     @cached_property
@@ -115,13 +110,6 @@ class PipelineLoad:
     def byte_sums(self) -> Floats:
         """[L + 1] bytes of the first layers, of none of them to all."""
         return np.concatenate([[0.0], np.cumsum(self.layer_bytes)])
-
-    def on_stages(self, stages: Sequence[int]) -> PipelineLoad:
-        """Return the load of the same layers on some of the stages only, which wait for messages as before."""
-        chosen = list(stages)
-        return PipelineLoad(
-            self.costs, self.speeds[chosen], self.layer_bytes, self.memory_limits[chosen], self.waits[chosen]
-        )
 
     def stage_times(self, partition: Partition) -> Floats:
         """Return [S] how long every stage takes, its waits included, in the unit of the costs."""
@@ -144,12 +132,7 @@ class PipelineLoad:
 
 
 def _checked(
-    name: str,
-    values: Sequence[float] | Floats,
-    length: int,
-    *,
-    above_zero: bool = False,
-    may_be_infinite: bool = False,
+    name: str, values: Numbers, length: int, *, above_zero: bool = False, may_be_infinite: bool = False
 ) -> Floats:
     array = np.array(values, dtype=np.float64)
     if array.shape != (length,):
@@ -247,10 +230,8 @@ def _shifts(num_stages: int, most: int) -> Indices:
 class PipelineMessages:
     """Describe the messages of a pipeline, whatever its boundaries are.
 
-    Attributes:
-        links: [S − 1] seconds of a message between two neighbours, in each direction, by its bytes.
-        num_bytes: [L + 1] of one micro-batch before each layer and behind the last one, the mean of the activation and
-            its gradient.
+    A message between two neighbours takes what ``links`` [S − 1] say, in each direction, by its bytes: ``num_bytes``
+    [L + 1] of one micro-batch before each layer and behind the last one, the mean of the activation and its gradient.
     """
 
     links: tuple[MoveCost, ...]
@@ -266,10 +247,6 @@ class PipelineMessages:
         per_byte_s = np.array([link.seconds_per_byte for link in self.links])
         fixed_s = np.array([link.fixed_s for link in self.links])
         return np.array(self.num_bytes)[boundaries[:, 1:-1]] * per_byte_s + fixed_s
-
-    def are_between(self, num_stages: int) -> bool:
-        """Whether they are those of so many stages."""
-        return len(self.links) == num_stages - 1
 
 
 def step_delays(communication_s: Sequence[float], num_microbatches: int, schedule: Schedule) -> tuple[float, ...]:

@@ -29,9 +29,8 @@ from zeroresize.policy import FEW
 from zeroresize.policy.moves.move_cost import most_bytes
 from zeroresize.policy.pipeline.division import Floats, Indices, Mask
 from zeroresize.policy.speed.meter import SpeedMeter
+from zeroresize.policy.speed.noise import ALIKE
 
-#: Seconds that differ by less than this share from what is expected say nothing of devices: layers cost as much more.
-NOISE = 0.1
 #: The logarithm of how many times as long a layer takes that is alone on its stage, where its device may be slow.
 _MUCH_LONGER = math.log(1.5)
 #: Decimals of speeds. Logarithms and exponentials differ in their last bits from processor to processor, and where
@@ -214,7 +213,7 @@ class LayerCosts:
 
 def _changes_of_devices(longer: Sequence[Floats], is_alone_S: Mask, speeds: Floats) -> Floats:
     """[S] by which factors devices have become slower, as logarithms, by those of each stage's layers."""
-    noise = math.log1p(NOISE)
+    noise = math.log1p(ALIKE)
     medians_S = np.array([np.median(of_stage) if of_stage.size else 0.0 for of_stage in longer])
     have_changed_S = np.abs(medians_S) > noise
     if 2 * int(have_changed_S.sum()) > len(longer):
@@ -240,11 +239,11 @@ def _corrections(longer_L: Floats, moved_L: Mask, stages_L: Indices, before_L: I
     for row, (source, destination) in enumerate(pairs):
         equations[row, [source, destination]] = -1.0, 1.0
         of_pair = float(np.median(longer_L[moved_L & (before_L == source) & (stages_L == destination)]))
-        wrong[row] = -of_pair if abs(of_pair) > math.log1p(NOISE) else 0.0
+        wrong[row] = -of_pair if abs(of_pair) > math.log1p(ALIKE) else 0.0
     return np.linalg.lstsq(equations, wrong, rcond=None)[0].astype(np.float64) if pairs else np.zeros(num_stages)
 
 
 def _tell_of_device(seconds_L: Floats, stages_L: Indices) -> Mask:
     """[L] whether a layer takes more than noise, beside its stage's mean layer: others say nothing of its device."""
     means = np.bincount(stages_L, weights=seconds_L) / np.maximum(np.bincount(stages_L), 1)
-    return (seconds_L > 0.0) & (seconds_L >= NOISE * means[stages_L])
+    return (seconds_L > 0.0) & (seconds_L >= ALIKE * means[stages_L])

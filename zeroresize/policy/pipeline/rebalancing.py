@@ -82,14 +82,10 @@ class RebalancingRule:
 
     Attributes:
         by: what is divided evenly: seconds, or bytes of parameters. The saving is always one of seconds.
-        schedule, num_microbatches: of the pipeline.
         num_steps: over which a change pays; those until the next profile.
         min_saving: share of a step below which nothing changes.
         memory_limits: [S] bytes; None for none.
         messages: between stages, which wait for them; None where they take no time.
-
-    Raises:
-        ValueError: for values that are not allowed.
     """
 
     by: By
@@ -104,19 +100,6 @@ class RebalancingRule:
         one_of("by", self.by, get_args(By))
         at_least("profile_every", self.num_steps, 1)
         number("min_saving", self.min_saving, least=0.0, below=1.0)
-
-    def propose(
-        self, costs: LayerCosts, profile: PipelineProfile, cost_of_move: MoveCost, wanted: Partition | None = None
-    ) -> RebalancingProposal:
-        """Return what the wanted boundaries, or those that divide best, would change; nothing where that is noise.
-
-        Raises:
-            NothingFitsError: if no boundaries fit into the memory limits.
-        """
-        proposal = self.to(costs, profile, cost_of_move, wanted or self.wanted(costs, profile))
-        if proposal.is_needed or is_saving(proposal.saving_s, proposal.step_s, self.min_saving):
-            return proposal
-        return self.to(costs, profile, cost_of_move, Partition(profile.boundaries))
 
     def to(
         self, costs: LayerCosts, profile: PipelineProfile, cost_of_move: MoveCost, wanted: Partition
@@ -142,7 +125,7 @@ class RebalancingRule:
         )
 
     def wanted(self, costs: LayerCosts, profile: PipelineProfile) -> Partition:
-        """Return the boundaries that divide best, whatever they save; errors as of :meth:`propose`."""
+        """Return the boundaries that divide best, whatever they save; NothingFitsError where none fit."""
         load = self.load(costs, profile)
         if self.by != "time":
             return balanced_partition(load)
@@ -194,7 +177,8 @@ class RebalancingRule:
 
     def _messages_of(self, num_stages: int) -> PipelineMessages | None:
         """Those of the pipeline, unless it is asked about one of fewer stages."""
-        return self.messages if self.messages is not None and self.messages.are_between(num_stages) else None
+        fits = self.messages is not None and len(self.messages.links) == num_stages - 1
+        return self.messages if fits else None
 
 
 @dataclass(frozen=True)
@@ -203,7 +187,6 @@ class RebalancingState:
 
     Attributes:
         costs: of layers; None before the first profile.
-        cost_of_move: as far as is known.
         rental: what the present boundaries have cost since others were wanted, and doubt of what moves save.
         home: [S + 1] the first boundaries; None before the first profile.
         is_other_work: whether the next profile is of other work.
@@ -236,13 +219,11 @@ class Rebalancing:
     """Decide, profile by profile, whether layers move.
 
     Args:
-        rule: how wanted boundaries are found.
         cost_of_move: as the links between stages promise.
 
     Attributes:
         rule: as given, with the messages that are known by now.
         interval: steps until the next regular profile; the caller says so when it changes.
-        state: what was learned; it may be set.
         verdict: of the last profile; None while nothing is decided.
         has_learned: whether the costs are of the last profile; not while another one is waited for.
         num_searches: how often the best boundaries were looked for, which is most of what decisions take.
@@ -335,9 +316,13 @@ class Rebalancing:
     def _search(
         self, costs: LayerCosts, profile: PipelineProfile, wanted: Partition | None = None
     ) -> RebalancingProposal:
-        """What the best boundaries would change, or those that are wanted."""
+        """What the wanted boundaries, or those that divide best, would change; nothing where that is noise."""
         self.num_searches += wanted is None
-        return self.rule.propose(costs, profile, self.state.cost_of_move, wanted)
+        rule, cost_of_move = self.rule, self.state.cost_of_move
+        proposal = rule.to(costs, profile, cost_of_move, wanted or rule.wanted(costs, profile))
+        if proposal.is_needed or is_saving(proposal.saving_s, proposal.step_s, rule.min_saving):
+            return proposal
+        return rule.to(costs, profile, cost_of_move, Partition(profile.boundaries))
 
     def _decide(
         self,
