@@ -22,11 +22,9 @@ from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.microbatches.costs import Prices, StageCosts
 from zeroresize.policy.microbatches.plan import Floats, IterationPlan, MicroBatch, PlanningOptions, shapes_of
 from zeroresize.policy.microbatches.planning import replica_plans, shared_by_stages
-from zeroresize.policy.strategy.costs.cost_model import most_bytes_of, pipeline_seconds
+from zeroresize.policy.strategy.costs.cost_model import pipeline_seconds
 from zeroresize.policy.strategy.stragglers.candidates import ModelDivision
 from zeroresize.policy.strategy.switches.switch_plan import plan_weights
-
-#: Of the heaviest layer's work, at least.
 
 #: What the stages with these boundaries take, by what is computed again.
 CostsOfStages = Callable[[Sequence[int]], Mapping[str, StageCosts]]
@@ -132,7 +130,7 @@ class ReplannedCosts:
         """Return the bytes of weights and optimizer state that the busiest rank sends or receives."""
         layouts = self._layout_of(before[0]), self._layout_of(after[0])
         plan = plan_weights(*layouts, self._model.tensors, self._model.nodes)
-        return most_bytes_of(plan) * (1.0 + self._model.optimizer_ratio)
+        return plan.most_bytes * (1.0 + self._model.optimizer_ratio)
 
     def slowness_of(self, strategy: Strategy, speeds: Sequence[float]) -> Floats:
         """Return [D, S] χ of each stage of each replica: of its slowest shard, by what of the work that has."""

@@ -19,7 +19,7 @@ import numpy as np
 from zeroresize.plan.layout import unit_bounds
 from zeroresize.plan.strategy import LengthRange, Strategy, lengths_by_range
 from zeroresize.policy.pipeline.division import PipelineLoad, balanced_partition
-from zeroresize.policy.strategy.costs.cost_model import CostModel, LayerCostTable, most_bytes_of
+from zeroresize.policy.strategy.costs.cost_model import CostModel, LayerCostTable
 from zeroresize.policy.strategy.packing import Floats, packed_sums
 from zeroresize.policy.strategy.switches.switch_order import cheapest_order, tour_seconds
 
@@ -186,7 +186,7 @@ class StragglerCosts:
     def switch_bytes(self, before: Sequence[Strategy], after: Sequence[Strategy]) -> float:
         """Return the bytes of the busiest rank as the optimizer moves: weights and its state, without gradients."""
         plan = self._cost.switches.weights(before[self.optimizer_strategy], after[self.optimizer_strategy])
-        return most_bytes_of(plan) * (1.0 + self._cost.optimizer_ratio)
+        return plan.most_bytes * (1.0 + self._cost.optimizer_ratio)
 
     def rank_s(self, strategies: Sequence[Strategy], lengths: Sequence[int], rank: int) -> float:
         """Return the seconds that a rank that is not slow computes in a step with sequences of these lengths."""
