@@ -268,7 +268,7 @@ def ordered(lengths_NA: Indices, order: SampleOrder = "sorted") -> Indices:
     """
     by_length: Indices = np.lexsort(lengths_NA.T[::-1])
     points, point_of = np.unique(lengths_NA, axis=0, return_inverse=True)
-    if order == "sorted" or lengths_NA.shape[1] == 1 or len(points) < 4:
+    if order == "sorted" or lengths_NA.shape[1] == 1 or len(points) <= FEW:
         return by_length
     try:
         from fast_tsp import find_tour

@@ -66,10 +66,10 @@ class ReplannedCosts:
 
     def __init__(self, model: PlannedModel, costs_of: CostsOfStages, options: PlanningOptions) -> None:
         self._model, self._options = model, options
-        self._costs_of = lru_cache(maxsize=64)(lambda boundaries: costs_of(boundaries))
+        self._costs_of = lru_cache(lambda boundaries: costs_of(boundaries))
         self._plans: tuple[IterationPlan, ...] = ()
-        self._layout_of = lru_cache(maxsize=64)(self._layout)
-        self._seconds_of = lru_cache(maxsize=256)(self._seconds)
+        self._layout_of = lru_cache(self._layout)
+        self._seconds_of = lru_cache(self._seconds)
 
     def expect(self, plans: Sequence[IterationPlan]) -> None:
         """Expect iterations like those of these plans, which were made for the strategy in force."""

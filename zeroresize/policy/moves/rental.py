@@ -23,10 +23,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from zeroresize.policy import ROUNDING
+
 #: After a refused change nothing is due for so many updates, twice as many after each that follows, up to the most.
-FIRST_PAUSE, LONGEST_PAUSE = 8, 1024
+FIRST_PAUSE = 8
+LONGEST_PAUSE = FIRST_PAUSE**2 * FIRST_PAUSE
 #: By so much all prices rise at most, as changes did not save what they were to save.
-MOST_DOUBT = 64.0
+MOST_DOUBT = float(FIRST_PAUSE**2)
 #: Share of a step that a change must save at least, where nothing measures how large noise is.
 MIN_SAVING = 0.02
 
@@ -149,7 +152,7 @@ class Rental:
         if not verdicts:
             return Verdict(Reason.NOTHING_SAVES, step_s=step_s)
         due = [verdict for verdict in verdicts if verdict.is_due]
-        return due[0] if due else max(verdicts, key=lambda verdict: verdict.owed_s / max(verdict.needed_s, 1e-9))
+        return due[0] if due else max(verdicts, key=lambda verdict: verdict.owed_s / max(verdict.needed_s, ROUNDING))
 
     def _verdict(self, option: Option, step_s: float) -> Verdict:
         owed_s, needed_s = self.owed_s.get(option.name, 0.0), self.doubt * option.price_s

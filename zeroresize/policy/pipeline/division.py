@@ -146,11 +146,7 @@ def _checked(
 
 
 def balanced_partition(load: PipelineLoad) -> Partition:
-    """Return the partition with the fastest slowest stage within the limits, exactly, in S · L² operations.
-
-    Raises:
-        NothingFitsError: if no partition fits into the memory limits.
-    """
+    """Return the partition with the fastest slowest stage within the limits, exactly, in S · L² operations."""
     num_layers = load.num_layers
     slowest_s = np.where(np.arange(num_layers + 1) == 0, 0.0, np.inf)  # of the first layers on the stages so far
     begins = []

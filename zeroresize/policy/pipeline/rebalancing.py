@@ -201,11 +201,7 @@ class RebalancingState:
     told_steps: tuple[int, ...] = ()
 
     def on(self, num_layers: int, num_stages: int) -> RebalancingState:
-        """Return what holds for so many layers and stages; of other stages that is what moves take, and no costs.
-
-        Raises:
-            ValueError: for another number of layers.
-        """
+        """Return what holds for so many layers and stages; of other stages that is what moves take, and no costs."""
         if self.costs is not None and {len(self.costs.forward_s), len(self.costs.backward_s)} != {num_layers}:
             raise ValueError(f"it is of {len(self.costs.forward_s)} layers, and the pipeline has {num_layers}")
         if self.costs is None or len(self.costs.speeds) != num_stages:
@@ -282,9 +278,6 @@ class Rebalancing:
         Of a move that one profile wants, the next one by itself must say that it saves, too: what was chosen for what
         one profile says, noise and interruptions included, is worth less by another one. What is made then is what
         both want. Messages between the stages are as before where they are None.
-
-        Raises:
-            NothingFitsError: if no boundaries fit into the memory limits.
         """
         self.has_learned = False
         self._num_steps = self._num_steps + self.interval if step is None else step

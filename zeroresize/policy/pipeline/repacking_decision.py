@@ -42,10 +42,6 @@ def repacked(load: PipelineLoad, now: Partition, num_stages: int, keep: int | No
     """Return all layers on so many stages, ``keep`` among them: the choice and division whose slowest stage is fastest.
 
     Of choices that are as fast the first stages stay.
-
-    Raises:
-        ValueError: for a number that cannot be left.
-        NothingFitsError: if so many stages cannot hold the layers.
     """
     if not 1 <= num_stages <= load.num_stages:
         raise ValueError(f"{num_stages} stages cannot be left of {load.num_stages}: wanted are 1 to {load.num_stages}")
@@ -87,11 +83,7 @@ def repacked_onto_fewest(
     least_stages: int = 1,
     most_step_s: float = math.inf,
 ) -> Repacking:
-    """Return the re-packing onto as few stages as hold the layers; onto all where no fewer do in these seconds.
-
-    Raises:
-        NothingFitsError: if not even all stages can hold the layers.
-    """
+    """Return the re-packing onto as few stages as hold the layers; onto all where no fewer do in these seconds."""
     num_stages, now = len(profile.boundaries) - 1, Partition(profile.boundaries)
     for number in range(min(least_stages, num_stages), num_stages):
         try:
@@ -142,9 +134,6 @@ class RepackingDecision:
         """Take a profile that ``rebalancing`` has taken; return a re-packing that this one and the last one want.
 
         And what it changes. Stage ``keep`` must stay.
-
-        Raises:
-            NothingFitsError: if not even all stages can hold the layers.
         """
         costs = rebalancing.costs
         if costs is None or not rebalancing.has_learned:

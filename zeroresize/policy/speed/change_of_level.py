@@ -26,13 +26,6 @@ def change_of_level(parts: Sequence[Sequence[float]], noises: Sequence[Noise]) -
 
     The place is that with the least distance of all steps from the usual time of their side, each part in units of
     its own scatter; the change counts if it is more than ``JUMP`` times the scatter of single steps.
-
-    Args:
-        parts: logarithms of each part's seconds, step by step.
-        noises: of each part.
-
-    Returns:
-        The number of steps before the change; None where there was none.
     """
     number = len(parts[0])
     if number < 2 * _FEWEST:

@@ -19,7 +19,7 @@ LEAST_NOISE = ALIKE * USUAL_NOISE
 #: Differences of intervals that the learned noise is the mean of, at most.
 _MEMORY = 24
 #: Of normal noise: the variance of a median to that of a mean, the standard deviation to the median deviation.
-MEDIAN, _NORMAL = 1.57, 1.4826
+MEDIAN, _NORMAL = math.pi / 2.0, 1.4826
 
 
 @dataclass

@@ -132,11 +132,7 @@ class PlannedSwitches:
         return [self.weights(before, after), *returning]
 
     def seconds(self, strategies: Sequence[Strategy], optimizer_strategy: int) -> Floats:
-        """Return [S, S] seconds of switching from the strategy of the row to that of the column, 0 on the diagonal.
-
-        Args:
-            optimizer_strategy: its number among the strategies.
-        """
+        """Return [S, S] seconds of switching from the strategy of the row to that of the column, 0 on the diagonal."""
         seconds = np.zeros((len(strategies), len(strategies)))
         for before, after in itertools.permutations(range(len(strategies)), 2):
             seconds[before, after] = self._seconds(
@@ -198,9 +194,6 @@ class CostModel:
         Args:
             replicas: [dp] of each replica [M, 2]: tokens and Σ length² of its micro-batches, as of
                 :func:`~zeroresize.policy.strategy.packing.packed_sums`.
-
-        Raises:
-            ValueError: for another number of replicas than the strategy has, and as :class:`LayerCostTable`.
         """
         if len(replicas) != strategy.dp:
             raise ValueError(f"strategy {strategy} has {strategy.dp} replicas: micro-batches are for {len(replicas)}")

@@ -227,10 +227,6 @@ def candidates(
     """Return what could be in force now, of each kind the best for each range; "stay" is the first.
 
     While all ranks are about equally fast these are to stay and to go back.
-
-    Args:
-        original, in_force: [G] as the caller gave them, and as they are now.
-        speeds: [R], above zero.
     """
     taken = {rank for strategy in in_force for rank in strategy.ranks}
     idle = tuple(rank for rank in range(len(speeds)) if rank not in taken)

@@ -31,9 +31,9 @@ from zeroresize.utils.value_checks import number
 #: share of that, nothing else is done: less travels, and no rank is idle.
 TOLERANCE = 0.05
 #: What a switch takes where nobody has measured it.
-_COST = MoveCost(1e-9, 0.05, setup_s=0.2)
+_COST = MoveCost(setup_s=0.2)
 #: What planning anew takes before it was seen: training waits for the first plan.
-REPLAN_COST = MoveCost(0.0, 0.2)
+REPLAN_COST = MoveCost(0.0, _COST.setup_s)
 #: Kinds of candidates that only move units inside the groups, or nothing, or undo everything.
 _MODEST = ("stay", "replan", "shares", "original")
 

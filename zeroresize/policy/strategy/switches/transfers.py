@@ -16,7 +16,7 @@ from zeroresize.plan.layout import Indices
 from zeroresize.plan.transfers import SliceTransfers
 
 #: Of the messages that a rank sends and receives at once, unless said otherwise.
-MAX_MESSAGE_BYTES = 256 * 2**20
+MAX_MESSAGE_BYTES = 2**28
 
 
 @dataclass(frozen=True)
