@@ -76,20 +76,6 @@ def test_noise_chance_and_single_interruptions_move_nothing(seed):
     assert trained(even, 120, interrupted=0.006, seed=seed).moves == []
 
 
-@pytest.mark.parametrize("work_of", [even, varying])
-def test_a_straggler_is_found_out_and_kept_small(work_of):
-    run = trained(work_of, 150, speeds=(1.0, 0.4, 1.0, 1.0), noise=0.05)
-    assert kept(run) > 0.8 and len(run.moves) <= 6
-
-
-def test_work_that_shrinks_layer_by_layer_is_followed():
-    def frozen(step, random):
-        return [0.01 * (0.2 if number < step // 15 else 1.0) for number in range(NUM_LAYERS)]
-
-    run = trained(frozen, 200, noise=0.05)
-    assert kept(run) > 0.6 and len(run.moves) <= 24
-
-
 @pytest.mark.parametrize(("period", "least"), [(400, 0.75), (100, 0.3)])
 def test_heavy_work_that_wanders_is_followed(period, least):
     def wandering(step, random):
