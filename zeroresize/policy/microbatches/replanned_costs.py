@@ -56,10 +56,7 @@ class PlannedModel:
 class ReplannedCosts:
     """Tell what a training's iterations and switches take, as strategies' ``StrategyCosts`` of one range do.
 
-    Args:
-        model: what is trained.
-        costs_of: of stages with given boundaries.
-        options: of planning while no rank is slow.
+    Options are those of planning while no rank is slow.
     """
 
     optimizer_strategy = 0

@@ -103,13 +103,6 @@ class LayerCostTable:
 
 class PlannedSwitches:
     """Plans the switches between strategies when they are asked for, each once.
-
-    Args:
-        tensors: of the whole model; gradients are as large as weights.
-        nodes: [R] on which node each rank is.
-        links: of the ranks.
-        num_layers: of the model.
-
     Attributes:
         weight_bytes: gives [R] bytes of weights of each rank under a strategy.
         weights: gives the switch of the weights alone, from a strategy to another.

@@ -92,11 +92,8 @@ class StrategyCosts(Protocol):
 class StragglerCosts:
     """Tell what a training's steps and switches take, by the model of costs and the newest mini-batches.
 
-    Args:
-        cost: of the model and the cluster; whether ranks are slow there does not count.
-        ranges: of lengths, [G], all of them with ``max_tokens``. Their strategies are known to fit.
-        optimizer_strategy: the number of the range under whose strategy the optimizer steps.
-        limit_bytes: memory of a rank; infinite where that is no question.
+    Whether ranks are slow in that model does not count. The strategies of the ranges [G], all with ``max_tokens``, are
+    known to fit; the optimizer steps under that of range ``optimizer_strategy``.
 
     Attributes:
         division: how the model can be divided; a layer's work is that of a token.
@@ -360,16 +357,12 @@ def _shares(
 
 def _with_a_unit_each(shares: Sequence[float], num_units: int) -> tuple[float, ...]:
     """The same, where the smallest are so large that each gets a unit: layers need not work without any."""
+    if len(shares) >= num_units:
+        return (1.0,) * len(shares)
     raised = np.array(shares, dtype=np.float64)
-    is_least = np.zeros(len(raised), dtype=bool)
-    while True:
-        too_small = raised * num_units < raised.sum() * (1.0 - ROUNDING)
-        if not (too_small & ~is_least).any():
-            return tuple(raised.tolist())
-        is_least |= too_small
-        if is_least.all() or is_least.sum() >= num_units:
-            return (1.0,) * len(raised)
-        raised[is_least] = raised[~is_least].sum() / (num_units - is_least.sum())
+    while (is_small := raised * num_units < raised.sum() * (1.0 - ROUNDING)).any():
+        raised[is_small] = raised.sum() / num_units  # of a sum that has grown: a little too small yet
+    return tuple(raised.tolist())
 
 
 def _best(

@@ -40,20 +40,13 @@ _MODEST = ("stay", "replan", "shares", "original")
 
 @dataclass(frozen=True)
 class StrategyProposal:
-    """Describe what a candidate would bring.
-
-    Attributes:
-        step_s: seconds of a step with it.
-        saving_s: by how much steps would be shorter than as it is; negative where they would be longer.
-        switch_s: seconds of the switch, one way.
-        owed_s: what it has cost not to have it in force.
-    """
+    """Describe what a candidate would bring, in seconds."""
 
     candidate: Candidate
     step_s: float
-    saving_s: float
-    switch_s: float
-    owed_s: float = 0.0
+    saving_s: float  # by how much steps would be shorter than as it is; negative where they would be longer
+    switch_s: float  # one way
+    owed_s: float = 0.0  # what it has cost not to have it in force
 
 
 @dataclass
@@ -71,8 +64,6 @@ class StragglerDecision:
 
     Args:
         original: of each range, as the caller wants it while all ranks are equally fast.
-        model: how it can be divided.
-        costs: tells what steps take.
         tolerance, min_saving: see :data:`TOLERANCE` and :data:`~zeroresize.policy.moves.rental.MIN_SAVING`.
         cost: of a switch, until one was made; a strategy that the model does not have is one setup.
         as_planned_s: tells the seconds of a step by the plans that there are, where steps are planned ahead for the

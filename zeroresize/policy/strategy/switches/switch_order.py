@@ -73,9 +73,6 @@ def visiting_order(
         overlap: whether what travels to the next strategy does so while the present one trains. Where the optimizer's
             strategy trains, the first switch of a tour is then taken to cost nothing: a strategy whose weights are many
             is best visited then.
-
-    Raises:
-        ValueError: as :func:`cheapest_order`.
     """
     stops = [optimizer_strategy, *(one for one in strategies if one != optimizer_strategy)]
     seconds = seconds_between(stops)
