@@ -199,7 +199,7 @@ def refined_partition(
     """
     shifts, now = _shifts(partition.num_stages, most_candidates), np.array(partition.boundaries)
     shortest_s = float(steps_s(now[None])[0]) if len(shifts) else 0.0
-    for _ in range(partition.num_stages if len(shifts) else 0):
+    for _ in range(load.num_layers if len(shifts) else 0):
         shifted = now + shifts
         shifted = shifted[(np.diff(shifted) > 0).all(axis=1)]
         shifted = shifted[(np.diff(load.byte_sums[shifted]) <= load.memory_limits).all(axis=1)]

@@ -209,6 +209,6 @@ class GroupSlowness:
         if times != 1.0:  # a rank that has recovered was slow for the reason told before
             others = self._usual(slow.num_rounds)
             slow.causes = shares_of_causes(others.pop(rank), others)
-        cause = next(iter(slow.causes), "compute")
+        cause: Cause = next(iter(slow.causes), "compute")
         causes = dict(slow.causes)
         return SlowRank(rank, times, slow.since_step, slow.num_steps, slow.seconds, cause, causes, slow.cost_s)
