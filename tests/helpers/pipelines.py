@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 from dataclasses import dataclass
@@ -205,6 +206,13 @@ def loads(draw, max_layers=8, max_stages=5, is_limited=None, speeds=(0.5, 1.0, 2
         memory["memory_limits"] = numbers(st.integers(3, 16), num_stages)
     costs = numbers(st.integers(0, 12), num_layers)
     return PipelineLoad.of(costs, num_stages, speeds=numbers(st.sampled_from(speeds), num_stages), **memory)
+
+
+def on_stages(load, stages):
+    """The same layers on some of the stages only."""
+    chosen = list(stages)
+    parts = {name: getattr(load, name)[chosen] for name in ("speeds", "memory_limits", "waits")}
+    return dataclasses.replace(load, **parts)
 
 
 def all_partitions(num_layers, num_stages):

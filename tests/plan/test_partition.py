@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 from helpers.pipelines import all_partitions, carried_out, fits_into, loads, slowest_of
 from hypothesis import given
@@ -80,13 +79,6 @@ def test_loads_of_stages_are_the_sums_of_their_layers(load, data):
     partition = data.draw(st.sampled_from(list(all_partitions(load.num_layers, load.num_stages))))
     assert load.slowest(partition) == slowest_of(load, partition)
     assert load.fits(partition) == fits_into(load, partition)
-
-
-def test_some_of_the_stages_keep_their_speeds_and_limits():
-    load = PipelineLoad.of([1, 2, 3], 3, speeds=[1, 2, 4], layer_bytes=[1, 1, 1], memory_limits=[5, 6, 7])
-    some = load.on_stages((0, 2))
-    assert some.speeds.tolist() == [1, 4] and some.memory_limits.tolist() == [5, 7]
-    assert np.array_equal(some.costs, load.costs)
 
 
 @pytest.mark.parametrize(

@@ -151,37 +151,24 @@ def test_baselines_are_what_they_are_called():
     assert [each.rows for each in pairs] == [((0, 1),), ((2,),)]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "options", "error", "message"),
-    [
-        (np.zeros((0, 1)), {}, ValueError, r"iteration 7: lengths of shape \(0, 1\) are no samples"),
-        (np.array([[3], [0]]), {}, ValueError, r"iteration 7: sample 1 has lengths \[0\]: at least 1"),
-        (
-            np.array([[3], [900]]),
-            {"memory_limit": 500.0},
-            DoesNotFitError,
-            r"iteration 7: sample 1 of \[900\] tokens keeps more than memory_limit=500 bytes",
-        ),
-        (
-            np.full((8, 1), 100),
-            {"memory_limit": 500.0, "method": "fixed", "size": 8},
-            DoesNotFitError,
-            r"method='fixed' do not fit into memory_limit=500 bytes, .* the largest, 8 rows of \[100\] tokens",
-        ),
-        (
-            np.array([[30]]),
-            {"method": "packing", "row_lengths": (20,)},
-            ValueError,
-            r"sample 0 has lengths \[30\]: rows",
-        ),
-    ],
+SAMPLES_THAT_CANNOT_BE_PLANNED = (
+    (np.zeros((0, 1)), {}, ValueError, r"lengths of shape \(0, 1\) are no samples"),
+    (np.array([[3], [0]]), {}, ValueError, r"sample 1 has lengths \[0\]: at least 1"),
+    (np.array([[3], [900]]), {"memory_limit": 500.0}, DoesNotFitError, r"sample 1 of \[900\] tokens keeps more than"),
+    (
+        np.full((8, 1), 100),
+        {"memory_limit": 500.0, "method": "fixed", "size": 8},
+        DoesNotFitError,
+        r"method='fixed' do not fit into memory_limit=500 bytes, .* the largest, 8 rows of \[100\] tokens",
+    ),
+    (np.array([[30]]), {"method": "packing", "row_lengths": (20,)}, ValueError, r"sample 0 has lengths \[30\]: rows"),
 )
-def test_samples_that_cannot_be_planned_are_named(lengths, options, error, message):
-    with pytest.raises(error, match=message):
-        plan_iteration(7, lengths, {"none": costs_of()}, PlanningOptions(**options))
 
 
-def test_options_that_are_not_allowed_are_named():
+def test_samples_and_options_that_are_not_allowed_are_named():
+    for lengths, options, error, message in SAMPLES_THAT_CANNOT_BE_PLANNED:
+        with pytest.raises(error, match=f"iteration 7: .*{message}"):
+            plan_iteration(7, lengths, {"none": costs_of()}, PlanningOptions(**options))
     for options, message in (
         ({"num_replicas": 0}, "num_replicas"),
         ({"memory_limit": 0.0}, "memory_limit"),

@@ -102,11 +102,11 @@ def test_nothing_is_worked_out_while_all_ranks_are_equally_fast_and_planned_so(m
     calls, mean_s = [], ReplannedCosts._mean_s
     monkeypatch.setattr(ReplannedCosts, "_mean_s", lambda self, *given: (calls.append(1), mean_s(self, *given))[1])
     work = Work(*degrees)
-    assert not work.run((0.8, 0.8), 20) and not calls
-    assert work.run((1.0, 0.4), 40) and calls
-    assert work.run((1.0, 1.0), 40)  # all are fast, but it is not as it was
+    assert not work.run((0.8, 0.8), 6) and not calls
+    assert work.run((1.0, 0.4), 10) and calls
+    assert work.run((1.0, 1.0), 10)  # all are fast, but it is not as it was
     calls.clear()
-    assert not work.run((1.0, 1.0), 20) and not calls
+    assert not work.run((1.0, 1.0), 6) and not calls
 
 
 @pytest.mark.slow

@@ -14,14 +14,11 @@ from zeroresize.policy.moves.rental import (
     Option,
     Reason,
     Rental,
-    beyond_noise,
-    is_saving,
 )
 
 STEP_S = 1.0
 #: Of an update: by how much each candidate makes its step shorter, and whether a move can be made.
 SAVINGS = st.dictionaries(st.sampled_from("abc"), st.floats(-2.0, 2.0), min_size=1)
-STEPS, SHARES = st.floats(1e-3, 100.0), st.floats(0.0, 0.5)
 
 
 def test_option_is_due_once_staying_has_cost_its_price():
@@ -145,15 +142,6 @@ def test_slowness_that_alternates_faster_than_a_move_pays_is_never_followed(peri
         assert not rental.decide([option], STEP_S, 1, least_saving=0.0).is_due
 
 
-def test_what_would_have_been_better_still_is_owed_for_that():
-    rental = Rental()
-    rental.decide([Option("good", 3.0, 9.0), Option("better", 5.0, 99.0), Option("worse", 1.0, 9.0)], STEP_S, 2)
-    rental.settle("good")
-    assert rental.owed_s == {"better": 4.0}
-    rental.settle()
-    assert rental.owed_s == {}
-
-
 @given(
     st.lists(st.tuples(SAVINGS, st.sampled_from(["move", "refuse", "disappoint", "nothing"])), max_size=60),
     st.integers(0, 60),
@@ -174,17 +162,3 @@ def test_it_goes_on_from_its_state(updates, saved_after):
                 each.succeed()
             elif verdict.is_due and what == "refuse":
                 each.refuse()
-
-
-@given(STEPS, SHARES, st.floats(1.01, 100.0))
-def test_more_than_the_share_counts_and_a_loss_never_is_a_saving(step_s, least, times):
-    noise_s = least * step_s
-    assert not is_saving(noise_s, step_s, least) and not is_saving(-times * noise_s, step_s, least)
-    assert is_saving(times * noise_s + 1e-6, step_s, least)
-
-
-@given(st.floats(-10.0, 10.0), STEPS, SHARES)
-def test_losses_count_as_savings_do(saving_s, step_s, least):
-    counted_s = beyond_noise(saving_s, step_s, least)
-    assert counted_s == -beyond_noise(-saving_s, step_s, least)
-    assert counted_s == (saving_s if is_saving(saving_s, step_s, least) or is_saving(-saving_s, step_s, least) else 0.0)

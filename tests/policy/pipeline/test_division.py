@@ -1,11 +1,12 @@
 """The best division of layers over all stages and over fewer, against trying all of them; what messages take."""
 
+import dataclasses
 import itertools
 import math
 
 import numpy as np
 import pytest
-from helpers.pipelines import all_partitions, carried_out, fastest_possible, fits_into, loads, slowest_of
+from helpers.pipelines import all_partitions, carried_out, fastest_possible, fits_into, loads, on_stages, slowest_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,34 +25,14 @@ from zeroresize.runtime.simulated_steps import simulated_step, simulated_steps
 
 
 @settings(deadline=None, max_examples=150)
-@given(load=loads())
-def test_no_partition_that_fits_has_a_faster_slowest_stage(load):
-    best = fastest_possible(load)
-    if best is None:
-        with pytest.raises(ValueError, match=r"no partition .* fits into the memory limits"):
-            balanced_partition(load)
-        return
-    partition = balanced_partition(load)
-    assert (partition.num_layers, partition.num_stages) == (load.num_layers, load.num_stages)
-    assert fits_into(load, partition)
-    assert slowest_of(load, partition) == best
-
-
-@settings(deadline=None, max_examples=150)
 @given(load=loads(), data=st.data())
-def test_no_partition_has_a_faster_slowest_stage_where_stages_wait_for_messages(load, data):
+def test_no_partition_that_fits_has_a_faster_slowest_stage(load, data):
     """Every stage waits for half of what the messages on its two sides take."""
     num_stages = load.num_stages
     delays = data.draw(st.lists(st.integers(0, 30), min_size=num_stages - 1, max_size=num_stages - 1))
     waits = [sum(delays[max(stage - 1, 0) : stage + 1]) / 2 for stage in range(num_stages)]
-    waiting = PipelineLoad.of(
-        load.costs,
-        num_stages,
-        speeds=load.speeds,
-        layer_bytes=load.layer_bytes,
-        memory_limits=load.memory_limits,
-        delays=delays,
-    )
+    waiting = dataclasses.replace(load, waits=PipelineLoad.of(load.costs, num_stages, delays=delays).waits)
+    assert waiting.waits.tolist() == waits
 
     def slowest(partition):
         return max(
@@ -82,7 +63,7 @@ def choices_of(load, num_stages, keep=None):
     """All choices of so many stages, with the slowest stage of the best division over them; infinite for none."""
     for stages in itertools.combinations(range(load.num_stages), num_stages):
         if keep is None or keep in stages:
-            best = fastest_possible(load.on_stages(stages))
+            best = fastest_possible(on_stages(load, stages))
             yield math.inf if best is None else best
 
 
@@ -100,9 +81,9 @@ def test_of_all_choices_of_fewer_stages_the_fastest_is_found(load, data):
     repacking = repacked(load, start, num_stages, keep=keep)
     assert keep is None or keep in repacking.stages
     assert len(repacking.stages) == repacking.partition.num_stages == num_stages
-    on_stages = load.on_stages(repacking.stages)
-    assert fits_into(on_stages, repacking.partition)
-    assert slowest_of(on_stages, repacking.partition) == best
+    left = on_stages(load, repacking.stages)
+    assert fits_into(left, repacking.partition)
+    assert slowest_of(left, repacking.partition) == best
     *_, after = carried_out(start, repacking.transfers)
     assert [after[stage] for stage in repacking.stages] == [
         list(repacking.partition.layers_of(stage)) for stage in range(num_stages)
@@ -128,12 +109,6 @@ def test_a_message_takes_what_its_link_takes_for_the_bytes_at_the_boundary():
     messages = PipelineMessages((MoveCost(1.0, 0.5), MoveCost(2.0, 0.0)), (9.0, 1.0, 2.0, 3.0, 9.0))
     assert messages.seconds(Partition((0, 1, 3, 4))) == (1.5, 6.0)
     assert messages.seconds(Partition((0, 2, 3, 4))) == (2.5, 6.0)
-
-
-def test_a_stage_that_stays_waits_as_before():
-    load = PipelineLoad.of([1.0] * 4, 3, delays=[2.0, 6.0])
-    assert load.waits.tolist() == [1.0, 4.0, 3.0]
-    assert load.on_stages((0, 2)).waits.tolist() == [1.0, 3.0]
 
 
 def test_a_full_1f1b_pipeline_runs_at_the_pace_of_the_stage_that_computes_and_waits_longest():
@@ -188,24 +163,6 @@ def step_of(load, num_microbatches, schedule="1f1b"):
     return steps_s, lambda partition: float(steps_s(np.array([partition.boundaries]))[0])
 
 
-@settings(max_examples=60)
-@given(
-    costs=st.lists(st.floats(0.1, 10.0), min_size=4, max_size=9),
-    num_stages=st.integers(2, 4),
-    schedule=st.sampled_from(["1f1b", "gpipe"]),
-)
-def test_no_shift_of_boundaries_shortens_the_step_and_it_is_never_longer_than_before(costs, num_stages, schedule):
-    load = PipelineLoad.of(costs, num_stages)
-    (steps_s, step_s), before = step_of(load, 4, schedule), balanced_partition(load)
-    after = refined_partition(load, before, steps_s, 1000)
-    assert step_s(after) <= step_s(before)
-    for (first, last), shift in itertools.product(itertools.combinations(range(1, num_stages + 1), 2), (-1, 1)):
-        shifted = np.array(after.boundaries)
-        shifted[first:last] += shift
-        if np.all(np.diff(shifted) > 0):
-            assert step_s(Partition(tuple(shifted.tolist()))) >= step_s(after) * (1 - 1e-6)
-
-
 def test_most_random_loads_get_the_shortest_step_of_all():
     rng, num_shortest, ratios = np.random.default_rng(0), 0, []
     for _ in range(50):
@@ -229,16 +186,18 @@ def test_memory_limits_are_kept():
     assert refined_partition(tight, Partition((0, 6, 7, 9)), steps_s, 1000) == Partition((0, 6, 7, 9))
 
 
+@settings(max_examples=60)
 @given(
-    costs=st.lists(st.floats(0.1, 10.0), min_size=8, max_size=16),
-    num_stages=st.integers(2, 8),
-    affordable=st.integers(0, 60),
+    costs=st.lists(st.floats(0.1, 10.0), min_size=4, max_size=12),
+    num_stages=st.integers(2, 4),
+    schedule=st.sampled_from(["1f1b", "gpipe"]),
+    affordable=st.integers(0, 60) | st.just(1000),
 )
-def test_no_more_steps_are_simulated_than_are_affordable_and_the_step_never_becomes_longer(
-    costs, num_stages, affordable
+def test_no_shift_that_is_affordable_shortens_the_step_and_it_is_never_longer_than_before(
+    costs, num_stages, schedule, affordable
 ):
     load, asked = PipelineLoad.of(costs, num_stages), []
-    steps_s, step_s = step_of(load, 8)
+    steps_s, step_s = step_of(load, 4, schedule)
 
     def counted(boundaries):
         asked.append(len(boundaries))
@@ -246,9 +205,12 @@ def test_no_more_steps_are_simulated_than_are_affordable_and_the_step_never_beco
 
     before = balanced_partition(load)
     after = refined_partition(load, before, counted, affordable)
-    assert max(asked, default=0) <= affordable and len(asked) <= 9
+    assert max(asked, default=0) <= affordable and len(asked) <= 1 + len(costs)
+    assert bool(asked) == (affordable >= 2 * (num_stages - 1))
     assert step_s(after) <= step_s(before)
-    if affordable < 2 * (num_stages - 1):
-        assert not asked
-    elif len(costs) > num_stages:
-        assert len(asked) > 1, "single boundaries are affordable"
+    if affordable == 1000:
+        for (first, last), shift in itertools.product(itertools.combinations(range(1, num_stages + 1), 2), (-1, 1)):
+            shifted = np.array(after.boundaries)
+            shifted[first:last] += shift
+            if np.all(np.diff(shifted) > 0):
+                assert step_s(Partition(tuple(shifted.tolist()))) >= step_s(after) * (1 - 1e-6)

@@ -138,23 +138,6 @@ def test_what_drifts_is_followed():
     assert known[0] == pytest.approx(1.59, rel=0.1)
 
 
-def test_what_surprises_is_said_at_once():
-    means, usual = LayerMeans(6), world_of().profile()
-    mean_after(means, *[usual] * 4)
-    noisy = [1.05, 2.0, 6.0, 4.0, 1.0, 2.0]
-    surprised = seconds_of(means.surprised(world_of(noisy).profile()))
-    assert surprised == pytest.approx([1.0, 2.0, 6.0, 4.0, 1.0, 2.0])  # 5 % are noise, twice as long is not
-
-
-def test_the_noise_that_there_is_does_not_surprise():
-    world, means = world_of(noise=0.15), LayerMeans(6)
-    for _ in range(20):
-        mean_after(means, world.profile())
-    known = seconds_of(means.surprised(world.profile()))
-    again = seconds_of(means.surprised(world.profile()))
-    assert known == pytest.approx(again, rel=1e-12)  # what was known, whatever each of them says
-
-
 def test_a_layer_that_has_moved_is_measured_anew():
     means = LayerMeans(6)
     mean_after(means, *[world_of().profile()] * 8)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from zeroresize.plan.partition import LayerTransfer, Partition
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.pipeline.division import PipelineLoad, PipelineMessages, shortest_partition
-from zeroresize.policy.pipeline.profiles import LayerCosts
 from zeroresize.policy.pipeline.rebalancing import described
 from zeroresize.policy.pipeline.repacking_decision import RepackingDecision
 from zeroresize.runtime.simulated_steps import simulated_step
@@ -257,16 +256,6 @@ def test_stages_beside_a_slow_link_get_fewer_layers():
     without = rebalancing_of()
     assert world_of().train(without, 6) == []
     assert moves[0].step_s > moves[0].expected_step_s
-
-
-def test_a_simulated_step_waits_for_messages():
-    world, seconds = world_of(), (0.01, 0.03)
-    costs = LayerCosts.first(world.profile())
-    step = rule_of(messages_of(*seconds)).simulated(costs, Partition(THIRDS))
-    third = [4.0 / 3.0 / NUM_MICROBATCHES] * 3
-    expected = simulated_step(third, [2 * one for one in third], NUM_MICROBATCHES, communication_s=seconds)
-    assert step.step_s == pytest.approx(expected.step_s)
-    assert step.step_s > rule_of(None).simulated(costs, Partition(THIRDS)).step_s
 
 
 def test_small_messages_between_certain_layers_attract_boundaries():

@@ -9,12 +9,10 @@ from zeroresize.policy.slowness.lines import lines_of
 from zeroresize.policy.slowness.windows import (
     StepWindow,
     WatchedStep,
-    main_cause,
     share_saved,
     shares_of_causes,
     window_of,
 )
-from zeroresize.utils.usual import usual_of, usual_of_others
 
 EVERY = 10
 
@@ -81,11 +79,6 @@ def test_a_round_in_which_a_rank_has_measured_nothing_is_left_out():
     assert math.isnan(group.report().share_saved)
 
 
-def test_numbers_bring_a_window_over():
-    sent = window(30)
-    assert StepWindow.of_numbers(sent.as_numbers()) == sent
-
-
 def test_one_long_step_of_a_window_is_not_usual_and_timed_steps_are_left_out():
     steps = [WatchedStep(0.1, 0.05, 0.01)] * 8 + [WatchedStep(5.0, 0.0, 4.9), WatchedStep(0.12, 0.03, 0.01, 0.06)]
     usual = window_of(steps, 10)
@@ -99,8 +92,6 @@ def test_where_products_were_not_timed_the_cause_is_computing_or_the_loader():
     other = StepWindow(10, EVERY, 0.1, 0.2, 0.01, math.nan)
     shares = shares_of_causes(slow, [other, other])
     assert shares == pytest.approx({"compute": 0.9, "loader": 0.1})
-    assert main_cause(shares) == "compute"
-    assert main_cause({}) == "compute"
 
 
 def test_a_division_by_speed_saves_what_the_harmonic_mean_tells_and_nothing_of_the_loader():
@@ -110,12 +101,6 @@ def test_a_division_by_speed_saves_what_the_harmonic_mean_tells_and_nothing_of_t
     assert share_saved([of_rank(0.0, 0.1), of_rank(0.0, 0.2)]) == pytest.approx(1.0 - (2.0 / (10.0 + 5.0)) / 0.2)
     assert share_saved([of_rank(0.0, 0.1)] * 4) == pytest.approx(0.0)
     assert share_saved([of_rank(1.0, 0.1), of_rank(0.0, 0.1)]) == pytest.approx(0.1 / 1.1)  # all waits for the loader
-
-
-def test_usual_of_others_is_what_is_usual_without_each():
-    for values in ([3.0, 1.0], [3.0, 1.0, 2.0], [4.0, 1.0, 3.0, 2.0], [5.0, 5.0, 1.0, 2.0, 9.0], [2.0] * 6):
-        expected = [usual_of([*values[:at], *values[at + 1 :]]) for at in range(len(values))]
-        assert usual_of_others(values) == pytest.approx(expected)
 
 
 def test_lines_say_who_since_when_why_and_what_it_costs():

@@ -11,8 +11,8 @@ from zeroresize.plan.layout import TensorSpec, UnitDivision
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.costs.cost_model import CostModel, LayerCost, LayerCostTable, pipeline_seconds
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
-from zeroresize.runtime.schedules import order_of
-from zeroresize.runtime.simulated_steps import simulated_step
+from zeroresize.runtime.schedules import orders_of
+from zeroresize.runtime.simulated_steps import simulated_step, timeline
 
 NUM_LAYERS = 4
 #: A weight of 8 units of 100 bytes in each layer, and a bias of 8 bytes that nobody divides.
@@ -34,21 +34,7 @@ ONE_NODE = CostModel(LAYERS, TENSORS, (0,) * 4, LINKS)
 def simulated_1f1b(stage_s):
     """Seconds of micro-batches of any size: a third of each is its forward; messages take no time."""
     num_batches, num_stages = stage_s.shape
-    orders = [iter(order_of("1f1b", stage, num_stages, num_batches)) for stage in range(num_stages)]
-    pending, free, done = [next(order) for order in orders], [0.0] * num_stages, {}
-    while any(pending):
-        for stage, operation in enumerate(pending):
-            if operation is None:
-                continue
-            giver = stage - 1 if operation.is_forward else stage + 1
-            needed = (giver, operation) if 0 <= giver < num_stages else None
-            if needed is not None and needed not in done:
-                continue
-            begin = max(free[stage], done.get(needed, 0.0))
-            free[stage] = begin + stage_s[operation.microbatch, stage] * (1 / 3 if operation.is_forward else 2 / 3)
-            done[stage, operation] = free[stage]
-            pending[stage] = next(orders[stage], None)
-    return max(free)
+    return timeline(orders_of("1f1b", num_stages, num_batches), stage_s / 3, stage_s * 2 / 3).step_s
 
 
 @pytest.mark.parametrize(("num_stages", "num_batches"), [(1, 3), (2, 2), (4, 4), (4, 11)])

@@ -5,13 +5,8 @@ import itertools
 import pytest
 from helpers.states import resumed
 
-from zeroresize.policy.strategy.stragglers.rank_speeds import (
-    LEAST_STEPS,
-    MAX_WORKING,
-    MOST_STEPS,
-    RankSpeeds,
-    SampleCadence,
-)
+from zeroresize.policy.pipeline.profile_cadence import MAX_MEASURING, MOST_BLOCKS
+from zeroresize.policy.strategy.stragglers.rank_speeds import LEAST_STEPS, RankSpeeds, SampleCadence
 
 
 def test_speeds_follow_jumps_after_three_steps_and_no_single_interruption():
@@ -47,7 +42,7 @@ def test_a_rank_without_a_part_is_as_fast_as_its_products_say():
 
 def test_to_ask_for_speeds_changes_nothing():
     asked, unasked = RankSpeeds(2), RankSpeeds(2)
-    for busy_s in [(1.0, 1.0)] * 6 + [(1 / 1.1, 1 / 1.05)] * 60:
+    for busy_s in [(1.0, 1.0)] * 6 + [(1 / 1.15, 1 / 1.05)] * 60:
         for speeds in (asked, unasked):
             speeds.learn(busy_s, (1.0, 1.0), (0.0, 0.0))
         asked.speeds()
@@ -76,7 +71,7 @@ def test_dear_samples_are_so_rare_that_they_take_their_share_of_steps_and_no_mor
     cadence, num_steps = SampleCadence(4), 20_000
     steps_of_samples(cadence, 2_500, working_s)
     share = working_s * len(steps_of_samples(cadence, num_steps, working_s)) / num_steps
-    assert 0.5 * min(MAX_WORKING, working_s / LEAST_STEPS) < share <= MAX_WORKING * 1.05
+    assert 0.5 * min(MAX_MEASURING, working_s / LEAST_STEPS) < share <= MAX_MEASURING * 1.05
 
 
 def test_what_changed_speeds_cost_delays_the_next_sample_and_an_idle_time_gives_no_credit():
@@ -84,11 +79,11 @@ def test_what_changed_speeds_cost_delays_the_next_sample_and_an_idle_time_gives_
     cadence = SampleCadence(1)
     steps_of_samples(cadence, 900, 0.0)
     later = steps_of_samples(cadence, 300, 0.5)
-    assert all(after - before >= 0.5 / MAX_WORKING for before, after in itertools.pairwise(later))
+    assert all(after - before >= 0.5 / MAX_MEASURING for before, after in itertools.pairwise(later))
 
 
 def test_there_is_a_sample_now_and_then_whatever_it_costs_and_after_a_change_at_once():
     cadence = SampleCadence(1)
-    assert steps_of_samples(cadence, 3 * MOST_STEPS, 1e6) == [0, MOST_STEPS, 2 * MOST_STEPS]
+    assert steps_of_samples(cadence, 3 * MOST_BLOCKS, 1e6) == [0, MOST_BLOCKS, 2 * MOST_BLOCKS]
     cadence.begin_anew()
     assert steps_of_samples(cadence, 10, 1e6) == [0]

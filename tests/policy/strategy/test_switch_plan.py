@@ -35,8 +35,8 @@ def check_volumes(plan, case):
         assert transfer.source != transfer.destination and size > 0
         volumes[link, 0, transfer.source] += size
         volumes[link, 1, transfer.destination] += size
-    assert np.array_equal(volumes[0], [plan.sent_within, plan.received_within])
-    assert np.array_equal(volumes[1], [plan.sent_between, plan.received_between])
+    assert np.array_equal(volumes.transpose(1, 0, 2), plan.volumes)
+    assert plan.most_bytes == volumes.sum(axis=0).max()
     summed = np.zeros((2, len(case.nodes)), dtype=np.int64)
     for tensor, begin, end, *ranks in plan.summed:
         summed[(0, 1), ranks] += (end - begin) * case.tensors[tensor].unit_bytes
@@ -114,9 +114,9 @@ def test_no_rank_sends_much_more_than_it_has_to(case):
     within, between = least_volumes(slices, case.nodes)
     # What is known of placing each job on the least loaded machine that may have it (Azar, Naor, Rom 1992).
     factor = math.ceil(math.log2(max(len(case.nodes), 2))) + 1
-    assert plan.sent_within.max() <= factor * within
-    assert plan.sent_between.max() <= factor * between
-    received = max(plan.received_within.max() / 8.0, plan.received_between.max() / 2.0)
+    assert plan.volumes[0, 0].max() <= factor * within
+    assert plan.volumes[0, 1].max() <= factor * between
+    received = max(plan.volumes[1, 0].max() / 8.0, plan.volumes[1, 1].max() / 2.0)
     best = max(within / 8.0, between / 2.0, received)
     bound = lower_bound(*case, LINKS)
     assert bound <= (best + 0.5 if len(plan.transfers) else 0.0) + 1e-9
@@ -132,18 +132,18 @@ def test_holders_of_the_same_tensors_share_the_sending_as_the_optimum_does(sizes
     """Two ranks hold everything, a third one lacks it; the last tensors are placed first where they are larger."""
     tensors = whole_tensors(*sizes)
     before, after = (Strategy(dp=dp).layout(tensors, 3, 1) for dp in (2, 3))
-    assert plan_weights(before, after, tensors, [0, 0, 0]).sent_within.max() == largest
+    assert plan_weights(before, after, tensors, [0, 0, 0]).volumes[0, 0].max() == largest
     assert least_volumes(common_slices(before, after, tensors), [0, 0, 0]) == (largest, 0)
-    assert plan_weights(before, after, tensors, [0, 0, 0], heuristics=False).sent_within.max() == sum(sizes)
-    assert plan_weights(before, after, tensors, [0, 0, 1]).sent_between.max() == largest
+    assert plan_weights(before, after, tensors, [0, 0, 0], heuristics=False).volumes[0, 0].max() == sum(sizes)
+    assert plan_weights(before, after, tensors, [0, 0, 1]).volumes[0, 1].max() == largest
 
 
 def test_a_tensor_that_is_large_beside_the_others_is_cut_between_its_units():
     table = [TensorSpec("embedding", 0, (1000, 4), 2, UnitDivision(0, 100, 10))]
     before, after = (Strategy(dp=dp).layout(table, 4, 1) for dp in (3, 4))
     plan = plan_weights(before, after, table, [0, 0, 0, 0])
-    assert plan.sent_within.tolist() == pytest.approx([8000 / 3] * 3 + [0], rel=0.15)
-    assert plan.sent_within.sum() == 8000
+    assert plan.volumes[0, 0].tolist() == pytest.approx([8000 / 3] * 3 + [0], rel=0.15)
+    assert plan.volumes[0, 0].sum() == 8000
 
 
 def test_two_replicas_send_partial_gradients_to_different_replicas_of_the_optimizer_layout():
@@ -152,7 +152,7 @@ def test_two_replicas_send_partial_gradients_to_different_replicas_of_the_optimi
     source = Strategy(dp=2, ranks=(0, 1)).layout(tensors, 4, 1)
     optimizer_layout = Strategy(dp=2, ranks=(2, 3)).layout(tensors, 4, 1)
     plan = plan_gradients(source, optimizer_layout, tensors, [0, 0, 0, 0])
-    assert plan.received_within.tolist() == [0, 0, 12, 12] and plan.sent_within.tolist() == [12, 12, 0, 0]
+    assert plan.volumes[1, 0].tolist() == [0, 0, 12, 12] and plan.volumes[0, 0].tolist() == [12, 12, 0, 0]
     apart = plan_gradients(source, optimizer_layout, tensors, [0, 1, 1, 0])
     assert sorted({(one.source, one.destination) for one in apart.transfers}) == [(0, 3), (1, 2)]
 
@@ -164,11 +164,11 @@ def test_replicas_of_one_node_are_summed_there_and_one_sum_leaves_it():
         Strategy(dp=len(ranks), ranks=ranks).layout(tensors, 5, 1) for ranks in (range(4), (4,))
     )
     plan = plan_gradients(source, optimizer_layout, tensors, [0, 0, 1, 1, 2])
-    assert plan.received_between.tolist() == [0, 0, 0, 0, 16]
-    assert plan.sent_between.tolist() == [4, 4, 4, 4, 0]  # the ranks of a node send the sum of a tensor each
+    assert plan.volumes[1, 1].tolist() == [0, 0, 0, 0, 16]
+    assert plan.volumes[0, 1].tolist() == [4, 4, 4, 4, 0]  # the ranks of a node send the sum of a tensor each
     assert plan.summed_bytes.tolist() == [[4, 4, 4, 4, 0]] * 2
     without = plan_gradients(source, optimizer_layout, tensors, [0, 0, 1, 1, 2], heuristics=False)
-    assert without.received_between.tolist() == [0, 0, 0, 0, 32] and not len(without.summed)
+    assert without.volumes[1, 1].tolist() == [0, 0, 0, 0, 32] and not len(without.summed)
     near = plan_gradients(source, optimizer_layout, tensors, [0, 0, 0, 0, 0])
     assert not len(near.summed)  # summed where they arrive
 
@@ -178,7 +178,7 @@ def test_replicas_of_the_optimizer_layout_that_hold_none_of_it_receive_equally_m
     tensors = whole_tensors(3, 2, 1)
     source, optimizer_layout = (Strategy(dp=len(ranks), ranks=ranks).layout(tensors, 3, 1) for ranks in ((0,), (1, 2)))
     plan = plan_gradients(source, optimizer_layout, tensors, nodes)
-    assert (plan.received_within + plan.received_between).tolist() == [0, 3, 3]
+    assert (plan.volumes[1, 0] + plan.volumes[1, 1]).tolist() == [0, 3, 3]
 
 
 def test_who_alone_can_send_something_sends_less_of_the_rest():
@@ -186,7 +186,7 @@ def test_who_alone_can_send_something_sends_less_of_the_rest():
     tensors = whole_tensors(4, 3)
     after = Strategy(ranks=(2,)).layout(tensors, 3, 1)
     before = dataclasses.replace(after, ends=np.array([[1, 0, 0], [1, 1, 0]]))
-    assert plan_weights(before, after, tensors, [0, 0, 0]).sent_within.tolist() == [4, 3, 0]
+    assert plan_weights(before, after, tensors, [0, 0, 0]).volumes[0, 0].tolist() == [4, 3, 0]
 
 
 def test_a_link_that_a_node_shares_holds_up_what_its_ranks_send_together():
@@ -195,7 +195,7 @@ def test_a_link_that_a_node_shares_holds_up_what_its_ranks_send_together():
     before = Strategy(dp=2, ranks=(0, 1)).layout(tensors, 3, 1)
     after = Strategy(ranks=(2,)).layout(tensors, 3, 1)
     plan = plan_weights(before, after, tensors, [0, 0, 1])
-    assert plan.sent_between.tolist() == [4, 4, 0]
+    assert plan.volumes[0, 1].tolist() == [4, 4, 0]
     for node_speed, seconds in ((8.0, 4.0), (1.0, 8.0)):
         links = LinkSpeeds(100.0, 2.0, node_bytes_per_s=node_speed)
         assert plan.seconds(links) == lower_bound(before, after, tensors, [0, 0, 1], links) == seconds

@@ -169,12 +169,12 @@ class StageCosts:
         the backward. So that of a stage is the most that any of its layers needs beyond what they all keep together.
         """
         of_kind = {kind: self.costs[kind].values(sizes_K, lengths_KA) for kind in dict.fromkeys(self.kinds)}
-        total = np.zeros((3, len(sizes_K), self.num_stages))
+        total = np.zeros((len(VALUES) - 1, len(sizes_K), self.num_stages))
         peak_KS = np.zeros((len(sizes_K), self.num_stages))
         for stage, (begin, end) in enumerate(itertools.pairwise(self.boundaries)):
             for kind, run in itertools.groupby(self.kinds[begin:end]):
-                total[:, :, stage] += len(list(run)) * of_kind[kind][:3]
-                peak_KS[:, stage] = np.maximum(peak_KS[:, stage], total[2, :, stage] + of_kind[kind][3])
+                total[:, :, stage] += len(list(run)) * of_kind[kind][:-1]
+                peak_KS[:, stage] = np.maximum(peak_KS[:, stage], total[-1, :, stage] + of_kind[kind][-1])
         forward_s, backward_s, kept = total
         with np.errstate(invalid="ignore"):
             workspace = np.where(np.isfinite(kept), np.maximum(peak_KS - kept, 0.0), np.inf)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from zeroresize.policy import FEW, ROUNDING
 from zeroresize.policy.microbatches.costs import Prices, StageCosts
 from zeroresize.policy.microbatches.plan import (
     DoesNotFitError,
@@ -29,12 +30,9 @@ from zeroresize.policy.microbatches.plan import (
 #: What :func:`shortest_cuts` may lie above the optimum, as a share of it.
 GAP = 1e-3
 #: Limits of the longest micro-batch that are looked at together, and sizes that are priced together.
-_LIMITS_TOGETHER, _SIZES_TOGETHER = 24, 32
+_TOGETHER = 32
 #: Of fewer micro-batches for each replica, finer partitions are tried, whose longest takes these parts of the time.
-_FEW_EACH, _FINER = 8, (0.75, 0.5, 0.25, 0.0)
-#: Micro-batches like each that are under way at once in the memory there is, in parts of the stages. Beside a long
-#: sample, which needs most of the memory, only short ones fit: so more than stages are looked at, too.
-_UNDER_WAY = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+_FEW_EACH, _FINER = 8, (1 / 2, 0.0)
 #: Seconds that the solver has to improve a tour.
 _TOUR_S = 0.2
 
@@ -62,7 +60,8 @@ def _planned(lengths_NA: Indices, costs: StageCosts, options: PlanningOptions) -
     order = ordered(lengths_NA, options.order)
     under_way = [1]
     if not math.isinf(options.memory_limit):
-        under_way = sorted({math.ceil(costs.num_stages * share) for share in _UNDER_WAY} | {1})
+        # Beside a long sample, which needs most of the memory, only short ones fit: so there may be more than stages.
+        under_way = sorted({math.ceil(costs.num_stages * part / 2) for part in range(1, 2 * FEW + 1)} | {1})
     slowness_S = options.slowness_DS(costs.num_stages).mean(axis=0)
 
     def priced(sizes: Indices, longest: Indices) -> tuple[Floats, Floats]:
@@ -138,8 +137,8 @@ class Segments:
         """Price all segments of samples in their order, from small ones on, until none of a size fits."""
         num_samples, longest_XA = len(lengths_NA), lengths_NA
         rows: list[tuple[Floats, Floats]] = []
-        for first in range(1, num_samples + 1, _SIZES_TOGETHER):
-            sizes, longest = np.arange(first, min(first + _SIZES_TOGETHER, num_samples + 1)), []
+        for first in range(1, num_samples + 1, _TOGETHER):
+            sizes, longest = np.arange(first, min(first + _TOGETHER, num_samples + 1)), []
             for size in sizes.tolist():
                 if size > 1:  # the longest of one sample less, and the last one
                     longest_XA = np.maximum(longest_XA[:-1], lengths_NA[size - 1 :])
@@ -206,10 +205,10 @@ def shortest_cuts(segments: Segments, fill: float, num_replicas: int = 1, gap: f
     looked at, several at once, while that bound comes below the best iteration by more than the gap.
     """
     choices = np.unique(segments.seconds_KN[np.isfinite(segments.seconds_KN)])
-    choices = choices[choices >= segments.least_s * (1.0 - 1e-12)]  # every sample is in some micro-batch
+    choices = choices[choices >= segments.least_s * (1.0 - ROUNDING)]  # every sample is in some micro-batch
     candidates: list[Cuts] = []
     totals: dict[int, float] = {}
-    places = _between(-1, len(choices), _LIMITS_TOGETHER) | {0, len(choices) - 1}
+    places = _between(-1, len(choices), _TOGETHER) | {0, len(choices) - 1}
     while places:
         looked = np.array(sorted(places))
         totals_C, cuts_at = _least_sums(segments, choices[looked])
@@ -222,8 +221,8 @@ def shortest_cuts(segments: Segments, fill: float, num_replicas: int = 1, gap: f
             for low, high in itertools.pairwise(sorted(totals))
             if high - low >= 2
         ]
-        promising = sorted(bound for bound in bounds if bound[0] < aim)[:_LIMITS_TOGETHER]
-        each = max(_LIMITS_TOGETHER // max(len(promising), 1), 1)
+        promising = sorted(bound for bound in bounds if bound[0] < aim)[:_TOGETHER]
+        each = max(_TOGETHER // max(len(promising), 1), 1)
         places = set().union(*(_between(low, high, each) for _, low, high in promising))
     return best
 
@@ -240,7 +239,7 @@ def _least_sums(segments: Segments, limits_C: Floats) -> tuple[Floats, Callable[
     sums_NC = np.full((num_ends, len(limits_C)), np.inf)
     sums_NC[0] = 0.0
     size_NC = np.zeros(sums_NC.shape, dtype=np.int64)
-    limits = limits_C * (1.0 + 1e-12)
+    limits = limits_C * (1.0 + ROUNDING)
     for end in range(1, num_ends):
         seconds_K = segments.seconds_KN[: min(most, end), end]
         fits = np.flatnonzero(seconds_K <= limits[-1])
@@ -269,7 +268,7 @@ def ordered(lengths_NA: Indices, order: SampleOrder = "sorted") -> Indices:
     """
     by_length: Indices = np.lexsort(lengths_NA.T[::-1])
     points, point_of = np.unique(lengths_NA, axis=0, return_inverse=True)
-    if order == "sorted" or lengths_NA.shape[1] == 1 or len(points) < 4:
+    if order == "sorted" or lengths_NA.shape[1] == 1 or len(points) <= FEW:
         return by_length
     try:
         from fast_tsp import find_tour

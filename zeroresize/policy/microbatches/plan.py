@@ -34,6 +34,10 @@ _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 _FORMAT = 1
 
 
+#: Of micro-batches, whose order is chosen; of twice as many there are 720 orders.
+NUM_CLUSTERS = 3
+
+
 class DoesNotFitError(ValueError):
     """Samples do not fit into the memory limit, whatever is computed again."""
 
@@ -50,7 +54,7 @@ class PlanningOptions:
         row_lengths: [A] tokens of a row that "packing" fills.
         order: of the samples, before they are cut.
         schedule: of the stages.
-        num_clusters: of micro-batches, whose order is chosen; 1 leaves the order as it is.
+        num_clusters: of micro-batches, whose order is chosen, up to 6; 1 leaves the order as it is.
         slowness: [D][S] χ: how many times its normal time each stage of each replica takes; empty where none is slow.
 
     Raises:
@@ -64,13 +68,13 @@ class PlanningOptions:
     row_lengths: tuple[int, ...] = ()
     order: SampleOrder = "sorted"
     schedule: ScheduleName = "adaptive"
-    num_clusters: int = 3
+    num_clusters: int = NUM_CLUSTERS
     slowness: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         at_least("num_replicas", self.num_replicas, 1)
         at_least("size", self.size, 1)
-        at_least("num_clusters", self.num_clusters, 1, 6)
+        at_least("num_clusters", self.num_clusters, 1, 2 * NUM_CLUSTERS)
         one_of("method", self.method, get_args(Method))
         one_of("order", self.order, get_args(SampleOrder))
         one_of("schedule", self.schedule, get_args(ScheduleName))

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from zeroresize.policy import ROUNDING
 from zeroresize.policy.microbatches.costs import LongerThanMeasuredError, Prices, StageCosts
 from zeroresize.policy.microbatches.cuts import micro_batches
 from zeroresize.policy.microbatches.plan import (
+    NUM_CLUSTERS,
     DoesNotFitError,
     Floats,
     Indices,
@@ -29,11 +31,6 @@ from zeroresize.policy.microbatches.plan import (
 from zeroresize.runtime.instructions import check, planned_instructions
 from zeroresize.runtime.schedules import Operation, adaptive_orders, orders_of, peak_bytes
 from zeroresize.runtime.simulated_steps import step_seconds
-
-#: Of so many choices of micro-batches, the best with their order as it is, clusters are permuted.
-_PERMUTED = 3
-#: Gains below this share are rounding.
-_LEAST_GAIN = 1e-9
 
 
 def plan_iteration(
@@ -87,35 +84,28 @@ class _Choice:
 
 
 def _shortest(lengths_NA: Indices, costs: Mapping[str, StageCosts], options: PlanningOptions) -> _Choice:
-    """The best of all ways of recomputation, with their order as it is; then of a few with clusters permuted."""
-    best: list[_Choice] = []
+    """The best of all ways of recomputation, with their order as it is; then with clusters permuted, if that helps."""
+    best: _Choice | None = None
     failure: DoesNotFitError | None = None
     for recomputation, of_way in costs.items():
         try:
             for microbatches in micro_batches(lengths_NA, of_way, options):
-                if len(best) == _PERMUTED and _least_s(microbatches, of_way, options) >= best[0].expected_s:
-                    continue
                 replicas = replica_plans(microbatches, of_way, options, num_clusters=1)
                 if replicas is not None:
-                    best.append(_Choice(recomputation, microbatches, replicas))
-                    best = sorted(best, key=lambda choice: choice.expected_s)[:_PERMUTED]
-            if not best:
+                    best = _shorter(best, _Choice(recomputation, microbatches, replicas))
+            if best is None:
                 raise DoesNotFitError(_why_not(microbatches, of_way, options))
         except DoesNotFitError as error:
             failure = failure or error
-    if failure is not None and not best:
+    if best is None:
+        assert failure is not None
         raise failure
-    for choice in list(best) if options.num_clusters > 1 else ():
-        replicas = replica_plans(choice.microbatches, costs[choice.recomputation], options)
-        if replicas is not None:
-            best.append(_Choice(choice.recomputation, choice.microbatches, replicas))
-    return min(best, key=lambda choice: choice.expected_s)
+    permuted = replica_plans(best.microbatches, costs[best.recomputation], options)
+    return best if permuted is None else _shorter(best, replace(best, replicas=permuted))
 
 
-def _least_s(microbatches: Sequence[MicroBatch], costs: StageCosts, options: PlanningOptions) -> float:
-    """No schedule is shorter: every stage has to do its work, which replicas share by their speeds."""
-    work_S = costs.prices(*shapes_of(microbatches)).seconds.sum(axis=0)
-    return float((work_S / (1.0 / options.slowness_DS(costs.num_stages)).sum(axis=0)).max())
+def _shorter(best: _Choice | None, other: _Choice) -> _Choice:
+    return other if best is None or other.expected_s < best.expected_s else best
 
 
 def _why_not(microbatches: Sequence[MicroBatch], costs: StageCosts, options: PlanningOptions) -> str:
@@ -161,7 +151,7 @@ def replica_plans(
 ) -> list[ReplicaPlan] | None:
     """Return [D] plans of these micro-batches; None where those of a replica do not fit, or were never measured."""
     prices = costs.prices(*shapes_of(microbatches))
-    if not np.isfinite(np.stack(prices[:3])).all():
+    if not np.isfinite(np.stack(prices[:-1])).all():
         return None
     slowness_DS = options.slowness_DS(costs.num_stages)
     plans = []
@@ -198,62 +188,22 @@ def shared_by_stages(stage_s: Floats, slowness_DS: Floats) -> list[list[int]]:
     seconds_M = stage_s.max(axis=1)
     total_s = float(seconds_M.sum()) or 1.0
     paces_D = [float((stage_s * slowness_S).max(axis=1).sum()) / total_s or 1.0 for slowness_S in slowness_DS]
-    return shared(seconds_M, paces_D, float(stage_s.shape[1] - 1))
+    return shared(seconds_M, paces_D)
 
 
-def shared(seconds_M: Sequence[float] | Floats, slowness_D: Sequence[float], fill: float = 0.0) -> list[list[int]]:
+def shared(seconds_M: Sequence[float] | Floats, slowness_D: Sequence[float]) -> list[list[int]]:
     """Return [D] the numbers of the micro-batches of each replica, ascending, by their seconds [M] and each one's χ.
 
-    Each micro-batch, the longest first, goes to the replica that is done with it first. Then micro-batches of the
-    slowest replica are moved and exchanged, the best first, while that makes it faster. A replica's longest micro-batch
-    counts ``fill`` times besides, as its pipeline fills and drains.
+    Each micro-batch, the longest first, goes to the replica that is done with it first.
     """
-    seconds = np.asarray(seconds_M, dtype=np.float64)
-    parts: list[list[int]] = [[] for _ in slowness_D]
+    seconds, slowness = np.asarray(seconds_M, dtype=np.float64), np.asarray(slowness_D, dtype=np.float64)
+    parts: list[list[int]] = [[] for _ in slowness]
     loads = np.zeros(len(parts))
-    slowness = np.asarray(slowness_D, dtype=np.float64)
     for member in np.argsort(-seconds, kind="stable").tolist():
         replica = int(((loads + seconds[member]) * slowness).argmin())
         parts[replica].append(member)
         loads[replica] += seconds[member]
-    for _ in range(2 * len(seconds)):
-        if not _improve(parts, seconds, slowness, fill):
-            break
-    return [sorted(part) for part in parts]
-
-
-def _improve(parts: list[list[int]], seconds_M: Floats, slowness_D: Floats, fill: float) -> bool:
-    """Move a micro-batch of the slowest replica, or exchange it for another; whether that made it faster."""
-    sums, most, without = zip(*(_with_and_without(seconds_M[part]) for part in parts), strict=True)
-    times = slowness_D * (np.array(sums) + fill * np.array(most))
-    slowest = int(times.argmax())
-    given_G = seconds_M[parts[slowest]]
-    best_s, chosen = float(times[slowest]) * (1.0 - _LEAST_GAIN), None
-    for other, part in enumerate(parts):
-        if other == slowest or not len(given_G):
-            continue
-        taken_T = np.append(0.0, seconds_M[part])  # nothing is taken, or one micro-batch
-        rest_T = np.append(most[other], without[other])
-        left_GT = sums[slowest] - given_G[:, None] + taken_T
-        left_GT = left_GT + fill * np.maximum(without[slowest][:, None], taken_T)
-        grown_GT = sums[other] - taken_T + given_G[:, None] + fill * np.maximum(rest_T, given_G[:, None])
-        slower_GT = np.maximum(slowness_D[slowest] * left_GT, slowness_D[other] * grown_GT)
-        given, taken = divmod(int(slower_GT.argmin()), len(taken_T))
-        if slower_GT[given, taken] < best_s:
-            best_s, chosen = float(slower_GT[given, taken]), (other, given, taken)
-    if chosen is None:
-        return False
-    other, given, taken = chosen
-    parts[other].append(parts[slowest].pop(given))
-    if taken:
-        parts[slowest].append(parts[other].pop(taken - 1))
-    return True
-
-
-def _with_and_without(seconds_M: Floats) -> tuple[float, float, Floats]:
-    """The seconds of all, of the longest, and [M] of the longest without each."""
-    second_s, most_s = np.sort(np.append(seconds_M, [0.0, 0.0]))[-2:].tolist()
-    return float(seconds_M.sum()), most_s, np.where(seconds_M >= most_s, second_s, most_s)
+    return list(map(sorted, parts))
 
 
 class ChosenSchedule(NamedTuple):
@@ -265,7 +215,7 @@ class ChosenSchedule(NamedTuple):
 
 
 def shortest_schedule(
-    prices: Prices, memory_limit: float, *, schedule: ScheduleName = "adaptive", num_clusters: int = 3
+    prices: Prices, memory_limit: float, *, schedule: ScheduleName = "adaptive", num_clusters: int = NUM_CLUSTERS
 ) -> ChosenSchedule | None:
     """Return the shortest schedule that keeps within memory; None if there is none (DynaPipe, section 5).
 
@@ -285,42 +235,19 @@ def shortest_schedule(
             options += [adaptive_orders(kept, limits, most, workspace) for most in (None, num_stages)]
         for option in options:
             peaks = peak_bytes(option, kept, workspace)
-            if (peaks > memory_limit * (1.0 + _LEAST_GAIN)).any():
+            if (peaks > memory_limit * (1.0 + ROUNDING)).any():
                 continue
             step_s = step_seconds(option, forward_s, backward_s)
-            if best is None or step_s < best.step_s * (1.0 - _LEAST_GAIN):
+            if best is None or step_s < best.step_s * (1.0 - ROUNDING):
                 named = [[Operation(is_forward, int(order[number])) for is_forward, number in each] for each in option]
                 best = ChosenSchedule(named, step_s, peaks)
     return best
 
 
 def _orders_of_clusters(seconds_M: Floats, num_clusters: int) -> Iterator[Indices]:
+    """The micro-batches as they are, or, by rising seconds, in so many clusters of about as many, in every order."""
     if num_clusters == 1:
         yield np.arange(len(seconds_M))
         return
-    cluster_of = clusters_of(seconds_M, num_clusters)
-    members = [np.flatnonzero(cluster_of == number) for number in range(int(cluster_of.max()) + 1)]
-    yield from map(np.concatenate, itertools.permutations(members))
-
-
-def clusters_of(values: Floats, num_clusters: int) -> Indices:
-    """Return [M] the cluster of each value, by rising values: those whose values differ least from their means.
-
-    The sum of squared differences is the least possible, by dynamic programming over the sorted values.
-    """
-    order, sorted_values = np.argsort(values, kind="stable"), np.sort(values)
-    sums, squares = (np.concatenate([[0.0], np.cumsum(sorted_values**power)]) for power in (1, 2))
-    begins, ends = np.meshgrid(*[np.arange(len(values) + 1)] * 2, indexing="ij")
-    spread = squares[ends] - squares[begins] - (sums[ends] - sums[begins]) ** 2 / np.maximum(ends - begins, 1)
-    spread[ends <= begins] = np.inf
-    least, cuts = np.where(np.arange(len(values) + 1) == 0, 0.0, np.inf), []
-    for _ in range(min(num_clusters, len(np.unique(values)))):
-        cuts.append((least[:, None] + spread).argmin(axis=0))
-        least = (least[:, None] + spread).min(axis=0)
-    cluster_of = np.zeros(len(values), dtype=np.int64)
-    end = len(values)
-    for number in reversed(range(len(cuts))):
-        begin = int(cuts[number][end])
-        cluster_of[order[begin:end]] = number
-        end = begin
-    return cluster_of
+    clusters = np.array_split(np.argsort(seconds_M, kind="stable"), min(num_clusters, len(seconds_M)))
+    yield from map(np.concatenate, itertools.permutations(map(np.sort, clusters)))

@@ -22,11 +22,9 @@ from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.microbatches.costs import Prices, StageCosts
 from zeroresize.policy.microbatches.plan import Floats, IterationPlan, MicroBatch, PlanningOptions, shapes_of
 from zeroresize.policy.microbatches.planning import replica_plans, shared_by_stages
-from zeroresize.policy.strategy.costs.cost_model import most_bytes_of, pipeline_seconds
+from zeroresize.policy.strategy.costs.cost_model import pipeline_seconds
 from zeroresize.policy.strategy.stragglers.candidates import ModelDivision
 from zeroresize.policy.strategy.switches.switch_plan import plan_weights
-
-#: Of the heaviest layer's work, at least.
 
 #: What the stages with these boundaries take, by what is computed again.
 CostsOfStages = Callable[[Sequence[int]], Mapping[str, StageCosts]]
@@ -58,20 +56,17 @@ class PlannedModel:
 class ReplannedCosts:
     """Tell what a training's iterations and switches take, as strategies' ``StrategyCosts`` of one range do.
 
-    Args:
-        model: what is trained.
-        costs_of: of stages with given boundaries.
-        options: of planning while no rank is slow.
+    Options are those of planning while no rank is slow.
     """
 
     optimizer_strategy = 0
 
     def __init__(self, model: PlannedModel, costs_of: CostsOfStages, options: PlanningOptions) -> None:
         self._model, self._options = model, options
-        self._costs_of = lru_cache(maxsize=64)(lambda boundaries: costs_of(boundaries))
+        self._costs_of = lru_cache(lambda boundaries: costs_of(boundaries))
         self._plans: tuple[IterationPlan, ...] = ()
-        self._layout_of = lru_cache(maxsize=64)(self._layout)
-        self._seconds_of = lru_cache(maxsize=256)(self._seconds)
+        self._layout_of = lru_cache(self._layout)
+        self._seconds_of = lru_cache(self._seconds)
 
     def expect(self, plans: Sequence[IterationPlan]) -> None:
         """Expect iterations like those of these plans, which were made for the strategy in force."""
@@ -132,7 +127,7 @@ class ReplannedCosts:
         """Return the bytes of weights and optimizer state that the busiest rank sends or receives."""
         layouts = self._layout_of(before[0]), self._layout_of(after[0])
         plan = plan_weights(*layouts, self._model.tensors, self._model.nodes)
-        return most_bytes_of(plan) * (1.0 + self._model.optimizer_ratio)
+        return plan.most_bytes * (1.0 + self._model.optimizer_ratio)
 
     def slowness_of(self, strategy: Strategy, speeds: Sequence[float]) -> Floats:
         """Return [D, S] χ of each stage of each replica: of its slowest shard, by what of the work that has."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
 #: How much the newest move says of what moves cost, and by which factors no single move changes that.
-_WEIGHT, _LEAST_FACTOR, _MOST_FACTOR = 0.7, 0.1, 10.0
+_WEIGHT, _MOST_FACTOR = 0.7, 10.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class MoveCost:
         if expected_s == 0.0:
             of_bytes = (seconds / num_bytes, 0.0) if num_bytes else (self.seconds_per_byte, seconds)
             return MoveCost(*of_bytes, self.setup_s)
-        factor = 1.0 + _WEIGHT * (min(max(seconds / expected_s, _LEAST_FACTOR), _MOST_FACTOR) - 1.0)
+        factor = 1.0 + _WEIGHT * (min(max(seconds / expected_s, 1.0 / _MOST_FACTOR), _MOST_FACTOR) - 1.0)
         return MoveCost(
             self.seconds_per_byte * (factor if num_bytes else 1.0),
             self.fixed_s * factor,
@@ -65,8 +65,5 @@ def most_bytes(sent: Iterable[float], received: Iterable[float]) -> float:
     Links carry both ways at once, and are measured so: every rank sends as much as it receives. Bytes sent and received
     are therefore not added up. Where ranks share one memory, as on one host, that takes a move of one way only for up
     to twice as dear as it is; their sum would take every move of both ways for that.
-
-    Args:
-        sent, received: [R], bytes of each rank.
     """
     return max((*sent, *received), default=0.0)

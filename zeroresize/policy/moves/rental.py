@@ -23,10 +23,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from zeroresize.policy import ROUNDING
+
 #: After a refused change nothing is due for so many updates, twice as many after each that follows, up to the most.
-FIRST_PAUSE, LONGEST_PAUSE = 8, 1024
+FIRST_PAUSE = 8
+LONGEST_PAUSE = FIRST_PAUSE**2 * FIRST_PAUSE
 #: By so much all prices rise at most, as changes did not save what they were to save.
-MOST_DOUBT = 64.0
+MOST_DOUBT = float(FIRST_PAUSE**2)
 #: Share of a step that a change must save at least, where nothing measures how large noise is.
 MIN_SAVING = 0.02
 
@@ -110,19 +113,13 @@ class Verdict:
 
 @dataclass
 class Rental:
-    """Add up what staying has cost, update after update, and say which option is due.
+    """Add up what staying has cost, update after update, and say which option is due."""
 
-    Attributes:
-        owed_s: seconds that staying instead of each option has cost, by its name, where it has cost any.
-        doubt: factor of all prices, as changes did not save what they were to save; at least 1.
-        pause: for so many updates, this one included, nothing is due.
-        next_pause: how long the pause after the next refusal is, in updates.
-    """
-
+    #: Seconds that staying instead of each option has cost, by its name, where it has cost any.
     owed_s: dict[str, float] = field(default_factory=dict)
-    doubt: float = 1.0
-    pause: int = 0
-    next_pause: int = FIRST_PAUSE
+    doubt: float = 1.0  # factor of all prices, as changes did not save what they were to save; at least 1
+    pause: int = 0  # for so many updates, this one included, nothing is due
+    next_pause: int = FIRST_PAUSE  # after the next refusal
 
     def decide(
         self, options: Sequence[Option], step_s: float, num_steps: float, least_saving: float = MIN_SAVING
@@ -130,13 +127,8 @@ class Rental:
         """Charge the options with some steps of staying, and decide.
 
         Of several that are due it is the one that saves most. What is owed for an option that is not named any more is
-        forgotten.
-
-        Args:
-            options: all that could be done now, beside staying.
-            step_s: seconds of a step as it is.
-            num_steps: for how many steps what is in force has stayed, or is to stay, until the next decision.
-            least_saving: share of a step that is noise: what an option saves or loses less is counted as nothing.
+        forgotten. A step takes ``step_s`` as it is, and stays so for ``num_steps``; what an option saves or loses less
+        than the share ``least_saving`` of it is noise and counts as nothing.
         """
         self.pause = max(self.pause - 1, 0)
         counted_s = {option.name: beyond_noise(option.saving_s, step_s, least_saving) for option in options}
@@ -149,7 +141,7 @@ class Rental:
         if not verdicts:
             return Verdict(Reason.NOTHING_SAVES, step_s=step_s)
         due = [verdict for verdict in verdicts if verdict.is_due]
-        return due[0] if due else max(verdicts, key=lambda verdict: verdict.owed_s / max(verdict.needed_s, 1e-9))
+        return due[0] if due else max(verdicts, key=lambda verdict: verdict.owed_s / max(verdict.needed_s, ROUNDING))
 
     def _verdict(self, option: Option, step_s: float) -> Verdict:
         owed_s, needed_s = self.owed_s.get(option.name, 0.0), self.doubt * option.price_s

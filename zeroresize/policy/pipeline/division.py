@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroresize.plan.partition import Partition, require_enough_layers
+from zeroresize.policy import ROUNDING
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.runtime.schedules import Schedule
 from zeroresize.runtime.simulated_steps import simulated_steps, stage_sums
@@ -31,13 +32,10 @@ from zeroresize.runtime.simulated_steps import simulated_steps, stage_sums
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 Mask = NDArray[np.bool_]
+Numbers = Sequence[float] | Floats
 
 #: Forwards and backwards of all stages that may be simulated in each round: a tenth of a second on one core.
 MOST_SIMULATED = 1.25e7
-#: Each round moves a layer or a row of them by one stage; balanced boundaries are seldom further away.
-_MOST_ROUNDS = 8
-#: What rounding brings is nothing.
-_LEAST_GAIN = 1e-9
 
 
 class NothingFitsError(ValueError):
@@ -46,14 +44,10 @@ class NothingFitsError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class PipelineLoad:
-    """Hold what layers cost and what stages can take; :meth:`of` checks them. All are float64.
+    """Hold what layers cost, [L] in any unit, and what stages can take; :meth:`of` checks them. All are float64.
 
-    Attributes:
-        costs: [L] in any unit: seconds balance by time, numbers of parameters by parameters.
-        speeds: [S] of the stages' devices; a stage takes the sum of its layers' costs / its speed.
-        layer_bytes: [L] that a layer holds on any stage (weights, gradients, optimizer, activations).
-        memory_limits: [S] bytes; infinite where there is none.
-        waits: [S] in the unit of the costs: for how long a stage computes nothing while its messages travel.
+    A stage takes the sum of its layers' costs / its speed, and ``waits`` [S] for its messages, in the unit of the
+    costs. It holds ``layer_bytes`` [L] of each up to its ``memory_limits`` [S], infinite where there is none.
     """
 
     costs: Floats
@@ -65,13 +59,13 @@ class PipelineLoad:
     @classmethod
     def of(
         cls,
-        costs: Sequence[float] | Floats,
+        costs: Numbers,
         num_stages: int,
         *,
-        speeds: Sequence[float] | Floats | None = None,
-        layer_bytes: Sequence[float] | Floats | None = None,
-        memory_limits: Sequence[float] | Floats | None = None,
-        delays: Sequence[float] | Floats | None = None,
+        speeds: Numbers | None = None,
+        layer_bytes: Numbers | None = None,
+        memory_limits: Numbers | None = None,
+        delays: Numbers | None = None,
     ) -> PipelineLoad:
         """Return a checked load; speeds are equal, memory is unlimited and nothing is waited for where not given.
 
@@ -100,13 +94,11 @@ class PipelineLoad:
         )
 
     @property
-    def num_layers(self) -> int:
-        """L."""
+    def num_layers(self) -> int:  # L
         return len(self.costs)
 
     @property
-    def num_stages(self) -> int:
-        """S."""
+    def num_stages(self) -> int:  # S
         return len(self.speeds)
 
     @cached_property
@@ -118,13 +110,6 @@ class PipelineLoad:
     def byte_sums(self) -> Floats:
         """[L + 1] bytes of the first layers, of none of them to all."""
         return np.concatenate([[0.0], np.cumsum(self.layer_bytes)])
-
-    def on_stages(self, stages: Sequence[int]) -> PipelineLoad:
-        """Return the load of the same layers on some of the stages only, which wait for messages as before."""
-        chosen = list(stages)
-        return PipelineLoad(
-            self.costs, self.speeds[chosen], self.layer_bytes, self.memory_limits[chosen], self.waits[chosen]
-        )
 
     def stage_times(self, partition: Partition) -> Floats:
         """Return [S] how long every stage takes, its waits included, in the unit of the costs."""
@@ -147,12 +132,7 @@ class PipelineLoad:
 
 
 def _checked(
-    name: str,
-    values: Sequence[float] | Floats,
-    length: int,
-    *,
-    above_zero: bool = False,
-    may_be_infinite: bool = False,
+    name: str, values: Numbers, length: int, *, above_zero: bool = False, may_be_infinite: bool = False
 ) -> Floats:
     array = np.array(values, dtype=np.float64)
     if array.shape != (length,):
@@ -166,11 +146,7 @@ def _checked(
 
 
 def balanced_partition(load: PipelineLoad) -> Partition:
-    """Return the partition with the fastest slowest stage within the limits, exactly, in S · L² operations.
-
-    Raises:
-        NothingFitsError: if no partition fits into the memory limits.
-    """
+    """Return the partition with the fastest slowest stage within the limits, exactly, in S · L² operations."""
     num_layers = load.num_layers
     slowest_s = np.where(np.arange(num_layers + 1) == 0, 0.0, np.inf)  # of the first layers on the stages so far
     begins = []
@@ -223,13 +199,13 @@ def refined_partition(
     """
     shifts, now = _shifts(partition.num_stages, most_candidates), np.array(partition.boundaries)
     shortest_s = float(steps_s(now[None])[0]) if len(shifts) else 0.0
-    for _ in range(_MOST_ROUNDS if len(shifts) else 0):
+    for _ in range(load.num_layers if len(shifts) else 0):
         shifted = now + shifts
         shifted = shifted[(np.diff(shifted) > 0).all(axis=1)]
         shifted = shifted[(np.diff(load.byte_sums[shifted]) <= load.memory_limits).all(axis=1)]
         seconds = steps_s(shifted) if len(shifted) else np.array([np.inf])
         best = int(seconds.argmin())
-        if seconds[best] >= shortest_s * (1.0 - _LEAST_GAIN):
+        if seconds[best] >= shortest_s * (1.0 - ROUNDING):
             break
         shortest_s, now = float(seconds[best]), shifted[best]
     return Partition(tuple(now.tolist()))
@@ -250,10 +226,8 @@ def _shifts(num_stages: int, most: int) -> Indices:
 class PipelineMessages:
     """Describe the messages of a pipeline, whatever its boundaries are.
 
-    Attributes:
-        links: [S − 1] seconds of a message between two neighbours, in each direction, by its bytes.
-        num_bytes: [L + 1] of one micro-batch before each layer and behind the last one, the mean of the activation and
-            its gradient.
+    A message between two neighbours takes what ``links`` [S − 1] say, in each direction, by its bytes: ``num_bytes``
+    [L + 1] of one micro-batch before each layer and behind the last one, the mean of the activation and its gradient.
     """
 
     links: tuple[MoveCost, ...]
@@ -269,10 +243,6 @@ class PipelineMessages:
         per_byte_s = np.array([link.seconds_per_byte for link in self.links])
         fixed_s = np.array([link.fixed_s for link in self.links])
         return np.array(self.num_bytes)[boundaries[:, 1:-1]] * per_byte_s + fixed_s
-
-    def are_between(self, num_stages: int) -> bool:
-        """Whether they are those of so many stages."""
-        return len(self.links) == num_stages - 1
 
 
 def step_delays(communication_s: Sequence[float], num_microbatches: int, schedule: Schedule) -> tuple[float, ...]:

@@ -13,23 +13,19 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
+from zeroresize.policy import FEW
+
 ProfileEvery = int | Literal["auto"]
 
 #: Blocks between two profiles with "auto", at least, and with any number while nothing is known of what they cost.
 LEAST_BLOCKS = 10
 #: And at most: where a profile takes so many steps, as where steps take no millisecond, it exceeds its share.
 MOST_BLOCKS = 1000
-#: But no more before so many costs are known: the first ones are those of code and memory that are used for the first
-#: time.
-_MOST_BLOCKS_AT_FIRST, _FIRST = 100, 3
 #: Share of training that measuring takes at most, unless the user says otherwise.
 MAX_MEASURING = 0.01
-#: Of that, what the interval aims at: costs vary by about as much as they are, and some of it is in no rank's clock.
-_AIMED = 0.5
-#: The middle one of so many profiles' costs counts.
-_REMEMBERED = 5
-#: So many told changes in a row for which nothing moved are measured at once, further ones in regular profiles.
-_UNFOLLOWED = 4
+#: The middle one of so many profiles' costs counts, and of told changes for which nothing moved so many in a row are
+#: measured at once, further ones in regular profiles.
+_REMEMBERED = LEAST_BLOCKS // 2
 
 
 @dataclass(frozen=True)
@@ -116,8 +112,10 @@ class ProfileCadence:
         """Blocks in which a profile takes the share that is aimed at."""
         if not self.costs:
             return 0
-        most = MOST_BLOCKS if len(self.costs) >= _FIRST else _MOST_BLOCKS_AT_FIRST
-        return math.ceil(min(self.cost / (_AIMED * self.max_measuring), most))
+        # The first costs are those of code and memory that are used for the first time.
+        most = MOST_BLOCKS if len(self.costs) >= FEW else LEAST_BLOCKS**2
+        # Half the share is aimed at: costs vary by about as much as they are, and some of it is in no rank's clock.
+        return math.ceil(min(2.0 * self.cost / self.max_measuring, most))
 
     def is_due(self, block: int) -> bool:
         """Return whether the layers are measured in this block."""
@@ -145,7 +143,7 @@ class ProfileCadence:
         so layers are in place a step earlier. Where several such changes in a row have moved nothing, regular ones do.
         """
         self._num_unfollowed += 1
-        self._asked = (block, block + 1) if self._num_unfollowed <= _UNFOLLOWED else ()
+        self._asked = (block, block + 1) if self._num_unfollowed <= _REMEMBERED else ()
 
     def look_again(self, block: int) -> None:
         """Look at the block after this one, as it must confirm what this one's profile wants."""

@@ -25,18 +25,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from zeroresize.plan.partition import LayerTransfer, Partition
+from zeroresize.policy import FEW
 from zeroresize.policy.moves.move_cost import most_bytes
 from zeroresize.policy.pipeline.division import Floats, Indices, Mask
 from zeroresize.policy.speed.meter import SpeedMeter
+from zeroresize.policy.speed.noise import ALIKE
 
-#: Seconds that differ by less than this share from what is expected say nothing of devices: layers cost as much more.
-NOISE = 0.1
-#: Fewer layers of a stage say nothing of its device: two of them often change alike by chance.
-_LEAST_TELLING = 3
 #: The logarithm of how many times as long a layer takes that is alone on its stage, where its device may be slow.
 _MUCH_LONGER = math.log(1.5)
-#: Layers that take less than this share of their stage's mean layer say nothing of its device.
-_LEAST_SHARE = 0.1
 #: Decimals of speeds. Logarithms and exponentials differ in their last bits from processor to processor, and where
 #: layers are all alike the last bit would decide which of several equally good divisions a rank finds.
 _DECIMALS = 9
@@ -141,16 +137,6 @@ class LayerMeans:
         self._meters = [SpeedMeter() for _ in range(num_layers)]
         self._stages = [-1] * num_layers
 
-    def surprised(self, profile: PipelineProfile) -> PipelineProfile:
-        """Return what is known before ``profile``, but for layers of which it says something else: these as it says."""
-        seconds = profile.layer_s
-        for number, (total_s, stage) in enumerate(zip(seconds.sum(axis=1).tolist(), profile.stages, strict=True)):
-            meter = self._meters[number]
-            is_known = total_s > 0.0 and meter.is_known and self._stages[number] == stage
-            if is_known and not meter.is_jump([math.log(total_s)]):
-                seconds[number] *= math.exp(meter.level) / total_s
-        return profile.with_layer_s(seconds)
-
     def after(self, profile: PipelineProfile) -> PipelineProfile:
         """Return the seconds by now, with the bytes of ``profile``; what has moved is measured anew."""
         seconds, stages = profile.layer_s, profile.stages.tolist()
@@ -227,7 +213,7 @@ class LayerCosts:
 
 def _changes_of_devices(longer: Sequence[Floats], is_alone_S: Mask, speeds: Floats) -> Floats:
     """[S] by which factors devices have become slower, as logarithms, by those of each stage's layers."""
-    noise = math.log1p(NOISE)
+    noise = math.log1p(ALIKE)
     medians_S = np.array([np.median(of_stage) if of_stage.size else 0.0 for of_stage in longer])
     have_changed_S = np.abs(medians_S) > noise
     if 2 * int(have_changed_S.sum()) > len(longer):
@@ -236,7 +222,7 @@ def _changes_of_devices(longer: Sequence[Floats], is_alone_S: Mask, speeds: Floa
     is_back_S = np.abs(slower_S + medians_S) < np.abs(slower_S)
     # Of a layer that is alone nothing would follow if it were heavy, and nobody would find out that its device is slow.
     is_slow_S = is_alone_S & (medians_S > _MUCH_LONGER) & (have_changed_S.sum() == 1)
-    least_S = np.where(is_back_S | is_slow_S, 1, _LEAST_TELLING)
+    least_S = np.where(is_back_S | is_slow_S, 1, FEW)  # two layers of a stage often change alike by chance
     by_one_factor_S = np.array(
         [
             of_stage.size >= least and np.ptp(of_stage) <= 2.0 * noise
@@ -253,11 +239,11 @@ def _corrections(longer_L: Floats, moved_L: Mask, stages_L: Indices, before_L: I
     for row, (source, destination) in enumerate(pairs):
         equations[row, [source, destination]] = -1.0, 1.0
         of_pair = float(np.median(longer_L[moved_L & (before_L == source) & (stages_L == destination)]))
-        wrong[row] = -of_pair if abs(of_pair) > math.log1p(NOISE) else 0.0
+        wrong[row] = -of_pair if abs(of_pair) > math.log1p(ALIKE) else 0.0
     return np.linalg.lstsq(equations, wrong, rcond=None)[0].astype(np.float64) if pairs else np.zeros(num_stages)
 
 
 def _tell_of_device(seconds_L: Floats, stages_L: Indices) -> Mask:
-    """[L] whether a layer takes long enough."""
+    """[L] whether a layer takes more than noise, beside its stage's mean layer: others say nothing of its device."""
     means = np.bincount(stages_L, weights=seconds_L) / np.maximum(np.bincount(stages_L), 1)
-    return (seconds_L > 0.0) & (seconds_L >= _LEAST_SHARE * means[stages_L])
+    return (seconds_L > 0.0) & (seconds_L >= ALIKE * means[stages_L])

@@ -18,13 +18,13 @@ from zeroresize.plan.partition import LayerTransfer, Partition
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.rental import MIN_SAVING, Option, Rental, Verdict, is_saving
 from zeroresize.policy.pipeline.division import (
-    Floats,
     PipelineLoad,
     PipelineMessages,
     balanced_partition,
     shortest_partition,
     step_delays,
 )
+from zeroresize.policy.pipeline.profile_cadence import LEAST_BLOCKS
 from zeroresize.policy.pipeline.profiles import LayerCosts, LayerMeans, PipelineProfile
 from zeroresize.runtime.schedules import Schedule
 from zeroresize.runtime.simulated_steps import PipelineStep, simulated_step
@@ -33,12 +33,6 @@ from zeroresize.utils.value_checks import at_least, number, one_of
 By = Literal["time", "parameters"]
 #: The options: the best boundaries by now, and those that there were at first.
 WANTED, HOME = "wanted", "home"
-#: Layers that have changed by no more than this share since nothing was wanted want nothing now.
-_SETTLED = 0.01
-#: Steps until layers that are to move are in place.
-_IN_PLACE = 2
-#: Told changes of work that say how often there are some.
-_TOLD = 9
 
 
 @dataclass(frozen=True)
@@ -88,14 +82,10 @@ class RebalancingRule:
 
     Attributes:
         by: what is divided evenly: seconds, or bytes of parameters. The saving is always one of seconds.
-        schedule, num_microbatches: of the pipeline.
         num_steps: over which a change pays; those until the next profile.
         min_saving: share of a step below which nothing changes.
         memory_limits: [S] bytes; None for none.
         messages: between stages, which wait for them; None where they take no time.
-
-    Raises:
-        ValueError: for values that are not allowed.
     """
 
     by: By
@@ -110,19 +100,6 @@ class RebalancingRule:
         one_of("by", self.by, get_args(By))
         at_least("profile_every", self.num_steps, 1)
         number("min_saving", self.min_saving, least=0.0, below=1.0)
-
-    def propose(
-        self, costs: LayerCosts, profile: PipelineProfile, cost_of_move: MoveCost, wanted: Partition | None = None
-    ) -> RebalancingProposal:
-        """Return what the wanted boundaries, or those that divide best, would change; nothing where that is noise.
-
-        Raises:
-            NothingFitsError: if no boundaries fit into the memory limits.
-        """
-        proposal = self.to(costs, profile, cost_of_move, wanted or self.wanted(costs, profile))
-        if proposal.is_needed or is_saving(proposal.saving_s, proposal.step_s, self.min_saving):
-            return proposal
-        return self.to(costs, profile, cost_of_move, Partition(profile.boundaries))
 
     def to(
         self, costs: LayerCosts, profile: PipelineProfile, cost_of_move: MoveCost, wanted: Partition
@@ -148,7 +125,7 @@ class RebalancingRule:
         )
 
     def wanted(self, costs: LayerCosts, profile: PipelineProfile) -> Partition:
-        """Return the boundaries that divide best, whatever they save; errors as of :meth:`propose`."""
+        """Return the boundaries that divide best, whatever they save; NothingFitsError where none fit."""
         load = self.load(costs, profile)
         if self.by != "time":
             return balanced_partition(load)
@@ -200,7 +177,8 @@ class RebalancingRule:
 
     def _messages_of(self, num_stages: int) -> PipelineMessages | None:
         """Those of the pipeline, unless it is asked about one of fewer stages."""
-        return self.messages if self.messages is not None and self.messages.are_between(num_stages) else None
+        fits = self.messages is not None and len(self.messages.links) == num_stages - 1
+        return self.messages if fits else None
 
 
 @dataclass(frozen=True)
@@ -209,7 +187,6 @@ class RebalancingState:
 
     Attributes:
         costs: of layers; None before the first profile.
-        cost_of_move: as far as is known.
         rental: what the present boundaries have cost since others were wanted, and doubt of what moves save.
         home: [S + 1] the first boundaries; None before the first profile.
         is_other_work: whether the next profile is of other work.
@@ -224,11 +201,7 @@ class RebalancingState:
     told_steps: tuple[int, ...] = ()
 
     def on(self, num_layers: int, num_stages: int) -> RebalancingState:
-        """Return what holds for so many layers and stages; of other stages that is what moves take, and no costs.
-
-        Raises:
-            ValueError: for another number of layers.
-        """
+        """Return what holds for so many layers and stages; of other stages that is what moves take, and no costs."""
         if self.costs is not None and {len(self.costs.forward_s), len(self.costs.backward_s)} != {num_layers}:
             raise ValueError(f"it is of {len(self.costs.forward_s)} layers, and the pipeline has {num_layers}")
         if self.costs is None or len(self.costs.speeds) != num_stages:
@@ -238,47 +211,15 @@ class RebalancingState:
         return self
 
 
-@dataclass
-class _Evidence:
-    """What profiles of the same work say.
-
-    A trial must be confirmed by one more profile. It is settled what layers [L, 2] took, between which boundaries and
-    by which rule, while nothing was wanted.
-    """
-
-    means: LayerMeans | None = None
-    trial: RebalancingProposal | None = None
-    settled: tuple[tuple[int, ...], Floats, RebalancingRule] | None = None
-
-
-@dataclass
-class _Move:
-    """What the last move has gained against the first boundaries until a step, less what it took.
-
-    A step is shorter by ``saving_s`` than with these, by the last profile.
-    """
-
-    saving_s: float
-    gained_s: float
-    step: int
-
-    def pass_to(self, step: int) -> None:
-        """Count the steps until this one."""
-        self.gained_s += self.saving_s * max(step - self.step, 0)
-        self.step = max(step, self.step)
-
-
 class Rebalancing:
     """Decide, profile by profile, whether layers move.
 
     Args:
-        rule: how wanted boundaries are found.
         cost_of_move: as the links between stages promise.
 
     Attributes:
         rule: as given, with the messages that are known by now.
         interval: steps until the next regular profile; the caller says so when it changes.
-        state: what was learned; it may be set.
         verdict: of the last profile; None while nothing is decided.
         has_learned: whether the costs are of the last profile; not while another one is waited for.
         num_searches: how often the best boundaries were looked for, which is most of what decisions take.
@@ -293,9 +234,15 @@ class Rebalancing:
         self.state, self.has_learned = state, False
         self.verdict: Verdict | None = None
         self._profile: PipelineProfile | None = None
-        self._evidence = _Evidence()
-        self._move: _Move | None = None
+        self._forget()
+        #: What the last move has gained against the first boundaries, less what it took; None where none is judged.
+        self._gained_s: float | None = None
         self._num_steps = self._decided = 0
+
+    def _forget(self) -> None:
+        """Forget what profiles of the same work have said; what one of them wants must be confirmed by another."""
+        self._means: LayerMeans | None = None
+        self._trial: RebalancingProposal | None = None
 
     @property
     def costs(self) -> LayerCosts | None:
@@ -310,7 +257,7 @@ class Rebalancing:
     @property
     def looks_again(self) -> bool:
         """Whether another profile must confirm what the last one wants, and so is to come at once."""
-        return self._evidence.trial is not None
+        return self._trial is not None
 
     def expect_other_work(self, step: int | None = None) -> None:
         """Expect profiles of layers whose work has changed, by what the caller did to them after so many steps.
@@ -319,11 +266,9 @@ class Rebalancing:
         work changes often, moves would never be worth it otherwise. A caller that has said so before is expected to say
         so again after as many steps as between the last such calls, on average: for so long layers stay where they are.
         """
-        if self._move is not None and step is not None:
-            self._move.pass_to(step)
-        told_steps = self.state.told_steps if step is None else (*self.state.told_steps, step)[-_TOLD:]
+        told_steps = self.state.told_steps if step is None else (*self.state.told_steps, step)[-LEAST_BLOCKS:]
         self.state = replace(self.state, is_other_work=True, told_steps=told_steps)
-        self._evidence = _Evidence()
+        self._forget()
 
     def update(
         self, profile: PipelineProfile, step: int | None = None, messages: PipelineMessages | None = None
@@ -333,58 +278,44 @@ class Rebalancing:
         Of a move that one profile wants, the next one by itself must say that it saves, too: what was chosen for what
         one profile says, noise and interruptions included, is worth less by another one. What is made then is what
         both want. Messages between the stages are as before where they are None.
-
-        Raises:
-            NothingFitsError: if no boundaries fit into the memory limits.
         """
         self.has_learned = False
         self._num_steps = self._num_steps + self.interval if step is None else step
         if messages is not None:
             self.rule = replace(self.rule, messages=messages)
-        evidence, now = self._evidence, Partition(profile.boundaries)
-        trial, evidence.trial = evidence.trial, None
-        evidence.means = evidence.means or LayerMeans(len(profile.layers))
-        surprised, means = evidence.means.surprised(profile), evidence.means.after(profile)
-        costs = self._costs_after(means)
+        self._means = self._means or LayerMeans(len(profile.layers))
+        known, state, now = self._means.after(profile), self.state, Partition(profile.boundaries)
+        trial, self._trial = self._trial, None
+        if state.costs is None:
+            costs = LayerCosts.first(known)
+        else:
+            costs = state.costs.after(known, is_other_work=state.is_other_work)
         confirmed_s = 0.0
         if trial is not None and trial.before == profile.boundaries:  # else somebody has moved layers since
-            evidence.settled = None
             # By what this profile alone says of layers, and by what is known of devices now.
             measured, after = LayerCosts.measured(profile, costs.speeds), Partition(trial.after)
             confirmed_s = self.rule.simulated(measured, now).step_s - self.rule.simulated(measured, after).step_s
             # Told work is followed at once; else what both profiles say is looked for.
-            proposal = self._search(costs, means, after if self.state.is_other_work else None)
-        elif self._is_settled(surprised) and self._is_settled(means):
-            proposal = self.rule.to(costs, means, self.state.cost_of_move, now)
+            proposal = self._search(costs, known, after if state.is_other_work else None)
         else:
-            proposal = self._search(self._costs_after(surprised), surprised)
+            proposal = self._search(costs, known)
             if proposal.transfers:
-                evidence.trial = proposal
-                if self.costs is None:  # else a device that is slow by the next profile would pass for a heavy layer
-                    self.state = replace(self.state, costs=costs)
+                self._trial = proposal
+                if state.costs is None:  # else a device that is slow by the next profile would pass for a heavy layer
+                    self.state = replace(state, costs=costs)
                 return None
-            evidence.settled = means.boundaries, means.layer_s, self.rule
-        return self._decide(means, costs, proposal, confirmed_s, step)
-
-    def _is_settled(self, profile: PipelineProfile) -> bool:
-        """Whether nothing was wanted for layers as these are, so that nothing need be looked for."""
-        if self._evidence.settled is None or self.rule.memory_limits is not None:
-            return False
-        boundaries, layer_s, rule = self._evidence.settled
-        is_as_before = (boundaries, rule) == (profile.boundaries, self.rule)
-        return is_as_before and bool((np.abs(profile.layer_s - layer_s) <= _SETTLED * layer_s).all())
+        return self._decide(known, costs, proposal, confirmed_s, step)
 
     def _search(
         self, costs: LayerCosts, profile: PipelineProfile, wanted: Partition | None = None
     ) -> RebalancingProposal:
-        """What the best boundaries would change, or those that are wanted."""
+        """What the wanted boundaries, or those that divide best, would change; nothing where that is noise."""
         self.num_searches += wanted is None
-        return self.rule.propose(costs, profile, self.state.cost_of_move, wanted)
-
-    def _costs_after(self, profile: PipelineProfile) -> LayerCosts:
-        if self.costs is None:
-            return LayerCosts.first(profile)
-        return self.costs.after(profile, is_other_work=self.state.is_other_work)
+        rule, cost_of_move = self.rule, self.state.cost_of_move
+        proposal = rule.to(costs, profile, cost_of_move, wanted or rule.wanted(costs, profile))
+        if proposal.is_needed or is_saving(proposal.saving_s, proposal.step_s, rule.min_saving):
+            return proposal
+        return rule.to(costs, profile, cost_of_move, Partition(profile.boundaries))
 
     def _decide(
         self,
@@ -401,25 +332,27 @@ class Rebalancing:
         rental = self.state.rental
         way_home = self.rule.to(costs, profile, self.state.cost_of_move, Partition(home))
         proposals, options = {WANTED: proposal, HOME: way_home}, []
+        # Where work changes more often than regular profiles come it stays as it is for as long as it was before.
+        num_steps, self._decided = min(self.interval, self._num_steps - self._decided), self._num_steps
+        if self._gained_s is not None:
+            self._gained_s -= way_home.saving_s * num_steps
         if proposal.transfers:
-            self._judge(-way_home.saving_s)
+            if self._gained_s is not None:
+                rental.judge(is_kept=self._gained_s >= 0.0)
+                self._gained_s = None
             saving_s = min(proposal.saving_s, confirmed_s)
             lasts_steps = self._steps_until_told(step)
             options.append(Option(WANTED, saving_s, proposal.price_s, lasts_steps, proposal.is_needed))
         if home not in (profile.boundaries, proposal.after) and self.rule.load(costs, profile).fits(Partition(home)):
             # One way, and what was disappointed by going away does not make it dearer to come home.
             options.append(Option(HOME, way_home.saving_s, way_home.price_s / 2.0 / rental.doubt))
-        # Where work changes more often than regular profiles come it stays as it is for as long as it was before.
-        num_steps, self._decided = min(self.interval, self._num_steps - self._decided), self._num_steps
         verdict = self.verdict = rental.decide(options, proposal.step_s, num_steps, self.rule.min_saving)
         if not verdict.is_due or verdict.option is None:
             return None
         rental.settle()
         chosen = replace(proposals[verdict.option.name], reason=str(verdict))
-        self._move = None
-        if verdict.option.name == WANTED and not chosen.is_needed:
-            saving_s = verdict.option.saving_s - way_home.saving_s
-            self._move = _Move(saving_s, -chosen.price_s / 2.0, self._num_steps + _IN_PLACE)
+        is_judged = verdict.option.name == WANTED and not chosen.is_needed
+        self._gained_s = -chosen.price_s / 2.0 if is_judged else None
         return chosen
 
     def _steps_until_told(self, step: int | None) -> float:
@@ -433,14 +366,6 @@ class Rebalancing:
         first, last = told_steps[0], told_steps[-1]
         usual = (last - first) / (len(told_steps) - 1)
         return max(last + usual - step - 1.0, 0.0) if step < last + usual else float(step - last)
-
-    def _judge(self, saving_s: float) -> None:
-        """Take what the last move has gained, until layers can move again, where steps now are so much shorter."""
-        move, self._move = self._move, None
-        if move is not None:
-            move.saving_s = saving_s
-            move.pass_to(self._num_steps + _IN_PLACE)
-            self.state.rental.judge(is_kept=move.gained_s >= 0.0)
 
     def propose(self, boundaries: tuple[int, ...]) -> RebalancingProposal | None:
         """Return what would change from these boundaries on, by the last profile; None before there was one."""
@@ -460,7 +385,7 @@ class Rebalancing:
 
     def drop(self) -> None:
         """Note that the last move was not made, as its profile no longer holds."""
-        self._move = None
+        self._gained_s = None
 
     def continue_on(self, stages: Sequence[int], boundaries: tuple[int, ...]) -> None:
         """Continue on these stages only, with the layers between ``boundaries`` [S + 1] of them."""

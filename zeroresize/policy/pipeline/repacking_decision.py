@@ -14,16 +14,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from zeroresize.plan.partition import LayerTransfer, Partition
+from zeroresize.policy import FEW
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.rental import Option, Rental
 from zeroresize.policy.pipeline.division import NothingFitsError, PipelineLoad
 from zeroresize.policy.pipeline.profiles import LayerCosts, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing import Rebalancing, RebalancingProposal, RebalancingRule
 from zeroresize.utils.codec import UNSAVED
-
-#: The shortest of so many steps is how long they were at first: one of them may have been interrupted, or the first to
-#: use memory and code, and who is released does not come back.
-_FIRST = 3
 
 
 @dataclass(frozen=True)
@@ -45,10 +42,6 @@ def repacked(load: PipelineLoad, now: Partition, num_stages: int, keep: int | No
     """Return all layers on so many stages, ``keep`` among them: the choice and division whose slowest stage is fastest.
 
     Of choices that are as fast the first stages stay.
-
-    Raises:
-        ValueError: for a number that cannot be left.
-        NothingFitsError: if so many stages cannot hold the layers.
     """
     if not 1 <= num_stages <= load.num_stages:
         raise ValueError(f"{num_stages} stages cannot be left of {load.num_stages}: wanted are 1 to {load.num_stages}")
@@ -90,11 +83,7 @@ def repacked_onto_fewest(
     least_stages: int = 1,
     most_step_s: float = math.inf,
 ) -> Repacking:
-    """Return the re-packing onto as few stages as hold the layers; onto all where no fewer do in these seconds.
-
-    Raises:
-        NothingFitsError: if not even all stages can hold the layers.
-    """
+    """Return the re-packing onto as few stages as hold the layers; onto all where no fewer do in these seconds."""
     num_stages, now = len(profile.boundaries) - 1, Partition(profile.boundaries)
     for number in range(min(least_stages, num_stages), num_stages):
         try:
@@ -137,7 +126,7 @@ class RepackingDecision:
         """Let two profiles want fewer stages from now on, whatever the last one wanted, as the work has changed."""
         self.looks_again = False
         if self._first_steps_s:
-            self._first_steps_s = [min(self._first_steps_s)] * _FIRST
+            self._first_steps_s = [min(self._first_steps_s)] * FEW
 
     def update(
         self, profile: PipelineProfile, rebalancing: Rebalancing, keep: int | None
@@ -145,9 +134,6 @@ class RepackingDecision:
         """Take a profile that ``rebalancing`` has taken; return a re-packing that this one and the last one want.
 
         And what it changes. Stage ``keep`` must stay.
-
-        Raises:
-            NothingFitsError: if not even all stages can hold the layers.
         """
         costs = rebalancing.costs
         if costs is None or not rebalancing.has_learned:
@@ -155,10 +141,11 @@ class RepackingDecision:
         # Between fewer stages there are other links, so all steps are compared without messages.
         rule = replace(rebalancing.rule, messages=None)
         step_s = rule.simulated(costs, Partition(profile.boundaries)).step_s
-        if len(self._first_steps_s) < _FIRST:
+        # One of the first steps may have been interrupted, or the first to use memory: who is released stays away.
+        if len(self._first_steps_s) < FEW:
             self._first_steps_s.append(step_s)
         options = []
-        if len(self._first_steps_s) == _FIRST or self.max_slowdown == math.inf:
+        if len(self._first_steps_s) == FEW or self.max_slowdown == math.inf:
             most_step_s = self.max_slowdown * min(self._first_steps_s)
             repacking = repacked_onto_fewest(
                 rule, costs, profile, keep, least_stages=self.least_stages, most_step_s=most_step_s

@@ -11,22 +11,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from zeroresize.policy import FEW
 from zeroresize.policy.slowness.rank_level import MOST_KEPT, Change, RankLevel
 from zeroresize.policy.slowness.windows import (
     Cause,
     StepWindow,
     at_work,
-    main_cause,
     share_saved,
     shares_of_causes,
     usual_window,
 )
+from zeroresize.policy.speed.noise import USUAL_NOISE
 from zeroresize.utils.usual import usual_of_others
 
 #: A rank is slow from this share of a step on, unless the caller says otherwise.
-TOLERANCE = 0.03
-#: A usual time is that of so many rounds.
-_USUAL = 4
+TOLERANCE = USUAL_NOISE
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,6 @@ class SlowRank:
     """Describe a rank that is slow.
 
     Attributes:
-        rank: within the group.
         times: how many times as long as the others it takes, for as much work where that was counted.
         since_step: after so many steps it began.
         num_steps, seconds: for so long it has lasted.
@@ -101,12 +99,9 @@ class WatchReport:
 class _Round:
     windows: Sequence[StepWindow]
     first_step: int
+    num_steps: int
     others_busy_s: list[float]  # [R] what is usual among the others
     counted_s: float = 0.0  # of it, what is counted as cost of the group
-
-    @property
-    def num_steps(self) -> int:
-        return max(window.end_step for window in self.windows) - self.first_step
 
     def excess_s(self, rank: int) -> float:
         """Seconds of all its steps that a rank takes longer than is usual among the others."""
@@ -128,13 +123,8 @@ class _Slowness:
 class GroupSlowness:
     """Follows every rank of a group, of two at least. The first round, of steps that compile or allocate, is left out.
 
-    Args:
-        num_ranks: R.
-        tolerance: by which share a rank must take longer than the others before it is told.
-
-    Attributes:
-        compares_work: whether all ranks counted their work, so that times are those for as much as a rank has on
-            average. Else a rank with more work looks slow.
+    Where all ranks counted their work, ``compares_work``, times are those for as much as a rank has on average. Else a
+    rank with more work looks slow.
     """
 
     def __init__(self, num_ranks: int, tolerance: float = TOLERANCE) -> None:
@@ -145,11 +135,7 @@ class GroupSlowness:
         self.compares_work = False
 
     def update(self, windows: Sequence[StepWindow]) -> list[SlownessEvent]:
-        """Take a round; return what it changes.
-
-        Args:
-            windows: [R] of every rank; a round in which a rank has measured nothing is left out.
-        """
+        """Take the windows [R] of a round; return what it changes. Where a rank has measured nothing it is left out."""
         if not all(window.is_sound for window in windows):
             return []
         work = math.fsum(window.work for window in windows) / len(windows)
@@ -159,7 +145,8 @@ class GroupSlowness:
         first_step, self._last_step = self._last_step, max(window.end_step for window in windows)
         if first_step == 0:
             return []
-        self._rounds.append(_Round(windows, first_step, usual_of_others([window.busy_s for window in windows])))
+        others_busy_s = usual_of_others([window.busy_s for window in windows])
+        self._rounds.append(_Round(windows, first_step, self._last_step - first_step, others_busy_s))
         events = [event for rank in range(len(windows)) if (event := self._follow(rank)) is not None]
         for rank, slowness in self._slow.items():  # also in rounds before the slowness was told
             for past in self._rounds:
@@ -171,12 +158,12 @@ class GroupSlowness:
     @property
     def scores(self) -> tuple[float, ...]:
         """[R] the fastest rank's usual time as a share of each rank's own; empty before the first round."""
-        busy_s = [window.busy_s for window in self._usual(_USUAL)]
+        busy_s = [window.busy_s for window in self._usual(FEW)]
         return tuple(min(busy_s) / seconds for seconds in busy_s)
 
     def report(self) -> WatchReport:
         """Return who is slow now, and what that has cost."""
-        usual = self._usual(_USUAL)
+        usual = self._usual(FEW)
         return WatchReport(
             step=self._last_step,
             num_ranks=len(self._levels),
@@ -218,17 +205,10 @@ class GroupSlowness:
         return event
 
     def _described(self, rank: int, times: float) -> SlowRank:
-        slowness = self._slow[rank]
+        slow = self._slow[rank]
         if times != 1.0:  # a rank that has recovered was slow for the reason told before
-            others = self._usual(slowness.num_rounds)
-            slowness.causes = shares_of_causes(others.pop(rank), others)
-        return SlowRank(
-            rank=rank,
-            times=times,
-            since_step=slowness.since_step,
-            num_steps=slowness.num_steps,
-            seconds=slowness.seconds,
-            cause=main_cause(slowness.causes),
-            causes=dict(slowness.causes),
-            cost_s=slowness.cost_s,
-        )
+            others = self._usual(slow.num_rounds)
+            slow.causes = shares_of_causes(others.pop(rank), others)
+        cause: Cause = next(iter(slow.causes), "compute")
+        causes = dict(slow.causes)
+        return SlowRank(rank, times, slow.since_step, slow.num_steps, slow.seconds, cause, causes, slow.cost_s)

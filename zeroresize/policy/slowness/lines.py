@@ -8,8 +8,6 @@ from zeroresize.policy.slowness.group_slowness import SlownessEvent, SlowRank
 from zeroresize.policy.slowness.windows import Cause
 from zeroresize.utils.texts import percent_text, seconds_text
 
-#: Up to so many ranks have a line each; of more a line tells how many they are.
-_MOST_NAMED = 3
 _TEXTS: dict[Cause, str] = {
     "products": "its matrix products take longer",
     "rest": "what it computes besides matrix products takes longer",
@@ -19,17 +17,15 @@ _TEXTS: dict[Cause, str] = {
 
 
 def lines_of(events: Sequence[SlownessEvent], share_saved: float, *, compares_work: bool) -> list[str]:
-    """Return a line for each event, or one for many of a kind.
+    """Return a line for each event of an update, or one for many of a kind.
 
-    Args:
-        events: of one update.
-        share_saved: share of a step that a division of work by speed would save at most.
-        compares_work: whether times are for as much work; else a rank may just have more.
+    A division of work by speed would save ``share_saved`` of a step at most. Unless times are for as much work,
+    ``compares_work``, a rank may just have more.
     """
     lines = []
     for kind in ("begins", "changes", "ends"):
         alike = [event for event in events if event.kind == kind]
-        if len(alike) > _MOST_NAMED:
+        if len(alike) > 2:  # a line tells how many they are
             lines.append(_of_many(alike, compares_work))
         else:
             lines += [_of_event(event, share_saved, compares_work) for event in alike]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Literal, TypeVar
 
@@ -19,9 +19,6 @@ _TimedT = TypeVar("_TimedT", "WatchedStep", "StepWindow")
 
 #: "compute" stands for products and the rest together, where products were not timed.
 Cause = Literal["products", "rest", "loader", "compute"]
-
-#: The usual time is that which this share of the steps do not exceed.
-_QUARTILE = 0.25
 
 
 @dataclass(frozen=True)
@@ -44,10 +41,10 @@ class WatchedStep:
 
 @dataclass(frozen=True)
 class StepWindow:
-    """Describe the usual step of a rank among some in a row, as in :class:`WatchedStep`."""
+    """Describe the usual of ``num_steps`` steps of a rank, as in :class:`WatchedStep`, once ``end_step`` were over."""
 
-    end_step: int  # how many steps were over at its end
-    num_steps: int  # of how many it is
+    end_step: int
+    num_steps: int
     busy_s: float
     step_s: float  # the whole step, waits included
     loader_s: float
@@ -83,11 +80,9 @@ def at_work(timed: _TimedT, work: float) -> _TimedT:
 
 
 def window_of(steps: Sequence[WatchedStep], end_step: int) -> StepWindow:
-    """Return the usual step among ``steps``: an evaluation, a checkpoint or a hiccup in one of them does not count.
+    """Return the usual one of steps that could be read since the last window, once ``end_step`` are over.
 
-    Args:
-        steps: those that could be read since the last window; on a device the newest may be missing.
-        end_step: how many steps are over.
+    An evaluation, a checkpoint or a hiccup in one of them does not count.
     """
     sound = [step for step in steps if 0.0 < step.busy_s <= MOST_SECONDS and step.work != 0.0]
     if not sound:
@@ -111,7 +106,7 @@ def window_of(steps: Sequence[WatchedStep], end_step: int) -> StepWindow:
 
 def _uninterrupted(values: Sequence[float]) -> float:
     """Return the lower quartile: other work on the machine lengthens steps, and hardly shortens any."""
-    return float(np.quantile(values, _QUARTILE))
+    return float(np.quantile(values, 1 / 4))
 
 
 def usual_window(windows: Sequence[StepWindow]) -> StepWindow:
@@ -127,14 +122,10 @@ def usual_window(windows: Sequence[StepWindow]) -> StepWindow:
 
 
 def shares_of_causes(slow: StepWindow, others: Sequence[StepWindow]) -> dict[Cause, float]:
-    """Return which share of a rank's delay comes from which part of its step, the largest first.
+    """Return which share of a slow rank's delay comes from which part of its usual step, the largest first.
 
-    Args:
-        slow: the usual window of the slow rank.
-        others: those of the others; parts are compared with what is usual among them.
-
-    Returns:
-        Shares that add up to 1; a part in which the rank is not slower has none. Empty where it is not slower at all.
+    Parts are compared with what is usual among the others. Shares add up to 1; a part in which the rank is not slower
+    has none.
     """
     compute_s = slow.computing_s - usual_of([other.computing_s for other in others])
     delays: dict[Cause, float] = {"loader": slow.loader_s - usual_of([other.loader_s for other in others])}
@@ -148,19 +139,11 @@ def shares_of_causes(slow: StepWindow, others: Sequence[StepWindow]) -> dict[Cau
     return {cause: seconds / total_s for cause, seconds in by_delay if seconds > 0.0}
 
 
-def main_cause(shares: Mapping[Cause, float]) -> Cause:
-    """Return the part that most of the delay comes from."""
-    return next(iter(shares), "compute")
-
-
 def share_saved(windows: Sequence[StepWindow]) -> float:
-    """Return which share of a step is saved at most if work is divided by the ranks' speeds.
+    """Return which share of a step is saved at most if work is divided by the speeds of ranks with these windows [R].
 
     What a rank does before its forward stays where it is. The rest, c seconds of rank i, is divided so that all ranks
     end together, at T with Σ (T − loader_i) / c_i = R. Whether work can be divided at all is not asked.
-
-    Args:
-        windows: [R], the usual one of every rank.
     """
     weights = [1.0 / max(window.computing_s, LEAST_SECONDS) for window in windows]
     loaded = math.fsum(weight * window.loader_s for weight, window in zip(weights, windows, strict=True))

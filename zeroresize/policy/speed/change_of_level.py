@@ -12,13 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from zeroresize.policy.speed.noise import JUMP, Noise
+from zeroresize.policy.speed.noise import ALIKE, JUMP, Noise
 from zeroresize.utils.usual import usual_of
 
 #: Steps on either side of a change, at least: one alone is a hiccup.
 _FEWEST = 2
-#: A change of level is at least so large: the logarithm of times.
-_LEAST_CHANGE = 0.1
 #: So many places of a long interval are tried.
 _MOST_PLACES = 32
 
@@ -28,19 +26,12 @@ def change_of_level(parts: Sequence[Sequence[float]], noises: Sequence[Noise]) -
 
     The place is that with the least distance of all steps from the usual time of their side, each part in units of
     its own scatter; the change counts if it is more than ``JUMP`` times the scatter of single steps.
-
-    Args:
-        parts: logarithms of each part's seconds, step by step.
-        noises: of each part.
-
-    Returns:
-        The number of steps before the change; None where there was none.
     """
     number = len(parts[0])
     if number < 2 * _FEWEST:
         return None
     scatters = [math.sqrt(noise.of_one_step) for noise in noises]
-    least = [max(JUMP * scatter, _LEAST_CHANGE) for scatter in scatters]
+    least = [max(JUMP * scatter, ALIKE) for scatter in scatters]
     if all(max(values) - min(values) <= change for values, change in zip(parts, least, strict=True)):
         return None
     places = sorted({*np.linspace(_FEWEST, number - _FEWEST, _MOST_PLACES).round().astype(int).tolist()})

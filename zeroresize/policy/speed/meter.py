@@ -20,31 +20,19 @@ def bounded(level: float) -> float:
 
 @dataclass(frozen=True)
 class Reading:
-    """Describe what an interval's steps said.
+    """Describe what an interval's steps said."""
 
-    Attributes:
-        surprise: by how much the logarithm is more than expected.
-        variance: of that, but for the part that the expected change of work has in it.
-        has_jumped: whether it is too much for noise, so that the speed has changed.
-    """
-
-    surprise: float
-    variance: float
-    has_jumped: bool
+    surprise: float  # by how much the logarithm is more than expected
+    variance: float  # of that, but for the part that the expected change of work has in it
+    has_jumped: bool  # whether it is too much for noise, so that the speed has changed
 
 
 @dataclass
 class SpeedMeter:
-    """Follow the logarithm of a part's seconds: near what the last intervals said, until it jumps.
+    """Follow the logarithm of a part's seconds: near what the last intervals said, until it jumps."""
 
-    Attributes:
-        level: the logarithm for the work of the last interval; NaN before the first.
-        variance: of the level.
-        noise: of what is measured.
-    """
-
-    level: float = math.nan
-    variance: float = 0.0
+    level: float = math.nan  # for the work of the last interval; NaN before the first
+    variance: float = 0.0  # of the level
     noise: Noise = field(default_factory=Noise)
 
     @property
@@ -71,10 +59,7 @@ class SpeedMeter:
     ) -> Reading:
         """Take the logarithms of some steps at one speed.
 
-        Args:
-            change: by how much the logarithm of the work is taken to differ from that before.
-            change_variance: how sure that is.
-            is_alike: whether the work is the same.
+        That of the work is taken to differ by ``change`` from that before; ``is_alike`` says whether it is the same.
         """
         value = usual_of(values)
         self.noise.learn_scatter(values)

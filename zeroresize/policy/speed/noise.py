@@ -6,20 +6,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zeroresize.policy import FEW
 from zeroresize.utils.usual import middle_of
 
 #: What differs by more standard deviations is a jump of the speed.
 JUMP = 4.0
+#: What is timed is taken to be alike where it differs by a smaller share: there are other reasons for that than speed.
+ALIKE = 0.1
 #: Relative standard deviation of an interval's times before any were compared, and the least there is.
-USUAL_NOISE, LEAST_NOISE = 0.03, 0.003
+USUAL_NOISE = 0.03
+LEAST_NOISE = ALIKE * USUAL_NOISE
 #: Differences of intervals that the learned noise is the mean of, at most.
 _MEMORY = 24
 #: Of normal noise: the variance of a median to that of a mean, the standard deviation to the median deviation.
-MEDIAN, _NORMAL = 1.57, 1.4826
-#: The scatter of fewer steps tells nothing.
-_FEWEST_STEPS = 3
-#: The scatter becomes at most so many times as large at once, and a new one counts for the inverse of that.
-_SLOWLY = 4.0
+MEDIAN, _NORMAL = math.pi / 2.0, 1.4826
 
 
 @dataclass
@@ -62,14 +62,14 @@ class Noise:
 
     def learn_scatter(self, values: Sequence[float]) -> None:
         """Take the logarithms of an interval's steps."""
-        if len(values) < _FEWEST_STEPS:
+        if len(values) < FEW:
             return
         middle = middle_of(values)
         variance = (_NORMAL * middle_of([abs(value - middle) for value in values])) ** 2
         if self.scatter == 0.0:
             self.scatter = variance
         else:  # an interval within which the speed jumps scatters widely
-            self.scatter += (min(variance, _SLOWLY * self.scatter) - self.scatter) / _SLOWLY
+            self.scatter += (min(variance, JUMP * self.scatter) - self.scatter) / JUMP
 
     def learn(self, value: float) -> None:
         """Take the next interval's y, at the same speed as the last."""

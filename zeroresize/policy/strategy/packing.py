@@ -44,10 +44,6 @@ def plan_visits(lengths: Sequence[int], ranges: Sequence[LengthRange]) -> list[V
     """Return one visit of each strategy that has sequences, in the order of the ranges; the others have nothing to do.
 
     Ranges of one strategy are one visit, with the largest of their limits.
-
-    Args:
-        lengths: of the mini-batch's sequences, in tokens.
-        ranges: all of them with ``max_tokens``.
     """
     members: dict[Strategy, list[int]] = {length_range.strategy: [] for length_range in ranges}
     for number, length in enumerate(lengths):
@@ -82,10 +78,6 @@ def spread_and_pack(lengths: Sequence[int], max_tokens: int, num_replicas: int) 
     Sequences go to replicas first, the longest one to the replica that has fewest tokens so far (longest processing
     time first), and are packed there: replicas finish together, and few sequences still keep all replicas busy. No two
     replicas differ by more than one sequence.
-
-    Args:
-        lengths: of the sequences, in tokens.
-        max_tokens: that a micro-batch may have.
     """
     _require_fitting(lengths, max_tokens)
     loads = [(0, 0, replica) for replica in range(num_replicas)]

@@ -103,13 +103,6 @@ class LayerCostTable:
 
 class PlannedSwitches:
     """Plans the switches between strategies when they are asked for, each once.
-
-    Args:
-        tensors: of the whole model; gradients are as large as weights.
-        nodes: [R] on which node each rank is.
-        links: of the ranks.
-        num_layers: of the model.
-
     Attributes:
         weight_bytes: gives [R] bytes of weights of each rank under a strategy.
         weights: gives the switch of the weights alone, from a strategy to another.
@@ -132,11 +125,7 @@ class PlannedSwitches:
         return [self.weights(before, after), *returning]
 
     def seconds(self, strategies: Sequence[Strategy], optimizer_strategy: int) -> Floats:
-        """Return [S, S] seconds of switching from the strategy of the row to that of the column, 0 on the diagonal.
-
-        Args:
-            optimizer_strategy: its number among the strategies.
-        """
+        """Return [S, S] seconds of switching from the strategy of the row to that of the column, 0 on the diagonal."""
         seconds = np.zeros((len(strategies), len(strategies)))
         for before, after in itertools.permutations(range(len(strategies)), 2):
             seconds[before, after] = self._seconds(
@@ -198,9 +187,6 @@ class CostModel:
         Args:
             replicas: [dp] of each replica [M, 2]: tokens and Σ length² of its micro-batches, as of
                 :func:`~zeroresize.policy.strategy.packing.packed_sums`.
-
-        Raises:
-            ValueError: for another number of replicas than the strategy has, and as :class:`LayerCostTable`.
         """
         if len(replicas) != strategy.dp:
             raise ValueError(f"strategy {strategy} has {strategy.dp} replicas: micro-batches are for {len(replicas)}")
@@ -252,17 +238,24 @@ class CostModel:
         return float(self.memory_bytes(strategy, optimizer_strategy, tokens).max()) <= limit_bytes
 
     def switch_memory_bytes(self, before: Strategy, after: Strategy, optimizer_strategy: Strategy) -> Floats:
-        """Return [R] the most bytes that each rank holds during a switch, see :func:`switch_bytes`."""
-        size_of = self.switches.weight_bytes
-        return switch_bytes(
-            size_of(before),
-            size_of(after),
-            size_of(optimizer_strategy),
-            self.switches.plans(before, after, optimizer_strategy),
-            is_optimizer_strategy=before == optimizer_strategy,
-            optimizer_ratio=self.optimizer_ratio,
-            max_bytes=self.max_message_bytes,
-        )
+        """Return [R] the most bytes that each rank holds during a switch, which has no activations.
+
+        What fits into one round of messages lies in one buffer. Of several rounds, the next is packed while one
+        travels. Sums inside nodes have buffers of their own. From another strategy than the optimizer's, gradients
+        travel as well.
+        """
+        left, wanted, of_optimizer = map(self.switches.weight_bytes, (before, after, optimizer_strategy))
+        held: Floats = left + wanted + (1.0 + self.optimizer_ratio) * of_optimizer
+        if before != optimizer_strategy:
+            held += left
+        plans = self.switches.plans(before, after, optimizer_strategy)
+        for num_bytes in (
+            np.sum([plan.volumes for plan in plans], axis=(0, 1, 2)),
+            np.sum([plan.summed_bytes for plan in plans], axis=(0, 1)),
+        ):
+            is_one_round = np.max(num_bytes) <= self.max_message_bytes // 2
+            held += num_bytes if is_one_round else np.minimum(2 * num_bytes, self.max_message_bytes)
+        return held
 
     def switches_fit(
         self, strategies: Sequence[Strategy], optimizer_strategy: int, limit_bytes: float
@@ -287,59 +280,14 @@ class CostModel:
 
 
 def pipeline_seconds(stage_s: Floats) -> float:
-    """Return the seconds of micro-batches under 1F1B.
+    """Return the seconds under 1F1B of micro-batches that take [M, pp] seconds forward and backward on each stage.
 
-    All of them run one after another on their slowest stages, and the pipeline is filled and drained.
-
-    Exact for equal micro-batches on equal stages, (M + pp − 1) times one. For micro-batches of different sizes it is
-    what a flow shop of equal machines takes; uneven ones in 1F1B wait for each other a little longer. A search asks for
-    this so often that it cannot simulate steps.
-
-    Args:
-        stage_s: [M, pp] forward and backward of each micro-batch on each stage.
+    All of them run one after another on their slowest stages, and the pipeline is filled and drained. Exact for equal
+    micro-batches on equal stages; uneven ones wait for each other a little longer. A search asks for this so often that
+    it cannot simulate steps.
     """
     if not stage_s.size:
         return 0.0
     num_stages = stage_s.shape[1]
     largest = stage_s[int(stage_s.sum(axis=1).argmax())]
     return float(stage_s.max(axis=1).sum() + largest.sum() - largest.max()) if num_stages > 1 else float(stage_s.sum())
-
-
-def switch_bytes(
-    before: Indices,
-    after: Indices,
-    optimizer_strategy: Indices,
-    plans: Sequence[SwitchPlan],
-    *,
-    is_optimizer_strategy: bool,
-    optimizer_ratio: float = 2.0,
-    max_bytes: int = MAX_MESSAGE_BYTES,
-) -> Floats:
-    """Return [R] the most bytes that each rank holds during a switch, which has no activations.
-
-    What fits into one round of messages lies in one buffer. Of several rounds, the next is packed while one travels.
-    Sums inside nodes have buffers of their own.
-
-    Args:
-        before, after, optimizer_strategy: [R] bytes of weights under the strategy that is left, the next one, and the
-            optimizer's.
-        plans: of all that travels: weights and, from another strategy than the optimizer's, gradients.
-        is_optimizer_strategy: whether the strategy that is left is the optimizer's, whose gradients stay.
-        optimizer_ratio: bytes of optimizer state for a byte of weights.
-        max_bytes: of messages that a rank sends and receives at once.
-    """
-    gradients = optimizer_strategy + (0 if is_optimizer_strategy else before)
-    held: Floats = before + after + gradients + optimizer_ratio * optimizer_strategy
-    for num_bytes in (
-        sum(plan.sent_within + plan.sent_between + plan.received_within + plan.received_between for plan in plans),
-        sum(plan.summed_bytes.sum(axis=0) for plan in plans),
-    ):
-        is_one_round = np.max(num_bytes) <= max_bytes // 2
-        held += num_bytes if is_one_round else np.minimum(2 * np.asarray(num_bytes), max_bytes)
-    return held
-
-
-def most_bytes_of(plan: SwitchPlan) -> int:
-    """Return the bytes of the rank that sends or receives most."""
-    sent, received = plan.sent_within + plan.sent_between, plan.received_within + plan.received_between
-    return int(max(sent.max(), received.max()))

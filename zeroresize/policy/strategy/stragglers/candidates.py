@@ -18,8 +18,10 @@ import numpy as np
 
 from zeroresize.plan.layout import unit_bounds
 from zeroresize.plan.strategy import LengthRange, Strategy, lengths_by_range
+from zeroresize.policy import ROUNDING
 from zeroresize.policy.pipeline.division import PipelineLoad, balanced_partition
-from zeroresize.policy.strategy.costs.cost_model import CostModel, LayerCostTable, most_bytes_of
+from zeroresize.policy.speed.noise import ALIKE
+from zeroresize.policy.strategy.costs.cost_model import CostModel, LayerCostTable
 from zeroresize.policy.strategy.packing import Floats, packed_sums
 from zeroresize.policy.strategy.switches.switch_order import cheapest_order, tour_seconds
 
@@ -27,17 +29,8 @@ from zeroresize.policy.strategy.switches.switch_order import cheapest_order, tou
 #: groups; "rearrange": ranks change places, layers stages; "leave out": the slowest ranks do nothing; "original": as
 #: the caller gave the strategies.
 Kind = Literal["stay", "replan", "shares", "rearrange", "leave out", "original"]
-#: A rank this much slower than the fastest one is slow; the same as what is believed to be noise elsewhere.
-SLOW_BELOW = 0.9
-#: No more than this share of the ranks is left out.
-MOST_LEFT_OUT = 0.5
 #: Groups of up to so many ranks may go on with one rank less; larger ones become as small as degrees that are known.
 _SMALL_GROUP = 4
-#: Equal shares of units that do not divide are refused as a mistake: one share is so much larger where they are meant.
-_HAIR = 1e-6
-#: Of the heaviest layer's work, at least.
-_LEAST_WORK = 1e-6
-_POWERS = tuple(2**power for power in range(20))
 
 
 @dataclass(frozen=True)
@@ -57,22 +50,16 @@ class ModelDivision:
     degrees: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        least = _LEAST_WORK * max(self.layer_work) or 1.0  # layers that cost nothing need a stage, too
+        least = ROUNDING * max(self.layer_work) or 1.0  # layers that cost nothing need a stage, too
         object.__setattr__(self, "layer_work", tuple(max(work, least) for work in self.layer_work))
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Describe strategies of all ranges that may be put in force together.
-
-    Attributes:
-        kind: what is done.
-        left_out: the slow ranks that get no part in any strategy, rising.
-        strategies: [G].
-    """
+    """Describe strategies of all ranges [G] that may be put in force together."""
 
     kind: Kind
-    left_out: tuple[int, ...]
+    left_out: tuple[int, ...]  # the slow ranks that get no part in any strategy, rising
     strategies: tuple[Strategy, ...]
 
     @property
@@ -105,11 +92,8 @@ class StrategyCosts(Protocol):
 class StragglerCosts:
     """Tell what a training's steps and switches take, by the model of costs and the newest mini-batches.
 
-    Args:
-        cost: of the model and the cluster; whether ranks are slow there does not count.
-        ranges: of lengths, [G], all of them with ``max_tokens``. Their strategies are known to fit.
-        optimizer_strategy: the number of the range under whose strategy the optimizer steps.
-        limit_bytes: memory of a rank; infinite where that is no question.
+    Whether ranks are slow in that model does not count. The strategies of the ranges [G], all with ``max_tokens``, are
+    known to fit; the optimizer steps under that of range ``optimizer_strategy``.
 
     Attributes:
         division: how the model can be divided; a layer's work is that of a token.
@@ -159,21 +143,17 @@ class StragglerCosts:
 
     def fits(self, number: int, strategy: Strategy, optimizer_strategy: Strategy) -> bool:
         """Return whether the memory of all ranks suffices for a range's strategy beside an optimizer's strategy."""
-        # The caller trains with the original ones.
-        is_original = strategy == self._originals[number]
-        return (is_original and optimizer_strategy == self._originals[self.optimizer_strategy]) or self._cost.fits(
-            strategy, optimizer_strategy, self._max_tokens[number], self._limit_bytes
-        )
+        if (strategy, optimizer_strategy) == (self._originals[number], self._originals[self.optimizer_strategy]):
+            return True  # the caller trains so
+        return self._cost.fits(strategy, optimizer_strategy, self._max_tokens[number], self._limit_bytes)
 
     def switches_fit(self, strategies: Sequence[Strategy]) -> bool:
         """Return whether memory suffices for the switches of a step, in whatever order the strategies are visited."""
         different = list(dict.fromkeys([strategies[self.optimizer_strategy], *strategies]))
         known = set(self._originals) if different[0] == self._originals[self.optimizer_strategy] else set()
         fit = self._cost.switches_fit(different, 0, self._limit_bytes)
-        return all(
-            fit[before, after] or {different[before], different[after]} <= known
-            for before, after in itertools.permutations(range(len(different)), 2)
-        )
+        pairs = itertools.permutations(range(len(different)), 2)
+        return all(fit[pair] or {different[end] for end in pair} <= known for pair in pairs)
 
     def step_s(self, strategies: Sequence[Strategy], speeds: Sequence[float]) -> float:
         """Return the mean seconds of the expected steps: work, switches, and the sum of the gradients."""
@@ -186,7 +166,7 @@ class StragglerCosts:
     def switch_bytes(self, before: Sequence[Strategy], after: Sequence[Strategy]) -> float:
         """Return the bytes of the busiest rank as the optimizer moves: weights and its state, without gradients."""
         plan = self._cost.switches.weights(before[self.optimizer_strategy], after[self.optimizer_strategy])
-        return most_bytes_of(plan) * (1.0 + self._cost.optimizer_ratio)
+        return plan.most_bytes * (1.0 + self._cost.optimizer_ratio)
 
     def rank_s(self, strategies: Sequence[Strategy], lengths: Sequence[int], rank: int) -> float:
         """Return the seconds that a rank that is not slow computes in a step with sequences of these lengths."""
@@ -244,10 +224,6 @@ def candidates(
     """Return what could be in force now, of each kind the best for each range; "stay" is the first.
 
     While all ranks are about equally fast these are to stay and to go back.
-
-    Args:
-        original, in_force: [G] as the caller gave them, and as they are now.
-        speeds: [R], above zero.
     """
     taken = {rank for strategy in in_force for rank in strategy.ranks}
     idle = tuple(rank for rank in range(len(speeds)) if rank not in taken)
@@ -258,7 +234,7 @@ def candidates(
         shares = [{each, replace(each, shares=of_each)} for each, of_each in zip(original, by_speed, strict=True)]
         rearranged = [{each} | arrangements(each.degrees, each.ranks, speeds, model) for each in original]
         offered += _best("shares", (), shares, speeds, costs) + _best("rearrange", (), rearranged, speeds, costs)
-    for size in range(1, min(len(slow), int(MOST_LEFT_OUT * len(speeds))) + 1):
+    for size in range(1, min(len(slow), len(speeds) // 2) + 1):
         left_out, smaller = tuple(sorted(slow[:size])), []
         for strategy in original:
             rest = [rank for rank in strategy.ranks if rank not in left_out]
@@ -272,10 +248,10 @@ def candidates(
 
 
 def slow_ranks(strategies: Sequence[Strategy], speeds: Sequence[float]) -> list[int]:
-    """Return the ranks with a part in the strategies that are slower than :data:`SLOW_BELOW` allows, slowest first."""
+    """Return the ranks with a part in the strategies that are not about as fast as the fastest, slowest first."""
     ranks = sorted({rank for strategy in strategies for rank in strategy.ranks})
     fastest = max(speeds[rank] for rank in ranks)
-    return sorted((rank for rank in ranks if speeds[rank] < SLOW_BELOW * fastest), key=lambda rank: speeds[rank])
+    return sorted((rank for rank in ranks if speeds[rank] < (1.0 - ALIKE) * fastest), key=lambda rank: speeds[rank])
 
 
 def smaller_degrees(degrees: tuple[int, int, int], num_ranks: int, model: ModelDivision) -> list[tuple[int, int, int]]:
@@ -286,13 +262,14 @@ def smaller_degrees(degrees: tuple[int, int, int], num_ranks: int, model: ModelD
     _, tp, pp = degrees
     return [
         (num_ranks // (shards * stages), shards, stages)
-        for shards, stages in itertools.product(_next_smaller(tp, model.degrees or _POWERS), _next_smaller(pp, _POWERS))
+        for shards, stages in itertools.product(_next_smaller(tp, model.degrees), _next_smaller(pp))
         if shards * stages <= num_ranks
     ]
 
 
-def _next_smaller(degree: int, known: Sequence[int]) -> list[int]:
-    """Itself, the next smaller known one and, of a small one, one less."""
+def _next_smaller(degree: int, known: Sequence[int] = ()) -> list[int]:
+    """Itself, the next smaller known one or power of two and, of a small one, one less."""
+    known = known or [2**power for power in range(degree.bit_length())]
     degrees = {degree, max((smaller for smaller in known if smaller < degree), default=degree)}
     return sorted(degrees | ({max(degree - 1, 1)} if degree <= _SMALL_GROUP else set()))
 
@@ -375,21 +352,17 @@ def _shares(
             return shares
     if all(units % tp == 0 for units in model.unit_counts):
         return ()
-    return (1.0 + _HAIR, *(1.0,) * (tp - 1))
+    return (1.0 + ROUNDING, *(1.0,) * (tp - 1))  # equal shares of units that do not divide are refused as a mistake
 
 
 def _with_a_unit_each(shares: Sequence[float], num_units: int) -> tuple[float, ...]:
     """The same, where the smallest are so large that each gets a unit: layers need not work without any."""
+    if len(shares) >= num_units:
+        return (1.0,) * len(shares)
     raised = np.array(shares, dtype=np.float64)
-    is_least = np.zeros(len(raised), dtype=bool)
-    while True:
-        too_small = raised * num_units < raised.sum() * (1.0 - 1e-9)
-        if not (too_small & ~is_least).any():
-            return tuple(raised.tolist())
-        is_least |= too_small
-        if is_least.all() or is_least.sum() >= num_units:
-            return (1.0,) * len(raised)
-        raised[is_least] = raised[~is_least].sum() / (num_units - is_least.sum())
+    while (is_small := raised * num_units < raised.sum() * (1.0 - ROUNDING)).any():
+        raised[is_small] = raised.sum() / num_units  # of a sum that has grown: a little too small yet
+    return tuple(raised.tolist())
 
 
 def _best(

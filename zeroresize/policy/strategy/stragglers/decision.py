@@ -31,29 +31,22 @@ from zeroresize.utils.value_checks import number
 #: share of that, nothing else is done: less travels, and no rank is idle.
 TOLERANCE = 0.05
 #: What a switch takes where nobody has measured it.
-_COST = MoveCost(1e-9, 0.05, setup_s=0.2)
+_COST = MoveCost(setup_s=0.2)
 #: What planning anew takes before it was seen: training waits for the first plan.
-REPLAN_COST = MoveCost(0.0, 0.2)
+REPLAN_COST = MoveCost(0.0, _COST.setup_s)
 #: Kinds of candidates that only move units inside the groups, or nothing, or undo everything.
 _MODEST = ("stay", "replan", "shares", "original")
 
 
 @dataclass(frozen=True)
 class StrategyProposal:
-    """Describe what a candidate would bring.
-
-    Attributes:
-        step_s: seconds of a step with it.
-        saving_s: by how much steps would be shorter than as it is; negative where they would be longer.
-        switch_s: seconds of the switch, one way.
-        owed_s: what it has cost not to have it in force.
-    """
+    """Describe what a candidate would bring, in seconds."""
 
     candidate: Candidate
     step_s: float
-    saving_s: float
-    switch_s: float
-    owed_s: float = 0.0
+    saving_s: float  # by how much steps would be shorter than as it is; negative where they would be longer
+    switch_s: float  # one way
+    owed_s: float = 0.0  # what it has cost not to have it in force
 
 
 @dataclass
@@ -71,8 +64,6 @@ class StragglerDecision:
 
     Args:
         original: of each range, as the caller wants it while all ranks are equally fast.
-        model: how it can be divided.
-        costs: tells what steps take.
         tolerance, min_saving: see :data:`TOLERANCE` and :data:`~zeroresize.policy.moves.rental.MIN_SAVING`.
         cost: of a switch, until one was made; a strategy that the model does not have is one setup.
         as_planned_s: tells the seconds of a step by the plans that there are, where steps are planned ahead for the

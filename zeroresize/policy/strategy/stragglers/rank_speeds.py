@@ -11,42 +11,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from zeroresize.policy import FEW
+from zeroresize.policy.pipeline.profile_cadence import MAX_MEASURING, MOST_BLOCKS
 from zeroresize.policy.speed.meter import SpeedMeter
+from zeroresize.policy.speed.noise import ALIKE
 
-#: Steps of which the middle one counts.
-_RECENT = 3
-#: Ranks whose speeds differ by less from the middle one's are taken to be as fast, and a speed that is told changes by
-#: no less: a share.
-_ALIKE = 0.08
-#: Share of training that working out what steps take takes at most, beyond the first steps: with tens of ranks it takes
-#: seconds.
-MAX_WORKING = 0.01
-#: Steps between two samples of steps: at least, and at most, whatever working out costs.
-LEAST_STEPS, MOST_STEPS = 16, 1000
+#: Steps between two samples of steps, at least.
+LEAST_STEPS = 16
 
 
 @dataclass
 class _RankSpeed:
-    """A rank's newest steps, and what was learned of those before.
+    """A rank's newest steps, of which the middle one counts, and what was learned of those before."""
 
-    Attributes:
-        meter: of the logarithm of seconds per unit of work.
-        recent: the newest of these logarithms.
-        num_new: how many of them the meter has not taken.
-        ratios: seconds per unit of work as a multiple of those of a few products, newest last.
-    """
-
-    meter: SpeedMeter = field(default_factory=SpeedMeter)
-    recent: list[float] = field(default_factory=list)
-    num_new: int = 0
+    meter: SpeedMeter = field(default_factory=SpeedMeter)  # of the logarithm of seconds per unit of work
+    recent: list[float] = field(default_factory=list)  # the newest of these logarithms
+    num_new: int = 0  # how many of them the meter has not taken
+    #: Seconds per unit of work as a multiple of those of a few products, newest last.
     ratios: list[float] = field(default_factory=list)
 
     def take(self, pace: float) -> None:
         """Take a step's seconds per unit of work."""
-        self.recent = [*self.recent, math.log(pace)][-_RECENT:]
+        self.recent = [*self.recent, math.log(pace)][-FEW:]
         self.num_new += 1
-        is_full = len(self.recent) == _RECENT
-        if is_full and (self.num_new >= _RECENT or self.meter.is_jump(self.recent)):
+        is_full = len(self.recent) == FEW
+        if is_full and (self.num_new >= FEW or self.meter.is_jump(self.recent)):
             self.meter.pass_interval()
             self.meter.take(self.recent)
             self.num_new = 0
@@ -82,7 +71,7 @@ class RankSpeeds:
             if work > 0.0 and 0.0 < busy < math.inf:
                 rank.take(busy / work)
                 if probe > 0.0 and rank.meter.is_known and not rank.meter.is_jump([math.log(busy / work)]):
-                    rank.ratios = [*rank.ratios, busy / work / probe][-_RECENT:]
+                    rank.ratios = [*rank.ratios, busy / work / probe][-FEW:]
         known = [median(rank.ratios) for rank in self._ranks if rank.ratios]
         for rank, work, probe in zip(self._ranks, work_s, probe_s, strict=True):
             if known and work <= 0.0 and probe > 0.0:
@@ -91,9 +80,7 @@ class RankSpeeds:
             self._announce([math.exp(-rank.meter.level) for rank in self._ranks])
 
     def speeds(self) -> tuple[float, ...] | None:
-        """Return [R] how many times as fast as the model of costs says each rank is.
-
-        It is None before enough is known of all.
+        """Return [R] how many times as fast as costs say each rank is; None before enough is known of all.
 
         Ranks that are about as fast as the middle one are told to be as fast as that.
         """
@@ -103,38 +90,35 @@ class RankSpeeds:
         before = self._announced or now
         middle = _steady(median(before), median(now))
         self._announced = [
-            middle if abs(new / middle - 1.0) < _ALIKE else _steady(old, new)
+            middle if abs(new / middle - 1.0) < ALIKE else _steady(old, new)
             for old, new in zip(before, now, strict=True)
         ]
 
 
 def _steady(old: float, new: float) -> float:
     """``old`` where ``new`` is about as much: decisions are to change with speeds, not with noise."""
-    return old if abs(new / old - 1.0) < _ALIKE else new
+    return old if abs(new / old - 1.0) < ALIKE else new
 
 
 @dataclass
 class SampleCadence:
     """Say after which steps a new sample is taken, from which what steps take is worked out anew.
 
-    After each of the first few, then once in so many. What was spent on working out is owed, and each step pays
-    :data:`MAX_WORKING` of its seconds; a new sample waits until nothing is owed, so dear ones are rare. Proposals that
-    changed speeds ask for do not wait, but are owed, too. All ranks are given the same figures.
-
-    Attributes:
-        num_first: steps of a whole sample, of which each makes a new one.
-        owed_s: seconds that steps have not paid for yet.
+    After each of the first ones, as many as a whole sample has, then as often as a pipeline's layers are measured. What
+    was spent on working out, with tens of ranks seconds, is owed, and each step pays its share; a new sample waits
+    until nothing is owed, so dear ones are rare. Proposals that changed speeds ask for do not wait, but are owed, too.
+    All ranks are given the same figures.
     """
 
     num_first: int
-    owed_s: float = 0.0
+    owed_s: float = 0.0  # seconds that steps have not paid for yet
     _num_steps: int = field(default=0, init=False, repr=False)
     _last: int = field(default=0, init=False, repr=False)
 
     def is_due(self) -> bool:
         """Count a step, and return whether a new sample is taken after it."""
         self._num_steps += 1
-        is_paid = self._num_steps - self._last >= (MOST_STEPS if self.owed_s > 0.0 else LEAST_STEPS)
+        is_paid = self._num_steps - self._last >= (MOST_BLOCKS if self.owed_s > 0.0 else LEAST_STEPS)
         is_due = self._num_steps <= self.num_first or is_paid
         if is_due:
             self._last = self._num_steps
@@ -142,7 +126,7 @@ class SampleCadence:
 
     def learn(self, working_s: float, step_s: float) -> None:
         """Take a step: how many seconds the slowest rank has worked out since the one before, and those of the step."""
-        self.owed_s = max(self.owed_s + working_s - MAX_WORKING * step_s, 0.0)
+        self.owed_s = max(self.owed_s + working_s - MAX_MEASURING * step_s, 0.0)
 
     def begin_anew(self) -> None:
         """Let the next steps be the first ones of a sample; what is owed stays."""

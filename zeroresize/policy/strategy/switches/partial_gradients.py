@@ -60,9 +60,7 @@ class PartialGradients:
     def assigned(self, numbers: Indices, received: Indices, size: int) -> tuple[Indices, Indices, Indices, Flags]:
         """Return slices, source replicas and destinations, and whether the destination holds the slice in the replica.
 
-        Args:
-            numbers: of the slices, of ``size`` bytes each.
-            received: [2, R] bytes so far.
+        Slices are given by their numbers, of ``size`` bytes each; ranks have received [2, R] bytes so far.
         """
         assignments = []
         for sources, replicas, link in sorted(self._choices, key=lambda choice: len(choice[1]) > 1):
@@ -86,7 +84,7 @@ def sum_within_nodes(
     nodes: Indices,
     num_bytes: Indices,
 ) -> tuple[Moves, Moves]:
-    """Return what is summed inside nodes first, and what is sent then; both [E].
+    """Return what is summed inside nodes first, and what is sent then, both [E], by the replica of each rank [R].
 
     An item is a source replica's part of a slice; items that go from one node to one replica of the optimizer's layout
     are a group. Of a group one rank, the root, receives what the others have, adds it to its part, and sends the sum to

@@ -77,13 +77,7 @@ class SendLoads:
 
 
 def filled(loads_QW: Indices, is_there_QW: Flags, size: int, num_times: Indices) -> Indices:
-    """Return [Q, W] how often each is chosen if each of [Q] ``num_times`` the least loaded of a row is, all at once.
-
-    Args:
-        loads_QW: bytes.
-        is_there_QW: who may be chosen.
-        size: bytes of each of the transfers; above 0.
-    """
+    """Return [Q, W] how often each is chosen if each of [Q] ``num_times`` the least loaded of a row is, all at once."""
     most = np.iinfo(np.int64).max
     order = np.argsort(np.where(is_there_QW, loads_QW, most), axis=1, kind="stable")
     loads, is_there = (np.take_along_axis(table, order, axis=1) for table in (loads_QW, is_there_QW))

@@ -24,17 +24,14 @@ def cheapest_order(seconds: Sequence[Sequence[float]] | NDArray[np.float64], sta
 
     Args:
         seconds: [S, S] of switching from the strategy of the row to that of the column, infinite where that is not
-            possible; the diagonal is not read.
+            possible.
         start: the optimizer's strategy.
 
     Raises:
-        ValueError: for a matrix that is not square, seconds that are negative or no numbers, a start that is no
-            strategy, more than 12 strategies, or if no tour is possible.
+        ValueError: for more than 12 strategies, or if no tour is possible.
     """
-    times_SS = _checked(seconds)
+    times_SS = np.array(seconds, dtype=np.float64)
     size = len(times_SS)
-    if not 0 <= start < size:
-        raise ValueError(f"start={start} is none of the {size} strategies")
     if size > MOST_STRATEGIES:
         raise ValueError(
             f"{size} strategies are too many to find the shortest tour: {MOST_STRATEGIES} is the largest number"
@@ -76,9 +73,6 @@ def visiting_order(
         overlap: whether what travels to the next strategy does so while the present one trains. Where the optimizer's
             strategy trains, the first switch of a tour is then taken to cost nothing: a strategy whose weights are many
             is best visited then.
-
-    Raises:
-        ValueError: as :func:`cheapest_order`.
     """
     stops = [optimizer_strategy, *(one for one in strategies if one != optimizer_strategy)]
     seconds = seconds_between(stops)
@@ -100,13 +94,3 @@ def tour_seconds(seconds: Sequence[Sequence[float]] | NDArray[np.float64], order
         return 0.0
     times_SS = np.asarray(seconds, dtype=np.float64)
     return float(sum(times_SS[one, other] for one, other in itertools.pairwise([*order, order[0]])))
-
-
-def _checked(seconds: Sequence[Sequence[float]] | NDArray[np.float64]) -> NDArray[np.float64]:
-    times_SS = np.array(seconds, dtype=np.float64)
-    if times_SS.ndim != 2 or not times_SS.size or times_SS.shape[0] != times_SS.shape[1]:
-        raise ValueError(f"seconds of switching have the shape {times_SS.shape}: a square matrix is needed")
-    np.fill_diagonal(times_SS, 0.0)
-    if not (times_SS >= 0.0).all():
-        raise ValueError("seconds of switching are numbers and not negative")
-    return times_SS

@@ -27,13 +27,6 @@ def plan_weights(
     A holder on the rank's own node sends, or else any; of these the one that has sent least so far, inside nodes and
     between nodes counted by themselves. Unlike in the paper large slices come first, as in list scheduling, and slices
     that are large beside what ranks receive are cut into several.
-
-    Args:
-        nodes: [R]: on which node each rank is.
-        heuristics: False: the first holder in the order of ranks sends.
-
-    Raises:
-        ValueError: as :func:`common_slices` does, and for nodes of another number of ranks.
     """
     nodes_R, none = _numbered(nodes, before.num_ranks), SliceTransfers.none()
     if not heuristics:
@@ -74,9 +67,6 @@ def plan_gradients(
     Args:
         heuristics: False: source replica i goes to the optimizer's replica i modulo their number, from the first holder
             in the order of ranks.
-
-    Raises:
-        ValueError: as :func:`plan_weights` does.
     """
     nodes_R = _numbered(nodes, source.num_ranks)
     slices = common_slices(source, optimizer_layout, tensors)

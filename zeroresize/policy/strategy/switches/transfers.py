@@ -14,10 +14,9 @@ import numpy as np
 
 from zeroresize.plan.layout import Indices
 from zeroresize.plan.transfers import SliceTransfers
-from zeroresize.policy.strategy.switches.senders import BETWEEN, WITHIN
 
 #: Of the messages that a rank sends and receives at once, unless said otherwise.
-MAX_MESSAGE_BYTES = 256 * 2**20
+MAX_MESSAGE_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -54,37 +53,21 @@ class SwitchPlan:
     summed: SliceTransfers = field(default_factory=SliceTransfers.none)
 
     @cached_property
+    def volumes(self) -> Indices:
+        """Return [2, 2, R] bytes that each rank sends, then receives: inside its node, then from and to other nodes."""
+        ends, num_bytes = self._ends(self.transfers), self.transfers.num_bytes
+        leaves = self.nodes[ends[0]] != self.nodes[ends[1]]
+        return np.stack([[self._bytes_of(ranks, num_bytes * (leaves == link)) for link in (0, 1)] for ranks in ends])
+
+    @cached_property
     def summed_bytes(self) -> Indices:
         """Return [2, R] bytes that each rank sends, and receives, to sum inside its node."""
-        summed = self.summed
-        return np.stack([self._bytes_of(ranks, summed.num_bytes) for ranks in (summed.sources, summed.destinations)])
+        return np.stack([self._bytes_of(ranks, self.summed.num_bytes) for ranks in self._ends(self.summed)])
 
-    @cached_property
-    def sent_within(self) -> Indices:
-        """Return [R] bytes that each rank sends inside its node."""
-        return self._volumes(self.transfers.sources, WITHIN)
-
-    @cached_property
-    def sent_between(self) -> Indices:
-        """Return [R] bytes that each rank sends to other nodes."""
-        return self._volumes(self.transfers.sources, BETWEEN)
-
-    @cached_property
-    def received_within(self) -> Indices:
-        """Return [R] bytes that each rank receives from its node."""
-        return self._volumes(self.transfers.destinations, WITHIN)
-
-    @cached_property
-    def received_between(self) -> Indices:
-        """Return [R] bytes that each rank receives from other nodes."""
-        return self._volumes(self.transfers.destinations, BETWEEN)
-
-    def _volumes(self, ranks: Indices, link: int) -> Indices:
-        links = self.nodes[self.transfers.sources] != self.nodes[self.transfers.destinations]
-        return self._bytes_of(ranks, self.transfers.num_bytes * (links == link))
-
-    def _bytes_of(self, ranks: Indices, num_bytes: Indices) -> Indices:
-        return np.bincount(ranks, weights=num_bytes, minlength=len(self.nodes)).astype(np.int64)
+    @property
+    def most_bytes(self) -> int:
+        """Return the bytes of the rank that sends or receives most."""
+        return int(self.volumes.sum(axis=1).max())
 
     def seconds(self, links: LinkSpeeds) -> float:
         """Return how long the transfers take if nothing but the ranks' own links holds them up; 0 if nothing travels.
@@ -95,20 +78,24 @@ class SwitchPlan:
         """
         return fused_seconds([self], links)
 
+    @staticmethod
+    def _ends(transfers: SliceTransfers) -> tuple[Indices, Indices]:
+        return transfers.sources, transfers.destinations
+
+    def _bytes_of(self, ranks: Indices, num_bytes: Indices) -> Indices:
+        return np.bincount(ranks, weights=num_bytes, minlength=len(self.nodes)).astype(np.int64)
+
 
 def fused_seconds(plans: Sequence[SwitchPlan], links: LinkSpeeds) -> float:
     """Return the seconds of plans of the same nodes that are carried out together, as :meth:`SwitchPlan.seconds`."""
     if not any(len(plan.transfers) for plan in plans):
         return 0.0
-    seconds = 0.0
-    for way in ("sent", "received"):
-        within, between = (sum(getattr(plan, f"{way}_{link}") for plan in plans) for link in ("within", "between"))
-        of_nodes = np.bincount(plans[0].nodes, weights=between)
-        seconds = max(
-            seconds,
-            within.max() / links.within_bytes_per_s,
-            between.max() / links.between_bytes_per_s,
-            of_nodes.max() / links.node_bytes_per_s,
-        )
+    within, between = np.sum([plan.volumes for plan in plans], axis=0).transpose(1, 0, 2)  # [2, R] each
+    of_nodes = max(np.bincount(plans[0].nodes, weights=of_way).max() for of_way in between)
+    seconds = max(
+        within.max() / links.within_bytes_per_s,
+        between.max() / links.between_bytes_per_s,
+        of_nodes / links.node_bytes_per_s,
+    )
     summed_s = max(int(plan.summed_bytes.max()) for plan in plans) / links.within_bytes_per_s
     return float(seconds) + summed_s + links.latency_s * (2 if summed_s else 1)
