@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zeroresize.injection.delay import HostDelay, Slowdown
+from zeroresize.injection.delay import Slowdown
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.stage_layers import LayerWatcher
 
@@ -19,11 +19,10 @@ class SlowStage(LayerWatcher, Slowdown):
     Args:
         pipeline: the pipeline of which this rank is a stage. Layers that arrive by a move are slowed, those that have
             left are not.
-        host: how layers on the host are delayed.
     """
 
-    def __init__(self, pipeline: Pipeline, host: HostDelay | None = None) -> None:
-        Slowdown.__init__(self, host)
+    def __init__(self, pipeline: Pipeline) -> None:
+        Slowdown.__init__(self)
         LayerWatcher.__init__(self, pipeline.module.watchers)
         self._pipeline = pipeline
 
