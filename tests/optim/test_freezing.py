@@ -211,8 +211,8 @@ def test_layers_that_share_their_weight_and_data_parallelism_are_refused(run_ran
         second.weight = first.weight
         with pytest.raises(ValueError, match="layers one and other share their weight"):
             ColumnFreezer({"one": first, "other": second}, torch.optim.SGD([first.weight], lr=0.1))
-        alone = [torch.distributed.new_group([peer]) for peer in range(2)][rank]
-        with pytest.raises(ValueError, match="needs a tensor-parallel group of all 2 ranks, this one has 1"):
-            Run(alone, pruned_update="freeze")
+        groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        with pytest.raises(ValueError, match="needs a tensor-parallel group of all 4 ranks, this one has 2"):
+            Run(groups[rank // 2], pruned_update="freeze")
 
-    run_ranks(check, 2)
+    run_ranks(check, 4)
