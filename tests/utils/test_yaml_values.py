@@ -47,7 +47,6 @@ def test_values_are_what_people_mean(text: str, value: object) -> None:
         (b"0x" + b"f" * 5000, "more than 64 bits"),
         (b"9223372036854775808", "more than 64 bits"),
         (ALIAS_BOMB.encode(), "line 5, column 5: more than 100000 values, aliases resolved"),
-        (b"[" + b"1, " * 200_000 + b"1]", "more than 100000 values"),
         (b"&a {x: *a}", "an alias of a node that contains it"),
         (b"!!int x", "line 1, column 1: no value of"),
         (b"!!bool maybe", "no value of"),
