@@ -11,14 +11,10 @@ from zeroresize.pipeline.stage_layers import LayerWatcher
 
 
 class SlowStage(LayerWatcher, Slowdown):
-    """While active, whatever layers this rank runs take ``chi`` times as long, forward and backward.
+    """While active, layers that this rank runs, those that arrive, too, take ``chi`` times as long, in both directions.
 
     Enter it before a block is profiled: then the profile sees the slowness. A layer is held up by what it took, so one
     that waits for other ranks within is held up by its waits, too.
-
-    Args:
-        pipeline: the pipeline of which this rank is a stage. Layers that arrive by a move are slowed, those that have
-            left are not.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:

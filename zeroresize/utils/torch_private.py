@@ -337,11 +337,7 @@ def is_dividing(placement: Any) -> bool:
 
 
 def classes_of_checkpoint_index() -> tuple[Any, Any]:
-    """Return what an index of torch.distributed.checkpoint names under private names, to read one.
-
-    They are the enumeration of memory formats, ``metadata._MEM_FORMAT_ENCODING``, and where a piece lies in a file,
-    ``filesystem._StorageInfo``.
-    """
+    """Return what an index of checkpoints names: ``metadata._MEM_FORMAT_ENCODING``, ``filesystem._StorageInfo``."""
     from torch.distributed.checkpoint import filesystem, metadata  # not at every import of this package
 
     return metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo
@@ -371,11 +367,7 @@ def unsaved_buffers_of(module: nn.Module) -> set[str]:
 
 
 def hooks_of(module: nn.Module, kind: str) -> dict[int, Any]:
-    """Return a module's own dictionary of hooks of a kind: ``Module._forward_hooks`` and the like.
-
-    Args:
-        kind: "forward", "forward_pre", "backward" or "backward_pre".
-    """
+    """Return a module's own dictionary of hooks of a kind, as "forward_pre": ``Module._forward_hooks`` and the like."""
     hooks: dict[int, Any] = getattr(module, f"_{kind}_hooks")
     return hooks
 
@@ -437,11 +429,7 @@ class GradScalerBase(torch.amp.GradScaler):
 
 
 def check_and_unscale(gradients: Sequence[Tensor], inv_scale: Tensor) -> Tensor:
-    """Multiply gradients of one device by ``inv_scale``: ``_amp_foreach_non_finite_check_and_unscale_``.
-
-    Returns:
-        1.0 on their device if one of them is not finite, else 0.0.
-    """
+    """Multiply gradients of one device by ``inv_scale``; return 1.0 there if one is not finite, else 0.0."""
     is_infinite = torch.zeros((), dtype=torch.float32, device=gradients[0].device)
     torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), is_infinite, inv_scale.to(is_infinite.device))
     return is_infinite
@@ -471,10 +459,7 @@ def running_ddp() -> DistributedDataParallel | None:
 
 
 def why_ddp_cannot_be_rebuilt(wrapper: DistributedDataParallel) -> str | None:
-    """Return why :func:`rebuild_ddp` is not possible; None if it is.
-
-    A version of torch that builds reducers by other methods, or with other arguments, is a reason.
-    """
+    """Return why :func:`rebuild_ddp` is not possible, as where torch builds reducers differently; None if it is."""
     private: Any = wrapper
     if getattr(private, "mixed_precision", None) is not None:
         return "it was made with mixed_precision"
