@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -32,50 +31,27 @@ def test_results_come_back_by_rank(run_ranks):
     assert [tensor.tolist() for _, tensor in results] == [[0, 0], [1, 1], [2, 2]]
 
 
-def test_group_holds_all_ranks(run_ranks):
-    def sum_of_ranks(rank, group):
-        total = torch.tensor(float(rank))
-        dist.all_reduce(total, group=group)
-        return dist.get_rank(group), dist.get_world_size(group), total.item()
-
-    assert run_ranks(sum_of_ranks, 4) == [(rank, 4, 6.0) for rank in range(4)]
-
-
 def test_a_rank_that_ends_early_leaves_the_others_connected(run_ranks):
     def late_all_reduce(rank, group):
         others = dist.new_group([1, 2])
         if rank > 0:
             time.sleep(0.3)
             dist.all_reduce(torch.ones(1), group=others)
-        return rank
+        return dist.get_rank(group), dist.get_world_size(group)
 
-    assert run_ranks(late_all_reduce, 3) == [0, 1, 2]
+    assert run_ranks(late_all_reduce, 3) == [(0, 3), (1, 3), (2, 3)]
 
 
-def test_autograd_works_in_ranks_after_use_in_parent(run_ranks):
+def test_autograd_works_in_ranks_after_use_in_parent_and_large_results_come_back(run_ranks):
     def gradient(rank=0, group=None):
         w = torch.ones(64, 64, requires_grad=True)
         (w @ w).sum().backward()
         torch.optim.SGD([w], lr=0.1).step()
-        return w.grad.sum().item()
+        return w.grad.expand(128, 64, 64).clone()
 
     expected = gradient()
-
-    assert run_ranks(gradient, 2) == [expected, expected]
-
-
-def test_one_test_can_run_ranks_twice(run_ranks):
-    def rank_of(rank, group):
-        return rank
-
-    assert run_ranks(rank_of, 2) == run_ranks(rank_of, 2) == [0, 1]
-
-
-def test_a_large_result_comes_back(run_ranks):
-    def large(rank, group):
-        return torch.full((500_000,), float(rank))
-
-    assert [result.mean().item() for result in run_ranks(large, 2)] == [0.0, 1.0]
+    for _ in range(2):  # a test can run ranks twice
+        assert all(torch.equal(result, expected) for result in run_ranks(gradient, 2))
 
 
 def test_a_raising_rank_fails_with_its_own_traceback_and_ends_the_others(run_ranks):
@@ -148,17 +124,6 @@ def test_what_a_rank_starts_ends_with_it(run_ranks):
     while _is_running(sleeper) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _is_running(sleeper)
-
-
-def test_ranks_inherit_colossalai(run_ranks, colossalai_module):
-    def all_reduce_over_mesh(rank, group):
-        assert "colossalai.booster.plugin" in sys.modules
-        mesh = colossalai_module.cluster.ProcessGroupMesh(1, 2)
-        total = torch.tensor(float(rank + 1))
-        dist.all_reduce(total, group=mesh.get_group_along_axis(1))
-        return total.item()
-
-    assert run_ranks(all_reduce_over_mesh, 2) == [3.0, 3.0]
 
 
 def _is_running(pid: int) -> bool:

@@ -74,12 +74,8 @@ def test_the_row_of_mode_off_says_until_when_to_ask_what_other_modes_would_do():
         assert needed in " ".join(section.split())
 
 
-def test_the_first_example_says_how_its_log_lines_are_seen():
-    assert "logging.basicConfig(level=logging.INFO)" in EXAMPLE
-
-
-def test_the_first_example_has_at_most_fifteen_lines():
-    assert len(EXAMPLE.splitlines()) <= 15
+def test_the_first_example_is_short_and_says_how_its_log_lines_are_seen():
+    assert "logging.basicConfig(level=logging.INFO)" in EXAMPLE and len(EXAMPLE.splitlines()) <= 15
 
 
 def test_the_first_example_trains_a_model_as_without_it(run_ranks):

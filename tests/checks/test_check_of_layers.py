@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.distributed as dist
+from helpers.processes import for_each
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
@@ -52,90 +52,62 @@ def split_by_layer(model, group, parts):
     model.down = zr.RowParallelLinear.from_linear(model.down, process_group=group)
 
 
-@pytest.mark.parametrize("split", [split_by_style, split_by_layer])
-def test_parts_are_those_of_the_forward(run_ranks, split):
-    def causes(rank, group):
-        seen = {}
-        for kind, parts in [(Gated, 2), (Gated, (32, 32)), (Gated, 1), (Gated, (16, 48)), (Gated, 4)]:
-            model = kind()
-            split(model, group, parts)
-            seen[parts] = [(each.cause, each.layer) for each in zr.check_parallel(model, torch.ones(3, SIZE), loss)]
-        return seen
-
-    wrong = [(PACKED, "packed")]
-    expected = {2: [], (32, 32): [], 1: wrong, (16, 48): wrong, 4: wrong}
-    assert run_ranks(causes, 2) == [expected] * 2
-
-
-def test_parts_may_be_cut_in_several_goes(run_ranks):
-    def causes(rank, group):
-        seen = []
-        for parts in ((32, 16, 16), 2):
-            model = Grouped()
-            split_by_layer(model, group, parts)
-            seen.append([each.cause for each in zr.check_parallel(model, torch.ones(3, SIZE), loss)])
-        return seen
-
-    for sound, wrong in run_ranks(causes, 2):
-        assert PACKED not in sound and PACKED in wrong
-
-
-@pytest.mark.parametrize("sizes", [(3, 5), (4, 3)])
-def test_batches_of_other_sizes_are_named_before_layers_meet(run_ranks, sizes):
-    def causes(rank, group):
-        model = Gated()
-        split_by_layer(model, group, 2)
-        assert dist.get_world_size(group) == 2
-        return [each.cause for each in zr.check_parallel(model, torch.ones(sizes[rank], SIZE), loss)]
-
-    assert run_ranks(causes, 2) == [["inputs differ between ranks"]] * 2
-
-
 class Detached(Gated):
     def forward(self, x):
         gate, up = self.packed(x).detach().chunk(2, dim=-1)
         return self.down(gate * up)
 
 
-def test_what_a_forward_detaches_is_a_backward_that_holds_back_and_no_partial_sum(run_ranks):
-    def causes(rank, group):
-        model = Detached()
-        split_by_layer(model, group, 2)
-        return [(each.cause, each.parameter) for each in zr.check_parallel(model, torch.ones(3, SIZE), loss)]
-
-    assert run_ranks(causes, 2) == [[("gradient is not the derivative", "packed.bias")]] * 2
+def findings(kind, group, split=split_by_layer, parts=2, batch=None):
+    model = kind()
+    split(model, group, parts)
+    return zr.check_parallel(model, torch.ones(3, SIZE) if batch is None else batch, loss)
 
 
-def test_arguments_of_one_rank_alone_are_refused_on_all(run_ranks):
-    def check(rank, group):
-        model = Gated()
-        split_by_layer(model, group, 2)
-        reference = {"reference": Gated} if rank == 0 else {}
-        with pytest.raises(ValueError, match="give the same arguments on every rank"):
-            zr.check_parallel(model, torch.ones(3, SIZE), loss, **reference)
-        with pytest.raises(ValueError, match="reference=OrderedDict: wanted is a module"):
-            zr.check_parallel(model, torch.ones(3, SIZE), loss, reference=model.state_dict())
+WRONG = [(PACKED, "packed", "packed.weight")]
+PARTS = [
+    *((Gated, split_by_style, *case) for case in ((2, []), (1, WRONG), (4, WRONG))),
+    *((Gated, split_by_layer, *case) for case in ((2, []), ((32, 32), []), ((16, 48), WRONG))),
+    (Grouped, split_by_layer, (32, 16, 16), []),
+    (Grouped, split_by_layer, 2, WRONG),
+    (Detached, split_by_layer, 2, [("gradient is not the derivative", "packed", "packed.bias")]),
+]
+
+
+def test_parts_are_those_of_the_forward_and_what_is_detached_is_no_partial_sum(run_ranks):
+    @for_each(PARTS)
+    def check(rank, group, kind, split, parts, expected):
+        seen = [(each.cause, each.layer, each.parameter) for each in findings(kind, group, split, parts)]
+        if kind is Grouped:  # whose halves are others after a wrong cut
+            seen = [each for each in seen if each[0] == PACKED]
+        assert seen == expected
 
     run_ranks(check, 2)
 
 
-def test_other_modes_and_other_orders_of_weights_are_seen(run_ranks):
-    def causes(rank, group):
+def test_what_ranks_are_given_and_hold_must_be_alike(run_ranks):
+    def check(rank, group):
+        for sizes in ((3, 5), (4, 3)):  # named before layers meet
+            (other,) = findings(Gated, group, batch=torch.ones(sizes[rank], SIZE))
+            assert other.cause == "inputs differ between ranks"
         model = Gated()
         model.norm = nn.LayerNorm(SIZE)
         model.norm.weight.data.uniform_(0.5, 1.5)
         split_by_layer(model, group, 2)
         batch = torch.ones(3, SIZE)
+        with pytest.raises(ValueError, match="give the same arguments on every rank"):
+            zr.check_parallel(model, batch, loss, **({"reference": Gated} if rank == 0 else {}))
+        with pytest.raises(ValueError, match="reference=OrderedDict: wanted is a module"):
+            zr.check_parallel(model, batch, loss, reference=model.state_dict())
         model.train(rank == 0)
-        modes = zr.check_parallel(model, batch, loss)
+        assert [each.cause for each in zr.check_parallel(model, batch, loss)] == ["inputs differ between ranks"]
         model.train()
-        if rank == 1:
+        if rank == 1:  # the same values in another order
             model.norm.weight.data.copy_(model.norm.weight.data.roll(2))
-        return [each.cause for each in modes], [each.cause for each in zr.check_parallel(model, batch, of_norm)]
+        causes = [each.cause for each in zr.check_parallel(model, batch, of_norm)]
+        assert "parameters differ between ranks" in causes
 
-    for modes, orders in run_ranks(causes, 2):
-        assert modes == ["inputs differ between ranks"]
-        assert "parameters differ between ranks" in orders
+    run_ranks(check, 2)
 
 
 def of_norm(model, batch):

@@ -6,7 +6,6 @@ A kind of move trains a tiny model on three ranks, in a group that waits for sec
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -33,7 +32,12 @@ MAX_BYTES = 2000
 
 
 class KindOfMove:
-    """What all kinds have in common.
+    """What all kinds have in common, beside methods of one name.
+
+    ``start`` makes the model and trains it, ``train`` makes a step after a move. ``move`` moves in several rounds, in
+    which every rank sends or receives; rank 1 does; ``move_elsewhere`` to another place, ``move_nowhere`` to one that
+    does not exist, a ValueError. ``snapshot`` is what a move that fails must leave, ``assert_unchanged`` looks whether
+    it has. Within ``other_optimizer_state`` this rank's differs; it yields what ranks are told.
 
     Attributes:
         part: the class of a rank's part of the move.
@@ -52,38 +56,6 @@ class KindOfMove:
         self.rank = world.rank()
         self.start()
         self.before = self.snapshot()
-
-    def start(self):
-        """Make the model and train it."""
-        raise NotImplementedError
-
-    def snapshot(self):
-        """All that a move that fails must leave as it is."""
-        raise NotImplementedError
-
-    def assert_unchanged(self):
-        raise NotImplementedError
-
-    def move(self):
-        """A move in several rounds, in which every rank sends or receives; rank 1 does."""
-        raise NotImplementedError
-
-    def move_elsewhere(self):
-        """The same to another place."""
-        raise NotImplementedError
-
-    def move_nowhere(self):
-        """To a place that does not exist: a ValueError."""
-        raise NotImplementedError
-
-    def train(self):
-        """A step after a move."""
-        raise NotImplementedError
-
-    @contextmanager
-    def other_optimizer_state(self) -> Iterator[str]:
-        """On this rank, within the block: what ranks that differ in it are told."""
-        raise NotImplementedError
 
     def fails(self, call, kinds=RuntimeError, within_s=20.0):
         """The text of the error that ``call`` ends with; nothing has changed then."""

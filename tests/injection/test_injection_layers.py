@@ -14,7 +14,6 @@ from zeroresize.injection.schedule import checked_chi
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.kernels.probe import ProductProbe
 from zeroresize.layers import functional
-from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
 
 
@@ -124,44 +123,30 @@ def test_delay_comes_after_each_product_and_before_its_collective(run_ranks):
         assert run_ranks(recorded, 2, scope) == [expected] * 2
 
 
-@pytest.mark.parametrize("num_tokens", [64, 2048])  # products of about 0.3 and 10 ms
-def test_real_products_take_chi_times_as_long(run_ranks, num_tokens):
+def test_real_products_take_chi_times_as_long(run_ranks):
     def ratio(rank, group):
+        num_tokens = 512
         layer = ColumnParallelLinear(512, 512, process_group=group)
         inside, outside = Recorder(), Recorder()
         layer.probes.add_outermost(outside)
         with StragglerInjector(layer, process_group=group, chi={0: 3.0}) as injector:
             layer.probes.add_innermost(inside)
-            for _ in range(32768 // num_tokens // 4):
+            for _ in range(12):
                 train_step(layer, 512, num_tokens)
-        assert injector.num_products == 3 * (32768 // num_tokens // 4)
+        assert injector.num_products == 3 * 12
         return outside.gemm_s / inside.gemm_s
 
     assert run_ranks(ratio, 1) == [pytest.approx(3.0, rel=0.15)]
 
 
-def test_only_stragglers_are_slowed_and_results_stay_bitwise(run_ranks):
-    def products(rank, group):
-        model = mlp(group)
+def test_only_stragglers_are_slowed_as_chi_or_a_schedule_says_and_results_stay_bitwise(run_ranks):
+    def check(rank, group):
+        model, counts = mlp(group), []
         expected = train_step(model)
-        with StragglerInjector(model, process_group=group, chi={1: 2.0, 2: 0}) as injector:
-            assert torch.equal(train_step(model), expected)
-            model.eval()(torch.ones(4, 8))
-            injector.set_epoch(1)  # which changes nothing without a schedule
-            assert injector.chi == {1: 2.0, 2: 1.0}
-        return injector.num_products
-
-    assert run_ranks(products, 4) == [0, 6 + 2, 0, 0]
-
-
-def test_set_chi_and_round_robin_while_running(run_ranks):
-    def products(rank, group):
-        model = mlp(group)
-        counts = []
 
         def count(injector):
             before = injector.num_products
-            train_step(model)
+            assert torch.equal(train_step(model), expected)
             counts.append(injector.num_products - before)
 
         with StragglerInjector(model, process_group=group, schedule=round_robin(chi=2.0)) as injector:
@@ -176,25 +161,25 @@ def test_set_chi_and_round_robin_while_running(run_ranks):
             with pytest.raises(ValueError, match="rank 2"):
                 injector.set_chi({2: 2.0})
             assert injector.chi == {0: 2.0, 1: 1.5}
+        with StragglerInjector(model, process_group=group, chi={1: 2.0, 0: 0}) as injector:
+            count(injector)
+            injector.set_epoch(1)  # which changes nothing without a schedule
+            assert injector.chi == {1: 2.0, 0: 1.0}
+            model.eval()(torch.ones(4, 8))
+            counts.append(injector.num_products)
         return counts
 
-    assert run_ranks(products, 2) == [[6, 0, 6, 0, 6], [0, 6, 0, 0, 6]]
+    assert run_ranks(check, 2) == [[6, 0, 6, 0, 6, 0, 0], [0, 6, 0, 0, 6, 6, 8]]
 
 
 def test_exit_leaves_the_layers_as_they_were(run_ranks):
     def check(rank, group):
         model = mlp(group)
-        layers = [module for module in model.modules() if isinstance(module, BalancedLinear)]
-        observer = Recorder()
-        layers[0].probes.add_outermost(observer)
-        before = [layer.probes._probes for layer in layers]
         injector = StragglerInjector(model, process_group=group, chi={0: 2.0})
         with pytest.raises(KeyError), injector:
-            assert [layer.probes._probes for layer in layers] != before
             with pytest.raises(RuntimeError, match="active already"):
                 injector.__enter__()
             raise KeyError
-        assert [layer.probes._probes for layer in layers] == before
         train_step(model)
         assert injector.num_products == 0
         with injector:  # it can be used again

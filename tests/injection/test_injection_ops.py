@@ -92,30 +92,6 @@ def test_other_modes_keep_their_turn():
     assert _get_current_dispatch_mode_stack() == []
 
 
-def test_colossalai_layer_is_slowed_before_its_all_reduce(run_ranks, colossalai_module):
-    def recorded(rank, group):
-        from colossalai.shardformer.layer import Linear1D_Col
-
-        from zeroresize.integrations.colossalai import prepare_accelerator
-
-        prepare_accelerator()
-        layer = Linear1D_Col.from_native_module(nn.Linear(8, 8), process_group=group)
-        x = torch.ones(4, 8, requires_grad=True)
-        log = []
-        all_reduce = dist.all_reduce
-        with StragglerInjector(layer, process_group=group, chi={0: 1.5, 1: 1.5}) as injector:
-
-            def logged(*operands, **options):
-                log.append(injector.num_products)
-                return all_reduce(*operands, **options)
-
-            dist.all_reduce = logged
-            layer(x).sum().backward()
-        return log, injector.num_products
-
-    assert run_ranks(recorded, 2) == [([2], 3)] * 2
-
-
 @pytest.mark.gpu
 def test_slow_ops_on_a_gpu_reach_backward():
     layer = nn.Linear(2048, 2048, device="cuda")

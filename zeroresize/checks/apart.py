@@ -24,9 +24,7 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 class Apart:
     """Computes losses and gradients of a model within :meth:`computing`, always from the same random states.
 
-    Args:
-        model: as the user has it; ``inner`` is what is in a host's wrappers, whose reducers must not run.
-        dtype: float64, or the narrowest of the model, in which it then computes as it is.
+    ``inner`` is what is in a host's wrappers, whose reducers must not run; ``dtype`` is float64 or the narrowest.
     """
 
     def __init__(self, model: Any, inner: nn.Module, batch: Any, loss: Loss, ranks: Ranks, dtype: torch.dtype) -> None:

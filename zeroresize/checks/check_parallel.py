@@ -149,11 +149,7 @@ def _run(
 
 
 class _Check:
-    """One check; ``run`` within ``apart.computing()``.
-
-    Attributes:
-        gradients: of one backward by name, where they are right enough to be clipped.
-    """
+    """One check; ``run`` within ``apart.computing()``. ``gradients`` of one backward are right enough to be clipped."""
 
     def __init__(self, apart: Apart, whole: Apart | None) -> None:
         self.apart, self._whole, self._ranks = apart, whole, apart.ranks

@@ -24,12 +24,7 @@ from zeroresize.utils.torch_private import is_dividing, is_dtensor
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank holds of a parameter: a shard of it, or the same as every rank.
-
-    Attributes:
-        tensor: the parameter itself.
-        is_constant: whether all its elements are equal on some rank, as new biases and norms are.
-    """
+    """What a rank holds of a parameter; ``is_constant``: all its elements are equal on some rank, as in new biases."""
 
     name: str
     tensor: Tensor

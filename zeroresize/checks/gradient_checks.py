@@ -42,12 +42,7 @@ _MOST_MEASURED, _MOST_NAMED = 200, 4
 
 
 class JudgedGradient(NamedTuple):
-    """A parameter's gradient beside the measured derivative.
-
-    Attributes:
-        products: ⟨gradient, v⟩ on every rank.
-        measured: in the same direction.
-    """
+    """A parameter's gradient beside the derivative measured in a direction: ``products`` are ⟨gradient, v⟩ by rank."""
 
     part: Part
     products: Sequence[float]
@@ -60,13 +55,7 @@ class JudgedGradient(NamedTuple):
 
 
 class GradientCheck:
-    """Compares gradients with measured derivatives, for as long as the model computes apart.
-
-    Args:
-        parts: of all parameters that need a gradient.
-        gradients: of the copies, by name.
-        tolerance: of activations that are alike.
-    """
+    """Compares gradients of the copies with measured derivatives, for as long as the model computes apart."""
 
     def __init__(self, apart: Apart, parts: Sequence[Part], gradients: Mapping[str, Tensor], tolerance: float) -> None:
         self._apart, self._parts, self._ranks = apart, parts, apart.ranks
@@ -240,11 +229,7 @@ def _is_idle_expert(name: str, calls: Collection[str]) -> bool:
 def find_broken_ties(
     model: nn.Module, reference: nn.Module | None, gradients: Mapping[str, Tensor], ranks: Ranks, tolerance: float
 ) -> list[ParallelFinding]:
-    """Find parameters that should be tied, or are equal as embeddings that were tied, and have different gradients.
-
-    Args:
-        gradients: what this rank holds of them.
-    """
+    """Find parameters that should be tied, or are equal as embeddings that were tied, and have different gradients."""
     reasons = dict.fromkeys(_declared_ties(model, reference), "the model says that they are one")
     for pair in probably_untied(model, are_divided=False):
         reasons.setdefault(pair, "they are bitwise equal")
@@ -302,10 +287,7 @@ def find_other_norm(
 ) -> list[ParallelFinding]:
     """Find whether a host's clipping takes another norm than that of all gradients of the undivided model.
 
-    Args:
-        model: as the user has it, outside of what computes apart.
-        originals: its parameters by name.
-        gradients: of the model, which its parameters are given meanwhile.
+    The parameters of ``model``, outside of what computes apart, are given these gradients meanwhile.
     """
     for name, gradient in gradients.items():
         originals[name].grad = gradient.detach().to(originals[name].dtype).clone()

@@ -27,12 +27,9 @@ Numbers = list[list[Any]]
 
 @dataclass(frozen=True)
 class Event:
-    """What happened once in a forward: a module was called, or a function drew random numbers.
+    """What happened once in a forward: a module was called, or a function (``operation``) in it drew random numbers.
 
-    Attributes:
-        module: its name, or of the innermost module that was running.
-        operation: the function's name; empty for a module.
-        inputs, outputs: of every rank.
+    ``inputs`` and ``outputs`` are those of every rank.
     """
 
     module: str
@@ -55,12 +52,8 @@ class Event:
 class Recorder(TorchFunctionMode):
     """Records the forwards of a model while its block lasts, but for what a backward computes again.
 
-    Attributes:
-        events: of this rank, by what is the same on all: what :class:`Event` takes.
-        rows: for each row-parallel layer what it reads and returns in its first call, and whether that is in a tuple.
-        blocks: for each column-parallel layer whose output's features were cut, into which blocks on this rank, by
-            which functions.
-        loss: the name of the last function that computes a loss.
+    By layer: ``rows`` has what row-parallel ones read and return first, and whether that is in a tuple; ``blocks`` into
+    which blocks functions cut the output of column-parallel ones. ``loss`` is the last function that computes a loss.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:

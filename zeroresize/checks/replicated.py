@@ -83,11 +83,7 @@ def key_of_parameter(name: str, parameter: Tensor) -> float:
 
 
 def distance_of_sums(sums: Sequence[float] | None, reference: Sequence[float], least: float = 0.0) -> float:
-    """Return how far apart two ranks' numbers of a parameter are, of its norm; what one does not know is not apart.
-
-    Args:
-        least: in place of a smaller norm.
-    """
+    """Return how far apart two ranks' numbers of a parameter are, of its norm or ``least``; 0 where one has none."""
     if sums is None or list(sums) == list(reference):
         return 0.0
     if any(map(math.isnan, (*sums, *reference))):
@@ -100,11 +96,8 @@ def distance_of_sums(sums: Sequence[float] | None, reference: Sequence[float], l
 def differing_gradients(sums: Mapping[str, Sequence[Sequence[float]]], tolerance: float) -> tuple[list[str], bool]:
     """Name parameters whose gradients differ between ranks by more than rounding, the largest difference first.
 
-    A factor that all gradients of a rank have, as clipping gives, does not count.
-
-    Returns:
-        The names, and whether gradients of the last layer are alike, so that what enters it is, too: then what differs
-        is a part of a sum. Else other targets, or random draws, may be the cause.
+    A factor that all gradients of a rank have, as clipping gives, does not count. Returned is also whether gradients of
+    the last layer are alike: then what differs is a part of a sum, else other targets or random draws may be the cause.
     """
     least = _SMALL * max(each[-1] for of_ranks in sums.values() for each in of_ranks) or 1.0
     last = ([name for name, of_ranks in sums.items() if of_ranks[0][-1] >= least] or [*sums])[-1]

@@ -124,24 +124,16 @@ def _waits_for(tensor: Tensor, process_group: ProcessGroup) -> Explainer | None:
 def explanation(process_group: ProcessGroup, failed: str, *, waits: bool = True) -> str:
     """Return the end of an error: what each rank of the group was doing, as far as known; other ranks can read it, too.
 
-    Args:
-        failed: what failed on this rank.
-        waits: whether to wait some seconds for others that fail, too.
+    ``waits``: some seconds for others that fail, too.
     """
     explainer = _explainer_of(process_group)
     return "" if explainer is None else explainer.fail(failed, waits=waits)
 
 
 class NamedWork:
-    """A transfer that is under way, between two ranks or among all of the group, and whose errors name it.
+    """A transfer that is under way, between two ranks (``peer``) or among all, and whose errors name it and its layer.
 
-    Args:
-        start: the call that starts it.
-        what: the name of the transfer, with which an error begins.
-        process_group: the group whose ranks take part.
-        peer: the only other rank, within the group; None for all of them.
-        layer: the name of the layer, if known.
-        tensor: the tensor that a collective of all ranks fills, for waits that can be explained.
+    Waits for a collective of all ranks that fills ``tensor`` can be explained.
     """
 
     __slots__ = ("_description", "_wait")
@@ -197,11 +189,7 @@ def all_reduce(tensor: Tensor, process_group: ProcessGroup, layer: str | None = 
 
 
 def start_all_reduce(tensor: Tensor, process_group: ProcessGroup, layer: str | None = None) -> NamedWork | None:
-    """Start summing ``tensor`` over the group in place; collective.
-
-    Returns:
-        What to wait for; None in a group of one rank.
-    """
+    """Start summing ``tensor`` over the group in place; collective. Nothing is to be waited for by one rank alone."""
     if group_size(process_group) == 1:
         return None
     start = partial(dist.all_reduce, tensor, group=process_group, async_op=True)
@@ -275,15 +263,10 @@ def start_messages(
     """Start sending a tensor to each of some ranks within the group and receiving one from each, all at once.
 
     They travel by the group itself, or ``over`` another channel between its ranks where the tensors are on the CPU.
+    Messages of one tag keep their order and never meet those of another; NCCL knows no tags.
 
-    Args:
-        sends: the tensor for each rank that gets one, by its number within the group.
-        receives: the tensor to fill from each rank that sends one, by its number within the group.
-        tag: messages of one tag keep their order and never meet those of another; NCCL knows no tags.
-
-    Returns:
-        What to wait for, by the other rank. A transfer that could not be started fails when it is waited for, so that
-        the others get theirs. Empty tensors do not travel.
+    Returned is what to wait for, by the other rank. A transfer that could not be started fails when it is waited for,
+    so that the others get theirs. Empty tensors do not travel.
     """
     transfers: dict[int, list[Waitable]] = {peer: [] for peer in (*receives, *sends)}
     if any(tensor.is_cuda for tensor in (*sends.values(), *receives.values())):  # NCCL must be given them as one

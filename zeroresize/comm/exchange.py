@@ -58,17 +58,7 @@ class Exchange:
     """Numbers that the ranks of a group send each other, with each rank's whereabouts.
 
     Numbers are posted at one update and waited for at the next. They are waited for, never polled, so every rank sees
-    the same table at the same update.
-
-    Args:
-        group: the ranks, on a CPU group of their own.
-        counts_forwards: whether all ranks make equally many training forwards; replicas need not.
-
-    Attributes:
-        group: the ranks.
-        where: this rank's whereabouts, which the owner of the exchange keeps up to date.
-        ranks: the ranks that take part, in the order of the group, counted over the whole world.
-        words: tell what the ranks do, where one waits long or fails.
+    the same table at the same update. ``counts_forwards``: whether all ranks make equally many; replicas need not.
     """
 
     def __init__(self, group: CpuGroup, *, counts_forwards: bool = True) -> None:
@@ -83,21 +73,14 @@ class Exchange:
         self._posted = _PendingNumbers(self.group, numbers, _POSTED)
 
     def collect(self) -> list[list[float]] | None:
-        """Wait for the numbers that every rank has posted, and return them in the order of the group; collective.
-
-        Returns:
-            A row of numbers for each rank; None if nothing was posted.
-        """
+        """Return what every rank has posted, in the order of the group; None if nothing was; collective."""
         if self._posted is None:
             return None
         posted, self._posted = self._posted, None  # cleared even if waiting fails, so a state can still be saved
         return self._received(posted)
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return every rank's numbers at once, in the order of the group; a rank may have fewer than others.
-
-        Collective.
-        """
+        """Return every rank's numbers at once, however many each has, in the order of the group; collective."""
         return gather(numbers, self._exchange)
 
     def meet(self, *numbers: float) -> Sequence[Sequence[float]]:
@@ -129,11 +112,9 @@ class Exchange:
 
 
 class GatheredNumbers:
-    """Numbers that are gathered on every rank, and asked for rather than waited for.
+    """Numbers that are gathered on every rank by a collective, and asked for rather than waited for.
 
-    They travel by a collective, which does not tell who did not come: only a wait can end messages from rank to rank.
-    Its cost grows with the number of ranks, not with its square. All ranks send equally many, without whereabouts; what
-    they have started is matched in the order in which they did.
+    A collective does not tell who did not come, but its cost grows with the number of ranks, not with its square.
     """
 
     def __init__(self, group: CpuGroup, numbers: Sequence[float]) -> None:
@@ -210,13 +191,8 @@ def ranks_with_replicas(
 ) -> tuple[int, ...]:
     """Gather the ranks of all replicas of a group, counted over the whole world; collective over all replicas.
 
-    Args:
-        process_group: the tensor-parallel group.
-        data_parallel_group: the ranks that hold the same shards as this one; None if that is not known.
-        exchange: the exchange with the ranks of ``process_group``.
-
-    Returns:
-        [D · R], replica by replica, each in the order of its group; none if not all ranks of the group know theirs.
+    ``data_parallel_group`` holds the ranks with the same shards; None if that is not known. Returned are replica by
+    replica the ranks of each; none if not all ranks of the group know theirs.
     """
     known = group_ranks(data_parallel_group) if data_parallel_group is not None else []
     peers_of_ranks = [list(map(int, ranks)) for ranks in exchange.gather([float(rank) for rank in known])]

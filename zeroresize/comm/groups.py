@@ -49,12 +49,8 @@ _first_free = 0
 class SecondGroup:
     """A :class:`~zeroresize.comm.collectives.Channel` of its own between the ranks of a group.
 
-    Args:
-        transport: the backend that connects the ranks. A process that ends while its threads live can abort: closing
-            the group, also at exit, drops the only reference.
-
-    Attributes:
-        close: leaves the group.
+    A process that ends while threads of the backend live can abort: ``close``, called also at exit, drops the only
+    reference to it.
     """
 
     def __init__(self, transport: Any) -> None:
@@ -79,10 +75,7 @@ class SecondGroup:
 
 
 def let_others_fail(process_group: ProcessGroup, error: Exception) -> None:
-    """Let the ranks that make a :class:`CpuGroup` fail at once, in place of making it on this rank, which cannot.
-
-    A later attempt meets them again, as this one counts.
-    """
+    """Let the ranks that make a :class:`CpuGroup` fail at once where this one cannot; a later attempt meets them."""
     Rendezvous(process_group, PURPOSE).fail(_AGREEMENT, error)
 
 
@@ -94,19 +87,10 @@ class CpuGroup(SecondGroup):
     to tell of failures and long waits.
 
     Args:
-        process_group: the group of these ranks.
         agreement: the values that must be the same on all of them, by name.
-        ranks: the ranks of the new group where they are others, counted over the whole world: ``process_group`` with
-            its replicas.
+        ranks: the ranks of the new group where they are others: ``process_group`` with its replicas.
         where: this rank's whereabouts where another group keeps them up to date; None for new ones.
-        explains: whether errors and long waits of other transfers over ``process_group`` tell what each rank does, by
-            ``where``.
-
-    Attributes:
-        rank, size, ranks: this rank within the new group, how many ranks that has, and which of the whole world.
-        time_limit: how long every wait may last.
-        where: this rank's whereabouts, for errors of waits here and of the layers' collectives over ``process_group``.
-        words: tell what the ranks do, where one waits long or fails.
+        explains: whether errors and long waits of other transfers over ``process_group`` tell what each rank does.
     """
 
     def __init__(
@@ -153,18 +137,12 @@ def _require_agreement(rendezvous: Rendezvous, agreement: Mapping[str, str | lis
 
 
 class WeightGroup(SecondGroup):
-    """A second gloo or NCCL group of the same ranks, for lent weights alone.
+    """A second gloo or NCCL group of the same ranks, for lent weights on ``device`` alone.
 
     Transfers of one group wait for each other: gloo starts its collectives in order, two at a time, and has one
     connection for each pair of ranks; NCCL has a stream. The weights of all layers are sent at once, so on the layers'
     own group the first sums would wait for the last weights. Every rank starts the transfers of both groups in one
     order, as NCCL asks of several communicators. With another backend weights travel on the layers' own group.
-
-    Making it is collective over ``process_group`` only, by a :class:`~zeroresize.comm.rendezvous.Rendezvous`.
-
-    Args:
-        process_group: the group of these ranks.
-        device: the device that the weights are on.
     """
 
     def __init__(self, process_group: ProcessGroup, device: torch.device) -> None:
@@ -183,11 +161,7 @@ class WeightGroup(SecondGroup):
 
 
 def free_group_number() -> int:
-    """Return a number from which on no side group of this process has had any.
-
-    Ranks that make groups together count from the largest of theirs, since some may have made groups that others have
-    not.
-    """
+    """Return a number that no side group of this process has had; ranks count from the largest of theirs."""
     return _first_free
 
 
@@ -195,12 +169,8 @@ def make_side_group(process_group: ProcessGroup, members: Sequence[int], number:
     """Make a group of the same backend and time limit; collective over its members, which must just have met.
 
     It takes half the time limit of ``process_group`` at most, so that the other ranks hear of a failure before they
-    give up waiting. After an error no member has the group; one that comes too late is destroyed.
-
-    Args:
-        process_group: the group that the members belong to.
-        members: the ranks of the new group, counted within ``process_group``; this rank is one of them.
-        number: names the group, so it is the same on all members; see :func:`free_group_number`.
+    give up waiting. After an error no member has the group; one that comes too late is destroyed. ``members`` are
+    counted within ``process_group``; ``number``, the same on all, names it: see :func:`free_group_number`.
     """
     global _first_free
     _first_free = max(_first_free, number + 1)

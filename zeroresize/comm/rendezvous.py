@@ -47,24 +47,15 @@ class Rendezvous:
 
     It needs no rank outside ``process_group``, only the process that keeps the store, so it is safe under DP × TP.
     Waits may last as long as those in ``process_group``: a rank that is late to one, as after a checkpoint, is late to
-    both.
+    both. A call to ``store`` can block for ever: only :func:`~zeroresize.utils.deadline.within` a limit.
 
     Args:
-        process_group: the group of these ranks.
         purpose: why the ranks meet, for errors.
         ranks: who meets in place of the group's ranks, counted over the whole world: the group's replicas as well.
         whose: what errors call the ``ranks``; None for "the group and its replicas".
         number: tells this meeting from others of the same purpose and ranks, on all ranks alike; None where all ranks
             have called for equally many, but for those at which others have waited in vain: these are skipped.
         has_met: whether these ranks have met just before: then nobody is late, and half the time limit suffices.
-
-    Attributes:
-        rank, size: this rank among those that meet, and how many they are.
-        ranks: the ranks that meet, counted over the whole world.
-        whose: what errors call these ranks, such as "the group".
-        time_limit: how long every wait may last.
-        store: the store that the ranks share. A call to it can block for ever, so call it only
-            :func:`~zeroresize.utils.deadline.within` a limit.
     """
 
     _num_made: ClassVar[Counter[tuple[str, tuple[int, ...]]]] = Counter()
@@ -104,12 +95,9 @@ class Rendezvous:
         return dist.PrefixStore(name, default_store())
 
     def exchange(self, where: str, message: str = "", ends_at: float | None = None) -> list[str]:
-        """Leave a message and wait for those of all ranks; collective.
+        """Leave a message and wait for those of all ranks; collective; ``where`` names this exchange, and is used once.
 
-        Args:
-            where: the name of this exchange, used once.
-            message: the text that this rank leaves.
-            ends_at: when waiting ends, by the monotonic clock; None for the time limit from now on.
+        Waiting ends at ``ends_at`` of the monotonic clock, or after the time limit.
         """
         keys = self._keys(where)
         limit = self.time_limit if ends_at is None else _until(ends_at)

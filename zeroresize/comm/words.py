@@ -59,14 +59,9 @@ _UNCOUNTED = (Call.MAKING, Call.LOADING)
 class Whereabouts:
     """Where one rank is; the balancer keeps it up to date.
 
-    Attributes:
-        call: what this rank is doing.
-        num_steps: how many calls of ``balancer.step()`` it has made, the one that it is in included.
-        epoch: how many epochs have ended.
-        num_forwards: how many training forwards its balanced layers have made.
-        num_optimizer_steps: how many steps its optimizer has made, without those that a loss scaler skipped.
-        num_work_changes: how often the program has announced that layers have other work from now on.
-        batch: what is compared while ``call`` is ``Call.FORWARD``.
+    ``num_steps`` counts calls of ``balancer.step()``, the one that it is in included, ``num_forwards`` the training
+    forwards of its layers, ``num_optimizer_steps`` none that a loss scaler skipped, ``num_work_changes`` how often the
+    program has announced other work. ``batch`` is what is compared while ``call`` is ``Call.FORWARD``.
     """
 
     call: Call = Call.MAKING
@@ -98,57 +93,51 @@ class Whereabouts:
         return f"{self.call.value}{of_batch}, after {self.num_steps} calls of balancer.step()"
 
 
-def require_same_whereabouts(ranks: Sequence[Whereabouts], *, counts_forwards: bool = True) -> None:
-    """Raise RuntimeError unless the ranks of a group, in its order, came to each other from the same place.
-
-    Args:
-        counts_forwards: whether the ranks must also have made equally many training forwards.
-    """
-
-    def require_same(names: Sequence[str], error: str, text: str, remedy: str) -> None:
-        if len({tuple(getattr(rank, name) for name in names) for rank in ranks}) > 1:
-            by_rank = "; ".join(f"rank {rank}: {text.format(where, where=where)}" for rank, where in enumerate(ranks))
-            raise RuntimeError(f"{error}: {by_rank}{remedy}")
-
-    require_same(["call"], "the ranks of the group made different calls", "{}", "")
-    if ranks[0].call in _UNCOUNTED:
-        return
-    require_same(
+#: What must be the same on all ranks: its names, the error, what each rank is told to have, and what to do.
+_SAME = (
+    (["call"], "the ranks of the group made different calls", "{where}", ""),
+    (
         ["num_work_changes"],
         "balancer.profile_next() or load_state_dict() was called on some ranks only, or unequally often",
         "{where.num_work_changes} times",
         "; call it on every rank alike, between the same two steps",
-    )
+    ),
     # Ranks that meet at an update have equal counts of steps, so their counts of forwards tell.
-    require_same(
-        ["num_steps", *(["num_forwards"] if counts_forwards else [])],
+    (
+        ["num_steps", "num_forwards"],
         "the ranks of the group did not call balancer.step() equally often",
         "{where.num_steps} calls in {where.num_forwards} training forwards of its layers",
         "; call it once after every optimizer step, and load_state_dict with what was saved together, on every rank",
-    )
-    require_same(
+    ),
+    (
         ["num_optimizer_steps"],
         "the ranks of the group did not make equally many optimizer steps",
         "{where.num_optimizer_steps} steps",
         ". A loss scaler skips a step where gradients overflow, and each rank sees those of its own shards only, so "
         "scale and weights have come apart: use zeroresize.GradScaler in its place, and begin again from a checkpoint",
-    )
-    require_same(
+    ),
+    (
         ["epoch"],
         "the ranks of the group did not call balancer.epoch_end() equally often",
         "{where.epoch} epochs had ended at {where}",
         "; call it at the end of an epoch, on every rank",
-    )
+    ),
+)
+
+
+def require_same_whereabouts(ranks: Sequence[Whereabouts], *, counts_forwards: bool = True) -> None:
+    """Raise RuntimeError unless the ranks of a group, in its order, came to each other from the same place."""
+    for names, error, text, remedy in _SAME:
+        compared = [name for name in names if counts_forwards or name != "num_forwards"]
+        if len({tuple(getattr(rank, name) for name in compared) for rank in ranks}) > 1:
+            by_rank = "; ".join(f"rank {rank}: {text.format(where=where)}" for rank, where in enumerate(ranks))
+            raise RuntimeError(f"{error}: {by_rank}{remedy}")
+        if ranks[0].call in _UNCOUNTED:
+            return
 
 
 class Word(NamedTuple):
-    """Tells what a rank does.
-
-    Attributes:
-        kind: whether it waits, stands still or has failed.
-        doing: where it is and what it does there, the same text on all ranks that wait together.
-        meeting: the meeting that it waits for; see :attr:`Words.meeting`.
-    """
+    """Tells what a rank does: a kind, the same text on all ranks that wait together, and :attr:`Words.meeting`."""
 
     kind: str
     doing: str

@@ -264,11 +264,7 @@ DEFAULTS: dict[str, Any] = dotted(_FIELD_DEFAULTS | {ROOM: PAPER_DEFAULTS})
 
 
 def known_balance_keys(values: Any) -> Mapping[str, Any]:
-    """``values``, if it is a mapping of keys of the configuration, and ``paper`` in it one of keys of that room.
-
-    Raises:
-        ValueError: naming the keys that do not exist or stand in the wrong place, with those that do.
-    """
+    """``values``, if all its keys, and those in ``paper``, are keys of the configuration; else a ValueError."""
     known_keys("balance key", values, list(_FIELD_DEFAULTS), elsewhere=list(DEFAULTS))
     if ROOM in values and not isinstance(values[ROOM], PaperConfig):
         known_paper_keys(values[ROOM], beside=list(_FIELD_DEFAULTS))
@@ -278,9 +274,7 @@ def known_balance_keys(values: Any) -> Mapping[str, Any]:
 def _balance_section(document: Any) -> Any:
     """The section ``balance``, or the whole document where it has none.
 
-    Raises:
-        ValueError: for what would be passed over though it is surely meant for balancing; for a document without the
-            section of which no key is one of balancing, or nearly one.
+    A ValueError for what would be passed over though it is surely meant for balancing, and where no key is one of it.
     """
     if not isinstance(document, Mapping):
         return document

@@ -83,14 +83,7 @@ def checked_ratio(ratio: Any, mode: str) -> str | float:
 
 
 def checked_share_choice(shares: Any, num_ranks: int | None = None) -> str | tuple[float, ...]:
-    """``"even"``, ``"auto"``, or one float for each rank, as they were given (their sum means nothing).
-
-    Args:
-        num_ranks: of the group, where it is known.
-
-    Raises:
-        ValueError: if they are none of these.
-    """
+    """``"even"``, ``"auto"``, or a float for each of ``num_ranks``, of whatever sum; else a ValueError."""
     if isinstance(shares, str) and shares in SHARE_CHOICES:
         return shares
     return share_numbers(shares, num_ranks, "'even', 'auto', or ")
@@ -210,9 +203,6 @@ def without_effect(values: Values) -> dict[str, str]:
 
     In mode "off" there are none: to turn balancing off is no reason to change anything else, and it tells what the
     other modes would do.
-
-    Args:
-        values: of all keys, by the names that users write (``paper.alpha``).
     """
     if values["mode"] == "off":
         return {}

@@ -58,20 +58,12 @@ PAPER_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Pape
 
 
 def paper_config(values: Any) -> PaperConfig:
-    """The room that a user gives, as one or as a mapping.
-
-    Raises:
-        ValueError: if it is neither, or has a key that does not exist.
-    """
+    """The room that a user gives, as one or as a mapping; ValueError if it is neither, or has an unknown key."""
     return values if isinstance(values, PaperConfig) else PaperConfig(**known_paper_keys(values))
 
 
 def known_paper_keys(values: Any, beside: Sequence[str] = ()) -> Mapping[str, Any]:
-    """``values``, if it is a mapping of keys of the room; ``beside`` are the keys outside of it.
-
-    Raises:
-        ValueError: naming the keys that do not exist, with those that do.
-    """
+    """``values``, if it is a mapping of keys of the room; else a ValueError, which names keys ``beside`` it, too."""
     if not isinstance(values, Mapping):
         return known_keys("paper key", values, list(PAPER_DEFAULTS))
     return known_keys("balance key", values, list(PAPER_DEFAULTS), room=ROOM, elsewhere=beside)

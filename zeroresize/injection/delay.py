@@ -23,12 +23,7 @@ _MOST_KEPT = 9
 
 
 class Delay(ABC):
-    """Makes what lies between ``begins`` and ``ends`` take ``chi`` times as long.
-
-    Attributes:
-        num_products: how many products were slowed.
-        seconds_added: how many seconds they were slowed by in all.
-    """
+    """Makes what lies between ``begins`` and ``ends`` take ``chi`` times as long; counts products and seconds added."""
 
     def __init__(self) -> None:
         self._chi = 1.0
@@ -59,14 +54,8 @@ class Delay(ABC):
 class HostDelay(Delay):
     """Sleeps (χ − 1)× the time of a product, right after it.
 
-    A sleep ends late. The overshoot is taken off the next delays, so that the slowdown is exact on average.
-
-    Args:
-        clock: returns the wall time, in seconds.
-        sleep: sleeps for so many seconds.
-        work_clock: returns the time that a product is measured by, in seconds; None for wall time. With
-            ``time.thread_time``, products that lose their core to another process for a while are not held up the
-            longer for it.
+    A sleep ends late. The overshoot is taken off the next delays, so that the slowdown is exact on average. With a
+    ``work_clock`` such as ``time.thread_time``, products that lose their core for a while are held up no longer for it.
     """
 
     def __init__(
@@ -127,11 +116,7 @@ class DeviceDelay(Delay):
 
     So streams and their overlaps behave as on a slow device. How long a product will take is known from earlier ones
     with the same key: device events, read when the device has passed them, so only the first execution of a key waits
-    for the device. What an estimate or the calibration of the spinning kernel got wrong is added to, or taken off, a
-    later delay once it is known.
-
-    Args:
-        device: the device's clock and spinning kernel.
+    for the device. What an estimate or the calibration got wrong is added to, or taken off, a later delay.
     """
 
     def __init__(self, device: CudaDevice) -> None:
@@ -189,11 +174,7 @@ class DeviceDelay(Delay):
 
 
 class Slowdown:
-    """The base of what slows this rank: a delay on the host, one for each GPU that it computes on, all with the same χ.
-
-    Args:
-        host: the delay on the host; None for one that sleeps.
-    """
+    """The base of what slows this rank: a delay on the host, and one for each GPU that it computes on, of one χ."""
 
     def __init__(self, host: HostDelay | None = None) -> None:
         self._host = host or HostDelay()

@@ -30,11 +30,7 @@ def round_robin(chi: float = 2.0) -> Schedule:
 
 
 def checked_chi(chi: Any, num_ranks: int) -> dict[int, float]:
-    """Check ``chi`` for a group of ``num_ranks`` ranks, and return it as {rank: χ ≥ 1}.
-
-    Raises:
-        ValueError: for a rank outside the group, or a χ that is neither 0 nor a finite number of at least 1.
-    """
+    """Return ``chi`` as {rank: χ ≥ 1}; ValueError for a rank outside the group, or a χ neither 0 nor at least 1."""
     if not isinstance(chi, Mapping):
         raise ValueError(f"chi={chi!r} is not allowed: expected a mapping of rank to χ such as {{0: 4.0}}")
     ranks_allowed = f"allowed are 0 to {num_ranks - 1}, counted within the group"

@@ -16,11 +16,8 @@ from zeroresize.plan.layer import LayerPlan
 class SlowLayers(Slowdown):
     """While active, delays the products of ``layers``; innermost, so that whatever measures them sees the slowness.
 
-    Args:
-        layers: the balanced layers.
-        scope: ``"gemm"`` delays by the matrix multiplication alone, ``"all"`` by the whole product with its gathers
-            and fills. Of fused kernels, which show no multiplication, both delay by the whole product.
-        host: how products on the host are delayed.
+    The scope ``"gemm"`` delays by the matrix multiplication alone, ``"all"`` by the whole product with its gathers and
+    fills. Of fused kernels, which show no multiplication, both delay by the whole product.
     """
 
     def __init__(self, layers: Sequence[BalancedLinear], scope: str, host: HostDelay | None = None) -> None:

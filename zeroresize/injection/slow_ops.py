@@ -39,12 +39,7 @@ class SlowOps(Slowdown):
 
     @property
     def chi(self) -> float:
-        """The skewness χ ≥ 1 in force.
-
-        Raises:
-            RuntimeError: when an active ``SlowOps`` is set from 1 to more inside another ``TorchDispatchMode`` that
-                was entered after it.
-        """
+        """The skewness χ ≥ 1 in force; a RuntimeError where it rises above 1 inside a mode that was entered later."""
         return super().chi
 
     @chi.setter

@@ -5,25 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zeroresize.injection.delay import HostDelay, Slowdown
+from zeroresize.injection.delay import Slowdown
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.stage_layers import LayerWatcher
 
 
 class SlowStage(LayerWatcher, Slowdown):
-    """While active, whatever layers this rank runs take ``chi`` times as long, forward and backward.
+    """While active, layers that this rank runs, those that arrive, too, take ``chi`` times as long, in both directions.
 
     Enter it before a block is profiled: then the profile sees the slowness. A layer is held up by what it took, so one
     that waits for other ranks within is held up by its waits, too.
-
-    Args:
-        pipeline: the pipeline of which this rank is a stage. Layers that arrive by a move are slowed, those that have
-            left are not.
-        host: how layers on the host are delayed.
     """
 
-    def __init__(self, pipeline: Pipeline, host: HostDelay | None = None) -> None:
-        Slowdown.__init__(self, host)
+    def __init__(self, pipeline: Pipeline) -> None:
+        Slowdown.__init__(self)
         LayerWatcher.__init__(self, pipeline.module.watchers)
         self._pipeline = pipeline
 

@@ -19,15 +19,11 @@ from zeroresize.optim.optimizers import SteppedTensors, hook_steps, states_like,
 
 
 class ColumnFreezer:
-    """Hooks an optimizer so that its steps leave pruned columns unchanged.
+    """Hooks an optimizer so that its steps leave columns unchanged that the plans of ``layers`` prune.
 
     In a parameter's first step the moments of its pruned columns start from zero. State that does not have the
     parameter's shape (a step count, factored moments) is not frozen. During a step it holds copies of the pruned
     columns of the weights and of the state.
-
-    Args:
-        layers: balanced layers by name; their plans say which columns are pruned.
-        optimizer: a torch optimizer, or Colossal-AI's wrapper of one.
     """
 
     def __init__(self, layers: Mapping[str, BalancedLinear], optimizer: Any) -> None:

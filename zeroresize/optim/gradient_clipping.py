@@ -85,8 +85,7 @@ def norm_of_replicated(
 ) -> Tensor:
     """Compute the 2-norm of all gradients of a group's ranks as one vector, in float64, on ``device``; collective.
 
-    Args:
-        parameters: of this rank, each with how many ranks of the group hold the same gradient: it counts once.
+    Each parameter comes with how many ranks of the group hold the same gradient: it counts once.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for parameter, num_holders in parameters:
@@ -97,11 +96,7 @@ def norm_of_replicated(
 
 
 def norm_over(squares: Tensor, process_group: ProcessGroup) -> Tensor:
-    """Compute the 2-norm of what the ranks of a group hold together; collective.
-
-    Args:
-        squares: the sum of squares of what this rank holds, of no dimension; the result replaces it.
-    """
+    """Compute the 2-norm of what ranks hold together, in place of each rank's sum of squares; collective."""
     all_reduce(squares, process_group)
     return squares.sqrt_()
 

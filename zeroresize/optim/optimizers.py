@@ -54,11 +54,7 @@ def stepped_tensors(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict[st
 
 
 class SteppedTensors:
-    """Tells what an optimizer updates for each named parameter, including parameters that it is given later.
-
-    Args:
-        optimizer, parameters: as of :func:`stepped_tensors`, which raises what this does.
-    """
+    """Tells what :func:`stepped_tensors` returns, also for parameters that an optimizer is given later."""
 
     def __init__(self, optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
         self._optimizer, self._parameters = optimizer, dict(parameters)

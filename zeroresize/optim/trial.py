@@ -44,11 +44,7 @@ class _Like(NamedTuple):
 
 
 class StateBytes:
-    """Tells what ``optimizer`` keeps for an element; what it has not stepped yet is tried with one like it.
-
-    Args:
-        optimizer: the torch optimizer.
-    """
+    """Tells what an optimizer keeps for an element; what it has not stepped yet is tried with one like it."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -145,14 +141,9 @@ def _with_larger(drawn: Tensor, mask: Tensor) -> Tensor:
 def _after_steps(
     optimizer: Optimizer, likes: Sequence[_Like], drawn: Sequence[Tensor], seed: int = 0
 ) -> tuple[list[tuple[Tensor, Mapping[str, Any]]], dict[str, float]]:
-    """Let a copy of an optimizer step without a trace.
+    """Let a copy of an optimizer step without a trace, from values and by gradients that were ``drawn`` for ``likes``.
 
-    Args:
-        drawn: of each of ``likes`` its values, and the gradients of all steps.
-        seed: of random numbers, which are to differ from copy to copy.
-
-    Returns:
-        (each parameter with its state, numbers of the copy's own by name).
+    Returned are each parameter with its state, and numbers of the copy's own by name. Copies differ in their ``seed``.
     """
     parameters = [nn.Parameter(values[0].clone()) for values in drawn]
     try:

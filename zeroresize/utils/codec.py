@@ -88,11 +88,7 @@ def encoded(value: Any) -> Any:
 def decoded(cls: type[Decoded], value: Any, where: str, known: Decoded | None = None) -> Decoded:
     """Return the dataclass of which :func:`encoded` made ``value``; lists may stand for tuples, as in JSON.
 
-    Args:
-        cls: with annotations of all its fields.
-        value: of any origin.
-        where: how an error calls it.
-        known: an instance; what is not saved, and cannot be made, is as in it. It stays as it is.
+    Errors call it ``where``. What is not saved, and cannot be made, is as in the instance ``known``, which stays.
     """
     made: Decoded = _decoded(cls, value, where, known)
     return made

@@ -12,13 +12,10 @@ _T = TypeVar("_T")
 
 
 def within(limit: timedelta, call: Callable[[], _T], give_up: Callable[[_T], object] | None = None) -> _T:
-    """Return what ``call()`` returns, or leave it to itself after ``limit``.
+    """Return what ``call()`` returns, or leave it to itself after ``limit``; a later result goes to ``give_up``, there.
 
     The call runs in a daemon thread: a store whose keeper is stopped never answers, and torch's own time limits do not
     end every wait for it.
-
-    Args:
-        give_up: is called, in that thread, with a result that comes after the limit.
     """
     outcome: list[tuple[Any, BaseException | None]] = []
     is_left, lock = threading.Event(), threading.Lock()

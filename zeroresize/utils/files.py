@@ -21,11 +21,7 @@ _numbers = itertools.count()
 
 
 class BestEffort:
-    """Lets the caller go on where something cannot be written: it is lost, with one warning.
-
-    Args:
-        what: what is written, with which the warning begins.
-    """
+    """Lets the caller go on where something cannot be written: it is lost, with one warning that names ``what``."""
 
     def __init__(self, what: str) -> None:
         self._what, self._has_failed = what, False
@@ -42,11 +38,7 @@ class BestEffort:
 
 
 class GrowingFile:
-    """Appends whole pieces to a file, without a buffer.
-
-    Args:
-        path: the file, which is made if it is not there.
-    """
+    """Appends whole pieces to a file, without a buffer."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
@@ -75,10 +67,8 @@ class GrowingFile:
 class JsonLines:
     """Appends to a file. A line is complete once written, so the file can be read at any time.
 
-    Args:
-        path: the file; its folder is made.
-        until: the key of a number that every line has, and the largest number of the lines that stay; None keeps all
-            lines. The old file stays whole until the new one is.
+    ``until``: the key of a number that every line has, and the largest number of the lines that stay; None keeps all.
+    The old file stays whole until the new one is.
     """
 
     def __init__(self, path: str | Path, until: tuple[str, int] | None = None) -> None:
@@ -145,15 +135,11 @@ def _stays(path: Path, number: int, values: Mapping[str, Any], until: tuple[str,
 
 
 class EventBoard:
-    """Writes scalars where TensorBoard finds them; needs the package ``tensorboard``.
+    """Writes scalars where TensorBoard finds them; needs the package ``tensorboard``, and a folder for each process.
 
     What cannot be written is lost, with one warning. (The thread of ``torch.utils.tensorboard.SummaryWriter`` would end
-    with a traceback, and all later numbers with it.)
-
-    Args:
-        folder: the folder that the events go to; each process needs one of its own.
-        from_step: the first step of this run: events of it and of later ones that an interrupted run has left are
-            hidden; None keeps all.
+    with a traceback, and all later numbers with it.) Events of ``from_step`` and later ones that an interrupted run has
+    left are hidden.
     """
 
     def __init__(self, folder: str | Path, *, from_step: int | None) -> None:

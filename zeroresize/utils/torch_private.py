@@ -1,6 +1,6 @@
-"""Every private name of torch that this package uses: what it is for, and what happens where a version lacks it.
+"""Every private name of torch that this package uses, and what it is for; nothing else in the package names one.
 
-Nothing else in the package names a private part of torch, so that a new version of torch is read against this file.
+A new version of torch is read against this file: where it lacks a name, what needs that is an AttributeError.
 ``_parameters``, ``_buffers`` and ``_modules`` of ``torch.nn.Module`` and ``_version`` of tensors are reached here, too.
 """
 
@@ -30,21 +30,16 @@ _c10d: Any = dist.distributed_c10d
 
 
 def default_store() -> Store:
-    """Return the store of the job, where ranks of any group can meet: ``distributed_c10d._get_default_store``.
-
-    torch has no public way to the store that ``init_process_group`` was given or has made. Where the name is missing,
-    no group of this package can be made: an AttributeError.
-    """
+    """Return the store of the job, that ``init_process_group`` was given or has made: ``_get_default_store``."""
     return _c10d._get_default_store()
 
 
 def known_groups() -> dict[ProcessGroup, str]:
     """Return all process groups that torch knows in this process, by name: ``distributed_c10d._world.pg_names``.
 
-    They tell which group ``new_group`` has left with torch when it failed. Where the name is missing there are none,
-    and such a group stays.
+    They tell which group ``new_group`` has left with torch when it failed.
     """
-    return dict(getattr(getattr(_c10d, "_world", None), "pg_names", {}))
+    return dict(_c10d._world.pg_names)
 
 
 @contextmanager
@@ -52,14 +47,9 @@ def name_of_next_group(name: str) -> Iterator[None]:
     """Give the next group that this thread makes a name, by which its ranks find each other in the store.
 
     ``torch.distributed.new_group`` has no argument for it. It asks ``distributed_c10d._process_group_name``, which is
-    replaced until it was called once. Where that is missing, torch names the group by how many groups this process
-    knows: ranks that know different ones then wait for each other until the time limit.
+    replaced until it was called once.
     """
-    usual = getattr(_c10d, "_process_group_name", None)
-    if usual is None:
-        yield
-        return
-    thread = threading.get_ident()
+    usual, thread = _c10d._process_group_name, threading.get_ident()
 
     def given(ranks: Sequence[int], use_hashed_name: bool) -> str:
         if threading.get_ident() != thread:
@@ -82,15 +72,10 @@ def name_of_next_group(name: str) -> Iterator[None]:
 def groups_are_not_split() -> Iterator[None]:
     """Let groups be made without splitting the job's NCCL communicator while the block lasts.
 
-    torch splits it where the job is bound to a device, ``ProcessGroup.bound_device_id``, and a split needs every rank
-    of the job. Versions without the name do not split.
+    torch splits it where the job is bound to a device, ``bound_device_id``, and a split needs every rank of the job.
     """
     job: Any = dist.group.WORLD
-    device = getattr(job, "bound_device_id", None)
-    if device is None:
-        yield
-        return
-    job.bound_device_id = None
+    device, job.bound_device_id = job.bound_device_id, None
     try:
         yield
     finally:
@@ -98,10 +83,7 @@ def groups_are_not_split() -> Iterator[None]:
 
 
 def backend_of(process_group: ProcessGroup, device: torch.device) -> Any:
-    """Return what communicates for tensors on ``device``, such as a ProcessGroupGloo: ``ProcessGroup._get_backend``.
-
-    It tells the backend's kind and its options. Where the name is missing: an AttributeError.
-    """
+    """Return what communicates for tensors on ``device``, such as a ProcessGroupGloo: ``ProcessGroup._get_backend``."""
     return process_group._get_backend(device)
 
 
@@ -111,18 +93,12 @@ def backends_of(process_group: ProcessGroup) -> list[Any]:
 
 
 def timeout_of(backend: Any) -> timedelta | None:
-    """Return the time limit that a backend was made with: ``_timeout`` of its options.
-
-    None where it does not expose it: backends other than gloo and NCCL, or another version of torch.
-    """
+    """Return the time limit of a backend, ``_timeout`` of its options; None for others than gloo and NCCL."""
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def nccl_options(timeout: timedelta) -> Any:
-    """Return options for a ``ProcessGroupNCCL`` with a time limit, which has no public name: ``Options._timeout``.
-
-    Where it is missing, setting it is an AttributeError, or the backend keeps its default limit.
-    """
+    """Return options for a ``ProcessGroupNCCL`` with a time limit: ``Options._timeout``."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return options
@@ -133,25 +109,16 @@ PRIVATE_COLLECTIVES = ("_allgather_base", "_reduce_scatter_base")
 
 
 def replace_ddp_broadcast(replacement_of: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the function with which DistributedDataParallel sends buffers: ``distributed._broadcast_coalesced``.
-
-    Waits in it are watched. Where the name is missing they count as work of this rank.
-    """
-    broadcast = getattr(dist, "_broadcast_coalesced", None)
-    if broadcast is not None:
-        setattr(dist, "_broadcast_coalesced", replacement_of(broadcast))  # noqa: B010 - mypy knows no such attribute
+    """Replace the function with which DistributedDataParallel sends buffers: ``distributed._broadcast_coalesced``."""
+    module: Any = dist
+    module._broadcast_coalesced = replacement_of(module._broadcast_coalesced)
 
 
 def replace_functional_wait(replacement_of: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace what ``torch.ops._c10d_functional.wait_tensor`` calls, by which DTensor and compiled code wait: ``_op``.
-
-    Waits in it are watched. Where a name is missing they count as work of this rank.
-    """
-    packet = getattr(torch.ops._c10d_functional, "wait_tensor", None)
-    operators: list[Any] = [packet, getattr(packet, "default", None)]
-    for operator in operators:
-        if hasattr(operator, "_op"):
-            setattr(operator, "_op", replacement_of(operator._op))  # noqa: B010 - mypy knows no such attribute
+    """Replace what ``_c10d_functional.wait_tensor`` calls, by which DTensor and compiled code wait: ``_op``."""
+    packet: Any = torch.ops._c10d_functional.wait_tensor
+    for operator in (packet, packet.default):
+        operator._op = replacement_of(operator._op)
 
 
 # ---------------------------------------------------------------------------------------------------------- backward
@@ -161,31 +128,39 @@ def current_backward() -> int:
     """Return a number of the backward that this thread is in, -1 outside of one: ``_C._current_graph_task_id``.
 
     It tells a forward that is computed again from a first one, and gradients of one backward from those of the next.
-    Where the name is missing: an AttributeError.
     """
     return torch._C._current_graph_task_id()
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Have autograd call ``callback`` when the current backward ends: ``Variable._execution_engine.queue_callback``.
-
-    Where the name is missing: an AttributeError.
-
-    Raises:
-        RuntimeError: outside of a backward.
-    """
+    """Have autograd call ``callback`` when the current backward ends; a RuntimeError outside of one."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def in_compiled_autograd() -> bool:
-    """Return whether compiled autograd runs the current backward: ``torch._dynamo.compiled_autograd``.
+    """Return whether compiled autograd runs the current backward: ``torch._dynamo.compiled_autograd``, if imported."""
+    compiled_autograd: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled_autograd is not None and bool(compiled_autograd.in_compiled_autograd_region)
 
-    Older versions of torch tell only whether it is switched on; one without the module, or where nothing has imported
-    it, does not compile.
+
+def gradients_within_modes(total: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a scalar as ``torch.autograd.grad`` does; None for inputs that have no part in it.
+
+    That hands itself to a mode of functions, which is off meanwhile, also for what activation checkpointing computes
+    again; ``torch.autograd.graph._engine_run_backward`` leaves it on.
     """
-    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
-    is_switched_on = getattr(compiled_autograd, "compiled_autograd_enabled", False)
-    return bool(getattr(compiled_autograd, "in_compiled_autograd_region", is_switched_on))
+    if not inputs:
+        return ()
+    gradients: tuple[Tensor | None, ...] = torch.autograd.graph._engine_run_backward(
+        (total,), (torch.ones_like(total),), True, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
+    return gradients
+
+
+def hooks_of_saved_tensors() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """Return what packs and unpacks saved tensors now, ``_top_saved_tensors_default_hooks``; None for nothing."""
+    private: Any = torch._C._autograd
+    return private._top_saved_tensors_default_hooks(True)
 
 
 # ----------------------------------------------------------------------------------------------------- torch.compile
@@ -194,13 +169,10 @@ def in_compiled_autograd() -> bool:
 def keep_order_in_graphs(operator: Any) -> None:
     """Have compiled graphs run an operator, and others marked so, in the order of the program.
 
-    It is ``library._register_effectful_op`` with ``_library.effects.EffectType``. Where a version lacks one of them,
-    order is what the operators' results need, and what the compiler chooses alike for equal shapes.
+    It is ``library._register_effectful_op`` with ``_library.effects.EffectType``.
     """
-    register = getattr(torch.library, "_register_effectful_op", None)
-    effects: Any = sys.modules.get("torch._library.effects")
-    if register is not None and effects is not None:
-        register(operator, effects.EffectType.ORDERED)
+    library: Any = torch.library
+    library._register_effectful_op(operator, sys.modules["torch._library.effects"].EffectType.ORDERED)
 
 
 def not_in_graphs(function: Any) -> Any:
@@ -216,13 +188,12 @@ def constant_in_graphs(function: Any) -> Any:
 
 
 def let_shapes_of_parameters_vary() -> None:
-    """Let dynamo take a parameter's size for a variable once it has changed: ``config.force_parameter_static_shapes``.
+    """Let dynamo, once imported, take a parameter's size for a variable when it has changed, not compile anew for each.
 
-    Otherwise each new size compiles anew, up to a limit. A size that never changes stays a constant. Where the name is
-    missing, each size compiles anew.
+    It is ``config.force_parameter_static_shapes``. A size that never changes stays a constant.
     """
     config: Any = sys.modules.get("torch._dynamo.config")
-    if config is not None and getattr(config, "force_parameter_static_shapes", False):
+    if config is not None:
         config.force_parameter_static_shapes = False
 
 
@@ -230,29 +201,22 @@ def let_shapes_of_parameters_vary() -> None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often something was written to a tensor in place: ``Tensor._version``, known to every version."""
+    """Return how often something was written to a tensor in place: ``Tensor._version``."""
     return tensor._version
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return a number of a tensor's storage, also on the meta device, where no memory tells it: ``_cdata``.
-
-    Where the name is missing: an AttributeError.
-    """
+    """Return a number of a tensor's storage, also on the meta device, where no memory tells it: ``_cdata``."""
     storage: Any = tensor.untyped_storage()
     return storage._cdata
 
 
-#: A ``__torch_function__`` that leaves all to ``__torch_dispatch__``. torch documents it under this private name, so
-#: that a version without it cannot import this package.
+#: A ``__torch_function__`` that leaves all to ``__torch_dispatch__``.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 def make_wrapper(cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """Make a tensor without memory, of a class with ``__torch_dispatch__``: ``Tensor._make_wrapper_subclass``.
-
-    Where the name is missing, ``sharded_state_dict`` is an AttributeError.
-    """
+    """Make a tensor without memory, of a class with ``__torch_dispatch__``: ``Tensor._make_wrapper_subclass``."""
     return torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
 
 
@@ -262,10 +226,7 @@ def is_copy_to(function: Any) -> bool:
 
 
 def reshaped_output(y: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return ``y`` in another shape, and not as a view for autograd: ``ops.aten._unsafe_view``.
-
-    Nobody else may hold the memory of ``y``. Where the name is missing: an AttributeError.
-    """
+    """Return ``y``, whose memory nobody else holds, in another shape, and not as a view: ``ops.aten._unsafe_view``."""
     return torch.ops.aten._unsafe_view(y, shape)
 
 
@@ -283,7 +244,6 @@ def jagged_like(x: Tensor, values: Tensor) -> Tensor:
     """Return ``values`` as a jagged tensor with the sequences of ``x``: ``_ragged_idx``, ``_maybe_min_seqlen``, ….
 
     The lengths are handed on where they are known: computing them would wait for the device.
-    Where a name is missing: an AttributeError.
     """
     jagged: Any = x
     lengths = jagged._ragged_idx, jagged._maybe_min_seqlen, jagged._maybe_max_seqlen
@@ -291,11 +251,7 @@ def jagged_like(x: Tensor, values: Tensor) -> Tensor:
 
 
 def is_flat_parameter(parameter: Tensor) -> bool:
-    """Return whether FSDP1 puts a part of a flat parameter in its place while it computes: ``_fsdp_flattened``.
-
-    FSDP sets the mark on a parameter under ``use_orig_params=True``. Where it sets none, such a weight is told by its
-    shape, where it has another.
-    """
+    """Return whether FSDP1 puts a part of a flat parameter in its place while it computes: ``_fsdp_flattened``."""
     return getattr(parameter, "_fsdp_flattened", False)
 
 
@@ -304,8 +260,7 @@ def is_tensor_of_tensors(tensor: Tensor) -> bool:
     return _python_dispatch.is_traceable_wrapper_subclass(tensor)
 
 
-#: The base of modes that see every operator, and the type of operators. torch has no public names for them, so that a
-#: version without them cannot import this package.
+#: The base of modes that see every operator, and the type of operators.
 DispatchMode = _python_dispatch.TorchDispatchMode
 Operator = torch._ops.OpOverload
 
@@ -371,7 +326,7 @@ def dtensor_like(dtensor: Tensor, local: Tensor) -> Tensor:
 def strided_shard(dim: int, num_parts: int) -> Any:
     """Return the placement by which a rank holds its share of each of equal parts: ``placement_types._StridedShard``.
 
-    Checkpoints of DTensors do not know it. Where the name is missing, parts cannot be split: an AttributeError.
+    Checkpoints of DTensors do not know it.
     """
     return sys.modules["torch.distributed.tensor"].placement_types._StridedShard(dim, split_factor=num_parts)
 
@@ -382,32 +337,10 @@ def is_dividing(placement: Any) -> bool:
 
 
 def classes_of_checkpoint_index() -> tuple[Any, Any]:
-    """Return what an index of torch.distributed.checkpoint names under private names, to read one.
-
-    They are the enumeration of memory formats, ``metadata._MEM_FORMAT_ENCODING``, and where a piece lies in a file,
-    ``filesystem._StorageInfo``. Where a name is missing, the reader of such an index cannot be imported.
-    """
+    """Return what an index of checkpoints names: ``metadata._MEM_FORMAT_ENCODING``, ``filesystem._StorageInfo``."""
     from torch.distributed.checkpoint import filesystem, metadata  # not at every import of this package
 
     return metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo
-
-
-# ---------------------------------------------------------------------------------------------------------- backward
-
-
-def gradients_within_modes(total: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a scalar as ``torch.autograd.grad`` does; None for inputs that have no part in it.
-
-    That hands itself to a mode of functions, which is off meanwhile, also for what activation checkpointing computes
-    again; ``torch.autograd.graph._engine_run_backward`` leaves it on. Where the name is missing, it is off.
-    """
-    run = getattr(torch.autograd.graph, "_engine_run_backward", None)
-    if run is None or not inputs:
-        return torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True)
-    gradients: tuple[Tensor | None, ...] = run(
-        (total,), (torch.ones_like(total),), True, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
-    )
-    return gradients
 
 
 # ----------------------------------------------------------------------------------------------------------- modules
@@ -434,11 +367,7 @@ def unsaved_buffers_of(module: nn.Module) -> set[str]:
 
 
 def hooks_of(module: nn.Module, kind: str) -> dict[int, Any]:
-    """Return a module's own dictionary of hooks of a kind: ``Module._forward_hooks`` and the like.
-
-    Args:
-        kind: "forward", "forward_pre", "backward" or "backward_pre".
-    """
+    """Return a module's own dictionary of hooks of a kind, as "forward_pre": ``Module._forward_hooks`` and the like."""
     hooks: dict[int, Any] = getattr(module, f"_{kind}_hooks")
     return hooks
 
@@ -449,32 +378,20 @@ def set_hooks(module: nn.Module, kind: str, hooks: dict[int, Any]) -> None:
 
 
 def hooks_of_all_modules(kind: str) -> Mapping[int, Any]:
-    """Return the hooks of a kind on every module: ``nn.modules.module._global_forward_hooks`` and the like.
-
-    Where the name is missing there are none: then they are not noticed.
-    """
-    hooks: Mapping[int, Any] = getattr(nn_module, f"_global_{kind}_hooks", {})
+    """Return the hooks of a kind on every module: ``nn.modules.module._global_forward_hooks`` and the like."""
+    hooks: Mapping[int, Any] = getattr(nn_module, f"_global_{kind}_hooks")
     return hooks
 
 
 def hooks_of_parameter(parameter: Tensor | None, kind: str) -> Mapping[int, Any]:
-    """Return the hooks of a kind on a tensor: ``Tensor._backward_hooks`` and the like.
-
-    Where the name is missing there are none: then they are not noticed.
-
-    Args:
-        kind: "backward" or "post_accumulate_grad".
-    """
+    """Return the hooks of a kind, "backward" or "post_accumulate_grad", on a tensor; none on None."""
     return getattr(parameter, f"_{kind}_hooks", None) or {}
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Return whether ``torch.compile`` wraps a module, or ``module.compile()`` was called: ``_compiled_call_impl``.
-
-    Where the names are missing it is taken for not compiled.
-    """
+    """Return whether ``torch.compile`` wraps a module, or ``module.compile()`` was called: ``_compiled_call_impl``."""
     kind: Any = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
-    return isinstance(module, kind) or getattr(module, "_compiled_call_impl", None) is not None
+    return isinstance(module, kind) or module._compiled_call_impl is not None
 
 
 #: What ``torch.fx`` stores in a module that it traces begins so.
@@ -493,7 +410,7 @@ def drop_step_hooks(optimizer: Optimizer) -> None:
 class GradScalerBase(torch.amp.GradScaler):
     """A loss scaler that has its scale from the start, as ranks that compute no loss need it, and unscales otherwise.
 
-    By ``_lazy_init_scale_growth_tracker`` and ``_unscale_grads_``, without which a scaler of torch's would do as ever.
+    By ``_lazy_init_scale_growth_tracker`` and ``_unscale_grads_``.
     """
 
     def __init__(self, device: str, **options: Any) -> None:
@@ -512,11 +429,7 @@ class GradScalerBase(torch.amp.GradScaler):
 
 
 def check_and_unscale(gradients: Sequence[Tensor], inv_scale: Tensor) -> Tensor:
-    """Multiply gradients of one device by ``inv_scale``: ``_amp_foreach_non_finite_check_and_unscale_``.
-
-    Returns:
-        1.0 on their device if one of them is not finite, else 0.0.
-    """
+    """Multiply gradients of one device by ``inv_scale``; return 1.0 there if one is not finite, else 0.0."""
     is_infinite = torch.zeros((), dtype=torch.float32, device=gradients[0].device)
     torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), is_infinite, inv_scale.to(is_infinite.device))
     return is_infinite
@@ -539,18 +452,14 @@ _DDP_ARGUMENTS = ("parameters", "expect_sparse_gradient", "param_to_name_mapping
 
 
 def running_ddp() -> DistributedDataParallel | None:
-    """Return the wrapper whose forward is under way: ``DistributedDataParallel._active_ddp_module``.
-
-    None where the name is missing: then layers inside of it are checked only where the wrapper is given.
-    """
-    return getattr(DistributedDataParallel, "_active_ddp_module", None)
+    """Return the wrapper whose forward is under way: ``DistributedDataParallel._active_ddp_module``."""
+    private: Any = DistributedDataParallel
+    running: DistributedDataParallel | None = private._active_ddp_module
+    return running
 
 
 def why_ddp_cannot_be_rebuilt(wrapper: DistributedDataParallel) -> str | None:
-    """Return why :func:`rebuild_ddp` is not possible; None if it is.
-
-    A version of torch that builds reducers by other methods, or with other arguments, is a reason.
-    """
+    """Return why :func:`rebuild_ddp` is not possible, as where torch builds reducers differently; None if it is."""
     private: Any = wrapper
     if getattr(private, "mixed_precision", None) is not None:
         return "it was made with mixed_precision"
@@ -588,15 +497,6 @@ def rebuild_ddp(wrapper: DistributedDataParallel) -> None:
         private._static_graph_delay_allreduce_enqueued = False
         private.reducer._set_static_graph()
         private.logger._set_static_graph()
-
-
-def hooks_of_saved_tensors() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """Return what packs and unpacks saved tensors now: ``_top_saved_tensors_default_hooks``; None where nothing does.
-
-    Versions of torch that do not tell have none, as far as is known.
-    """
-    tell = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return tell(True) if tell is not None else None
 
 
 def leaves_of(value: Any) -> list[Any]:

@@ -12,11 +12,7 @@ LARGEST_COUNT = 2**31 - 1
 
 
 def at_least(key: str, value: Any, least: int, most: int = LARGEST_COUNT, *, otherwise: str = "") -> None:
-    """Check for a whole number of at least ``least`` and at most ``most``.
-
-    Args:
-        otherwise: what may stand in its place, for the error.
-    """
+    """Check for a whole number from ``least`` to ``most``; errors say what may stand there ``otherwise``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         choices = f"a whole number of at least {least}{f', or {otherwise},' if otherwise else ''}"
         raise ValueError(f"{key}={value!r} is not allowed: {choices} is needed")
@@ -77,10 +73,8 @@ def known_keys(
 ) -> Mapping[str, Any]:
     """Check that ``values`` is a mapping that has no key but those ``known``, and return it.
 
-    Args:
-        what: how a message calls such a key, as "balance key".
-        room: the name under which ``values`` stand in a larger mapping: a message calls the key ``a`` then ``room.a``.
-        elsewhere: further keys that a wrong one may be meant for, as a message calls them.
+    ``what`` is how a message calls such a key, ``room`` the name of ``values`` in a larger mapping, as in ``room.a``;
+    ``elsewhere`` are further keys that a wrong one may be meant for.
     """
     if not isinstance(values, Mapping):
         given = "nothing ({} is an empty one)" if values is None else type(values).__name__
@@ -103,12 +97,9 @@ def closest(key: str, known: Sequence[str], cutoff: float = 0.6) -> str | None:
 
 
 def share_numbers(shares: Any, num_ranks: int | None = None, choices: str = "", *, call: str = "") -> tuple[float, ...]:
-    """Check what a user gives as the shares of the ranks of a group, and return it as floats.
+    """Check what a user gives as the shares of the ranks of a group, or to a function ``call``; return it as floats.
 
-    Args:
-        num_ranks: how many there must be; None where the group is not known yet.
-        choices: the words that are allowed in their place, for the error.
-        call: the function that was given them, for the error; empty for a key of the configuration.
+    There must be ``num_ranks``, unless the group is not known yet; ``choices`` are words allowed in their place.
     """
     is_row = isinstance(shares, Sequence) and not isinstance(shares, str)
     is_sound = is_row and all(is_number(share) and 0.0 <= share < math.inf for share in shares) and any(shares)
