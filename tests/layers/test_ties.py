@@ -1,7 +1,6 @@
 """Weights that layers share, before and after the layers are split."""
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -101,22 +100,6 @@ def test_layers_that_are_split_otherwise_are_refused(run_ranks):
                 zr.convert(model)
 
     run_ranks(refusals, 2)
-
-
-def test_weights_that_torch_has_untied_are_named_once(run_ranks, caplog):
-    def warnings(rank, group):
-        lines = []
-        for model in (model_of(), model_of(words=True), nn.ModuleDict({"up1": nn.Linear(WIDTH, HIDDEN)})):
-            caplog.clear()
-            with caplog.at_level(logging.WARNING):
-                if isinstance(model, Tied):
-                    zr.convert(split(model, group, "torch"))
-            lines.append([line for line in caplog.messages if "probably" in line])
-        return lines
-
-    (both, words, none), others = run_ranks(warnings, 2)
-    assert len(both) == len(words) == 1 and not none and not any(others)
-    assert "up1.weight and up2.weight" in both[0] and "embed.weight and up2.weight" in words[0]
 
 
 def test_a_frozen_model_made_of_the_same_whole_layers_is_no_tie(run_ranks):

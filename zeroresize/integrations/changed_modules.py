@@ -63,27 +63,13 @@ def why_hooked(module: nn.Module) -> str | None:
     return None
 
 
-def why_adapted(model: nn.Module, name: str, layer: nn.Module | None = None) -> str | None:
-    """Tell why units of the layer called ``name`` may not move alone; None where no layer of PEFT is around it.
-
-    Args:
-        layer: if given, it was called so when it was converted, and may be elsewhere in the model since.
-    """
-    there: Any = model
-    path: list[str] = []
-    for part in name.split("."):
-        if layer is None and _is_of_peft(there):
-            return f"{'.'.join(path) or 'the model'} is a {_kind_of(there)} around it, {_STAYS_BEHIND}"
-        there = getattr(there, part, None)
-        path.append(part)
-    if layer is None or there is layer:
-        return None
-    holders = (module for module in model.modules() if _is_of_peft(module) and layer in set(module.modules()))
-    holder = next(holders, None)
-    return None if holder is None else f"was put into a {_kind_of(holder)} after convert, {_STAYS_BEHIND}"
-
-
-_STAYS_BEHIND = "whose matrices of the layer's units would stay behind"
+def why_adapted(model: nn.Module, layer: nn.Module) -> str | None:
+    """Tell why units of a layer in ``model`` may not move alone; None where no layer of PEFT is around it."""
+    for holder in filter(_is_of_peft, model.modules()):
+        if any(module is layer for module in holder.modules()):
+            kind = f"{type(holder).__module__}.{type(holder).__name__}"
+            return f"it is in a {kind}, whose matrices of the layer's units would stay behind"
+    return None
 
 
 @contextmanager
@@ -122,10 +108,6 @@ def _unwrapped(hook: Any) -> Any:
 def _name_of(function: Any) -> str:
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
-
-
-def _kind_of(module: Any) -> str:
-    return f"{type(module).__module__}.{type(module).__name__}"
 
 
 def _is_of_peft(module: Any) -> bool:

@@ -38,11 +38,7 @@ _KINDS = {"ColwiseParallel": True, "RowwiseParallel": False}
 
 @dataclass(frozen=True)
 class _Style:
-    """What a style does to a layer.
-
-    Attributes:
-        take_off: takes its hooks, or its forward, off.
-    """
+    """What a style does to a layer."""
 
     name: str
     layouts: LinearLayouts

@@ -82,8 +82,8 @@ class _Search:
     def _reason(self, name: str) -> str:
         layer = self._layers[name]
         row = self._ends_at.get(name)
-        if layer.why_even is not None:  # naming it would be refused
-            return layer.why_even
+        if (why := layer.why_even or why_adapted(self._model, layer)) is not None:  # naming it would be refused
+            return why
         if name in self._reasons:
             return self._reasons[name]
         if row in self._reasons:
@@ -112,8 +112,6 @@ class _Search:
                 continue
             inside = self._free(name)
             try:
-                if why := next(filter(None, (why_adapted(self._model, each) for each in inside)), None):
-                    raise StaysEven(why)
                 for segment in registered_segments(module):
                     self._take_registered(segment)
             except StaysEven as error:
@@ -152,8 +150,7 @@ class _Search:
                     self._reasons[name] = str(error)
                     continue
                 except (NotProven, StaysEven) as error:
-                    adapted = next(filter(None, (why_adapted(self._model, each) for each in (name, *inside))), None)
-                    self._reasons[name] = adapted or f"{error}: {_NAME_IT}"
+                    self._reasons[name] = f"{error}: {_NAME_IT}"
                     for layer_name in inside:
                         self._ends_at.setdefault(layer_name, name)
                 break
@@ -274,7 +271,7 @@ class _Search:
         for key, parameter in parameters.items():
             if self._uses[id(parameter)] > 1:
                 raise StaysEven(f"{name} shares its {key} with another module")
-        if (why := why_adapted(self._model, name) or layer.why_even) is not None:
+        if (why := why_adapted(self._model, layer) or layer.why_even) is not None:
             raise StaysEven(f"{name}: {why}")
         if mode is not None:
             raise StaysEven(f"{name} has seq_parallel_mode={mode!r}")
@@ -317,7 +314,7 @@ def _still_sound(
 
     def ask() -> str | None:
         for name, layer in layers.items():
-            if (changed := why_adapted(model, name, layer) or why_changed(layer)) is not None:
+            if (changed := why_adapted(model, layer) or why_changed(layer)) is not None:
                 return f"{name} {changed}"
         return None if why_even is None else why_even()
 

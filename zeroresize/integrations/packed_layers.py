@@ -47,11 +47,7 @@ def described(parts: Sequence[int] | None) -> str:
 def require_right_parts(
     model: nn.Module, layers: Mapping[str, BalancedLinear], num_ranks: int, with_given_parts: Collection[str]
 ) -> None:
-    """Check that the forwards of ``model`` cut no layer's output at other features than it was split at.
-
-    Args:
-        with_given_parts: layers of which somebody has said how their weights are packed on a rank.
-    """
+    """Check that the forwards of ``model`` cut no layer's output at other features than it was split at."""
     modules = dict(model.named_modules())
     for name, layer in layers.items():
         parts = layer.parts
@@ -133,10 +129,7 @@ class _Reading(ForwardTracer):
         self._blocks: dict[fx.Node, frozenset[tuple[int, int]]] = {}
 
     def cuts(self) -> dict[str, set[int]]:
-        """Return where blocks end on this rank, for each operation that makes some, if they are told apart.
-
-        Blocks that only join again are not, such as heads that are computed one after the other.
-        """
+        """Return where blocks end on this rank, for each operation that makes some, if they are told apart."""
         blocks = frozenset[tuple[int, int]]().union(*self._blocks.values())
         are_few = len(blocks) in (2, 3) or len({end - begin for begin, end in blocks}) > 1
         return self._ends if self._have_met or (not self.is_complete and are_few) else {}
@@ -223,14 +216,7 @@ class _Shaped(fx.Proxy):
 
 
 def block_in(view: Tensor, whole: Tensor, size: int) -> tuple[int, int] | None:
-    """Return which block of ``size`` features a view holds, (its first one, behind its last one).
-
-    Args:
-        whole: what it is a view of, which holds them all, as heads where strides tell so.
-
-    Returns:
-        None where it holds only some features of every head.
-    """
+    """Return which block of ``size`` features a view holds, (its first one, behind its last one)."""
     begin, end, step, count = _features(view, size)
     if count == size:
         return 0, size

@@ -126,10 +126,7 @@ class ForwardTracer(fx.Tracer):
 
 
 class _StimulatedTracer(ForwardTracer):
-    """Computes with numbers what follows from a stimulus by element-wise operations, and traces the rest.
-
-    Whatever else is done to such numbers is traced, too, and noted.
-    """
+    """Computes with numbers what follows from a stimulus by element-wise operations, and traces the rest."""
 
     def __init__(self, holding: nn.Module | None, stimulus: Stimulus) -> None:
         super().__init__(holding)
@@ -351,14 +348,7 @@ def _in_mode(module: nn.Module, training: bool | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TracedAgain:
-    """Traces the module that holds a segment as ``convert`` did; called, it tells what is not as it was.
-
-    Attributes:
-        model: that the segment was found in.
-        holder, name: the module whose forward proves the segment, and its name in the model.
-        row: the layer that ends the segment.
-        reading: what tracing read at convert.
-    """
+    """Traces the module that holds a segment as ``convert`` did; called, it tells what is not as it was."""
 
     model: nn.Module
     holder: nn.Module
@@ -382,10 +372,7 @@ class TracedAgain:
 
 
 def reached_around(holder: nn.Module, layers: Sequence[Any], model: nn.Module) -> list[Any]:
-    """Return which of the layers in ``holder`` the model also reaches on a way that does not pass it.
-
-    All of them where ``holder`` is not in the model any more.
-    """
+    """Return which of the layers in ``holder`` the model also reaches on a way that does not pass it."""
     seen: set[nn.Module] = set()
     todo = [model]
     while todo:

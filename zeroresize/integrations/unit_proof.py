@@ -101,12 +101,7 @@ class Stimulus:
 def require_unmixed(
     columns: Mapping[Any, Rows], row: Any, num_rows: int, compute: Callable[[Stimulus], object]
 ) -> None:
-    """Check that each unit has the same numbers, whichever other units there are.
-
-    Args:
-        columns, row, num_rows: as of :class:`Stimulus`.
-        compute: runs what lies between the layers with a stimulus for them.
-    """
+    """Check that each unit has the same numbers, whichever other units there are."""
     whole, part = (Stimulus(columns, row, num_rows, units) for units in (range(NUM_UNITS), KEPT))
     compute(whole)
     compute(part)
@@ -129,13 +124,7 @@ def require_unmixed_in_call(
     call: Callable[[Tensor], object],
     on_change: Callable[[list[int]], object] | None,
 ) -> None:
-    """Check that between these layers ``call`` mixes no units.
-
-    Args:
-        module: holds the layers.
-        call: takes the replicated input, and calls the row-parallel layer at the end.
-        on_change: lets the module follow the units that are there.
-    """
+    """Check that between these layers ``call`` mixes no units."""
 
     def compute(stimulus: Stimulus) -> None:
         def read(x: Any, *_: Any) -> None:
