@@ -13,8 +13,7 @@ from zeroresize.layers.local_parts import local_of
 EXACT = zr.BalanceConfig(mode="exact")
 OPTIMIZERS = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True),
-    "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True, fused=True),
     "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3, centered=True),
 }
 

@@ -84,7 +84,7 @@ def test_a_decoder_that_was_split_when_loaded_trains_as_whole_and_is_saved_whole
 
 
 def test_a_model_from_a_configuration_that_torch_has_split_trains_as_whole(run_ranks):
-    makers = {"llama": whole_decoder, "bert": whole_encoder, "vit": whole_encoder}
+    makers = {"llama": whole_decoder, "bert": whole_encoder}
     expected = {}
     for kind, make in makers.items():
         whole = make(kind)

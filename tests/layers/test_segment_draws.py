@@ -193,7 +193,7 @@ def test_check_segments_says_dropout_where_ranks_would_drop_what_all_hold(run_ra
         x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1))
         attention, path, noise = (BETWEEN[name] for name in ("SDPA", "drop path by rand", "noise"))
         keyed = nn.Sequential(nn.Dropout(0.2), nn.Dropout(0.4))
-        for between in (BETWEEN["alpha_dropout"], in_order(path, attention, noise), keyed):
+        for between in (in_order(path, attention, noise), keyed):
             zr.check_segments(blocks_of(group, plain, between, (1, 2)), x)
         with pytest.raises(ValueError, match=r"0\.down \(heads\): .*dropout: .*aten::rand_like of shape \[2, 1, 1\]"):
             zr.check_segments(blocks_of(group, plain, in_order(attention, path)), x)

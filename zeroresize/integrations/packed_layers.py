@@ -22,7 +22,8 @@ from torch import Tensor, fx, nn
 from zeroresize.integrations.changed_modules import own_hooks_off
 from zeroresize.integrations.known_modules import is_elementwise_function, is_elementwise_module, name_of_function
 from zeroresize.integrations.module_state import nothing_kept
-from zeroresize.integrations.traced_segments import ForwardTracer, WatchedFunctions, arguments_of
+from zeroresize.integrations.traced_segments import ForwardTracer, arguments_of
+from zeroresize.integrations.unit_proof import WatchedFunctions
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.utils.torch_private import leaves_of
 

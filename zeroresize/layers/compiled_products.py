@@ -12,7 +12,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,15 +31,15 @@ from zeroresize.utils.torch_private import (
     let_shapes_of_parameters_vary,
 )
 
-if TYPE_CHECKING:
-    from zeroresize.layers.balanced_linear import BalancedLinear
-
 #: So many plans a layer remembers for backwards of forwards that lie before a change of plan.
 _MOST_PLANS = 8
 
 
 class _Lent(bytearray):
-    """What the backward of a forward with loans needs besides the graph's tensors."""
+    """What the backward of a forward with loans needs besides the graph's tensors.
+
+    The tensor with its number lies in this array's bytes and so keeps it, until autograd is done with that tensor.
+    """
 
     plan: LayerPlan | None
     loans: SharedProducts
@@ -49,7 +49,7 @@ class _Lent(bytearray):
 class CompiledForwards:
     """Keeps what a graph needs of one layer besides tensors."""
 
-    def __init__(self, layer: BalancedLinear) -> None:
+    def __init__(self, layer: Any) -> None:
         number = next(_numbers)
         self.number = torch.tensor(number, device="cpu")
         self._plans: deque[tuple[int, LayerPlan]] = deque(maxlen=_MOST_PLANS)

@@ -108,7 +108,10 @@ class _DTensorLinear(BalancedLinear, nn.Linear):
         return bool(mesh.ndim > 1 or mesh != self.layouts.mesh)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _DTensorLinear:
-        """As ``Module`` does for ``to``, ``half`` and such; what parameters are marked with stays."""
+        """As ``Module`` does for ``to``, ``half`` and such; what parameters are marked with stays.
+
+        Torch swaps DTensors for new ones, which would lose what forbids to gather them while units are away.
+        """
         marks = {name: dict(vars(parameter)) for name, parameter in self.named_parameters(recurse=False)}
         super()._apply(fn, recurse)
         for name, parameter in self.named_parameters(recurse=False):

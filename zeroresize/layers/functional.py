@@ -217,7 +217,10 @@ def _as_tokens(x):
 
 
 def _as_output(y, x):
-    """``y`` with the leading dimensions of ``x``, and not a view for autograd."""
+    """``y`` with the leading dimensions of ``x``, and not a view for autograd.
+
+    Autograd forbids modifying in place a view that a Function made. Nobody else holds the memory of ``y``.
+    """
     return reshaped_output(y, (*x.shape[:-1], y.shape[-1]))
 
 
@@ -252,7 +255,11 @@ def _wgrad(dy_TN, x_TK, w_NK, how):
 
 
 def _remembered(computed, last, plan):
-    """A copy of ``computed`` (the optimizer or clipping may change it in place), or ``last`` if it is not finite."""
+    """A copy of ``computed`` (the optimizer or clipping may change it in place), or ``last`` if it is not finite.
+
+    An overflow that is copied into pruned columns would overflow every later step. The check stays on the device. Lent
+    columns keep their last values, since this rank has not computed them.
+    """
     is_finite = torch.isfinite(computed).all()
     if last is None or last.shape != computed.shape:
         last = torch.zeros_like(computed)

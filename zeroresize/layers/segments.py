@@ -19,16 +19,10 @@ def work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, float]:
 
 
 def present_work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, float]:
-    """Return the same of what this rank owns now, in the same units."""
+    """Return the same of what this rank owns now, also where ``fully_shard`` leaves it only a part of that."""
     return {
-        name: float(math.prod(layer.even_shape if layer.segment is None else _shape_here(layer)))
-        for name, layer in layers.items()
+        name: float(math.prod(shard_shape(layer, group_rank(layer.process_group)))) for name, layer in layers.items()
     }
-
-
-def _shape_here(layer: BalancedLinear) -> tuple[int, int]:
-    """[N, K] of what this rank owns, also where ``fully_shard`` leaves it only a part of that between forwards."""
-    return shard_shape(layer, group_rank(layer.process_group))
 
 
 def shape_with(layer: BalancedLinear, num_units: int) -> tuple[int, int]:

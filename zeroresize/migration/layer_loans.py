@@ -86,14 +86,21 @@ class LayerLoans:
         return sum(tensor.untyped_storage().nbytes() for tensor in held)
 
     def forward_begins(self, weight: Tensor) -> None:
-        """Check the layer's ``weight`` [N, K]; after loans have changed, the first layer sends all layers' weights."""
+        """Check the layer's ``weight`` [N, K]; after loans have changed, the first layer sends all layers' weights.
+
+        Every rank's training forward comes here, so all ranks send at the same place.
+        """
         if self._sent is None:
             self._send_all_weights()
         if self._loans:
             self._check_weight(weight)
 
     def weight_in_force(self, weight: Tensor) -> Tensor:
-        """Return the layer's ``weight`` as a tensor whose gradient waits for the lent columns."""
+        """Return the layer's ``weight`` as a tensor whose gradient waits for the lent columns.
+
+        It is called on every rank, whether columns are lent or not, so autograd accumulates gradients and calls their
+        hooks in the same order everywhere.
+        """
         self.forward_begins(weight)
         if not self._loans and weight is not self._weight:  # replaced, and nothing of it is lent
             return self._layer.weight_in_graph()
