@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zeroresize as zr
+from zeroresize.layers.splitting import probably_untied
 
 WIDTH, HIDDEN = 4, 8
 
@@ -111,5 +112,13 @@ def test_a_frozen_model_made_of_the_same_whole_layers_is_no_tie(run_ranks):
             towers[name] = nn.Sequential(first, zr.RowParallelLinear.from_linear(down, process_group=group))
         towers["frozen"].requires_grad_(False)
         zr.convert(nn.ModuleDict(towers))
+
+    run_ranks(check, 2)
+
+
+def test_embeddings_that_torch_has_untied_are_told_by_their_numbers(run_ranks):
+    def check(rank, group):
+        assert list(probably_untied(split(model_of(words=True), group, "torch"))) == [("embed.weight", "up2.weight")]
+        assert list(probably_untied(split(model_of(), group, "torch"))) == []
 
     run_ranks(check, 2)

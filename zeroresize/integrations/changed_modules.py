@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,7 +32,6 @@ _OF_PARAMETERS = {
     "backward": "a hook, which may change its gradient",
     "post_accumulate_grad": "a post-accumulate hook, which may change its gradient",
 }
-_PEFT_FILE, _PEFT_CLASS = "peft.tuners.tuners_utils", "BaseTunerLayer"
 #: Their hooks on modules change nothing that is computed.
 _WATCHING = ("zeroresize.", "torch.utils.")
 #: Their hooks on parameters treat elements alike: they reduce over replicas, or count.
@@ -63,12 +63,18 @@ def why_hooked(module: nn.Module) -> str | None:
     return None
 
 
-def why_adapted(model: nn.Module, layer: nn.Module) -> str | None:
-    """Tell why units of a layer in ``model`` may not move alone; None where no layer of PEFT is around it."""
-    for holder in filter(_is_of_peft, model.modules()):
-        if any(module is layer for module in holder.modules()):
-            kind = f"{type(holder).__module__}.{type(holder).__name__}"
-            return f"it is in a {kind}, whose matrices of the layer's units would stay behind"
+def why_adapted(model: nn.Module, name: str, layer: Any) -> str | None:
+    """Tell why units of a layer may not move alone that was called so; None where no layer of PEFT is around it."""
+    kind: Any = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", None)
+    if kind is None:
+        return None
+    path: list[Any] = [model]
+    for part in name.split("."):
+        path.append(getattr(path[-1], part, None))
+    for holder in path if path[-1] is layer else model.modules():
+        if isinstance(holder, kind) and any(module is layer for module in holder.modules()):
+            named = f"{type(holder).__module__}.{type(holder).__name__}"
+            return f"it is in a {named}, whose matrices of the layer's units would stay behind"
     return None
 
 
@@ -108,7 +114,3 @@ def _unwrapped(hook: Any) -> Any:
 def _name_of(function: Any) -> str:
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
-
-
-def _is_of_peft(module: Any) -> bool:
-    return any(kind.__module__ == _PEFT_FILE and kind.__name__ == _PEFT_CLASS for kind in type(module).__mro__)

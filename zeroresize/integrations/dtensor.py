@@ -140,10 +140,9 @@ def _style_with_forward(module: Any) -> _Style:
 
 
 def _style_with_hooks(module: Any) -> _Style:
-    read_key, reads, *of_input = _hook_of_style(module, "forward_pre", "_prepare_input_fn")
+    read_key, reads, file, name, mesh = _hook_of_style(module, "forward_pre", "_prepare_input_fn")
     write_key, writes, *of_output = _hook_of_style(module, "forward", "_prepare_output_fn")
-    file, name, mesh = of_input
-    if of_input != of_output or mesh.ndim != 1:
+    if of_output != [file, name, mesh] or mesh.ndim != 1:
         raise _Unknown(f"its hooks are of different styles: {name} and {of_output[1]}")
     if "_bias" in dict(module.named_parameters(recurse=False)):
         raise _Unknown("transformers has moved its bias in a forward: convert before the first one")

@@ -82,7 +82,7 @@ class _Search:
     def _reason(self, name: str) -> str:
         layer = self._layers[name]
         row = self._ends_at.get(name)
-        if (why := layer.why_even or why_adapted(self._model, layer)) is not None:  # naming it would be refused
+        if (why := layer.why_even or why_adapted(self._model, name, layer)) is not None:  # naming it would be refused
             return why
         if name in self._reasons:
             return self._reasons[name]
@@ -268,7 +268,7 @@ class _Search:
         for key, parameter in parameters.items():
             if self._uses[id(parameter)] > 1:
                 raise StaysEven(f"{name} shares its {key} with another module")
-        if (why := why_adapted(self._model, layer) or layer.why_even) is not None:
+        if (why := why_adapted(self._model, name, layer) or layer.why_even) is not None:
             raise StaysEven(f"{name}: {why}")
         if mode is not None:
             raise StaysEven(f"{name} has seq_parallel_mode={mode!r}")
@@ -311,7 +311,7 @@ def _still_sound(
 
     def ask() -> str | None:
         for name, layer in layers.items():
-            if (changed := why_adapted(model, layer) or why_changed(layer)) is not None:
+            if (changed := why_adapted(model, name, layer) or why_changed(layer)) is not None:
                 return f"{name} {changed}"
         return None if why_even is None else why_even()
 

@@ -217,7 +217,10 @@ class _Shaped(fx.Proxy):
 
 
 def block_in(view: Tensor, whole: Tensor, size: int) -> tuple[int, int] | None:
-    """Return which block of ``size`` features a view holds, (its first one, behind its last one)."""
+    """Return which block of ``size`` features a view holds, (its first one, behind its last one).
+
+    None where it holds only some features of every head.
+    """
     begin, end, step, count = _features(view, size)
     if count == size:
         return 0, size

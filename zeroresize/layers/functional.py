@@ -192,7 +192,7 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w_NK, bias_N, how, forward, backward):
-        ctx.how, ctx.has_bias, ctx.gradients = how, bias_N is not None, backward
+        ctx.how, ctx.gradients = how, backward
         y, kept = forward(x, w_NK, bias_N, how)
         ctx.save_for_backward(x, w_NK, *kept)
         return y
@@ -201,9 +201,7 @@ class _Products(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, w_NK, *kept = ctx.saved_tensors
-        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
-        needed = needs_dx, needs_dw, ctx.has_bias and needs_db
-        return *ctx.gradients(dy, x, w_NK, kept, ctx.how, needed), None, None, None
+        return *ctx.gradients(dy, x, w_NK, kept, ctx.how, ctx.needs_input_grad[:3]), None, None, None
 
 
 def _forward(x, w_NK, bias_N, how):
