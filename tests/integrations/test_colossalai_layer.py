@@ -90,66 +90,42 @@ def test_a_swapped_layer_is_bitwise_colossalais(run_ranks):
 
 
 def test_layers_that_cannot_be_balanced_stay_exactly_as_they_were(run_ranks):
-    reasons = {
-        "gathered": "gather_output=True",
-        "sequence_split_col": "seq_parallel_mode='split_gather'",
-        "sequence_ring_col": "seq_parallel_mode='ring'",
-        "sequence_split_row": "seq_parallel_mode='split_gather'",
-        "sequence_ring_row": "seq_parallel_mode='ring'",
-        "fp8_col": "fp8_communication=True",
-        "fp8_row": "fp8_communication=True",
-        "zbv_col": "use_zbv=True",
-        "zbv_row": "use_zbv=True",
-        "chunked": "stream_chunk_num > 1",
-        "derived": "DerivedCol is a subclass with a forward of its own",
-        "normed": "its weight is no parameter: something makes it anew",
-        "parametrized": "its weight is no parameter: something makes it anew",
-        "elsewhere": "it belongs to another process group",
-    }
-
     def check(rank, group):
         host = Host(group)
         alone = [dist.new_group([0]), dist.new_group([1])][rank]
 
-        def col(process_group=group, **options):
-            return host.Linear1D_Col.from_native_module(nn.Linear(8, 8), process_group=process_group, **options)
+        def made(kind, process_group=group, **options):
+            return kind.from_native_module(nn.Linear(8, 8), process_group=process_group, **options)
 
-        def row(**options):
-            return host.Linear1D_Row.from_native_module(nn.Linear(8, 8), process_group=group, **options)
+        column, row = host.Linear1D_Col, host.Linear1D_Row
 
-        class DerivedCol(host.Linear1D_Col):
+        class DerivedCol(column):
             """Somebody's own layer."""
 
-        derived = col()
+        derived = made(column)
         derived.__class__ = DerivedCol
-        odd_layers = {
-            "gathered": col(gather_output=True),
-            "sequence_split_col": col(seq_parallel_mode="split_gather"),
-            "sequence_ring_col": col(seq_parallel_mode="ring"),
-            "sequence_split_row": row(seq_parallel_mode="split_gather"),
-            "sequence_ring_row": row(seq_parallel_mode="ring"),
-            "fp8_col": col(fp8_communication=True),
-            "fp8_row": row(fp8_communication=True),
-            "zbv_col": col(use_zbv=True),
-            "zbv_row": row(use_zbv=True),
-            "chunked": row(stream_chunk_num=2),
-            "derived": derived,
-            "normed": torch.nn.utils.weight_norm(col()),
-            "parametrized": torch.nn.utils.parametrizations.weight_norm(row()),
-            "elsewhere": col(process_group=alone),
+        cases = {
+            "gathered": (made(column, gather_output=True), "gather_output=True"),
+            "sequence_split": (made(column, seq_parallel_mode="split_gather"), "seq_parallel_mode='split_gather'"),
+            "sequence_ring": (made(row, seq_parallel_mode="ring"), "seq_parallel_mode='ring'"),
+            "fp8": (made(column, fp8_communication=True), "fp8_communication=True"),
+            "zbv": (made(row, use_zbv=True), "use_zbv=True"),
+            "chunked": (made(row, stream_chunk_num=2), "stream_chunk_num > 1"),
+            "derived": (derived, "DerivedCol is a subclass with a forward of its own"),
+            "normed": (torch.nn.utils.weight_norm(made(column)), "its weight is no parameter: something makes it anew"),
+            "elsewhere": (made(column, alone), "it belongs to another process group"),
         }
-        assert odd_layers.keys() == reasons.keys()
-        model = nn.ModuleDict({"plain": col(), **odd_layers})
-        before = {name: (layer, type(layer), dict(vars(layer))) for name, layer in odd_layers.items()}
+        model = nn.ModuleDict({"plain": made(column), **{name: layer for name, (layer, _) in cases.items()}})
+        before = {name: (type(layer), dict(vars(layer))) for name, (layer, _) in cases.items()}
 
         with caught_log_lines() as lines:
             convert(model, process_group=group)
 
         assert list(balanced_layers(model)) == ["plain"]
-        for name, (layer, layer_class, state) in before.items():
-            assert model[name] is layer and type(layer) is layer_class and vars(layer) == state
+        for name, (layer, reason) in cases.items():
+            assert model[name] is layer and (type(layer), vars(layer)) == before[name]
             (line,) = [line for line in lines if f"layer {name} " in line]
-            assert reasons[name] in line
+            assert reason in line
 
     run_ranks(check, 2)
 
