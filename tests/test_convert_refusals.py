@@ -1,11 +1,10 @@
 """What convert refuses on every rank at once, and what a converted model refuses: files of shards."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers.hosts import build, split
+from helpers.processes import for_each
 from torch import nn
 from torch.distributed.tensor import Replicate
 
@@ -47,11 +46,9 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("kind", DIFFERENT)
-def test_ranks_that_mean_different_segments_hear_of_it_at_once(run_ranks, kind):
-    segments, shares, message = DIFFERENT[kind]
-
-    def check(rank, group):
+def test_ranks_that_mean_different_segments_hear_of_it_at_once(run_ranks):
+    @for_each(DIFFERENT.values())
+    def check(rank, group, segments, shares, message):
         model = model_of(group)
         weights = [one.detach().clone() for one in model.parameters()]
         with pytest.raises(ValueError, match=message):
@@ -108,31 +105,6 @@ def test_save_pretrained_never_writes_a_rank_s_shards(run_ranks, tmp_path):
             assert all(torch.equal(saved[name], one) for name, one in expected.items())
 
     run_ranks(check, 2)
-
-
-@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
-def test_save_pretrained_does_not_take_a_rank_s_shards_for_a_given_whole_model(run_ranks, tmp_path, kind):
-    def check(rank, group):
-        model = split(build(kind), group)
-        zr.convert(model, process_group=group)
-        layers = balanced_layers(model)
-        divided = [f"{name}.weight" for name in layers]
-        divided += [f"{name}.bias" for name, one in layers.items() if one.is_column_parallel and one.bias is not None]
-        whole, held = build(kind).state_dict(), model.state_dict()
-        kept = {name: one for name, one in whole.items() if name not in divided}  # on every rank alike
-        assert len(kept) > 3 and all(held[name].shape == one.shape for name, one in kept.items())
-        save = functools.partial(model.save_pretrained, tmp_path / f"{rank}")
-        for name in divided:
-            for prefix in ("", "module.", "_orig_mod.module."):
-                state = {f"{prefix}{key}": one for key, one in {**kept, name: held[name]}.items()}
-                with pytest.raises(RuntimeError, match=rf"shards .* whole model \(given is {prefix}{name} of shape"):
-                    save(state_dict=state)
-        with pytest.raises(RuntimeError, match=r"shards .* whole model .*sharded_state_dict"):
-            save(state_dict=held)
-        assert not (tmp_path / f"{rank}").exists()
-        save(state_dict=whole)
-
-    run_ranks(check, 2, timeout_s=60)
 
 
 def test_save_pretrained_tells_parts_from_the_whole_however_units_lie(run_ranks):

@@ -15,11 +15,10 @@ from zeroresize.comm.collectives import group_rank, group_ranks, group_size, req
 from zeroresize.config.keys import checked_share_choice
 from zeroresize.integrations.hosts import GATHERED, HostAdapter, host_of, known_kinds, process_group_of
 from zeroresize.integrations.known_faults import warn_of_known_faults
-from zeroresize.integrations.named_segments import require_heads_on_ranks
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import Segment
 from zeroresize.layers.segments import all_segments, owned_segments
-from zeroresize.layers.splitting import probably_untied, require_ties_kept
+from zeroresize.layers.splitting import require_ties_kept
 from zeroresize.layers.weight_checks import why_no_whole_weight
 from zeroresize.measure.timed_products import measure_wanted_shares
 from zeroresize.plan.ownership import checked_shares
@@ -116,14 +115,6 @@ def convert(
         _convert_again(model, group, module_filter_fn)
         return model
 
-    require_heads_on_ranks(inner)
-    if is_first_rank and (untied := next(probably_untied(inner), None)) is not None:
-        logger.warning(
-            "%s and %s hold the same numbers: they are probably one weight that splitting has untied, and will be "
-            "trained apart. Split both with zeroresize's styles, which keep ties, or let one layer have the other's "
-            "parameter after the split; nothing is wrong where they were only copied, to begin alike",
-            *untied,
-        )
     converted_before = list(balanced_layers(model).values())
     choice = _Choice()
     error: Exception | None = None
@@ -229,15 +220,10 @@ def _convert_again(model: nn.Module, process_group: ProcessGroup, module_filter_
             if module_filter_fn(module, name)
             and (name in layers or _why_left_alone(module, host, process_group) is None)
         ]
-        differences = {
-            "would be new": sorted(set(chosen) - set(layers)),
-            "would be left out": sorted(set(layers) - set(chosen)),
-        }
-        if any(differences.values()):
+        if others := sorted({*chosen} ^ {*layers}):
             raise ValueError(
-                "convert: the model is converted already, and module_filter_fn chooses other layers: "
-                f"{'; '.join(f'{first_of(names)} {what}' for what, names in differences.items() if names)}. "
-                "Convert a model that is not converted yet with this filter, or this one without a filter"
+                f"convert: the model is converted already, and module_filter_fn chooses other layers: it differs in "
+                f"{first_of(others)}. Convert a model that is not converted yet with this filter, or this one without"
             )
     new = {name: layer for name, layer in layers.items() if not layer.is_searched}
     if not new:

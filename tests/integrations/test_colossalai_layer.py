@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from helpers.hosts import Host
 from helpers.parallel_layers import plan_keeping
-from helpers.processes import caught_log_lines
+from helpers.processes import caught_log_lines, for_each
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -36,36 +36,29 @@ def native(host, kind, num_inputs, num_outputs, bias=True, **options):
     return made
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("Linear1D_Col", {}),
-        ("Linear1D_Col", {"bias": False}),
-        ("Linear1D_Col", {"skip_bias_add": True}),
-        ("Linear1D_Row", {}),
-        ("Linear1D_Row", {"bias": False}),
-        ("Linear1D_Row", {"skip_bias_add": True}),
-        ("Linear1D_Row", {"parallel_input": False}),
-        ("FusedLinear1D_Col", {}),
-        ("FusedLinear1D_Col", {"skip_bias_add": True}),
-        ("FusedLinear1D_Row", {}),
-        ("FusedLinear1D_Row", {"bias": False}),
-        ("GPT2FusedLinearConv1D_Col", {}),
-        ("GPT2FusedLinearConv1D_Col", {"skip_bias_add": True}),
-        ("GPT2FusedLinearConv1D_Row", {}),
-        ("GPT2FusedLinearConv1D_Row", {"skip_bias_add": True}),
-        ("GPT2FusedLinearConv1D_Row", {"parallel_input": False}),
-    ],
-    ids=str,
-)
-def test_a_swapped_layer_is_bitwise_colossalais(run_ranks, kind, options):
-    has_bias = options.get("bias", True)
-    others = {key: value for key, value in options.items() if key != "bias"}
+#: Colossal-AI's layers, and how they are made.
+LAYERS = [
+    ("Linear1D_Col", {}),
+    ("Linear1D_Col", {"bias": False}),
+    ("Linear1D_Col", {"skip_bias_add": True}),
+    ("Linear1D_Row", {}),
+    ("Linear1D_Row", {"bias": False}),
+    ("Linear1D_Row", {"skip_bias_add": True}),
+    ("Linear1D_Row", {"parallel_input": False}),
+    ("FusedLinear1D_Col", {}),
+    ("FusedLinear1D_Col", {"skip_bias_add": True}),
+    ("FusedLinear1D_Row", {}),
+    ("FusedLinear1D_Row", {"bias": False}),
+    ("GPT2FusedLinearConv1D_Col", {}),
+    ("GPT2FusedLinearConv1D_Col", {"skip_bias_add": True}),
+    ("GPT2FusedLinearConv1D_Row", {}),
+    ("GPT2FusedLinearConv1D_Row", {"skip_bias_add": True}),
+    ("GPT2FusedLinearConv1D_Row", {"parallel_input": False}),
+]
 
-    def make(host):
-        return native(host, kind, 12, 18, has_bias, **others)
 
-    def results(layer, rank):
+def test_a_swapped_layer_is_bitwise_colossalais(run_ranks):
+    def results(layer, rank, kind, options):
         splits_x = kind.endswith("Row") and options.get("parallel_input", True)
         generator = torch.Generator().manual_seed(rank if splits_x else 5)
         x = torch.randn(2, 3, 5, 6 if splits_x else 12, generator=generator).requires_grad_()
@@ -78,13 +71,15 @@ def test_a_swapped_layer_is_bitwise_colossalais(run_ranks, kind, options):
             "tensors": [y, x.grad, *(parameter.grad for parameter in layer.parameters())],
         }
 
-    def check(rank, group):
+    @for_each(LAYERS)
+    def check(rank, group, kind, options):
         host = Host(group)
-        original, swapped = make(host), nn.Sequential(make(host))
+        original, other = (native(host, kind, 12, 18, **options) for _ in range(2))
+        swapped = nn.Sequential(other)
         convert(swapped, process_group=group)
         assert type(swapped[0]).__name__ == f"Balanced{kind}"
 
-        expected, actual = results(original, rank), results(swapped[0], rank)
+        expected, actual = (results(layer, rank, kind, options) for layer in (original, swapped[0]))
         pairs = list(zip(expected.pop("tensors"), actual.pop("tensors"), strict=True))
         assert actual == expected
         assert expected["returns a tuple"] == expected["returns its bias"] == ("skip_bias_add" in options)
@@ -95,92 +90,49 @@ def test_a_swapped_layer_is_bitwise_colossalais(run_ranks, kind, options):
 
 
 def test_layers_that_cannot_be_balanced_stay_exactly_as_they_were(run_ranks):
-    reasons = {
-        "gathered": "gather_output=True",
-        "sequence_split_col": "seq_parallel_mode='split_gather'",
-        "sequence_ring_col": "seq_parallel_mode='ring'",
-        "sequence_split_row": "seq_parallel_mode='split_gather'",
-        "sequence_ring_row": "seq_parallel_mode='ring'",
-        "fp8_col": "fp8_communication=True",
-        "fp8_row": "fp8_communication=True",
-        "zbv_col": "use_zbv=True",
-        "zbv_row": "use_zbv=True",
-        "chunked": "stream_chunk_num > 1",
-        "derived": "DerivedCol is a subclass with a forward of its own",
-        "normed": "WeightNorm makes it anew",
-        "parametrized": "the parametrization _WeightNorm makes it anew",
-        "elsewhere": "it belongs to another process group",
-    }
-
     def check(rank, group):
         host = Host(group)
         alone = [dist.new_group([0]), dist.new_group([1])][rank]
 
-        def col(process_group=group, **options):
-            return host.Linear1D_Col.from_native_module(nn.Linear(8, 8), process_group=process_group, **options)
+        def made(kind, process_group=group, **options):
+            return kind.from_native_module(nn.Linear(8, 8), process_group=process_group, **options)
 
-        def row(**options):
-            return host.Linear1D_Row.from_native_module(nn.Linear(8, 8), process_group=group, **options)
+        column, row = host.Linear1D_Col, host.Linear1D_Row
 
-        class DerivedCol(host.Linear1D_Col):
+        class DerivedCol(column):
             """Somebody's own layer."""
 
-        derived = col()
+        derived = made(column)
         derived.__class__ = DerivedCol
-        odd_layers = {
-            "gathered": col(gather_output=True),
-            "sequence_split_col": col(seq_parallel_mode="split_gather"),
-            "sequence_ring_col": col(seq_parallel_mode="ring"),
-            "sequence_split_row": row(seq_parallel_mode="split_gather"),
-            "sequence_ring_row": row(seq_parallel_mode="ring"),
-            "fp8_col": col(fp8_communication=True),
-            "fp8_row": row(fp8_communication=True),
-            "zbv_col": col(use_zbv=True),
-            "zbv_row": row(use_zbv=True),
-            "chunked": row(stream_chunk_num=2),
-            "derived": derived,
-            "normed": torch.nn.utils.weight_norm(col()),
-            "parametrized": torch.nn.utils.parametrizations.weight_norm(row()),
-            "elsewhere": col(process_group=alone),
+        cases = {
+            "gathered": (made(column, gather_output=True), "gather_output=True"),
+            "sequence_split": (made(column, seq_parallel_mode="split_gather"), "seq_parallel_mode='split_gather'"),
+            "sequence_ring": (made(row, seq_parallel_mode="ring"), "seq_parallel_mode='ring'"),
+            "fp8": (made(column, fp8_communication=True), "fp8_communication=True"),
+            "zbv": (made(row, use_zbv=True), "use_zbv=True"),
+            "chunked": (made(row, stream_chunk_num=2), "stream_chunk_num > 1"),
+            "derived": (derived, "DerivedCol is a subclass with a forward of its own"),
+            "normed": (torch.nn.utils.weight_norm(made(column)), "its weight is no parameter: something makes it anew"),
+            "elsewhere": (made(column, alone), "it belongs to another process group"),
         }
-        assert odd_layers.keys() == reasons.keys()
-        model = nn.ModuleDict({"plain": col(), **odd_layers})
-        before = {name: (layer, type(layer), dict(vars(layer))) for name, layer in odd_layers.items()}
+        model = nn.ModuleDict({"plain": made(column), **{name: layer for name, (layer, _) in cases.items()}})
+        before = {name: (type(layer), dict(vars(layer))) for name, (layer, _) in cases.items()}
 
         with caught_log_lines() as lines:
             convert(model, process_group=group)
 
         assert list(balanced_layers(model)) == ["plain"]
-        for name, (layer, layer_class, state) in before.items():
-            assert model[name] is layer and type(layer) is layer_class and vars(layer) == state
+        for name, (layer, reason) in cases.items():
+            assert model[name] is layer and (type(layer), vars(layer)) == before[name]
             (line,) = [line for line in lines if f"layer {name} " in line]
-            assert reasons[name] in line
+            assert reason in line
 
     run_ranks(check, 2)
 
 
-def test_all_parallel_linear_layers_of_colossalai_are_balanced(run_ranks):
-    def check(rank, group):
-        from colossalai.shardformer import layer as layers
-
-        host = Host(group)
-        kinds = sorted(name for name in vars(layers) if name.endswith(("_Col", "_Row")))
-        model = nn.ModuleDict({kind: native(host, kind, 24, 24) for kind in kinds})
-        convert(model, process_group=group)
-        balanced = balanced_layers(model)
-        assert sorted(balanced) == kinds and len(kinds) == 6
-        for kind, layer in balanced.items():
-            is_transposed = kind.startswith("GPT2")
-            assert layer.is_column_parallel == kind.endswith("_Col")
-            assert layer.may_lend == (not is_transposed) and layer.weight_is_transposed == is_transposed
-            assert tuple(layer.local_weight.shape) == ((12, 24) if layer.is_column_parallel else (24, 12))
-
-    run_ranks(check, 2)
-
-
-@pytest.mark.parametrize("kind", ["Linear1D_Col", "Linear1D_Row", "GPT2FusedLinearConv1D_Col"])
-def test_a_copy_of_a_swapped_layer_is_another_one_alike(run_ranks, kind):
-    def check(rank, group):
+def test_a_copy_of_a_swapped_layer_is_another_one_alike(run_ranks):
+    @for_each([("Linear1D_Col",), ("Linear1D_Row",), ("GPT2FusedLinearConv1D_Col",)])
+    def check(rank, group, kind):
         from colossalai.tensor.d_tensor import (
             get_global_shape,
             is_customized_distributed_tensor,
@@ -205,11 +157,11 @@ def test_a_copy_of_a_swapped_layer_is_another_one_alike(run_ranks, kind):
     run_ranks(check, 2)
 
 
-@pytest.mark.parametrize("kind", ["GPT2FusedLinearConv1D_Col", "GPT2FusedLinearConv1D_Row"])
-def test_columns_of_a_transposed_weight_are_its_rows(run_ranks, kind):
+def test_columns_of_a_transposed_weight_are_its_rows(run_ranks):
     """Pruned ones take no part: as if the weight were zero there."""
 
-    def check(rank, group):
+    @for_each([("GPT2FusedLinearConv1D_Col",), ("GPT2FusedLinearConv1D_Row",)])
+    def check(rank, group, kind):
         model = nn.Sequential(native(Host(group), kind, 12, 18)).double()
         convert(model, process_group=group)
         layer = model[0]

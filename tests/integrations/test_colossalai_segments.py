@@ -35,7 +35,9 @@ def sharded(kind, group, fused_by_jit=False, **changes):
 
 
 @pytest.mark.parametrize("kind", ATTENTION)
-def test_every_layer_is_in_a_segment_of_heads_or_of_neurons(run_ranks, kind):
+def test_any_owner_computes_the_same(run_ranks, kind):
+    """And every layer is in a segment of heads or of neurons."""
+
     def check(rank, group):
         model, segments, reasons = sharded(kind, group)
         layers = balanced_layers(model)
@@ -53,16 +55,8 @@ def test_every_layer_is_in_a_segment_of_heads_or_of_neurons(run_ranks, kind):
                 transposed = kind == "GPT2"
                 assert {one.dim for one in columns} == {int(transposed)} and row.dim == 1 - transposed
                 assert all(one.dim == 0 for one in segment.tensors if one.attribute == "bias")
-
-    run_ranks(check, 2)
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", ATTENTION)
-def test_any_owner_computes_the_same(run_ranks, kind, attention):
-    def check(rank, group):
-        model, segments, _ = sharded(kind, group, attention=attention)
+        assert_any_owner_computes_the_same(model, segments, compute(kind), group)
+        model, segments, _ = sharded(kind, group, attention="eager")
         assert_any_owner_computes_the_same(model, segments, compute(kind), group)
 
     run_ranks(check, 2)

@@ -65,8 +65,7 @@ TAKEN = [
 ]
 
 
-@pytest.mark.parametrize("from_the_start", [False, True], ids=["swapped", "by policy"])
-@pytest.mark.parametrize("by", ["ShardFormer", "Booster"])
+@pytest.mark.parametrize(("by", "from_the_start"), [("ShardFormer", True), ("Booster", False)])
 def test_training_is_bitwise_colossalais(run_ranks, by, from_the_start):
     """Five steps: the same losses and weights, the very Parameter objects, and a state_dict of the same contents."""
 

@@ -1,6 +1,7 @@
 """Models that torch's parallelize_module has split into DTensors: the same as the host's, and units that move."""
 
 import copy
+from math import inf
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from helpers.dtensor_models import (
     train_while_units_move,
     whole_model,
 )
+from helpers.processes import for_each
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor, Replicate
@@ -30,10 +32,9 @@ from zeroresize.layers.local_parts import local_of
 pytestmark = pytest.mark.versions
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-def test_converted_layers_are_the_hosts_bit_for_bit(run_ranks, bias, sequence):
-    def check(rank, group):
+def test_converted_layers_are_the_hosts_bit_for_bit(run_ranks):
+    @for_each([(False, True), (True, False)])
+    def check(rank, group, bias, sequence):
         mesh = mesh_of()
         host, model = (split(whole_model(bias), mesh, sequence=sequence) for _ in range(2))
         names = [name for name, _ in host.named_parameters()]
@@ -106,8 +107,21 @@ def test_no_way_of_saving_or_gathering_uneven_parts_goes_through(run_ranks, tmp_
             model.state_dict(), optimizer.state_dict()
         with pytest.raises(RuntimeError, match=r"at_home\(\)"):
             weight.full_tensor()
+        with pytest.raises(RuntimeError, match="have them at home"):
+            model.blocks[0].mlp.up.reset_parameters()
+        copied = copy.deepcopy(model)
+        with pytest.raises(RuntimeError, match="is a copy of an unevenly divided layer"):
+            copied.state_dict()
+        loss = functional.cross_entropy(model(batch(0)).flatten(0, 1), batch(100).flatten())
         balancer.move((1, 1))
+        with pytest.raises(RuntimeError, match="units have moved since this forward"):
+            loss.backward()
         assert weight.full_tensor().shape == (HIDDEN, WIDTH)
+        balancer.move((3, 1))
+        optimizer.state.clear()
+        train(model, optimizer, 1, lambda step: balancer.step())
+        with pytest.raises(RuntimeError, match=r"at_home\(\)"):  # made while units were away
+            optimizer.state[weight]["exp_avg"].full_tensor()
 
     run_ranks(check, 2)
 
@@ -142,23 +156,21 @@ def test_a_checkpoint_saved_away_loads_in_plain_torch_and_in_the_host(run_ranks,
 
 
 def test_clipping_of_ours_and_of_torch_give_the_true_norm_while_units_are_away(run_ranks):
+    """Every rank keeps a unit, so that the largest element clips, too."""
     whole = whole_model()
     functional.cross_entropy(whole(batch(0)).flatten(0, 1), batch(100).flatten()).backward()
-    expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1).item()
+    gradients = torch.cat([parameter.grad.flatten() for parameter in whole.parameters()])
 
-    def check(rank, group):
+    @for_each([(zr.clip_grad_norm_, 2.0), (torch.nn.utils.clip_grad_norm_, 2.0), (torch.nn.utils.clip_grad_norm_, inf)])
+    def check(rank, group, clip, norm_type):
         model = split(whole_model(), mesh_of())
         zr.convert(model, segments=ATTENTION)
         balancer = zr.Balancer(model, adamw(model), zr.BalanceConfig(mode="exact"))
-        balancer.move((3, 1))
-        for clip in (zr.clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
-            model.zero_grad()
-            functional.cross_entropy(model(batch(0)).flatten(0, 1), batch(100).flatten()).backward()
-            norm = clip(model.parameters(), 0.1)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            assert norm.item() == pytest.approx(expected, abs=1e-12)
-            balancer.move((3, 1))
-        balancer.move(None)
+        balancer.move((3, 1) if norm_type == 2.0 else (1, 0))
+        functional.cross_entropy(model(batch(0)).flatten(0, 1), batch(100).flatten()).backward()
+        norm = clip(model.parameters(), 0.1, norm_type=norm_type)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        assert norm.item() == pytest.approx(gradients.norm(norm_type).item(), abs=1e-12)
 
     run_ranks(check, 2)
 
@@ -219,46 +231,5 @@ def test_every_configuration_computes_what_it_does_with_plain_parameters(run_ran
         (ours, plans), (plain, plans_of_plain) = results
         assert ours == pytest.approx(plain, abs=1e-10)
         assert plans == plans_of_plain and (rank == 0 or name == "semi" or any(plans))
-
-    run_ranks(check, 2)
-
-
-def test_what_was_made_while_units_were_away_is_guarded_too_and_an_older_graph_is_no_more_used(run_ranks):
-    def check(rank, group):
-        model = split(whole_model(), mesh_of())
-        zr.convert(model, segments=ATTENTION)
-        optimizer = adamw(model)
-        balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="exact"))
-        balancer.move((3, 1))
-        train(model, optimizer, 1, lambda step: balancer.step())
-        weight = model.blocks[0].mlp.up.weight
-        with pytest.raises(RuntimeError, match=r"at_home\(\)"):
-            optimizer.state[weight]["exp_avg"].full_tensor()
-        loss = functional.cross_entropy(model(batch(0)).flatten(0, 1), batch(100).flatten())
-        balancer.move((1, 3))
-        with pytest.raises(RuntimeError, match="units have moved since this forward"):
-            loss.backward()
-        copied = copy.deepcopy(model)
-        with pytest.raises(RuntimeError, match="is a copy of an unevenly divided layer"):
-            copied.state_dict()
-        with pytest.raises(RuntimeError, match="have them at home"):
-            model.blocks[0].mlp.up.reset_parameters()
-
-    run_ranks(check, 2)
-
-
-def test_every_rank_keeps_a_unit_so_that_the_largest_element_clips(run_ranks):
-    whole = whole_model()
-    functional.cross_entropy(whole(batch(0)).flatten(0, 1), batch(100).flatten()).backward()
-    expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1, norm_type=float("inf")).item()
-
-    def check(rank, group):
-        model = split(whole_model(), mesh_of())
-        zr.convert(model, segments=ATTENTION)
-        balancer = zr.Balancer(model, adamw(model), zr.BalanceConfig(mode="exact"))
-        balancer.move((1, 0))
-        functional.cross_entropy(model(batch(0)).flatten(0, 1), batch(100).flatten()).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=float("inf"))
-        assert norm.full_tensor().item() == pytest.approx(expected, abs=1e-12)
 
     run_ranks(check, 2)

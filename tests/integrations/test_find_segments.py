@@ -7,13 +7,10 @@ from helpers.parallel_layers import assert_any_owner_computes_the_same
 from helpers.processes import for_each, in_first_rank
 from helpers.segments import convert_and_find
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-import zeroresize as zr
 from zeroresize import ColumnParallelLinear, RowParallelLinear
 from zeroresize.conversion import balanced_layers
 from zeroresize.integrations import known_modules
-from zeroresize.integrations.find_segments import find_segments
 from zeroresize.integrations.known_modules import register_segments
 from zeroresize.layers.segment import Segment
 
@@ -368,27 +365,3 @@ def test_a_named_row_that_splits_its_input_itself_is_an_error(run_ranks):
 def test_what_is_no_class_of_modules_cannot_be_registered():
     with pytest.raises(TypeError, match=r"needs a class of torch\.nn\.Module, found 3"):
         register_segments(3, lambda module: [])
-
-
-def test_tracing_goes_through_reentrant_checkpoints(run_ranks):
-    """Whose autograd function reads tensors unchecked, so that what only pretends to be one would end the process."""
-
-    class Checkpointed(nn.Module):
-        def __init__(self, group):
-            super().__init__()
-            self.up = zr.ColumnParallelLinear.from_linear(nn.Linear(8, 32), process_group=group)
-            self.down = zr.RowParallelLinear.from_linear(nn.Linear(32, 8), process_group=group)
-
-        def compute(self, x):
-            return self.down(torch.relu(self.up(x)))
-
-        def forward(self, x):
-            return checkpoint(self.compute, x, use_reentrant=True)
-
-    def check(rank, group):
-        model = Checkpointed(group)
-        zr.convert(model, process_group=group)
-        segments, _ = find_segments(model, balanced_layers(model), 2)
-        return [one.kind for one in segments]
-
-    assert run_ranks(check, 2) == [["neurons"]] * 2

@@ -1,10 +1,12 @@
-"""The programs of docs/hosts run as they stand, on two ranks, and train as one process does."""
+"""The programs of docs/hosts run as they stand, on two ranks, and train as one process; its table names tests."""
 
 import re
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from helpers.dtensor_models import mesh_of
 from helpers.transformers_models import as_rank
 from torch import nn
 
@@ -12,8 +14,8 @@ PAGES = Path(__file__).parents[2] / "docs" / "hosts"
 
 
 def names_of(page):
-    """What the program of a page defines."""
-    (program,) = re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(), re.DOTALL)
+    """What the first program of a page defines."""
+    program, *_ = re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(), re.DOTALL)
     names = {"__name__": page}
     exec(compile(program, f"docs/hosts/{page}", "exec"), names)
     return names
@@ -50,6 +52,40 @@ def moves_in(monkeypatch, names, moves):
                 assert self.plan.owned != (1.0, 1.0)
 
     monkeypatch.setattr(zr, "Balancer", Moving)
+
+
+def test_torchs_program_trains_as_one_process_and_saves_what_it_learned(run_ranks, tmp_path):
+    names = names_of("torch.md")
+    torch.manual_seed(0)
+    whole = names["Model"]()
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    expected = []
+    for step in range(6):
+        words = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(step))
+        loss = nn.functional.cross_entropy(whole(words).flatten(0, 1), words.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+
+    (losses, weights), (other_losses, _) = run_ranks(
+        lambda rank, group: names["main"](mesh_of(), tmp_path / "checkpoint"), 2
+    )
+    assert losses == other_losses == pytest.approx(expected, abs=1e-5)
+    state = names["Model"]().state_dict()
+    dcp.load(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    for name, tensor in whole.state_dict().items():
+        torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(state[name], weights[name], atol=0, rtol=0)
+
+
+def test_the_table_of_hosts_names_tests_that_there_are():
+    page = (PAGES / "README.md").read_text()
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", page)
+    assert len(named) > 20
+    files = {path.name: path.read_text() for path in (PAGES.parents[1] / "tests").rglob("test_*.py")}
+    assert [f"{file}::{name}" for file, name in named if f"def {name}(" not in files.get(file, "")] == []
 
 
 def test_accelerate(run_ranks, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.processes import for_each
 from torch import nn
 
 import zeroresize as zr
@@ -77,11 +78,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_would_fail_in_use_is_refused_by_convert(run_ranks, kind):
-    options, message = REFUSED[kind]
-
-    def check(rank, group):
+def test_what_would_fail_in_use_is_refused_by_convert(run_ranks):
+    @for_each(REFUSED.values())
+    def check(rank, group, options, message):
         for by_module in (False, True):  # a message gives names all the same
             with pytest.raises(ValueError, match=message) as error:
                 converted(group, by_module=by_module, **options)
@@ -100,10 +99,10 @@ ALLOWED = {
 }
 
 
-@pytest.mark.parametrize("kind", ALLOWED)
-def test_what_the_user_says_is_taken(run_ranks, kind):
-    def check(rank, group):
-        (segment,) = owned_segments(balanced_layers(converted(group, **ALLOWED[kind])))
+def test_what_the_user_says_is_taken(run_ranks):
+    @for_each([(options,) for options in ALLOWED.values()])
+    def check(rank, group, options):
+        (segment,) = owned_segments(balanced_layers(converted(group, **options)))
         assert segment.name == "0.out" and segment.min_units == 1
 
     run_ranks(check, 2)

@@ -78,30 +78,15 @@ def attend_heads(x, parts):
     return attend(*(heads(one, x.shape[0], x.shape[1]) for one in parts))
 
 
-def by_map(self, x, y):
-    q, k, v = map(lambda one: rearrange(one, "b t (h d) -> b h t d", d=HEAD), y.chunk(3, dim=-1))
-    return attend(q, k, v)
-
-
-def by_loop(self, x, y):
-    q, k, v = (heads(one, *x.shape[:2]) for one in y.split(self.dim, dim=-1))
-    return attend(q, k, v)
-
-
 #: Ways to cut q, k and v.
 CUTS = {
     "chunk": lambda self, x, y: attend_heads(x, y.chunk(3, dim=-1)),
     "split": by_split,
-    "sizes": lambda self, x, y: attend_heads(x, torch.split(y, [self.dim] * 3, -1)),
     "slices": by_slices,
     "permute": lambda self, x, y: attend(*y.reshape(*x.shape[:2], 3, self.num_heads, HEAD).permute(2, 0, 3, 1, 4)),
     "unbind": by_unbind,
     "index": by_index,
-    "narrow": lambda self, x, y: attend_heads(x, (y.narrow(-1, part * self.dim, self.dim) for part in range(3))),
-    "tensor_split": lambda self, x, y: attend_heads(x, torch.tensor_split(y, 3, dim=-1)),
     "einops": lambda self, x, y: attend(*rearrange(y, "b t (three h d) -> three b h t d", three=3, d=HEAD)),
-    "map": by_map,
-    "loop": by_loop,
     "untraced loop": lambda self, x, y: attend(*(p.transpose(1, 2) for p in y.unflatten(-1, (3, -1, HEAD)).unbind(2))),
     "axis of heads": lambda self, x, y: attend(
         *y.view(*x.shape[:2], -1, HEAD).transpose(1, 2).split([self.num_heads] * 3, dim=1)

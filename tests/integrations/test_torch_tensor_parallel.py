@@ -13,7 +13,7 @@ from helpers.dtensor_comparisons import (
     results,
 )
 from helpers.dtensor_models import mesh_of
-from helpers.processes import caught_log_lines
+from helpers.processes import caught_log_lines, for_each
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -26,23 +26,32 @@ from zeroresize.layers.segments import owned_segments
 X_LAYOUTS = {"whole": Replicate(), "batch": Shard(0), "sequence": Shard(1)}
 
 
-@pytest.mark.parametrize("kind", ["plain", "DTensor"])
-def test_a_pair_of_layers_reads_and_writes_every_layout_as_the_hosts(run_ranks, kind):
-    def check(rank, group):
-        mesh = mesh_of()
-        for (x_name, x_layout), (y_name, y_layout) in itertools.product(X_LAYOUTS.items(), X_LAYOUTS.items()):
-            bias, is_local = x_name != y_name, (x_name == "whole") != (y_name == "batch")
-            host, model = feed_forward(bias), feed_forward(bias)
-            for module in (host, model):
-                plan = {
-                    "up": ColwiseParallel(input_layouts=x_layout),
-                    "down": RowwiseParallel(output_layouts=y_layout, use_local_output=is_local),
-                }
-                parallelize_module(module, mesh, plan)
-            zr.convert(model)
-            assert len(owned_segments(balanced_layers(model))) == 1
-            x = input_of(kind, mesh, x_layout)
-            assert_same_with_moves(model, host, x, f"{kind} {x_name} to {y_name}, bias {bias}, local {is_local}")
+#: How x comes and how y goes.
+LAYOUTS = [
+    ("whole", "whole"),
+    ("whole", "batch"),
+    ("batch", "sequence"),
+    ("sequence", "whole"),
+    ("sequence", "sequence"),
+]
+
+
+def test_a_pair_of_layers_reads_and_writes_every_layout_as_the_hosts(run_ranks):
+    @for_each(itertools.product(("plain", "DTensor"), LAYOUTS))
+    def check(rank, group, kind, layouts):
+        mesh, (x_name, y_name) = mesh_of(), layouts
+        x_layout, y_layout = X_LAYOUTS[x_name], X_LAYOUTS[y_name]
+        bias, is_local = x_name != y_name, (x_name == "whole") != (y_name == "batch")
+        host, model = feed_forward(bias), feed_forward(bias)
+        for module in (host, model):
+            plan = {
+                "up": ColwiseParallel(input_layouts=x_layout),
+                "down": RowwiseParallel(output_layouts=y_layout, use_local_output=is_local),
+            }
+            parallelize_module(module, mesh, plan)
+        zr.convert(model)
+        assert len(owned_segments(balanced_layers(model))) == 1
+        assert_same_with_moves(model, host, input_of(kind, mesh, x_layout))
 
     run_ranks(check, 2)
 
@@ -72,9 +81,9 @@ def test_layers_that_hand_dtensors_to_each_other_stay_even_and_are_the_hosts(run
     run_ranks(check, 2)
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_a_converted_pair_sends_as_many_messages_as_the_hosts(run_ranks, sequence):
-    def check(rank, group):
+def test_a_converted_pair_sends_as_many_messages_as_the_hosts(run_ranks):
+    @for_each([(False,), (True,)])
+    def check(rank, group, sequence):
         mesh = mesh_of()
         layout = Shard(1) if sequence else Replicate()
         plan = {"up": ColwiseParallel(input_layouts=layout), "down": RowwiseParallel(output_layouts=layout)}

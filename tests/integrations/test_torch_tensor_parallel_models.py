@@ -2,17 +2,8 @@
 
 import pytest
 import torch.distributed as dist
-from helpers.dtensor_comparisons import assert_same_with_moves, feed_forward, input_of, results
 from helpers.dtensor_models import ATTENTION, adamw, mesh_of, split, train, whole_model
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
-from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
 from zeroresize.conversion import balanced_layers
@@ -21,32 +12,6 @@ from zeroresize.layers.local_parts import local_of
 pytestmark = pytest.mark.slow
 
 EXACT = zr.BalanceConfig(mode="exact")
-
-
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_forwards_that_are_computed_again_are_the_hosts(run_ranks, sequence):
-    class Recomputed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mlp = feed_forward()
-
-        def forward(self, x):
-            return checkpoint(self.mlp, x, use_reentrant=False)
-
-    def check(rank, group):
-        mesh = mesh_of()
-        layout = Shard(1) if sequence else Replicate()
-        host, model = Recomputed(), Recomputed()
-        for module in (host, model):
-            plan = {"mlp.up": ColwiseParallel(input_layouts=layout), "mlp.down": RowwiseParallel(output_layouts=layout)}
-            parallelize_module(module, mesh, plan)
-        zr.convert(model)
-        x = input_of("plain", mesh, layout)
-        assert_same_with_moves(model, host, x)
-        results(model, x)
-        assert model.mlp.up.num_recomputations > 0
-
-    run_ranks(check, 2)
 
 
 def test_a_head_tied_to_the_embedding_is_left_alone_and_the_rest_moves(run_ranks):

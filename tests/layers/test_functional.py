@@ -8,7 +8,6 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import parallel_layers
 from helpers.parallel_layers import plan_keeping
 from helpers.processes import for_each
@@ -125,45 +124,6 @@ def test_any_shape_and_any_kept_columns(run_ranks):
         assert_all_close(case.computed(0, group), case.expected(0))
 
     run_ranks(lambda rank, group: check(group), 1)
-
-
-def test_finite_differences_through_the_collectives(run_ranks):
-    """With zeros imputed, all gradients are the derivatives of what the pruned group computes together."""
-
-    @for_each([(kind,) for kind in KINDS])
-    def check(rank, group, kind):
-        case = Case(kind, [[0, 3], [2]], (3,))
-        x, w_NK = case.x[rank].clone(), case.w_NK[rank].clone()
-        _, dx, dw_NK, *_ = case.computed(rank, group)
-
-        def total():
-            """Σ over the group of <dy, y>, where a row-parallel y is one and the same on every rank."""
-            product = (products(kind, x, w_NK, None, case.plan(rank), group) * case.dy[rank]).sum()
-            if kind == "column":
-                dist.all_reduce(product, group=group)
-            return product.item()
-
-        def numerical_gradient(tensor, turns):
-            """Central differences; in each turn the ranks named move their ``tensor`` together."""
-            gradient_of_rank = torch.empty_like(tensor)
-            for ranks in turns:
-                gradient = torch.empty_like(tensor)
-                for index in itertools.product(*map(range, tensor.shape)):
-                    here = tensor[index].item()
-                    values = []
-                    for step in (1e-3, -1e-3):
-                        tensor[index] = here + (step if rank in ranks else 0.0)
-                        values.append(total())
-                    tensor[index] = here
-                    gradient[index] = (values[0] - values[1]) / 2e-3
-                gradient_of_rank = gradient if rank in ranks else gradient_of_rank
-            return gradient_of_rank
-
-        each_alone, together = [{0}, {1}], [{0, 1}]
-        assert_close(dx, numerical_gradient(x, together if kind == "column" else each_alone), rtol=1e-7, atol=1e-7)
-        assert_close(dw_NK, numerical_gradient(w_NK, each_alone), rtol=1e-7, atol=1e-7)
-
-    run_ranks(check, 2)
 
 
 def test_operands_in_any_memory_layout(run_ranks):

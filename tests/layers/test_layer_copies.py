@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from helpers.processes import for_each
 from helpers.virtual_training import Run
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -24,7 +25,6 @@ CONFIGS = {
         for migration_transport in MIGRATION_TRANSPORTS
     },
 }
-each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
 COPIES = {
     "deepcopy": copy.deepcopy,
@@ -47,12 +47,9 @@ def gradients(model, x):
     return copies
 
 
-@pytest.mark.few(4)
 @pytest.mark.slow
-@pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES.keys())
-@each_config
-def test_a_copy_is_whole_and_in_no_balancers_hands(run_ranks, config, make_copy):
-    def check(run, group):
+def test_a_copy_is_whole_and_in_no_balancers_hands(run_ranks):
+    def check(run, group, make_copy):
         copied = make_copy(run.model)
         assert list(balanced_layers(copied)) == ["up", "down"]
         for layer in balanced_layers(copied).values():
@@ -64,18 +61,18 @@ def test_a_copy_is_whole_and_in_no_balancers_hands(run_ranks, config, make_copy)
         for actual, expected in zip(gradients(copied, run.x), gradients(whole, run.x), strict=True):
             assert torch.equal(actual, expected)
 
-    def train(rank, group):
+    @for_each(zip(CONFIGS, (*COPIES, "deepcopy"), strict=True))
+    def train(rank, group, config, copies):
         losses = []
         for is_copied in (False, True):
-            run = Run(group, **config)
+            run = Run(group, **CONFIGS[config])
             run.steps(4)
             if is_copied:
-                check(run, group)
+                check(run, group, COPIES[copies])
             losses.append(run.steps(4))
-        return losses
+        assert losses[0] == losses[1], "the model itself goes on as if it had not been copied"
 
-    for expected, losses in run_ranks(train, 2):
-        assert losses == expected, "the model itself goes on as if it had not been copied"
+    run_ranks(train, 2)
 
 
 def test_weights_that_layers_share_are_shared_in_the_copy(run_ranks):
@@ -89,12 +86,9 @@ def test_weights_that_layers_share_are_shared_in_the_copy(run_ranks):
     run_ranks(check, 2)
 
 
-@pytest.mark.parametrize("is_balanced", [True, False])
-def test_a_model_cannot_be_pickled_and_the_error_says_what_to_save(run_ranks, is_balanced):
+def test_a_model_cannot_be_pickled_and_the_error_says_what_to_save(run_ranks):
     def check(rank, group):
         run = Run(group, mode="mig", **FORCED)
-        if not is_balanced:
-            run.balancer.close()
         for save in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
             with pytest.raises(
                 TypeError, match=r"ColumnParallelLinear .*process group: save model.state_dict\(\) instead"

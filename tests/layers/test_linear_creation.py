@@ -58,21 +58,6 @@ def test_features_that_do_not_divide_are_named(run_ranks):
     run_ranks(check, 2)
 
 
-def test_the_layer_whose_features_do_not_divide_is_named_as_its_model_does(run_ranks):
-    def check(rank, group):
-        model = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"up": nn.Linear(4, 5)})])})
-        with pytest.raises(
-            ValueError,
-            match=r"^ColumnParallelLinear\.from_linear: .* in layer blocks\.0\.up with in_features=4 and "
-            r"out_features=5\. The next larger out_features that is divisible is 6$",
-        ):
-            ColumnParallelLinear.from_linear(model["blocks"][0]["up"], process_group=group)
-        with pytest.raises(ValueError, match=r"^RowParallelLinear\.from_linear: .* in a layer with in_features=5"):
-            RowParallelLinear.from_linear(nn.Linear(5, 4), process_group=group)
-
-    run_ranks(check, 2)
-
-
 def test_own_features_are_those_of_uneven_shares_on_meta(run_ranks):
     def check(rank, group):
         column = ColumnParallelLinear(3, 5, process_group=group, own_features=(5, 0)[rank], device="meta")

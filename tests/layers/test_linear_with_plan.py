@@ -2,30 +2,22 @@
 
 import itertools
 
-import pytest
 import torch
 from helpers.parallel_layers import TOLERANCES, PrunedPair, bf16_autocast
 from helpers.processes import for_each
 from torch.utils.checkpoint import checkpoint
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_pruned_pair_equals_one_with_masked_weights(run_ranks, num_ranks):
-    @for_each([(dtype,) for dtype in TOLERANCES])
-    def check(rank, group, dtype):
-        pair = PrunedPair(group, dtype)
-        pair.assert_equals(pair.masked)
-
-    run_ranks(check, num_ranks)
-
-
-def test_a_pruned_pair_equals_one_with_masked_weights_under_autocast(run_ranks):
+def test_a_pruned_pair_equals_one_with_masked_weights(run_ranks):
     def check(rank, group):
+        for dtype in TOLERANCES:
+            pair = PrunedPair(group, dtype)
+            pair.assert_equals(pair.masked)
         pair = PrunedPair(group)
         with bf16_autocast():
             pair.assert_equals(pair.masked, precision=torch.bfloat16)
 
-    run_ranks(check, 2)
+    run_ranks(check, 3)
 
 
 def test_evaluation_computes_in_full_and_training_prunes_again(run_ranks):

@@ -1,18 +1,16 @@
 """A rank that owns no unit of a segment computes all the same: N = 0 in its column-parallel layer, K = 0 in its row."""
 
-import pytest
 import torch
 from helpers.parallel_layers import bf16_autocast, close, randn, seeded_linear
+from helpers.processes import for_each
 from torch import nn
 
 from zeroresize import ColumnParallelLinear, RowParallelLinear
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("leading", [(4,), (2, 3), ()], ids=str)
-@pytest.mark.parametrize("bias", [True, False])
-def test_forward_and_backward_are_the_whole_models(run_ranks, leading, bias):
-    def check(rank, group):
+def test_forward_and_backward_are_the_whole_models(run_ranks):
+    @for_each([((4,), True), ((2, 3), False), ((), True)])
+    def check(rank, group, leading, bias):
         up, down = seeded_linear(6, 8, bias=bias), seeded_linear(8, 4, bias=bias, seed=1)
         column, row = (
             kind.from_linear(layer, process_group=group)

@@ -192,25 +192,14 @@ def test_passes_for_gradients_of_the_input_alone_take_no_memory(run_ranks, migra
         assert held == held[:1] * 5 and error <= 1e-10
 
 
-def test_memory_is_given_back_when_others_lend_or_nobody_does(run_ranks):
-    def train(rank, group):
-        model, lender, held = Pair(group, torch.float32), None, []
-        for owner in (0, 1, 2, 0):
-            lender = lend(model.layers(), group, equal_loans({owner: 0.5}, 3), "scatter-gather", lender=lender)
-            model.run(model.parallel, randn(5, PAIR_IN).requires_grad_()).square().mean().backward()
-            held.append(lender.bytes_held)
-        lender.install((), {})
-        return held, lender.bytes_held
-
-    for held, at_the_end in run_ranks(train, 3):
-        assert held[0] == held[-1] and at_the_end == 0
-
-
-def test_a_forward_in_inference_mode_leaves_training_as_it_is(run_ranks):
+def test_evaluation_computes_in_full_and_a_forward_in_inference_mode_leaves_training_as_it_is(run_ranks):
     def train(rank, group):
         model = Pair(group, torch.float64)
-        lend(model.layers(), group, equal_loans({0: 0.5}, 2), "scatter-gather")
-        x = randn(5, PAIR_IN, dtype=torch.float64)
+        lender = lend(model.layers(), group, equal_loans({0: 0.5}, 2), "scatter-gather")
+        x, moved = randn(5, PAIR_IN, dtype=torch.float64), lender.bytes_moved
+        assert_close(model.eval().run(model.parallel, x), model.run(model.whole, x))
+        assert lender.bytes_moved == moved
+        model.train()
         with torch.inference_mode():
             model.run(model.parallel, x)
         for layers in (model.whole, model.parallel):
@@ -218,18 +207,6 @@ def test_a_forward_in_inference_mode_leaves_training_as_it_is(run_ranks):
         return model.worst_error(group)
 
     assert max(run_ranks(train, 2)) <= 1e-10
-
-
-def test_evaluation_computes_in_full_and_lends_nothing(run_ranks):
-    def evaluate(rank, group):
-        model = Pair(group, torch.float64).eval()
-        lender = lend(model.layers(), group, equal_loans({0: 0.5}, 2), "broadcast-reduce")
-        moved = lender.bytes_moved
-        x = randn(5, PAIR_IN, dtype=torch.float64)
-        assert_close(model.run(model.parallel, x), model.run(model.whole, x))
-        return lender.bytes_moved - moved
-
-    assert run_ranks(evaluate, 2) == [0, 0]
 
 
 def test_weights_that_changed_after_they_were_sent_are_an_error(run_ranks):

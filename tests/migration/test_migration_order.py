@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.compiled import assert_same_training, compiled, weights_of
 from helpers.virtual_training import Run
 from torch._dynamo import compiled_autograd
 
@@ -90,32 +89,6 @@ def test_beside_replicas_a_layer_without_loans_computes_with_the_weight_that_it_
         return values
 
     assert run_ranks(train, 4) == [[True] * 4] * 4
-
-
-@pytest.mark.parametrize(
-    "config",
-    [pytest.param({"mode": "zero-rd"}, id="prunes", marks=pytest.mark.slow), pytest.param({"mode": "mig"}, id="lends")],
-)
-def test_a_model_in_one_graph_trains_as_the_model_does_whoever_becomes_slow(run_ranks, config):
-    def train(rank, group):
-        outcomes = []
-        for compiles in (False, True):
-            run = Run(group, update_every=2, **config)
-            if compiles:
-                run.model, counter = compiled(run.model)
-            losses, relieved = [], []
-            for slow in (0, None, 1, None):
-                run.time.chi = 4.0 if rank == slow else 1.0
-                losses += run.steps(6)
-                relieved.append([rank for rank, shares in enumerate(run.balancer.plan.ranks) if shares.spared > 0.3])
-            outcomes.append(((losses, weights_of(run.model)), relieved))
-            run.balancer.close()
-        return outcomes, counter.frame_count
-
-    for ((expected, relieved), (computed, as_relieved)), num_compilations in run_ranks(train, 2):
-        assert relieved == as_relieved == [[0], [], [1], []]
-        assert num_compilations == 1
-        assert_same_training(computed, expected)
 
 
 @pytest.mark.few(1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,7 +32,6 @@ _OF_PARAMETERS = {
     "backward": "a hook, which may change its gradient",
     "post_accumulate_grad": "a post-accumulate hook, which may change its gradient",
 }
-_PEFT_FILE, _PEFT_CLASS = "peft.tuners.tuners_utils", "BaseTunerLayer"
 #: Their hooks on modules change nothing that is computed.
 _WATCHING = ("zeroresize.", "torch.utils.")
 #: Their hooks on parameters treat elements alike: they reduce over replicas, or count.
@@ -63,27 +63,19 @@ def why_hooked(module: nn.Module) -> str | None:
     return None
 
 
-def why_adapted(model: nn.Module, name: str, layer: nn.Module | None = None) -> str | None:
-    """Tell why units of the layer called ``name`` may not move alone; None where no layer of PEFT is around it.
-
-    Args:
-        layer: if given, it was called so when it was converted, and may be elsewhere in the model since.
-    """
-    there: Any = model
-    path: list[str] = []
-    for part in name.split("."):
-        if layer is None and _is_of_peft(there):
-            return f"{'.'.join(path) or 'the model'} is a {_kind_of(there)} around it, {_STAYS_BEHIND}"
-        there = getattr(there, part, None)
-        path.append(part)
-    if layer is None or there is layer:
+def why_adapted(model: nn.Module, name: str, layer: Any) -> str | None:
+    """Tell why units of a layer may not move alone that was called so; None where no layer of PEFT is around it."""
+    kind: Any = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", None)
+    if kind is None:
         return None
-    holders = (module for module in model.modules() if _is_of_peft(module) and layer in set(module.modules()))
-    holder = next(holders, None)
-    return None if holder is None else f"was put into a {_kind_of(holder)} after convert, {_STAYS_BEHIND}"
-
-
-_STAYS_BEHIND = "whose matrices of the layer's units would stay behind"
+    path: list[Any] = [model]
+    for part in name.split("."):
+        path.append(getattr(path[-1], part, None))
+    for holder in path if path[-1] is layer else model.modules():
+        if isinstance(holder, kind) and any(module is layer for module in holder.modules()):
+            named = f"{type(holder).__module__}.{type(holder).__name__}"
+            return f"it is in a {named}, whose matrices of the layer's units would stay behind"
+    return None
 
 
 @contextmanager
@@ -122,11 +114,3 @@ def _unwrapped(hook: Any) -> Any:
 def _name_of(function: Any) -> str:
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
-
-
-def _kind_of(module: Any) -> str:
-    return f"{type(module).__module__}.{type(module).__name__}"
-
-
-def _is_of_peft(module: Any) -> bool:
-    return any(kind.__module__ == _PEFT_FILE and kind.__name__ == _PEFT_CLASS for kind in type(module).__mro__)

@@ -27,7 +27,7 @@ from colossalai.tensor.d_tensor.api import init_as_dtensor, is_customized_distri
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from zeroresize.integrations.hosts import GATHERED
+from zeroresize.integrations.hosts import SwappedClasses
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import on_tokens
 from zeroresize.utils.torch_private import parameters_of
@@ -56,7 +56,8 @@ class _BalancedLinear1D(BalancedLinear):
     def from_native_module(cls, module: nn.Module, process_group: Any, **kwargs: Any) -> nn.Module:
         """As the layer's own of Colossal-AI, balanced from the start."""
         make: Any = super().from_native_module  # type: ignore[misc]
-        return swap_layer(make(module, process_group, **kwargs))
+        layer: nn.Module = make(module, process_group, **kwargs)
+        return swap_layer(layer) if why_left_alone(layer) is None else layer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BalancedLinear:
         """With the layouts of its parameters, by which Colossal-AI's checkpoints know that they are shards."""
@@ -173,17 +174,7 @@ _BALANCED_CLASSES: dict[type, type] = {
 }
 
 
-def is_parallel_linear(module: nn.Module) -> bool:
-    """Tell whether ``module`` is a 1D tensor-parallel linear layer of Colossal-AI's, swapped or not, fused or not."""
-    return isinstance(module, tuple(_BALANCED_CLASSES))
-
-
-def why_left_alone(module: nn.Module) -> str | None:
-    """Tell why a layer of Colossal-AI's must stay as it is; None if it can be balanced."""
-    if getattr(module, "gather_output", False):
-        return GATHERED
-    if type(module) not in _BALANCED_CLASSES and type(module) not in _BALANCED_CLASSES.values():
-        return f"{type(module).__name__} is a subclass with a forward of its own"
+def _why_left_alone(module: Any) -> str | None:
     if module.seq_parallel_mode in _SEQUENCE_INSIDE_LINEAR:
         return f"seq_parallel_mode={module.seq_parallel_mode!r} communicates inside the layer"
     if module.fp8_communication:
@@ -195,13 +186,13 @@ def why_left_alone(module: nn.Module) -> str | None:
     return None
 
 
-def swap_layer(module: Any) -> Any:
-    """Balance one layer in place; return a module that cannot be balanced as it is."""
-    balanced_class = _BALANCED_CLASSES.get(type(module))
-    if balanced_class is not None and why_left_alone(module) is None:
-        module.__class__ = balanced_class
-        module.prepare_balancing()
-    return module
+#: What ``convert`` asks of Colossal-AI's layers.
+_adapter = SwappedClasses(_BALANCED_CLASSES, _why_left_alone)
+is_parallel_linear, why_left_alone, swap_layer = (
+    _adapter.is_parallel_linear,
+    _adapter.why_left_alone,
+    _adapter.swap_layer,
+)
 
 
 def balanced_policy(policy_class: type) -> type:

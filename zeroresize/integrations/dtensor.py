@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -36,13 +35,12 @@ _STYLES_WITH_FORWARDS = ("transformers.distributed.tensor_parallel",)
 _KINDS = {"ColwiseParallel": True, "RowwiseParallel": False}
 
 
-@dataclass(frozen=True)
-class _Style:
-    """What a style does to a layer.
+class _Unknown(Exception):
+    """Raised where it is not known how a layer was split; the reason is its text."""
 
-    Attributes:
-        take_off: takes its hooks, or its forward, off.
-    """
+
+class _Style(NamedTuple):
+    """What a style does to a layer, and what takes its hooks, or its forward, off."""
 
     name: str
     layouts: LinearLayouts
@@ -67,9 +65,10 @@ def process_group_of(module: Any) -> ProcessGroup:
 
 def why_left_alone(module: Any) -> str | None:
     """Tell why a layer that was split must stay as it is; None if it can be balanced."""
-    style = _style(module)
-    if isinstance(style, str):
-        return style
+    try:
+        style = _style(module)
+    except _Unknown as unknown:
+        return str(unknown)
     placements, wanted = module.weight.placements[-1:], Shard(0 if style.is_column else 1)
     if placements != (wanted,):  # fully_shard puts its dimension before
         return f"its weight has the placements {module.weight.placements}, and {style.name} makes {wanted!r}"
@@ -87,7 +86,6 @@ def swap_layer(module: Any) -> Any:
     if isinstance(module, BalancedLinear):
         return module
     style = _style(module)
-    assert isinstance(style, _Style)
     style.take_off()
     return become_dtensor_linear(module, style.layouts, is_column=style.is_column)
 
@@ -120,55 +118,47 @@ def _tp_of(mesh: DeviceMesh) -> DeviceMesh | None:
     return mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else None
 
 
-def _style(module: Any) -> _Style | str:
-    """What was done to a layer, or why that is not known."""
+def _style(module: Any) -> _Style:
+    """What was done to a layer."""
     return _style_with_forward(module) if "forward" in vars(module) else _style_with_hooks(module)
 
 
-def _style_with_forward(module: Any) -> _Style | str:
+def _style_with_forward(module: Any) -> _Style:
     remembered = remembered_by(vars(module)["forward"])
     style, original = remembered.get("self"), remembered.get("original_forward")
     file, name = type(style).__module__, type(style).__name__
     if file not in _STYLES_WITH_FORWARDS or name not in _KINDS:
-        return f"how it was split is not known: its forward was replaced by one of {file}.{name}"
+        raise _Unknown(f"how it was split is not known: its forward was replaced by one of {file}.{name}")
     if getattr(original, "__func__", None) is not nn.Linear.forward:
-        return f"{name} has replaced a forward that is not that of nn.Linear"
+        raise _Unknown(f"{name} has replaced a forward that is not that of nn.Linear")
     if getattr(module, "_hf_quantized_needs_local_tp", False):
-        return "it is quantized"
+        raise _Unknown("it is quantized")
     mesh = _mesh_of(module)
     assert mesh is not None and style is not None
     layouts = LinearLayouts(mesh, style.input_layouts, style.output_layouts, bool(style.use_local_output))
     return _Style(name, layouts, lambda: vars(module).pop("forward"))
 
 
-def _style_with_hooks(module: Any) -> _Style | str:
-    reads = _hook_of_style(module, "forward_pre", "_prepare_input_fn")
-    writes = _hook_of_style(module, "forward", "_prepare_output_fn")
-    if isinstance(reads, str) or isinstance(writes, str):
-        return reads if isinstance(reads, str) else str(writes)
-    if reads[2:] != writes[2:] or reads.mesh.ndim != 1:
-        return f"its hooks are of different styles: {reads.style} and {writes.style}"
+def _style_with_hooks(module: Any) -> _Style:
+    read_key, reads, file, name, mesh = _hook_of_style(module, "forward_pre", "_prepare_input_fn")
+    write_key, writes, *of_output = _hook_of_style(module, "forward", "_prepare_output_fn")
+    if of_output != [file, name, mesh] or mesh.ndim != 1:
+        raise _Unknown(f"its hooks are of different styles: {name} and {of_output[1]}")
     if "_bias" in dict(module.named_parameters(recurse=False)):
-        return "transformers has moved its bias in a forward: convert before the first one"
-    (x, *_), (y, is_y_local) = reads.call.args[0], writes.call.args
-    layouts = LinearLayouts(reads.mesh, x, y[0], bool(is_y_local), adds_bias_once=_STYLES_WITH_HOOKS[reads.file])
+        raise _Unknown("transformers has moved its bias in a forward: convert before the first one")
+    (x, *_), (y, is_y_local) = reads.args[0], writes.args
+    layouts = LinearLayouts(mesh, x, y[0], bool(is_y_local), adds_bias_once=_STYLES_WITH_HOOKS[file])
 
     def take_off() -> None:
-        del hooks_of(module, "forward_pre")[reads.key], hooks_of(module, "forward")[writes.key]
+        del hooks_of(module, "forward_pre")[read_key], hooks_of(module, "forward")[write_key]
 
-    return _Style(reads.style, layouts, take_off)
-
-
-class _HookOfStyle(NamedTuple):
-    key: int
-    call: functools.partial[Any]
-    file: str
-    style: str
-    mesh: DeviceMesh
+    return _Style(name, layouts, take_off)
 
 
-def _hook_of_style(module: nn.Module, kind: str, function_name: str) -> _HookOfStyle | str:
-    """The hook of a kind that calls this function of a known style, or why there is none."""
+def _hook_of_style(
+    module: nn.Module, kind: str, function_name: str
+) -> tuple[int, functools.partial[Any], str, str, DeviceMesh]:
+    """The hook of a kind that calls this function of a known style: (its key, the call, file, name and mesh)."""
     others = []
     for key, hook in hooks_of(module, kind).items():
         remembered = remembered_by(hook)
@@ -181,7 +171,7 @@ def _hook_of_style(module: nn.Module, kind: str, function_name: str) -> _HookOfS
         style, _, called = name.partition(".")
         is_known = file in _STYLES_WITH_HOOKS and style in _KINDS and called == function_name
         if is_known and isinstance(call, functools.partial):
-            return _HookOfStyle(key, call, file, style, mesh)
+            return key, call, file, style, mesh
         others.append(f"{file}.{name}")
     what = "input" if kind == "forward_pre" else "output"
-    return f"how it was split is not known: {', '.join(others) or 'nothing'} prepares its {what}"
+    raise _Unknown(f"how it was split is not known: {', '.join(others) or 'nothing'} prepares its {what}")

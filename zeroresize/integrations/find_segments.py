@@ -19,7 +19,7 @@ from torch import nn
 import zeroresize.integrations.transformers_segments  # noqa: F401 - it registers what it knows
 from zeroresize.comm.collectives import group_rank
 from zeroresize.integrations.changed_modules import why_adapted, why_changed
-from zeroresize.integrations.known_modules import StaysEven, adapter_of, registered_segments
+from zeroresize.integrations.known_modules import StaysEven, registered_segments
 from zeroresize.integrations.named_segments import require_sound
 from zeroresize.integrations.packed_layers import REMEDY, described, require_right_parts
 from zeroresize.integrations.traced_segments import FromOutside, NotProven, TracedAgain, reached_around, traced_segment
@@ -82,8 +82,8 @@ class _Search:
     def _reason(self, name: str) -> str:
         layer = self._layers[name]
         row = self._ends_at.get(name)
-        if layer.why_even is not None:  # naming it would be refused
-            return layer.why_even
+        if (why := layer.why_even or why_adapted(self._model, name, layer)) is not None:  # naming it would be refused
+            return why
         if name in self._reasons:
             return self._reasons[name]
         if row in self._reasons:
@@ -107,27 +107,20 @@ class _Search:
             raise ValueError(f"Segment(column={columns}, row={row!r}): {error}. {_TRY_IT}") from None
 
     def take_registered(self) -> None:
-        for name, module in self._modules.items():
-            if adapter_of(module) is None:
-                continue
-            inside = self._free(name)
+        for module in self._modules.values():
             try:
-                if why := next(filter(None, (why_adapted(self._model, each) for each in inside)), None):
-                    raise StaysEven(why)
                 for segment in registered_segments(module):
-                    self._take_registered(segment)
+                    names = [self._names.get(id(layer), ["?"])[0] for layer in (*segment.column, segment.row)]
+                    self._take_registered(segment, names)
             except StaysEven as error:
-                for layer_name in inside:
+                name = self._names[id(module)][0]
+                for layer_name in self._free(name):
                     self._reasons.setdefault(layer_name, f"{type(module).__name__}: {error}")
 
-    def _take_registered(self, segment: Segment) -> None:
-        """Take what an adapter returned: its layers stay even with a reason unless all are converted."""
-        names = [self._names.get(id(layer), ["?"])[0] for layer in (*segment.column, segment.row)]
+    def _take_registered(self, segment: Segment, names: Sequence[str]) -> None:
+        """Take what an adapter returned: its layers stay even with a reason unless all are converted, and free."""
         free = [name for name in names if name in self._layers and name not in self._segments]
         try:
-            if free and (missing := [name for name in names if name not in free]):
-                why = "in a segment that was named" if missing[0] in self._layers else "not converted"
-                raise StaysEven(f"{missing[0]}, of the same segment, is {why}")
             if free:
                 self._take(segment, names[:-1], names[-1])
         except StaysEven as error:
@@ -152,8 +145,7 @@ class _Search:
                     self._reasons[name] = str(error)
                     continue
                 except (NotProven, StaysEven) as error:
-                    adapted = next(filter(None, (why_adapted(self._model, each) for each in (name, *inside))), None)
-                    self._reasons[name] = adapted or f"{error}: {_NAME_IT}"
+                    self._reasons[name] = f"{error}: {_NAME_IT}"
                     for layer_name in inside:
                         self._ends_at.setdefault(layer_name, name)
                 break
@@ -185,6 +177,8 @@ class _Search:
         if len(set(names)) < len(names):
             raise StaysEven(f"layer {Counter(names).most_common(1)[0][0]} is in it twice")
         for name in names:
+            if name not in self._layers:
+                raise StaysEven(f"{name}, of the same segment, is not converted")
             if name in self._segments:
                 raise StaysEven(f"layer {name} is in another segment already, that of {self._segments[name].name}")
             self._require_movable(name)
@@ -274,7 +268,7 @@ class _Search:
         for key, parameter in parameters.items():
             if self._uses[id(parameter)] > 1:
                 raise StaysEven(f"{name} shares its {key} with another module")
-        if (why := why_adapted(self._model, name) or layer.why_even) is not None:
+        if (why := why_adapted(self._model, name, layer) or layer.why_even) is not None:
             raise StaysEven(f"{name}: {why}")
         if mode is not None:
             raise StaysEven(f"{name} has seq_parallel_mode={mode!r}")

@@ -81,6 +81,8 @@ class SwappedClasses:
         return isinstance(module, tuple(self._classes))
 
     def why_left_alone(self, module: Any) -> str | None:
+        if getattr(module, "gather_output", False):
+            return GATHERED
         if type(module) not in self._classes and type(module) not in self._classes.values():
             return f"{type(module).__name__} is a subclass with a forward of its own"
         return self._why_left_alone(module)

@@ -89,14 +89,9 @@ def register_by_name(class_names: Sequence[str], adapter: SegmentAdapter) -> Non
     _adapters_by_name.update(dict.fromkeys(class_names, adapter))
 
 
-def adapter_of(module: nn.Module) -> SegmentAdapter | None:
-    """Return what tells the segments in a module of this class; None where the registry does not know it."""
-    return _adapters.get(type(module)) or _adapters_by_name.get(_name_of(type(module)))
-
-
 def registered_segments(module: nn.Module) -> Iterator[Segment]:
     """Yield the segments that the registry knows in ``module`` itself."""
-    adapter = adapter_of(module)
+    adapter = _adapters.get(type(module)) or _adapters_by_name.get(_name_of(type(module)))
     if adapter is not None:
         segments = adapter(module)
         yield from [segments] if isinstance(segments, Segment) else segments

@@ -93,11 +93,7 @@ def restored(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def nothing_kept(module: nn.Module, *, but_for_attributes: bool = False) -> Iterator[None]:
-    """Put back, when the block ends, what the modules in ``module`` hold, and random states.
-
-    Args:
-        but_for_attributes: whether attributes may change.
-    """
+    """Put back, when the block ends, what the modules in ``module`` hold, and random states."""
     state, random_before = ModuleState(module), _random_states(module)
     error: Exception | None = None
     try:

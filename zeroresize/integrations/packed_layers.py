@@ -22,7 +22,8 @@ from torch import Tensor, fx, nn
 from zeroresize.integrations.changed_modules import own_hooks_off
 from zeroresize.integrations.known_modules import is_elementwise_function, is_elementwise_module, name_of_function
 from zeroresize.integrations.module_state import nothing_kept
-from zeroresize.integrations.traced_segments import ForwardTracer, WatchedFunctions, arguments_of
+from zeroresize.integrations.traced_segments import ForwardTracer, arguments_of
+from zeroresize.integrations.unit_proof import WatchedFunctions
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.utils.torch_private import leaves_of
 
@@ -47,11 +48,7 @@ def described(parts: Sequence[int] | None) -> str:
 def require_right_parts(
     model: nn.Module, layers: Mapping[str, BalancedLinear], num_ranks: int, with_given_parts: Collection[str]
 ) -> None:
-    """Check that the forwards of ``model`` cut no layer's output at other features than it was split at.
-
-    Args:
-        with_given_parts: layers of which somebody has said how their weights are packed on a rank.
-    """
+    """Check that the forwards of ``model`` cut no layer's output at other features than it was split at."""
     modules = dict(model.named_modules())
     for name, layer in layers.items():
         parts = layer.parts
@@ -133,10 +130,7 @@ class _Reading(ForwardTracer):
         self._blocks: dict[fx.Node, frozenset[tuple[int, int]]] = {}
 
     def cuts(self) -> dict[str, set[int]]:
-        """Return where blocks end on this rank, for each operation that makes some, if they are told apart.
-
-        Blocks that only join again are not, such as heads that are computed one after the other.
-        """
+        """Return where blocks end on this rank, for each operation that makes some, if they are told apart."""
         blocks = frozenset[tuple[int, int]]().union(*self._blocks.values())
         are_few = len(blocks) in (2, 3) or len({end - begin for begin, end in blocks}) > 1
         return self._ends if self._have_met or (not self.is_complete and are_few) else {}
@@ -225,11 +219,7 @@ class _Shaped(fx.Proxy):
 def block_in(view: Tensor, whole: Tensor, size: int) -> tuple[int, int] | None:
     """Return which block of ``size`` features a view holds, (its first one, behind its last one).
 
-    Args:
-        whole: what it is a view of, which holds them all, as heads where strides tell so.
-
-    Returns:
-        None where it holds only some features of every head.
+    None where it holds only some features of every head.
     """
     begin, end, step, count = _features(view, size)
     if count == size:

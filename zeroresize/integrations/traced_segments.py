@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,12 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
 
 from zeroresize.integrations.changed_modules import own_hooks_off, why_changed
 from zeroresize.integrations.known_modules import is_elementwise_function, is_elementwise_module, name_of_function
 from zeroresize.integrations.module_state import nothing_kept
-from zeroresize.integrations.unit_proof import MixesUnitsError, Stimulus, require_unmixed
+from zeroresize.integrations.unit_proof import MixesUnitsError, Stimulus, WatchedFunctions, require_unmixed
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.unit_dropout import UnitDropout
 from zeroresize.utils.torch_private import leaves_of
@@ -35,7 +33,6 @@ from zeroresize.utils.torch_private import leaves_of
 _METADATA = ("dtype", "device")
 #: Of a column-parallel output these make the blocks that it holds, each with all units; numbers tell whether they do.
 _OF_BLOCKS = ("chunk", "glu")
-_TRACING = ("torch", "zeroresize", "contextlib")
 _Columns = frozenset[Any]
 
 
@@ -126,10 +123,7 @@ class ForwardTracer(fx.Tracer):
 
 
 class _StimulatedTracer(ForwardTracer):
-    """Computes with numbers what follows from a stimulus by element-wise operations, and traces the rest.
-
-    Whatever else is done to such numbers is traced, too, and noted.
-    """
+    """Computes with numbers what follows from a stimulus by element-wise operations, and traces the rest."""
 
     def __init__(self, holding: nn.Module | None, stimulus: Stimulus) -> None:
         super().__init__(holding)
@@ -288,19 +282,6 @@ class _StimulatedTracer(ForwardTracer):
             self._num_trusting -= 1
 
 
-class WatchedFunctions(TorchFunctionMode):
-    """Has ``call(function, args, kwargs)`` call every function of torch while its block lasts."""
-
-    def __init__(self, call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        super().__init__()
-        self._call = call
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self._call(func, args, kwargs or {})
-
-
 def _under_every_circumstance(module: nn.Module, trace: Callable[[dict[str, Any] | None], object]) -> None:
     """Call ``trace``, which is given arguments for the forward of ``module``, as often as that may differ."""
     if "forward" in vars(module):  # fx would trace that of its class
@@ -326,14 +307,8 @@ def arguments_of(module: nn.Module) -> list[dict[str, Any] | None]:
 
 
 def _line_of(error: Exception) -> str:
-    """The kind and the first line of an error, with where in a user's code it was raised."""
-    lines = str(error).strip().splitlines()
-    places = [
-        f" (in {frame.f_code.co_name}, {frame.f_code.co_filename}:{line})"
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _TRACING
-    ]
-    return (f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__) + "".join(places[-1:])
+    """The kind and the first line of an error."""
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removesuffix(": ")
 
 
 @contextmanager
@@ -351,14 +326,7 @@ def _in_mode(module: nn.Module, training: bool | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TracedAgain:
-    """Traces the module that holds a segment as ``convert`` did; called, it tells what is not as it was.
-
-    Attributes:
-        model: that the segment was found in.
-        holder, name: the module whose forward proves the segment, and its name in the model.
-        row: the layer that ends the segment.
-        reading: what tracing read at convert.
-    """
+    """Traces the module that holds a segment as ``convert`` did; called, it tells what is not as it was."""
 
     model: nn.Module
     holder: nn.Module
@@ -382,10 +350,7 @@ class TracedAgain:
 
 
 def reached_around(holder: nn.Module, layers: Sequence[Any], model: nn.Module) -> list[Any]:
-    """Return which of the layers in ``holder`` the model also reaches on a way that does not pass it.
-
-    All of them where ``holder`` is not in the model any more.
-    """
+    """Return which of the layers in ``holder`` the model also reaches on a way that does not pass it."""
     seen: set[nn.Module] = set()
     todo = [model]
     while todo:

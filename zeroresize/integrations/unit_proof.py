@@ -101,12 +101,7 @@ class Stimulus:
 def require_unmixed(
     columns: Mapping[Any, Rows], row: Any, num_rows: int, compute: Callable[[Stimulus], object]
 ) -> None:
-    """Check that each unit has the same numbers, whichever other units there are.
-
-    Args:
-        columns, row, num_rows: as of :class:`Stimulus`.
-        compute: runs what lies between the layers with a stimulus for them.
-    """
+    """Check that each unit has the same numbers, whichever other units there are."""
     whole, part = (Stimulus(columns, row, num_rows, units) for units in (range(NUM_UNITS), KEPT))
     compute(whole)
     compute(part)
@@ -129,13 +124,7 @@ def require_unmixed_in_call(
     call: Callable[[Tensor], object],
     on_change: Callable[[list[int]], object] | None,
 ) -> None:
-    """Check that between these layers ``call`` mixes no units.
-
-    Args:
-        module: holds the layers.
-        call: takes the replicated input, and calls the row-parallel layer at the end.
-        on_change: lets the module follow the units that are there.
-    """
+    """Check that between these layers ``call`` mixes no units."""
 
     def compute(stimulus: Stimulus) -> None:
         def read(x: Any, *_: Any) -> None:
@@ -146,7 +135,7 @@ def require_unmixed_in_call(
         is_compiled = any(map(is_compiled_module, module.modules()))
         eagerly = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
         kept = nothing_kept(module, but_for_attributes=True)
-        with own_hooks_off(module), kept, torch.no_grad(), eagerly, _WithoutDropout():
+        with own_hooks_off(module), kept, torch.no_grad(), eagerly, WatchedFunctions(_without_dropout):
             if on_change is not None:
                 on_change(list(range(len(stimulus.units))))
             for layer in columns:
@@ -158,16 +147,24 @@ def require_unmixed_in_call(
     require_unmixed(columns, row, num_rows, compute)
 
 
-class _WithoutDropout(TorchFunctionMode):
-    """Lets functions of torch drop nothing."""
+class WatchedFunctions(TorchFunctionMode):
+    """Has ``call(function, args, kwargs)`` call every function of torch while its block lasts."""
+
+    def __init__(self, call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._call = call
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if args and getattr(func, "__name__", "").strip("_").endswith("dropout"):
-            return args[0]
-        return func(*args, **(kwargs | {"dropout_p": 0.0} if "dropout_p" in kwargs else kwargs))
+        return self._call(func, args, kwargs or {})
+
+
+def _without_dropout(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch so that it drops nothing."""
+    if args and getattr(function, "__name__", "").strip("_").endswith("dropout"):
+        return args[0]
+    return function(*args, **(kwargs | {"dropout_p": 0.0} if "dropout_p" in kwargs else kwargs))
 
 
 def _features_of(units: Sequence[int], rows: Rows) -> Tensor:

@@ -12,13 +12,12 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeroresize.layers.functional import (
-    ProductContext,
     SharedProducts,
     column_backward,
     column_forward,
@@ -36,26 +35,6 @@ from zeroresize.utils.torch_private import (
 _MOST_PLANS = 8
 
 
-class CompiledLayer(Protocol):
-    """A balanced layer, as a running graph sees it.
-
-    Attributes:
-        name_in_model: for errors; may be empty.
-        forwards: what a graph needs of it besides tensors.
-    """
-
-    name_in_model: str
-    forwards: CompiledForwards
-
-    def compiled_forward_begins(self, x: Tensor, is_training: bool, sums: bool) -> ProductContext:
-        """Count and watch a forward of the local input ``x`` [..., K], and tell how it is computed."""
-
-    def context_of(
-        self, plan: LayerPlan | None, loans: SharedProducts | None, is_training: bool, sums: bool
-    ) -> ProductContext:
-        """Tell how the backward of a forward by ``plan`` and ``loans`` is computed."""
-
-
 class _Lent(bytearray):
     """What the backward of a forward with loans needs besides the graph's tensors.
 
@@ -68,13 +47,9 @@ class _Lent(bytearray):
 
 
 class CompiledForwards:
-    """Keeps what a graph needs of one layer besides tensors.
+    """Keeps what a graph needs of one layer besides tensors."""
 
-    Attributes:
-        number: of the layer, int64 on the CPU, by which its operators find it.
-    """
-
-    def __init__(self, layer: CompiledLayer) -> None:
+    def __init__(self, layer: Any) -> None:
         number = next(_numbers)
         self.number = torch.tensor(number, device="cpu")
         self._plans: deque[tuple[int, LayerPlan]] = deque(maxlen=_MOST_PLANS)
@@ -83,13 +58,7 @@ class CompiledForwards:
         _layers[number] = layer
 
     def number_of(self, plan: LayerPlan | None, loans: SharedProducts | None, kept: Sequence[Tensor]) -> Tensor:
-        """Return the number under which a backward finds what its forward was computed by, int64 on the CPU.
-
-        It is 0 for the whole product, negative with loans, and those of one plan without loans share theirs.
-
-        Args:
-            kept: by the forward for its backward, where it has loans.
-        """
+        """Return the number under which a backward finds what its forward was computed by, int64 on the CPU."""
         if loans is not None:
             self._num_lent += 1
             self._lent[-self._num_lent] = lent = _Lent(8)

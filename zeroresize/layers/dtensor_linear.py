@@ -48,11 +48,7 @@ class LinearLayouts:
 
 
 class _DTensorLinear(BalancedLinear, nn.Linear):
-    """Holds what both kinds have in common.
-
-    Attributes:
-        layouts: of x and y.
-    """
+    """Holds what both kinds have in common."""
 
     has_dtensors = True
     layouts: LinearLayouts
@@ -213,16 +209,7 @@ class DTensorRowParallelLinear(_DTensorLinear):
 def split_over(
     linear: nn.Linear, layouts: LinearLayouts, parts: Sequence[int], *, is_column: bool, source: int | None
 ) -> tuple[str, ...]:
-    """Make the parameters of a whole ``linear`` DTensors, split over a mesh; collective, unless ``source`` is None.
-
-    Args:
-        parts: features of each part that is split by itself.
-        is_column: whether by output features, else by input features, which leaves the bias whole.
-        source: whose tensors are split, a rank of the mesh; None for those that each rank has.
-
-    Returns:
-        The methods of these DTensors that are errors, as their placements do not tell how parts are divided.
-    """
+    """Make the parameters of a whole ``linear`` DTensors, split over a mesh; collective, unless ``source`` is None."""
     dim, ranks = (0 if is_column else 1), group_size(require_group(layouts.mesh))
     strided = strided_shard(dim, len(parts)) if len(set(parts)) == 1 and len(parts) > 1 else None
     placements = {"weight": strided or Shard(dim), "bias": (strided or Shard(0)) if is_column else Replicate()}
@@ -240,10 +227,7 @@ def split_over(
 
 
 def become_dtensor_linear(linear: nn.Linear, layouts: LinearLayouts, *, is_column: bool) -> BalancedLinear:
-    """Turn an ``nn.Linear`` with DTensors as parameters into a balanced layer, in place, and return it.
-
-    Its parameters, name, hooks and mode stay.
-    """
+    """Turn an ``nn.Linear`` with DTensors as parameters into a balanced layer, in place, and return it."""
     layer: Any = linear
     layer.__class__ = DTensorColumnParallelLinear if is_column else DTensorRowParallelLinear
     layer.layouts, layer.process_group = layouts, require_group(layouts.mesh)

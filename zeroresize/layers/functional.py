@@ -42,16 +42,10 @@ class SharedProducts(Protocol):
         """Return the layer's ``weight`` [N, K] as the tensor to multiply with; its gradient will hold all columns."""
 
     def forward_begins(self, weight: Tensor) -> None:
-        """Send the weights that are lent, if none were sent yet, and check that ``weight`` is still as it was sent.
-
-        :meth:`weight_in_force` does so itself.
-        """
+        """Send the weights that are lent, if none were sent yet, and check that ``weight`` is still as it was sent."""
 
     def whole_gradient(self, dw_NK: Tensor) -> Tensor:
-        """Wait for the columns of a backward's dw that other ranks computed, and return it with them.
-
-        Where :meth:`weight_in_force` gave the weight, autograd does so once all layers are done.
-        """
+        """Wait for the columns of a backward's dw that other ranks computed, and return it with them."""
 
     def column_forward(self, x_TK: Tensor, multiply: OwnProduct) -> Tensor:
         """Compute y [T, N] of a column-parallel layer: ``multiply()`` plus what other ranks computed of it."""
@@ -77,10 +71,7 @@ class SharedProducts(Protocol):
 
 @dataclass
 class LastGradients:
-    """Holds one layer's gradients of its previous backward, kept only for ``paper.imputation="same"``.
-
-    With loss scaling they are those of the scaled loss. Gradients that overflow are not remembered.
-    """
+    """Holds one layer's gradients of its previous backward, kept only for ``paper.imputation="same"``."""
 
     dx_TK: Tensor | None = None
     dw_NK: Tensor | None = None
@@ -115,20 +106,13 @@ class ProductContext:
 
 
 def column_parallel_products(x: Tensor, w_NK: Tensor, bias_N: Tensor | None, how: ProductContext) -> Tensor:
-    """Compute y [..., N] of x [..., K], and all-reduce dx over the group in backward; y may be modified in place.
-
-    Without ``how.sums`` dx is this rank's part of the sum.
-    """
-    return _ColumnParallelProducts.apply(x, w_NK, bias_N, how)
+    """Compute y [..., N] of x [..., K], and all-reduce dx over the group in backward; y may be modified in place."""
+    return _Products.apply(x, w_NK, bias_N, how, column_forward, column_backward)
 
 
 def row_parallel_products(x: Tensor, w_NK: Tensor, bias_N: Tensor | None, how: ProductContext) -> Tensor:
-    """Sum over the group the products y [..., N] of each rank's x [..., K]; the result may be modified in place.
-
-    Args:
-        bias_N: is added to the sum, in equal parts by the ranks; None for nothing.
-    """
-    return _RowParallelProducts.apply(x, w_NK, bias_N, how)
+    """Sum over the group the products y [..., N] of each rank's x [..., K]; the result may be modified in place."""
+    return _Products.apply(x, w_NK, bias_N, how, row_forward, row_backward)
 
 
 def column_forward(x, w_NK, bias_N, how):
@@ -199,16 +183,17 @@ def row_backward(dy, x, w_NK, kept, how, needed):
     return dx if dx is None else dx.view(x.shape), dw_NK, db_N
 
 
-class _ColumnParallelProducts(torch.autograd.Function):
-    """y = x[:, keep] w[:, keep]ᵀ + b; dx = Σ_r impute(dy w[:, keep]); dw = impute(dyᵀ x[:, keep]); db = Σ_t dy.
+class _Products(torch.autograd.Function):
+    """Column-parallel: y = x[:, keep] w[:, keep]ᵀ + b; dx = Σ_r impute(dy w[:, keep]), which overlaps dw and db.
 
-    What other ranks compute of lent columns is added to y, dx and dw. The all-reduce of dx overlaps dw and db.
+    Row-parallel: y = Σ_r x[:, keep] w[:, keep]ᵀ + b; dx = impute(dy w[:, keep]). In both dw = impute(dyᵀ x[:, keep]),
+    and db = Σ_t dy. What other ranks compute of lent columns is added to y, dx and dw.
     """
 
     @staticmethod
-    def forward(ctx, x, w_NK, bias_N, how):
-        ctx.how, ctx.has_bias = how, bias_N is not None
-        y, kept = column_forward(x, w_NK, bias_N, how)
+    def forward(ctx, x, w_NK, bias_N, how, forward, backward):
+        ctx.how, ctx.gradients = how, backward
+        y, kept = forward(x, w_NK, bias_N, how)
         ctx.save_for_backward(x, w_NK, *kept)
         return y
 
@@ -216,32 +201,7 @@ class _ColumnParallelProducts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, w_NK, *kept = ctx.saved_tensors
-        return *column_backward(dy, x, w_NK, kept, ctx.how, _needed(ctx)), None
-
-
-class _RowParallelProducts(torch.autograd.Function):
-    """y = Σ_r x[:, keep] w[:, keep]ᵀ + b; dx = impute(dy w[:, keep]); dw = impute(dyᵀ x[:, keep]); db = Σ_t dy.
-
-    What other ranks compute of lent columns is added to y, dx and dw.
-    """
-
-    @staticmethod
-    def forward(ctx, x, w_NK, bias_N, how):
-        ctx.how, ctx.has_bias = how, bias_N is not None
-        y, kept = row_forward(x, w_NK, bias_N, how)
-        ctx.save_for_backward(x, w_NK, *kept)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, w_NK, *kept = ctx.saved_tensors
-        return *row_backward(dy, x, w_NK, kept, ctx.how, _needed(ctx)), None
-
-
-def _needed(ctx):
-    needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
-    return needs_dx, needs_dw, ctx.has_bias and needs_db
+        return *ctx.gradients(dy, x, w_NK, kept, ctx.how, ctx.needs_input_grad[:3]), None, None, None
 
 
 def _forward(x, w_NK, bias_N, how):

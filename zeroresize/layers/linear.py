@@ -28,7 +28,7 @@ from zeroresize.comm.collectives import (
 )
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import on_tokens
-from zeroresize.layers.splitting import Parts, checked_parts, keep_ties, part_of_rank, qualified_name
+from zeroresize.layers.splitting import Parts, checked_parts, keep_ties, part_of_rank
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,15 +53,12 @@ class _ParallelLinear(BalancedLinear, nn.Module):
         dtype: torch.dtype | None,
         why_whole: str | None,
     ) -> None:
-        """Make the parameters.
-
-        Args:
-            why_whole: the option by which the layer itself gathers or splits the divided features, so that they are
-                even and of one part; None without it.
-        """
+        """Make the parameters."""
         self.process_group = require_group(process_group)
         num_ranks, name = group_size(self.process_group), self._divided
         size, kind = getattr(self, name), type(self).__name__
+        if own_features is None:
+            require_divisible(self, name, self.process_group, kind)
         if parts is not None:
             self.parts = checked_parts(parts, size, num_ranks, kind)
             if why_whole and len(self.parts) > 1:
@@ -73,8 +70,6 @@ class _ParallelLinear(BalancedLinear, nn.Module):
                 f"own_features={own_features} of {name}={size} is not allowed: it must be from 0 to {size}, on "
                 "device='meta', and not of a layer that gathers its output or splits its input evenly itself"
             )
-        if own_features is None and size % num_ranks:
-            raise ValueError(f"{kind}: {_indivisible(name, self, self.process_group, None)}")
         shape = (here, self.in_features) if self.is_column_parallel else (self.out_features, here)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
@@ -107,8 +102,6 @@ class _ParallelLinear(BalancedLinear, nn.Module):
         if isinstance(linear, BalancedLinear) or not isinstance(linear, nn.Linear):
             split = ", which is split already" if isinstance(linear, BalancedLinear) else ""
             raise ValueError(f"from_linear needs a whole torch.nn.Linear, found a {type(linear).__name__}{split}")
-        divided = "out_features" if cls.is_column_parallel else "in_features"
-        require_divisible(linear, divided, require_group(process_group), f"{cls.__name__}.from_linear")
         layer = cls(
             linear.in_features,
             linear.out_features,
@@ -276,25 +269,12 @@ class RowParallelLinear(_ParallelLinear):
         return f"{super().extra_repr()}, input_is_parallel={self.input_is_parallel}"
 
 
-def require_divisible(linear: nn.Linear, features: str, process_group: ProcessGroup, whose: str) -> None:
-    """Check, before anything is made, that a group's ranks can divide a layer evenly.
-
-    Args:
-        linear: the whole layer.
-        features: the name of its attribute that is divided.
-        process_group: the ranks.
-        whose: what the error calls itself.
-    """
-    if getattr(linear, features) % group_size(process_group):
-        name = qualified_name(linear)
-        raise ValueError(f"{whose}: {_indivisible(features, linear, process_group, name)}")
-
-
-def _indivisible(features: str, layer: Any, process_group: ProcessGroup, name: str | None) -> str:
-    size, num_ranks = getattr(layer, features), group_size(process_group)
-    return (
-        f"{features}={size} is not divisible by the {num_ranks} ranks of the process group, in "
-        f"{f'layer {name}' if name else 'a layer'} with in_features={layer.in_features} and "
-        f"out_features={layer.out_features}. The next larger {features} that is divisible is "
-        f"{(size // num_ranks + 1) * num_ranks}"
-    )
+def require_divisible(linear: Any, features: str, process_group: ProcessGroup, whose: str) -> None:
+    """Check, before anything is made, that a group's ranks can divide a layer evenly."""
+    size, num_ranks = getattr(linear, features), group_size(process_group)
+    if size % num_ranks:
+        raise ValueError(
+            f"{whose}: {features}={size} is not divisible by the {num_ranks} ranks of the process group, in a layer "
+            f"with in_features={linear.in_features} and out_features={linear.out_features}. The next larger {features} "
+            f"that is divisible is {(size // num_ranks + 1) * num_ranks}"
+        )

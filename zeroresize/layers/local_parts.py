@@ -36,7 +36,7 @@ def with_local(like: Tensor, local: Tensor) -> Tensor:
 
 
 def local_in_graph(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of ``tensor`` such that its gradient reaches ``tensor``, as a DTensor if it is one.
+    """Return what this rank holds of ``tensor`` such that its gradient reaches it, as a DTensor if it is one.
 
     Unlike ``DTensor.to_local`` it works for uneven parts.
     """
@@ -61,13 +61,7 @@ def on_tokens(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def guard_dtensors(tensors: Iterable[Tensor], *, are_away: bool, refused: Collection[str] = ()) -> None:
-    """Let DTensors be gathered, redistributed and saved, or not while their units are away.
-
-    Args:
-        tensors: parameters and optimizer state; plain ones are left alone.
-        are_away: whether some rank of the group holds other units than at home.
-        refused: methods that are errors at home, too.
-    """
+    """Let DTensors be gathered, redistributed and saved, or not while their units are away."""
     for tensor in tensors:
         if is_dtensor(tensor):
             for name in METHODS:

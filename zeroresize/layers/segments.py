@@ -19,16 +19,10 @@ def work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, float]:
 
 
 def present_work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, float]:
-    """Return the same of what this rank owns now, in the same units."""
+    """Return the same of what this rank owns now, also where ``fully_shard`` leaves it only a part of that."""
     return {
-        name: float(math.prod(layer.even_shape if layer.segment is None else _shape_here(layer)))
-        for name, layer in layers.items()
+        name: float(math.prod(shard_shape(layer, group_rank(layer.process_group)))) for name, layer in layers.items()
     }
-
-
-def _shape_here(layer: BalancedLinear) -> tuple[int, int]:
-    """[N, K] of what this rank owns, also where ``fully_shard`` leaves it only a part of that between forwards."""
-    return shard_shape(layer, group_rank(layer.process_group))
 
 
 def shape_with(layer: BalancedLinear, num_units: int) -> tuple[int, int]:
@@ -41,10 +35,7 @@ def shape_with(layer: BalancedLinear, num_units: int) -> tuple[int, int]:
 
 
 def shard_shape(layer: BalancedLinear, rank: int) -> tuple[int, int]:
-    """Return [N, K] of the weight of ``layer`` on ``rank`` of its group, without asking that rank.
-
-    It follows from the ownership map, which all ranks hold alike. In a layer of no segment all shards are equal.
-    """
+    """Return [N, K] of the weight of ``layer`` on ``rank`` of its group, without asking that rank."""
     if layer.segment is None:
         num_outputs, num_columns = layer.even_shape
         return num_outputs, num_columns
@@ -52,14 +43,9 @@ def shard_shape(layer: BalancedLinear, rank: int) -> tuple[int, int]:
 
 
 def homes_of_columns(layer: BalancedLinear, units: Sequence[int] | Indices) -> Indices:
-    """Return where at even shares the columns of a row-parallel layer are whose rank owns these units of its segment.
+    """[K]: of each column of a row-parallel layer, whose rank owns these units (ascending), where it is at even shares.
 
-    Args:
-        layer: of a segment.
-        units: ascending, as they lie on the rank.
-
-    Returns:
-        [K], for every column the rank that holds it at even shares × the columns of the layer there + its place there.
+    That is the rank that holds it then × the columns of the layer there + its place there.
     """
     assert layer.segment is not None
     num_at_home, num_even = layer.even_shape[1], _num_even(layer)
@@ -72,11 +58,7 @@ def homes_of_columns(layer: BalancedLinear, units: Sequence[int] | Indices) -> I
 def homes_of_layers(
     layers: Mapping[str, BalancedLinear], units_of: Callable[[BalancedLinear], Sequence[int] | Indices]
 ) -> dict[str, Indices]:
-    """Return :func:`homes_of_columns` of every layer whose columns may change hands, by name.
-
-    Args:
-        units_of: which units of its segment the rank of a layer owns.
-    """
+    """Return :func:`homes_of_columns` of every layer whose columns may change hands, by name."""
     return {
         name: homes_of_columns(layer, units_of(layer))
         for name, layer in layers.items()
@@ -91,11 +73,7 @@ def _num_even(layer: BalancedLinear) -> int:
 
 
 def segments_of_layers(layers: Mapping[str, BalancedLinear]) -> list[list[str]]:
-    """Name the layers between two synchronisations: ranks meet after row-parallel ones.
-
-    Args:
-        layers: by name, in the order in which the model registers them; they are taken to compute in this order.
-    """
+    """Name the layers between two synchronisations: ranks meet after row-parallel ones."""
     segments: list[list[str]] = []
     has_ended = True
     for name, layer in layers.items():

@@ -1,4 +1,4 @@
-"""What splitting whole linear layers over ranks needs: which may be split, parts of packed ones, names, and ties.
+"""What splitting whole linear layers over ranks needs: which may be split, parts of packed ones, and ties.
 
 A packed layer, such as q, k and v in one weight, has parts, each of which is divided over the ranks by itself: a rank
 holds its r-th of every part, one part after the other. Where layers share a weight, they are split one at a time: what
@@ -8,7 +8,6 @@ part, and a model in which whole and part, or two parts, stand side by side is r
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,13 +34,7 @@ _REMEDY = (
 
 
 def checked_parts(parts: Parts, size: int, num_shares: int, whose: str, shares: str = "ranks") -> tuple[int, ...]:
-    """Return the features of each part of an undivided layer that has ``size`` of them.
-
-    Args:
-        num_shares: into how many equal shares each part is divided.
-        whose: what the error calls itself.
-        shares: what the error calls them.
-    """
+    """Return the features of each part of an undivided layer that has ``size`` of them."""
     sizes: tuple[int, ...] = ()
     if type(parts) is int:
         sizes = (size // parts,) * parts if parts > 0 else ()
@@ -66,11 +59,7 @@ def part_of_rank(tensor: Tensor, dim: int, parts: Sequence[int], num_ranks: int,
 
 
 def why_no_plain_linear(module: Any, *, but_for_forward: bool = False) -> str | None:
-    """Tell why a linear layer may compute something else than its weight and bias say; None if it does not.
-
-    Args:
-        but_for_forward: whether a forward in place of the class's is known already.
-    """
+    """Tell why a linear layer may compute something else than its weight and bias say; None if it does not."""
     kind = type(module)
     if kind.forward is not nn.Linear.forward or ("forward" in vars(module) and not but_for_forward):
         return f"a {kind.__name__} with a forward of its own"
@@ -83,32 +72,9 @@ def why_no_plain_linear(module: Any, *, but_for_forward: bool = False) -> str | 
     return f"one that holds {', '.join(sorted(others))} beside its weight and bias" if others else None
 
 
-def qualified_name(module: nn.Module) -> str | None:
-    """Return the module's qualified name in the largest model that holds it; None where no module holds it.
-
-    It looks through all objects of the process, which takes a part of a second: for errors only.
-    """
-    holders: dict[int, tuple[nn.Module, str]] = {}
-    for candidate in gc.get_objects():
-        if issubclass(type(candidate), nn.Module):
-            for name, child in (vars(candidate).get("_modules") or {}).items():
-                holders.setdefault(id(child), (candidate, name))
-    names: list[str] = []
-    seen: set[int] = set()
-    while id(module) in holders and id(module) not in seen:
-        seen.add(id(module))
-        module, name = holders[id(module)]
-        names.append(name)
-    return ".".join(reversed(names)) if names else None
-
-
 @dataclass(eq=False)
 class _Origin:
-    """Of a whole parameter.
-
-    Attributes:
-        parts: layers made of it since the last one that was made twice: whole layer, its part, name there, division.
-    """
+    """Of a whole parameter."""
 
     parts: list[tuple[Any, Any, str, Hashable]] = field(default_factory=list)
 
@@ -126,19 +92,13 @@ def require_split_alike(linear: nn.Module, wholes: Mapping[str, Tensor], divisio
         part = _part_of_another(linear, whole)
         if part is not None and part[1:] != (name, division):
             raise ValueError(
-                f"{qualified_name(linear) or 'a layer'}.{name} and {qualified_name(part[0]) or 'another layer'}."
-                f"{part[1]} are one parameter (tied weights), which would be split in two ways and trained apart. "
-                f"{_REMEDY}"
+                f"the {name} of a layer and the {part[1]} of another one are one parameter (tied weights), which would "
+                f"be split in two ways and trained apart. {_REMEDY}"
             )
 
 
 def keep_ties(linear: nn.Module, wholes: Mapping[str, Tensor], layer: nn.Module, division: Hashable) -> None:
-    """Let ``layer``, just made of the whole ``linear``, share what that shared with layers made before.
-
-    Args:
-        wholes: the parameters that ``linear`` had, by name.
-        division: tells layers that are divided alike.
-    """
+    """Let ``layer``, just made of the whole ``linear``, share what that shared with layers made before."""
     require_split_alike(linear, wholes, division)
     for name, whole in wholes.items():
         part, origin = _part_of_another(linear, whole), getattr(whole, _ORIGIN, None) or _Origin()
@@ -167,7 +127,7 @@ def require_ties_kept(model: nn.Module) -> None:
 
 
 def _part_of_another(linear: nn.Module, whole: Tensor) -> tuple[nn.Module, str, Hashable] | None:
-    """A layer that was made of another whole layer with this parameter, with the parameter's name and division there.
+    """A layer made of another whole layer with this parameter, the parameter's name there, and the division.
 
     None where one was made of ``linear`` already: that is the next model made of the same whole layers.
     """
@@ -178,13 +138,10 @@ def _part_of_another(linear: nn.Module, whole: Tensor) -> tuple[nn.Module, str, 
     return next(((layer, name, division) for _, layer, name, division in alive if layer is not None), None)
 
 
-def probably_untied(model: nn.Module, *, are_divided: bool = True) -> Iterator[tuple[str, str]]:
-    """Yield names of two parameters each that hold the same numbers, which are not constant.
+def probably_untied(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield names of two parameters each, one of an embedding, that hold the same numbers, which are not constant.
 
     Each rank compares what it has of both; nothing is sent.
-
-    Args:
-        are_divided: only those of which one is a DTensor; else only those of which one is an embedding's.
     """
     by_shape: dict[tuple[int, ...], list[tuple[str, Tensor, bool]]] = {}
     for module_name, module in model.named_modules():
@@ -192,7 +149,7 @@ def probably_untied(model: nn.Module, *, are_divided: bool = True) -> Iterator[t
             if parameter is None or parameter.is_meta or not parameter.requires_grad or parameter.dim() < 2:
                 continue
             name = f"{module_name}.{key}".lstrip(".")
-            is_meant = is_dtensor(parameter) if are_divided else hasattr(module, "num_embeddings")
+            is_meant = hasattr(module, "num_embeddings")
             for other_name, other, is_other_meant in by_shape.setdefault(tuple(parameter.shape), []):
                 if other is not parameter and (is_meant or is_other_meant) and _equal(other, parameter):
                     yield other_name, name

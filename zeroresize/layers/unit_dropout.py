@@ -134,11 +134,7 @@ def drops(segment: OwnedSegment) -> bool:
 
 
 def why_not_keyable(model: nn.Module, segments: Sequence[OwnedSegment]) -> dict[str, str]:
-    """Tell, by name, why :class:`KeyedDropout` cannot replace a segment's dropout: its units must stay even.
-
-    Args:
-        model: holds the segments, without a host's wrappers.
-    """
+    """Tell, by name, why :class:`KeyedDropout` cannot replace a segment's dropout: its units must stay even."""
     places = _places(model)
     uses = Counter(id(dropout) for segment in segments for dropout, _ in segment.dropouts)
     reasons: dict[str, str] = {}
@@ -155,13 +151,7 @@ def why_not_keyable(model: nn.Module, segments: Sequence[OwnedSegment]) -> dict[
 
 
 class KeyedDropout:
-    """Replaces dropout modules with p > 0 between the layers of ``segments`` by :class:`UnitDropout`, in place.
-
-    Args:
-        model: holds the segments, without a host's wrappers.
-        segments: of the kind that :func:`why_not_keyable` names no reason for.
-        seed: the same on all ranks of the tensor-parallel group, another one on each replica of the model.
-    """
+    """Replaces dropout modules with p > 0 between the layers of ``segments`` by :class:`UnitDropout`, in place."""
 
     def __init__(self, model: nn.Module, segments: Sequence[OwnedSegment], *, seed: int) -> None:
         self._segments, self._seed = segments, seed

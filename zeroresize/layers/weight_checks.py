@@ -12,47 +12,31 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.utils import parametrize
 
 from zeroresize.comm.collectives import group_ranks, same_ranks
-from zeroresize.utils.torch_private import hooks_of, is_flat_parameter, is_tensor_of_tensors, parameters_of
+from zeroresize.utils.torch_private import is_flat_parameter, is_tensor_of_tensors, parameters_of
 
 #: Layers tell what their parameters are: a mark on a parameter would be lost by a copy, and keep it from being pickled.
 _layers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def why_no_whole_weight(layer: Any) -> str | None:
-    """Tell why the layer has no weight parameter of its own; None if it has one.
-
-    Parametrizations, ``torch.nn.utils.weight_norm`` and pruning make the weight anew in every forward. FSDP1 keeps it
-    in a flat parameter.
-    """
+    """Tell why the layer has no weight parameter of its own; None if it has one."""
     weight = parameters_of(layer).get("weight")
     if weight is None:
-        makers = _makers_of_weight(layer)
-        if makers:
-            return f"its weight is no parameter: {', '.join(makers)} makes it anew in every forward"
-        return "its weight is no parameter: something holds it elsewhere, as FullyShardedDataParallel does"
+        return (
+            "its weight is no parameter: something makes it anew in every forward, as parametrizations, weight_norm "
+            "and pruning do, or holds it elsewhere, as FullyShardedDataParallel does"
+        )
     if is_flat_parameter(weight) and weight.dim() != 2:
         return "FullyShardedDataParallel flattens and shards its weight"
     return None
 
 
 def is_sharded_in(owner: Any, parameter: Tensor) -> bool:
-    """Tell whether a rank holds only a shard of its part of a module's parameter between forwards.
-
-    A layer whose host makes its parameters DTensors knows which of these are whole parts.
-    """
+    """Tell whether a rank holds only a shard of its part of a module's parameter between forwards."""
     ask = getattr(owner, "is_sharded_further", None)
     return is_tensor_of_tensors(parameter) if ask is None else bool(ask(parameter))
-
-
-def _makers_of_weight(layer: Any) -> list[str]:
-    if parametrize.is_parametrized(layer, "weight"):
-        return [f"the parametrization {type(maker).__name__}" for maker in layer.parametrizations["weight"]]
-    hooks = hooks_of(layer, "forward_pre").values()
-    names = {"name", "_tensor_name"}  # as weight_norm and spectral_norm, and pruning, call what they make
-    return [type(hook).__name__ for hook in hooks if "weight" in {getattr(hook, name, None) for name in names}]
 
 
 def is_wrapped_by_fsdp(module: nn.Module) -> bool:
@@ -77,13 +61,7 @@ def is_marked_as_shard(parameter: Tensor) -> bool:
 
 
 def sharding_of(parameters: Sequence[Tensor]) -> tuple[ProcessGroup | None, list[bool]]:
-    """Return the tensor-parallel group that ``parameters`` are divided over, and of each whether it is a shard.
-
-    Shards are the parameters of balanced layers, but for a row-parallel layer's bias, and what is marked as one.
-
-    Returns:
-        (None if there is no balanced layer's parameter among them, one flag for each).
-    """
+    """Return the tensor-parallel group that ``parameters`` are divided over, and of each whether it is a shard."""
     known = {id(parameter): (layer.process_group, is_shard) for layer in _layers for parameter, is_shard in _of(layer)}
     group: ProcessGroup | None = None
     are_shards = []

@@ -48,10 +48,7 @@ def path_of(number: int, name: str) -> str:
 
 
 def read_parameters(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters that ``layer`` has registered and those that its objects refer to, by where they are.
-
-    A module that holds the layer itself, as a parent or a monitor's model does, is not what it computes with.
-    """
+    """Yield the parameters that ``layer`` has registered and those that its objects refer to, by where they are."""
     yield from layer.named_parameters()
     seen = set(map(id, layer.modules()))
     todo = [

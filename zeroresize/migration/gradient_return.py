@@ -30,11 +30,7 @@ class _Expected:
 
 
 class GradientReturn:
-    """Collects the gradients that this rank's lent columns still wait for.
-
-    Args:
-        transports: by which this rank sends.
-    """
+    """Collects the gradients that this rank's lent columns still wait for."""
 
     def __init__(self, transports: Sequence[Transport]) -> None:
         self._transports = transports

@@ -24,13 +24,7 @@ from zeroresize.utils.torch_private import version_of
 
 @dataclass(eq=False)
 class LayerLoan:
-    """Describes one rank's loan in one layer.
-
-    Attributes:
-        route: from whom to whom.
-        columns: indices into the owner's K: the L lent ones on the owner, its own m on a receiver, none on other ranks.
-        num_rows: N on the owner.
-    """
+    """Describes one rank's loan in one layer."""
 
     route: LoanRoute
     columns: Columns
@@ -38,22 +32,7 @@ class LayerLoan:
 
 
 class LayerLoans:
-    """Carries out all loans in one layer, the same ones in the same order on every rank.
-
-    Args:
-        name: of the layer.
-        loans: in the same order on every rank.
-        transport: carries slices of activations and gradients.
-        weight_transport: carries slices of weights.
-        layer: whose weight [N, K] is lent as it is now, and whose probes measure and slow borrowed products as well.
-        gradient_return: waits for the gradients of lent columns.
-        send_all_weights: calls :meth:`send_weights` of all layers, the same ones in the same order on every rank.
-
-    Attributes:
-        name: as above.
-        lends: whether this rank is the owner of one of the loans.
-        has_loans: whether there are any.
-    """
+    """Carries out all loans in one layer, the same ones in the same order on every rank."""
 
     def __init__(
         self,
@@ -187,10 +166,7 @@ class LayerLoans:
         own_dgrad: Callable[[], Tensor] | None,
         own_wgrad: Callable[[], Tensor] | None,
     ) -> tuple[Tensor | None, Tensor | None, NamedWork | None]:
-        """Compute (dx [T, K], dw [N, K], the running all-reduce of dx); None for what is not asked for.
-
-        The lent columns of dw arrive later, through the tensor that :meth:`weight_in_force` returned.
-        """
+        """Compute (dx [T, K], dw [N, K], the running all-reduce of dx); None for what is not asked for."""
         self._gradient_return.backward_begins()
         weights = self._borrowed_weights(x_TK)
         sent = [self._transport.send_whole(loan.route, dy_TN, loan.num_rows) for loan in self._loans]

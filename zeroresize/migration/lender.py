@@ -143,10 +143,7 @@ class Lender:
         return tuple(loans), epoch, tuple(segment.owned for segment in all_segments(self._layers))
 
     def _lent_shapes(self, loan: Loan) -> dict[str, tuple[int, int]]:
-        """[N, L] of what the owner lends of every layer, alike on every rank; without layers where that is nothing.
-
-        A ratio may be no column at all of a small layer, and a rank may own nothing of a segment.
-        """
+        """[N, L] of what the owner lends of every layer, alike on every rank; without layers where that is nothing."""
         shapes = {}
         for name, layer in self._layers.items():
             num_rows, num_columns = shard_shape(layer, loan.owner)
