@@ -9,23 +9,17 @@ import zeroresize as zr
 
 pytestmark = pytest.mark.versions
 
-<<<<<<< HEAD
-SEEN = "import sys, zeroresize; print([name for name in sys.argv[1:] if name in sys.modules])"
-#: What takes long to import, and is for those who ask for it.
+#: What takes long to import, and is for those who ask for it; pipelines need the first two neither.
 OF_OTHERS = [
-    *(f"torch.{name}" for name in ("_dynamo", "distributed.fsdp", "distributed.tensor")),
+    *(f"torch.{name}" for name in ("_dynamo", "distributed.pipelining", "distributed.fsdp", "distributed.tensor")),
     "zeroresize.balancer",
 ]
-=======
-#: What takes long to import, and is for those who ask for it; pipelines need the first two neither.
-OF_OTHERS = ["torch._dynamo", "torch.distributed.pipelining", "torch.distributed.fsdp", "torch.distributed.tensor"]
 SEEN = """
 import sys, zeroresize as zr
 print([name for name in sys.argv[1:] if name in sys.modules])
 import zeroresize.pipeline; zr.StageBalancer
 print([name for name in sys.argv[1:3] if name in sys.modules])
 """
->>>>>>> n-ground
 
 
 def test_what_takes_long_is_imported_by_those_only_who_ask_for_it():

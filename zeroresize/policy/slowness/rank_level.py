@@ -11,24 +11,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from zeroresize.policy.speed.meter import SpeedMeter
-from zeroresize.policy.speed.noise import USUAL_NOISE
-from zeroresize.policy.speed.noise import ALIKE, JUMP
+from zeroresize.policy.speed.noise import ALIKE, JUMP, USUAL_NOISE
 
 Change = Literal["begins", "changes", "ends"]
 
 #: So many standard deviations a level must be from another one to be told apart: of 40,000 windows of noise alone none
 #: is told, and with 4 some are.
 _SURE = 4.5
-<<<<<<< HEAD
 #: A level that begins must stand out by so many standard deviations of what levels were while the rank was not slow:
 #: noise that lasts for several windows moves the level without making it less sure.
 _OUTSTANDING = 3.5
-#: What is told to change is at least so much: the logarithm of times.
-_LEAST_CHANGE = 0.1
-#: While the noise is not known, in the first ``MOST_KEPT`` windows, only a level above this logarithm of times is told.
-_LEAST_OF_NEW = 0.4
-=======
->>>>>>> n-wings
 #: Windows in a row that must show a change.
 _LASTING = 2
 #: A slowness is told to have begun at most so many windows ago.
