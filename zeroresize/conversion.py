@@ -15,10 +15,11 @@ from zeroresize.comm.collectives import group_rank, group_ranks, group_size, req
 from zeroresize.config.keys import checked_share_choice
 from zeroresize.integrations.hosts import GATHERED, HostAdapter, host_of, known_kinds, process_group_of
 from zeroresize.integrations.known_faults import warn_of_known_faults
+from zeroresize.integrations.named_segments import require_heads_on_ranks
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import Segment
 from zeroresize.layers.segments import all_segments, owned_segments
-from zeroresize.layers.splitting import require_ties_kept
+from zeroresize.layers.splitting import probably_untied, require_ties_kept
 from zeroresize.layers.weight_checks import why_no_whole_weight
 from zeroresize.measure.timed_products import measure_wanted_shares
 from zeroresize.plan.ownership import checked_shares
@@ -115,6 +116,14 @@ def convert(
         _convert_again(model, group, module_filter_fn)
         return model
 
+    require_heads_on_ranks(inner)
+    if is_first_rank and (untied := next(probably_untied(inner), None)) is not None:
+        logger.warning(
+            "%s and %s hold the same numbers: they are probably one weight that splitting has untied, and will be "
+            "trained apart. Split both with zeroresize's styles, which keep ties, or let one layer have the other's "
+            "parameter after the split; nothing is wrong where they were only copied, to begin alike",
+            *untied,
+        )
     converted_before = list(balanced_layers(model).values())
     choice = _Choice()
     error: Exception | None = None

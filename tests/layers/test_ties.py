@@ -1,6 +1,7 @@
 """Weights that layers share, before and after the layers are split."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zeroresize as zr
-from zeroresize.layers.splitting import probably_untied
 
 WIDTH, HIDDEN = 4, 8
 
@@ -103,6 +103,22 @@ def test_layers_that_are_split_otherwise_are_refused(run_ranks):
     run_ranks(refusals, 2)
 
 
+def test_weights_that_torch_has_untied_are_named_once(run_ranks, caplog):
+    def warnings(rank, group):
+        lines = []
+        for model in (model_of(), model_of(words=True), nn.ModuleDict({"up1": nn.Linear(WIDTH, HIDDEN)})):
+            caplog.clear()
+            with caplog.at_level(logging.WARNING):
+                if isinstance(model, Tied):
+                    zr.convert(split(model, group, "torch"))
+            lines.append([line for line in caplog.messages if "probably" in line])
+        return lines
+
+    (both, words, none), others = run_ranks(warnings, 2)
+    assert len(both) == len(words) == 1 and not none and not any(others)
+    assert "up1.weight and up2.weight" in both[0] and "embed.weight and up2.weight" in words[0]
+
+
 def test_a_frozen_model_made_of_the_same_whole_layers_is_no_tie(run_ranks):
     def check(rank, group):
         up, down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
@@ -112,13 +128,5 @@ def test_a_frozen_model_made_of_the_same_whole_layers_is_no_tie(run_ranks):
             towers[name] = nn.Sequential(first, zr.RowParallelLinear.from_linear(down, process_group=group))
         towers["frozen"].requires_grad_(False)
         zr.convert(nn.ModuleDict(towers))
-
-    run_ranks(check, 2)
-
-
-def test_embeddings_that_torch_has_untied_are_told_by_their_numbers(run_ranks):
-    def check(rank, group):
-        assert list(probably_untied(split(model_of(words=True), group, "torch"))) == [("embed.weight", "up2.weight")]
-        assert list(probably_untied(split(model_of(), group, "torch"))) == []
 
     run_ranks(check, 2)

@@ -231,7 +231,7 @@ def find_broken_ties(
 ) -> list[ParallelFinding]:
     """Find parameters that should be tied, or are equal as embeddings that were tied, and have different gradients."""
     reasons = dict.fromkeys(_declared_ties(model, reference), "the model says that they are one")
-    for pair in probably_untied(model):
+    for pair in probably_untied(model, are_divided=False):
         reasons.setdefault(pair, "they are bitwise equal")
     findings = []
     for first, second in sorted(set.intersection(*(set(map(tuple, pairs)) for pairs in ranks.share(list(reasons))))):

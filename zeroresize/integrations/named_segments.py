@@ -1,4 +1,4 @@
-"""What can be checked of a segment that is somebody's word, as that heads stay whole."""
+"""What can be checked of a segment that is somebody's word, as that heads stay whole, and of how ranks divide heads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zeroresize.comm.collectives import group_size
+from zeroresize.integrations.hosts import GATHERED, host_of, process_group_of
 from zeroresize.integrations.known_modules import StaysEven
 from zeroresize.integrations.module_state import restored
 from zeroresize.layers.balanced_linear import BalancedLinear
@@ -21,6 +23,34 @@ _SIZES = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_head")
 #: Names of counts of heads.
 _COUNTS = re.compile(r"heads?$|^n_?head|^n(um)?_kv")
 _NO_COUNTS = re.compile(r"(dim|size|groups|layers?)$")
+#: Names of layers whose output is viewed as heads.
+_QKV = re.compile(r"(to_|w)?(q|k|v|qkv)(_proj)?|query|key|value")
+
+
+def require_heads_on_ranks(model: nn.Module) -> None:
+    """Check that the ranks divide the heads of attention modules: else a forward fails in words about views."""
+    for path, module in model.named_modules():
+        sizes = (getattr(module, name, None) for name in ("head_dim", "attention_head_size"))
+        size = next((value for value in sizes if isinstance(value, int)), 0)
+        for name, layer in module.named_children() if size else ():
+            ranks = _ranks_of_rows(layer) if _QKV.fullmatch(name) else 1
+            heads, left = divmod(layer.out_features, size) if ranks > 1 else (0, 0)
+            if not left and heads % ranks:
+                raise ValueError(
+                    f"{path}.{name} has {heads} heads of {size} rows and is split over {ranks} ranks, which cuts "
+                    "through heads: num_attention_heads and num_key_value_heads must be divisible by the number "
+                    "of ranks. Split over fewer ranks, or leave this attention's layers out of the plan".lstrip(".")
+                )
+
+
+def _ranks_of_rows(layer: Any) -> int:
+    """Over how many ranks a layer is split that is column-parallel and returns this rank's part; else 1."""
+    host = host_of(layer)
+    if host is None or host.why_left_alone(layer) == GATHERED or getattr(layer, "gather_output", False):
+        return 1
+    shards = [placement.is_shard(0) for placement in getattr(layer.weight, "placements", ())]
+    is_column = getattr(layer, "is_column_parallel", any(shards))
+    return group_size(process_group_of(host, layer)) if is_column else 1
 
 
 def require_sound(

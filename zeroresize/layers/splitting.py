@@ -138,10 +138,13 @@ def _part_of_another(linear: nn.Module, whole: Tensor) -> tuple[nn.Module, str, 
     return next(((layer, name, division) for _, layer, name, division in alive if layer is not None), None)
 
 
-def probably_untied(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield names of two parameters each, one of an embedding, that hold the same numbers, which are not constant.
+def probably_untied(model: nn.Module, *, are_divided: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield names of two parameters each that hold the same numbers, which are not constant.
 
     Each rank compares what it has of both; nothing is sent.
+
+    Args:
+        are_divided: only those of which one is a DTensor; else only those of which one is an embedding's.
     """
     by_shape: dict[tuple[int, ...], list[tuple[str, Tensor, bool]]] = {}
     for module_name, module in model.named_modules():
@@ -149,7 +152,7 @@ def probably_untied(model: nn.Module) -> Iterator[tuple[str, str]]:
             if parameter is None or parameter.is_meta or not parameter.requires_grad or parameter.dim() < 2:
                 continue
             name = f"{module_name}.{key}".lstrip(".")
-            is_meant = hasattr(module, "num_embeddings")
+            is_meant = is_dtensor(parameter) if are_divided else hasattr(module, "num_embeddings")
             for other_name, other, is_other_meant in by_shape.setdefault(tuple(parameter.shape), []):
                 if other is not parameter and (is_meant or is_other_meant) and _equal(other, parameter):
                     yield other_name, name
