@@ -74,8 +74,17 @@ def test_a_pin_stands_above_the_plan_until_it_is_released(layers):
     in_force.release(1)
     in_force.install(PLAN)
     assert in_force.ratio == 0.75 and not in_force.is_forced
-    with pytest.raises(ValueError, match="rank=2 is outside the process group: allowed are 0 to 1"):
-        in_force.pin(2, 0.3)
+    in_force.pin(1, 0.3)
+    in_force.release(None)
+    in_force.install(PLAN)
+    assert in_force.ratio == 0.75 and in_force.pins == {}
+    for rank, ratio, mode, error in (
+        (2, 0.3, "zero-rd", "rank=2 is outside the process group: allowed are 0 to 1"),
+        (0, 1.0, "zero-rd", r"ratio=1.0"),
+        (0, 0.5, "off", "mode"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            rank_under(layers, 1, mode=mode)[1].pin(rank, ratio)
 
 
 def test_steps_count_for_the_columns_that_they_pruned(layers):
