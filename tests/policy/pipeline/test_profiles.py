@@ -33,15 +33,15 @@ def test_two_layers_that_change_alike_say_nothing_of_their_device():
 
 
 def test_a_layer_that_is_alone_tells_that_its_device_is_slow_where_nothing_else_has_changed():
-    world = World([0.0, 1.0, 1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0], (0, 2, 4, 6))
-    slow = {"speeds": [0.25, 1.0, 1.0]}
-    costs = after(world, slow)
+    def changed(**change):
+        return after(World([0.0, 1.0, 1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0], (0, 2, 4, 6)), change)
+
+    slow = [0.25, 1.0, 1.0]
+    costs = changed(speeds=slow)
     assert costs.speeds[1] / costs.speeds[0] == pytest.approx(4.0)
     assert costs.seconds[1] == pytest.approx(costs.seconds[2])
-    world = World([0.0, 1.0, 1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0], (0, 2, 4, 6))
-    assert after(world, slow | {"work": [0.0, 1.0, 1.0, 1.0, 2.0, 2.0]}).speeds == (1.0, 1.0, 1.0)
-    world = World([0.0, 1.0, 1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0], (0, 2, 4, 6))
-    assert after(world, {"work": [0.0, 1.2, 1.0, 1.0, 1.0, 1.0]}).speeds == (1.0, 1.0, 1.0)
+    assert changed(speeds=slow, work=[0.0, 1.0, 1.0, 1.0, 2.0, 2.0]).speeds == (1.0, 1.0, 1.0)
+    assert changed(work=[0.0, 1.2, 1.0, 1.0, 1.0, 1.0]).speeds == (1.0, 1.0, 1.0)
 
 
 def test_a_slow_device_that_kept_two_layers_is_seen_to_recover():
@@ -117,25 +117,18 @@ def test_noise_is_averaged():
     assert errors.max() < 0.02 and errors.mean() < 0.008  # of single profiles it is 0.0125 in the mean
 
 
-def test_an_interruption_of_one_profile_is_forgotten_with_the_next():
+def test_interruptions_are_forgotten_and_changes_for_good_and_drifts_are_followed():
     usual, interrupted = world_of().profile(), world_of([1.0, 2.0, 30.0, 4.0, 1.0, 2.0]).profile()
-    assert mean_after(LayerMeans(6), usual, usual, interrupted, usual) == pytest.approx(WORK)
-    assert mean_after(LayerMeans(6), interrupted, usual) == pytest.approx(WORK)
-
-
-def test_a_change_for_good_is_followed_and_leaves_no_trace():
-    means, usual = LayerMeans(6), world_of().profile()
     other = [1.0, 2.0, 1.5, 4.0, 1.0, 2.0]
-    mean_after(means, *[usual] * 10)
-    assert mean_after(means, *[world_of(other).profile()] * 2) == pytest.approx(other)
-    assert mean_after(means, *[world_of(other).profile()] * 3) == pytest.approx(other)
-
-
-def test_what_drifts_is_followed():
-    means = LayerMeans(6)
-    for step in range(60):
-        known = mean_after(means, world_of([1.0 + 0.01 * step, 2.0, 3.0, 4.0, 1.0, 2.0]).profile())
-    assert known[0] == pytest.approx(1.59, rel=0.1)
+    for profiles, expected in (
+        ([usual, usual, interrupted, usual], WORK),
+        ([interrupted, usual], WORK),
+        ([*[usual] * 10, *[world_of(other).profile()] * 2], other),
+        ([*[usual] * 10, *[world_of(other).profile()] * 5], other),
+    ):
+        assert mean_after(LayerMeans(6), *profiles) == pytest.approx(expected)
+    drifting = [world_of([1.0 + 0.01 * step, *WORK[1:]]).profile() for step in range(60)]
+    assert mean_after(LayerMeans(6), *drifting)[0] == pytest.approx(1.59, rel=0.1)
 
 
 def test_a_layer_that_has_moved_is_measured_anew():

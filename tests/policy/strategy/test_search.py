@@ -143,16 +143,13 @@ def test_candidates_are_all_degrees_that_divide():
     assert default_thresholds(4096, 500) == [512, 1024, 2048, 4096]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_what_cannot_be_searched_is_refused():
+    for changes, message in (
         ({"thresholds": [8, 8]}, "that rise"),
         ({"thresholds": [4, 8]}, "sequences of 1 to 32 tokens: allowed are 1 to 8"),
         ({"max_tokens": 16}, "max_tokens=16 is not allowed"),
         ({"max_ranges": 0}, "max_ranges=0"),
         ({"memory_limit": 10.0}, "none of the strategies"),
-    ],
-)
-def test_what_cannot_be_searched_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        search(cost_model(1e3), [[1, 32]], **changes)
+    ):
+        with pytest.raises(ValueError, match=message):
+            search(cost_model(1e3), [[1, 32]], **changes)

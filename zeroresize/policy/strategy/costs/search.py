@@ -230,6 +230,7 @@ def _least_through(work_s: Floats) -> Floats:
     return through
 
 
+@dataclass(eq=False)
 class _Branches:
     """Branch and bound over ranges, from the shortest lengths on, for one strategy of the optimizer.
 
@@ -238,25 +239,19 @@ class _Branches:
     the optimizer's strategy once more at the end; so the bound needs no triangle inequality.
     """
 
-    def __init__(
-        self,
-        strategies: list[Strategy],
-        optimizer_strategy: int,
-        work_s: Floats,
-        is_present: Indices,
-        switch_s: Floats,
-        reduction_s: float,
-        max_ranges: int,
-    ) -> None:
-        self._strategies, self._optimizer_strategy, self._max_ranges = strategies, optimizer_strategy, max_ranges
-        self._work_s, self._is_present, self._reduction_s = work_s, is_present, reduction_s
-        self._switch_s, self._tours_s = switch_s, dict[int, float]()
-        self._entry_s = np.where(np.eye(len(switch_s), dtype=bool), np.inf, switch_s).min(axis=0)
-        self._remaining_s = _least_behind(work_s, max_ranges)
+    _strategies: list[Strategy]
+    _optimizer_strategy: int
+    _work_s: Floats
+    _is_present: Indices
+    _switch_s: Floats
+    _reduction_s: float
+    _max_ranges: int
 
     def best(self, known: _Ranges) -> _Ranges:
         """Return the best ranges, or those that are known already."""
-        self._best = known
+        self._best, self._tours_s = known, dict[int, float]()
+        self._entry_s = np.where(np.eye(len(self._switch_s), dtype=bool), np.inf, self._switch_s).min(axis=0)
+        self._remaining_s = _least_behind(self._work_s, self._max_ranges)
         self._explore(0, 0.0, [], [0] * len(self._is_present))
         return self._best
 

@@ -34,7 +34,7 @@ def plan_weights(
     slices = common_slices(before, after, tensors)
     missing = slices.wanted & ~slices.held
     slices = _divided(slices, missing.sum(axis=1))
-    loads, sent = SendLoads(before.num_ranks), _Collected()
+    loads, sent = SendLoads(before.num_ranks), list[tuple[Indices, Indices, Indices]]()
     for pattern, numbers in _equal_slices(slices):
         lacking = np.flatnonzero(missing[pattern])
         if not lacking.size:
@@ -44,8 +44,8 @@ def plan_weights(
         destinations = np.repeat(lacking, len(numbers))
         queue_of = queues.of(np.zeros_like(destinations), destinations)
         sources = loads.choose(queues, queue_of, int(slices.num_bytes[numbers[0]]))
-        sent.add(np.tile(numbers, len(lacking)), sources, destinations)
-    return SwitchPlan(SliceTransfers.of(slices, *sent.moves), none, nodes_R)
+        sent.append((np.tile(numbers, len(lacking)), sources, destinations))
+    return SwitchPlan(SliceTransfers.of(slices, *_joined(sent)), none, nodes_R)
 
 
 def plan_gradients(
@@ -74,7 +74,7 @@ def plan_gradients(
         most = max(optimizer_layout.num_replicas, 1)
         slices = _divided(slices, slices.wanted.sum(axis=1) * source.num_replicas // most)
     loads, received = SendLoads(source.num_ranks), np.zeros((2, source.num_ranks), np.int64)
-    sent, kept = _Collected(), _Collected()
+    sent, kept = list[tuple[Indices, Indices, Indices]](), list[tuple[Indices, Indices, Indices]]()
     routes: dict[int, PartialGradients] = {}
     for pattern, numbers in _equal_slices(slices):
         size = int(slices.num_bytes[numbers[0]])
@@ -84,33 +84,23 @@ def plan_gradients(
         partials = routes[pattern]
         *assigned, is_kept = partials.assigned(numbers, received, size)
         stays, _, where = (column[is_kept] for column in assigned)
-        kept.add(stays, where, where)
+        kept.append((stays, where, where))
         slice_numbers, replicas, destinations = (column[~is_kept] for column in assigned)
         if slice_numbers.size:
             queue_of = partials.queues.of(replicas, destinations)
             np.add.at(received, (partials.queues.links[queue_of], destinations), size)
-            sent.add(slice_numbers, loads.choose(partials.queues, queue_of, size), destinations)
-    travels, summed = sent.moves, Moves(*(np.zeros(0, dtype=np.int64) for _ in Moves._fields))
+            sent.append((slice_numbers, loads.choose(partials.queues, queue_of, size), destinations))
+    travels, stays_where, summed = _joined(sent), _joined(kept), _joined(())
     if heuristics:
         replicas_R = source.replicas, optimizer_layout.replicas
-        summed, travels = sum_within_nodes(travels, kept.moves, *replicas_R, nodes_R, slices.num_bytes)
-    then, stays_there, first = (SliceTransfers.of(slices, *moves) for moves in (travels, kept.moves, summed))
+        summed, travels = sum_within_nodes(travels, stays_where, *replicas_R, nodes_R, slices.num_bytes)
+    then, stays_there, first = (SliceTransfers.of(slices, *moves) for moves in (travels, stays_where, summed))
     return SwitchPlan(then, stays_there, nodes_R, first)
 
 
-class _Collected:
-    """Moves of slices, part by part."""
-
-    def __init__(self) -> None:
-        none = np.zeros(0, dtype=np.int64)
-        self._parts = [(none, none, none)]
-
-    def add(self, numbers: Indices, sources: Indices, destinations: Indices) -> None:
-        self._parts.append((numbers, sources, destinations))
-
-    @property
-    def moves(self) -> Moves:
-        return Moves(*map(np.concatenate, zip(*self._parts, strict=True)))
+def _joined(parts: Sequence[tuple[Indices, Indices, Indices]]) -> Moves:
+    none = np.zeros(0, dtype=np.int64)
+    return Moves(*map(np.concatenate, zip((none, none, none), *parts, strict=True)))
 
 
 def _numbered(nodes: Sequence[int], num_ranks: int) -> Indices:
