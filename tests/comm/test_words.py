@@ -1,9 +1,11 @@
 """Who waits long for others warns once, who fails ends with an error, and both say what each rank does."""
 
 import logging
+import re
 import time
 import weakref
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -16,7 +18,7 @@ import zeroresize as zr
 from zeroresize.comm import rendezvous, words
 from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.groups import CpuGroup
-from zeroresize.comm.words import Call
+from zeroresize.comm.words import Call, Whereabouts, require_same_whereabouts
 
 LATE_S, LIMIT_S = 3.0, 8.0
 
@@ -162,6 +164,22 @@ def test_words_that_are_dropped_are_freed_and_their_thread_ends(run_ranks):
         return weak() is None and not thread.is_alive()
 
     assert run_ranks(drop, 1) == [True]
+
+
+def test_ranks_that_come_from_other_places_are_told_apart_by_all_that_must_be_the_same():
+    step = Whereabouts(Call.STEP, 3, 1, 7, 3)
+    for change, error in [
+        ({"call": Call.TRAINING}, "made different calls: rank 0: balancer.step(), call 3; rank 1: training"),
+        ({"num_work_changes": 1}, "unequally often: rank 0: 0 times; rank 1: 1 times; call it on every rank alike"),
+        ({"num_steps": 2}, "did not call balancer.step() equally often: rank 0: 3 calls in 7 training forwards"),
+        ({"num_forwards": 8}, "did not call balancer.step() equally often"),
+        ({"num_optimizer_steps": 2}, "did not make equally many optimizer steps: rank 0: 3 steps; rank 1: 2 steps"),
+        ({"epoch": 2}, "did not call balancer.epoch_end() equally often: rank 0: 1 epochs had ended"),
+    ]:
+        with pytest.raises(RuntimeError, match=re.escape(error)):
+            require_same_whereabouts([step, replace(step, **change)])
+    require_same_whereabouts([step, replace(step, num_forwards=8)], counts_forwards=False)
+    require_same_whereabouts([replace(step, call=Call.LOADING), Whereabouts(Call.LOADING)])
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------

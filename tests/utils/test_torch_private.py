@@ -5,6 +5,7 @@ import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -202,6 +203,15 @@ def test_operators_are_seen_by_name():
         with Mode() as inner:
             assert torch_private.dispatch_modes() == [mode, inner]
     assert ("aten::_to_copy", True) in seen and ("aten::ones", False) in seen
+
+
+def test_groups_of_a_job_that_is_bound_to_a_device_are_not_split(monkeypatch):
+    job = SimpleNamespace(bound_device_id="cuda:0")
+    monkeypatch.setattr(torch_private.dist, "group", SimpleNamespace(WORLD=job))
+    with pytest.raises(ZeroDivisionError), torch_private.groups_are_not_split():
+        assert job.bound_device_id is None
+        raise ZeroDivisionError
+    assert job.bound_device_id == "cuda:0"
 
 
 def nothing(*_):
