@@ -48,16 +48,15 @@ class OptimizerMove(FlowMove):
         before: Placement,
         after: Placement,
         optimizer: object | None,
-        tensors: Sequence[WholeTensor],
         nodes: Sequence[int],
         process_group: ProcessGroup,
         device: torch.device,
         max_bytes: int,
     ) -> None:
         super().__init__(process_group, device)
-        self._before, self._after, self._tensors, self._nodes = before, after, tensors, nodes
+        self._before, self._after, self._nodes = before, after, nodes
         self._max_bytes, self.title = max_bytes, f"a move of the optimizer to {strategy}"
-        names = {number: tensors[number].spec.name for number in before.masters}
+        names = {number: before.tensors[number].spec.name for number in before.masters}
         self._optimizer = require_movable_state(
             optimizer, {names[number]: master for number, master in before.masters.items()}
         )
@@ -92,12 +91,12 @@ class OptimizerMove(FlowMove):
 
     def agree(self, descriptions: Iterable[str]) -> None:
         """Take what all ranks hold, and lay out the rounds; ranks that share a tensor must agree on it."""
-        before, after, tensors, rank = self._before, self._after, self._tensors, self._rank
+        before, after, tensors = self._before, self._after, self._before.tensors
         self._agreed, self._group_of = _agreed(descriptions, tensors)
         plan = plan_weights(before.layout, after.layout, [tensor.spec for tensor in tensors], self._nodes)
         masters = {number: master.data for number, master in before.masters.items()}
         wanted = {number: master.dtype for number, master in after.masters.items()}
-        self._weights = Relocation(before, after, tensors, rank, masters, wanted)
+        self._weights = Relocation(before, after, masters, wanted)
         flows = [Flow(plan.transfers, {number: tensor.dtype for number, tensor in enumerate(tensors)})]
         self._state: dict[str, Relocation] = {}
         for what in sorted({what for known in self._agreed for what in known.dtypes if what.startswith(STATE)}):
@@ -105,9 +104,9 @@ class OptimizerMove(FlowMove):
             held = {number: state.tensors[what] for number, state in self._states.items() if what in state.tensors}
             wanted = {number: dtype for number, dtype in dtypes.items() if number in after.masters}
             flows.append(Flow(plan.transfers, dtypes))
-            self._state[what.removeprefix(STATE)] = Relocation(before, after, tensors, rank, held, wanted)
+            self._state[what.removeprefix(STATE)] = Relocation(before, after, held, wanted)
         self.relocations = [self._weights, *self._state.values()]
-        self.flows = FlowRounds.of(flows, tensors, rank, before.layout.replicas.tolist(), self._max_bytes)
+        self.flows = FlowRounds.of(flows, before, self._max_bytes)
         self.lay_out(self.flows.rounds)
         self.new_bytes = sum(relocation.new_bytes for relocation in self.relocations)
 
@@ -130,7 +129,7 @@ class OptimizerMove(FlowMove):
             numbers = [number for number in self._after.masters if self._group_of.get(number) == index]
             group["params"] = [self._after.masters[number] for number in numbers]
             if "param_names" in group:
-                group["param_names"] = [self._tensors[number].spec.name for number in numbers]
+                group["param_names"] = [self._after.tensors[number].spec.name for number in numbers]
         for number, values in state.items():
             if number in self._group_of:
                 set_state(self._optimizer, self._after.masters[number], values)
