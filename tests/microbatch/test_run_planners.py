@@ -160,20 +160,6 @@ def test_ranks_with_different_plans_and_those_whose_plan_does_not_come_do_not_go
         assert late_name == "CannotMoveError" and "no plan of iteration 5 came to here within 0.5 s" in late
 
 
-def test_a_rank_that_dies_is_named_by_the_others(tmp_path, keeper):
-    def train(rank, group):
-        planners = left_by_hand(keeper, group)
-        planners.plan(1, "batch 1")
-        if rank == 1:
-            os._exit(0)
-        return str(error_of(lambda: planners.plan(2, "batch 2")))
-
-    texts = told_by_survivors(train, 3, tmp_path)
-    assert sorted(texts) == [0, 2]
-    for text in texts.values():
-        assert "ranks [1] of the group (ranks [1] of the job) did not come" in text
-
-
 def test_the_rank_that_keeps_plans_dies_and_the_others_raise(tmp_path, forked):
     """Its planners end with it."""
 
@@ -191,21 +177,6 @@ def test_the_rank_that_keeps_plans_dies_and_the_others_raise(tmp_path, forked):
     assert sorted(texts) == [1, 2] and all("the instruction store at 127.0.0.1" in text for text in texts.values())
     process = int((tmp_path / "process").read_text())
     wait_until(lambda: not is_alive(process), 3.0)
-
-
-def test_planners_that_are_slow_or_closed_end_all_ranks(run_ranks, forked):
-    def train(rank, group):
-        store = share_store(group)
-        slow = RunPlanners(Planner(text=never), store, group, CPU, timeout_s=2.0)
-        slow_error = error_of(lambda: slow.plan(0, "batch 0"))
-        closed = RunPlanners(Planner(text=never), store, group, CPU)
-        closed.close()
-        return slow_error, error_of(lambda: closed.plan(0, "batch 0"))
-
-    for slow, closed in run_ranks(train, 2):
-        assert slow[0] == closed[0] == "CannotMoveError"
-        assert "3 of the planners of host 0 have failed, the last took longer than 0.5 s" in slow[1]
-        assert "iteration 0 cannot be planned: the planners of host 0 have ended" in closed[1]
 
 
 def never(iteration):

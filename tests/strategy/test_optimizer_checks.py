@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.paced_layers import paced_cost_model
 from helpers.strategies import layers_of
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -49,7 +50,7 @@ def test_an_optimizer_strategy_with_tensor_parallelism_is_refused_on_every_rank(
         ):
             trainer.model.move_optimizer(DIVIDED, trainer.optimizer)
         with pytest.raises(ValueError, match=f"another strategy of the optimizer may divide .*ByNorm {NOT_BY_ELEMENT}"):
-            StrategyBalancer(trainer, None)
+            StrategyBalancer(trainer, paced_cost_model(trainer.model.tensors, 1, 1.0, 2))
         trainer.step([torch.arange(9)])
 
     run_ranks(check, 2, timeout_s=30)
