@@ -6,7 +6,6 @@ from torch import nn
 
 from helpers.sample_lengths import Lengths
 from lm_examples.microbatches.models import ModelConfig, padded_layers, summed_loss
-from zeroresize.microbatch.measuring import measure_layers
 from zeroresize.microbatch.padded import PaddedBatch, PairBatch
 from zeroresize.microbatch.planners import IterationPlanner
 from zeroresize.microbatch.trainer import MicroBatchTrainer
@@ -49,12 +48,6 @@ def table_of(kind, recomputations=("none", "layers"), num_layers=None, scale=1.0
         values = [each.astype(np.float64).reshape(shape) for each in (*values, 0.0 * seconds)]
         grids[recomputation] = {"layer": LayerGrid(tuple(range(num_axes)), sizes, points, *values)}
     return CostTable(("layer",) * num_layers, SIZES[kind], grids, "nowhere")
-
-
-def measured_table(layers, batch_of, shapes, *, loss, recomputations=("none", "layers")):
-    """Costs of all layers of an undivided model on the CPU."""
-    here, device = dict(enumerate(layers)), torch.device("cpu")
-    return measure_layers(here, layers, batch_of, shapes, loss=loss, recomputations=recomputations, device=device)
 
 
 def planner_of(kind, strategy, number=9, *, recomputations=("none", "layers"), scale=1.0, **options):

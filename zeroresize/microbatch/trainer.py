@@ -214,9 +214,7 @@ class MicroBatchTrainer(StepTrainer):
             Exception: as :meth:`~zeroresize.strategy.model.SwitchableModel.add` and ``move_optimizer``; the strategy
                 stays as it is where memory does not suffice.
         """
-        if strategy not in self.model.strategies:
-            self.model.add(strategy)
-        return self.model.move_optimizer(strategy, self.optimizer).received_bytes
+        return self._change_strategies([strategy], strategy)
 
     def evaluate(self, samples: Sequence[Any], lengths_NA: Indices, max_tokens: int) -> float:
         """Return the mean loss over the tokens of samples that count, without gradients; collective.
@@ -251,7 +249,8 @@ class MicroBatchTrainer(StepTrainer):
             is_compared = self._num_compared < _FIRST or self._num_compared % _EVERY == 0
             tokens = b"".join(_tokens(samples[each]) for each in wanted) if is_compared else b""
             batches = [self._batch_from(samples, each).to(self.model.device) for each in microbatches]
-            return batches, [self._count_of(batches, microbatches, lengths_NA), fingerprint(tokens)]
+            sizes = [float(np.asarray(lengths_NA)[list(each.samples), -1].sum()) for each in microbatches]
+            return batches, [self._count([(self.model.current, batches, sizes)]), fingerprint(tokens)]
 
         (batches, _), table = agreed(self._meet, made, lambda made: made[1], "micro-batches")
         self._num_compared += 1
@@ -294,15 +293,6 @@ class MicroBatchTrainer(StepTrainer):
                         f"sample {contents[ranks[0]][at]:.0f} has other tokens on {named_ranks(groups[1])} than on "
                         f"{named_ranks(groups[0])}: all ranks have to read the same data, in the same order"
                     )
-
-    def _count_of(self, batches: Sequence[Batch], microbatches: Sequence[MicroBatch], lengths_NA: Indices) -> float:
-        """Return what counts in this rank's micro-batches, on one rank of those that share them."""
-        position = self.model.position
-        if position is None or position.stage != self.model.current.pp - 1:
-            return 0.0
-        sizes = [float(np.asarray(lengths_NA)[list(each.samples), -1].sum()) for each in microbatches]
-        counts = self._counts_of(batches, sizes)
-        return sum(counts) if position.shard == 0 else 0.0
 
     def _stage_seed(self) -> int:
         position = self.model.position

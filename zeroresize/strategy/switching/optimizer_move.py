@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.switches.switch_plan import plan_weights
 from zeroresize.resharding.parameter_state import (
+    PARAMETER,
     STATE,
     Description,
     ParameterState,
@@ -94,18 +95,15 @@ class OptimizerMove(FlowMove):
         before, after, tensors = self._before, self._after, self._before.tensors
         self._agreed, self._group_of = _agreed(descriptions, tensors)
         plan = plan_weights(before.layout, after.layout, [tensor.spec for tensor in tensors], self._nodes)
-        masters = {number: master.data for number, master in before.masters.items()}
-        wanted = {number: master.dtype for number, master in after.masters.items()}
-        self._weights = Relocation(before, after, masters, wanted)
-        flows = [Flow(plan.transfers, {number: tensor.dtype for number, tensor in enumerate(tensors)})]
-        self._state: dict[str, Relocation] = {}
-        for what in sorted({what for known in self._agreed for what in known.dtypes if what.startswith(STATE)}):
+        flows: list[Flow] = []
+        self._moved: dict[str, Relocation] = {}  # by what they are to their parameter
+        for what in sorted({what for known in self._agreed for what in known.dtypes}):
             dtypes = {number: known.dtype(what) for number, known in enumerate(self._agreed) if what in known.dtypes}
             held = {number: state.tensors[what] for number, state in self._states.items() if what in state.tensors}
             wanted = {number: dtype for number, dtype in dtypes.items() if number in after.masters}
             flows.append(Flow(plan.transfers, dtypes))
-            self._state[what.removeprefix(STATE)] = Relocation(before, after, held, wanted)
-        self.relocations = [self._weights, *self._state.values()]
+            self._moved[what] = Relocation(before, after, held, wanted)
+        self.relocations = list(self._moved.values())
         self.flows = FlowRounds.of(flows, before, self._max_bytes)
         self.lay_out(self.flows.rounds)
         self.new_bytes = sum(relocation.new_bytes for relocation in self.relocations)
@@ -113,14 +111,14 @@ class OptimizerMove(FlowMove):
     def commit(self) -> None:
         """Put weights and state in place in the same parameter groups, and let go of the old ones."""
         if self._after is not self._before:
-            self._after.fill_masters(self._weights.tensors)
+            self._after.fill_masters(self._moved[PARAMETER].tensors)
             self._before.let_go_of_masters()
         state: dict[int, dict[str, Any]] = {}
         for number, parameter in self._after.masters.items():
             state[number] = self._agreed[number].kept_values(parameter.device)
-            for key, moved in self._state.items():
-                if number in moved.tensors:
-                    state[number][key] = moved.tensors[number]
+            for what, moved in self._moved.items():
+                if what != PARAMETER and number in moved.tensors:
+                    state[number][what.removeprefix(STATE)] = moved.tensors[number]
         if self._optimizer is None:
             return
         for parameter in self._before.masters.values():

@@ -58,10 +58,11 @@ class Placements(dict[Strategy, Placement]):
             return placements
 
         try:
-            self.update(make_alike(self._job, made, len, "how many strategies the model has"))
+            placements = make_alike(self._job, made, len, "how many strategies the model has")
         except Exception:
             self._groups.keep(placement.strategy for placement in self.values())
             raise
+        self.update(placements)
 
     def add(self, strategy: Strategy) -> None:
         """Take a further strategy, on all ranks or on none; collective.
