@@ -218,7 +218,7 @@ TOLD = {
     "fewer": ["8 samples and 9 lengths were given"] * 2,
     "more on rank 1": [r"ranks \[1\] of the group failed", "10 samples and 9 lengths were given"],
     "shorter": ["sample 3 has|of the group failed"] * 2,
-    "other tokens": ["sample 5 has other tokens on rank 1 than on rank 0"] * 2,
+    "other tokens": ["samples have other tokens on rank 1 than on rank 0"] * 2,
 }
 
 

@@ -99,33 +99,25 @@ def test_losses_count_as_undivided(run_ranks):
     run_ranks(train, 2)
 
 
-def test_a_batch_that_counts_nothing_is_an_error_on_all_ranks(run_ranks):
-    rows = [torch.full_like(row, IGNORED) for row in batch(0)]
+def test_a_batch_that_counts_nothing_is_an_error_on_all_ranks_and_rank_0_warns_once_of_what_is_not_known(run_ranks):
+    nothing = [torch.full_like(row, IGNORED) for row in batch(0)]
 
-    def train(rank, group):
-        for loss in (masked, knowing):
-            trainer = trainer_of(group, loss)
-            before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
-            for call in (trainer.step, trainer.evaluate):
-                with pytest.raises(ValueError, match="there is no mean"):
-                    call(rows)
-                trainer.model.abandon()
-            assert all(map(torch.equal, before, trainer.model.parameters()))
-
-    run_ranks(train, 2)
-
-
-def test_rank_0_warns_once_of_a_number_of_which_nothing_is_known(run_ranks):
     def train(rank, group):
         lines_of_each = []
-        for loss in (masked, squares):
+        for loss in (masked, knowing, squares):
             trainer = trainer_of(group, loss)
+            before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+            for call in (trainer.step, trainer.evaluate) if loss != squares else ():
+                with pytest.raises(ValueError, match="there is no mean"):
+                    call(nothing)
+                trainer.model.abandon()
+            assert all(map(torch.equal, before, trainer.model.parameters()))
             with caught_log_lines(logging.WARNING) as lines:
                 for _ in range(2):
                     trainer.step(batch(0)[:5])
             lines_of_each.append(lines)
         return lines_of_each
 
-    (known, unknown), other = run_ranks(train, 2)
-    assert known == [] == other[0]
-    assert ["nothing else is known" in line for line in unknown + other[1]] == [True]
+    (*known, unknown), (*others, other) = run_ranks(train, 2)
+    assert known == others == [[], []]
+    assert ["nothing else is known" in line for line in unknown + other] == [True]

@@ -254,7 +254,7 @@ class MicroBatchTrainer(StepTrainer):
 
         (batches, _), table = agreed(self._meet, made, lambda made: made[1], "micro-batches")
         self._num_compared += 1
-        self._require_alike([row[1] for row in table], samples, wanted)
+        self._require_alike([row[1] for row in table])
         self._loss.begin(total_count(row[0] for row in table))
         return batches
 
@@ -275,24 +275,20 @@ class MicroBatchTrainer(StepTrainer):
                     "have to read the same data, cut alike"
                 )
 
-    def _require_alike(self, prints: Sequence[float], samples: Sequence[Any], wanted: Sequence[int]) -> None:
-        """Check that the ranks of a replica have the same tokens; collective where they have not."""
+    def _require_alike(self, prints: Sequence[float]) -> None:
+        """Check that the ranks of a replica have the same tokens; all raise or none."""
         ranks_of: dict[int, list[int]] = {}
         for rank in range(len(prints)):
             position = self.model.current.position_of(rank)
             if position is not None:
                 ranks_of.setdefault(position.replica, []).append(rank)
-        if all(len({prints[rank] for rank in ranks}) == 1 for ranks in ranks_of.values()):
-            return
-        contents = self._meet(*(number for each in wanted for number in (each, fingerprint(_tokens(samples[each])))))
         for ranks in ranks_of.values():
-            for at in range(0, min(len(contents[rank]) for rank in ranks) - 1, 2):
-                groups = alike([contents[rank][at + 1] for rank in ranks], ranks)
-                if len(groups) > 1:
-                    raise ValueError(
-                        f"sample {contents[ranks[0]][at]:.0f} has other tokens on {named_ranks(groups[1])} than on "
-                        f"{named_ranks(groups[0])}: all ranks have to read the same data, in the same order"
-                    )
+            groups = alike([prints[rank] for rank in ranks], ranks)
+            if len(groups) > 1:
+                raise ValueError(
+                    f"samples have other tokens on {named_ranks(groups[1])} than on {named_ranks(groups[0])}: all "
+                    "ranks have to read the same data, in the same order"
+                )
 
     def _stage_seed(self) -> int:
         position = self.model.position
