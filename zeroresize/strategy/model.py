@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,13 +23,12 @@ from zeroresize.optim.optimizers import require_stepping
 from zeroresize.plan.layout import Layout, TensorSpec
 from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES
-from zeroresize.resharding.agreement import meet_over
+from zeroresize.resharding.agreement import gather_texts, meet_over
 from zeroresize.resharding.transaction import Participants, run_transaction
 from zeroresize.strategy.placement.placement import Placement, RankGroups, held_bytes
 from zeroresize.strategy.placement.whole_layers import Initialize, SegmentsOf, WholeLayers, WholeTensor
 from zeroresize.strategy.switching.optimizer_move import OptimizerMove
-from zeroresize.strategy.switching.placements import Placements
-from zeroresize.strategy.switching.rank_agreement import agree_on_nodes, make_alike
+from zeroresize.strategy.switching.placements import Placements, make_alike
 from zeroresize.strategy.switching.switch import SwitchReport, TravelTypes
 from zeroresize.strategy.switching.switcher import Switcher
 
@@ -136,7 +136,7 @@ class SwitchableModel:
             ],
             "the layers, the strategies, the optimizer's strategy, max_bytes, compute_dtype or gradient_dtype",
         )
-        self._nodes = agree_on_nodes(self._job, nodes)
+        self._nodes = _nodes_of(self._job, nodes)
         self._placements = Placements(self._layers, self._nodes, self._job, max_bytes, types)
         self._switcher = Switcher(self._placements, self._job)
         self.optimizer_strategy = self.current = (
@@ -419,6 +419,22 @@ class SwitchableModel:
     def _let_go_of_casts(self) -> None:
         if self._optimizer_placement.is_mixed:
             self._optimizer_placement.let_go()
+
+
+def _nodes_of(job: Participants, nodes: Sequence[int] | None) -> list[int]:
+    """[R] on which node each rank is: ``nodes``, or by the ranks' host names if they are None; collective."""
+    num_ranks = group_size(job.process_group)
+
+    def checked() -> list[int]:
+        if nodes is not None and len(nodes) != num_ranks:
+            raise ValueError(f"nodes={list(nodes)}: one number for each of the {num_ranks} ranks is needed")
+        return list(nodes or ())
+
+    given = make_alike(job, checked, list, "nodes")
+    if given:
+        return given
+    names = list(gather_texts(socket.gethostname(), job.meet, job.process_group, job.message_device))
+    return [names.index(name) for name in names]
 
 
 def require_divisible(

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NoReturn
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NoReturn, TypeVar
 
 import numpy as np
 import torch
 
 from zeroresize.comm.collectives import group_rank
+from zeroresize.comm.groups import free_group_number
 from zeroresize.plan.layout import Layout
 from zeroresize.plan.strategy import Strategy
+from zeroresize.resharding.agreement import agreed, meet_prepared, require_same
 from zeroresize.resharding.transaction import Participants
 from zeroresize.strategy.placement.placement import Placement, StrategyGroups
 from zeroresize.strategy.placement.whole_layers import WholeLayers
-from zeroresize.strategy.switching.rank_agreement import make_alike, next_group_number
 from zeroresize.strategy.switching.switch import SwitchRoute, TravelTypes
+from zeroresize.utils.hashing import fingerprint
+
+_T = TypeVar("_T")
 
 
 class Placements(dict[Strategy, Placement]):
@@ -131,3 +136,24 @@ class Placements(dict[Strategy, Placement]):
             and np.array_equal(placement.layout.begins, layout.begins)
             and np.array_equal(placement.layout.ends, layout.ends)
         )
+
+
+def make_alike(job: Participants, make: Callable[[], _T], describe: Callable[[_T], object], what: str) -> _T:
+    """Return what ``make`` returns, once all ranks of a job have made the same; collective.
+
+    Args:
+        describe: of what was made, values for JSON that must be the same on all ranks.
+        what: was made, for the error.
+
+    Raises:
+        Exception: what ``make`` raises here.
+        RuntimeError: if it failed on another rank, ranks differ in what they made, or one does not come.
+    """
+    made, table = agreed(job.meet, make, lambda made: (fingerprint(json.dumps(describe(made))), 0.0))
+    require_same([number for number, *_ in table], what, job.meet)
+    return made
+
+
+def next_group_number(job: Participants) -> int:
+    """Return a number from which on no rank has given any to a process group; collective."""
+    return int(max(number for number, *_ in meet_prepared(job.meet, (float(free_group_number()), 0.0))))

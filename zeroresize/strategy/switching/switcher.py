@@ -23,8 +23,7 @@ from zeroresize.resharding.transaction import (
     run_transaction,
 )
 from zeroresize.strategy.placement.placement import Placement, held_bytes
-from zeroresize.strategy.switching.placements import Placements
-from zeroresize.strategy.switching.rank_agreement import make_alike, next_group_number
+from zeroresize.strategy.switching.placements import Placements, make_alike, next_group_number
 from zeroresize.strategy.switching.switch import Switch, SwitchReport
 
 #: The placement to which the weights go; None where they stay.
