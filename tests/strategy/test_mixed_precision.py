@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers.processes import for_each
-from helpers.strategies import FOUR, assert_holds, layers_of, own_part, switchable
+from helpers.strategies import FOUR, assert_holds, own_part, switchable
 from test_strategy_training import CONFIG, FIVE, MAX_NORM, MAX_TOKENS, batch, optimizer_of, ranges_of, undivided
 from test_strategy_training import layers_of as llama_layers_of
 
@@ -272,18 +272,3 @@ def test_checkpoints_hold_the_masters_and_a_plain_model_reads_them(run_ranks, tm
 
     for loss, again in run_ranks(check, 4):
         assert loss == pytest.approx(again, rel=5e-3)
-
-
-def test_types_that_do_not_fit_are_refused_on_all_ranks(run_ranks):
-    def check(rank, group):
-        for options, text in (
-            ({"compute_dtype": torch.int8}, "compute_dtype=torch.int8 is not allowed"),
-            ({"gradient_dtype": torch.int8}, "gradient_dtype=torch.int8 is not allowed"),
-        ):
-            with pytest.raises(ValueError, match=text):
-                SwitchableModel(layers_of(), strategies=[Strategy(2)], process_group=group, **options)
-        with pytest.raises(RuntimeError, match=r"compute_dtype or gradient_dtype: \[\[0\], \[1\]\]"):
-            dtype = (BF16, torch.float16)[rank]
-            SwitchableModel(layers_of(), strategies=[Strategy(2)], process_group=group, compute_dtype=dtype)
-
-    run_ranks(check, 2)

@@ -159,15 +159,29 @@ def test_models_and_strategies_that_do_not_fit_are_told_to_all(run_ranks):
             with pytest.raises(ValueError) as caught:
                 SwitchableModel(layers(), strategies=[strategy], process_group=group)
             assert expected in str(caught.value)
-        with pytest.raises((ValueError, RuntimeError)) as caught:
-            SwitchableModel([Odd(state=rank == 1)], strategies=[PAIR], process_group=group)
-        assert rank == 1 or "ranks [1] of the group failed before" in str(caught.value)
-        with pytest.raises(
-            RuntimeError,
-            match="differ in the layers, the strategies, the optimizer's strategy, max_bytes, compute_dtype",
-        ):
-            SwitchableModel([Odd()], strategies=[(HALVES, PAIR)[rank]], process_group=group)
+        for name in ("compute_dtype", "gradient_dtype"):
+            with pytest.raises(ValueError, match=f"{name}=torch.int8 is not allowed"):
+                SwitchableModel(layers_of(), strategies=[PAIR], process_group=group, **{name: torch.int8})
 
+        def strategies():
+            yield PAIR
+            if rank == 1:
+                raise ValueError("no such file")
+
+        for layers, given, text in (
+            ([Odd()], strategies(), "no such file"),
+            ([Odd(state=rank == 1)], [PAIR], "is a buffer that state dictionaries hold"),
+        ):
+            text = text if rank == 1 else r"ranks \[1\] of the group failed before"
+            with pytest.raises((ValueError, RuntimeError), match=text):
+                SwitchableModel(layers, strategies=given, process_group=group)
+        differ = r"differ in the layers, the strategies, .* compute_dtype .*\[\[0\], \[1\]\]"
+        for options in (
+            {"strategies": [(HALVES, PAIR)[rank]]},
+            {"strategies": [PAIR], "compute_dtype": (torch.bfloat16, torch.float16)[rank]},
+        ):
+            with pytest.raises(RuntimeError, match=differ):
+                SwitchableModel([Odd()], process_group=group, **options)
         with pytest.raises(RuntimeError, match=r"differ in the weights .*manual_seed.*\[\[0\], \[1\]\]"):
             SwitchableModel(layers_of(seed=rank, dtype=torch.bfloat16), strategies=[PAIR], process_group=group)
 
