@@ -102,8 +102,8 @@ def test_a_rank_that_cannot_get_its_plan_stops_all_ranks(run_ranks, keeper):
         return errors, [error_of(lambda n=n: planners.plan(n, "batch")) for n in (2, 3, 4)]
 
     (others, first), (errors, second) = run_ranks(train, 2)
-    told = "nothing has moved or changed: ranks [1] of the group failed before; their errors tell why"
-    assert others == [("CannotMoveError", told)] * 2
+    heard = "nothing has moved or changed: ranks [1] of the group failed before; their errors tell why"
+    assert others == [("CannotMoveError", heard)] * 2
     (name, text), (lost_name, lost) = errors
     assert name == "ValueError" and "of their lengths is batch 1, that of this rank's another batch" in text
     assert lost_name == "CannotMoveError" and "was asked to fetch the plan of iteration 1: it is closed here" in lost
