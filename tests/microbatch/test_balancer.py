@@ -174,6 +174,7 @@ def test_memory_that_does_not_suffice_leaves_all_as_it_was(run_ranks):
 
     for records, strategy in run_ranks(train, 2):
         assert records and not any(is_made for what, is_made in records if what != "replan")
+        assert len(records) <= 5, "after a refusal nothing is tried for a while"
         assert strategy == Strategy(pp=2)
 
 
