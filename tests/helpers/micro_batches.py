@@ -6,11 +6,12 @@ from torch import nn
 
 from helpers.sample_lengths import Lengths
 from lm_examples.microbatches.models import ModelConfig, padded_layers, summed_loss
-from zeroresize.microbatch.measuring import measure_layers
 from zeroresize.microbatch.padded import PaddedBatch, PairBatch
 from zeroresize.microbatch.planners import IterationPlanner
+from zeroresize.microbatch.trainer import MicroBatchTrainer
 from zeroresize.policy.microbatches.costs import CostTable, LayerGrid, grid_points
 from zeroresize.policy.microbatches.plan import IterationPlan, MicroBatch, PlanningOptions
+from zeroresize.strategy.model import SwitchableModel
 
 MAKE = {"gpt": (padded_layers, PaddedBatch), "t5": (padded_layers, PairBatch)}
 SIZES = {"gpt": ("size", "length"), "t5": ("size", "source", "target")}
@@ -47,12 +48,6 @@ def table_of(kind, recomputations=("none", "layers"), num_layers=None, scale=1.0
         values = [each.astype(np.float64).reshape(shape) for each in (*values, 0.0 * seconds)]
         grids[recomputation] = {"layer": LayerGrid(tuple(range(num_axes)), sizes, points, *values)}
     return CostTable(("layer",) * num_layers, SIZES[kind], grids, "nowhere")
-
-
-def measured_table(layers, batch_of, shapes, *, loss, recomputations=("none", "layers")):
-    """Costs of all layers of an undivided model on the CPU."""
-    here, device = dict(enumerate(layers)), torch.device("cpu")
-    return measure_layers(here, layers, batch_of, shapes, loss=loss, recomputations=recomputations, device=device)
 
 
 def planner_of(kind, strategy, number=9, *, recomputations=("none", "layers"), scale=1.0, **options):
@@ -96,3 +91,12 @@ class Undivided:
         norm = nn.utils.clip_grad_norm_(self.layers.parameters(), self.grad_clip)
         self.optimizer.step()
         return total, float(norm)
+
+
+def trainer_of(kind, strategy, group, plans, dtype=torch.float64, *, layers=None, loss=summed_loss, **options):
+    """What trains a small model by plans."""
+    layers = layers_of(kind, dtype) if layers is None else layers
+    model = SwitchableModel(layers, strategies=[strategy], process_group=group, **options)
+    optimizer = torch.optim.AdamW([{"params": list(model.parameters())}], lr=1e-2, eps=1e-4)
+    make = {"batch_from": MAKE[kind][1].of, "hollow": MAKE[kind][1].hollow, "sizes": SIZES[kind]}
+    return MicroBatchTrainer(model, optimizer, plans, loss=loss, grad_clip=0.5, **make)

@@ -1,25 +1,25 @@
 """Layers that take known seconds, by the tokens and units that a rank has of them, on a rank that may be slow.
 
-Real blocks compute too little for four ranks on two cores to show who is slow. So each block takes its seconds beside
-what it computes: it sleeps, as if it waited for a slow device, or only counts them. ``T`` tokens.
+Real blocks compute too little for four ranks on two cores to show who is slow. So each block counts its seconds beside
+what it computes. ``T`` tokens.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from helpers.strategies import VOCABULARY, WIDTH, Embedding, Output
 from zeroresize.layers.segment import Segment
 from zeroresize.plan.layout import TensorSpec
 from zeroresize.policy.strategy.costs.cost_model import CostModel, LayerCost, LayerCostTable
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.strategy.packed import Packed
 
-WIDTH, UNITS, VOCABULARY = 4, 12, 16
+UNITS = 12
 #: Of the products by which a rank without a part looks how fast it is.
 _PROBE_S = 0.002
 
@@ -29,16 +29,14 @@ class Pace:
 
     Args:
         token_s: seconds of a token in an undivided block, forward and backward.
-        sleeps: whether what is taken is slept as well as counted.
 
     Attributes:
         chi: how many times its normal time all that this rank computes takes.
         taken_s: seconds that were taken so far.
     """
 
-    def __init__(self, token_s: float, *, sleeps: bool) -> None:
-        self.token_s, self._sleeps = token_s, sleeps
-        self.chi, self.taken_s = 1.0, 0.0
+    def __init__(self, token_s: float) -> None:
+        self.token_s, self.chi, self.taken_s = token_s, 1.0, 0.0
 
     def __deepcopy__(self, memo: object) -> Pace:
         return self
@@ -46,16 +44,10 @@ class Pace:
     def take(self, seconds: float) -> None:
         """Take what a rank that is not slow does in so many seconds."""
         self.taken_s += self.chi * seconds
-        if self._sleeps:
-            time.sleep(self.chi * seconds)
 
     def probe(self) -> float:
-        """Return the seconds that a few products take, by the clock where this rank sleeps."""
-        if not self._sleeps:
-            return self.chi * _PROBE_S
-        begin = time.perf_counter()
-        time.sleep(self.chi * _PROBE_S)
-        return time.perf_counter() - begin
+        """Return the seconds that a few products take."""
+        return self.chi * _PROBE_S
 
 
 class _Take(torch.autograd.Function):
@@ -71,17 +63,6 @@ class _Take(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         ctx.pace.take(ctx.seconds)
         return gradients[0].clone(), None
-
-
-class PacedEmbedding(nn.Module):
-    """Looks up [T] tokens, in no time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(VOCABULARY, WIDTH, dtype=torch.float64)
-
-    def forward(self, x: Tensor, packed: Packed) -> Tensor:
-        return self.table(x)
 
 
 class PacedBlock(nn.Module):
@@ -100,22 +81,11 @@ class PacedBlock(nn.Module):
         return x + self.down(_Take.apply(torch.tanh(self.up(x)), self._pace))
 
 
-class PacedOutput(nn.Module):
-    """Makes [T, vocabulary] logits, in no time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
-
-    def forward(self, x: Tensor, packed: Packed) -> Tensor:
-        return self.project(x)
-
-
 def paced_layers(num_blocks: int, pace: Pace) -> list[nn.Module]:
     """Return the same layers on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return [PacedEmbedding(), *(PacedBlock(pace) for _ in range(num_blocks)), PacedOutput()]
+        return [Embedding(torch.float64), *(PacedBlock(pace) for _ in range(num_blocks)), Output(torch.float64)]
 
 
 def paced_cost_model(tensors: Iterable[TensorSpec], num_blocks: int, token_s: float, num_ranks: int) -> CostModel:

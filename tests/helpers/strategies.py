@@ -17,6 +17,7 @@ from zeroresize.layers.segment import Segment
 from zeroresize.plan.layout import Layout, TensorSpec, UnitDivision, unit_bounds
 from zeroresize.plan.strategy import Strategy
 from zeroresize.plan.transfers import Slices
+from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
 
 
@@ -178,6 +179,19 @@ def layers_of(seed=0, num_blocks=2, dtype=torch.float64, device=None):
 def whole_tensors(layers):
     """By name, in the model's order."""
     return {f"layers.{n}.{name}": one for n, layer in enumerate(layers) for name, one in layer.named_parameters()}
+
+
+def switchable(group, strategies, dtype=torch.float64, **options):
+    """A model that may run under these strategies, and the whole tensors of which it holds parts."""
+    model = SwitchableModel(layers_of(dtype=dtype), strategies=strategies, process_group=group, **options)
+    return model, {name: one.detach() for name, one in whole_tensors(layers_of(dtype=dtype)).items()}
+
+
+def give_ones(model):
+    """Gradients of ones for the stage in force."""
+    for layer in model.stage_layers.values():
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones_like(parameter)
 
 
 def mean_loss(layers, sequences):

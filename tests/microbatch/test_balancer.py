@@ -4,17 +4,14 @@ import json
 
 import pytest
 import torch
-from helpers.micro_batches import MAKE, SIZES, Undivided, layers_of, planner_of, samples_of, table_of
+from helpers.micro_batches import Undivided, layers_of, planner_of, samples_of, table_of, trainer_of
 
-from lm_examples.microbatches.models import summed_loss
 from zeroresize.measure.clocks import HostClock
 from zeroresize.microbatch.balancer import MicroBatchBalancer
 from zeroresize.microbatch.planners import RunPlanners
 from zeroresize.microbatch.store import share_store
-from zeroresize.microbatch.trainer import MicroBatchTrainer
 from zeroresize.plan.strategy import Strategy
 from zeroresize.resharding.agreement import NotEnoughMemoryError
-from zeroresize.strategy.model import SwitchableModel
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -67,18 +64,7 @@ class Job:
         self.pace = Pace(table_of("gpt", ("none",), scale=SCALE))
         layers = layers_of("gpt")
         self.pace.hold_up(layers)
-        model = SwitchableModel(layers, strategies=[strategy], process_group=group)
-        optimizer = torch.optim.AdamW([{"params": list(model.parameters())}], lr=1e-2, eps=1e-4)
-        self.trainer = MicroBatchTrainer(
-            model,
-            optimizer,
-            self.planners,
-            batch_from=MAKE["gpt"][1].of,
-            hollow=MAKE["gpt"][1].hollow,
-            sizes=SIZES["gpt"],
-            loss=summed_loss,
-            grad_clip=0.5,
-        )
+        self.trainer = trainer_of("gpt", strategy, group, self.planners, layers=layers)
         self.balancer = MicroBatchBalancer(
             self.trainer,
             self.planners,
@@ -188,6 +174,7 @@ def test_memory_that_does_not_suffice_leaves_all_as_it_was(run_ranks):
 
     for records, strategy in run_ranks(train, 2):
         assert records and not any(is_made for what, is_made in records if what != "replan")
+        assert len(records) <= 5, "after a refusal nothing is tried for a while"
         assert strategy == Strategy(pp=2)
 
 

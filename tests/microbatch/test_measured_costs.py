@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.micro_batches import MAKE, SIZES, layers_of, measured_table, planner_of, table_of
+from helpers.micro_batches import MAKE, SIZES, layers_of, planner_of, table_of
 from helpers.processes import caught_log_lines
 from helpers.states import resumed
 from torch import nn
@@ -82,6 +82,20 @@ def test_grids_that_are_none_are_named():
     assert powers_of_two(5) == (1, 2, 4, 8) and powers_of_two(1) == (1, 2) and powers_of_two(64, 32) == (32, 64)
 
 
+def measured(run_ranks, layers, batch_of, shapes, **options):
+    """Costs of an undivided model on one rank."""
+
+    def measure(rank, group):
+        model = SwitchableModel(layers, strategies=[Strategy()], process_group=group)
+        return measure_model(model, batch_of, shapes, **options)
+
+    return run_ranks(measure, 1)[0]
+
+
+def sum_of(x, batch):
+    return x.sum()
+
+
 class Sleeping(nn.Module):
     """Takes a time that is known, forward and backward."""
 
@@ -96,10 +110,10 @@ class Sleeping(nn.Module):
         return x * self.weight
 
 
-def test_layers_that_take_a_known_time_are_found_to_take_it():
+def test_layers_that_take_a_known_time_are_found_to_take_it(run_ranks):
     layers = nn.ModuleList([Sleeping(0.0), Sleeping(2e-4), Sleeping(2e-4), Sleeping(0.0)])
     shapes = ProfiledShapes(("size", "length"), 4, (16,), shortest=4)
-    table = measured_table(layers, PaddedBatch.hollow, shapes, loss=lambda x, batch: x.sum(), recomputations=["none"])
+    table = measured(run_ranks, layers, PaddedBatch.hollow, shapes, loss=sum_of, recomputations=["none"])
     assert table.kinds[1] == table.kinds[2] and len(set(table.kinds)) == 3
     values = table.grids["none"][table.kinds[1]].values(np.array([2, 3]), np.array([[10], [16]]))
     assert values[0] == pytest.approx([2e-4 * 20, 2e-4 * 48], rel=0.3)
@@ -108,7 +122,7 @@ def test_layers_that_take_a_known_time_are_found_to_take_it():
     assert prices.forward_s[0] == pytest.approx([2e-4 * 20] * 2, rel=0.3)
 
 
-def test_kept_bytes_are_those_that_a_hand_counts():
+def test_kept_bytes_are_those_that_a_hand_counts(run_ranks):
     """Linear, GELU, Linear: inputs of both products and of the GELU, in float32; and gradients meanwhile."""
 
     class Mlp(nn.Module):
@@ -129,7 +143,7 @@ def test_kept_bytes_are_those_that_a_hand_counts():
 
     layers = nn.ModuleList([Embedding(), Mlp(), Mlp()])
     shapes = ProfiledShapes(("size", "length"), 2, (16,), shortest=8)
-    table = measured_table(layers, PaddedBatch.hollow, shapes, loss=lambda x, batch: x.sum())
+    table = measured(run_ranks, layers, PaddedBatch.hollow, shapes, loss=sum_of)
     tokens = 2 * 16
     for way, kept in (("none", 8 + 32 + 32), ("layers", 8)):
         values = table.grids[way][table.kinds[1]].values(np.array([2]), np.array([[16]]))
@@ -140,12 +154,12 @@ def test_kept_bytes_are_those_that_a_hand_counts():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "t5"])
 @pytest.mark.parametrize("recompute", ["none", "layers"])
-def test_peak_memory_of_a_step_is_predicted(kind, recompute):
+def test_peak_memory_of_a_step_is_predicted(run_ranks, kind, recompute):
     """Counted operation by operation, in three micro-batches of other sizes, all forwards first."""
     layers = layers_of(kind, torch.float32)
     shapes = ProfiledShapes(SIZES[kind], 4, (32,) * (len(SIZES[kind]) - 1), shortest=8)
     hollow = MAKE[kind][1].hollow
-    table = measured_table(layers, hollow, shapes, loss=summed_loss, recomputations=[recompute])
+    table = measured(run_ranks, layers, hollow, shapes, loss=summed_loss, recomputations=[recompute])
     costs = table.costs((0, len(layers)))[recompute]
     microbatches = [
         MicroBatch(((0,),) * size, (length,) * (len(SIZES[kind]) - 1)) for size, length in ((4, 16), (2, 32), (1, 8))

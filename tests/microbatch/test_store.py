@@ -50,16 +50,6 @@ def test_plans_come_back_as_they_were_wherever_the_store_is_opened(keeper, plans
             fetched(keeper.store, iteration, 0.0)
 
 
-def test_a_plan_is_waited_for_until_it_comes_and_series_do_not_mix(keeper):
-    other = keeper.another()
-    other.put(2, 7, plan_value("of another series"))
-    began = time.monotonic()
-    thread = later(lambda: other.put(1, 7, plan_value("plan")), 0.3)
-    assert fetched(keeper.store, 7) == "plan"
-    assert 0.25 < time.monotonic() - began < 2.0
-    thread.join()
-
-
 def test_values_as_large_as_may_be_travel(store):
     value = random.Random(0).randbytes(MOST_BYTES)
     store.put(1, 0, value)
@@ -77,6 +67,7 @@ def test_an_error_comes_in_place_of_a_plan_and_names_the_iteration_once(store):
 def test_a_late_plan_is_waited_for_with_messages_that_say_why(keeper, caplog):
     store = keeper.store
     store.warn_after_s = 0.5
+    keeper.another().put(2, 6, plan_value("of another series"))
     thread = later(lambda: store.put(1, 6, plan_value("plan")), 1.3)
     with caplog.at_level(logging.WARNING):
         assert fetched(store, 6, 20.0) == "plan"

@@ -7,33 +7,22 @@ import torch
 import torch.nn.functional as F
 from helpers.micro_batches import (
     MAKE,
-    SIZES,
     Lengths,
     LocalPlans,
     Undivided,
     layers_of,
     planner_of,
     samples_of,
+    trainer_of,
 )
 from helpers.processes import for_each, told_by_survivors
 
-from lm_examples.microbatches.models import summed_loss
 from zeroresize.microbatch.padded import IGNORED
 from zeroresize.microbatch.planners import RunPlanners
 from zeroresize.microbatch.store import share_store
-from zeroresize.microbatch.trainer import MicroBatchTrainer, _tokens
+from zeroresize.microbatch.trainer import _tokens
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.microbatches.plan import MicroBatch, batch_fingerprint
-from zeroresize.strategy.model import SwitchableModel
-
-
-def trainer_of(kind, strategy, group, plans, dtype=torch.float64, compute_dtype=None, loss=summed_loss):
-    model = SwitchableModel(
-        layers_of(kind, dtype), strategies=[strategy], process_group=group, compute_dtype=compute_dtype
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    make = {"batch_from": MAKE[kind][1].of, "hollow": MAKE[kind][1].hollow, "sizes": SIZES[kind]}
-    return MicroBatchTrainer(model, optimizer, plans, loss=loss, grad_clip=0.5, **make)
 
 
 def check_losses(kind, strategy, group, planner, *, plans=None, num_steps=3, dtype=torch.float64, rel=1e-10):
@@ -46,7 +35,7 @@ def check_losses(kind, strategy, group, planner, *, plans=None, num_steps=3, dty
         assert (report.loss, report.grad_norm) == pytest.approx(whole.step(samples, lengths), rel=rel)
 
 
-@pytest.mark.parametrize("degrees", [(1, 1, 1), (2, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (1, 1, 4)])
+@pytest.mark.parametrize("degrees", [(2, 1, 2), (1, 2, 2), (1, 1, 3)])
 def test_losses_and_norms_are_the_undivided_models(run_ranks, degrees):
     strategy = Strategy(*degrees)
 
@@ -229,7 +218,7 @@ TOLD = {
     "fewer": ["8 samples and 9 lengths were given"] * 2,
     "more on rank 1": [r"ranks \[1\] of the group failed", "10 samples and 9 lengths were given"],
     "shorter": ["sample 3 has|of the group failed"] * 2,
-    "other tokens": ["sample 5 has other tokens on rank 1 than on rank 0"] * 2,
+    "other tokens": ["samples have other tokens on rank 1 than on rank 0"] * 2,
 }
 
 

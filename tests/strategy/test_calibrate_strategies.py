@@ -45,6 +45,8 @@ def test_all_ranks_measure_the_same_and_lose_nothing(run_ranks):
         assert costs.boundary_bytes == WIDTH * 8
         whole, half = (costs.costs["layer 1"][tp] for tp in (1, 2))
         assert whole.token_bytes > half.token_bytes > whole.token_bytes / 2
+        # An embedding keeps the numbers of tokens, a linear layer what it is given.
+        assert [costs.costs[f"layer {number}"][1].token_bytes for number in (0, 3)] == [8, WIDTH * 8]
         assert whole.fixed_s + 16 * whole.token_s + 256 * whole.square_s > 0.0 and links.within_bytes_per_s > 0.0
         with pytest.raises(ValueError, match=r"memory_limit=1: under .* not even a micro-batch of 1 tokens fits"):
             measure_layer_costs(model, batch_of, longest=16, memory_limit=1.0)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.processes import for_each
 from helpers.strategies import layers_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -91,9 +92,9 @@ class Wide(nn.Module):
         return self.linear(x)
 
 
-@pytest.mark.parametrize("strategies", [[DP, TP], [PP]])
-def test_autocast_around_a_step_is_near_single_precision(run_ranks, strategies):
-    def train(rank, group):
+def test_autocast_around_a_step_is_near_single_precision(run_ranks):
+    @for_each([([DP, TP],), ([PP],)])
+    def train(rank, group, strategies):
         def layers():
             torch.manual_seed(0)
             first, *blocks, last = layers_of(dtype=torch.float32)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.paced_layers import paced_cost_model
 from helpers.strategies import layers_of
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -36,41 +37,27 @@ def trainer_of(group, optimizer_strategy, kind=ByNorm):
     return StrategyTrainer(model, optimizer, [LengthRange(8, optimizer_strategy)], loss=token_loss)
 
 
-def test_an_optimizer_strategy_with_tensor_parallelism_is_refused_on_every_rank(run_ranks):
+def test_an_optimizer_strategy_that_divides_what_the_optimizer_sees_whole_is_refused_on_every_rank(run_ranks):
     def check(rank, group):
-        with pytest.raises(
-            ValueError, match=rf"the optimizer's strategy \(1, 2, 1\) divides .*ByNorm {NOT_BY_ELEMENT}"
-        ):
+        of_elements = rf"the optimizer's strategy \(1, 2, 1\) divides .*ByNorm {NOT_BY_ELEMENT}"
+        with pytest.raises(ValueError, match=of_elements):
             trainer_of(group, DIVIDED)
         trainer_of(group, DIVIDED, torch.optim.SGD)
         trainer = trainer_of(group, WHOLE)
-        with pytest.raises(
-            ValueError, match=rf"the optimizer's strategy \(1, 2, 1\) divides .*ByNorm {NOT_BY_ELEMENT}"
-        ):
+        with pytest.raises(ValueError, match=of_elements):
             trainer.model.move_optimizer(DIVIDED, trainer.optimizer)
         with pytest.raises(ValueError, match=f"another strategy of the optimizer may divide .*ByNorm {NOT_BY_ELEMENT}"):
-            StrategyBalancer(trainer, None)
+            StrategyBalancer(trainer, paced_cost_model(trainer.model.tensors, 1, 1.0, 2))
         trainer.step([torch.arange(9)])
-
-    run_ranks(check, 2, timeout_s=30)
-
-
-def test_a_rank_that_the_optimizer_strategy_leaves_out_hears_of_it(run_ranks):
-    def check(rank, group):
-        trainer = trainer_of(group, ONE)
-        error = ValueError if rank else RuntimeError
-        with pytest.raises(error, match="not element-wise" if rank else r"ranks \[1\] of the group failed before"):
+        trainer = trainer_of(group, ONE)  # which leaves rank 0 out
+        error, text = (
+            (ValueError, NOT_BY_ELEMENT) if rank else (RuntimeError, r"ranks \[1\] of the group failed before")
+        )
+        with pytest.raises(error, match=text):
             trainer.model.move_optimizer(DIVIDED, trainer.optimizer)
-
-    run_ranks(check, 2, timeout_s=30)
-
-
-def test_an_optimizer_strategy_of_stages_is_refused_where_the_optimizer_sees_other_parameters(run_ranks):
-    def check(rank, group):
         trainer_of(group, STAGES)
-        with pytest.raises(
-            ValueError, match=r"the optimizer's strategy \(1, 1, 2\) divides .*LBFGS .* parameter by parameter"
-        ):
+        of_stages = r"the optimizer's strategy \(1, 1, 2\) divides .*LBFGS .* parameter by parameter"
+        with pytest.raises(ValueError, match=of_stages):
             trainer_of(group, STAGES, torch.optim.LBFGS)
 
     run_ranks(check, 2, timeout_s=30)

@@ -83,8 +83,8 @@ def test_a_move_meets_once_for_each_thing_to_agree_on(run_ranks):
 
     def check(rank, group):
         model = SwitchableModel(layers_of(), strategies=FOUR[:2], process_group=group)
-        meetings, participants = [], model._participants
-        model._participants = replace(participants, meet=lambda *all_: meetings.append(1) or participants.meet(*all_))
+        meetings, participants = [], model._job
+        model._job = replace(participants, meet=lambda *all_: meetings.append(1) or participants.meet(*all_))
         model.move_optimizer(FOUR[1], optimizer_of(model.named_parameters()))
         return len(meetings)
 

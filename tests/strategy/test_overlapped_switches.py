@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.strategies import FOUR, assert_holds, layers_of, whole_tensors
+from helpers.strategies import FOUR, assert_holds, give_ones, switchable
 from test_mixed_precision import trainer_of
 from test_strategy_training import FIVE, batch, ranges_of
 
@@ -10,14 +10,12 @@ from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.switches import switch_order
 from zeroresize.resharding import agreement
 from zeroresize.resharding.transport import Transport
-from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.switching.switch import Switch
 
-TYPES = [(torch.float64, None), (torch.float32, torch.bfloat16)]
+CASES = [(torch.float64, None, False), (torch.float32, torch.bfloat16, False), (torch.float64, None, True)]
 
 
-@pytest.mark.parametrize(("dtype", "compute_dtype"), TYPES, ids=["plain", "mixed"])
-@pytest.mark.parametrize("is_tight", [False, True], ids=["ample memory", "tight memory"])
+@pytest.mark.parametrize(("dtype", "compute_dtype", "is_tight"), CASES, ids=["plain", "mixed", "tight memory"])
 def test_training_is_the_same_to_the_last_bit(run_ranks, monkeypatch, dtype, compute_dtype, is_tight):
     started = []
     # Visits may come in another order where switches are hidden, and sums of floats are other ones then.
@@ -50,10 +48,7 @@ def test_training_is_the_same_to_the_last_bit(run_ranks, monkeypatch, dtype, com
 
 def test_weights_travel_without_anyone_waiting_for_them(run_ranks):
     def check(rank, group):
-        wholes = {name: one.detach() for name, one in whole_tensors(layers_of()).items()}
-        model = SwitchableModel(layers_of(), strategies=FOUR, process_group=group, max_bytes=3000)
-        expected = model.switch_to(FOUR[1], gradients=False)
-        model.switch_to(FOUR[0], gradients=False)
+        model, wholes = switchable(group, FOUR, max_bytes=3000)
         model.switch_to(FOUR[2], gradients=False)
         expected = model.switch_to(FOUR[1], gradients=False)
         model.switch_to(FOUR[2], gradients=False)
@@ -82,8 +77,7 @@ def test_a_rank_that_fails_while_it_sends_beside_training_leaves_all_with_what_t
                 raise ValueError("cannot be packed")
             return pack(*arguments)
 
-        wholes = {name: one.detach() for name, one in whole_tensors(layers_of()).items()}
-        model = SwitchableModel(layers_of(), strategies=FOUR, process_group=group)
+        model, wholes = switchable(group, FOUR)
         model.switch_to(FOUR[1], gradients=False)
         texts = []
         monkeypatch.setattr(Transport, "_pack", fail)
@@ -97,9 +91,7 @@ def test_a_rank_that_fails_while_it_sends_beside_training_leaves_all_with_what_t
         model.switch_to(FOUR[2], gradients=False)
         assert_holds(model, wholes)
 
-        for layer in model.stage_layers.values():
-            for parameter in layer.parameters():
-                parameter.grad = torch.ones_like(parameter)
+        give_ones(model)
         model.prefetch(FOUR[1])
         model._switcher._coming[2].wait()
         monkeypatch.setattr(Transport, "_pack", fail)
@@ -123,8 +115,7 @@ def test_a_rank_that_fails_while_it_sends_beside_training_leaves_all_with_what_t
 
 def test_memory_that_does_not_suffice_for_two_sets_of_weights_is_no_error(run_ranks, monkeypatch):
     def check(rank, group):
-        wholes = {name: one.detach() for name, one in whole_tensors(layers_of()).items()}
-        model = SwitchableModel(layers_of(), strategies=[Strategy(3), Strategy(1, 3)], process_group=group)
+        model, wholes = switchable(group, [Strategy(3), Strategy(1, 3)])
         if rank == 2:
             monkeypatch.setattr(agreement, "free_bytes", lambda device: 10)
             monkeypatch.setattr(agreement, "_place_of", lambda device: "a small device")
@@ -138,8 +129,7 @@ def test_memory_that_does_not_suffice_for_two_sets_of_weights_is_no_error(run_ra
 
 def test_ranks_that_differ_in_where_a_prefetched_switch_leads_are_told_so(run_ranks):
     def check(rank, group):
-        wholes = {name: one.detach() for name, one in whole_tensors(layers_of()).items()}
-        model = SwitchableModel(layers_of(), strategies=FOUR, process_group=group)
+        model, wholes = switchable(group, FOUR)
         with pytest.raises(RuntimeError, match=r"differ in where the switch leads, .*: \[\[0, 2, 3\], \[1\]\]"):
             model.prefetch(FOUR[1 if rank == 1 else 2])
         model.prefetch(FOUR[1])

@@ -33,9 +33,9 @@ def test_few_sums_are_under_way_and_missing_gradients_are_zeros(monkeypatch):
         parameters = {number: nn.Parameter(torch.ones(4)) for number in range(12)}
         for number, parameter in parameters.items():
             parameter.grad = torch.full((4,), float(number)) if number % 3 else None
-        placement = Placement(None, None, 0, SimpleNamespace(dp=num_replicas), {}, parameters, parameters)
-        specs = [SimpleNamespace(division=number % 2 or None) for number in range(12)]
-        placement.sum_gradients([SimpleNamespace(spec=spec) for spec in specs])
+        tensors = [SimpleNamespace(spec=SimpleNamespace(division=number % 2 or None)) for number in range(12)]
+        groups = SimpleNamespace(dp=num_replicas)
+        Placement(None, 0, tensors, None, 0, groups, {}, parameters, parameters).sum_gradients()
         for number, parameter in parameters.items():
             assert parameter.grad.tolist() == [float(num_replicas * number if number % 3 else 0)] * 4
         assert (len(flats), most) == (num_sums, min(num_sums, 2))

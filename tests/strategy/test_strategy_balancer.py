@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.paced_layers import Pace, paced_cost_model, paced_layers, sequences_of
+from helpers.processes import for_each
+from helpers.strategies import mean_loss
 from torch import nn
 
 from lm_examples.llama import token_loss
@@ -18,13 +20,14 @@ from zeroresize.policy.strategy.stragglers.decision import StragglerDecision
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.strategy import straggler_balancing
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.packed import Packed
+from zeroresize.strategy.placement.whole_layers import WholeLayers
 from zeroresize.strategy.strategy_balancer import StrategyBalancer
 from zeroresize.strategy.trainer import StrategyTrainer
 
 NUM_BLOCKS, MAX_TOKENS = 2, 32
 TOKEN_S = 1.0  # of a token in a whole block, forward and backward: so much that what changes take does not matter
 RANGES = [LengthRange(6, Strategy(2, 2)), LengthRange(16, Strategy(1, 4))]
+OF_TWO = [LengthRange(6, Strategy(2)), LengthRange(16, Strategy(1, 2))]
 LIMITED = [replace(each, max_tokens=MAX_TOKENS) for each in RANGES]
 
 
@@ -39,7 +42,7 @@ class Clock(HostClock):
 
 
 def layers_of(pace=None):
-    return paced_layers(NUM_BLOCKS, pace or Pace(TOKEN_S, sleeps=False))
+    return paced_layers(NUM_BLOCKS, pace or Pace(TOKEN_S))
 
 
 def batch(step):
@@ -54,14 +57,9 @@ def optimizer_of(parameters):
 
 def undivided_losses(num_steps):
     layers = layers_of()
-    optimizer = optimizer_of(nn.ModuleList(layers).parameters())
-    losses = []
+    optimizer, losses = optimizer_of(nn.ModuleList(layers).parameters()), []
     for step in range(num_steps):
-        packed = Packed.of(batch(step))
-        x = packed.tokens
-        for layer in layers:
-            x = layer(x, packed)
-        loss = token_loss(x, packed) / packed.num_tokens
+        loss = mean_loss(layers, batch(step))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -73,12 +71,17 @@ def cost_of(tensors, num_ranks=4):
     return paced_cost_model(tensors, NUM_BLOCKS, TOKEN_S, num_ranks)
 
 
-def training(group, **options):
-    pace = Pace(TOKEN_S, sleeps=False)
-    model = SwitchableModel(layers_of(pace), strategies=[one.strategy for one in RANGES], process_group=group)
-    trainer = StrategyTrainer(model, optimizer_of(model.parameters()), RANGES, loss=token_loss, max_tokens=MAX_TOKENS)
-    balancer = StrategyBalancer(trainer, cost_of(model.tensors), probe=pace.probe, clock=Clock(pace), **options)
-    return trainer, balancer, pace
+def trainer_of(group, ranges=RANGES, pace=None, **options):
+    strategies = [one.strategy for one in ranges]
+    model = SwitchableModel(layers_of(pace), strategies=strategies, process_group=group, **options)
+    return StrategyTrainer(model, optimizer_of(model.parameters()), ranges, loss=token_loss, max_tokens=MAX_TOKENS)
+
+
+def training(group, ranges=RANGES, **options):
+    pace = Pace(TOKEN_S)
+    trainer = trainer_of(group, ranges, pace)
+    cost = cost_of(trainer.model.tensors, group.size())
+    return trainer, StrategyBalancer(trainer, cost, probe=pace.probe, clock=Clock(pace), **options), pace
 
 
 def test_a_slow_rank_is_shrunk_left_out_and_comes_back_and_results_are_those_of_undisturbed_training(run_ranks):
@@ -126,83 +129,53 @@ def test_a_slow_rank_is_shrunk_left_out_and_comes_back_and_results_are_those_of_
     assert records[-1]["moved_bytes"] > 0
 
 
-@pytest.mark.parametrize("slowest_s", [0.0, 0.05])
-def test_samples_are_spaced_by_what_working_out_takes_on_the_slowest_rank_alike_on_all(
-    run_ranks, monkeypatch, slowest_s
-):
+def test_samples_are_spaced_by_what_working_out_takes_on_the_slowest_rank_alike_on_all(run_ranks, monkeypatch):
     """Steps take some milliseconds, so 50 ms in each are far beyond 1 %; no rank is slow in training."""
 
-    def count(rank, group):
-        samples, proposals, step, expect = [], [], 0, StragglerCosts.expect
-        update, propose, now_s = StragglerDecision.update, StragglerDecision.what_if, 0.0
+    @for_each([(0.0,), (0.05,)])
+    def count(rank, group, slowest_s):
+        samples, proposals, step, now_s = [], [], 0, 0.0
+        update, expect, propose = StragglerDecision.update, StragglerCosts.expect, StragglerDecision.what_if
 
         def slow_update(self, speeds):
             nonlocal now_s
-            now_s += slowest_s * (rank == 2)
+            now_s += slowest_s * (rank == 1)
             return update(self, speeds)
 
-        monkeypatch.setattr(straggler_balancing, "time", SimpleNamespace(perf_counter=lambda: now_s))
-        monkeypatch.setattr(StragglerDecision, "update", slow_update)
-        monkeypatch.setattr(StragglerCosts, "expect", lambda self, own: (samples.append(step), expect(self, own))[1])
-        monkeypatch.setattr(
-            StragglerDecision, "what_if", lambda self, own: (proposals.append(step), propose(self, own))[1]
-        )
-        _, balancer, _ = training(group)
-        for step in range(40):
-            balancer.step(batch(step))
-        balancer.close()
+        with monkeypatch.context() as patched:
+            patched.setattr(straggler_balancing, "time", SimpleNamespace(perf_counter=lambda: now_s))
+            patched.setattr(StragglerDecision, "update", slow_update)
+            patched.setattr(StragglerCosts, "expect", lambda self, own: (samples.append(step), expect(self, own))[1])
+            what_if = lambda self, own: (proposals.append(step), propose(self, own))[1]  # noqa: E731
+            patched.setattr(StragglerDecision, "what_if", what_if)
+            _, balancer, _ = training(group, OF_TWO)
+            for step in range(21):
+                balancer.step(batch(step))
+            balancer.close()
         return samples, proposals
 
-    by_rank = run_ranks(count, 4)
-    assert all(own == by_rank[0] for own in by_rank)
-    samples, proposals = by_rank[0]
-    assert samples == ([0, 1, 2, 3] if slowest_s else [0, 1, 2, 3, 19, 35])
-    assert not proposals, "nothing is worked out while no rank is slow"
+    first, second = run_ranks(count, 2)
+    assert first == second == [([0, 1, 2, 3, 19], []), ([0, 1, 2, 3], [])], "nothing is worked out: no rank is slow"
 
 
-def test_an_optimizer_strategy_outside_the_ranges_is_refused(run_ranks):
+def test_ranks_must_agree_on_all_of_the_costs_and_ranges_and_the_optimizers_strategy_is_that_of_a_range(run_ranks):
     def make(rank, group):
-        optimizer_strategy = Strategy(4)
-        model = SwitchableModel(
-            layers_of(), strategies=[optimizer_strategy, *(one.strategy for one in RANGES)], process_group=group
-        )
-        trainer = StrategyTrainer(
-            model, optimizer_of(model.parameters()), RANGES, loss=token_loss, max_tokens=MAX_TOKENS
-        )
-        with pytest.raises(ValueError, match="strategy of no range"):
-            StrategyBalancer(trainer, cost_of(model.tensors))
-
-    run_ranks(make, 4)
-
-
-def test_ranks_must_agree_on_all_of_the_costs_and_ranges(run_ranks):
-    def make(rank, group):
-        def balancer(**others):
-            options = {} if rank else others
-            trainer, _ = trainer_of(group)
-            cost = cost_of(trainer.model.tensors, 2)
+        for others in ({"links": LinkSpeeds(1e9, 2e9)}, {"nodes": (0, 1)}, {"optimizer_ratio": 3.0}, {"up_to": 5}):
+            options, trainer = {} if rank else dict(others), trainer_of(group, OF_TWO)
             if "up_to" in options:
                 first, last = trainer.ranges
                 trainer.use([replace(first, up_to=options.pop("up_to")), last])
-            StrategyBalancer(trainer, replace(cost, **options), probe=lambda: 1.0).close()
-
-        for others in ({"links": LinkSpeeds(1e9, 2e9)}, {"nodes": (0, 1)}, {"optimizer_ratio": 3.0}, {"up_to": 5}):
-            name = "ranges" if "up_to" in others else next(iter(others))
-            with pytest.raises(ValueError, match=name):
-                balancer(**others)
+            with pytest.raises(ValueError, match="ranges" if "up_to" in others else next(iter(others))):
+                StrategyBalancer(trainer, replace(cost_of(trainer.model.tensors, 2), **options), probe=lambda: 1.0)
+        trainer = trainer_of(group, OF_TWO, optimizer_strategy=Strategy(1, 1, 2))
+        with pytest.raises(ValueError, match="strategy of no range"):
+            StrategyBalancer(trainer, cost_of(trainer.model.tensors, 2))
 
     run_ranks(make, 2)
 
 
-def trainer_of(group):
-    ranges = [LengthRange(6, Strategy(2)), LengthRange(16, Strategy(1, 2))]
-    model = SwitchableModel(layers_of(), strategies=[one.strategy for one in ranges], process_group=group)
-    optimizer = optimizer_of(model.parameters())
-    return StrategyTrainer(model, optimizer, ranges, loss=token_loss, max_tokens=MAX_TOKENS), optimizer
-
-
 def test_a_rank_is_expected_to_take_its_share_of_its_replicas_tokens():
-    tensors = training_tensors()
+    tensors = tuple(one.spec for one in WholeLayers(layers_of(), None).tensors)
     costs = StragglerCosts(cost_of(tensors), LIMITED, optimizer_strategy=0)
     shrunk = (Strategy(2, 2, shares=(3, 1)), Strategy(1, 4))
     # Two sequences of 4 tokens, one a replica; one of 12 that all four share.
@@ -221,9 +194,3 @@ def test_a_rank_is_expected_to_take_its_share_of_its_replicas_tokens():
     assert tight.fits(1, ours[1], ours[0]) and tight.switches_fit(ours)  # it is what the caller does
     assert not tight.fits(0, shrunk[0], shrunk[0]) and not tight.switches_fit([shrunk[0], ours[1]])
     assert not tight.fits(1, ours[1], shrunk[0])  # beside another strategy of the optimizer more may be needed
-
-
-def training_tensors():
-    from zeroresize.strategy.placement.whole_layers import WholeLayers
-
-    return tuple(one.spec for one in WholeLayers(layers_of(), None).tensors)

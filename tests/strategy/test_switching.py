@@ -6,7 +6,8 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.strategies import FOUR, VOCABULARY, assert_holds, layers_of, own_part, whole_tensors
+from helpers.processes import for_each
+from helpers.strategies import FOUR, assert_holds, layers_of, own_part, switchable, whole_tensors
 
 from zeroresize.comm.collectives import group_ranks
 from zeroresize.plan.strategy import Strategy
@@ -19,8 +20,7 @@ pytestmark = pytest.mark.versions
 
 def test_weights_are_those_of_the_whole_model_after_any_chain_of_switches(run_ranks):
     def check(rank, group):
-        wholes = {name: one.detach() for name, one in whole_tensors(layers_of()).items()}
-        model = SwitchableModel(layers_of(), strategies=FOUR, process_group=group)
+        model, wholes = switchable(group, FOUR)
         assert_holds(model, wholes)
         for before, after in itertools.permutations(FOUR, 2):
             model.switch_to(before, gradients=False)
@@ -30,33 +30,51 @@ def test_weights_are_those_of_the_whole_model_after_any_chain_of_switches(run_ra
     run_ranks(check, 4)
 
 
+#: The optimizer's strategy, and on which node each rank is; one strategy has three replicas, and leaves out a rank.
+HOMES = [
+    (FOUR[1], (0, 0, 0, 0)),
+    (FOUR[4], (0, 0, 1, 1)),
+    (FOUR[2], (0, 1, 1, 0)),
+    (Strategy(3, ranks=(3, 0, 1)), None),
+]
+
+
 def test_gradients_of_all_strategies_are_added_under_that_of_the_optimizer(run_ranks):
-    def check(rank, group):
-        for optimizer_strategy in (FOUR[1], FOUR[4], FOUR[2]):
-            model = SwitchableModel(
-                layers_of(), strategies=FOUR, process_group=group, optimizer_strategy=optimizer_strategy, max_bytes=3000
-            )
-            total = {name: torch.zeros_like(one) for name, one in whole_tensors(layers_of()).items()}
-            for number, strategy in enumerate([*FOUR, FOUR[0]]):
-                model.switch_to(strategy)
-                for replica in range(strategy.dp):
-                    torch.manual_seed(100 * number + replica)
-                    for name in total:
-                        whole = torch.randn_like(total[name])
-                        total[name] = total[name] + whole
-                        part = own_part(model, strategy, name, whole)
-                        if part is not None and model.position.replica == replica:
-                            add(model, name, part)
-            model.collect()
-            assert model.current == optimizer_strategy
-            expected = {name: own_part(model, optimizer_strategy, name, whole) for name, whole in total.items()}
-            gradients = {name: one.grad for name, one in model.named_parameters()}
-            for name, part in expected.items():
-                assert (part is None) == (name not in gradients)
-                if part is not None:
-                    torch.testing.assert_close(gradients[name], part, rtol=0.0, atol=1e-10)
+    @for_each(HOMES)
+    def check(rank, group, optimizer_strategy, nodes):
+        options = {"optimizer_strategy": optimizer_strategy, "initialize": fill, "nodes": nodes, "max_bytes": 3000}
+        strategies = [*FOUR, Strategy(1, 3, ranks=(2, 3, 1)), Strategy(1, 4, shares=(3, 1, 2, 0))]
+        model = SwitchableModel(layers_of(device="meta"), strategies=strategies, process_group=group, **options)
+        assert_holds(model, {name: one.detach() for name, one in whole_tensors(layers_of()).items()})
+        total = {name: torch.zeros_like(one) for name, one in whole_tensors(layers_of()).items()}
+        for number, strategy in enumerate([*strategies, FOUR[0]]):
+            model.switch_to(strategy)
+            for replica in range(strategy.dp):
+                torch.manual_seed(100 * number + replica)
+                for name in total:
+                    whole = torch.randn_like(total[name])
+                    total[name] = total[name] + whole
+                    part = own_part(model, strategy, name, whole)
+                    if part is not None and model.position.replica == replica:
+                        add(model, name, part)
+        model.collect()
+        assert model.current == optimizer_strategy
+        gradients = {name: one.grad for name, one in model.named_parameters()}
+        for name, whole in total.items():
+            part = own_part(model, optimizer_strategy, name, whole)
+            assert (part is None) == (name not in gradients)
+            if part is not None:
+                torch.testing.assert_close(gradients[name], part, rtol=0.0, atol=1e-10)
 
     run_ranks(check, 4)
+
+
+def fill(number, layer):
+    known = layers_of()[number]
+    for tensor, value in zip(
+        (*layer.parameters(), *layer.buffers()), (*known.parameters(), *known.buffers()), strict=True
+    ):
+        tensor.data.copy_(value)
 
 
 def add(model, name, gradient):
@@ -65,65 +83,13 @@ def add(model, name, gradient):
     parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
 
 
-@pytest.mark.parametrize("nodes", [(0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 1, 0)])
-def test_gradients_computed_under_several_strategies_are_those_of_the_undivided_model(run_ranks, nodes):
-    """Real forwards and backwards; the optimizer's strategy has three replicas, and one rank is left out of it."""
-    strategies = [Strategy(2, 2), Strategy(4), Strategy(1, 4, shares=(3, 1, 2, 0)), Strategy(1, 3, ranks=(2, 3, 1))]
-
-    def check(rank, group):
-        optimizer_strategy = Strategy(3, ranks=(3, 0, 1))
-        whole_layers = layers_of()
-        options = {
-            "process_group": group,
-            "optimizer_strategy": optimizer_strategy,
-            "initialize": filled_as(layers_of()),
-            "nodes": nodes,
-        }
-        model = SwitchableModel(layers_of(device="meta"), strategies=strategies, **options)
-        for step, strategy in enumerate([*strategies, optimizer_strategy, strategies[0]]):
-            torch.manual_seed(step)
-            tokens = torch.randint(VOCABULARY, (strategy.dp, 5))
-            loss_of(whole_layers, tokens.flatten()).backward()
-            model.switch_to(strategy)
-            if model.position is not None:
-                loss_of(model.stage_layers.values(), tokens[model.position.replica]).backward()
-        model.collect()
-        expected = {
-            name: own_part(model, optimizer_strategy, name, parameter.grad)
-            for name, parameter in whole_tensors(whole_layers).items()
-        }
-        assert len(list(model.parameters())) == (0 if rank == 2 else len(expected))
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.grad, expected[name], rtol=0.0, atol=1e-10)
-
-    run_ranks(check, 4)
-
-
-def filled_as(layers):
-    def initialize(number, layer):
-        for parameter, known in zip(layer.parameters(), layers[number].parameters(), strict=True):
-            parameter.data.copy_(known)
-        for buffer, known in zip(layer.buffers(), layers[number].buffers(), strict=True):
-            buffer.copy_(known)
-
-    return initialize
-
-
-def loss_of(layers, x):
-    for layer in layers:
-        x = layer(x, None)
-    return x.logsumexp(dim=-1).sum()
-
-
-@pytest.mark.parametrize("nodes", [(0, 0, 0, 0), (0, 0, 1, 1)])
-def test_ranks_that_hold_the_same_have_the_same_gradients_to_the_last_bit(run_ranks, nodes):
+def test_ranks_that_hold_the_same_have_the_same_gradients_to_the_last_bit(run_ranks):
     """Partial gradients of four replicas reach each of three shards, in single precision."""
 
-    def check(rank, group):
+    @for_each([((0, 0, 0, 0),), ((0, 0, 1, 1),)])
+    def check(rank, group, nodes):
         optimizer_strategy = Strategy(1, 3, shares=(1, 2, 3))
-        layers = layers_of(dtype=torch.float32)
-        strategies = [optimizer_strategy, FOUR[0]]
-        model = SwitchableModel(layers, strategies=strategies, process_group=group, max_bytes=2000, nodes=nodes)
+        model, _ = switchable(group, [optimizer_strategy, FOUR[0]], torch.float32, max_bytes=2000, nodes=nodes)
         for step in range(2):
             report = model.switch_to(FOUR[0])
             assert report.num_rounds > 2
@@ -136,15 +102,15 @@ def test_ranks_that_hold_the_same_have_the_same_gradients_to_the_last_bit(run_ra
         return {name: one.grad.tolist() for name, one in model.named_parameters() if name not in divided}
 
     first, second, third, _ = run_ranks(check, 4)
-    assert len(first) == 11 and first == second == third
+    assert [len(each) for each in first] == [11, 11] and first == second == third
 
 
-@pytest.mark.parametrize("max_bytes", [2000, 2**28])
-def test_replicas_of_a_node_are_summed_before_they_leave_it_also_where_some_have_no_gradients(run_ranks, max_bytes):
-    def check(rank, group):
+def test_replicas_of_a_node_are_summed_before_they_leave_it_also_where_some_have_no_gradients(run_ranks):
+    @for_each([(2000,), (2**28,)])
+    def check(rank, group, max_bytes):
         optimizer_strategy, whole_layers, rank_without = Strategy(1, 4, shares=(1, 1, 2, 2)), layers_of(), 2
-        options = {"process_group": group, "max_bytes": max_bytes, "nodes": (0, 0, 1, 1)}
-        model = SwitchableModel(layers_of(), strategies=[optimizer_strategy, FOUR[0]], **options)
+        strategies, nodes = [optimizer_strategy, FOUR[0]], (0, 0, 1, 1)
+        model, _ = switchable(group, strategies, max_bytes=max_bytes, nodes=nodes)
         model.switch_to(FOUR[0])
         torch.manual_seed(0)
         for name, whole in whole_tensors(whole_layers).items():
@@ -191,7 +157,7 @@ def memory():
 
 def test_groups_of_strategies_are_made_once(run_ranks):
     def check(rank, group):
-        model = SwitchableModel(layers_of(), strategies=[FOUR[0], FOUR[1]], process_group=group)
+        model, _ = switchable(group, [FOUR[0], FOUR[1]])
         assert [one.size() for one in model.groups_of(FOUR[0])] == [1, 4, 1]
         model.add(FOUR[4])
         model.add(Strategy(2, 2, boundaries=(0, 4)))
@@ -214,8 +180,7 @@ def test_groups_of_strategies_are_made_once(run_ranks):
 
 def test_strategies_that_come_and_go_leave_nothing_behind(run_ranks):
     def check(rank, group):
-        wholes = {name: one.detach() for name, one in whole_tensors(layers_of()).items()}
-        model = SwitchableModel(layers_of(), strategies=[Strategy(4)], process_group=group)
+        model, wholes = switchable(group, [Strategy(4)])
         before = len(known_groups())
         for ranks in [*itertools.islice(itertools.permutations(range(4)), 1, 5), (1, 0, 2, 3), (1, 0, 2, 3)]:
             strategy = Strategy(1, 2, 2, ranks=ranks)
@@ -242,9 +207,8 @@ def test_strategies_that_come_and_go_leave_nothing_behind(run_ranks):
 
 def test_shares_that_come_to_the_same_units_are_one_strategy(run_ranks):
     def check(rank, group):
-        wholes = {name: one.detach() for name, one in whole_tensors(layers_of()).items()}
         first, same, other = (Strategy(1, 2, shares=(share, 1.0)) for share in (2.0, 2.001, 5.0))
-        model = SwitchableModel(layers_of(), strategies=[first], process_group=group)
+        model, wholes = switchable(group, [first])
         model.add(same)
         model.add(other)
         assert model.layout_of(same) is model.layout_of(first) is not model.layout_of(other)

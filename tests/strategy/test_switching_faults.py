@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.strategies import assert_holds, layers_of, whole_tensors
+from helpers.strategies import assert_holds, give_ones, layers_of, switchable
 from torch import nn
 
 from zeroresize.layers.segment import Segment
@@ -27,13 +27,12 @@ class Training:
 
     def __init__(self, group, strategies, **options):
         self.group = dist.new_group(list(range(group.size())), timeout=timedelta(seconds=5))
-        self.model = SwitchableModel(layers_of(), strategies=strategies, process_group=self.group, **options)
+        self.model, self.wholes = switchable(self.group, strategies, **options)
         self.optimizer = torch.optim.AdamW([{"params": list(self.model.parameters())}], lr=0.0, weight_decay=0.0)
         for parameter in self.model.parameters():
             parameter.grad = torch.ones_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.wholes = {name: one.detach() for name, one in whole_tensors(layers_of()).items()}
 
     def fails(self, call, kind=RuntimeError):
         """The text of the error; nothing has changed then."""
@@ -70,9 +69,7 @@ def test_switches_that_ranks_do_not_agree_on_or_that_do_not_fit_change_nothing(r
         monkeypatch.undo()
         model.switch_to(PIPELINE)
         messages += [training.fails(lambda model: model.move_optimizer(REPLICAS, training.optimizer), ValueError)]
-        for layer in model.stage_layers.values():
-            for parameter in layer.parameters():
-                parameter.grad = torch.ones_like(parameter)
+        give_ones(model)
         messages += [training.fails(lambda model: model.switch_to(REPLICAS, gradients=False), ValueError)]
         first = next(iter(next(iter(model.stage_layers.values())).parameters()))
         dense, first.grad = first.grad, first.grad.to_sparse()
@@ -83,22 +80,21 @@ def test_switches_that_ranks_do_not_agree_on_or_that_do_not_fit_change_nothing(r
         assert all(torch.equal(one.grad, torch.ones_like(one)) for one in model.parameters())
         return messages
 
+    settings = "differ in the strategy, or the settings of the optimizer's parameter groups: "
     for rank, messages in enumerate(run_ranks(check, 3)):
-        assert "differ in where the switch leads, or how it was planned: [[0, 1], [2]]" in messages[0]
-        expected = "is none of the model's: (1, 3, 1" if rank == 1 else "ranks [1] of the group failed before"
-        assert expected in messages[1]
-        assert "differ in the strategy to add: [[0, 2], [1]]" in messages[2]
-        assert "needs rank 4: there are 3 ranks" in messages[3]
-        assert (
-            "differ in the strategy, or the settings of the optimizer's parameter groups: [[0, 1], [2]]" in messages[4]
-        )
-        assert (
-            "differ in the strategy, or the settings of the optimizer's parameter groups: [[0], [1], [2]]"
-            in messages[5]
-        )
-        assert "rank 1 lacks 0.0" in messages[6] and "rank 0" not in messages[6]
-        assert "call collect() before" in messages[7]
-        assert "would lose gradients" in messages[8]
+        for message, expected in zip(messages, [
+            "differ in where the switch leads, or how it was planned: [[0, 1], [2]]",
+            "is none of the model's: (1, 3, 1" if rank == 1 else "ranks [1] of the group failed before",
+            "differ in the strategy to add: [[0, 2], [1]]",
+            "needs rank 4: there are 3 ranks",
+            f"{settings}[[0, 1], [2]]",
+            f"{settings}[[0], [1], [2]]",
+            "rank 1 lacks 0.0",
+            "call collect() before",
+            "would lose gradients",
+        ], strict=True):  # fmt: skip
+            assert expected in message
+        assert "rank 0" not in messages[6]
 
 
 def test_a_strategy_that_one_rank_cannot_make_leaves_no_group_on_any(run_ranks, monkeypatch):
@@ -163,15 +159,29 @@ def test_models_and_strategies_that_do_not_fit_are_told_to_all(run_ranks):
             with pytest.raises(ValueError) as caught:
                 SwitchableModel(layers(), strategies=[strategy], process_group=group)
             assert expected in str(caught.value)
-        with pytest.raises((ValueError, RuntimeError)) as caught:
-            SwitchableModel([Odd(state=rank == 1)], strategies=[PAIR], process_group=group)
-        assert rank == 1 or "ranks [1] of the group failed before" in str(caught.value)
-        with pytest.raises(
-            RuntimeError,
-            match="differ in the layers, the strategies, the optimizer's strategy, max_bytes, compute_dtype",
-        ):
-            SwitchableModel([Odd()], strategies=[(HALVES, PAIR)[rank]], process_group=group)
+        for name in ("compute_dtype", "gradient_dtype"):
+            with pytest.raises(ValueError, match=f"{name}=torch.int8 is not allowed"):
+                SwitchableModel(layers_of(), strategies=[PAIR], process_group=group, **{name: torch.int8})
 
+        def strategies():
+            yield PAIR
+            if rank == 1:
+                raise ValueError("no such file")
+
+        for layers, given, text in (
+            ([Odd()], strategies(), "no such file"),
+            ([Odd(state=rank == 1)], [PAIR], "is a buffer that state dictionaries hold"),
+        ):
+            text = text if rank == 1 else r"ranks \[1\] of the group failed before"
+            with pytest.raises((ValueError, RuntimeError), match=text):
+                SwitchableModel(layers, strategies=given, process_group=group)
+        differ = r"differ in the layers, the strategies, .* compute_dtype .*\[\[0\], \[1\]\]"
+        for options in (
+            {"strategies": [(HALVES, PAIR)[rank]]},
+            {"strategies": [PAIR], "compute_dtype": (torch.bfloat16, torch.float16)[rank]},
+        ):
+            with pytest.raises(RuntimeError, match=differ):
+                SwitchableModel([Odd()], process_group=group, **options)
         with pytest.raises(RuntimeError, match=r"differ in the weights .*manual_seed.*\[\[0\], \[1\]\]"):
             SwitchableModel(layers_of(seed=rank, dtype=torch.bfloat16), strategies=[PAIR], process_group=group)
 
@@ -186,24 +196,19 @@ def test_a_rank_that_fails_while_its_node_sums_gradients_is_named_and_the_step_i
         training = Training(group, [shards, copies], nodes=(0, 0, 1, 1))
         model = training.model
 
-        def make_gradients():
-            for layer in model.stage_layers.values():
-                for parameter in layer.parameters():
-                    parameter.grad = torch.ones_like(parameter)
-
         def fail_once(*arguments):
             monkeypatch.setattr(Transport, "_pack", pack)
             raise ValueError("cannot be packed")
 
         model.switch_to(copies)
-        make_gradients()
+        give_ones(model)
         if rank == 2:  # the first thing that it packs is for the sum of its node
             monkeypatch.setattr(Transport, "_pack", fail_once)
         text = training.fails(lambda model: model.switch_to(shards), (ValueError, RuntimeError))
         model.abandon()
         assert all(one.grad is None for one in model.parameters())
         model.switch_to(copies)
-        make_gradients()
+        give_ones(model)
         model.collect()
         assert all(torch.equal(one.grad, torch.full_like(one, 4.0)) for one in model.parameters())
         return text

@@ -36,21 +36,6 @@ def refuses(call, kind, match):
         call()
 
 
-def test_strategies_that_one_rank_cannot_give_are_told_to_the_others_at_once(run_ranks):
-    def check(rank, group):
-        def strategies():
-            yield Strategy(2)
-            if rank == 1:
-                raise ValueError("no such file")
-
-        layers = llama_layers(CONFIG)
-        expected = (ValueError, "no such file") if rank else (RuntimeError, r"ranks \[1\] of the group failed before")
-        with pytest.raises(expected[0], match=expected[1]):
-            SwitchableModel(layers, strategies=strategies(), process_group=group, nodes=[0] * group.size())
-
-    run_ranks(check, 2, timeout_s=20)
-
-
 def test_what_cannot_be_trained_is_refused_on_every_rank_and_the_next_step_works(run_ranks):
     def check(rank, group):
         model = model_of(group)

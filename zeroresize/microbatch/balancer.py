@@ -16,19 +16,9 @@ from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.microbatches.plan import Indices, IterationPlan
 from zeroresize.policy.microbatches.replanned_costs import PlannedModel, ReplannedCosts
 from zeroresize.policy.moves.rental import MIN_SAVING
-from zeroresize.policy.strategy.stragglers.decision import (
-    REPLAN_COST,
-    TOLERANCE,
-    StragglerDecision,
-    StrategyProposal,
-)
+from zeroresize.policy.strategy.stragglers.decision import TOLERANCE, StrategyProposal
 from zeroresize.resharding.agreement import agreed, meet_over
-from zeroresize.strategy.straggler_balancing import (
-    ChangeRecord,
-    StragglerBalancing,
-    measured_switch_cost,
-    require_any_division,
-)
+from zeroresize.strategy.straggler_balancing import ChangeRecord, StragglerBalancing
 from zeroresize.utils.hashing import digest
 
 
@@ -77,37 +67,35 @@ class MicroBatchBalancer(StragglerBalancing[IterationPlan]):
     ) -> None:
         model, planner = trainer.model, planners.planner
         self._trainer, self._planners = trainer, planners
-        require_any_division(model, trainer.optimizer)
-        self._costs = ReplannedCosts(
-            PlannedModel(
-                model.optimizer_strategy,
-                model.num_layers,
-                model.tensors,
-                model.nodes,
-                self._usual_lengths(),
-                planner.table.longest,
-                optimizer_ratio,
-            ),
-            planner.table.costs,
-            planner.options,
+        self._change_s: float | None = None  # of a change whose first plan has not come yet
+        planned = PlannedModel(
+            model.optimizer_strategy,
+            model.num_layers,
+            model.tensors,
+            model.nodes,
+            self._usual_lengths(),
+            planner.table.longest,
+            optimizer_ratio,
         )
-        cost = measured_switch_cost(model)
-        decision = StragglerDecision(
-            (model.optimizer_strategy,),
-            self._costs.division,
-            self._costs,
-            tolerance=tolerance,
-            min_saving=min_saving,
-            cost=replace(cost, fixed_s=cost.fixed_s + REPLAN_COST.fixed_s),
-            as_planned_s=self._costs.as_planned_s,
-        )
+        self._replanned = ReplannedCosts(planned, planner.table.costs, planner.options)
         agreement = {
             "the planner": planner.fingerprint,
             "tolerance, min_saving or optimizer_ratio": f"{tolerance} {min_saving} {optimizer_ratio}",
             "the strategy": digest(str(model.optimizer_strategy)).hex(),
         }
-        super().__init__(model, "micro-batches", decision, agreement, probe=probe, clock=clock, on_change=on_change)
-        self._change_s: float | None = None  # of a change whose first plan has not come yet
+        super().__init__(
+            trainer,
+            "micro-batches",
+            (model.optimizer_strategy,),
+            self._replanned,
+            agreement,
+            tolerance=tolerance,
+            min_saving=min_saving,
+            probe=probe,
+            clock=clock,
+            on_change=on_change,
+            as_planned_s=self._replanned.as_planned_s,
+        )
 
     @property
     def strategy(self) -> Strategy:
@@ -125,21 +113,18 @@ class MicroBatchBalancer(StragglerBalancing[IterationPlan]):
         begin = time.perf_counter()
         plan = self._trainer.fetch(samples, lengths_NA)
         if self._change_s is not None:  # what a change takes is known once the first plan of the new planners is there
-            table = self._meter.exchange.meet(self._change_s + time.perf_counter() - begin, 0.0)
+            table = self._exchange.meet(self._change_s + time.perf_counter() - begin, 0.0)
             self._decision.learn(max(seconds for seconds, _ in table))
             self._change_s = None
-        work_s = self._costs.work_s(plan, self.strategy, self._model.rank)
-        self._meter.begin(has_part=work_s > 0.0)
+        work_s = self._replanned.work_s(plan, self.strategy, self._model.rank)
+        self._begin(has_part=work_s > 0.0)
         report = self._trainer.carry_out(plan, samples, lengths_NA, begin=begin)
-        self._after(plan, work_s, report.seconds)
+        self._end(plan, work_s, report.seconds)
         return report
 
     def _decide(self) -> None:
         if not self._planners.is_over(self._trainer.num_steps):
             super()._decide()
-
-    def _expect(self, newest: list[IterationPlan]) -> None:
-        self._costs.expect(newest)
 
     def _carry_out(self, proposal: StrategyProposal, speeds: tuple[float, ...]) -> int:
         (strategy,), received = proposal.candidate.strategies, 0
@@ -148,7 +133,7 @@ class MicroBatchBalancer(StragglerBalancing[IterationPlan]):
         planner = replace(
             self._planners.planner,
             boundaries=strategy.partition(self._model.num_layers).boundaries,
-            options=self._costs.options_of(strategy, speeds),
+            options=self._replanned.options_of(strategy, speeds),
         )
         self._planners.restart(planner, self._trainer.num_steps)
         self._costs.expect(())

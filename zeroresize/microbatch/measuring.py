@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zeroresize.comm.collectives import group_rank
+from zeroresize.comm.exchange import Meet
 from zeroresize.comm.rendezvous import Rendezvous
 from zeroresize.measure.memory_meter import memory_meter
 from zeroresize.policy.microbatches.costs import VALUES, CostTable, LayerGrid, grid_points, powers_of_two
@@ -105,61 +106,27 @@ def measure_model(
             len(set(kinds_of(model.whole_layers))),
             len(recomputations),
         )
-    meet = meet_over(model.groups_of(model.current).tp, model.device)
-    table = measure_layers(
-        {} if model.position is None else model.stage_layers,
-        model.whole_layers,
-        batch_of,
-        shapes,
-        loss=loss,
-        recomputations=recomputations,
-        device=model.device,
-        slowest=lambda seconds: max(each for each, _ in meet(seconds, 0.0)),
-        share=Rendezvous(model.process_group, "measure costs of layers"),
-    )
-    model.drop_gradients()
-    if is_first:
-        logger.info("measured costs in %.0f s", time.perf_counter() - begin)
-    return table
-
-
-def measure_layers(
-    layers: Mapping[int, nn.Module],
-    whole_layers: Sequence[nn.Module],
-    batch_of: BatchOf,
-    shapes: ProfiledShapes,
-    *,
-    loss: Loss,
-    recomputations: Sequence[str] = ("none", "layers"),
-    device: torch.device,
-    slowest: Callable[[float], float] = float,
-    share: Rendezvous | None = None,
-) -> CostTable:
-    """Measure some layers, by their numbers in the model, and bring the numbers of all ranks together.
-
-    See :func:`measure_model`.
-
-    Args:
-        whole_layers: [L] the undivided model's, on any device: kinds and shapes are theirs.
-        slowest: returns the most of the seconds that the ranks give that divide the layers, so that all repeat alike.
-        share: of the ranks that measure; None where this one measures all layers.
-    """
     for recomputation in recomputations:
         one_of("recomputation", recomputation, RECOMPUTATIONS)
-    activations, kinds = find_activations(whole_layers, batch_of, shapes.names), kinds_of(whole_layers)
+    activations, kinds = find_activations(model.whole_layers, batch_of, shapes.names), kinds_of(model.whole_layers)
+    meet, device = meet_over(model.groups_of(model.current).tp, model.device), model.device
     handed = [None, *activations, None]
     grids: dict[str, dict[str, LayerGrid]] = {recomputation: {} for recomputation in recomputations}
     for recomputation in recomputations:
-        for number, layer in layers.items():
+        for number, layer in ({} if model.position is None else model.stage_layers).items():
             if kinds[number] not in grids[recomputation]:
                 around = handed[number], handed[number + 1]
-                probe = LayerProbe(layer, around, batch_of, loss, recomputation, device, slowest)
+                probe = _LayerProbe(layer, around, batch_of, loss, recomputation, device, meet)
                 grids[recomputation][kinds[number]] = _grid_of(probe, _axes(around, shapes), shapes)
-    for text in [] if share is None else share.exchange("costs", json.dumps(encoded(grids))):
+    share = Rendezvous(model.process_group, "measure costs of layers")
+    for text in share.exchange("costs", json.dumps(encoded(grids))):
         for recomputation, by_kind in json.loads(text).items():
             for kind, value in by_kind.items():
                 grid = decoded(LayerGrid, value, "grid")
                 grids[recomputation][kind] = _slower(grids[recomputation].get(kind, grid), grid)
+    model.drop_gradients()
+    if is_first:
+        logger.info("measured costs in %.0f s", time.perf_counter() - begin)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     bytes_of = tuple(tuple((each.dtype.itemsize, *each.dims) for each in tensors) for tensors in activations)
     return CostTable(kinds, shapes.names, grids, name, bytes_of)
@@ -190,7 +157,7 @@ def _axes(around: tuple[HandedOn | None, HandedOn | None], shapes: ProfiledShape
     return axes or tuple(range(len(shapes.longest)))
 
 
-def _grid_of(probe: LayerProbe, axes: tuple[int, ...], shapes: ProfiledShapes) -> LayerGrid:
+def _grid_of(probe: _LayerProbe, axes: tuple[int, ...], shapes: ProfiledShapes) -> LayerGrid:
     sizes = powers_of_two(shapes.most_rows)
     longest = [shapes.longest[axis] for axis in axes]
     lengths = tuple(powers_of_two(most, min(shapes.shortest, most)) for most in longest)
@@ -206,8 +173,8 @@ def _grid_of(probe: LayerProbe, axes: tuple[int, ...], shapes: ProfiledShapes) -
     return LayerGrid(axes, sizes, lengths, *values)
 
 
-class LayerProbe:
-    """One layer, and what it is given."""
+class _LayerProbe:
+    """One layer, and what it is given; the ranks that divide it ``meet``, so that all repeat alike."""
 
     def __init__(
         self,
@@ -217,9 +184,9 @@ class LayerProbe:
         loss: Loss,
         recomputation: str,
         device: torch.device,
-        slowest: Callable[[float], float] = float,
+        meet: Meet,
     ) -> None:
-        self._layer, self._batch_of, self._device, self._slowest = layer, batch_of, device, slowest
+        self._layer, self._batch_of, self._device, self._meet = layer, batch_of, device, meet
         self._handed, self._loss = around[0], None if around[1] is not None else loss
         self._recomputes, self._is_warm = recomputation == "layers", False
         for module in layer.modules():
@@ -235,7 +202,7 @@ class LayerProbe:
                 self._is_warm = True
             kept, workspace = self._bytes(sizes, batch)
             times = [self._seconds(sizes, batch)]
-            if self._slowest(sum(times[0])) <= _LONG_S:
+            if max(seconds for seconds, _ in self._meet(sum(times[0]), 0.0)) <= _LONG_S:
                 times += [self._seconds(sizes, batch) for _ in range(_REPETITIONS - 1)]
         except (torch.cuda.OutOfMemoryError, MemoryError):
             self._layer.zero_grad(set_to_none=True)

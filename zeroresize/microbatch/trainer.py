@@ -214,9 +214,7 @@ class MicroBatchTrainer(StepTrainer):
             Exception: as :meth:`~zeroresize.strategy.model.SwitchableModel.add` and ``move_optimizer``; the strategy
                 stays as it is where memory does not suffice.
         """
-        if strategy not in self.model.strategies:
-            self.model.add(strategy)
-        return self.model.move_optimizer(strategy, self.optimizer).received_bytes
+        return self._change_strategies([strategy], strategy)
 
     def evaluate(self, samples: Sequence[Any], lengths_NA: Indices, max_tokens: int) -> float:
         """Return the mean loss over the tokens of samples that count, without gradients; collective.
@@ -251,11 +249,12 @@ class MicroBatchTrainer(StepTrainer):
             is_compared = self._num_compared < _FIRST or self._num_compared % _EVERY == 0
             tokens = b"".join(_tokens(samples[each]) for each in wanted) if is_compared else b""
             batches = [self._batch_from(samples, each).to(self.model.device) for each in microbatches]
-            return batches, [self._count_of(batches, microbatches, lengths_NA), fingerprint(tokens)]
+            sizes = [float(np.asarray(lengths_NA)[list(each.samples), -1].sum()) for each in microbatches]
+            return batches, [self._count([(self.model.current, batches, sizes)]), fingerprint(tokens)]
 
         (batches, _), table = agreed(self._meet, made, lambda made: made[1], "micro-batches")
         self._num_compared += 1
-        self._require_alike([row[1] for row in table], samples, wanted)
+        self._require_alike([row[1] for row in table])
         self._loss.begin(total_count(row[0] for row in table))
         return batches
 
@@ -276,33 +275,20 @@ class MicroBatchTrainer(StepTrainer):
                     "have to read the same data, cut alike"
                 )
 
-    def _require_alike(self, prints: Sequence[float], samples: Sequence[Any], wanted: Sequence[int]) -> None:
-        """Check that the ranks of a replica have the same tokens; collective where they have not."""
+    def _require_alike(self, prints: Sequence[float]) -> None:
+        """Check that the ranks of a replica have the same tokens; all raise or none."""
         ranks_of: dict[int, list[int]] = {}
         for rank in range(len(prints)):
             position = self.model.current.position_of(rank)
             if position is not None:
                 ranks_of.setdefault(position.replica, []).append(rank)
-        if all(len({prints[rank] for rank in ranks}) == 1 for ranks in ranks_of.values()):
-            return
-        contents = self._meet(*(number for each in wanted for number in (each, fingerprint(_tokens(samples[each])))))
         for ranks in ranks_of.values():
-            for at in range(0, min(len(contents[rank]) for rank in ranks) - 1, 2):
-                groups = alike([contents[rank][at + 1] for rank in ranks], ranks)
-                if len(groups) > 1:
-                    raise ValueError(
-                        f"sample {contents[ranks[0]][at]:.0f} has other tokens on {named_ranks(groups[1])} than on "
-                        f"{named_ranks(groups[0])}: all ranks have to read the same data, in the same order"
-                    )
-
-    def _count_of(self, batches: Sequence[Batch], microbatches: Sequence[MicroBatch], lengths_NA: Indices) -> float:
-        """Return what counts in this rank's micro-batches, on one rank of those that share them."""
-        position = self.model.position
-        if position is None or position.stage != self.model.current.pp - 1:
-            return 0.0
-        sizes = [float(np.asarray(lengths_NA)[list(each.samples), -1].sum()) for each in microbatches]
-        counts = self._counts_of(batches, sizes)
-        return sum(counts) if position.shard == 0 else 0.0
+            groups = alike([prints[rank] for rank in ranks], ranks)
+            if len(groups) > 1:
+                raise ValueError(
+                    f"samples have other tokens on {named_ranks(groups[1])} than on {named_ranks(groups[0])}: all "
+                    "ranks have to read the same data, in the same order"
+                )
 
     def _stage_seed(self) -> int:
         position = self.model.position

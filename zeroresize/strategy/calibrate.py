@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zeroresize.comm.collectives import group_size
 from zeroresize.measure.links import measure_messages
+from zeroresize.measure.memory_meter import SavedBytes
 from zeroresize.policy.strategy.costs.cost_model import LayerCost, LayerCostTable
 from zeroresize.policy.strategy.packing import Floats
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
@@ -171,18 +172,14 @@ def _token_bytes(layers: Sequence[nn.Module], batch: Packed, model: SwitchableMo
     """[L + 1] bytes of a token that each layer keeps for its backward, and those of what the first one hands on."""
     sizes, x, handed = [], batch.tokens, 0
     for layer in layers:
-        weights = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
-        kept: dict[int, int] = {}
-
-        def note(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        saved = SavedBytes(layer, [x])
+        try:
             x = _both_ways(layer, x, batch)
+        finally:
+            saved.end()
         model.drop_gradients()
-        sizes.append(sum(num_bytes for memory, num_bytes in kept.items() if memory not in weights))
-        handed = handed or x.numel() * x.element_size()
+        sizes.append(saved.total)
+        handed = handed or x.nbytes
     return [num_bytes / batch.num_tokens for num_bytes in (*sizes, handed)]
 
 

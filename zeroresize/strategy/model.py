@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,12 +23,12 @@ from zeroresize.optim.optimizers import require_stepping
 from zeroresize.plan.layout import Layout, TensorSpec
 from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES
+from zeroresize.resharding.agreement import gather_texts, meet_over
 from zeroresize.resharding.transaction import Participants, run_transaction
 from zeroresize.strategy.placement.placement import Placement, RankGroups, held_bytes
 from zeroresize.strategy.placement.whole_layers import Initialize, SegmentsOf, WholeLayers, WholeTensor
 from zeroresize.strategy.switching.optimizer_move import OptimizerMove
-from zeroresize.strategy.switching.placements import Placements
-from zeroresize.strategy.switching.rank_agreement import RankAgreement
+from zeroresize.strategy.switching.placements import Placements, make_alike
 from zeroresize.strategy.switching.switch import SwitchReport, TravelTypes
 from zeroresize.strategy.switching.switcher import Switcher
 
@@ -106,8 +107,8 @@ class SwitchableModel:
         tensors = itertools.chain.from_iterable((*layer.parameters(), *layer.buffers()) for layer in layers)
         first = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
         self.device = first if device is None else torch.device(device)
-        self._agreement = RankAgreement(self.process_group, self.device)
-        self._participants = Participants(self.process_group, self.device, self._agreement.meet)
+        meet = meet_over(self.process_group, self.device)
+        self._job = Participants(self.process_group, self.device, meet)
         self._max_bytes, types = max_bytes, TravelTypes(compute_dtype, gradient_dtype)
         num_ranks = group_size(self.process_group)
 
@@ -124,7 +125,8 @@ class SwitchableModel:
             different = dict.fromkeys(map(Strategy.of, wanted))
             return whole, {way: way.layout(specs, num_ranks, whole.num_layers) for way in different}
 
-        self._layers, layouts = self._agreement.make_alike(
+        self._layers, layouts = make_alike(
+            self._job,
             checked,
             lambda given: [
                 [[asdict(tensor.spec), str(tensor.dtype)] for tensor in given[0].tensors],
@@ -134,11 +136,9 @@ class SwitchableModel:
             ],
             "the layers, the strategies, the optimizer's strategy, max_bytes, compute_dtype or gradient_dtype",
         )
-        self._nodes = self._agreement.agree_on_nodes(nodes)
-        self._placements = Placements(
-            self._layers, self._nodes, self._agreement, self.process_group, self.device, max_bytes, types
-        )
-        self._switcher = Switcher(self._placements, self._layers.tensors, self._participants, self._agreement)
+        self._nodes = _nodes_of(self._job, nodes)
+        self._placements = Placements(self._layers, self._nodes, self._job, max_bytes, types)
+        self._switcher = Switcher(self._placements, self._job)
         self.optimizer_strategy = self.current = (
             next(iter(layouts)) if optimizer_strategy is None else Strategy.of(optimizer_strategy)
         )
@@ -160,7 +160,8 @@ class SwitchableModel:
 
         strategy = self.optimizer_strategy
         position, stages = strategy.position_of(self.rank), strategy.partition(self.num_layers).stages
-        self._agreement.make_alike(
+        make_alike(
+            self._job,
             lambda: self._layers.take_weights(self.device, initialize, take),
             lambda _: digest,
             "the weights that the layers were given: call torch.manual_seed alike on all ranks before they are filled",
@@ -312,7 +313,7 @@ class SwitchableModel:
         begin = time.perf_counter()
         report = self.switch_to(self.optimizer_strategy)
         self._let_go_of_casts()  # the optimizer's step makes them stale
-        self._optimizer_placement.sum_gradients(self._layers.tensors)
+        self._optimizer_placement.sum_gradients()
         return replace(report, seconds=time.perf_counter() - begin)
 
     def abandon(self) -> SwitchReport:
@@ -360,7 +361,7 @@ class SwitchableModel:
                 of what they share, or one dies or fails.
         """
         begin, held = time.perf_counter(), self.held_bytes
-        before, tensors = self._optimizer_placement, self._layers.tensors
+        before = self._optimizer_placement
 
         def make() -> OptimizerMove:
             if self.current != self.optimizer_strategy:
@@ -369,15 +370,13 @@ class SwitchableModel:
                 )
             require_divisible(optimizer, strategy, dict(self.named_parameters()), self.tensors)
             after = self._placements[strategy]
-            group, device = self.process_group, self.device
-            move = OptimizerMove(
-                strategy, before, after, optimizer, tensors, self._nodes, group, device, self._max_bytes
-            )
+            where = self.process_group, self.device
+            move = OptimizerMove(strategy, before, after, optimizer, self._nodes, *where, self._max_bytes)
             nonlocal held
             held += move.held_bytes
             return move
 
-        move = run_transaction(make, self._participants)
+        move = run_transaction(make, self._job)
         self.optimizer_strategy = self.current = strategy
         self.drop_copies()
         return SwitchReport(peak_bytes=held + move.needed_bytes, **move.figures(begin))
@@ -409,7 +408,7 @@ class SwitchableModel:
         Raises:
             RuntimeError: if a rank does not come.
         """
-        self._agreement.make_alike(lambda: None, lambda _: "close", "whether the model is closed")
+        make_alike(self._job, lambda: None, lambda _: "close", "whether the model is closed")
         self._switcher.close()
         self._placements.close()
 
@@ -420,6 +419,22 @@ class SwitchableModel:
     def _let_go_of_casts(self) -> None:
         if self._optimizer_placement.is_mixed:
             self._optimizer_placement.let_go()
+
+
+def _nodes_of(job: Participants, nodes: Sequence[int] | None) -> list[int]:
+    """[R] on which node each rank is: ``nodes``, or by the ranks' host names if they are None; collective."""
+    num_ranks = group_size(job.process_group)
+
+    def checked() -> list[int]:
+        if nodes is not None and len(nodes) != num_ranks:
+            raise ValueError(f"nodes={list(nodes)}: one number for each of the {num_ranks} ranks is needed")
+        return list(nodes or ())
+
+    given = make_alike(job, checked, list, "nodes")
+    if given:
+        return given
+    names = list(gather_texts(socket.gethostname(), job.meet, job.process_group, job.message_device))
+    return [names.index(name) for name in names]
 
 
 def require_divisible(

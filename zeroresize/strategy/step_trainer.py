@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from zeroresize.comm.collectives import all_reduce, message_device
 from zeroresize.optim.gradient_clipping import norm_of_replicated, scale_gradients
+from zeroresize.plan.strategy import Strategy
 from zeroresize.resharding.agreement import agreed, meet_over
 from zeroresize.runtime.activations import Batch, BatchOf, find_activations
 from zeroresize.runtime.counted_loss import Count, CountedLoss, Loss, multiply_gradients, total_count
@@ -74,10 +76,29 @@ class StepTrainer:
             self.model.failure = f"{type(error).__name__}: {error}"
             raise
 
-    def _counts_of(self, batches: Sequence[Batch], sizes: Sequence[float]) -> list[float]:
-        """What each of this rank's micro-batches of the last stage counts; ``sizes`` do where nothing else is known."""
+    def _count(self, visits: Iterable[tuple[Strategy, Sequence[Batch], Sequence[float]]]) -> float:
+        """What counts of this rank's micro-batches under strategies; those of a replica count on one rank.
+
+        The sizes of micro-batches count where nothing else is known.
+        """
+        batches, sizes, are_counted = list[Batch](), list[float](), list[bool]()
+        for strategy, visited, sizes_visited in visits:
+            position = strategy.position_of(self.model.rank)
+            if position is not None and position.stage == strategy.pp - 1:
+                batches += visited
+                sizes += sizes_visited
+                are_counted += [position.shard == 0] * len(visited)
         self._numbers = {id(batch): number for number, batch in enumerate(batches)}
-        return self._loss.prepare(batches, sizes)
+        return sum(itertools.compress(self._loss.prepare(batches, sizes), are_counted))
+
+    def _change_strategies(self, strategies: Iterable[Strategy], optimizer_strategy: Strategy) -> int:
+        """Give the model what it lacks of these, move the optimizer, and return the bytes received; collective."""
+        for strategy in dict.fromkeys(strategies):
+            if strategy not in self.model.strategies:
+                self.model.add(strategy)
+        if optimizer_strategy == self.model.optimizer_strategy:
+            return 0
+        return self.model.move_optimizer(optimizer_strategy, self.optimizer).received_bytes
 
     def _computed(
         self,

@@ -6,11 +6,11 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 from weakref import finalize
 
 import torch
@@ -24,11 +24,17 @@ from zeroresize.measure.step_timer import StepTimer
 from zeroresize.measure.timed_products import product_seconds
 from zeroresize.optim.independence import why_not_elementwise
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.strategy.stragglers.decision import StragglerDecision, StragglerState, StrategyProposal
+from zeroresize.policy.strategy.stragglers.candidates import ModelDivision, StrategyCosts
+from zeroresize.policy.strategy.stragglers.decision import (
+    REPLAN_COST,
+    StragglerDecision,
+    StragglerState,
+    StrategyProposal,
+)
 from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds, SampleCadence
 from zeroresize.resharding.agreement import NotEnoughMemoryError, agreed, meet_over
 from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.step_trainer import StepTrainer
 from zeroresize.utils.codec import loaded, saved
 
 logger = logging.getLogger(__name__)
@@ -44,6 +50,7 @@ PROBE_EVERY, _PROBE_WITH_PART_EVERY = 4, 16
 _PROBE_SIZE, _PROBE_S, _PROBE_REPETITIONS = 256, 0.002, 3
 
 Step = TypeVar("Step")
+_Step = TypeVar("_Step", contravariant=True)
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,16 @@ class ChangeRecord:
         return {f"{prefix}/{name}": float(value) for name, value in {"left_out": len(self.left_out), **numbers}.items()}
 
 
+class SampledCosts(StrategyCosts, Protocol[_Step]):
+    """What steps take that are like some of the newest ones."""
+
+    @property
+    def division(self) -> ModelDivision: ...
+
+    def expect(self, newest: Sequence[_Step], /) -> None:
+        """Work out anew what steps take that are like these."""
+
+
 @dataclass(frozen=True)
 class _State:
     """What a balancer goes on from."""
@@ -98,36 +115,66 @@ class _State:
 
 
 class StragglerBalancing(ABC, Generic[Step]):
-    """The loop of a balancer, which says what a step is expected to take, and how a change is carried out.
+    """The loop of a balancer: it learns the ranks' speeds from what their parts of steps took, without waits, and
+    should have taken, decides alike on all ranks, and has the change carried out.
+
+    A rank without a part looks how fast it is by a few products. The constructor is collective.
 
     Args:
         kind: of its records.
+        strategies: [G] of the ranges.
+        costs: of steps.
+        as_planned_s: as of a decision, where steps are planned ahead.
         agreement: what all ranks must have alike, by names.
-        probe, clock, on_change: as of a balancer.
+        tolerance, min_saving, probe, clock, on_change: as of a balancer.
+
+    Attributes:
+        steps: how many are over.
     """
 
     def __init__(
         self,
-        model: SwitchableModel,
+        trainer: StepTrainer,
         kind: str,
-        decision: StragglerDecision,
+        strategies: Sequence[Strategy],
+        costs: SampledCosts[Step],
         agreement: Mapping[str, str],
         *,
+        tolerance: float,
+        min_saving: float,
         probe: Callable[[], float] | None,
         clock: Clock | None,
         on_change: Callable[[ChangeRecord], object] | None,
+        as_planned_s: Callable[[Sequence[Strategy], Sequence[float]], float] | None = None,
     ) -> None:
-        self._model, self._kind, self._decision, self._on_change = model, kind, decision, on_change
+        self._model = model = trainer.model
+        _require_any_division(model, trainer.optimizer)
+        self._kind, self._costs, self._on_change, self.steps = kind, costs, on_change, 0
+        cost = replace(measure_move_cost(model.process_group, model.device), setup_s=SETUP_S)
+        if as_planned_s is not None:
+            cost = replace(cost, fixed_s=cost.fixed_s + REPLAN_COST.fixed_s)
+        self._decision = StragglerDecision(
+            strategies,
+            costs.division,
+            costs,
+            tolerance=tolerance,
+            min_saving=min_saving,
+            cost=cost,
+            as_planned_s=as_planned_s,
+        )
         self._kept = tuple(model.strategies)
         self._newest: deque[Step] = deque(maxlen=SAMPLE)
         self._cadence = SampleCadence(SAMPLE)
-        self._meter = MeasuredSpeeds(model, agreement, probe, clock)
-        self.close = self._meter.close
-
-    @property
-    def steps(self) -> int:
-        """Return how many are over."""
-        return self._meter.num_steps
+        self._exchange = Exchange(CpuGroup(model.process_group, agreement))
+        self._speeds = RankSpeeds(len(self._exchange.ranks))
+        self._timer = StepTimer(clock or clock_for(model.device))
+        self._unread_s: deque[float] = deque()  # of steps whose seconds are not read yet: what they should have taken
+        # Steps without a part in a row, what the probe took in this one, and what was worked out since the last one.
+        self._steps_without, self._probe_s, self._working_s = 0, 0.0, 0.0
+        weight = torch.ones(_PROBE_SIZE, _PROBE_SIZE, device=model.device)
+        products = partial(product_seconds, weight, least_s=_PROBE_S, repetitions=_PROBE_REPETITIONS)
+        self._probe: Callable[[], float] = probe or products
+        self.close: Callable[[], object] = finalize(self, _close, self._exchange, self._timer)
 
     @property
     def in_force(self) -> tuple[Strategy, ...]:
@@ -136,12 +183,12 @@ class StragglerBalancing(ABC, Generic[Step]):
 
     def what_if(self) -> tuple[StrategyProposal, ...]:
         """Return what each candidate would bring now, the first being to stay; empty before speeds are known."""
-        speeds = self._meter.learned.speeds()
+        speeds = self._speeds.speeds()
         return () if speeds is None else self._decision.what_if(speeds)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned and is owed; plain values, the same on every rank."""
-        return saved(_State(self.steps, self._meter.learned, self._decision.state))
+        return saved(_State(self.steps, self._speeds, self._decision.state))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`, between two steps, on every rank alike.
@@ -154,14 +201,10 @@ class StragglerBalancing(ABC, Generic[Step]):
         """
         state_before = loaded(_State, state, "state")
         self._decision.go_on_from(state_before.decision)
-        if state_before.speeds.num_ranks == self._meter.learned.num_ranks:
-            self._meter.learned = state_before.speeds
-        self._meter.num_steps = state_before.steps
-        self._meter.exchange.collect()  # of steps before
-
-    @abstractmethod
-    def _expect(self, newest: list[Step]) -> None:
-        """Work out anew what steps take that are like these."""
+        if state_before.speeds.num_ranks == self._speeds.num_ranks:
+            self._speeds = state_before.speeds
+        self.steps = state_before.steps
+        self._exchange.collect()  # of steps before
 
     @abstractmethod
     def _carry_out(self, proposal: StrategyProposal, speeds: tuple[float, ...]) -> int:
@@ -171,20 +214,47 @@ class StragglerBalancing(ABC, Generic[Step]):
             NotEnoughMemoryError: on every rank, and nothing has moved.
         """
 
-    def _after(self, step: Step, work_s: float, step_s: float) -> None:
+    def _begin(self, *, has_part: bool) -> None:
+        """Begin to measure what this rank does in a step, in which it has a part or none."""
+        every, steps = (_PROBE_WITH_PART_EVERY, self.steps) if has_part else (PROBE_EVERY, self._steps_without)
+        self._probe_s = self._probe() if steps % every == PROBE_EVERY - 1 else 0.0
+        self._steps_without = 0 if has_part else self._steps_without + 1
+        self._timer.begin_step()
+
+    def _end(self, step: Step, work_s: float, step_s: float) -> None:
         """End a step, in which this rank should have computed for ``work_s``, and change what is to change."""
         self._newest.append(step)
         if self._cadence.is_due():
-            with self._meter.working():
-                self._expect(list(self._newest))
+            with self._working():
+                self._costs.expect(list(self._newest))
                 self._decision.look_again()
-        if self._meter.end(work_s, step_s):
-            self._cadence.learn(*self._meter.worked)
+        times = self._timer.end_step()
+        self._unread_s.append(work_s)
+        self.steps += 1
+        self._exchange.where.call, self._exchange.where.num_steps = Call.STEP, self.steps
+        table = self._exchange.collect()
+        # On a device the seconds of a step are read one or more steps later.
+        busy = [(each.busy_s, self._unread_s.popleft()) for each in times]
+        self._exchange.post([*(busy[-1] if busy else (0.0, 0.0)), self._probe_s, self._working_s, step_s])
+        self._working_s = 0.0
+        if table is not None:
+            busy_R, expected_R, probe_R, working_R, step_R = zip(*table, strict=True)
+            self._speeds.learn(busy_R, expected_R, probe_R)
+            self._cadence.learn(max(working_R), max(step_R))
             self._decide()
 
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Count the seconds within as spent on working out what to do about slow ranks."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._working_s += time.perf_counter() - begin
+
     def _decide(self) -> None:
-        speeds = self._meter.learned.speeds()
-        with self._meter.working():
+        speeds = self._speeds.speeds()
+        with self._working():
             proposal = None if speeds is None else self._decision.update(speeds)
         if proposal is None or speeds is None:
             return
@@ -195,7 +265,7 @@ class StragglerBalancing(ABC, Generic[Step]):
         if received is None:
             self._decision.refuse()
         else:
-            table = self._meter.exchange.meet(time.perf_counter() - begin, float(received))
+            table = self._exchange.meet(time.perf_counter() - begin, float(received))
             change_s, moved_bytes = max(seconds for seconds, _ in table), int(sum(num_bytes for _, num_bytes in table))
             self._decision.made(proposal, speeds)
         for strategy in self._model.strategies:  # that came for slow ranks and are in no range now
@@ -230,87 +300,12 @@ class StragglerBalancing(ABC, Generic[Step]):
         self._decision.learn(change_s)
 
 
-class MeasuredSpeeds:
-    """Learns the ranks' speeds from what their parts of steps took, waits left out, and should have taken.
-
-    A rank without a part looks how fast it is by a few products. Its constructor and :meth:`end` are collective.
-
-    Attributes:
-        num_steps: how many are over.
-        learned: the speeds, the same on every rank.
-        exchange: between the ranks; others may meet over it between steps.
-        worked: of the last step known of all ranks, the most seconds that a rank has worked out what to do, since the
-            step before, and the most that the step took; the same on all ranks.
-    """
-
-    def __init__(
-        self,
-        model: SwitchableModel,
-        agreement: Mapping[str, str],
-        probe: Callable[[], float] | None,
-        clock: Clock | None,
-    ) -> None:
-        self.num_steps, self.worked = 0, (0.0, 0.0)
-        self.exchange = Exchange(CpuGroup(model.process_group, agreement))
-        self.learned = RankSpeeds(len(self.exchange.ranks))
-        self._work_s: deque[float] = deque()  # of steps whose seconds are not read yet
-        self._steps_without, self._probe_s, self._working_s = 0, 0.0, 0.0  # steps without a part in a row
-        self._timer = StepTimer(clock or clock_for(model.device))
-        weight = torch.ones(_PROBE_SIZE, _PROBE_SIZE, device=model.device)
-        products = partial(product_seconds, weight, least_s=_PROBE_S, repetitions=_PROBE_REPETITIONS)
-        self._probe: Callable[[], float] = probe or products
-        self.close: Callable[[], object] = finalize(self, _close, self.exchange, self._timer)
-
-    def begin(self, *, has_part: bool) -> None:
-        """Begin to measure what this rank does in a step, in which it has a part or none."""
-        every, steps = (_PROBE_WITH_PART_EVERY, self.num_steps) if has_part else (PROBE_EVERY, self._steps_without)
-        self._probe_s = self._probe() if steps % every == PROBE_EVERY - 1 else 0.0
-        self._steps_without = 0 if has_part else self._steps_without + 1
-        self._timer.begin_step()
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Count the seconds within as spent on working out what to do about slow ranks."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._working_s += time.perf_counter() - begin
-
-    def end(self, work_s: float, step_s: float) -> bool:
-        """End the step, and return whether the speeds have been learned anew, alike on all ranks; collective.
-
-        Args:
-            work_s: what this rank should have taken; 0 without a part.
-            step_s: what the step took, all in all.
-        """
-        times = self._timer.end_step()
-        self._work_s.append(work_s)
-        self.num_steps += 1
-        self.exchange.where.call, self.exchange.where.num_steps = Call.STEP, self.num_steps
-        table = self.exchange.collect()
-        # On a device the seconds of a step are read one or more steps later.
-        busy = [(each.busy_s, self._work_s.popleft()) for each in times]
-        self.exchange.post([*(busy[-1] if busy else (0.0, 0.0)), self._probe_s, self._working_s, step_s])
-        self._working_s = 0.0
-        if table is not None:
-            busy_R, expected_R, probe_R, working_R, step_R = zip(*table, strict=True)
-            self.learned.learn(busy_R, expected_R, probe_R)
-            self.worked = max(working_R), max(step_R)
-        return table is not None
-
-
 def _close(exchange: Exchange, timer: StepTimer) -> None:
     timer.close()
     exchange.close()
 
 
-def measured_switch_cost(model: SwitchableModel) -> MoveCost:
-    """Return what a change of strategies takes, by the links; collective."""
-    return replace(measure_move_cost(model.process_group, model.device), setup_s=SETUP_S)
-
-
-def require_any_division(model: SwitchableModel, optimizer: torch.optim.Optimizer) -> None:
+def _require_any_division(model: SwitchableModel, optimizer: torch.optim.Optimizer) -> None:
     """Check that any strategy of the optimizer may divide what it steps; collective."""
 
     def require() -> None:

@@ -15,13 +15,8 @@ from zeroresize.measure.clocks import Clock
 from zeroresize.policy.moves.rental import MIN_SAVING
 from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.stragglers.candidates import StragglerCosts
-from zeroresize.policy.strategy.stragglers.decision import TOLERANCE, StragglerDecision, StrategyProposal
-from zeroresize.strategy.straggler_balancing import (
-    ChangeRecord,
-    StragglerBalancing,
-    measured_switch_cost,
-    require_any_division,
-)
+from zeroresize.policy.strategy.stragglers.decision import TOLERANCE, StrategyProposal
+from zeroresize.strategy.straggler_balancing import ChangeRecord, StragglerBalancing
 from zeroresize.strategy.trainer import StepReport, StrategyTrainer
 from zeroresize.utils.hashing import digest
 
@@ -74,29 +69,32 @@ class StrategyBalancer(StragglerBalancing[list[int]]):
         clock: Clock | None = None,
         on_change: Callable[[ChangeRecord], object] | None = None,
     ) -> None:
-        model, strategies = trainer.model, [one.strategy for one in trainer.ranges]
+        model, strategies = trainer.model, [each.strategy for each in trainer.ranges]
         if model.optimizer_strategy not in strategies:
             raise ValueError(
                 f"the optimizer's strategy {model.optimizer_strategy} is the strategy of no range: "
                 f"{', '.join(map(str, strategies))}"
             )
-        require_any_division(model, trainer.optimizer)
         number = strategies.index(model.optimizer_strategy)
         self._trainer = trainer
-        self._costs = StragglerCosts(cost, trainer.ranges, optimizer_strategy=number, limit_bytes=limit_bytes)
-        decision = StragglerDecision(
-            strategies,
-            self._costs.division,
-            self._costs,
-            tolerance=tolerance,
-            min_saving=min_saving,
-            cost=measured_switch_cost(model),
-        )
+        costs = StragglerCosts(cost, trainer.ranges, optimizer_strategy=number, limit_bytes=limit_bytes)
+        self._rank_s, self._number = costs.rank_s, number
         agreement = {f"cost.{field.name}": digest(repr(getattr(cost, field.name))).hex() for field in fields(cost)} | {
             "the ranges": " | ".join(f"{each}, max_tokens {each.max_tokens}" for each in trainer.ranges),
             "limit_bytes, tolerance or min_saving": f"{limit_bytes} {tolerance} {min_saving}",
         }
-        super().__init__(model, "strategies", decision, agreement, probe=probe, clock=clock, on_change=on_change)
+        super().__init__(
+            trainer,
+            "strategies",
+            strategies,
+            costs,
+            agreement,
+            tolerance=tolerance,
+            min_saving=min_saving,
+            probe=probe,
+            clock=clock,
+            on_change=on_change,
+        )
 
     def step(self, sequences: Sequence[Tensor]) -> StepReport:
         """Make one step of the trainer; the strategies of the ranges and the optimizer may be others behind it.
@@ -106,14 +104,11 @@ class StrategyBalancer(StragglerBalancing[list[int]]):
                 ``model.move_optimizer``, except that memory that does not suffice leaves everything as it is.
         """
         lengths, rank = [len(row) - 1 for row in sequences], self._model.rank
-        self._meter.begin(has_part=any(each.position_of(rank) is not None for each in self.in_force))
+        self._begin(has_part=any(each.position_of(rank) is not None for each in self.in_force))
         report = self._trainer.step(sequences)
-        self._after(lengths, self._costs.rank_s(self.in_force, lengths, rank), report.seconds)
+        self._end(lengths, self._rank_s(self.in_force, lengths, rank), report.seconds)
         return report
-
-    def _expect(self, newest: list[list[int]]) -> None:
-        self._costs.expect(newest)
 
     def _carry_out(self, proposal: StrategyProposal, speeds: tuple[float, ...]) -> int:
         wanted = proposal.candidate.strategies
-        return self._trainer.change_strategies(wanted, wanted[self._costs.optimizer_strategy])
+        return self._trainer.change_strategies(wanted, wanted[self._number])

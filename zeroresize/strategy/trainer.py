@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections.abc import Iterable, Sequence
@@ -195,12 +194,7 @@ class StrategyTrainer(StepTrainer):
             Exception: as :meth:`~zeroresize.strategy.model.SwitchableModel.add`, ``model.move_optimizer`` and
                 :meth:`use`; ranges and the optimizer's strategy stay as they are where memory does not suffice.
         """
-        received = 0
-        for strategy in dict.fromkeys(strategies):
-            if strategy not in self.model.strategies:
-                self.model.add(strategy)
-        if optimizer_strategy != self.model.optimizer_strategy:
-            received = self.model.move_optimizer(optimizer_strategy, self.optimizer).received_bytes
+        received = self._change_strategies(strategies, optimizer_strategy)
         self.use(
             replace(length_range, strategy=strategy)
             for length_range, strategy in zip(self.ranges, strategies, strict=True)
@@ -268,7 +262,8 @@ class StrategyTrainer(StepTrainer):
             options += [self.num_steps, str(autocast_dtype(self.model.device.type))]
             planned = [list(map(str, self.ranges)), [visit for visit, _ in visits]]
             parts = digest_of(sequences), str(planned), json.dumps(options)
-            return [*map(fingerprint, parts), self._count(visits)]
+            counted = ((visit.strategy, batches, [each.num_tokens for each in batches]) for visit, batches in visits)
+            return [*map(fingerprint, parts), self._count(counted)]
 
         visits, table = agreed(self._meet, packed_visits, numbers_of)
         for column, what in enumerate(_AGREED):
@@ -280,17 +275,6 @@ class StrategyTrainer(StepTrainer):
         position = visit.strategy.position_of(self.model.rank)
         replica = () if position is None else visit.replicas[position.replica]
         return visit, [Packed.of([sequences[at] for at in numbers]).to(self.model.device) for numbers in replica]
-
-    def _count(self, visits: Sequence[_PackedVisit]) -> float:
-        """What counts of this rank's micro-batches; those of each replica count on one rank."""
-        mine, are_counted = list[Packed](), list[bool]()
-        for visit, micro_batches in visits:
-            position = visit.strategy.position_of(self.model.rank)
-            if position is not None and position.stage == visit.strategy.pp - 1:
-                mine += micro_batches
-                are_counted += [position.shard == 0] * len(micro_batches)
-        counts = self._counts_of(mine, [each.num_tokens for each in mine])
-        return sum(itertools.compress(counts, are_counted))
 
     def _order(self, strategies: Sequence[Strategy]) -> list[Strategy]:
         """The strategies by the tour whose switches take least, the optimizer's first where it is one of them."""

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import NamedWork, group_rank, group_size, start_all_reduce
 from zeroresize.comm.groups import destroy_side_group, make_side_group
-from zeroresize.plan.layout import Layout
+from zeroresize.plan.layout import Indices, Layout
 from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.strategy.placement.whole_layers import WholeLayers, WholeTensor, hollow
 
@@ -85,7 +85,9 @@ class Placement:
     masters' type, whenever a backward has made them. Otherwise both are the same.
 
     Attributes:
-        layout: of the model's tensors on all ranks.
+        rank: this one.
+        tensors: [P] of the undivided model.
+        layout: of these on all ranks.
         position: of this rank; None where it is left out.
         stage_layers: the modules of this rank's stage, by the number of the layer.
         parameters: of these modules, by the number of the tensor, in ascending order. They stay the same objects; while
@@ -95,6 +97,8 @@ class Placement:
     """
 
     strategy: Strategy
+    rank: int
+    tensors: Sequence[WholeTensor]
     layout: Layout
     position: Position | None
     groups: RankGroups
@@ -127,7 +131,7 @@ class Placement:
         masters = parameters
         if layers.compute_dtype is not None:
             masters = {index: _master_of(each, layers.tensors[index]) for index, each in parameters.items()}
-        return cls(strategy, layout, position, groups, stage_layers, parameters, masters)
+        return cls(strategy, rank, layers.tensors, layout, position, groups, stage_layers, parameters, masters)
 
     @property
     def is_mixed(self) -> bool:
@@ -161,9 +165,18 @@ class Placement:
         for parameter in (*self.parameters.values(), *self.masters.values()):
             parameter.grad = None
 
-    def stack(self, number: int, tensor: WholeTensor, data: Tensor, rank: int) -> Tensor:
-        """View a tensor of the parameter's shape as [pre, blocks, units, inner]; see :meth:`WholeTensor.stack`."""
-        return tensor.stack(data, len(self.layout.units_of(number, rank)))
+    @property
+    def begins(self) -> Indices:
+        """Return [P] the first unit of each tensor here."""
+        return self.layout.begins[:, self.rank]
+
+    def units_of(self, number: int) -> range:
+        """Return the units of a tensor here."""
+        return self.layout.units_of(number, self.rank)
+
+    def stack(self, number: int, data: Tensor) -> Tensor:
+        """View a contiguous tensor of a parameter's shape as [pre, units, inner]; see :meth:`WholeTensor.stack`."""
+        return self.tensors[number].stack(data, len(self.units_of(number))).flatten(0, 1)
 
     def let_go(self) -> None:
         """Leave the parameters without weights; gradients stay, and so do masters beside the parameters."""
@@ -180,7 +193,7 @@ class Placement:
         self.let_go()
         _empty(self.masters)
 
-    def sum_gradients(self, tensors: Sequence[WholeTensor]) -> None:
+    def sum_gradients(self) -> None:
         """Sum the masters' gradients over the replicas, in place; collective over the data-parallel group.
 
         A parameter without a gradient counts as one with zeros. Divided and undivided tensors are summed apart:
@@ -193,7 +206,7 @@ class Placement:
             if parameter.requires_grad:
                 known = parameter.grad
                 parameter.grad = torch.zeros_like(parameter) if known is None else known.contiguous()
-                kind = parameter.dtype, tensors[number].spec.division is None
+                kind = parameter.dtype, self.tensors[number].spec.division is None
                 gradients.setdefault(kind, []).append(parameter.grad)
         if group_size(self.groups.dp) == 1:
             return

@@ -13,12 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zeroresize.plan.layout import Indices
 from zeroresize.plan.transfers import SliceTransfers
 from zeroresize.resharding.parcels import End, Pair, Parcel, RankRounds, copy_units
 from zeroresize.resharding.transaction import Transaction
 from zeroresize.strategy.placement.placement import Placement
-from zeroresize.strategy.placement.whole_layers import WholeTensor
 from zeroresize.utils.hashing import digest
 
 
@@ -46,14 +44,14 @@ class FlowEnds:
     Attributes:
         sources: what is sent; None stands for zeros.
         targets: what is filled.
-        source_begins, target_begins: [P], the first unit that this rank holds of each tensor.
+        before, after: the placements that hold them.
         adds: whether what comes is added to what is there.
     """
 
     sources: Mapping[int, Tensor | None]
     targets: Mapping[int, Tensor]
-    source_begins: Indices
-    target_begins: Indices
+    before: Placement
+    after: Placement
     adds: bool = False
 
 
@@ -71,10 +69,11 @@ class FlowRounds:
     fingerprint: str
 
     @classmethod
-    def of(
-        cls, flows: Sequence[Flow], tensors: Sequence[WholeTensor], rank: int, order: Sequence[int], max_bytes: int
-    ) -> FlowRounds:
-        """Plan the rounds of a rank; what comes from ranks of a smaller ``order`` [R] is put in place first."""
+    def of(cls, flows: Sequence[Flow], before: Placement, max_bytes: int) -> FlowRounds:
+        """Plan this rank's rounds from a placement; what comes from replicas of smaller numbers is put in place first.
+
+        So partial gradients are added in one order, and on ranks that hold the same the sums are the same bits.
+        """
         parcels, slices = [], []
         for number, flow in enumerate(flows):
             routes: dict[tuple[int, int, int], list[Pair]] = {}
@@ -83,7 +82,7 @@ class FlowRounds:
                     if tensor in flow.dtypes:
                         routes.setdefault((tensor, begin, end), []).append((pair[0], pair[1]))
             for (tensor, begin, end), pairs in routes.items():
-                spec = tensors[tensor].spec
+                spec = before.tensors[tensor].spec
                 num_elements, num_units = math.prod(spec.shape), spec.num_units
                 if spec.division is None:  # a unit for every element
                     end = num_units = num_elements
@@ -92,7 +91,8 @@ class FlowRounds:
                 slices.append((number, tensor, begin))
         lists = [transfers for flow in flows for transfers in (flow.transfers, flow.kept) if transfers is not None]
         columns = [np.ascontiguousarray(column).tobytes() for transfers in lists for column in transfers.columns]
-        return cls(RankRounds.of(parcels, rank, max_bytes, order), slices, digest(*columns).hex())
+        rounds = RankRounds.of(parcels, before.rank, max_bytes, before.layout.replicas.tolist())
+        return cls(rounds, slices, digest(*columns).hex())
 
 
 class Relocation:
@@ -113,24 +113,17 @@ class Relocation:
         self,
         before: Placement,
         after: Placement,
-        specs: Sequence[WholeTensor],
-        rank: int,
         held: Mapping[int, Tensor],
         dtypes: Mapping[int, torch.dtype],
     ) -> None:
-        self._before, self._after, self._specs, self._rank, self._held = before, after, specs, rank, held
+        self._before, self._after, self._held = before, after, held
         self.tensors = {
             number: held[number]
             for number, dtype in dtypes.items()
-            if number in held
-            and held[number].dtype == dtype
-            and self._units(before, number) == self._units(after, number)
+            if number in held and held[number].dtype == dtype and before.units_of(number) == after.units_of(number)
         }
         self._made = {number: dtype for number, dtype in dtypes.items() if number not in self.tensors}
         self.new_bytes = sum(after.parameters[number].numel() * dtype.itemsize for number, dtype in self._made.items())
-
-    def _units(self, placement: Placement, number: int) -> range:
-        return placement.layout.units_of(number, self._rank)
 
     def make_tensors(self, device: torch.device) -> None:
         """Make the new tensors."""
@@ -139,21 +132,19 @@ class Relocation:
 
     def ends(self) -> FlowEnds:
         """Return where the flow begins and ends; what this rank has of its new tensors already is copied now."""
-        before, after, rank = self._before, self._after, self._rank
-        sources: dict[int, Tensor | None] = {
-            number: stack_of(before, number, self._specs, tensor, rank) for number, tensor in self._held.items()
-        }
-        targets = {number: stack_of(after, number, self._specs, self.tensors[number], rank) for number in self._made}
+        before, after = self._before, self._after
+        sources: dict[int, Tensor | None] = {number: before.stack(number, held) for number, held in self._held.items()}
+        targets = {number: after.stack(number, self.tensors[number]) for number in self._made}
         for number, target in targets.items():
-            old, new, source = self._units(before, number), self._units(after, number), sources.get(number)
+            old, new, source = before.units_of(number), after.units_of(number), sources.get(number)
             if source is None:
                 continue
             begin, end = max(old.start, new.start), min(old.stop, new.stop)
-            if self._specs[number].spec.division is None:  # a unit for every element
+            if before.tensors[number].spec.division is None:  # a unit for every element
                 begin, end = old.start, old.start + target.shape[1]
             if begin < end:
                 copy_units(target, begin - new.start, source, begin - old.start, end - begin)
-        return FlowEnds(sources, targets, before.layout.begins[:, rank], after.layout.begins[:, rank])
+        return FlowEnds(sources, targets, before, after)
 
 
 class FlowMove(Transaction):
@@ -177,14 +168,9 @@ class FlowMove(Transaction):
     def source_of(self, parcel: int) -> End:
         flow, tensor, begin = self.flows.slices[parcel]
         ends = self._ends[flow]
-        return End(ends.sources[tensor], begin - int(ends.source_begins[tensor]))
+        return End(ends.sources[tensor], begin - int(ends.before.begins[tensor]))
 
     def target_of(self, parcel: int) -> End:
         flow, tensor, begin = self.flows.slices[parcel]
         ends = self._ends[flow]
-        return End(ends.targets[tensor], begin - int(ends.target_begins[tensor]), ends.adds)
-
-
-def stack_of(placement: Placement, number: int, specs: Sequence[WholeTensor], data: Tensor, rank: int) -> Tensor:
-    """View a contiguous tensor of a parameter's shape as [pre, units, inner]."""
-    return placement.stack(number, specs[number], data, rank).flatten(0, 1)
+        return End(ends.targets[tensor], begin - int(ends.after.begins[tensor]), ends.adds)

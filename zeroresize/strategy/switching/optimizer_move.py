@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.switches.switch_plan import plan_weights
 from zeroresize.resharding.parameter_state import (
+    PARAMETER,
     STATE,
     Description,
     ParameterState,
@@ -48,16 +49,15 @@ class OptimizerMove(FlowMove):
         before: Placement,
         after: Placement,
         optimizer: object | None,
-        tensors: Sequence[WholeTensor],
         nodes: Sequence[int],
         process_group: ProcessGroup,
         device: torch.device,
         max_bytes: int,
     ) -> None:
         super().__init__(process_group, device)
-        self._before, self._after, self._tensors, self._nodes = before, after, tensors, nodes
+        self._before, self._after, self._nodes = before, after, nodes
         self._max_bytes, self.title = max_bytes, f"a move of the optimizer to {strategy}"
-        names = {number: tensors[number].spec.name for number in before.masters}
+        names = {number: before.tensors[number].spec.name for number in before.masters}
         self._optimizer = require_movable_state(
             optimizer, {names[number]: master for number, master in before.masters.items()}
         )
@@ -92,36 +92,33 @@ class OptimizerMove(FlowMove):
 
     def agree(self, descriptions: Iterable[str]) -> None:
         """Take what all ranks hold, and lay out the rounds; ranks that share a tensor must agree on it."""
-        before, after, tensors, rank = self._before, self._after, self._tensors, self._rank
+        before, after, tensors = self._before, self._after, self._before.tensors
         self._agreed, self._group_of = _agreed(descriptions, tensors)
         plan = plan_weights(before.layout, after.layout, [tensor.spec for tensor in tensors], self._nodes)
-        masters = {number: master.data for number, master in before.masters.items()}
-        wanted = {number: master.dtype for number, master in after.masters.items()}
-        self._weights = Relocation(before, after, tensors, rank, masters, wanted)
-        flows = [Flow(plan.transfers, {number: tensor.dtype for number, tensor in enumerate(tensors)})]
-        self._state: dict[str, Relocation] = {}
-        for what in sorted({what for known in self._agreed for what in known.dtypes if what.startswith(STATE)}):
+        flows: list[Flow] = []
+        self._moved: dict[str, Relocation] = {}  # by what they are to their parameter
+        for what in sorted({what for known in self._agreed for what in known.dtypes}):
             dtypes = {number: known.dtype(what) for number, known in enumerate(self._agreed) if what in known.dtypes}
             held = {number: state.tensors[what] for number, state in self._states.items() if what in state.tensors}
             wanted = {number: dtype for number, dtype in dtypes.items() if number in after.masters}
             flows.append(Flow(plan.transfers, dtypes))
-            self._state[what.removeprefix(STATE)] = Relocation(before, after, tensors, rank, held, wanted)
-        self.relocations = [self._weights, *self._state.values()]
-        self.flows = FlowRounds.of(flows, tensors, rank, before.layout.replicas.tolist(), self._max_bytes)
+            self._moved[what] = Relocation(before, after, held, wanted)
+        self.relocations = list(self._moved.values())
+        self.flows = FlowRounds.of(flows, before, self._max_bytes)
         self.lay_out(self.flows.rounds)
         self.new_bytes = sum(relocation.new_bytes for relocation in self.relocations)
 
     def commit(self) -> None:
         """Put weights and state in place in the same parameter groups, and let go of the old ones."""
         if self._after is not self._before:
-            self._after.fill_masters(self._weights.tensors)
+            self._after.fill_masters(self._moved[PARAMETER].tensors)
             self._before.let_go_of_masters()
         state: dict[int, dict[str, Any]] = {}
         for number, parameter in self._after.masters.items():
             state[number] = self._agreed[number].kept_values(parameter.device)
-            for key, moved in self._state.items():
-                if number in moved.tensors:
-                    state[number][key] = moved.tensors[number]
+            for what, moved in self._moved.items():
+                if what != PARAMETER and number in moved.tensors:
+                    state[number][what.removeprefix(STATE)] = moved.tensors[number]
         if self._optimizer is None:
             return
         for parameter in self._before.masters.values():
@@ -130,7 +127,7 @@ class OptimizerMove(FlowMove):
             numbers = [number for number in self._after.masters if self._group_of.get(number) == index]
             group["params"] = [self._after.masters[number] for number in numbers]
             if "param_names" in group:
-                group["param_names"] = [self._tensors[number].spec.name for number in numbers]
+                group["param_names"] = [self._after.tensors[number].spec.name for number in numbers]
         for number, values in state.items():
             if number in self._group_of:
                 set_state(self._optimizer, self._after.masters[number], values)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NoReturn, TypeVar
 
 import numpy as np
 import torch
-from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank
+from zeroresize.comm.groups import free_group_number
 from zeroresize.plan.layout import Layout
 from zeroresize.plan.strategy import Strategy
+from zeroresize.resharding.agreement import agreed, meet_prepared, require_same
+from zeroresize.resharding.transaction import Participants
 from zeroresize.strategy.placement.placement import Placement, StrategyGroups
 from zeroresize.strategy.placement.whole_layers import WholeLayers
-from zeroresize.strategy.switching.rank_agreement import RankAgreement
 from zeroresize.strategy.switching.switch import SwitchRoute, TravelTypes
+from zeroresize.utils.hashing import fingerprint
+
+_T = TypeVar("_T")
 
 
-class Placements(Mapping[Strategy, Placement]):
+class Placements(dict[Strategy, Placement]):
     """Holds the placements of strategies; strategies that divide a model alike share one.
 
     Args:
@@ -28,59 +34,40 @@ class Placements(Mapping[Strategy, Placement]):
     """
 
     def __init__(
-        self,
-        layers: WholeLayers,
-        nodes: Sequence[int],
-        agreement: RankAgreement,
-        process_group: ProcessGroup,
-        device: torch.device,
-        max_bytes: int,
-        types: TravelTypes,
+        self, layers: WholeLayers, nodes: Sequence[int], job: Participants, max_bytes: int, types: TravelTypes
     ) -> None:
-        self._layers, self._nodes, self._agreement, self._types = layers, nodes, agreement, types
-        self._rank, self._device, self._max_bytes = group_rank(process_group), device, max_bytes
-        self._groups = StrategyGroups(process_group)
-        self._placements: dict[Strategy, Placement] = {}
+        super().__init__()
+        self._layers, self._nodes, self._job, self._types, self._max_bytes = layers, nodes, job, types, max_bytes
+        self._groups = StrategyGroups(job.process_group)
         self._routes: dict[tuple[Strategy | None, ...], SwitchRoute] = {}
 
-    def __getitem__(self, strategy: Strategy) -> Placement:
-        """Return the placement of a strategy; a ValueError if the model does not have it."""
-        if strategy not in self._placements:
-            known = ", ".join(map(str, self._placements))
-            raise ValueError(f"strategy {strategy} is none of the model's: {known}; add(strategy) takes another")
-        return self._placements[strategy]
-
-    def __contains__(self, strategy: object) -> bool:
-        return strategy in self._placements
-
-    def __iter__(self) -> Iterator[Strategy]:
-        return iter(self._placements)
-
-    def __len__(self) -> int:
-        return len(self._placements)
+    def __missing__(self, strategy: Strategy) -> NoReturn:
+        known = ", ".join(map(str, self))
+        raise ValueError(f"strategy {strategy} is none of the model's: {known}; add(strategy) takes another")
 
     def place(self, layouts: Mapping[Strategy, Layout]) -> None:
         """Take strategies, each with its process groups and modules, on all ranks or on none; collective."""
-        numbers = itertools.count(self._agreement.free_group_number())
+        numbers, rank = itertools.count(next_group_number(self._job)), group_rank(self._job.process_group)
 
         def made() -> dict[Strategy, Placement]:
-            placements = dict(self._placements)
+            placements = dict(self)
             for strategy, layout in layouts.items():
                 if strategy in placements:
                     continue
-                known = (one for one in placements.values() if self._divides_alike(one, strategy, layout))
+                known = (each for each in placements.values() if self._divides_alike(each, strategy, layout))
                 placement = next(known, None)
                 if placement is None:
                     groups = self._groups.of(strategy, numbers)
-                    placement = Placement.of(strategy, layout, self._layers, groups, self._rank, self._device)
+                    placement = Placement.of(strategy, layout, self._layers, groups, rank, self._job.device)
                 placements[strategy] = placement
             return placements
 
         try:
-            self._placements = self._agreement.make_alike(made, len, "how many strategies the model has")
+            placements = make_alike(self._job, made, len, "how many strategies the model has")
         except Exception:
-            self._groups.keep(placement.strategy for placement in self._placements.values())
+            self._groups.keep(placement.strategy for placement in self.values())
             raise
+        self.update(placements)
 
     def add(self, strategy: Strategy) -> None:
         """Take a further strategy, on all ranks or on none; collective.
@@ -90,7 +77,8 @@ class Placements(Mapping[Strategy, Placement]):
             RuntimeError: if ranks differ in it.
         """
         specs, num_ranks = [tensor.spec for tensor in self._layers.tensors], len(self._nodes)
-        layout = self._agreement.make_alike(
+        layout = make_alike(
+            self._job,
             lambda: strategy.layout(specs, num_ranks, self._layers.num_layers),
             lambda _: strategy.as_dict(),
             "the strategy to add",
@@ -110,12 +98,11 @@ class Placements(Mapping[Strategy, Placement]):
                 raise ValueError(f"strategy {strategy} cannot be forgotten: it is the optimizer's, or in force")
             return self[strategy]
 
-        placement = self._agreement.make_alike(checked, lambda _: strategy.as_dict(), "the strategy to forget")
-        del self._placements[strategy]
-        left = list(self._placements.values())
-        if placement not in left:
+        placement = make_alike(self._job, checked, lambda _: strategy.as_dict(), "the strategy to forget")
+        del self[strategy]
+        if placement not in self.values():
             self._routes = {key: route for key, route in self._routes.items() if placement.strategy not in key}
-            self._keep_groups_of(left)
+            self._keep_groups_of(self.values())
 
     def close(self) -> None:
         """Destroy the process groups of all strategies, on all ranks; the placements stay."""
@@ -131,22 +118,42 @@ class Placements(Mapping[Strategy, Placement]):
         ends = before, after, optimizer_placement
         key = tuple(None if placement is None else placement.strategy for placement in ends)
         if key not in self._routes:
-            tensors, types = self._layers.tensors, self._types
-            self._routes[key] = SwitchRoute.of(*ends, tensors, self._nodes, self._rank, self._max_bytes, types)
+            self._routes[key] = SwitchRoute.of(*ends, self._nodes, self._max_bytes, self._types)
         return self._routes[key]
 
     def _keep_groups_of(self, placements: Iterable[Placement]) -> None:
         """Destroy the other groups, on all ranks."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._job.device.type == "cuda":
+            torch.cuda.synchronize(self._job.device)
         self._groups.keep(placement.strategy for placement in placements)
 
     def _divides_alike(self, placement: Placement, strategy: Strategy, layout: Layout) -> bool:
         known = placement.strategy
-        partitions = (one.partition(self._layers.num_layers) for one in (known, strategy))
+        partitions = (each.partition(self._layers.num_layers) for each in (known, strategy))
         return (
             (known.degrees, known.ranks) == (strategy.degrees, strategy.ranks)
-            and len({one.boundaries for one in partitions}) == 1
+            and len({each.boundaries for each in partitions}) == 1
             and np.array_equal(placement.layout.begins, layout.begins)
             and np.array_equal(placement.layout.ends, layout.ends)
         )
+
+
+def make_alike(job: Participants, make: Callable[[], _T], describe: Callable[[_T], object], what: str) -> _T:
+    """Return what ``make`` returns, once all ranks of a job have made the same; collective.
+
+    Args:
+        describe: of what was made, values for JSON that must be the same on all ranks.
+        what: was made, for the error.
+
+    Raises:
+        Exception: what ``make`` raises here.
+        RuntimeError: if it failed on another rank, ranks differ in what they made, or one does not come.
+    """
+    made, table = agreed(job.meet, make, lambda made: (fingerprint(json.dumps(describe(made))), 0.0))
+    require_same([number for number, *_ in table], what, job.meet)
+    return made
+
+
+def next_group_number(job: Participants) -> int:
+    """Return a number from which on no rank has given any to a process group; collective."""
+    return int(max(number for number, *_ in meet_prepared(job.meet, (float(free_group_number()), 0.0))))

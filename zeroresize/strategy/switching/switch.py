@@ -18,8 +18,7 @@ from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan
 from zeroresize.resharding.agreement import bytes_up_to_peak
 from zeroresize.resharding.transaction import MoveReport
 from zeroresize.strategy.placement.placement import Placement
-from zeroresize.strategy.placement.whole_layers import WholeTensor
-from zeroresize.strategy.switching.flows import Flow, FlowEnds, FlowMove, FlowRounds, Relocation, stack_of
+from zeroresize.strategy.switching.flows import Flow, FlowEnds, FlowMove, FlowRounds, Relocation
 from zeroresize.utils.hashing import fingerprint
 
 
@@ -72,13 +71,12 @@ class SwitchRoute:
         before: Placement,
         after: Placement | None,
         optimizer_placement: Placement | None,
-        tensors: Sequence[WholeTensor],
         nodes: Sequence[int],
-        rank: int,
         max_bytes: int,
         types: TravelTypes,
     ) -> SwitchRoute:
         """Plan the way from one strategy to another (HotSPa, Algorithm 1); as :meth:`Placements.route`."""
+        tensors = before.tensors
         specs = [tensor.spec for tensor in tensors]
         flows: list[Flow] = []
         has_sums = False
@@ -94,9 +92,7 @@ class SwitchRoute:
             # In the type in which gradients are held: so what then leaves the node is rounded once.
             flows.append(Flow(plan.summed, learning, turn=-1))
             has_sums = len(plan.summed) > 0
-        # Partial gradients are added in the order of the replicas that they come from: on ranks that hold the same
-        # the sums are the same to the last bit.
-        rounds = FlowRounds.of(flows, tensors, rank, before.layout.replicas.tolist(), max_bytes)
+        rounds = FlowRounds.of(flows, before, max_bytes)
         ends = (before, after, optimizer_placement)
         way = [None if placement is None else placement.strategy.as_dict() for placement in ends]
         planned = fingerprint(json.dumps([way, max_bytes, str(types), rounds.fingerprint]))
@@ -122,25 +118,24 @@ class Switch(FlowMove):
         before: Placement,
         after: Placement | None,
         optimizer_placement: Placement,
-        tensors: Sequence[WholeTensor],
         process_group: ProcessGroup,
         device: torch.device,
         *,
         is_beside: bool = False,
     ) -> None:
         super().__init__(process_group, device)
-        self._route, self._tensors, self._is_beside, self.plan = route, tensors, is_beside, route.fingerprint
+        self._route, self._is_beside, self.plan = route, is_beside, route.fingerprint
         self._before, self._after, self._optimizer_placement = before, after, optimizer_placement
         self.title = f"the gradients of {before.strategy}" if after is None else f"a switch to {after.strategy}"
         if route.has_weights:
             assert after is not None
-            self.relocations = [Relocation(before, after, tensors, self._rank, before.weights, after.dtypes)]
+            self.relocations = [Relocation(before, after, before.weights, after.dtypes)]
         for number, parameter in before.masters.items() if route.has_gradients else ():
             gradient = parameter.grad
             if gradient is not None and (gradient.layout is not torch.strided or gradient.dtype != parameter.dtype):
                 raise ValueError(
-                    f"{tensors[number].spec.name}: a gradient of {gradient.dtype} and {gradient.layout} cannot travel; "
-                    f"allowed are those of {parameter.dtype} and {torch.strided}"
+                    f"{before.tensors[number].spec.name}: a gradient of {gradient.dtype} and {gradient.layout} cannot "
+                    f"travel; allowed are those of {parameter.dtype} and {torch.strided}"
                 )
         #: Zeros for parameters without gradients: of the optimizer's strategy, to which others are added; and of the
         #: strategy that is left, where those of others on the node are.
@@ -193,11 +188,10 @@ class Switch(FlowMove):
         sums = self._stacks(before, self._sums, in_place=self._route.has_sums)
         sources: dict[int, Tensor | None] = {number: sums.get(number) for number in before.masters}
         targets = self._stacks(after, self._gradients, in_place=True)
-        begins = before.layout.begins[:, self._rank], after.layout.begins[:, self._rank]
         return [
             *ends,
-            FlowEnds(sources, targets, *begins, adds=True),
-            FlowEnds(sums, sums, begins[0], begins[0], adds=True),
+            FlowEnds(sources, targets, before, after, adds=True),
+            FlowEnds(sums, sums, before, before, adds=True),
         ]
 
     def _stacks(self, placement: Placement, zeros: dict[int, Tensor], *, in_place: bool) -> dict[int, Tensor]:
@@ -209,5 +203,5 @@ class Switch(FlowMove):
                 continue
             if in_place and not gradient.is_contiguous():
                 gradient = master.grad = gradient.contiguous()
-            stacks[number] = stack_of(placement, number, self._tensors, gradient, self._rank)
+            stacks[number] = placement.stack(number, gradient)
         return stacks

@@ -7,7 +7,7 @@ the gradients before the optimizer's step, so those of a strategy that was left 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 from torch.distributed import ProcessGroup
@@ -23,9 +23,7 @@ from zeroresize.resharding.transaction import (
     run_transaction,
 )
 from zeroresize.strategy.placement.placement import Placement, held_bytes
-from zeroresize.strategy.placement.whole_layers import WholeTensor
-from zeroresize.strategy.switching.placements import Placements
-from zeroresize.strategy.switching.rank_agreement import RankAgreement
+from zeroresize.strategy.switching.placements import Placements, make_alike, next_group_number
 from zeroresize.strategy.switching.switch import Switch, SwitchReport
 
 #: The placement to which the weights go; None where they stay.
@@ -38,18 +36,11 @@ class Switcher:
     What travels beside training does so over a process group of its own, made when it is first needed.
 
     Args:
-        participants: all ranks of the job.
+        job: all ranks of it.
     """
 
-    def __init__(
-        self,
-        placements: Placements,
-        tensors: Sequence[WholeTensor],
-        participants: Participants,
-        agreement: RankAgreement,
-    ) -> None:
-        self._placements, self._tensors = placements, tensors
-        self._participants, self._agreement = participants, agreement
+    def __init__(self, placements: Placements, job: Participants) -> None:
+        self._placements, self._job = placements, job
         self._side_group: ProcessGroup | None = None
         #: Weights that travel, with the placement that they leave and the one to which they go.
         self._coming: tuple[Placement, Placement, Switch] | None = None
@@ -68,7 +59,7 @@ class Switcher:
             return False
         # What is on its way sends first over the same links, so that ranks pair the same messages.
         earlier = () if self._returning is None else (self._returning.wait,)
-        switch.start(self._participants.device, *earlier)
+        switch.start(self._job.device, *earlier)
         self._coming = before, self._placements[strategy], switch
         return True
 
@@ -115,7 +106,7 @@ class Switcher:
     def close(self) -> None:
         """Give up what is under way, and destroy the group over which it travels."""
         self.discard()
-        if self._side_group is not None and self._side_group is not self._participants.process_group:
+        if self._side_group is not None and self._side_group is not self._job.process_group:
             destroy_side_group(self._side_group)
         self._side_group = None
 
@@ -128,8 +119,11 @@ class Switcher:
         in_background: bool,
     ) -> list[Switch]:
         """Do a switch of which a part travels, or has travelled, beside training; return what has ended with it."""
-        after = self._agreement.make_alike(
-            find_after, lambda after: [after.strategy.as_dict(), gradients, in_background], "where the switch leads"
+        after = make_alike(
+            self._job,
+            find_after,
+            lambda after: [after.strategy.as_dict(), gradients, in_background],
+            "where the switch leads",
         )
         done: list[Switch] = []
         if self._returning is not None:
@@ -151,26 +145,26 @@ class Switcher:
             (*_, coming), self._coming = self._coming, None
             done.append(self._end(coming))
         if returning is not None:
-            returning.start(self._participants.device)
+            returning.start(self._job.device)
             self._returning = returning
         return done
 
     def _run(self, find_after: _FindAfter, before: Placement, optimizer: Placement, gradients: bool) -> Switch:
         """Do a switch now."""
-        make = self._maker(find_after, before, optimizer, gradients, self._participants.process_group)
-        return run_transaction(make, self._participants, in_two_meetings=True)
+        make = self._maker(find_after, before, optimizer, gradients, self._job.process_group)
+        return run_transaction(make, self._job, in_two_meetings=True)
 
     def _prepare_beside(
         self, find_after: _FindAfter, before: Placement, optimizer: Placement, gradients: bool
     ) -> Switch | None:
         """What may start beside training; None where memory does not suffice for it and for training."""
         if self._side_group is None:
-            group, number = self._participants.process_group, self._agreement.free_group_number()
+            group, number = self._job.process_group, next_group_number(self._job)
             members = range(group_size(group))
             self._side_group = group if len(members) == 1 else make_side_group(group, members, number)
         make = self._maker(find_after, before, optimizer, gradients, self._side_group, is_beside=True)
         with suppress(NotEnoughMemoryError):
-            return prepare_in_one_meeting(make, self._participants)
+            return prepare_in_one_meeting(make, self._job)
         return None
 
     def _maker(
@@ -192,13 +186,12 @@ class Switcher:
             route = self._placements.route(
                 before, None if is_cast_there else after, optimizer if gradients and leaves else None
             )
-            where = group, self._participants.device
-            return Switch(route, before, after, optimizer, self._tensors, *where, is_beside=is_beside)
+            return Switch(route, before, after, optimizer, group, self._job.device, is_beside=is_beside)
 
         return make
 
     def _end(self, switch: Switch) -> Switch:
         """Wait for a switch that is under way, and put it in force."""
-        receive_transaction(switch, self._participants)
+        receive_transaction(switch, self._job)
         switch.commit()
         return switch
