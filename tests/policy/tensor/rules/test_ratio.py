@@ -79,24 +79,14 @@ def test_no_more_than_the_budget_is_pruned_and_all_of_it_where_that_helps(times,
 
 
 @given(ranks_times, st.floats(0.0, 2.0))
-def test_what_is_pruned_is_all_that_helps_if_that_is_worth_it_else_what_is_worth_most(times, min_gain):
+def test_what_is_pruned_is_all_that_helps_if_that_is_worth_it_else_nothing(times, min_gain):
     """What is saved of the slowest straggler's time, less what each share that is pruned must save."""
     reference_s = reference_time([t.busy_s for t in times], "min")
     stragglers = find_stragglers([t.busy_s for t in times], reference_s, 0.1, [False] * len(times))
-    before_s = max(t.busy_s for t in times)
-
-    def worth(ratios):
-        slow = zip(times, ratios, stragglers, strict=True)
-        after_s = max((t.busy_at(ratio) for t, ratio, is_straggler in slow if is_straggler), default=before_s)
-        return 1.0 - after_s / before_s - min_gain * sum(ratios) / max(sum(stragglers), 1)
-
     fastest = pruning_ratios(times, stragglers, reference_s)
     chosen = pruning_ratios(times, stragglers, reference_s, min_gain=min_gain)
-    if worth(fastest) >= 1e-9:
-        assert chosen == fastest
-    elif worth(fastest) < -1e-9:
-        others = [
-            [min(t.ratio_to_reach(goal_s), most) for t, most in zip(times, fastest, strict=True)]
-            for goal_s in np.linspace(0.1 * before_s, before_s, 30)
-        ]
-        assert worth(chosen) >= max(0.0, *(worth(ratios) for ratios in others)) - 1e-9
+    slow = [(t, ratio) for t, ratio, is_slow in zip(times, fastest, stragglers, strict=True) if is_slow]
+    before_s = max((t.busy_s for t, _ in slow), default=1.0)
+    saved = 1.0 - max((t.busy_at(ratio) for t, ratio in slow), default=1.0) / before_s
+    worth = saved - min_gain * sum(fastest) / max(len(slow), 1)
+    assert abs(worth) < 1e-9 or chosen == (fastest if worth > 0.0 else [0.0] * len(times))

@@ -4,12 +4,13 @@ import pytest
 from helpers.virtual_training import rank
 
 from zeroresize.migration.transport import LoanRoute
-from zeroresize.policy.tensor.rules.sharing import borrowed_shares, loans_of, paper_lending_ratios
+from zeroresize.policy.tensor.paper import lending_ratios
+from zeroresize.policy.tensor.rules.sharing import borrowed_shares, loans_of
 
 
 def test_the_papers_rule_is_equation_1_with_the_fastest_time():
     times = [rank(1.0), rank(2.0), rank(1.0, rest_s=5.0, gemm_s=0.1)]
-    assert paper_lending_ratios(times, [False, True, True], 1.0) == [0.0, pytest.approx(0.8 / 1.6), 1.0]
+    assert lending_ratios(times, [False, True, True], 1.0) == [0.0, pytest.approx(0.8 / 1.6), 1.0]
 
 
 def test_what_is_lent_is_borrowed_by_those_who_have_room():

@@ -1,7 +1,7 @@
 """ZERO-PriDiff: how many columns each layer prunes, more where weights move less (paper, section III-C).
 
-Two rules. The paper's counts columns below a fixed threshold θ and so may prune far more, or less, than was asked for.
-Ours finds the threshold at which all layers together prune just what was asked for.
+The paper's rule counts columns below a fixed threshold θ and so may prune far more, or less, than was asked for. Ours
+finds the threshold at which all layers together prune just what was asked for.
 """
 
 from __future__ import annotations
@@ -11,26 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from zeroresize.policy.tensor.costs import LEAST_SHARE
+
 Floats = NDArray[np.float64]
-
-
-def paper_ratios(
-    w_vars: Sequence[Floats], ratio: float, *, theta: float, alpha: float, max_ratio: float
-) -> list[float]:
-    """Return γ_k = max(share of layer k's columns with w_var < θ, α γ), no more than γ_max.
-
-    Args:
-        w_vars: of each layer, [K_k]; NaN where nothing is known: such columns are left out of account.
-        ratio: γ, what the rank is to prune.
-        theta: θ = N_iter · θ_iter, in the units of a weight.
-        alpha: α, 0 to 1.
-        max_ratio: γ_max.
-    """
-    if ratio == 0.0:
-        return [0.0] * len(w_vars)
-    known = [w_var[~np.isnan(w_var)] for w_var in w_vars]
-    shares = [float(np.mean(values < theta)) if len(values) else 0.0 for values in known]
-    return [min(max_ratio, max(share, alpha * ratio)) for share in shares]
 
 
 def budget_ratios(w_vars: Sequence[Floats], costs: Sequence[float], ratio: float, *, max_ratio: float) -> list[float]:
@@ -68,7 +51,7 @@ def _shares_below_threshold(
     values, places, layers, column_costs = [], [], [], []
     for layer, (w_var, cost) in enumerate(zip(w_vars, costs, strict=True)):
         num_columns = len(w_var)
-        num_allowed = int(max_ratio * num_columns + 1e-9)
+        num_allowed = int(max_ratio * num_columns + LEAST_SHARE)
         values.append(np.sort(w_var)[:num_allowed])
         places.append(np.arange(num_allowed) / num_columns)
         layers.append(np.full(num_allowed, layer))

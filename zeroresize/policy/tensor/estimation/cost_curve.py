@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from zeroresize.plan.group import Shares
 from zeroresize.policy.speed.noise import JUMP
-from zeroresize.policy.tensor.costs import ResizingCost
+from zeroresize.policy.tensor.costs import LEAST_SHARE, ResizingCost
 
 Floats = NDArray[np.float64]
 
@@ -89,7 +89,7 @@ class CostCurve:
             executed += cost.borrowed_at(shares.borrowed)
             if shares.borrowed < 1.0:
                 _add_gradient(gradient, cost, 1.0 - shares.borrowed, cost.borrowing)
-        executed = max(executed, 1e-9)
+        executed = max(executed, LEAST_SHARE)
         return math.log(executed), gradient / executed
 
     def variance(self, gradient: Floats) -> float:
@@ -102,28 +102,25 @@ class CostCurve:
         left = surprise - gradient @ (np.clip(self._x + change, self._least, self._most) - self._x)
         return bool(left**2 <= JUMP**2 * variance)
 
-    def learn(self, gradient: Floats, surprise: float, variance: float, doubt: float = 0.0) -> None:
+    def learn(self, gradient: Floats, surprise: float, variance: float) -> None:
         """Take what two plans took beside each other.
 
         Args:
             gradient: of one plan less that of the other.
             surprise: by how much the logarithm of their ratio is more than expected.
             variance: of what was measured.
-            doubt: how likely it was something else; by so much what is learned is less sure.
         """
         gain = self._p @ gradient / (self.variance(gradient) + variance)
-        change = gain * surprise
-        self._x = np.clip(self._x + change, self._least, self._most)
+        self._x = np.clip(self._x + gain * surprise, self._least, self._most)
         # Joseph's form keeps the covariance positive whatever rounding does.
         keep = np.eye(len(gain)) - gain[:, None] * gradient
-        self._p = keep @ self._p @ keep.T + variance * gain[:, None] * gain + doubt * change[:, None] * change
+        self._p = keep @ self._p @ keep.T + variance * gain[:, None] * gain
         self._cost = None
 
     def widen(self, variance: float = _CURVE_CHANGE**2) -> None:
         """Know each correction less by ``variance``, as after a jump of speed; what is unknown stays so."""
-        places = np.arange(len(self._x))
-        known = self._p[places, places] < max(_CURVE_ERROR**2, variance)
-        self._p[places, places] += np.where(known, variance, 0.0)
+        known = np.diag(self._p) < max(_CURVE_ERROR**2, variance)
+        self._p += np.diag(np.where(known, variance, 0.0))
 
 
 def _add_gradient(gradient: Floats, cost: ResizingCost, ratio: float, factor: float) -> None:
