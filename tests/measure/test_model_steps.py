@@ -83,7 +83,7 @@ def test_waits_inside_a_module_are_no_products(clock, steps_of):
     assert (step.busy_s, step.wait_s, step.products_s) == (10.0, 10.0, 3.0)
 
 
-def test_batches_of_accumulated_gradients_are_fetched_before_each_forward(clock, steps_of):
+def test_batches_come_before_each_forward_and_an_evaluation_is_no_forward(clock, steps_of):
     model = model_of(clock)
     steps = steps_of(model)
     for _ in range(3):
@@ -91,11 +91,6 @@ def test_batches_of_accumulated_gradients_are_fetched_before_each_forward(clock,
         model(torch.randn(2, 4)).sum().backward()
     step = end(steps)
     assert (step.busy_s, step.loader_s) == (3 * (4.0 + 6.0), 3 * 4.0)
-
-
-def test_an_evaluation_between_steps_is_no_forward(clock, steps_of):
-    model = model_of(clock)
-    steps = steps_of(model)
     with torch.no_grad():
         model(torch.randn(2, 4))
     model(torch.randn(2, 4)).sum().backward()

@@ -14,7 +14,7 @@ from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
 from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.memory import GroupMemory, HeldBytes
-from zeroresize.policy.tensor.rules.ownership import fitting_shares, nearest_fitting
+from zeroresize.policy.tensor.rules.ownership import nearest_fitting
 
 SEGMENTS = (SegmentWork(12, 1, 0.35), SegmentWork(3072, 8, 0.65))
 LINEAR = ResizingCost.linear(0.9)
@@ -96,13 +96,6 @@ def test_what_does_not_fit_is_told_with_its_bytes():
     assert memory.why_too_much((1.0, 1.0)) == "rank 1 would hold 700 bytes of at most 600"
     assert memory.excess_by((1.0, 1.0)) == pytest.approx(1 / 6)
     assert memory.have_room_for((2.0, 0.0), (1.0, 1.0)) and not memory.have_room_for((3.0, 0.0), (1.0, 1.0))
-
-
-def test_too_little_memory_for_all_is_exceeded_alike():
-    memory = GroupMemory((500.0, 400.0), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
-    shares = fitting_shares(2, memory.most_shares)
-    assert math.fsum(memory.most_shares) == pytest.approx(2.0)
-    assert shares[0] / shares[1] == pytest.approx(4 / 3, rel=5e-3)
 
 
 def controller(memory, mode="exact", chi=4.0, updates=40, **config):

@@ -54,24 +54,6 @@ def test_it_moves_when_not_moving_has_cost_as_much_as_the_move_there_and_back(sa
     assert owed_s + saved_s * num_steps >= PRICE_S - 1e-6 and made.owned == AWAY and made.owned_before == HOME
 
 
-@given(st.integers(0, 400), st.floats(0.05, 3.0))
-def test_it_costs_at_most_twice_what_the_best_would_have_in_hindsight(lasts, saved_s):
-    """And what is lost until the next decision."""
-    made, cost_s = moving(), 0.0
-    for _ in range(lasts):
-        cost_s += saved_s if made.owned == HOME else 0.0
-        if made.owned == HOME and moves(made, {AWAY: saved_s}):
-            cost_s += PRICE_S
-    assert cost_s <= 2.0 * min(lasts * saved_s, PRICE_S) + saved_s + 1e-6
-
-
-def test_a_straggler_that_changes_place_is_never_worth_a_move():
-    made = moving()
-    for update in range(400):
-        wanted = tuple(0.4 if rank == update // 3 % 4 else 1.2 for rank in range(4))
-        assert not moves(made, {wanted: 0.3}, 8)
-
-
 def test_what_is_owed_is_owed_for_each_rank():
     """Not for another one; and a second straggler now and then does not begin the count anew."""
     made = moving()

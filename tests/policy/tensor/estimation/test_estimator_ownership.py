@@ -32,15 +32,6 @@ def learned(*intervals, calibrated=COST):
     return estimator
 
 
-def test_what_a_rank_executes_is_told_by_its_shares():
-    assert COST.executed_at(1.0) == 1.0
-    assert COST.executed_at(0.4) == pytest.approx(COST.gemm_share_at(0.6))
-    assert COST.executed_at(0.5, 0.2) == pytest.approx(COST.gemm_share_at(0.6))
-    assert COST.executed_at(1.5) == 1.5
-    assert COST.executed_at(0.0) == 0.0
-    assert Shares(owned=0.5).work != Shares().work
-
-
 @settings(deadline=None)
 @given(st.floats(0.05, 3.0), st.floats(0.3, 8.0))
 def test_times_are_at_even_shares_whatever_is_owned_at_first(owned, chi):
@@ -91,13 +82,6 @@ def test_a_wrong_curve_is_corrected_by_what_a_narrow_rank_takes(factor):
     estimator = learned(*[steps()] * 6, *[steps(0.4, cost=truth, moving_rest=MOVING_REST)] * 6)
     assert estimator.times.gemm_s == pytest.approx(GEMM_S, rel=0.06)
     assert estimator.cost.executed_at(0.4) == pytest.approx(truth.executed_at(0.4), rel=0.08)
-
-
-def test_the_steps_of_a_rank_without_any_units_tell_nothing_of_its_products():
-    estimator = learned(*[steps()] * 4)
-    before = estimator.times
-    estimator.learn([StepTimes(0.2, 0.0, 0.0, Shares(owned=0.0))] * 5)
-    assert estimator.times.gemm_s == before.gemm_s
 
 
 NARROW_TO_WIDE = [0.02, 0.15, 0.35, 0.5, 1.14, 1.8]

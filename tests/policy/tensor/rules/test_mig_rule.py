@@ -36,12 +36,6 @@ def test_all_work_is_done_in_the_work_conserving_bound(chis, rest_s):
     assert sum(divided.pruned) == 0.0
 
 
-def test_only_stragglers_lend():
-    times = [rank(1.0), rank(1.05), rank(4.0)]
-    divided = division(times, [False, False, True])
-    assert divided.lent[:2] == (0.0, 0.0) and 0.5 < divided.lent[2] < 0.8
-
-
 @pytest.mark.parametrize("chi", [2.0, 8.0])
 def test_no_grid_of_loans_is_faster_where_few_columns_take_longer_than_their_share(chi):
     times, slow = group(chi, 1.0, 1.3, 1.0, cost=REALISTIC)

@@ -139,15 +139,6 @@ def test_no_rank_owns_more_than_it_has_memory_for_and_what_fits_is_divided_best(
     assert max(with_room) == pytest.approx(min(with_room), rel=0.01)
 
 
-@given(MOST)
-def test_shares_that_fit_are_the_nearest_to_even_ones(most):
-    shares = fitting_shares(3, most)
-    assert sum(shares) == pytest.approx(3.0, abs=1e-4)
-    level = max(shares)
-    for share, limit in zip(shares, most, strict=True):
-        assert share == pytest.approx(min(level, limit), abs=1e-4)
-
-
 def test_the_ranks_that_are_not_slow_take_no_more_than_they_may():
     times = group(1.0, 1.0, 4.0)
     shares = wanted(times, most_s=1.05)
