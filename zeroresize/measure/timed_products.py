@@ -42,7 +42,7 @@ ROUNDS = 5
 _LEAST_SAMPLE_S, _MOST_REPEATS = 2e-3, 64
 #: A measurement that tells how fast ranks are is at least so long, and ranks that differ by a smaller share are taken
 #: to be equally fast.
-_LEAST_S, _ALIKE = 0.05, 0.05
+_LEAST_S = _ALIKE = 0.05
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from zeroresize.config.keys import PRUNING_MODES
 from zeroresize.plan.group import Loan, RankPlan, WorkloadPlan
 from zeroresize.plan.ownership import SHARE_DECIMALS, SegmentWork, owned_shares
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.tensor.costs import LEAST_SHARE
+from zeroresize.policy.tensor.costs import LEAST_SHARE, UNKNOWN
 from zeroresize.policy.tensor.estimation.calibration_steps import CalibrationSteps
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes, CommunicationEstimate
 from zeroresize.policy.tensor.estimation.curves import Floats, GroupTimes
@@ -32,8 +32,6 @@ from zeroresize.utils.hashing import fingerprint
 #: A rank is relieved if it is slower than the reference by so many standard deviations: to begin with pruning, to begin
 #: with lending, and to go on.
 CERTAINTY_LOSSY, CERTAINTY_EXACT, CERTAINTY = 3.5, 2.5, 2.0
-#: Of a rank that is relieved of something, its time at full work is not known: a standard deviation, as a share of it.
-UNSURE = 0.3
 #: A step at full work is due where γ changes by so much.
 _NEW = 0.1
 #: A change that saves less than this share of a step is made for nothing.
@@ -141,7 +139,7 @@ class Controller:
                 step_s,
                 float(latest.busy_s.max()),
                 is_new=is_in_doubt or any(now and abs(now - then) >= _NEW for now, then in changes),
-                is_unsure=float(deviations[relieved].max()) > UNSURE,
+                is_unsure=float(deviations[relieved].max()) > UNKNOWN,
             )
         return self._plan(step_s)
 

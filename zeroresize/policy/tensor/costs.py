@@ -16,6 +16,8 @@ from dataclasses import dataclass
 NUM_POINTS = 6
 #: Less than so much is nothing, of shares, factors and seconds; and nothing is more than the most.
 LEAST_SHARE, MOST = 1e-9, 1e9
+#: Relative standard deviation of what was not measured in training yet.
+UNKNOWN = 0.3
 #: How often an interval is halved to find a number within it: to a billionth.
 HALVINGS = 30
 

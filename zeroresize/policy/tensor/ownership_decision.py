@@ -195,7 +195,7 @@ class OwnershipDecision:
         ]
 
 
-@lru_cache(maxsize=64)
+@lru_cache
 def _products_of(owned: tuple[float, ...], segments: tuple[SegmentWork, ...]) -> tuple[float, ...]:
     """What each rank owns of the products, in whole units, in units of a rank's at even shares."""
     return (1.0,) * len(owned) if len(set(owned)) == 1 else owned_shares(owned, segments)

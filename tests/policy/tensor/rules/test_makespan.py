@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroresize.config import BalanceConfig
+from zeroresize.migration.transport import LoanRoute
 from zeroresize.policy.tensor.controller import Controller
 from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
 from zeroresize.policy.tensor.rules.makespan import makespan_division
-from zeroresize.policy.tensor.rules.sharing import WorkDivision
+from zeroresize.policy.tensor.rules.sharing import WorkDivision, borrowed_shares, loans_of
 
 
 @given(chis=groups, migration=migrations, budget=st.floats(0, 1), cost=st.sampled_from([LINEAR, REALISTIC]))
@@ -110,3 +111,26 @@ def test_an_update_of_thousands_of_ranks_takes_seconds(mode):
     collectives = CollectiveTimes(0.0, (0.0,) * len(chis), MigrationCost(1e-5, 1e-4))
     controller.update(times, collectives)
     assert controller.update(times, collectives).predicted_step_s < 3
+
+
+def test_what_is_lent_is_borrowed_by_those_who_have_room():
+    loans = loans_of([0.0, 0.5, 0.0, 0.25], capacities=[0.2, -1.0, 0.6, -1.0])
+    assert [(loan.owner, loan.share, loan.receivers) for loan in loans] == [(1, 0.5, (0, 2)), (3, 0.25, (0, 2))]
+    assert loans[0].parts == pytest.approx((0.25, 0.75))
+    assert borrowed_shares(loans, 4) == pytest.approx([0.1875, 0.0, 0.5625, 0.0])
+
+
+def test_without_room_anywhere_work_is_divided_evenly():
+    (loan,) = loans_of([0.5, 0.0, 0.0], capacities=[0.0, 0.0, -0.1])
+    assert loan.parts == (0.5, 0.5)
+
+
+def test_somebody_must_be_left_to_compute():
+    with pytest.raises(ValueError, match="no rank is left to compute"):
+        loans_of([0.5, 0.5])
+
+
+def test_receivers_without_columns_take_no_part():
+    route = LoanRoute.of_parts(0, (2, 1, 3), (0, 0, 5, 5))
+    assert (route.receivers, route.bounds, route.num_columns, route.part_of(1)) == ((1,), (0, 5), 5, slice(0, 5))
+    assert LoanRoute.of_parts(0, (1, 2), (0, 0, 0)).receivers == ()

@@ -22,7 +22,7 @@ from zeroresize.plan.group import Shares
 from zeroresize.policy.speed.change_of_level import change_of_level
 from zeroresize.policy.speed.meter import Reading, SpeedMeter, bounded
 from zeroresize.policy.speed.noise import JUMP
-from zeroresize.policy.tensor.costs import ResizingCost
+from zeroresize.policy.tensor.costs import MOST, UNKNOWN, ResizingCost
 from zeroresize.policy.tensor.estimation.cost_curve import CostCurve
 from zeroresize.policy.tensor.estimation.times import (
     DURATION,
@@ -31,7 +31,6 @@ from zeroresize.policy.tensor.estimation.times import (
     MOST_MOVING_REST,
     MOST_SECONDS,
     MOVING_REST,
-    MOVING_REST_ERROR,
     RankTimes,
     StepTimes,
     log_parts,
@@ -41,8 +40,6 @@ from zeroresize.utils.usual import usual_of
 
 #: Of a share s(f) that was measured by comparing products apart from training, and of a reference product.
 _COMPARISON_ERROR, _REFERENCE_ERROR = 0.04, 0.1
-#: How well is known what a reference takes beside the products of a step, before both were measured at one speed.
-_REFERENCE_PRIOR = 0.3
 
 
 @dataclass(eq=False)
@@ -66,8 +63,8 @@ class RankEstimator:
     #: Whether the speed of the multiplications has jumped since the rest was measured.
     _has_jumped: bool = field(default=False, init=False)
     #: Mean and variance of ρ, and of log(reference / M); the logarithm of a reference before that was known.
-    _moving_rest: tuple[float, float] = field(default=(MOVING_REST, MOVING_REST_ERROR**2), init=False)
-    _reference: tuple[float, float] = field(default=(0.0, _REFERENCE_PRIOR**2), init=False)
+    _moving_rest: tuple[float, float] = field(default=(MOVING_REST, UNKNOWN**2), init=False)
+    _reference: tuple[float, float] = field(default=(0.0, UNKNOWN**2), init=False)
     _first_reference: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -91,7 +88,7 @@ class RankEstimator:
         gemm_variance = self._gemm.variance + DURATION * self._gemm.noise.drift + self._curve.variance(gradient)
         rest_variance = self._rest.variance + DURATION * self._rest.noise.drift + slope**2 * self._moving_rest[1]
         spread_s = math.hypot(rest_s * math.sqrt(rest_variance), gemm_s * math.sqrt(gemm_variance))
-        deviation = min(spread_s / (rest_s + gemm_s), 1e3)
+        deviation = min(spread_s / (rest_s + gemm_s), MOST)
         scale = math.exp(self._gather_fill.level) if self._gather_fill.is_known else 1.0
         return RankTimes(rest_s, gemm_s, scale, self.cost, deviation, self._moving_rest[0])
 
@@ -197,7 +194,7 @@ class RankEstimator:
         contrast = gradient - gradient_before
         reading = self._gemm.take(values, executed - before, self._curve.variance(contrast), is_alike=False)
         # Where the rest, which pruning does not touch, has jumped alike, or no curve is so, it was the speed.
-        has_jumped = reading.has_jumped or (rest.has_jumped and 0.5 < reading.surprise / rest.surprise < 2.0)
+        has_jumped = reading.has_jumped or (rest.has_jumped and reading.surprise * rest.surprise > 0.0)
         is_forced = step.is_forced or self._is_forced  # odd numbers of columns cost more, which tells nothing of others
         has_jumped |= not (is_forced or self._curve.explains(contrast, reading.surprise, reading.variance))
         if not (has_jumped or is_forced):

@@ -24,8 +24,8 @@ LEAST_PART = 1e-4
 #: No step multiplies for less or takes longer.
 LEAST_SECONDS, MOST_SECONDS = LEAST_SHARE, MOST
 #: Of the rest of a step, the share that moves along when units do: what lies between the layers of a segment. What is
-#: believed before it was seen, with its standard deviation, and the most.
-MOVING_REST, MOVING_REST_ERROR, MOST_MOVING_REST = 0.2, 0.3, 0.9
+#: believed before it was seen, and the most.
+MOVING_REST, MOST_MOVING_REST = 0.2, 0.9
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,8 @@ class _Search:
         best = self.best(goal_s, fastest.level_s)
         plan = best if best.merit < math.inf else fastest
         level_s = np.array([plan.level_s])
-        pruned, lent, slack = np.zeros((3, self._num_ranks))
+        pruned = np.zeros(self._num_ranks)
+        lent, slack = pruned.copy(), pruned.copy()
         pruned[self._slowest_first] = ratios_to_reach(level_s, self._ratios, self._busy)[:, 0]
         migrating = self._slowest_first[: plan.num_migrating]
         prunes = plan.pruned > _NOTHING

@@ -1,4 +1,4 @@
-"""SEMI by the paper: its equations against brute force."""
+"""The paper's rules: its equations against brute force."""
 
 import pytest
 from helpers.virtual_training import FREE, REALISTIC, group, migrations, rank
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroresize.policy.tensor.costs import MigrationCost
-from zeroresize.policy.tensor.paper import migrated_share, num_migrating_by_benefit, semi_division
+from zeroresize.policy.tensor.paper import lending_ratios, migrated_share, num_migrating_by_benefit, semi_division
 
 
 @given(st.lists(st.floats(1.2, 10), min_size=1, max_size=6), st.integers(1, 4), migrations)
@@ -49,3 +49,8 @@ def test_what_remains_to_resize_aims_at_the_normal_ranks_with_the_work_they_took
     division = semi_division(times, slow, 1.0, FREE, 0.9, num_migrating=1)
     busy = division.busy_s(times)
     assert busy[1] == pytest.approx(max(busy[2], busy[3]), rel=1e-6)
+
+
+def test_the_papers_rule_is_equation_1_with_the_fastest_time():
+    times = [rank(1.0), rank(2.0), rank(1.0, rest_s=5.0, gemm_s=0.1)]
+    assert lending_ratios(times, [False, True, True], 1.0) == [0.0, pytest.approx(0.8 / 1.6), 1.0]
