@@ -58,12 +58,6 @@ def run_closed_loop(config, ranks, chi_at_update, num_updates):
     return np.array(trace)
 
 
-def test_every_rank_slow_at_once_is_nobody_slow():
-    ranks = [SimulatedRank() for _ in range(4)]
-    trace = run_closed_loop(BalanceConfig(mode="zero-rd"), ranks, lambda _: dict.fromkeys(range(4), 6.0), 6)
-    assert (trace == 0.0).all()
-
-
 def test_off_measures_but_never_prunes():
     controller = Controller(BalanceConfig(mode="off"), 2)
     plan = controller.update([rank(0.3, 0.7), rank(0.3, 5.6)])

@@ -57,19 +57,6 @@ def test_what_is_fitted_to_the_most_shares_fits_in_whole_units(memory, wanted):
         assert held <= limit * (1.0 + 1e-6)
 
 
-@given(st.lists(st.floats(0.05, 5.0), min_size=3, max_size=3), st.lists(st.floats(0.2, 3.0), min_size=3, max_size=3))
-def test_shares_that_fit_stay_and_others_keep_their_proportions_as_far_as_they_fit(wanted, most):
-    shares = normalised(wanted)
-    if math.fsum(most) < 3.0:
-        most = [share * 3.1 / math.fsum(most) for share in most]
-    fitted = nearest_fitting(shares, most)
-    if all(share <= limit for share, limit in zip(shares, most, strict=True)):
-        assert fitted == shares
-    assert all(share <= limit + 1e-4 for share, limit in zip(fitted, most, strict=True))
-    levels = [own / share for own, share, limit in zip(fitted, shares, most, strict=True) if own < limit * (1 - 1e-4)]
-    assert not levels or max(levels) == pytest.approx(min(levels), rel=1e-3)  # whoever has room is treated alike
-
-
 def test_every_rank_fills_the_same_part_of_its_memory():
     memory = GroupMemory((2000.0, 1000.0), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
     shares = memory.evenly_filled
