@@ -14,7 +14,7 @@ from zeroresize.config.keys import PRUNING_MODES
 from zeroresize.plan.group import Loan, RankPlan, WorkloadPlan
 from zeroresize.plan.ownership import SHARE_DECIMALS, SegmentWork, owned_shares
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.tensor.costs import LEAST_SHARE, UNKNOWN
+from zeroresize.policy.tensor.costs import UNKNOWN
 from zeroresize.policy.tensor.estimation.calibration_steps import CalibrationSteps
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes, CommunicationEstimate
 from zeroresize.policy.tensor.estimation.curves import Floats, GroupTimes
@@ -417,7 +417,7 @@ def _rounded(division: WorkDivision) -> WorkDivision:
     parts = 10**SHARE_DECIMALS
     return replace(
         division,
-        pruned=tuple(math.floor(share * parts + LEAST_SHARE) / parts for share in division.pruned),
+        pruned=tuple(math.floor(share * parts + 1.0 / parts) / parts for share in division.pruned),
         lent=tuple(round(share, SHARE_DECIMALS) for share in division.lent),
         slack=None if division.slack is None else tuple(round(more, SHARE_DECIMALS) for more in division.slack),
     )

@@ -34,13 +34,9 @@ _HOME = "home"
 class OwnershipDecision:
     """Decide who owns what in a group, update by update.
 
-    Args:
-        num_ranks: size of the group.
-        segments: in which units can change hands; none, and nothing moves.
-        bytes_of_units: bytes of the units of one rank at home, with all that moves along.
-
     Attributes:
-        segments: merged where they divide alike.
+        segments: in which units can change hands, merged where they divide alike; none, and nothing moves.
+        bytes_of_units: bytes of the units of one rank at home, with all that moves along.
         home: what units come home to, mean 1: even shares, or where memory does not suffice the nearest that fit.
         owned: what each rank owns by the last decision, mean 1.
         owned_before: what it owned before that.

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.group import Relief
-from zeroresize.policy.tensor.columns.differentiated import budget_ratios
+from zeroresize.policy.tensor.columns.priority import budget_ratios
 from zeroresize.policy.tensor.columns.selector import ColumnSelector
 from zeroresize.policy.tensor.paper import pridiff_ratios
 

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import PRIORITY_MODES
 from zeroresize.plan.group import Relief
-from zeroresize.policy.tensor.columns.differentiated import budget_ratios, relative_scores
 from zeroresize.policy.tensor.columns.order import decided_columns, num_lent, order_of_homes, pruned_of_order
-from zeroresize.policy.tensor.columns.priority import ColumnPriority
+from zeroresize.policy.tensor.columns.priority import ColumnPriority, budget_ratios, relative_scores
 from zeroresize.policy.tensor.paper import pridiff_ratios
 from zeroresize.policy.tensor.rules.sharing import pruned_by_segment
 
