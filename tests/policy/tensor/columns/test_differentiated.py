@@ -9,7 +9,7 @@ from zeroresize.config import BalanceConfig
 from zeroresize.plan.group import Relief
 from zeroresize.policy.tensor.columns.priority import budget_ratios
 from zeroresize.policy.tensor.columns.selector import ColumnSelector
-from zeroresize.policy.tensor.paper import pridiff_ratios
+from zeroresize.policy.tensor.rules.paper import pridiff_ratios
 
 statistics = st.lists(st.floats(0.0, 1e3), min_size=4, max_size=40).map(np.array)
 ratios = st.floats(0.05, 0.9)

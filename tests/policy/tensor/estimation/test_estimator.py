@@ -74,14 +74,14 @@ def test_a_jump_under_one_plan_is_one_of_speed(chi, shares):
 
 @pytest.mark.parametrize("chi", [0.25, 4.0])
 def test_a_jump_right_before_a_new_plan_is_unsure_until_a_calibration_step_tells(chi):
-    told = learned(*[steps(chi=2.0)] * 4, with_calibration_step(0.6, chi=chi))
-    assert told.times.gemm_s == pytest.approx(chi * GEMM_S, rel=0.03)
+    corrected = learned(*[steps(chi=2.0)] * 4, with_calibration_step(0.6, chi=chi))
+    assert corrected.times.gemm_s == pytest.approx(chi * GEMM_S, rel=0.03)
     surprised = learned(*[steps()] * 4, steps(0.6, chi=chi))
     expected = learned(*[steps()] * 4, steps(0.6))
     assert surprised.times.deviation > 0.15 > 0.05 > expected.times.deviation
     surprised.learn(steps(chi=chi))
     assert surprised.times.gemm_s == pytest.approx(chi * GEMM_S, rel=0.05)
-    for estimator in (told, surprised):
+    for estimator in (corrected, surprised):
         assert estimator.cost.gemm_share_at(0.6) == pytest.approx(0.5, rel=0.1)
 
 

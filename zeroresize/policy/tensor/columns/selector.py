@@ -21,7 +21,7 @@ from zeroresize.config.keys import PRIORITY_MODES
 from zeroresize.plan.group import Relief
 from zeroresize.policy.tensor.columns.order import decided_columns, num_lent, order_of_homes, pruned_of_order
 from zeroresize.policy.tensor.columns.priority import ColumnPriority, budget_ratios, relative_scores
-from zeroresize.policy.tensor.paper import pridiff_ratios
+from zeroresize.policy.tensor.rules.paper import pridiff_ratios
 from zeroresize.policy.tensor.rules.sharing import pruned_by_segment
 
 Columns = NDArray[np.int64]

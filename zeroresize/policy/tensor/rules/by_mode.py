@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.ownership import SegmentWork, owned_shares
-from zeroresize.policy.tensor import paper
 from zeroresize.policy.tensor.costs import MigrationCost
 from zeroresize.policy.tensor.estimation.curves import GroupTimes
 from zeroresize.policy.tensor.estimation.times import RankTimes
+from zeroresize.policy.tensor.rules import paper
 from zeroresize.policy.tensor.rules.makespan import WORTHWHILE, makespan_division
 from zeroresize.policy.tensor.rules.ownership import fitting_shares, owned_step_s, wanted_shares
 from zeroresize.policy.tensor.rules.ratio import pruning_ratios, slowest_normal_s

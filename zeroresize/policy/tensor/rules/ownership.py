@@ -100,8 +100,7 @@ def wanted_shares(
     if not any(are_stragglers) or not segments:
         return home
     are_slow = np.array(are_stragglers, dtype=bool)
-    most_R = np.full(num_ranks, np.inf) if most_shares is None else np.array(most_shares)
-    shares_R = _balanced(*_work_curves(GroupTimes.of(times), are_slow, noise), are_slow, most_s, most_R)
+    shares_R = _balanced(*_work_curves(GroupTimes.of(times), are_slow, noise), are_slow, most_s)
     if not any(segment.min_units for segment in segments):
         # Every rank keeps some units: without any nobody would see that it has recovered. A rank with at least the
         # share of one quantum gets one; raising shares lowers all of them a little.
@@ -164,24 +163,19 @@ def _work_curves(times: GroupTimes, are_slow: np.ndarray, noise: float) -> tuple
     return owned_RP, np.maximum.accumulate(seconds_RP, axis=1), moving_s + gemm_s * times.widening[:, None]
 
 
-def _balanced(
-    owned_RP: Floats, seconds_RP: Floats, more_s_R1: Floats, are_slow: np.ndarray, most_s: float, most_R: Floats
-) -> Floats:
+def _balanced(owned_RP: Floats, seconds_RP: Floats, more_s_R1: Floats, are_slow: np.ndarray, most_s: float) -> Floats:
     """[R] the shares that are done at the time at which all work is, mean 1; of ranks that are not slow by ``most_s``.
 
-    What is left then is divided among the slow ones as if they went on until all is done. None has more than
-    ``most_R``.
+    What is left then is divided among the slow ones as if they went on until all is done.
     """
     num_ranks, whole_s_R1 = len(owned_RP), seconds_RP[:, -1:]
 
     def done(level_s: float) -> Floats:
         levels_s_R1 = np.full((num_ranks, 1), level_s)
         more = np.maximum(levels_s_R1 - whole_s_R1, 0.0) / more_s_R1
-        return np.minimum((done_within(levels_s_R1, owned_RP, seconds_RP) + more)[:, 0], most_R)
+        return (done_within(levels_s_R1, owned_RP, seconds_RP) + more)[:, 0]
 
     low_s, high_s = float(seconds_RP[:, 0].min()), float(whole_s_R1.max())
-    if np.isfinite(most_R).any():  # who has little memory leaves more to the others than at even shares
-        high_s = float((whole_s_R1 + num_ranks * more_s_R1).max())
     for _ in range(HALVINGS):
         middle_s = (low_s + high_s) / 2
         low_s, high_s = (middle_s, high_s) if np.cumsum(done(middle_s))[-1] < num_ranks else (low_s, middle_s)

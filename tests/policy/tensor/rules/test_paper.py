@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroresize.policy.tensor.costs import MigrationCost
-from zeroresize.policy.tensor.paper import lending_ratios, migrated_share, num_migrating_by_benefit, semi_division
+from zeroresize.policy.tensor.rules.paper import lending_ratios, migrated_share, num_migrating_by_benefit, semi_division
 
 
 @given(st.lists(st.floats(1.2, 10), min_size=1, max_size=6), st.integers(1, 4), migrations)
@@ -41,6 +41,7 @@ def test_forced_numbers_of_migrating_ranks_go_from_resizing_to_migrating_only():
     for count in range(5):
         division = semi_division(times, slow, 1.0, FREE, 0.9, num_migrating=count)
         assert [share > 0 for share in division.lent] == [place < count for place in range(8)]
+        assert all(pruned + lent <= 0.9 + 1e-9 for pruned, lent in zip(division.pruned, division.lent, strict=True))
         assert [share > 0.02 for share in division.pruned[count:4]] == [True] * (4 - count)
 
 
