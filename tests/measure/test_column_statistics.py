@@ -101,15 +101,6 @@ def test_variation_in_bf16_counts_changes_below_its_resolution_right_on_average(
     run_ranks(check, 1)
 
 
-def test_metrics_tell_the_memory_of_the_statistic(run_ranks):
-    def bytes_held(rank, group):
-        run = Run(group, mode="zero-pri", priority="variation", paper={"snapshot": "bf16"})
-        weights = run.model.up.weight.numel() + run.model.down.weight.numel()
-        return run.balancer.metrics()["balance/statistic_bytes"] / weights
-
-    assert run_ranks(bytes_held, 2) == [2.0, 2.0]
-
-
 def test_activation_norms_are_of_the_training_forwards_of_sampled_steps(run_ranks):
     """An epoch's first step and every tenth after it, with two forwards each; evaluation is no training. A row-parallel
     layer sees its own slice."""
@@ -228,17 +219,7 @@ def test_path_length_does_not_count_steps_that_freezing_takes_back(run_ranks):
     run_ranks(check, 2)
 
 
-def test_layers_of_any_precision_have_a_statistic(run_ranks):
-    @for_each([(dtype, kind) for dtype in (torch.float64, torch.bfloat16) for kind in KINDS])
-    def check(rank, group, dtype, kind):
-        training = Training(group, kind, dtype=dtype)
-        training.train(range(3))
-        assert all(np.isfinite(values).all() for values in training.statistic.take().values())
-
-    run_ranks(check, 1)
-
-
-def test_a_statistic_saved_within_an_epoch_goes_on_as_if_uninterrupted(run_ranks):
+def test_whatever_the_statistic_it_goes_on_from_a_state_and_takes_any_precision_and_frozen_weights(run_ranks):
     @for_each([(kind,) for kind in KINDS])
     def check(rank, group, kind):
         def parts(training):
@@ -258,25 +239,22 @@ def test_a_statistic_saved_within_an_epoch_goes_on_as_if_uninterrupted(run_ranks
             assert np.isfinite(first[name]).all() and (first[name] > 0).any()
             assert first[name].tolist() == second[name].tolist()
 
+        for dtype in (torch.float64, torch.bfloat16):
+            training = Training(group, kind, dtype=dtype)
+            training.train(range(3))
+            assert all(np.isfinite(values).all() for values in training.statistic.take().values())
+        # A weight does not move because nobody trains it, which says nothing of its importance.
+        training = Training(group, kind, frozen=["second"] if kind["priority"] != "activation" else [])
+        training.train(range(4))
+        unknown = [name for name, values in training.statistic.take().items() if np.isnan(values).all()]
+        assert unknown == (["second"] if kind["priority"] != "activation" else [])
+
     run_ranks(check, 1)
 
 
-def test_change_of_a_weight_that_is_not_trained_is_unknown(run_ranks):
-    """It does not move because nobody trains it, which says nothing of its importance."""
-
-    @for_each([(kind,) for kind in KINDS if kind["priority"] != "activation"])
+def test_a_closed_statistic_sees_nothing_more(run_ranks):
+    @for_each([(ActivationNorms,), (PathLength,)])
     def check(rank, group, kind):
-        training = Training(group, kind, frozen=["second"])
-        training.train(range(4))
-        return {name: bool(np.isnan(values).all()) for name, values in training.statistic.take().items()}
-
-    (results,) = run_ranks(check, 1)
-    assert results and all(result == {"first": False, "second": True, "third": False} for result in results)
-
-
-@pytest.mark.parametrize("kind", [ActivationNorms, PathLength])
-def test_a_closed_statistic_sees_nothing_more(run_ranks, kind):
-    def check(rank, group):
         priority = {ActivationNorms: "activation", PathLength: "path_length"}[kind]
         with instances_of(kind) as statistics:
             run = Run(group, mode="zero-pri", priority=priority, update_every=1)

@@ -38,14 +38,6 @@ class Listener:
         """It counts waits only."""
 
 
-@pytest.fixture
-def listener():
-    listener = Listener()
-    waits.listen(listener)
-    yield listener
-    waits.stop_listening(listener)
-
-
 def backward_that_ends_with(callback):
     """Queues ``callback`` as DDP's reducer does: with the last gradient, so after the layers' products."""
     w = torch.ones(3, requires_grad=True)
@@ -55,33 +47,24 @@ def backward_that_ends_with(callback):
     product.sum().backward()
 
 
-def test_what_ends_a_backward_is_one_wait(listener):
-    backward_that_ends_with(lambda: time.sleep(BUSY_S))
-    assert listener.num_waits == 1
-    assert listener.waited_s >= BUSY_S
-
-
-def test_a_collective_at_the_end_of_backward_is_not_counted_twice(listener):
-    watched = waits._watched(time.sleep)
-    backward_that_ends_with(lambda: watched(BUSY_S))
-    assert listener.num_waits == 1
-    assert listener.waited_s >= BUSY_S
-
-
-def test_waits_are_counted_again_after_a_backward_that_failed_at_its_end(listener):
+def test_what_ends_a_backward_is_one_wait_also_a_collective_and_after_a_backward_that_failed():
     def fail():
         raise RuntimeError("a replica has died")
 
+    listener = Listener()
+    waits.listen(listener)
+    waits.watch_end_of_backward()
+    assert listener.num_waits == 0, "outside of a backward there is no end to watch"
+    for number, sleep in enumerate((time.sleep, waits._watched(time.sleep)), start=1):
+        before_s = listener.waited_s
+        backward_that_ends_with(lambda sleep=sleep: sleep(BUSY_S))
+        assert listener.num_waits == number and listener.waited_s - before_s >= BUSY_S
     with pytest.raises(RuntimeError, match="a replica has died"):
         backward_that_ends_with(fail)
     before_s = listener.waited_s
     backward_that_ends_with(lambda: time.sleep(BUSY_S))
     assert listener.waited_s - before_s >= BUSY_S
-
-
-def test_outside_of_a_backward_there_is_no_end_to_watch(listener):
-    waits.watch_end_of_backward()
-    assert listener.num_waits == 0
+    waits.stop_listening(listener)
 
 
 class Block(nn.Module):

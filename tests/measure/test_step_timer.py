@@ -11,7 +11,7 @@ import torch.distributed as dist
 from zeroresize.config import BalanceConfig
 from zeroresize.measure import rank_monitor
 from zeroresize.measure.clocks import HostClock, clock_for
-from zeroresize.measure.step_timer import StepTimer
+from zeroresize.measure.step_timer import LayerTimer, StepTimer
 from zeroresize.plan.group import Shares
 
 
@@ -70,29 +70,6 @@ def test_what_lies_before_the_first_product_is_outside_but_for_its_waits(clock, 
     assert times.inside.busy_s == 122.0
 
 
-def test_what_another_model_does_between_two_steps_is_outside(clock, timer):
-    timer.begin_step()
-    clock.advance(3.0)
-    timer.backward_ends()  # of another model
-    clock.advance(4.0)
-    timer.wait_begins()
-    clock.advance(2.0)
-    timer.wait_ends()
-    timer.product_begins()
-    clock.advance(1.0)
-    timer.product_ends()
-    timer.wait_begins()
-    clock.advance(5.0)
-    timer.wait_ends()
-    timer.backward_ends()
-    timer.wait_begins()  # as where gradients are clipped
-    clock.advance(6.0)
-    timer.wait_ends()
-    (times,) = timer.end_step()
-    assert (times.outside_s, times.outside_wait_s) == (3.0 + 4.0, 2.0)
-    assert (times.inside.busy_s, times.inside.wait_s) == (1.0, 5.0 + 6.0)
-
-
 def test_step_that_the_device_has_not_passed_is_read_at_the_next_end(clock, timer):
     clock.passed = 0.0
     one_step(clock, timer, 0.25)
@@ -132,58 +109,46 @@ def test_measuring_has_a_price_in_proportion_to_what_was_measured(clock, timer):
     assert timer.timer_s == pytest.approx(4.5 * empty)  # 9 marks against 2
 
 
-def collectives_of_torch(group):
-    x = torch.ones(4)
-    return {
-        "all_reduce": lambda: dist.all_reduce(x, group=group),
-        "async all_reduce": lambda: dist.all_reduce(x, group=group, async_op=True).wait(),
-        "all_gather": lambda: dist.all_gather([torch.empty(4) for _ in range(2)], x, group=group),
-        "broadcast": lambda: dist.broadcast(x, src=0, group=group),
-        "barrier": lambda: dist.barrier(group=group),
-    }
+def test_waiting_for_a_late_rank_is_not_busy_time_whoever_calls_the_collective_or_in_which_thread(run_ranks):
+    """The late rank sleeps before each collective; the other's busy time does not see it, nor does it lose its own.
 
-
-def test_waiting_for_a_late_rank_is_not_busy_time_whoever_calls_the_collective(run_ranks):
-    """The late rank sleeps before each collective; the other's busy time does not see it, nor does it lose its own."""
+    A checkpoint saved in the background waits for its collectives while this thread computes.
+    """
 
     def measure(rank, group):
-        timer = StepTimer(HostClock())
-        busy = {}
-        for name, collective in collectives_of_torch(group).items():
+        x, timer, busy = torch.ones(4), StepTimer(HostClock()), {}
+        collectives = {
+            "async all_reduce": lambda: dist.all_reduce(x, group=group, async_op=True).wait(),
+            "all_gather": lambda: dist.all_gather([torch.empty(4) for _ in range(2)], x, group=group),
+            "broadcast": lambda: dist.broadcast(x, src=0, group=group),
+            "barrier": lambda: dist.barrier(group=group),
+        }
+        for name, collective in collectives.items():
             dist.barrier(group=group)
             timer.begin_step()
             time.sleep(0.3 if rank == 1 else 0.05)
             collective()
             busy[name] = timer.end_step()[0].busy_s
-        return busy
-
-    early, late = run_ranks(measure, 2)
-    for name in early:
-        if name != "broadcast":  # its source waits for nobody
-            assert early[name] < 0.2, name
-        assert early[name] >= 0.05
-        assert 0.3 <= late[name] < 0.5, name
-
-
-def test_waits_of_other_threads_hold_up_nobody(run_ranks):
-    """A checkpoint saved in the background waits for its collectives while this thread computes."""
-
-    def measure(rank, group):
         background = dist.new_group([0, 1])
-        timer = StepTimer(HostClock())
         dist.barrier(group=group)
         timer.begin_step()
         thread = threading.Thread(target=dist.barrier, kwargs={"group": background})
         if rank == 0:
             thread.start()
-        time.sleep(0.4)
-        busy_s = timer.end_step()[0].busy_s
+        time.sleep(0.3)
+        in_background_s = timer.end_step()[0].busy_s
         if rank == 1:
             thread.start()
         thread.join()
-        return busy_s
+        return busy, in_background_s
 
-    assert min(run_ranks(measure, 2)) >= 0.4
+    (early, beside_early_s), (late, beside_late_s) = run_ranks(measure, 2)
+    for name in early:
+        if name != "broadcast":  # its source waits for nobody
+            assert early[name] < 0.2, name
+        assert early[name] >= 0.05
+        assert 0.3 <= late[name] < 0.5, name
+    assert min(beside_early_s, beside_late_s) >= 0.3
 
 
 def test_what_happens_beside_the_main_stream_is_not_counted(clock, timer):
@@ -205,16 +170,24 @@ def test_marks_are_given_back_once_read_and_when_dropped(clock, timer):
     assert len(clock.recycled) == 17  # the end of a dropped step was never marked
 
 
-def test_a_step_of_any_number_of_products_is_measured_in_little_memory(clock, timer):
+def test_a_step_of_any_number_of_products_is_measured_in_little_memory_layer_by_layer(clock, timer):
+    """With as many marks as without names; half of each product multiplies."""
+    probes = [LayerTimer(timer, name) for name in ("up", "down")]
     timer.begin_step()
-    for _ in range(200_000):
-        timer.product_begins()
-        timer.gemm_begins(())
-        clock.advance(0.25)
-        timer.gemm_ends(())
-        timer.product_ends()
+    for _ in range(20_000):
+        for probe, seconds in zip(probes, (0.25, 0.5), strict=True):
+            clock.advance(0.5)
+            probe.product_begins()
+            clock.advance(seconds / 2)
+            probe.gemm_begins(())
+            clock.advance(seconds / 2)
+            probe.gemm_ends(())
+            probe.product_ends()
     assert len(timer._step.marks) < 10_000
-    assert timer.end_step()[0].gemm_s == 50_000.0
+    num_marks = timer._step.num_marks
+    (times,) = timer.end_step()
+    assert num_marks == 2 + 4 * 2 * 20_000
+    assert times.layers == {"up": 5_000.0, "down": 10_000.0} and times.gemm_s == times.gather_fill_s == 7_500.0
 
 
 def test_marks_that_the_device_has_not_passed_are_kept_however_many(clock, timer):

@@ -1,6 +1,5 @@
 """The simulator against what can be told by hand, and what it says of the controller."""
 
-import math
 import statistics
 
 import pytest
@@ -47,8 +46,8 @@ def test_a_forced_ratio_costs_what_the_cost_says():
     assert result.pruned_share == pytest.approx(0.25)
 
 
-@pytest.mark.parametrize("chi", [1.5, 2.0, 4.0, 8.0])
-@pytest.mark.parametrize("slope", [0.8, 0.85, 0.9, 1.0, 1.2])
+@pytest.mark.parametrize("chi", [1.5, 4.0])
+@pytest.mark.parametrize("slope", [0.8, 0.9, 1.2])
 def test_a_wrong_calibration_does_not_make_a_straggler_start_and_stop_for_ever(slope, chi):
     """Where pruning really saves γ and the calibration says slope · γ."""
     ratios = LINEAR.ratios
@@ -58,7 +57,7 @@ def test_a_wrong_calibration_does_not_make_a_straggler_start_and_stop_for_ever(s
     assert sum(result.step_s[100:]) / 300 <= 1.1 * 1.5
 
 
-@pytest.mark.parametrize("chi", [1.5, 2.0, 4.0, 8.0])
+@pytest.mark.parametrize("chi", [1.5, 8.0])
 def test_steps_at_full_work_cost_a_hundredth(chi):
     result = simulate(BalanceConfig(mode="zero-rd"), cluster(1.0, chi), 3000)
     usual_s = statistics.median(result.step_s[100:])
@@ -67,8 +66,7 @@ def test_steps_at_full_work_cost_a_hundredth(chi):
     assert 1.005 < statistics.mean(result.step_s[100:]) / usual_s <= 1.0105
 
 
-@pytest.mark.parametrize("slope", [0.7, 0.85, 1.0, 1.1])
-@pytest.mark.parametrize("chi", [2.0, 4.0])
+@pytest.mark.parametrize(("slope", "chi"), [(0.7, 4.0), (1.0, 2.0), (1.1, 4.0)])
 def test_a_straggler_that_recovers_slowly_is_let_go_whatever_the_calibration_said(slope, chi):
     """χ falls over 600 steps, by so little an update that nothing jumps."""
     ratios = LINEAR.ratios
@@ -86,9 +84,8 @@ def test_a_straggler_that_recovers_slowly_is_let_go_whatever_the_calibration_sai
     assert max(straggler[75:]) == 0.0, "half of the tolerance of 10 % is reached at step 670 at the latest"
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-@pytest.mark.parametrize("noise", [0.0, 0.03])
-@pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
+@pytest.mark.parametrize("num_ranks", [2, 8])
+@pytest.mark.parametrize(("chi", "noise"), [(2.0, 0.03), (4.0, 0.0), (8.0, 0.03)])
 def test_a_straggler_that_comes_and_goes_is_met_within_three_updates(chi, noise, num_ranks):
     """Also one that is another rank each epoch of eight updates; γ is steady within 0.05 from then on."""
     config = BalanceConfig(mode="zero-rd")
@@ -104,8 +101,8 @@ def test_a_straggler_that_comes_and_goes_is_met_within_three_updates(chi, noise,
         assert updates <= 3 and swing <= 0.05
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("num_ranks", [2, 8])
+@pytest.mark.parametrize("seed", range(4))
 def test_noise_of_a_tenth_neither_holds_a_straggler_back_nor_lets_it_wander(num_ranks, seed):
     """A rank that has recovered is measured at full work before any of what it did under pruning counts again."""
     chi = lambda step: [1.0] * (num_ranks - 1) + [4.0 if 40 <= step < 160 else 1.0]  # noqa: E731
@@ -120,11 +117,3 @@ def test_a_rank_that_is_slow_for_an_interval_only_is_left_alone(chi):
     """As ranks of shared machines are, now and then."""
     brief = cluster(chi=lambda step: (1.0, chi if 50 <= step < 60 else 1.0))
     assert max(update[1] for update in simulate(BalanceConfig(mode="zero-rd"), brief, 200).ratios) == 0.0
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_a_straggler_of_drifting_speed_costs_little_more_than_its_own_drift(num_ranks):
-    """χ between 1 and 4 over 320 steps: decisions are two updates late, in which it drifts by at most 0.6."""
-    drifting = cluster(chi=lambda step: [1.0] * (num_ranks - 1) + [2.5 + 1.5 * math.sin(2 * math.pi * step / 320)])
-    result = simulate(BalanceConfig(mode="zero-rd"), drifting, 640)
-    assert statistics.mean(result.step_s[40:]) <= 1.0 + 0.8 * 0.6

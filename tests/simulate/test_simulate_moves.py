@@ -47,26 +47,7 @@ def bound_s(num_ranks, chi):
     return REST_S + GEMM_S * num_ranks / (num_ranks - 1 + 1 / chi)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-@pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
-def test_a_straggler_costs_what_nobody_can_spare_and_no_more(chi, num_ranks):
-    slow = cluster(last_is_slow(num_ranks, chi))
-    run, baseline = simulate(EXACT, slow, 600), simulate(OFF, slow, 600)
-    settled_s, baseline_s = (statistics.fmean(own.step_s[200:]) for own in (run, baseline))
-    least_s = bound_s(num_ranks, chi)
-    assert settled_s <= 1.035 * least_s
-    assert run.pruned_share == 0.0
-    assert run.lent[-1] == [0.0] * num_ranks
-    # Of noise alone a group of so many ranks loses as much, whatever it does.
-    noise_s = statistics.fmean(simulate(OFF, cluster(lambda _: [1.0] * num_ranks), 400).step_s) - 1.0
-    assert (baseline_s - settled_s) / (baseline_s - least_s - noise_s) >= 0.95
-
-
-@pytest.mark.few(9)
-@pytest.mark.parametrize("noise", [0.0, 0.02, 0.05])
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-@pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
+@pytest.mark.parametrize(("chi", "num_ranks", "noise"), [(2.0, 8, 0.02), (4.0, 4, 0.0), (4.0, 2, 0.05), (8.0, 8, 0.05)])
 def test_units_go_where_they_are_computed_fast_and_come_home(chi, num_ranks, noise):
     run = simulate(EXACT, cluster(last_is_slow(num_ranks, chi, 100, 400), noise=noise), 700)
     home = (1.0,) * num_ranks
@@ -77,14 +58,6 @@ def test_units_go_where_they_are_computed_fast_and_come_home(chi, num_ranks, noi
     there, *_, back = [step for step, *_ in run.moves]
     assert 100 < there <= 200 and 400 < back <= 450
     assert len(run.moves) <= 3
-
-
-@pytest.mark.parametrize(
-    "config", [{"paper": {"semi_rule": "paper"}}, {"paper": {"num_migrating": 1}}, {"moves": False}]
-)
-def test_where_units_may_not_move_they_stay(config):
-    run = simulate(BalanceConfig(mode="semi", **config), cluster(last_is_slow(4, 4.0)), 300)
-    assert run.moves == [] and set(run.owned) == {(1.0,) * 4}
 
 
 def test_without_segments_all_is_as_without_moves():

@@ -72,7 +72,7 @@ def test_work_of_which_the_balancer_is_told_is_followed_at_once(during, delay):
     assert trace.boundaries[20 + delay - 1] == UNIFORM and trace.boundaries[20 + delay] != UNIFORM
 
 
-@pytest.mark.parametrize(("every", "is_known"), [(4, True), (6, True), (10, True), (15, True), (10, False)])
+@pytest.mark.parametrize(("every", "is_known"), [(4, True), (10, True), (10, False)])
 def test_work_that_changes_to_and_fro_is_never_much_worse_than_off(every, is_known):
     """Halves of the layers alternate, and no division is good for both: what moves lose is noticed, and undone."""
     num_steps = 300
@@ -123,31 +123,17 @@ def test_a_stage_that_recovers_gets_its_layers_back(num_stages, every):
     assert np.mean(trace.step_s[300:]) < 1.03 * np.mean(static.step_s[300:])
 
 
-def test_where_work_is_known_to_change_moves_pay_until_then():
-    """Every 20 steps the program says that work has changed, and profiles lie 10 apart: a move saves over 15 steps."""
-    work = np.ones((200, LAYERS))
-    for step in range(20, 200):
-        work[step, :8] = (0.5, 0.2)[step // 20 % 2]
-    loads = LayerLoads(0.001 * work, 0.002 * work, np.full(LAYERS, 4e6))
-    cluster = PipelineCluster(4, move=MoveCost(0.0, 0.05), links=MoveCost(0.0, 0.05))
-    known = balanced(loads, cluster, changes=range(19, 200, 20))
-    unknown = balanced(loads, cluster)
-    static = simulate_pipeline(loads, cluster, UNIFORM, num_microbatches=MICRO)
-    assert known.total_s < static.total_s and known.total_s <= unknown.total_s
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_no_division_is_faster_than_the_oracle(schedule):
-    """All 455 divisions of 16 layers on 4 stages, with a slow device, in steps of other work each."""
+    """All 55 divisions of 12 layers on 3 stages, with a slow device, in steps of other work each."""
     random = np.random.default_rng(5)
-    num_steps = 6
-    work = random.uniform(0.2, 2.0, (num_steps, LAYERS))
-    loads = LayerLoads(0.001 * work, 0.002 * work, np.full(LAYERS, 4e6))
-    speeds = random.choice([0.5, 1.0], (num_steps, 4))
-    cluster = PipelineCluster(4, speeds)
+    num_steps, num_layers = 6, 12
+    work = random.uniform(0.2, 2.0, (num_steps, num_layers))
+    loads = LayerLoads(0.001 * work, 0.002 * work, np.full(num_layers, 4e6))
+    cluster = PipelineCluster(3, random.choice([0.5, 1.0], (num_steps, 3)))
     oracle = np.array(simulate_oracle(loads, cluster, num_microbatches=MICRO, schedule=schedule).step_s)
     best = np.full(num_steps, np.inf)
-    for partition in all_partitions(LAYERS, 4):
+    for partition in all_partitions(num_layers, 3):
         trace = simulate_pipeline(loads, cluster, partition.boundaries, num_microbatches=MICRO, schedule=schedule)
         best = np.minimum(best, trace.step_s)
     assert (oracle <= 1.01 * best).all() and oracle.mean() <= 1.003 * best.mean()

@@ -9,7 +9,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from zeroresize.comm.exchange import Meet
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.measure.timed_products import FIRST_TOKENS, ROUNDS, ProductShape, random_operands, watch_products
+from zeroresize.measure.timed_products import FIRST_TOKENS, ROUNDS, ProductShape, time_in_turn
 from zeroresize.migration.lender import make_transport
 from zeroresize.migration.transport import LoanRoute, Transport, bounds_of_parts
 from zeroresize.plan.layer import LayerPlan
@@ -124,11 +124,13 @@ def measure_resizing_cost(
     pruned, gemm_s, gather_fill_s = [0.0] * NUM_POINTS, [0.0] * NUM_POINTS, [0.0] * NUM_POINTS
     for shape, count in counts.items():
         plans = [_spread_plan(ratio, shape, config) for ratio in spread_ratios(config.max_ratio)]
-        measured = _measure_shape(examples[shape], shape, plans, budget_s / len(counts))
-        for point, (plan, (multiplying_s, rest_s)) in enumerate(zip(plans, measured, strict=True)):
+        cases = [(shape, plan) for plan in plans]
+        measured = time_in_turn(examples[shape], cases, budget_s / len(counts), fewest_tokens=FIRST_TOKENS // 2)
+        for point, (plan, rounds) in enumerate(zip(plans, measured, strict=True)):
             pruned[point] += count * shape.work * (plan.pruned_share if plan else 0.0)
-            gemm_s[point] += count * multiplying_s
-            gather_fill_s[point] += count * rest_s
+            # The fastest round counts, as noise only adds time.
+            gemm_s[point] += count * min(multiplying_s for _, multiplying_s in rounds)
+            gather_fill_s[point] += count * max(min(all_s - part_s for all_s, part_s in rounds), 0.0)
     if not gemm_s[0] > 0.0:  # there was no training, or the clock did not advance
         return ResizingCost.linear(config.max_ratio)
     work = sum(count * shape.work for shape, count in counts.items())
@@ -137,31 +139,6 @@ def measure_resizing_cost(
         ratios = spread_ratios(config.max_ratio)
     gemm_share = tuple(max(seconds, LEAST_SECONDS) / gemm_s[0] for seconds in gemm_s)
     return ResizingCost(ratios, gemm_share, (0.0, *gather_fill_s[1:]))
-
-
-def _measure_shape(
-    layer: BalancedLinear, shape: ProductShape, plans: Sequence[LayerPlan | None], budget_s: float
-) -> list[tuple[float, float]]:
-    """Measure under every plan the seconds that the three products multiply, and gather and fill, of all tokens.
-
-    Plans are measured in turn, so that drift hits all alike; the fastest round counts, as noise only adds time.
-    """
-    num_tokens = min(shape.num_tokens, FIRST_TOKENS)
-    operands = random_operands(shape, num_tokens)
-    watch_products(layer, *operands, None)  # first calls set up threads and libraries
-    of_token_s = watch_products(layer, *operands, None).products_s / num_tokens
-    affordable = budget_s / (max(of_token_s, LEAST_SECONDS) * len(plans) * ROUNDS)
-    num_tokens = min(shape.num_tokens, max(num_tokens // 2, int(affordable)))
-    operands = random_operands(shape, num_tokens)
-    rounds = [[watch_products(layer, *operands, plan) for plan in plans] for _ in range(ROUNDS)]
-    scale = shape.num_tokens / num_tokens
-    return [
-        (
-            scale * min(watched.gemm_s for watched in of_plan),
-            scale * max(min(watched.products_s - watched.gemm_s for watched in of_plan), 0.0),
-        )
-        for of_plan in zip(*rounds, strict=True)
-    ]
 
 
 def _spread_plan(ratio: float, shape: ProductShape, config: BalanceConfig) -> LayerPlan | None:

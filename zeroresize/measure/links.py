@@ -20,7 +20,8 @@ from zeroresize.utils.usual import usual_of
 
 #: Bytes of a small and of a large message, and how often each is sent. The median of each size counts: a freak of the
 #: machine must not make a link look slow, nor fast.
-_SMALL, _LARGE, _ROUNDS = 2**10, 2**22, 5
+_SMALL, _ROUNDS = 2**10, 5
+_LARGE = (2 * _SMALL) ** 2
 #: How many round trips of each size tell a neighbour's link, beside the first ones; the shorter one counts. They are
 #: few, so that links can be measured again and again while a model trains.
 _ROUND_TRIPS = 2
@@ -67,7 +68,7 @@ def measure_messages(process_group: ProcessGroup, device: torch.device, over: Ch
 
 
 def measure_neighbour_links(
-    process_group: ProcessGroup, device: torch.device, over: Channel | None = None, *, num_bytes: int = 2**20
+    process_group: ProcessGroup, device: torch.device, over: Channel | None = None, *, num_bytes: int = _SMALL**2
 ) -> tuple[MoveCost, ...]:
     """Measure what a message between each two neighbouring ranks takes, as stages of a pipeline send them; collective.
 

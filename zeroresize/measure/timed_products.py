@@ -42,7 +42,7 @@ ROUNDS = 5
 _LEAST_SAMPLE_S, _MOST_REPEATS = 2e-3, 64
 #: A measurement that tells how fast ranks are is at least so long, and ranks that differ by a smaller share are taken
 #: to be equally fast.
-_LEAST_S, _ALIKE = 0.05, 0.05
+_LEAST_S = _ALIKE = 0.05
 
 logger = logging.getLogger(__name__)
 
@@ -83,69 +83,88 @@ def random_operands(shape: ProductShape, num_tokens: int) -> tuple[Tensor, Tenso
 
 
 class Stopwatch(ProductProbe):
-    """Times products, and multiplications inside of them, with the device at rest; never inside an iteration."""
+    """Times products, and multiplications inside of them, on their device's clock; never inside an iteration."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._began_s = 0.0
-        self._gemm_began_s: float | None = None
-        self.products_s = self.gemm_s = 0.0
+        self._clock = clock_for(device)
+        self._begun: dict[str, Any] = {}
+        self._pairs: dict[str, list[tuple[Any, Any]]] = {"product": [], "gemm": []}
 
     def product_begins(self) -> None:
-        self._began_s = self._now()
+        self._begun["product"] = self._clock.mark()
 
     def product_ends(self) -> None:
-        self.products_s += self._now() - self._began_s
+        self._end("product")
 
     def gemm_begins(self, operands: tuple[Any, ...]) -> None:
-        self._gemm_began_s = self._now()
+        self._begun["gemm"] = self._clock.mark()
 
     def gemm_ends(self, operands: tuple[Any, ...]) -> None:
-        if self._gemm_began_s is not None:  # or a fused kernel that ends has left the product to another one
-            self.gemm_s += self._now() - self._gemm_began_s
-        self._gemm_began_s = None
+        self._end("gemm")
 
-    def _now(self) -> float:
-        _synchronize(self._device)
-        return time.perf_counter()
+    def seconds(self, kind: str) -> float:
+        """Return the seconds of all products, or of all multiplications, once their device has done them."""
+        return sum(self._clock.seconds(*pair) for pair in self._pairs[kind])
 
-
-def watch_products(
-    layer: BalancedLinear, x_TK: Tensor, dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None
-) -> Stopwatch:
-    """Carry out the three products under ``plan``."""
-    stopwatch = Stopwatch(x_TK.device)
-    layer.probes.add_outermost(stopwatch)
-    try:
-        _multiply(layer, x_TK, dy_TN, w_NK, plan)
-    finally:
-        layer.probes.remove(stopwatch)
-    return stopwatch
+    def _end(self, kind: str) -> None:
+        if kind in self._begun:  # or a fused kernel that ends has left the product to another one
+            self._pairs[kind].append((self._begun.pop(kind), self._clock.mark()))
 
 
-def time_products(layer: BalancedLinear, x_TK: Tensor, dy_TN: Tensor, w_NK: Tensor, repeats: int) -> float:
-    """Measure the seconds of so many times the three products of all columns, one after another.
+def time_products(
+    layer: BalancedLinear, x_TK: Tensor, dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None = None, repeats: int = 1
+) -> tuple[float, float]:
+    """Measure so many times the three products under ``plan``, one after another.
 
     On a GPU events tell them, and the device is waited for once: it computes while the host launches what follows, as
     in training.
+
+    Returns:
+        The seconds of all, and of the multiplications alone.
     """
-    device = x_TK.device
-    if device.type != "cuda":
-        return sum(watch_products(layer, x_TK, dy_TN, w_NK, None).products_s for _ in range(repeats))
-    with torch.cuda.device(device):
-        clock = clock_for(device)
-        begin = clock.mark()
+    stopwatch = Stopwatch(x_TK.device)
+    layer.probes.add_outermost(stopwatch)
+    try:
         for _ in range(repeats):
-            _multiply(layer, x_TK, dy_TN, w_NK, None)
-        end = clock.mark()
-        end.synchronize()
-        return clock.seconds(begin, end)
+            layer.probes.product(kernels.forward, x_TK, w_NK, None, plan)
+            layer.probes.product(kernels.dgrad, dy_TN, w_NK, plan, None)
+            layer.probes.product(kernels.wgrad, dy_TN, x_TK, plan, None)
+    finally:
+        layer.probes.remove(stopwatch)
+    _synchronize(x_TK.device)
+    return stopwatch.seconds("product"), stopwatch.seconds("gemm")
 
 
-def _multiply(layer: BalancedLinear, x_TK: Tensor, dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None) -> None:
-    layer.probes.product(kernels.forward, x_TK, w_NK, None, plan)
-    layer.probes.product(kernels.dgrad, dy_TN, w_NK, plan, None)
-    layer.probes.product(kernels.wgrad, dy_TN, x_TK, plan, None)
+def time_in_turn(
+    layer: BalancedLinear,
+    cases: Sequence[tuple[ProductShape, LayerPlan | None]],
+    budget_s: float,
+    *,
+    fewest_tokens: int = 1,
+    least_s: float = 0.0,
+) -> list[list[tuple[float, float]]]:
+    """Measure products in turn, so that drift hits all alike: of each case, as :func:`time_products`, every round.
+
+    Fewer tokens are used where all do not fit the budget, and seconds are told of all.
+
+    Args:
+        cases: shapes with the plans under which they are multiplied.
+        budget_s: seconds that it may take, roughly.
+        fewest_tokens: that are multiplied whatever they take.
+        least_s: of a sample, which is repeated for that.
+    """
+    shape, plan = cases[0]
+    tokens = min(shape.num_tokens, FIRST_TOKENS)
+    of_token_s = _time_again(layer, shape, tokens, plan=plan) / tokens
+    affordable = int(budget_s / (len(cases) * ROUNDS * max(of_token_s, LEAST_SECONDS)))
+    tokens = min(shape.num_tokens, max(fewest_tokens, affordable))
+    repeats = _repeats_of(of_token_s * tokens, least_s)
+    operands = [(random_operands(shape, tokens), plan) for shape, plan in cases]
+    for of_case, plan in operands:  # first calls set up threads and libraries
+        time_products(layer, *of_case, plan)
+    rounds = [[time_products(layer, *of_case, plan, repeats) for of_case, plan in operands] for _ in range(ROUNDS)]
+    scale = shape.num_tokens / tokens / repeats
+    return [[(scale * all_s, scale * gemm_s) for all_s, gemm_s in of_case] for of_case in zip(*rounds, strict=True)]
 
 
 def compare_products(
@@ -164,38 +183,22 @@ def compare_products(
     Returns:
         The ratio; None where there is nothing to compare, or the clock did not advance.
     """
-    counts: Counter[tuple[ProductShape, ProductShape]] = Counter()
-    examples: dict[tuple[ProductShape, ProductShape], BalancedLinear] = {}
+    counts: Counter[tuple[ProductShape, ...]] = Counter()
+    examples: dict[tuple[ProductShape, ...], BalancedLinear] = {}
     for name, layer in layers.items():
         if tokens := num_tokens.get(name, 0):
-            even, present = (
-                ProductShape.of(layer, size, tokens) for size in (layer.even_shape, layer.local_weight.shape)
-            )
-            counts[even, present] += 1
-            examples.setdefault((even, present), layer)
+            sizes = layer.even_shape, layer.local_weight.shape
+            pair = tuple(ProductShape.of(layer, size, tokens) for size in sizes)
+            counts[pair] += 1
+            examples.setdefault(pair, layer)
     even_s = present_s = 0.0
     for pair, count in counts.items():
-        in_turn = _time_in_turn(examples[pair], *pair, budget_s / len(counts))
-        even_s += count * in_turn[0]
-        present_s += count * in_turn[1]
+        cases = [(shape, None) for shape in pair if shape.work > 0]
+        in_turn = time_in_turn(examples[pair], cases, budget_s / len(counts), least_s=_LEAST_SAMPLE_S)
+        even, *present = (statistics.median(seconds for seconds, _ in of_case) for of_case in in_turn)
+        even_s += count * even
+        present_s += count * sum(present)
     return present_s / even_s if even_s > 0.0 and present_s > 0.0 else None
-
-
-def _time_in_turn(
-    layer: BalancedLinear, even: ProductShape, present: ProductShape, budget_s: float
-) -> tuple[float, float]:
-    """Seconds of the products at two shapes for all tokens: medians of ``ROUNDS`` in turn."""
-    tokens = min(even.num_tokens, FIRST_TOKENS)
-    of_token_s = _time_again(layer, even, tokens) / tokens
-    tokens = max(min(even.num_tokens, int(budget_s / (2 * ROUNDS * max(of_token_s, LEAST_SECONDS)))), 1)
-    repeats = _repeats_of(of_token_s * tokens)
-    operands = [random_operands(shape, tokens) for shape in (even, present) if shape.work > 0]
-    for pair in operands:
-        time_products(layer, *pair, 1)
-    rounds = [[time_products(layer, *pair, repeats) for pair in operands] for _ in range(ROUNDS)]
-    scale = even.num_tokens / tokens / repeats
-    even_s, *others = (scale * statistics.median(seconds) for seconds in zip(*rounds, strict=True))
-    return even_s, others[0] if others else 0.0
 
 
 def time_reference(layers: Mapping[str, BalancedLinear], num_tokens: Mapping[str, int]) -> float | None:
@@ -209,19 +212,21 @@ def time_reference(layers: Mapping[str, BalancedLinear], num_tokens: Mapping[str
         return None
     layer, tokens = layers[name], min(num_tokens[name], FIRST_TOKENS)
     shape = ProductShape.of(layer, layer.even_shape, tokens)
-    repeats = _repeats_of(_time_again(layer, shape, tokens))
+    repeats = _repeats_of(_time_again(layer, shape, tokens), _LEAST_SAMPLE_S)
     return sum(work.values()) / (shape.work * repeats) * _time_again(layer, shape, tokens, repeats)
 
 
-def _time_again(layer: BalancedLinear, shape: ProductShape, num_tokens: int, repeats: int = 1) -> float:
+def _time_again(
+    layer: BalancedLinear, shape: ProductShape, num_tokens: int, repeats: int = 1, plan: LayerPlan | None = None
+) -> float:
     """Seconds of products that were made once before, which sets up threads and libraries, and touches the memory."""
     operands = random_operands(shape, num_tokens)
-    time_products(layer, *operands, 1)
-    return time_products(layer, *operands, repeats)
+    time_products(layer, *operands, plan)
+    return time_products(layer, *operands, plan, repeats)[0]
 
 
-def _repeats_of(seconds: float) -> int:
-    return max(min(round(_LEAST_SAMPLE_S / max(seconds, LEAST_SECONDS)), _MOST_REPEATS), 1)
+def _repeats_of(seconds: float, least_s: float) -> int:
+    return max(min(round(least_s / max(seconds, LEAST_SECONDS)), _MOST_REPEATS), 1)
 
 
 def measure_wanted_shares(

@@ -1,5 +1,6 @@
 """The controller in a closed loop of virtual ranks, and update by update."""
 
+import dataclasses
 import itertools
 import math
 
@@ -11,6 +12,8 @@ from helpers.virtual_training import LINEAR, REALISTIC
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.group import Shares
 from zeroresize.policy.tensor.controller import Controller
+from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
+from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
 from zeroresize.policy.tensor.estimation.estimator import RankEstimator
 from zeroresize.policy.tensor.estimation.times import RankTimes, StepTimes
 
@@ -53,28 +56,6 @@ def run_closed_loop(config, ranks, chi_at_update, num_updates):
         posted = measured
         trace.append([p.pruned for p in plan.ranks])
     return np.array(trace)
-
-
-@pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
-@pytest.mark.parametrize("noise", [0.0, 0.03])
-def test_ratio_settles_in_three_updates_stays_and_lets_go_in_three(chi, noise):
-    generator = np.random.default_rng(0)
-    jitter = lambda: 1.0 + noise * generator.standard_normal()  # noqa: E731
-    ranks = [SimulatedRank(noise=jitter) for _ in range(4)]
-    trace = run_closed_loop(
-        BalanceConfig(mode="zero-rd"), ranks, lambda update: {2: chi} if 5 <= update < 30 else {}, 40
-    )[:, 2]
-    steady = trace[8:30]
-    assert steady.mean() > 0.3
-    assert np.abs(steady - steady.mean()).max() <= 0.05
-    assert (trace[33:] == 0.0).all()
-    assert (trace[:5] == 0.0).all()
-
-
-def test_every_rank_slow_at_once_is_nobody_slow():
-    ranks = [SimulatedRank() for _ in range(4)]
-    trace = run_closed_loop(BalanceConfig(mode="zero-rd"), ranks, lambda _: dict.fromkeys(range(4), 6.0), 6)
-    assert (trace == 0.0).all()
 
 
 def test_off_measures_but_never_prunes():
@@ -173,3 +154,39 @@ def test_pruning_that_brings_nothing_any_more_ends_also_where_times_are_noisy(no
         trace = run_closed_loop(BalanceConfig(mode="zero-rd"), ranks, chi_at, 56)
         assert trace[30:36, 3].min() > 0.5
         assert trace[46:, 3].max() == 0.0
+
+
+def lending(chis=(1, 1, 1, 4), deviation=0.0, seen=None):
+    """A controller of ranks of which the slow one lends, and its plan."""
+    controller = Controller(BalanceConfig(mode="mig"), len(chis))
+    cost = ResizingCost.linear(0.9)
+    for _ in range(3):
+        plan = controller.update([RankTimes(0.3, 0.7 * chi, 1.0, cost, deviation) for chi in chis], seen)
+    assert plan.loans
+    return controller, plan
+
+
+@pytest.mark.parametrize("chis", [(1, 1, 1, 4), (4, 1), (1, 4)], ids=str)
+def test_equal_ones_have_one_number_also_from_a_loaded_state(chis):
+    """Rank 1 alone receives all of a loan: its number and its part are both 1."""
+    (first, plan), (second, same) = lending(chis), lending(chis)
+    number = first.fingerprint(plan, 1, "x")
+    assert number == second.fingerprint(same, 1, "x") == int(number) and 0 <= number < 2**52
+    loaded = resumed(first, Controller(first.config, len(chis)))
+    assert loaded.fingerprint(loaded.current_plan(), 1) == first.fingerprint(first.current_plan(), 1)
+
+
+def test_what_was_measured_what_is_known_of_collectives_and_what_is_decided_show():
+    controller, plan = lending()
+    others = [lending(deviation=2**-40), lending((1, 1, 1, 4.000001))]
+    others += [lending(seen=CollectiveTimes(0.125, (0.0,) * 4))]
+    others += [lending(seen=CollectiveTimes(0.0, (0.0,) * 4, MigrationCost(1e-9, 1e-9)))]
+    numbers = [
+        controller.fingerprint(plan),
+        controller.fingerprint(plan, 1),
+        controller.fingerprint(dataclasses.replace(plan, predicted_step_s=1.0)),
+        *(made.fingerprint(plan) for made, _ in others),
+    ]
+    assert len(set(numbers)) == len(numbers)
+    controller.update([RankTimes(0.3, 0.7 * chi, 1.0, ResizingCost.linear(0.9)) for chi in (1, 1, 1, 4)])
+    assert controller.fingerprint(plan) not in numbers, "how long ranks were slow shows"

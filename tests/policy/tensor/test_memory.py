@@ -14,7 +14,7 @@ from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
 from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.memory import GroupMemory, HeldBytes
-from zeroresize.policy.tensor.rules.ownership import fitting_shares, nearest_fitting
+from zeroresize.policy.tensor.rules.ownership import nearest_fitting
 
 SEGMENTS = (SegmentWork(12, 1, 0.35), SegmentWork(3072, 8, 0.65))
 LINEAR = ResizingCost.linear(0.9)
@@ -57,19 +57,6 @@ def test_what_is_fitted_to_the_most_shares_fits_in_whole_units(memory, wanted):
         assert held <= limit * (1.0 + 1e-6)
 
 
-@given(st.lists(st.floats(0.05, 5.0), min_size=3, max_size=3), st.lists(st.floats(0.2, 3.0), min_size=3, max_size=3))
-def test_shares_that_fit_stay_and_others_keep_their_proportions_as_far_as_they_fit(wanted, most):
-    shares = normalised(wanted)
-    if math.fsum(most) < 3.0:
-        most = [share * 3.1 / math.fsum(most) for share in most]
-    fitted = nearest_fitting(shares, most)
-    if all(share <= limit for share, limit in zip(shares, most, strict=True)):
-        assert fitted == shares
-    assert all(share <= limit + 1e-4 for share, limit in zip(fitted, most, strict=True))
-    levels = [own / share for own, share, limit in zip(fitted, shares, most, strict=True) if own < limit * (1 - 1e-4)]
-    assert not levels or max(levels) == pytest.approx(min(levels), rel=1e-3)  # whoever has room is treated alike
-
-
 def test_every_rank_fills_the_same_part_of_its_memory():
     memory = GroupMemory((2000.0, 1000.0), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
     shares = memory.evenly_filled
@@ -96,13 +83,6 @@ def test_what_does_not_fit_is_told_with_its_bytes():
     assert memory.why_too_much((1.0, 1.0)) == "rank 1 would hold 700 bytes of at most 600"
     assert memory.excess_by((1.0, 1.0)) == pytest.approx(1 / 6)
     assert memory.have_room_for((2.0, 0.0), (1.0, 1.0)) and not memory.have_room_for((3.0, 0.0), (1.0, 1.0))
-
-
-def test_too_little_memory_for_all_is_exceeded_alike():
-    memory = GroupMemory((500.0, 400.0), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
-    shares = fitting_shares(2, memory.most_shares)
-    assert math.fsum(memory.most_shares) == pytest.approx(2.0)
-    assert shares[0] / shares[1] == pytest.approx(4 / 3, rel=5e-3)
 
 
 def controller(memory, mode="exact", chi=4.0, updates=40, **config):

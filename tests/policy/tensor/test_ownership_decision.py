@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.moves.rental import FIRST_PAUSE, LONGEST_PAUSE, Reason
+from zeroresize.policy.moves.rental import FIRST_PAUSE, Reason
 from zeroresize.policy.tensor.ownership_decision import OwnershipDecision
 from zeroresize.utils.codec import encoded
 
@@ -42,7 +42,7 @@ def test_a_move_away_costs_there_and_back_and_the_way_home_is_paid_then():
     assert made.price_s(AWAY) == pytest.approx(PRICE_S + 2.0)
     made.learn(60.0, 4.0, 4.0)
     made.learn(60.0, 4.0)
-    assert made.comparing_s == pytest.approx(3.4)
+    assert made.comparing_s == pytest.approx(3.0)
 
 
 @given(st.floats(0.01, 30.0), st.integers(1, 20))
@@ -52,24 +52,6 @@ def test_it_moves_when_not_moving_has_cost_as_much_as_the_move_there_and_back(sa
         owed_s += saved_s * num_steps
         assert owed_s < PRICE_S + 1e-6 and made.owned == HOME
     assert owed_s + saved_s * num_steps >= PRICE_S - 1e-6 and made.owned == AWAY and made.owned_before == HOME
-
-
-@given(st.integers(0, 400), st.floats(0.05, 3.0))
-def test_it_costs_at_most_twice_what_the_best_would_have_in_hindsight(lasts, saved_s):
-    """And what is lost until the next decision."""
-    made, cost_s = moving(), 0.0
-    for _ in range(lasts):
-        cost_s += saved_s if made.owned == HOME else 0.0
-        if made.owned == HOME and moves(made, {AWAY: saved_s}):
-            cost_s += PRICE_S
-    assert cost_s <= 2.0 * min(lasts * saved_s, PRICE_S) + saved_s + 1e-6
-
-
-def test_a_straggler_that_changes_place_is_never_worth_a_move():
-    made = moving()
-    for update in range(400):
-        wanted = tuple(0.4 if rank == update // 3 % 4 else 1.2 for rank in range(4))
-        assert not moves(made, {wanted: 0.3}, 8)
 
 
 def test_what_is_owed_is_owed_for_each_rank():
@@ -125,19 +107,15 @@ def test_what_does_not_fit_moves_at_once_and_then_stays_for_a_while():
     assert waited == FIRST_PAUSE - 1
 
 
-def test_a_refused_move_leaves_things_as_they_are_and_is_tried_ever_more_rarely():
-    made, pauses = moving(), []
-    for _ in range(10):
-        waited = 0
-        while not moves(made, {AWAY: 2 * PRICE_S}):
-            waited += 1
-            assert made.verdict.reason is Reason.PAUSED
-        pauses.append(waited)
-        made.refuse(HOME)
-        assert made.owned == HOME and not made.rental.owed_s
-    assert pauses == [0, *(min(FIRST_PAUSE * 2**n, LONGEST_PAUSE) - 1 for n in range(9))]
+def test_a_refused_move_leaves_things_as_they_are_and_is_not_tried_for_a_while():
+    made, waited = moving(), 0
+    assert moves(made, {AWAY: 2 * PRICE_S})
+    made.refuse(HOME)
+    assert made.owned == HOME and not made.rental.owed_s
     while not moves(made, {AWAY: 2 * PRICE_S}):
-        pass
+        waited += 1
+        assert made.verdict.reason is Reason.PAUSED
+    assert waited == FIRST_PAUSE - 1
     made.learn(60.0, 4.0)
     made.refuse(HOME)
     assert made.rental.pause == FIRST_PAUSE, "after a move that was made, failures are new"

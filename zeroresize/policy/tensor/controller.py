@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import PRUNING_MODES
 from zeroresize.plan.group import Loan, RankPlan, WorkloadPlan
-from zeroresize.plan.ownership import SegmentWork, owned_shares
+from zeroresize.plan.ownership import SHARE_DECIMALS, SegmentWork, owned_shares
 from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.tensor.costs import UNKNOWN
 from zeroresize.policy.tensor.estimation.calibration_steps import CalibrationSteps
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes, CommunicationEstimate
 from zeroresize.policy.tensor.estimation.curves import Floats, GroupTimes
@@ -21,7 +22,7 @@ from zeroresize.policy.tensor.estimation.spells import COST_IN_VAIN, Spells
 from zeroresize.policy.tensor.estimation.times import DURATION, RankTimes
 from zeroresize.policy.tensor.memory import GroupMemory
 from zeroresize.policy.tensor.ownership_decision import OwnershipDecision
-from zeroresize.policy.tensor.rules.by_mode import KEPT_GAIN, forced_division, wanted_division, wanted_ownership
+from zeroresize.policy.tensor.rules.by_mode import forced_division, wanted_division, wanted_ownership
 from zeroresize.policy.tensor.rules.ownership import Bounds, fitting_shares, owned_step_s
 from zeroresize.policy.tensor.rules.ratio import find_stragglers, reference_time, slowest_normal_s
 from zeroresize.policy.tensor.rules.sharing import WorkDivision, borrowed_shares
@@ -30,18 +31,19 @@ from zeroresize.utils.hashing import fingerprint
 
 #: A rank is relieved if it is slower than the reference by so many standard deviations: to begin with pruning, to begin
 #: with lending, and to go on.
-CERTAINTY_LOSSY, CERTAINTY_EXACT, CERTAINTY_KEPT = 3.5, 2.5, 2.0
-#: Of a rank that is relieved of something, its time at full work is not known: a standard deviation, as a share of it.
-UNSURE = 0.3
+CERTAINTY_LOSSY, CERTAINTY_EXACT, CERTAINTY = 3.5, 2.5, 2.0
 #: A step at full work is due where γ changes by so much.
 _NEW = 0.1
-#: Of what is pruned and lent: much finer than a column.
-_DECIMALS = 6
+#: A change that saves less than this share of a step is made for nothing.
+_LEAST_CHANGE = COST_IN_VAIN / DURATION
 
 
-def _rounded_down(share: float) -> float:
-    """So that machines that differ in the last bit of a sum have the same plan, and no budget is exceeded."""
-    return math.floor(round(share * 10**_DECIMALS, 3)) / 10**_DECIMALS
+class _Measured(NamedTuple):
+    """What an update decides from: times at even shares, what stragglers are compared with, and how sure that is."""
+
+    times: GroupTimes
+    reference_s: float
+    deviation: float  # of a rank that is spared nothing, relative
 
 
 @dataclass
@@ -69,7 +71,6 @@ class Controller:
     _times: list[RankTimes | None] = field(init=False)
     _usual: list[RankTimes | None] = field(init=False)
     _division: WorkDivision = field(init=False)
-    _division_before: WorkDivision = field(init=False)
     _are_stragglers: list[bool] = field(init=False)
     _spells: Spells = field(init=False)
     _calibration: CalibrationSteps = field(default_factory=CalibrationSteps, init=False)
@@ -79,19 +80,18 @@ class Controller:
     def __post_init__(self) -> None:
         self.config.validate_group_size(self.num_ranks)
         self._configured = repr(self.config)
-        self._times = [None] * self.num_ranks
-        self._usual = [None] * self.num_ranks
-        self._division = self._division_before = WorkDivision.nothing(self.num_ranks)
+        self._times, self._usual = [None] * self.num_ranks, [None] * self.num_ranks
+        self._division = WorkDivision.nothing(self.num_ranks)
         self._are_stragglers = [False] * self.num_ranks
         self._spells = Spells(self.num_ranks)
-        self.ownership = OwnershipDecision(self.num_ranks, self.segments)
+        self.ownership = OwnershipDecision(self.num_ranks, tuple(self.segments))
 
     def initial_plan(self) -> WorkloadPlan:
-        """Return the plan in force from the first iteration.
+        """Return the plan in force from the first iteration: a ratio forced on named ranks, else all that a rank owns.
 
-        It is a ratio forced on named ranks, else all that a rank owns.
+        It is also the plan after a change of what ranks own: nothing is pruned or lent, but for a forced ratio.
         """
-        self._division = forced_division(self.config, [False] * self.num_ranks)
+        self._division, self.num_calibration_steps = forced_division(self.config, [False] * self.num_ranks), 0
         return self.current_plan()
 
     def update(self, samples: Sequence[RankTimes], collectives: CollectiveTimes | None = None) -> WorkloadPlan:
@@ -117,19 +117,30 @@ class Controller:
         if len(known) < self.num_ranks:
             return self.current_plan()
 
-        measured = self._floored(known)
-        busy_s = self._given(measured).curves.busy_s
+        latest = GroupTimes(known)
+        busy_s = self._given(latest).busy_s
         reference_s = reference_time(busy_s.tolist(), self.config.target)
-        deviations, usual = self._deviations(measured)
+        deviations = np.array([rank.deviation for rank in latest])
+        whole = deviations[[not spared for spared in self._division.spared]]
+        usual = math.sqrt(math.fsum(whole**2) / len(whole)) if len(whole) else 0.0
         are_slow = self._find_stragglers(busy_s, deviations, reference_s)
-        times = self._lasting(measured, are_slow)
-        self._division_before = self._division
-        is_in_doubt = self._divide(times, reference_s, usual)
-        if self._move(times, reference_s, usual, deviations):
-            self._spare_nobody()
-            self._divide(times, reference_s, usual)
-        step_s = self._step_s(measured, self._division)
-        self._calibrate(measured, deviations, step_s, is_in_doubt=is_in_doubt)
+        measured = _Measured(self._lasting(latest, are_slow), reference_s, usual)
+        before = self._division.spared
+        is_in_doubt = self._divide(measured)
+        if self._move(measured, deviations):
+            self.initial_plan()
+            self._divide(measured)
+        step_s = self._step_s(latest, self._division)
+        relieved = [share > 0.0 for share in self._division.spared]
+        if any(relieved) and self.config.forced_ratio is None:
+            changes = zip(self._division.spared, before, strict=True)
+            self.num_calibration_steps = self._calibration.due(
+                self.config.update_every,
+                step_s,
+                float(latest.busy_s.max()),
+                is_new=is_in_doubt or any(now and abs(now - then) >= _NEW for now, then in changes),
+                is_unsure=float(deviations[relieved].max()) > UNKNOWN,
+            )
         return self._plan(step_s)
 
     def current_plan(self) -> WorkloadPlan:
@@ -205,7 +216,7 @@ class Controller:
             The plan in force from now on.
         """
         self.ownership.refuse(tuple(in_force))
-        return self._spare_nobody()
+        return self.initial_plan()
 
     def set_owned(self, shares: Sequence[float]) -> WorkloadPlan:
         """Let ranks own these shares from now on, until a decision changes that.
@@ -227,16 +238,10 @@ class Controller:
         return self._put(self.ownership.owned if shares is None else shares, is_held=shares is not None)
 
     def _put(self, shares: Sequence[float], *, is_held: bool) -> WorkloadPlan:
-        owned = self.ownership.checked(shares)
-        if owned == self.ownership.owned:
+        if self.ownership.checked(shares) == self.ownership.owned:
             self.ownership.is_held = is_held
             return self.current_plan()
         self.ownership.put(shares, is_held=is_held)
-        return self._spare_nobody()
-
-    def _spare_nobody(self) -> WorkloadPlan:
-        """Nothing is pruned or lent, but for a forced ratio."""
-        self.num_calibration_steps = 0
         return self.initial_plan()
 
     def fingerprint(self, plan: WorkloadPlan, *values: object) -> float:
@@ -253,85 +258,37 @@ class Controller:
         Raises:
             ValueError: for a state of another number of ranks.
         """
-        of_ranks = (self._division.pruned, self._division_before.pruned, self._are_stragglers, self._times)
-        others = [
-            len(numbers)
-            for numbers in (*of_ranks, self._usual, self._spells.ages, self._spells.costs)
-            if len(numbers) != self.num_ranks
-        ]
-        if others:
-            raise ValueError(f"the balancer's state is of {others[0]} ranks, this process group has {self.num_ranks}")
+        of_ranks = (self._division.pruned, self._division.lent, self._are_stragglers, self._times, self._usual)
+        lengths = {len(numbers) for numbers in (*of_ranks, self._spells.ages, self._spells.costs)} - {self.num_ranks}
+        if lengths:
+            raise ValueError(
+                f"the balancer's state is of {lengths.pop()} ranks, this process group has {self.num_ranks}"
+            )
         if not self.ownership.is_home and not (self.config.may_move or self.ownership.is_held):
             self.ownership.put((1.0,) * self.num_ranks, is_held=False)
         if self._configured != repr(self.config):
             self._configured = repr(self.config)
-            self._spare_nobody()
+            self.initial_plan()
 
     def _plan(self, predicted_step_s: float) -> WorkloadPlan:
-        loans = self._division.loans
-        borrowed = borrowed_shares(loans, self.num_ranks, self.ownership.products)
-        every_rank = zip(
-            self._division.pruned,
-            self._division.lent,
-            borrowed,
-            self.ownership.owned,
-            self._are_stragglers,
-            strict=True,
-        )
-        return WorkloadPlan(tuple(RankPlan(*numbers) for numbers in every_rank), predicted_step_s, loans)
-
-    def _floored(self, times: Sequence[RankTimes]) -> GroupTimes:
-        """The times, but what is told by steps in which a rank did less makes it no faster than one that did all.
-
-        The curve may have changed with the speed; a rank that only seems fast would make stragglers of all the others.
-        """
-        did_less = [
-            now > 0.0 or then > 0.0 or min(owned, before) < 1.0
-            for now, then, owned, before in zip(
-                self._division.spared,
-                self._division_before.spared,
-                self.ownership.owned,
-                self.ownership.owned_before,
-                strict=True,
-            )
-        ]
-        usual = zip(self._usual, did_less, self._are_stragglers, strict=True)
-        whole_s = min((alone.busy_s for alone, less, slow in usual if alone and not less and not slow), default=0.0)
-        return GroupTimes(
-            dataclasses.replace(
-                rank_times,
-                rest_s=rank_times.rest_s * whole_s / rank_times.busy_s,
-                gemm_s=rank_times.gemm_s * whole_s / rank_times.busy_s,
-            )
-            if less and rank_times.busy_s < whole_s
-            else rank_times
-            for rank_times, less in zip(times, did_less, strict=True)
-        )
+        division, owned = self._division, self.ownership
+        loans = division.loans
+        borrowed = borrowed_shares(loans, self.num_ranks, owned.products)
+        ranks = zip(division.pruned, division.lent, borrowed, owned.owned, self._are_stragglers, strict=True)
+        return WorkloadPlan(tuple(RankPlan(*numbers) for numbers in ranks), predicted_step_s, loans)
 
     def _lasting(self, times: GroupTimes, are_slow: Sequence[bool]) -> GroupTimes:
         """The times, but those of ranks that are slow for a moment only: what they took before."""
         for rank, (rank_times, slow, straggles) in enumerate(zip(times, are_slow, self._are_stragglers, strict=True)):
             if not slow or straggles or self._usual[rank] is None:
                 self._usual[rank] = rank_times
-        if all(own is usual for own, usual in zip(times, self._usual, strict=True)):
-            return times
         return GroupTimes(usual for usual in self._usual if usual is not None)
-
-    def _deviations(self, times: Sequence[RankTimes]) -> tuple[Floats, float]:
-        """([ranks] relative standard deviations, that of a rank that is spared nothing).
-
-        Who has seen little noise so far may expect what others have seen.
-        """
-        deviations = np.array([rank.deviation for rank in times])
-        whole = deviations[[not spared for spared in self._division.spared]]
-        usual = math.sqrt(float(np.cumsum(whole**2)[-1]) / len(whole)) if len(whole) else 0.0
-        return np.maximum(deviations, usual), usual
 
     def _find_stragglers(self, busy_s: Floats, deviations: Floats, reference_s: float) -> tuple[bool, ...]:
         """Find who is surely slow, and of these, who is slow for long enough to be relieved; the former is returned."""
         were = self._are_stragglers
         first = CERTAINTY_LOSSY if self.config.mode in PRUNING_MODES else CERTAINTY_EXACT
-        surely_s = busy_s / (1.0 + np.where(were, CERTAINTY_KEPT, first) * deviations)
+        surely_s = busy_s / (1.0 + np.where(were, CERTAINTY, first) * deviations)
         are_slow = find_stragglers(busy_s.tolist(), reference_s, self.config.tolerance, were, surely_s.tolist())
         saved = np.maximum(1.0 - reference_s / busy_s, 0.0).tolist()
         self._spells.learn(are_slow, saved)
@@ -350,22 +307,20 @@ class Controller:
         """Whether decisions may move units at this update."""
         return self.config.may_move and bool(self.segments) and not self.ownership.is_held
 
-    @property
-    def _may_lend(self) -> bool:
-        """Whether to consider loans: where units may move, until they do, as that costs less than lending for long."""
-        return not self._may_move or self.ownership.is_home or bool(self.ownership.rental.owed_s)
-
-    def _divide(self, times: GroupTimes, reference_s: float, deviation: float) -> bool:
+    def _divide(self, measured: _Measured) -> bool:
         """Decide what is pruned and lent of what ranks own; see :meth:`_change_to`."""
-        stragglers, in_force = self._are_stragglers, times.owning(self.ownership.products)
-        normal_s = slowest_normal_s(self._given(times), stragglers)
-        migration = self._communication.migration if self._may_lend else None
-        if self.config.mode == "exact" and not self._may_lend:
+        stragglers, in_force = self._are_stragglers, measured.times.owning(self.ownership.products)
+        normal_s = slowest_normal_s(self._given(measured.times), stragglers)
+        # Where units may move loans are considered until they do, as owning costs less than lending for long.
+        may_lend = not self._may_move or self.ownership.is_home or bool(self.ownership.rental.owed_s)
+        if self.config.mode == "exact" and not may_lend:
             stragglers = [False] * self.num_ranks
-        division = wanted_division(self.config, in_force, stragglers, reference_s, migration, normal_s)
+        migration = self._communication.migration if may_lend else None
+        division = wanted_division(self.config, in_force, stragglers, measured.reference_s, migration, normal_s)
         if self.config.forced_ratio is None and not self._have_room_for(division.loans):
-            division = wanted_division(self.config, in_force, stragglers, reference_s, None, normal_s).without_loans
-        return self._change_to(division, in_force, times, deviation)
+            division = wanted_division(self.config, in_force, stragglers, measured.reference_s, None, normal_s)
+            division = replace(division, lent=(0.0,) * self.num_ranks)
+        return self._change_to(division, in_force, measured)
 
     def _have_room_for(self, loans: Sequence[Loan]) -> bool:
         """Whether who computes for others has the memory for that, as if it owned it."""
@@ -374,136 +329,95 @@ class Controller:
         borrowed = borrowed_shares(loans, self.num_ranks, self.ownership.products)
         return self._memory.have_room_for(borrowed, self.ownership.owned)
 
-    def _change_to(self, division: WorkDivision, in_force: GroupTimes, times: GroupTimes, deviation: float) -> bool:
+    def _change_to(self, division: WorkDivision, in_force: GroupTimes, measured: _Measured) -> bool:
         """Change the plan if what that saves exceeds what it costs, and noise, or if somebody has recovered.
 
         Costs are in seconds a step: of a step's length, and of what is pruned in it.
 
-        Args:
-            in_force: the times of what ranks own.
-            times: those at even shares.
-            deviation: of a rank that is spared nothing, relative.
-
         Returns:
             Whether the plan stays although a rank may have recovered, as much less is wanted for it.
         """
-        now = self._division
-        new = WorkDivision(
-            tuple(map(_rounded_down, division.pruned)),
-            tuple(round(share, _DECIMALS) for share in division.lent),
-            tuple(round(share, _DECIMALS) for share in division.slack) if division.slack is not None else None,
-        )
-        if self.config.forced_ratio is None and self._is_possible():
-            slowest_s = float(in_force.curves.busy_s.max())
-            price_s = KEPT_GAIN * self.config.min_gain * slowest_s / max(sum(self._are_stragglers), 1)
-            now_s = self._step_s(times, now)
-            fewer = now.dropped(in_force) - new.dropped(in_force)
-            saved_s = now_s - self._step_s(times, new) + price_s * max(fewer, 0.0)
-            if not self._minimises:
+        now, new = self._division, _rounded(division)
+        ranks = zip(self._are_stragglers, now.spared, strict=True)
+        is_possible = all(slow or not spared for slow, spared in ranks) and self._have_room_for(now.loans)
+        if self.config.forced_ratio is None and is_possible:
+            # Who prunes goes on where that saves half of what it must save to begin.
+            price_s = self.config.min_gain / 2.0 * in_force.busy_s.max() / max(sum(self._are_stragglers), 1)
+            now_s = self._step_s(measured.times, now)
+            fewer = now.dropped(in_force.owned) - new.dropped(in_force.owned)
+            saved_s = now_s - self._step_s(measured.times, new) + price_s * max(fewer, 0.0)
+            if new.is_rule:
                 same = all(bool(then) == bool(wanted) for then, wanted in zip(now.spared, new.spared, strict=True))
                 saved_s = abs(saved_s) if same else math.inf
             # What is no longer dropped needs no certainty: it is dropped for something, or it is not dropped.
-            certainty = 0.0 if fewer > 0.0 and not any(new.pruned) else CERTAINTY_KEPT
-            if saved_s <= (COST_IN_VAIN / DURATION + certainty * deviation) * now_s:
+            certainty = 0.0 if fewer > 0.0 and not any(new.pruned) else CERTAINTY
+            if saved_s <= (_LEAST_CHANGE + certainty * measured.deviation) * now_s:
                 return any(then - wanted >= _NEW for then, wanted in zip(now.spared, new.spared, strict=True))
         self._division = new
         return False
 
-    def _is_possible(self) -> bool:
-        """Whether the plan in force relieves stragglers only, and who computes for others has the memory for it."""
-        ranks = zip(self._are_stragglers, self._division.spared, strict=True)
-        return all(slow or not spared for slow, spared in ranks) and self._have_room_for(self._division.loans)
-
-    @property
-    def _minimises(self) -> bool:
-        """Whether the configuration asks for the shortest steps, and not for a rule's plan whatever it costs."""
-        config = self.config
-        return config.paper.num_migrating == "auto" and "paper" not in (
-            config.paper.semi_rule if config.mode == "semi" else config.paper.mig_rule if config.mode == "mig" else ""
-        )
-
-    def _move(self, times: GroupTimes, reference_s: float, deviation: float, deviations: Floats) -> bool:
-        """Give units to other ranks if not doing so has cost as much as the move there and back; whether they move.
-
-        Args:
-            deviation: of a rank that is spared nothing, relative.
-            deviations: of every rank.
-        """
-        ownership, memory = self.ownership, self._memory
+    def _move(self, measured: _Measured, deviations: Floats) -> bool:
+        """Give units to other ranks if not doing so has cost as much as the move there and back; whether they move."""
+        ownership, memory, times = self.ownership, self._memory, measured.times
         if not self._may_move:
             return False
         wanted = wanted_ownership(
             self.config,
             times,
             self._are_stragglers,
-            reference_s,
+            measured.reference_s,
             self._communication.migration,
             ownership.segments,
-            noise=CERTAINTY_KEPT * deviation,
+            noise=CERTAINTY * measured.deviation,
             are_pruning=any(self._division.pruned),
             most_shares=memory.most_shares if memory is not None else None,
         )
         if memory is not None and memory.is_better(wanted, than=ownership.owned):
             return ownership.update({wanted: 0.0}, 0.0, 0, is_needed=True).is_due
         # What is pruned counts as if it were computed: that is what moving is to save, too.
-        now_s = self._step_s(times, self._division.without_pruning) - self._communication.seconds(())
+        lending = replace(self._division, pruned=(0.0,) * self.num_ranks)
+        now_s = self._step_s(times, lending) - self._communication.seconds(())
         savings_s: dict[tuple[float, ...], float] = {}
-        home_s = self._home_s(times)
+        home_s = owned_step_s(times, ownership.home, ownership.segments)
         if not ownership.is_home and (wanted == ownership.home or now_s > (1.0 + COST_IN_VAIN) * home_s):
             # Who may only seem slower than others, as he owns little, is seen there.
-            savings_s[ownership.home] = now_s - self._home_s(times, 1.0 + CERTAINTY_KEPT * deviations)
+            sure = zip(times, (1.0 + CERTAINTY * deviations).tolist(), strict=True)
+            fast = GroupTimes(rank.faster(factor) for rank, factor in sure)
+            savings_s[ownership.home] = now_s - owned_step_s(fast, ownership.home, ownership.segments)
         does_fit = memory is None or memory.excess_by(wanted) <= memory.excess_by(ownership.owned)
         if wanted not in (ownership.owned, ownership.home) and does_fit:
             saving_s = now_s - owned_step_s(times, wanted, ownership.segments)
             if self.config.mode == "semi" and not ownership.is_home:  # units may move so that more can be pruned
-                saving_s = max(saving_s, self._pruned_s(times, ownership.owned) - self._pruned_s(times, wanted))
+                pruned_s = self._pruned_s(measured, ownership.owned) - self._pruned_s(measured, wanted)
+                saving_s = max(saving_s, pruned_s)
             # From home it is certain who is slow; from one division to another everybody's times count.
-            least = 0.0 if ownership.is_home else COST_IN_VAIN / DURATION + deviation
+            least = 0.0 if ownership.is_home else _LEAST_CHANGE + measured.deviation
             savings_s[wanted] = saving_s if abs(saving_s) > least * now_s else 0.0
         return ownership.update(savings_s, now_s, self.config.update_every, stay_saves_s=home_s - now_s).is_due
 
-    def _home_s(self, times: GroupTimes, faster: Floats | float = 1.0) -> float:
-        """Seconds of a step at home, nothing pruned or lent.
-
-        Args:
-            faster: how many times as fast each rank may be as it seems.
-        """
-        home = self.ownership.home
-        if len(set(home)) == 1:
-            return float((times.curves.busy_s / faster).max())
-        factors = np.broadcast_to(faster, (self.num_ranks,)).tolist()
-        fast = GroupTimes(rank.faster(factor) for rank, factor in zip(times, factors, strict=True))
-        return owned_step_s(fast, home, self.ownership.segments)
-
-    def _pruned_s(self, times: GroupTimes, shares: tuple[float, ...]) -> float:
+    def _pruned_s(self, measured: _Measured, shares: tuple[float, ...]) -> float:
         """Seconds of a step by these shares, and what is to be saved for all that is pruned in it."""
-        segments, slow = self.ownership.segments, self._are_stragglers
-        in_force, normal_s = times.owning(owned_shares(shares, segments)), slowest_normal_s(times, slow)
-        reference_s = reference_time(times.curves.busy_s.tolist(), self.config.target)
-        division = wanted_division(self.config, in_force, slow, reference_s, None, normal_s)
-        price_s = self.config.min_gain * self._home_s(times) / max(sum(slow), 1) * division.dropped(in_force)
-        return owned_step_s(times, shares, segments, pruned=division.pruned) + price_s
+        ownership, slow, times = self.ownership, self._are_stragglers, measured.times
+        owned, normal_s = owned_shares(shares, ownership.segments), slowest_normal_s(times, slow)
+        division = wanted_division(self.config, times.owning(owned), slow, measured.reference_s, None, normal_s)
+        home_s = owned_step_s(times, ownership.home, ownership.segments)
+        price_s = self.config.min_gain * home_s / max(sum(slow), 1) * division.dropped(owned)
+        return owned_step_s(times, shares, ownership.segments, division) + price_s
 
     def _step_s(self, times: GroupTimes, division: WorkDivision) -> float:
         """Seconds of a step of what ranks own, divided so."""
-        owned, segments, communication = self.ownership.owned, self.ownership.segments, self._communication
-        if len(set(owned)) == 1:
-            return max(division.busy_s(times)) + communication.seconds(division.lent)
-        products = self.ownership.products
-        borrowed = borrowed_shares(division.loans, self.num_ranks, products) if any(division.lent) else ()
-        busy_s = owned_step_s(times, owned, segments, pruned=division.pruned, lent=division.lent, borrowed=borrowed)
-        return busy_s + communication.seconds([lent * of for lent, of in zip(division.lent, products, strict=True)])
-
-    def _calibrate(self, times: GroupTimes, deviations: Floats, step_s: float, *, is_in_doubt: bool) -> None:
-        spared, before = self._division.spared, self._division_before.spared
-        is_relieved = [share > 0.0 for share in spared]
-        if self.config.forced_ratio is not None or not any(is_relieved):
-            return
-        is_new = any(now and abs(now - then) >= _NEW for now, then in zip(spared, before, strict=True))
-        self.num_calibration_steps = self._calibration.due(
-            self.config.update_every,
-            step_s,
-            float(times.curves.busy_s.max()),
-            is_new=is_new or is_in_doubt,
-            is_unsure=float(deviations[is_relieved].max()) > UNSURE,
+        busy_s = owned_step_s(times, self.ownership.owned, self.ownership.segments, division)
+        return busy_s + self._communication.seconds(
+            [lent * owned for lent, owned in zip(division.lent, self.ownership.products, strict=True)]
         )
+
+
+def _rounded(division: WorkDivision) -> WorkDivision:
+    """So that machines that differ in the last bit of a sum have the same plan, and no budget is exceeded."""
+    parts = 10**SHARE_DECIMALS
+    return replace(
+        division,
+        pruned=tuple(math.floor(share * parts + 1.0 / parts) / parts for share in division.pruned),
+        lent=tuple(round(share, SHARE_DECIMALS) for share in division.lent),
+        slack=None if division.slack is None else tuple(round(more, SHARE_DECIMALS) for more in division.slack),
+    )

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 #: At so many ratios a cost is measured.
 NUM_POINTS = 6
-
-
-#: Shares and factors that something can cost, and seconds.
-_LEAST_SHARE, _MOST_SHARE = 1e-9, 1e6
-_MOST_GATHER_FILL_S = 1e9
+#: Less than so much is nothing, of shares, factors and seconds; and nothing is more than the most.
+LEAST_SHARE, MOST = 1e-9, 1e9
+#: Relative standard deviation of what was not measured in training yet.
+UNKNOWN = 0.3
+#: How often an interval is halved to find a number within it: to a billionth.
+HALVINGS = 30
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,7 @@ class ResizingCost:
     def checked(self) -> ResizingCost:
         """Return the cost, or where nothing can cost what it says, one in proportion to FLOPs and without Ω."""
         numbers = (*self.gemm_share, self.borrowing, self.widening)
-        is_sound = all(_LEAST_SHARE <= number <= _MOST_SHARE for number in numbers)
-        if is_sound and all(seconds <= _MOST_GATHER_FILL_S for seconds in self.gather_fill_s):
+        if all(LEAST_SHARE <= number <= MOST for number in numbers) and all(own <= MOST for own in self.gather_fill_s):
             return self
         return ResizingCost(self.ratios, tuple(1.0 - ratio for ratio in self.ratios), (0.0,) * len(self.ratios))
 
@@ -105,8 +105,8 @@ class ResizingCost:
         """
         if owned == 1.0:
             return self
-        whole = max(self.executed_at(owned), _LEAST_SHARE)
-        shares = (max(self.executed_at(owned, ratio) / whole, _LEAST_SHARE) for ratio in self.ratios[1:])
+        whole = max(self.executed_at(owned), LEAST_SHARE)
+        shares = (max(self.executed_at(owned, ratio) / whole, LEAST_SHARE) for ratio in self.ratios[1:])
         gather_fill_s = tuple(seconds * owned for seconds in self.gather_fill_s)
         return ResizingCost(self.ratios, (1.0, *shares), gather_fill_s, self.borrowing)
 

@@ -8,16 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zeroresize.plan.ownership import SegmentWork, owned_shares, unit_counts
+from zeroresize.policy.tensor.costs import HALVINGS, LEAST_SHARE
 from zeroresize.policy.tensor.rules.ownership import nearest_fitting, normalised
 
-#: Halvings of the part of its memory that each rank fills.
-_NUM_HALVINGS = 60
-#: What activations are taken for until they are counted, in all bytes that are.
-_OF_ACTIVATIONS = 1.0
 #: Part of a limit that stays free where decisions may choose; and what differs by less than that is no reason to move.
 _MARGIN = 0.02
-#: Part of a limit that sums of floats may be off by.
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -76,7 +71,7 @@ class GroupMemory:
         They are the nearest to even ones with which every rank keeps as much room for activations as all else takes.
         Where there is less, every rank fills the same part of its memory.
         """
-        most = [share / self._whole_units for share in self._room_in(1.0 / (1.0 + _OF_ACTIVATIONS))]
+        most = [share / self._whole_units for share in self._room_in(1.0 / 2.0)]
         even = (1.0,) * self._num_ranks
         if math.fsum(min(share, self._num_ranks) for share in most) >= self._num_ranks:
             return nearest_fitting(even, most)
@@ -90,7 +85,7 @@ class GroupMemory:
         low, high = 0.0, 1.0
         while math.fsum(self._room_in(high)) < self._num_ranks:
             high *= 2.0
-        for _ in range(_NUM_HALVINGS):
+        for _ in range(HALVINGS):
             middle = (low + high) / 2
             low, high = (middle, high) if math.fsum(self._room_in(middle)) < self._num_ranks else (low, middle)
         shares = normalised(self._room_in(high))
@@ -114,7 +109,7 @@ class GroupMemory:
         """Return by which part of its limit some rank would hold too much, at the most; 0 where all fits."""
         held = zip(self.bytes_by(shares), self.limits, strict=True)
         excess = max(num_bytes / limit for num_bytes, limit in held) - 1.0
-        return excess if excess > _ROUNDING else 0.0
+        return excess if excess > LEAST_SHARE else 0.0
 
     def is_better(self, shares: Sequence[float], than: Sequence[float]) -> bool:
         """Return whether shares fit where others do not, or exceed the limits by much less."""
@@ -128,7 +123,7 @@ class GroupMemory:
             borrowed: what each computes for others, in even shares.
         """
         held = zip(self.bytes_by(shares, borrowed), self.limits, borrowed, strict=True)
-        return all(not of_others or num_bytes <= limit * (1.0 + _ROUNDING) for num_bytes, limit, of_others in held)
+        return all(not of_others or num_bytes <= limit * (1.0 + LEAST_SHARE) for num_bytes, limit, of_others in held)
 
     def is_like(self, other: GroupMemory) -> bool:
         """Return whether it leaves every rank the same room as another one, but for what does not matter."""
@@ -139,7 +134,7 @@ class GroupMemory:
         too_much = [
             f"rank {rank} would hold {held:,.0f} bytes of at most {limit:,.0f}"
             for rank, (held, limit) in enumerate(zip(self.bytes_by(shares), self.limits, strict=True))
-            if held > limit * (1.0 + _ROUNDING)
+            if held > limit * (1.0 + LEAST_SHARE)
         ]
         return "; ".join(too_much) or None
 

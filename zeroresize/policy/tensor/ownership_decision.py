@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares
 from zeroresize.policy.moves.move_cost import MoveCost
@@ -19,10 +20,6 @@ from zeroresize.policy.moves.rental import FIRST_PAUSE, Option, Reason, Rental, 
 from zeroresize.policy.tensor.rules.ownership import merged
 from zeroresize.utils.codec import UNSAVED
 
-#: How much the newest comparison of products says of what comparisons take.
-_WEIGHT = 0.7
-#: Units move for the ranks whose shares change at least this part as much as any other's.
-_MOVERS = 0.5
 #: A move was good if it has saved its price so many times by the next one: a load that swings by a fifth is not
 #: followed for what hardly pays.
 _GOOD = 4.0
@@ -37,13 +34,9 @@ _HOME = "home"
 class OwnershipDecision:
     """Decide who owns what in a group, update by update.
 
-    Args:
-        num_ranks: size of the group.
-        segments: in which units can change hands; none, and nothing moves.
-        bytes_of_units: bytes of the units of one rank at home, with all that moves along.
-
     Attributes:
-        segments: merged where they divide alike.
+        segments: in which units can change hands, merged where they divide alike; none, and nothing moves.
+        bytes_of_units: bytes of the units of one rank at home, with all that moves along.
         home: what units come home to, mean 1: even shares, or where memory does not suffice the nearest that fit.
         owned: what each rank owns by the last decision, mean 1.
         owned_before: what it owned before that.
@@ -57,7 +50,7 @@ class OwnershipDecision:
     """
 
     num_ranks: int = field(metadata=UNSAVED)
-    segments: Sequence[SegmentWork] = field(default=(), metadata=UNSAVED)
+    segments: tuple[SegmentWork, ...] = field(default=(), metadata=UNSAVED)
     bytes_of_units: float = field(default=0.0, metadata=UNSAVED)
     home: tuple[float, ...] = field(init=False, metadata=UNSAVED)
     owned: tuple[float, ...] = field(init=False)
@@ -70,13 +63,10 @@ class OwnershipDecision:
     is_way_home_paid: bool = field(default=True, init=False)
     verdict: Verdict = field(default=Verdict(Reason.NOTHING_SAVES), init=False, metadata=UNSAVED)
     _was_held: bool = field(default=False, init=False, metadata=UNSAVED)
-    _products: tuple[tuple[float, ...], tuple[float, ...]] = field(init=False, metadata=UNSAVED)
 
     def __post_init__(self) -> None:
         self.segments = merged(self.segments)
-        self._work = math.fsum(segment.work for segment in self.segments)
         self.home = self.owned = self.owned_before = (1.0,) * self.num_ranks
-        self._products = self.home, self.home
 
     def after_loading(self) -> None:
         """Let everything be at home where nothing can move.
@@ -98,12 +88,7 @@ class OwnershipDecision:
     @property
     def products(self) -> tuple[float, ...]:
         """Return what each rank owns of the products, in whole units, in units of a rank's at even shares."""
-        by, products = self._products
-        if by != self.owned:
-            is_even = len(set(self.owned)) == 1
-            products = (1.0,) * self.num_ranks if is_even else owned_shares(self.owned, self.segments)
-            self._products = self.owned, products
-        return products
+        return _products_of(self.owned, self.segments)
 
     def checked(self, shares: Sequence[float]) -> tuple[float, ...]:
         """Return shares that a user gives, in any unit, scaled to mean 1.
@@ -123,18 +108,16 @@ class OwnershipDecision:
         self._was_held, self.is_held = self.is_held, is_held
         self.rental.settle()
 
-    def price_s(self, wanted: Sequence[float]) -> float:
+    def price_s(self, wanted: tuple[float, ...]) -> float:
         """Return the seconds of a move from the present division to another, and back; one way home, 0 once paid."""
-        is_paid = tuple(wanted) == self.home and self.is_way_home_paid
-        if is_paid or not self._work:
+        comes_home, work = wanted == self.home, math.fsum(segment.work for segment in self.segments)
+        if (comes_home and self.is_way_home_paid) or not work:
             return 0.0
-        now, then = (owned_shares(shares, self.segments) for shares in (self.owned, wanted))
-        most = max(abs(after - before) for before, after in zip(now, then, strict=True))
-        num_bytes = most / self._work * self.bytes_of_units
-        if tuple(wanted) == self.home:
+        pairs = zip(self.products, _products_of(wanted, self.segments), strict=True)
+        num_bytes = max(abs(after - before) for before, after in pairs) / work * self.bytes_of_units
+        if comes_home:
             return self.cost.seconds(num_bytes)
-        price_s = self.cost.there_and_back(num_bytes) if num_bytes else 0.0
-        return price_s + self.comparing_s if price_s else 0.0
+        return self.cost.there_and_back(num_bytes) + self.comparing_s if num_bytes else 0.0
 
     def update(
         self,
@@ -170,8 +153,12 @@ class OwnershipDecision:
         ]
         self.verdict = self.rental.decide(options, step_s, num_steps, least_saving=0.0)
         if self.verdict.is_due and self.verdict.option is not None:
-            self._move_to(divisions[self.verdict.option.name], self.verdict.option.price_s)
+            if not self.is_home:
+                self.rental.judge(is_kept=self.away_s >= 0.0)
+            self.owned = divisions[self.verdict.option.name]
+            self.away_s = 0.0 if self.is_home else -_GOOD * self.verdict.option.price_s
             self.is_way_home_paid = not is_needed
+            self.rental.settle()
             if is_needed:
                 self.rental.pause = FIRST_PAUSE
         return self.verdict
@@ -187,18 +174,12 @@ class OwnershipDecision:
         """Learn from a move that was made, after which ranks compared products for so long; 0 if they did not."""
         self.cost = self.cost.learned(num_bytes, seconds)
         if comparing_s > 0.0:
-            self.comparing_s += _WEIGHT * (comparing_s - self.comparing_s)
+            self.comparing_s = (self.comparing_s + comparing_s) / 2.0
         self.rental.succeed()
 
-    def _move_to(self, wanted: tuple[float, ...], price_s: float) -> None:
-        if not self.is_home:
-            self.rental.judge(is_kept=self.away_s >= 0.0)
-        self.away_s = 0.0 if wanted == self.home else -_GOOD * price_s
-        self.owned = wanted
-        self.rental.settle()
-
     def _names(self, wanted: tuple[float, ...]) -> list[str]:
-        """Name the option once for each rank that units move for: it stays the same while others join or leave."""
+        """Name the option once for each rank that units move for, whose shares change at least half as much as any
+        other's: it stays the same while others join or leave."""
         if wanted == self.home:
             return [_HOME]
         changes = [new - now for now, new in zip(self.owned, wanted, strict=True)]
@@ -206,5 +187,11 @@ class OwnershipDecision:
         return [
             f"rank {rank} {'gets' if change > 0.0 else 'gives'} units"
             for rank, change in enumerate(changes)
-            if most and abs(change) >= _MOVERS * most
+            if most and 2.0 * abs(change) >= most
         ]
+
+
+@lru_cache
+def _products_of(owned: tuple[float, ...], segments: tuple[SegmentWork, ...]) -> tuple[float, ...]:
+    """What each rank owns of the products, in whole units, in units of a rank's at even shares."""
+    return (1.0,) * len(owned) if len(set(owned)) == 1 else owned_shares(owned, segments)

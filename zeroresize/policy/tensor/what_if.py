@@ -21,21 +21,11 @@ class WhatIf:
 
     All ranks have the same at every update.
 
-    Args:
-        config: of the run.
-        num_ranks: size of the group.
-        segments: as of :class:`~zeroresize.policy.tensor.controller.Controller`.
-
     Attributes:
         plans: of the last update at which each decided, by mode.
     """
 
-    def __init__(
-        self,
-        config: BalanceConfig,
-        num_ranks: int,
-        segments: Sequence[SegmentWork] = (),
-    ) -> None:
+    def __init__(self, config: BalanceConfig, num_ranks: int, segments: Sequence[SegmentWork] = ()) -> None:
         kinds = dict.fromkeys(_KIND_OF_MODE.values()) if config.mode == "off" else {}
         self._controllers = {kind: Controller(_deciding(config, kind), num_ranks, segments) for kind in kinds}
         self._plans = {kind: controller.initial_plan() for kind, controller in self._controllers.items()}

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.group import Relief
-from zeroresize.policy.tensor.columns.differentiated import budget_ratios, paper_ratios
+from zeroresize.policy.tensor.columns.priority import budget_ratios
 from zeroresize.policy.tensor.columns.selector import ColumnSelector
+from zeroresize.policy.tensor.rules.paper import pridiff_ratios
 
 statistics = st.lists(st.floats(0.0, 1e3), min_size=4, max_size=40).map(np.array)
 ratios = st.floats(0.05, 0.9)
@@ -55,10 +56,11 @@ def test_a_layer_of_which_nothing_is_known_prunes_what_all_do():
 
 def test_the_paper_rule_may_prune_more_than_asked_for_or_less():
     still, moving = np.full(10, 1e-4), np.full(10, 1.0)
-    rule = {"theta": 1e-3, "alpha": 0.8, "max_ratio": 0.9}
-    assert paper_ratios([still, moving], 0.5, **rule) == pytest.approx([0.9, 0.4])
-    assert paper_ratios([moving, moving * np.nan], 0.5, **rule) == pytest.approx([0.4, 0.4])
-    assert paper_ratios([still, moving], 0.0, **rule) == [0.0, 0.0], "who is no straggler prunes nothing"
+    rule = {"pridiff_rule": "paper", "theta_iter": 1e-4, "alpha": 0.8}
+    config = BalanceConfig(mode="zero-pridiff", priority="variation", paper=rule)
+    assert pridiff_ratios(config, [still, moving], 0.5, 10, 0.9) == pytest.approx([0.9, 0.4])
+    assert pridiff_ratios(config, [moving, moving * np.nan], 0.5, 10, 0.9) == pytest.approx([0.4, 0.4])
+    assert pridiff_ratios(config, [still, moving], 0.0, 10, 0.9) == [0.0, 0.0], "who is no straggler prunes nothing"
 
 
 def ratios_by(scores, **config):

@@ -1,7 +1,5 @@
 """Orders of columns, and how many of them a share is."""
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -49,16 +47,6 @@ def test_what_a_controller_decides_keeps_a_multiple_of_eight_columns_where_there
     nearest = max(round((1 - ratio) * k / 8) * 8, 0)
     if ratio > 0.0 and k - nearest <= max_ratio * k and abs(1 - nearest / k - ratio) < 0.024:
         assert (k - num_pruned) % ALIGNMENT == 0 or num_pruned == 0
-
-
-@given(st.integers(1, 100), st.integers(1, 20), st.integers(0, 5), st.integers(0, 5))
-def test_random_order_is_a_permutation_of_whole_blocks(num_columns, block, epoch, rank_number):
-    order = random_order(num_columns, block=block, seed=1, epoch=epoch, rank=rank_number, layer=0)
-    assert sorted(order) == list(range(num_columns))
-    blocks = [column // block for column in order]
-    assert len(set(blocks)) == len(list(itertools.groupby(blocks)))
-    again = random_order(num_columns, block=block, seed=1, epoch=epoch, rank=rank_number, layer=0)
-    assert np.array_equal(order, again)
 
 
 @given(st.integers(2, 4096), st.floats(0.0, 1.0))

@@ -19,38 +19,22 @@ ratios = st.floats(0.05, 0.9)
 blocks = st.integers(1, 3)
 
 
-def nothing_pruned(columns):
-    return np.zeros(columns, dtype=bool)
-
-
 def known(w_var):
     priority = ColumnPriority(len(w_var))
-    priority.update(w_var, nothing_pruned(len(w_var)), incremental=True)
+    priority.update(w_var, np.zeros(len(w_var), dtype=bool), incremental=True)
     return priority
 
 
-def identity(columns):
-    return np.arange(columns)
-
-
-@given(statistics, ratios, st.randoms())
-def test_without_ageing_the_smallest_are_pruned(w_var, ratio, random):
-    tie_break = np.array(random.sample(range(len(w_var)), len(w_var)))
-    order = known(w_var).order(ageing=0.0, block=1, tie_break=tie_break)
-    pruned = pruned_of_order(order, ratio, 1)
-    kept = np.setdiff1d(order, pruned)
-    assert sorted(order) == list(range(len(w_var)))
-    assert not len(pruned) or w_var[pruned].max() <= w_var[kept].min()
-
-
-@given(statistics, st.integers(1, 7))
-def test_blocks_stay_together_and_are_ranked_by_their_means(w_var, block):
+@given(statistics, st.integers(1, 7), ratios, st.randoms())
+def test_without_ageing_the_smallest_are_pruned_block_by_block(w_var, block, ratio, random):
     columns = len(w_var)
-    order = known(w_var).order(ageing=0.0, block=block, tie_break=identity(columns))
+    tie_break = np.array(random.sample(range(columns), columns)) if block == 1 else np.arange(columns)
+    order = known(w_var).order(ageing=0.0, block=block, tie_break=tie_break)
     blocks = list(dict.fromkeys(order // block))
     assert [i for b in blocks for i in range(b * block, min((b + 1) * block, columns))] == order.tolist()
     means = [w_var[b * block : (b + 1) * block].mean() for b in blocks]
     assert all(a <= b * (1 + 1e-12) for a, b in itertools.pairwise(means))
+    assert np.array_equal(pruned_of_order(order, ratio, block), order[: len(pruned_of_order(order, ratio, block))])
 
 
 def test_a_pruned_column_keeps_what_was_known_of_it():

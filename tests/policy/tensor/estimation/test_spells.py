@@ -16,15 +16,30 @@ def lived(*updates, num_ranks=4, cost=0.7):
     return spells
 
 
-@pytest.mark.parametrize("steps", [1, 2, 4, 10, 1000])
-def test_much_is_worth_it_at_once_and_little_only_when_it_lasts(steps):
-    assert lived({0}).is_worth_it(0, 0.73, steps)
-    assert not lived({0}).is_worth_it(0, 0.3, steps)
-    assert lived(*[{0}] * 3).is_worth_it(0, 0.15, steps)
+A, B, NOBODY = {0}, {1}, set()
+EIGHT, BRIEF = [A] * 8 + [NOBODY] * 3, [A, NOBODY] * 4
 
 
-def test_a_single_step_tells_less_than_ten():
-    assert lived({0}).is_worth_it(0, 0.5, 10) and not lived({0}).is_worth_it(0, 0.5, 1)
+@pytest.mark.parametrize(
+    ("updates", "rank", "saved", "steps", "is_worth_it"),
+    [
+        *(([A], 0, 0.73, steps, True) for steps in (1, 10, 1000)),  # much is worth it at once
+        *(([A], 0, 0.3, steps, False) for steps in (1, 10, 1000)),  # and little only when it lasts
+        *(([A] * 3, 0, 0.15, steps, True) for steps in (1, 10, 1000)),
+        ([A], 0, 0.5, 10, True),
+        ([A], 0, 0.5, 1, False),  # a single step tells less than ten
+        ([A, NOBODY, B, NOBODY, {2}, NOBODY, {3}], 3, 0.73, 10, False),  # left alone the fourth time, whoever it is
+        ([A, A, NOBODY, B, B, NOBODY, {2}, {2}, NOBODY, {3}], 3, 0.73, 10, False),
+        (EIGHT * 3 + [A], 0, 0.3, 10, True),  # what lasted is met the next time, even if it is small
+        (EIGHT * 3 + [B], 1, 0.73, 10, True),
+        ([*EIGHT, B], 1, 0.3, 10, False),  # that another rank was slow for long says nothing
+        (BRIEF + [A], 0, 0.73, 10, False),
+        (BRIEF + [NOBODY] * 400 + [A], 0, 0.73, 10, True),  # what was long ago is forgotten
+    ],
+    ids=str,
+)
+def test_whether_a_plan_is_worth_it(updates, rank, saved, steps, is_worth_it):
+    assert lived(*updates).is_worth_it(rank, saved, steps) == is_worth_it
 
 
 @given(st.floats(0.01, 1.0), st.floats(0.01, 1.0), st.integers(1, 8), st.integers(1, 20))
@@ -35,36 +50,10 @@ def test_what_is_worth_it_is_so_for_more_and_for_longer(saved, more, age, steps)
         assert lived(*[{0}] * (age + 1)).is_worth_it(0, less, steps)
 
 
-@pytest.mark.parametrize("on", [1, 2])
-def test_what_came_and_went_is_left_alone_the_fourth_time_whoever_it_is(on):
-    updates = []
-    for rank in range(3):
-        updates += [{rank}] * on + [set()]
-    assert not lived(*updates, {3}).is_worth_it(3, 0.73, 10)
-
-
-def test_what_lasted_for_eight_updates_is_met_the_next_time_too():
-    updates = []
-    for _ in range(3):
-        updates += [{0}] * 8 + [set()] * 3
-    assert lived(*updates, {0}).is_worth_it(0, 0.3, 10), "even if it is small"
-    assert lived(*updates, {1}).is_worth_it(1, 0.73, 10)
-
-
-def test_that_another_rank_was_slow_for_long_says_nothing():
-    assert not lived(*[{0}] * 8, set(), {1}).is_worth_it(1, 0.3, 10)
-
-
 def test_small_spells_that_passed_say_nothing_of_a_large_one():
     spells = lived(*[{0}, set()] * 4, cost=0.1)
     spells.learn([True, False, False, False], [0.7] * 4)
     assert spells.is_worth_it(0, 0.7, 10)
-
-
-def test_what_was_long_ago_is_forgotten():
-    updates = [{0}, set()] * 4
-    assert not lived(*updates, {0}).is_worth_it(0, 0.73, 10)
-    assert lived(*updates, *[set()] * 400, {0}).is_worth_it(0, 0.73, 10)
 
 
 @given(st.lists(st.sets(st.integers(0, 3)), max_size=12), st.lists(st.sets(st.integers(0, 3)), max_size=12))

@@ -1,8 +1,7 @@
-"""Who should own how many units, against what no division can beat."""
+"""Who should own how many units, against what no division can beat, and what a rank prunes in each segment."""
 
 import math
 
-import numpy as np
 import pytest
 from helpers.virtual_training import LINEAR, REALISTIC
 from hypothesis import given, settings
@@ -11,7 +10,16 @@ from hypothesis import strategies as st
 from zeroresize.plan.ownership import SegmentWork, unit_counts
 from zeroresize.policy.tensor.estimation.curves import GroupTimes
 from zeroresize.policy.tensor.estimation.times import RankTimes
-from zeroresize.policy.tensor.rules.ownership import fitting_shares, merged, normalised, owned_step_s, wanted_shares
+from zeroresize.policy.tensor.rules.ownership import (
+    Bounds,
+    fitting_shares,
+    merged,
+    normalised,
+    owned_step_s,
+    wanted_shares,
+    work_conserving_bound_s,
+)
+from zeroresize.policy.tensor.rules.sharing import pruned_by_segment
 
 #: So fine that rounding to whole units is no matter.
 FINE = (SegmentWork(2_000_000, 1, 0.7), SegmentWork(4_000_000, 1, 0.3))
@@ -40,28 +48,6 @@ def bound_s(chis):
 chis = st.lists(st.sampled_from([1.0, 1.0, 1.3, 2.0, 4.0, 8.0]), min_size=2, max_size=8).filter(
     lambda own: 1.0 in own and max(own) > 1.0
 )
-
-
-@settings(deadline=None)
-@given(chis)
-def test_shares_go_by_the_reciprocal_of_the_slowness_and_reach_the_bound(chi_of_ranks):
-    times = group(*chi_of_ranks)
-    shares = wanted(times)
-    speeds = np.array([1.0 / chi for chi in chi_of_ranks])
-    assert shares == pytest.approx(speeds * len(chi_of_ranks) / speeds.sum(), abs=1e-4)
-    assert owned_step_s(times, shares, FINE) == pytest.approx(bound_s(chi_of_ranks), rel=1e-4)
-
-
-@settings(deadline=None, max_examples=60)
-@given(chis, st.sampled_from([LINEAR, REALISTIC]), st.floats(0.0, 0.9), st.data())
-def test_no_other_division_is_faster(chi_of_ranks, cost, moving_rest, data):
-    times = group(*chi_of_ranks, cost=cost, moving_rest=moving_rest)
-    best_s = owned_step_s(times, wanted(times), FINE)
-    other = data.draw(
-        st.lists(st.just(0.0) | st.floats(1e-3, 3.0), min_size=len(chi_of_ranks), max_size=len(chi_of_ranks))
-    )
-    other = other if any(other) else [1.0] * len(other)
-    assert best_s <= owned_step_s(times, normalised(other), FINE) * (1.0 + 1e-4)
 
 
 def test_nobody_slow_and_nothing_that_can_move_is_home():
@@ -108,12 +94,6 @@ def test_a_step_is_told_with_whole_heads():
     assert owned_step_s(times, shares, (heads,)) == pytest.approx(expected)
 
 
-def test_what_heads_cannot_balance_is_left_at_home():
-    """One head a rank: whatever moves doubles what somebody has."""
-    times, head = group(1.0, 1.0, 1.0, 1.5), SegmentWork(4, 1, 1.0)
-    assert wanted(times, segments=(head,)) == (1.0,) * 4
-
-
 def test_segments_that_divide_alike_are_one():
     segments = [SegmentWork(3072, 8, 0.04), SegmentWork(12, 1, 0.02)] * 12
     assert merged(segments) == (SegmentWork(3072, 8, pytest.approx(0.48)), SegmentWork(12, 1, pytest.approx(0.24)))
@@ -139,17 +119,61 @@ def test_no_rank_owns_more_than_it_has_memory_for_and_what_fits_is_divided_best(
     assert max(with_room) == pytest.approx(min(with_room), rel=0.01)
 
 
-@given(MOST)
-def test_shares_that_fit_are_the_nearest_to_even_ones(most):
-    shares = fitting_shares(3, most)
-    assert sum(shares) == pytest.approx(3.0, abs=1e-4)
-    level = max(shares)
-    for share, limit in zip(shares, most, strict=True):
-        assert share == pytest.approx(min(level, limit), abs=1e-4)
-
-
 def test_the_ranks_that_are_not_slow_take_no_more_than_they_may():
     times = group(1.0, 1.0, 4.0)
     shares = wanted(times, most_s=1.05)
     assert REST_S + GEMM_S * shares[0] == pytest.approx(1.05, rel=1e-4) and shares[0] == shares[1]
     assert wanted(times, most_s=9.0) == wanted(times)
+
+
+@pytest.mark.parametrize(("chis", "shares_of_even"), [((1, 2), 4 / 3), ((1, 8), 16 / 9), ((1,) * 7 + (4,), 8 / 7.25)])
+def test_the_bound_of_products_is_the_paper_s(chis, shares_of_even):
+    bounds = Bounds.of(group(*chis, moving_rest=0.4))
+    assert bounds.of_products == pytest.approx(REST_S + GEMM_S * shares_of_even) == pytest.approx(bound_s(chis))
+    # The fast ranks take over of the rest as much as of the products.
+    assert bounds.of_units > bounds.of_products
+    # Who does nothing takes what does not move all the same.
+    assert work_conserving_bound_s([5.0, 0.1], [1.0, 1.0], [0.0, 0.0]) == 5.0
+    assert work_conserving_bound_s([5.0, 0.1], [1.0, 1.0], [0.9, 0.0]) < 5.0
+
+
+RANK = st.tuples(st.floats(0.05, 1.0), st.floats(0.2, 5.0), st.floats(0.0, 0.9))
+
+
+@settings(deadline=None)
+@given(st.lists(RANK, min_size=2, max_size=5), st.data())
+def test_no_division_is_faster_than_the_bound_and_the_wanted_one_reaches_it(ranks, data):
+    times = GroupTimes(RankTimes(rest_s, gemm_s, 1.0, LINEAR, moving_rest=rho) for rest_s, gemm_s, rho in ranks)
+    least_s = Bounds.of(times).of_units
+    numbers = st.lists(st.just(0.0) | st.floats(0.01, 1.0), min_size=len(ranks), max_size=len(ranks)).filter(any)
+    shares = normalised(data.draw(numbers))
+    assert owned_step_s(times, shares, FINE) >= least_s * (1.0 - 1e-4)
+    slow = [rank.busy_s > min(other.busy_s for other in times) for rank in times]
+    if any(slow):
+        assert owned_step_s(times, wanted_shares(times, slow, FINE), FINE) <= least_s * 1.001
+    realistic = GroupTimes(RankTimes(rest_s, gemm_s, 1.0, REALISTIC, moving_rest=rho) for rest_s, gemm_s, rho in ranks)
+    if any(slow):
+        best_s = owned_step_s(realistic, wanted_shares(realistic, slow, FINE), FINE)
+        assert best_s <= owned_step_s(realistic, shares, FINE) * (1.0 + 1e-4)
+
+
+SEGMENT = st.tuples(st.floats(0.0, 3.0), st.floats(0.01, 1.0))
+
+
+@given(st.lists(SEGMENT, min_size=1, max_size=6), st.floats(0.0, 0.5), st.floats(0.0, 0.45))
+def test_what_is_pruned_is_divided_so_that_no_segment_takes_longer_than_it_must(segments, pruned, lent):
+    owned, works = zip(*segments, strict=True)
+    by_segment = pruned_by_segment(pruned, lent, owned, works)
+    whole = sum(share * work for share, work in segments)
+    assert all(0.0 <= share <= 1.0 - lent + 1e-9 for share in by_segment)
+    in_all = sum(ratio * share * work for ratio, (share, work) in zip(by_segment, segments, strict=True))
+    assert in_all == pytest.approx(pruned * whole, abs=1e-6)
+    computed = [share * (1.0 - lent - ratio) for ratio, share in zip(by_segment, owned, strict=True)]
+    level = max(computed)
+    for ratio, share in zip(by_segment, computed, strict=True):
+        assert ratio == 0.0 or share == pytest.approx(level, rel=1e-6, abs=1e-9)
+
+
+def test_equal_segments_prune_just_what_is_asked_for():
+    assert pruned_by_segment(0.3, 0.1, (0.7, 0.7, 0.7), (0.2, 0.3, 0.5)) == (0.3, 0.3, 0.3)
+    assert pruned_by_segment(0.0, 0.1, (0.7, 1.7), (0.2, 0.3)) == (0.0, 0.0)

@@ -1,11 +1,10 @@
 """SEMI update after update: what it learns, noise, changes, states, simulated clusters."""
 
 import itertools
-import math
 
 import pytest
 from helpers.states import resumed
-from helpers.virtual_training import LINEAR, REALISTIC, group, rank
+from helpers.virtual_training import REALISTIC, group, rank
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,14 +25,6 @@ def test_the_cost_of_migrating_is_learned_from_training():
     assert estimate.seconds((0.25, 0.0)) == pytest.approx(0.05 + true_factor * calibrated.seconds([0.25]), rel=0.1)
 
     assert resumed(estimate) == estimate
-
-
-def test_where_migrating_cannot_be_measured_semi_only_resizes():
-    controller = Controller(BalanceConfig(mode="semi"), 2)
-    times, _ = group(4.0, 1.0)
-    for _ in range(4):
-        plan = controller.update(times)
-    assert plan.loans == () and plan.ranks[0].pruned > 0.5
 
 
 def lent_and_pruned(run):
@@ -92,13 +83,6 @@ def test_simulated_semi_settles_and_drops_less_than_zero(num_ranks, chi, rule):
         homogeneous_s = sum(simulate(BalanceConfig(mode="off"), even, 230).step_s[60:]) / 170
         reachable_s = max(homogeneous_s, 0.2 + chi * 0.8 * 0.15 + 0.01)
         assert sum(semi.step_s[60:230]) / 170 <= 1.1 * reachable_s
-
-
-def test_a_migration_that_takes_longer_than_it_saves_is_left():
-    cluster = Cluster(lambda step: [1.3, 1.0], 0.2, 0.8, LINEAR, MigrationCost(1.0, 0.0))
-    run = simulate(BalanceConfig(mode="mig"), cluster, 100)
-    assert run.lent_share == 0.0
-    assert math.isclose(max(run.step_s), 0.2 + 1.3 * 0.8)
 
 
 #: Handing over what χ = 2 of two ranks asks for saves half a second of 1.8.

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroresize.config import BalanceConfig
+from zeroresize.policy.tensor.costs import LEAST_SHARE
 
 #: Products over a multiple of so many columns are fast; over a few more or less they take longer.
 ALIGNMENT = 8
@@ -86,10 +87,10 @@ def pruned_of_order(order: NDArray[np.int64], ratio: float, block: int, max_rati
     """
     num_columns = len(order)
     num_blocks = math.ceil(num_columns / block)
-    num_pruned = max(min(math.floor(ratio * num_columns / block + 0.5), num_blocks - 1), 0)
+    num_pruned = max(min(_rounded(ratio * num_columns / block), num_blocks - 1), 0)
     is_first_of_block = order % block == 0
     ends = np.append(np.flatnonzero(is_first_of_block), num_columns)
-    while ends[num_pruned] > max_ratio * num_columns + 1e-9:
+    while ends[num_pruned] > max_ratio * num_columns + LEAST_SHARE:
         num_pruned -= 1
     return order[: ends[num_pruned]]
 
@@ -102,7 +103,7 @@ def aligned_ratio(num_columns: int, ratio: float, max_ratio: float) -> float:
     if num_columns == 0:
         return ratio
     num_kept = ALIGNMENT * round((1.0 - ratio) * num_columns / ALIGNMENT)
-    fewest_kept = max(math.ceil((1.0 - max_ratio) * num_columns - 1e-9), 1)
+    fewest_kept = max(math.ceil((1.0 - max_ratio) * num_columns - LEAST_SHARE), 1)
     num_kept = min(max(num_kept, ALIGNMENT * math.ceil(fewest_kept / ALIGNMENT)), num_columns)
     aligned = 1.0 - num_kept / num_columns
     return aligned if ratio > 0.0 and abs(aligned - ratio) <= _MOST_SHIFT else ratio
@@ -123,11 +124,16 @@ def num_lent(num_columns: int, ratio: float, *, is_forced: bool = True) -> int:
 
     Unless the ratio is forced, a multiple of ``ALIGNMENT`` nearby, and so few that the rank's speed can still be told.
     """
-    num_exact = min(math.floor(ratio * num_columns + 0.5), num_columns)
+    num_exact = min(_rounded(ratio * num_columns), num_columns)
     if is_forced:
         return num_exact
     most = max(num_columns - ALIGNMENT, num_columns // 2)
     num_exact = min(num_exact, most)
-    num_aligned = ALIGNMENT * math.floor(num_exact / ALIGNMENT + 0.5)
+    num_aligned = ALIGNMENT * _rounded(num_exact / ALIGNMENT)
     is_near = 0 < num_aligned <= most and abs(num_aligned - num_exact) <= _MOST_SHIFT * num_columns
     return num_aligned if is_near else num_exact
+
+
+def _rounded(number: float) -> int:
+    """The nearest whole number, half up."""
+    return math.floor(number + 0.5)

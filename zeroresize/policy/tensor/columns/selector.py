@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import PRIORITY_MODES
 from zeroresize.plan.group import Relief
-from zeroresize.policy.tensor.columns.differentiated import budget_ratios, paper_ratios, relative_scores
 from zeroresize.policy.tensor.columns.order import decided_columns, num_lent, order_of_homes, pruned_of_order
-from zeroresize.policy.tensor.columns.priority import ColumnPriority
+from zeroresize.policy.tensor.columns.priority import ColumnPriority, budget_ratios, relative_scores
+from zeroresize.policy.tensor.rules.paper import pridiff_ratios
 from zeroresize.policy.tensor.rules.sharing import pruned_by_segment
 
 Columns = NDArray[np.int64]
@@ -131,8 +131,7 @@ class ColumnSelector:
         ratio = min(ratio, max_ratio)
         w_vars = [self.state.columns[name].w_var for name in names]
         if config.paper.pridiff_rule == "paper":
-            theta = config.paper.theta_iter * self.state.steps_of_last_epoch
-            return paper_ratios(w_vars, ratio, theta=theta, alpha=config.paper.alpha, max_ratio=max_ratio)
+            return pridiff_ratios(config, w_vars, ratio, self.state.steps_of_last_epoch, max_ratio)
         if config.priority == "activation":
             w_vars = [relative_scores(w_var) for w_var in w_vars]
         return budget_ratios(w_vars, [self._costs[name] for name in names], ratio, max_ratio=max_ratio)

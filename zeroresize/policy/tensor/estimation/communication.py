@@ -13,10 +13,10 @@ from zeroresize.policy.tensor.estimation.times import MOST_SECONDS
 _NOISE = 0.03
 #: Of the newest interval.
 _WEIGHT = 0.7
-#: By more than these factors no single interval changes what the calibration told of migrating.
-_LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
+#: By more than this factor, or its inverse, no single interval changes what the calibration told of migrating.
+_MOST_FACTOR = 2.0
 #: Nor do all of them together.
-_LEAST_SCALE, _MOST_SCALE = 0.05, 20.0
+_MOST_SCALE = 20.0
 #: While nothing is lent what was learned is forgotten by this share an update: it may have been a bad hour.
 _FORGETTING = 0.01
 
@@ -72,8 +72,8 @@ class CommunicationEstimate:
         elif predicted_s > 0.0 and not math.isnan(self.plain_s) and not math.isnan(busy_s):
             error_s = seen.wait_s - self.plain_s - predicted_s
             beyond_noise_s = math.copysign(max(abs(error_s) - _NOISE * busy_s, 0.0), error_s)
-            factor = min(max(1.0 + beyond_noise_s / predicted_s, _LEAST_FACTOR), _MOST_FACTOR)
-            self.scale = min(max(self.scale * (1.0 + _WEIGHT * (factor - 1.0)), _LEAST_SCALE), _MOST_SCALE)
+            factor = min(max(1.0 + beyond_noise_s / predicted_s, 1.0 / _MOST_FACTOR), _MOST_FACTOR)
+            self.scale = min(max(self.scale * (1.0 + _WEIGHT * (factor - 1.0)), 1.0 / _MOST_SCALE), _MOST_SCALE)
 
     def seconds(self, lent: Sequence[float]) -> float:
         """Return the seconds of a step in which ranks lend these shares; what is not known counts as nothing."""

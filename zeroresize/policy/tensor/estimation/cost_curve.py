@@ -19,21 +19,20 @@ from numpy.typing import NDArray
 
 from zeroresize.plan.group import Shares
 from zeroresize.policy.speed.noise import JUMP
-from zeroresize.policy.tensor.costs import ResizingCost
+from zeroresize.policy.tensor.costs import LEAST_SHARE, UNKNOWN, ResizingCost
 
 Floats = NDArray[np.float64]
 
-#: Standard deviation of what borrowing was taken to cost, and of a calibrated share s, times 1 − log s: its logarithm.
-_CURVE_ERROR = 0.3
-#: And of what is owned beyond an even share, which is taken to be in proportion.
+#: Of what borrowing was taken to cost, and of a calibrated share s, times 1 − log s, :data:`~.UNKNOWN` is the standard
+#: deviation of the logarithm; and this of what is owned beyond an even share, which is taken to be in proportion.
 _WIDENING_ERROR = 0.15
 #: Correlation of neighbouring points' errors.
 _NEIGHBOURS = 0.7
 #: What a jump of speed adds to the error: what made the rank slow may slow other sizes of products otherwise.
 _CURVE_CHANGE = 0.1
 #: A calibration is not believed where columns take less than this part of their share of FLOPs; fewer columns take at
-#: least so much of it, whatever was measured, and at most so many times as long as all of them.
-_LEAST_CALIBRATED, _LEAST_SHARE_OF_FLOPS, _MOST_OF_WHOLE = 0.8, 0.5, 1.25
+#: least so much of it, whatever was measured, and at most as much longer than all of them.
+_LEAST_CALIBRATED, _LEAST_SHARE_OF_FLOPS = 0.8, 0.5
 #: No correction of borrowing or widening is larger: a factor of 4.
 _MOST_CORRECTION = math.log(4.0)
 #: Where b and w are among the corrections.
@@ -57,11 +56,11 @@ class CostCurve:
         columns, shares = 1.0 - np.array(self.calibrated.ratios[1:]), np.array(self.calibrated.gemm_share[1:])
         believed = np.maximum(shares, _LEAST_CALIBRATED * columns)
         self._x = np.append(np.log(believed / shares), [0.0, 0.0])
-        errors = _CURVE_ERROR * (1.0 - np.log(np.minimum(believed, 1.0)))
+        errors = UNKNOWN * (1.0 - np.log(np.minimum(believed, 1.0)))
         distance = np.abs(np.subtract.outer(np.arange(len(columns)), np.arange(len(columns))))
-        self._p = np.diag(np.append(np.zeros(len(columns)), [_CURVE_ERROR**2, _WIDENING_ERROR**2]))
+        self._p = np.diag(np.append(np.zeros(len(columns)), [UNKNOWN**2, _WIDENING_ERROR**2]))
         self._p[:_BORROWING, :_BORROWING] = np.outer(errors, errors) * _NEIGHBOURS**distance
-        least, most = np.log(_LEAST_SHARE_OF_FLOPS * columns / shares), np.log(_MOST_OF_WHOLE / shares)
+        least, most = np.log(_LEAST_SHARE_OF_FLOPS * columns / shares), -np.log(_LEAST_CALIBRATED * shares)
         self._least = np.append(np.minimum(least, self._x[:_BORROWING]), [-_MOST_CORRECTION] * 2)
         self._most = np.append(np.maximum(most, self._x[:_BORROWING]), [_MOST_CORRECTION] * 2)
         self._cost: ResizingCost | None = None
@@ -89,7 +88,7 @@ class CostCurve:
             executed += cost.borrowed_at(shares.borrowed)
             if shares.borrowed < 1.0:
                 _add_gradient(gradient, cost, 1.0 - shares.borrowed, cost.borrowing)
-        executed = max(executed, 1e-9)
+        executed = max(executed, LEAST_SHARE)
         return math.log(executed), gradient / executed
 
     def variance(self, gradient: Floats) -> float:
@@ -102,28 +101,25 @@ class CostCurve:
         left = surprise - gradient @ (np.clip(self._x + change, self._least, self._most) - self._x)
         return bool(left**2 <= JUMP**2 * variance)
 
-    def learn(self, gradient: Floats, surprise: float, variance: float, doubt: float = 0.0) -> None:
+    def learn(self, gradient: Floats, surprise: float, variance: float) -> None:
         """Take what two plans took beside each other.
 
         Args:
             gradient: of one plan less that of the other.
             surprise: by how much the logarithm of their ratio is more than expected.
             variance: of what was measured.
-            doubt: how likely it was something else; by so much what is learned is less sure.
         """
         gain = self._p @ gradient / (self.variance(gradient) + variance)
-        change = gain * surprise
-        self._x = np.clip(self._x + change, self._least, self._most)
+        self._x = np.clip(self._x + gain * surprise, self._least, self._most)
         # Joseph's form keeps the covariance positive whatever rounding does.
         keep = np.eye(len(gain)) - gain[:, None] * gradient
-        self._p = keep @ self._p @ keep.T + variance * gain[:, None] * gain + doubt * change[:, None] * change
+        self._p = keep @ self._p @ keep.T + variance * gain[:, None] * gain
         self._cost = None
 
     def widen(self, variance: float = _CURVE_CHANGE**2) -> None:
         """Know each correction less by ``variance``, as after a jump of speed; what is unknown stays so."""
-        places = np.arange(len(self._x))
-        known = self._p[places, places] < max(_CURVE_ERROR**2, variance)
-        self._p[places, places] += np.where(known, variance, 0.0)
+        known = np.diag(self._p) < max(UNKNOWN**2, variance)
+        self._p += np.diag(np.where(known, variance, 0.0))
 
 
 def _add_gradient(gradient: Floats, cost: ResizingCost, ratio: float, factor: float) -> None:

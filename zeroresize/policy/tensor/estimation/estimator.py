@@ -6,7 +6,7 @@ the plan in force. Steps under one plan tell the speed; two plans beside each ot
 along with units: a rank that owns f takes (1 − ρ + ρ f) of it.
 
 What surprises under a new plan more than noise and all that is unknown of the curve is a jump of speed. What surprises
-less informs the curve, which stays in doubt by how likely it was the speed. Products compared after a move
+less informs the curve. Products compared after a move
 (:meth:`RankEstimator.compare`) tell the curve: then surprises are speed. Of a rank that owns nothing a reference
 product tells the speed (:meth:`RankEstimator.learn_reference`), by what it took when steps told it.
 """
@@ -22,7 +22,7 @@ from zeroresize.plan.group import Shares
 from zeroresize.policy.speed.change_of_level import change_of_level
 from zeroresize.policy.speed.meter import Reading, SpeedMeter, bounded
 from zeroresize.policy.speed.noise import JUMP
-from zeroresize.policy.tensor.costs import ResizingCost
+from zeroresize.policy.tensor.costs import MOST, UNKNOWN, ResizingCost
 from zeroresize.policy.tensor.estimation.cost_curve import CostCurve
 from zeroresize.policy.tensor.estimation.times import (
     DURATION,
@@ -31,7 +31,6 @@ from zeroresize.policy.tensor.estimation.times import (
     MOST_MOVING_REST,
     MOST_SECONDS,
     MOVING_REST,
-    MOVING_REST_ERROR,
     RankTimes,
     StepTimes,
     log_parts,
@@ -41,12 +40,6 @@ from zeroresize.utils.usual import usual_of
 
 #: Of a share s(f) that was measured by comparing products apart from training, and of a reference product.
 _COMPARISON_ERROR, _REFERENCE_ERROR = 0.04, 0.1
-#: How well is known what a reference takes beside the products of a step, before both were measured at one speed.
-_REFERENCE_PRIOR = 0.3
-#: A rank's speed jumps in that share of the intervals.
-_HAZARD = 0.05
-#: Standard deviation of a jump's logarithm: a factor of 4.
-_JUMP_SIZE = math.log(4.0)
 
 
 @dataclass(eq=False)
@@ -70,8 +63,8 @@ class RankEstimator:
     #: Whether the speed of the multiplications has jumped since the rest was measured.
     _has_jumped: bool = field(default=False, init=False)
     #: Mean and variance of ρ, and of log(reference / M); the logarithm of a reference before that was known.
-    _moving_rest: tuple[float, float] = field(default=(MOVING_REST, MOVING_REST_ERROR**2), init=False)
-    _reference: tuple[float, float] = field(default=(0.0, _REFERENCE_PRIOR**2), init=False)
+    _moving_rest: tuple[float, float] = field(default=(MOVING_REST, UNKNOWN**2), init=False)
+    _reference: tuple[float, float] = field(default=(0.0, UNKNOWN**2), init=False)
     _first_reference: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -95,7 +88,7 @@ class RankEstimator:
         gemm_variance = self._gemm.variance + DURATION * self._gemm.noise.drift + self._curve.variance(gradient)
         rest_variance = self._rest.variance + DURATION * self._rest.noise.drift + slope**2 * self._moving_rest[1]
         spread_s = math.hypot(rest_s * math.sqrt(rest_variance), gemm_s * math.sqrt(gemm_variance))
-        deviation = min(spread_s / (rest_s + gemm_s), 1e3)
+        deviation = min(spread_s / (rest_s + gemm_s), MOST)
         scale = math.exp(self._gather_fill.level) if self._gather_fill.is_known else 1.0
         return RankTimes(rest_s, gemm_s, scale, self.cost, deviation, self._moving_rest[0])
 
@@ -111,11 +104,9 @@ class RankEstimator:
         steps = [step for step in steps if step.gemm_s >= LEAST_SECONDS or not step.shares.computes]
         for meter in (self._rest, self._gemm, self._gather_fill) if steps else ():
             meter.pass_interval()
-        is_new_interval = True
         for _, alike in itertools.groupby(steps, key=lambda step: step.shares.work):
             for level in self._levels(list(alike)):
-                self._learn_level(level, is_new_interval=is_new_interval)
-                is_new_interval = False
+                self._learn_level(level)
 
     def compare(self, owned: float, ratio: float) -> None:
         """Learn from products at even shares and at those in force that were timed in turn, apart from training.
@@ -167,7 +158,7 @@ class RankEstimator:
         is_slower = usual_of([step.busy_s for step in after]) > usual_of([step.busy_s for step in before])
         return [before] if is_slower and 2 * len(after) < len(steps) else [before, after]
 
-    def _learn_level(self, steps: Sequence[StepTimes], *, is_new_interval: bool) -> None:
+    def _learn_level(self, steps: Sequence[StepTimes]) -> None:
         """Steps of one plan at one speed."""
         shares = steps[-1].shares
         rest, gemm = zip(*map(log_parts, steps), strict=True)
@@ -176,18 +167,18 @@ class RankEstimator:
         is_first = not self._rest.is_known  # which stands beside no other plan
         reading = self._rest.take(rest, change, change_variance, is_alike=shares.owned == self._owned)
         if shares.computes:
-            self._learn_gemm(gemm, steps[-1], reading, is_new_interval=is_new_interval)
+            self._learn_gemm(gemm, steps[-1], reading)
             self._learn_gather_fill(steps)
         if not (is_first or reading.has_jumped or self._has_jumped):
             self._learn_moving_rest(math.exp(change + reading.surprise), reading.variance, shares.owned)
         self._owned, self._has_jumped = shares.owned, False
 
-    def _learn_gemm(self, values: Sequence[float], step: StepTimes, rest: Reading, *, is_new_interval: bool) -> None:
+    def _learn_gemm(self, values: Sequence[float], step: StepTimes, rest: Reading) -> None:
         """Logarithms of the seconds of multiplying, of the plan of ``step``."""
         if not self._gemm.is_known or step.shares.work == self._shares.work:
             has_jumped = self._gemm.take(values).has_jumped
         else:
-            has_jumped = self._learn_plan(values, step, rest, is_new_interval=is_new_interval)
+            has_jumped = self._learn_plan(values, step, rest)
         if has_jumped:
             self._has_jumped = True
             self._curve.widen()
@@ -197,19 +188,17 @@ class RankEstimator:
             self._reference = self._first_reference - full, _REFERENCE_ERROR**2 + variance
             self._first_reference = None
 
-    def _learn_plan(self, values: Sequence[float], step: StepTimes, rest: Reading, *, is_new_interval: bool) -> bool:
+    def _learn_plan(self, values: Sequence[float], step: StepTimes, rest: Reading) -> bool:
         """The same, of a plan unlike the one before. Whether the speed has jumped, and not the curve been wrong."""
         (executed, gradient), (before, gradient_before) = map(self._curve.executed, (step.shares, self._shares))
         contrast = gradient - gradient_before
-        unknown = self._curve.variance(contrast)
-        reading = self._gemm.take(values, executed - before, unknown, is_alike=False)
+        reading = self._gemm.take(values, executed - before, self._curve.variance(contrast), is_alike=False)
         # Where the rest, which pruning does not touch, has jumped alike, or no curve is so, it was the speed.
-        has_jumped = reading.has_jumped or (rest.has_jumped and 0.5 < reading.surprise / rest.surprise < 2.0)
+        has_jumped = reading.has_jumped or (rest.has_jumped and reading.surprise * rest.surprise > 0.0)
         is_forced = step.is_forced or self._is_forced  # odd numbers of columns cost more, which tells nothing of others
         has_jumped |= not (is_forced or self._curve.explains(contrast, reading.surprise, reading.variance))
         if not (has_jumped or is_forced):
-            doubt = _share_of_jumps(reading.surprise, reading.variance + unknown) if is_new_interval else 0.0
-            self._curve.learn(contrast, reading.surprise, reading.variance, doubt)
+            self._curve.learn(contrast, reading.surprise, reading.variance)
         return has_jumped
 
     def _learn_gather_fill(self, steps: Sequence[StepTimes]) -> None:
@@ -235,10 +224,3 @@ class RankEstimator:
             gain = own_variance / (own_variance + measured_variance)
             measured = min(max((1.0 - ratio) / divisor, 0.0), MOST_MOVING_REST)
             self._moving_rest = mean + gain * (measured - mean), own_variance * (1.0 - gain)
-
-
-def _share_of_jumps(surprise: float, variance: float) -> float:
-    """Return how likely a surprise under a new plan, no greater than noise, comes from a jump of speed, by Bayes."""
-    wide = variance + _JUMP_SIZE**2
-    odds = math.sqrt(variance / wide) * math.exp(0.5 * surprise**2 * (1.0 / variance - 1.0 / wide))
-    return _HAZARD * odds / (_HAZARD * odds + 1.0 - _HAZARD)

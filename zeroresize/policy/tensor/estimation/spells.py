@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 COST_IN_VAIN = 0.055
 #: Past spells that the prior counts as much as.
 PRIOR_SPELLS = 0.5
-#: Share of what was seen of past spells that is forgotten at an update.
-FORGETTING = 1 / 64
-
-#: Past spells are as useful as that many intervals at most, and so many are kept.
-_MOST_USEFUL, _MOST_SPELLS = 32, 16
+#: So many past spells are kept, and one is as useful as twice as many intervals at most. At an update one of four times
+#: as many parts of what was seen of them is forgotten.
+_MOST_SPELLS = 16
+_MOST_USEFUL, FORGETTING = 2 * _MOST_SPELLS, 1 / (2 * 2 * _MOST_SPELLS)
 #: A past spell counts if it was this much as costly as the present one, or more.
 _ALIKE = 0.75
 #: Steps: a spell of one step in intervals of one may be a hiccup.
@@ -67,7 +66,8 @@ class Spells:
         """
         age = self.ages[rank] * steps_of_update / (steps_of_update + _HICCUP)
         # Σ of P(d ≥ t) / P(d ≥ age) over t ≥ age + 2, nearly, with roots, which all machines have alike.
-        useful = PRIOR_SPELLS * _survives(age, age + 1.5) * (age + 1.5) / 1.5
+        late = 1.5
+        useful = PRIOR_SPELLS * _survives(age, age + late) * (age + late) / late
         in_vain = PRIOR_SPELLS * (1.0 + _survives(age, age + 1.0))
         for whose, cost, end, weight in self.past:
             left = end - self.ages[rank]

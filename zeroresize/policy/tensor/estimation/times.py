@@ -7,13 +7,12 @@ both in seconds.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zeroresize.plan.group import Shares
-from zeroresize.policy.tensor.costs import ResizingCost
+from zeroresize.policy.tensor.costs import LEAST_SHARE, MOST, ResizingCost
 from zeroresize.utils.usual import middle_of, usual_of
 
 #: Of a step in which a rank computes its own products and no others.
@@ -23,12 +22,10 @@ DURATION = 5.0
 #: Of a step's busy time a part is not known more finely.
 LEAST_PART = 1e-4
 #: No step multiplies for less or takes longer.
-LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
+LEAST_SECONDS, MOST_SECONDS = LEAST_SHARE, MOST
 #: Of the rest of a step, the share that moves along when units do: what lies between the layers of a segment. What is
-#: believed before it was seen, with its standard deviation, and the most.
-MOVING_REST, MOVING_REST_ERROR, MOST_MOVING_REST = 0.2, 0.3, 0.9
-#: Nor do gathers and fills take so many times as long as in the calibration.
-_MOST_SCALE = 1e6
+#: believed before it was seen, and the most.
+MOVING_REST, MOST_MOVING_REST = 0.2, 0.9
 
 
 @dataclass(frozen=True)
@@ -107,8 +104,8 @@ class RankTimes:
         is_sound = (
             0.0 <= self.rest_s <= MOST_SECONDS
             and LEAST_SECONDS <= self.gemm_s <= MOST_SECONDS
-            and 0.0 <= self.gather_fill_scale <= _MOST_SCALE
-            and 0.0 <= self.deviation <= _MOST_SCALE
+            and 0.0 <= self.gather_fill_scale <= MOST
+            and 0.0 <= self.deviation <= MOST
             and 0.0 <= self.moving_rest <= MOST_MOVING_REST
             and 0.0 <= self.outside_s <= MOST_SECONDS
         )
@@ -155,19 +152,6 @@ class RankTimes:
     def least_busy_s(self) -> float:
         """Return the busy seconds at the cheapest pruning ratio."""
         return min(self.busy_at(ratio) for ratio in self.cost.ratios)
-
-    def ratio_to_reach(self, target_s: float) -> float:
-        """Return the smallest γ with busy time ``target_s`` at most.
-
-        Where none gets there it is the smallest of the cheapest.
-        """
-        points = [(ratio, self.busy_at(ratio)) for ratio in self.cost.ratios]
-        if points[0][1] <= target_s:
-            return 0.0
-        for (low, busy_low), (high, busy_high) in itertools.pairwise(points):
-            if busy_high <= target_s:
-                return min(low + (high - low) * (busy_low - target_s) / (busy_low - busy_high), high)
-        return min(points, key=lambda point: point[1])[0]
 
 
 def log_parts(step: StepTimes) -> tuple[float, float]:

@@ -9,23 +9,16 @@ from zeroresize.plan.ownership import SegmentWork, owned_shares
 from zeroresize.policy.tensor.costs import MigrationCost
 from zeroresize.policy.tensor.estimation.curves import GroupTimes
 from zeroresize.policy.tensor.estimation.times import RankTimes
-from zeroresize.policy.tensor.rules.makespan import makespan_division
+from zeroresize.policy.tensor.rules import paper
+from zeroresize.policy.tensor.rules.makespan import WORTHWHILE, makespan_division
 from zeroresize.policy.tensor.rules.ownership import fitting_shares, owned_step_s, wanted_shares
 from zeroresize.policy.tensor.rules.ratio import pruning_ratios, slowest_normal_s
-from zeroresize.policy.tensor.rules.semi import paper_division
-from zeroresize.policy.tensor.rules.sharing import (
-    WorkDivision,
-    borrowed_shares,
-    owned_by,
-    paper_lending_ratios,
-)
+from zeroresize.policy.tensor.rules.sharing import WorkDivision
 
 #: How far below the fastest rank's time a straggler aims, as a share; with target "mean" (the paper's) not at all.
 HEADROOM = 0.05
-#: Who prunes goes on where that saves this part of what it must save to begin.
-KEPT_GAIN = 0.5
-#: So many times are tried for which ranks that are not slow may be busy, and less than this share of a step is nothing.
-_NUM_LEVELS, _WORTHWHILE = 8, 0.02
+#: So many times are tried for which ranks that are not slow may be busy.
+_NUM_LEVELS = 8
 
 
 def wanted_division(
@@ -44,23 +37,22 @@ def wanted_division(
         migration: Φ1; None where it is not known, which mode "semi" takes for too much, "mig" and "exact" for nothing.
         normal_s: of the slowest rank that is none, before units moved for others; None where that is in ``times``.
     """
-    nothing = (0.0,) * len(times)
     if config.mode == "off":
         return WorkDivision.nothing(len(times))
     if config.forced_ratio is not None:
         return forced_division(config, are_stragglers)
-    if config.mode == "mig" and config.paper.mig_rule == "paper":
-        return WorkDivision(nothing, tuple(paper_lending_ratios(times, are_stragglers, reference_s)))
+    if paper.is_chosen(config):
+        return paper.paper_division(config, times, are_stragglers, reference_s, migration)
     if config.mode in ("exact", "mig"):
-        return _balanced_division(times, are_stragglers, reference_s, migration or MigrationCost())
+        return _balanced_division(times, are_stragglers, migration or MigrationCost())
     if config.mode == "semi":
         normal_s = slowest_normal_s(times, are_stragglers) if normal_s is None else normal_s
-        return _semi_division(config, times, are_stragglers, reference_s, normal_s, migration)
+        return _semi_division(config, times, are_stragglers, max(reference_s, normal_s), migration)
     headroom = HEADROOM if config.target == "min" else 0.0
     ratios = pruning_ratios(
         times, are_stragglers, reference_s, headroom, budget=config.budget, min_gain=config.min_gain
     )
-    return WorkDivision(tuple(ratios), nothing)
+    return WorkDivision(tuple(ratios), (0.0,) * len(times))
 
 
 def wanted_ownership(
@@ -103,39 +95,18 @@ def wanted_ownership(
         shares = wanted_shares(times, are_stragglers, segments, noise=noise, most_s=most_s, most_shares=most_shares)
         if shares == exact:
             break
-        in_force = times.owning(owned_shares(shares, segments))
-        division = _semi_division(config, in_force, are_stragglers, reference_s, normal_s, migration)
-        step_s = divided_step_s(times, shares, segments, division, migration)
-        if best is None or step_s < best[0] * (1.0 - _WORTHWHILE):
-            best = step_s, shares, division.dropped(in_force)
-        if best[0] <= goal_s * (1.0 + _WORTHWHILE):
+        owned = owned_shares(shares, segments)
+        division = _semi_division(config, times.owning(owned), are_stragglers, max(reference_s, normal_s), migration)
+        step_s = owned_step_s(times, shares, segments, division, migration or MigrationCost())
+        if best is None or step_s < best[0] * (1.0 - WORTHWHILE):
+            best = step_s, shares, division.dropped(owned)
+        if best[0] <= goal_s * (1.0 + WORTHWHILE):
             break
     if best is None:
         return exact
     step_s, shares, dropped = best
-    least_gain = config.min_gain * (KEPT_GAIN if are_pruning else 1.0) * dropped / sum(are_stragglers)
-    return shares if dropped and exact_s - step_s >= max(least_gain, _WORTHWHILE) * exact_s else exact
-
-
-def divided_step_s(
-    times: Sequence[RankTimes],
-    shares: Sequence[float],
-    segments: Sequence[SegmentWork],
-    division: WorkDivision,
-    migration: MigrationCost | None,
-) -> float:
-    """Return the seconds of a step in which ranks own these shares, and their work is divided further.
-
-    Args:
-        times: at even shares.
-        shares, segments: as of :func:`owned_step_s`.
-        migration: what lending adds; None where nothing is lent.
-    """
-    owned = owned_shares(shares, segments)
-    borrowed = borrowed_shares(division.loans, len(times), owned) if any(division.lent) else ()
-    step_s = owned_step_s(times, shares, segments, pruned=division.pruned, lent=division.lent, borrowed=borrowed)
-    lent = [share * of for share, of in zip(division.lent, owned, strict=True)]
-    return step_s + (migration.seconds(lent) if migration is not None else 0.0)
+    least_gain = config.min_gain / (2.0 if are_pruning else 1.0) * dropped / sum(are_stragglers)
+    return shares if dropped and exact_s - step_s >= max(least_gain, WORTHWHILE) * exact_s else exact
 
 
 def forced_division(config: BalanceConfig, are_stragglers: Sequence[bool]) -> WorkDivision:
@@ -156,21 +127,11 @@ def forced_division(config: BalanceConfig, are_stragglers: Sequence[bool]) -> Wo
 
 
 def _balanced_division(
-    times: Sequence[RankTimes],
-    are_stragglers: Sequence[bool],
-    reference_s: float,
-    migration: MigrationCost,
+    times: Sequence[RankTimes], are_stragglers: Sequence[bool], migration: MigrationCost
 ) -> WorkDivision:
     """All ranks take equally long without pruning; nothing moves where moving takes longer than it saves."""
-    division = makespan_division(
-        times,
-        are_stragglers,
-        reference_s=reference_s,
-        tolerance=0.0,
-        migration=migration,
-        budget=0.0,
-    )
-    saves = _step_s(times, division, migration) < max(rank.busy_s for rank in times)
+    division = makespan_division(times, are_stragglers, reference_s=0.0, tolerance=0.0, migration=migration, budget=0.0)
+    saves = division.step_s(times, migration) < max(rank.busy_s for rank in times)
     return division if saves else WorkDivision.nothing(len(times))
 
 
@@ -178,30 +139,15 @@ def _semi_division(
     config: BalanceConfig,
     times: Sequence[RankTimes],
     are_stragglers: Sequence[bool],
-    reference_s: float,
-    normal_s: float,
+    goal_s: float,
     migration: MigrationCost | None,
 ) -> WorkDivision:
-    """By our rule nothing is pruned where pruning and lending together save too little for it.
-
-    A number of migrating ranks that is given is kept to by the paper's.
-    """
+    """Nothing is pruned where pruning and lending together save too little for it."""
     may_lend, migration = migration is not None, migration or MigrationCost()
-    number = config.paper.num_migrating
-    if config.paper.semi_rule == "paper" or not isinstance(number, str):
-        num_migrating = 0 if not may_lend else None if isinstance(number, str) else number
-        return paper_division(
-            times,
-            are_stragglers,
-            reference_s=reference_s,
-            migration=migration,
-            max_ratio=config.max_ratio,
-            num_migrating=num_migrating,
-        )
     division = makespan_division(
         times,
         are_stragglers,
-        reference_s=max(reference_s, normal_s),
+        reference_s=goal_s,
         tolerance=config.tolerance / 2,
         migration=migration,
         budget=config.budget,
@@ -209,17 +155,9 @@ def _semi_division(
     )
     if not any(division.pruned):
         return division
-    slowest_s = max(rank.busy_s for rank in times)
-    saved = 1.0 - _step_s(times, division, migration) / slowest_s
-    if saved >= config.min_gain * division.dropped(times) / sum(are_stragglers):
+    saved = 1.0 - division.step_s(times, migration) / max(rank.busy_s for rank in times)
+    if saved >= config.min_gain * division.dropped(GroupTimes.of(times).owned) / sum(are_stragglers):
         return division
     if not may_lend:
         return WorkDivision.nothing(len(times))
-    return _balanced_division(times, are_stragglers, reference_s, migration)
-
-
-def _step_s(times: Sequence[RankTimes], division: WorkDivision, migration: MigrationCost) -> float:
-    owned = owned_by(times) or (1.0,) * len(times)
-    return max(division.busy_s(times)) + migration.seconds(
-        [lent * share for lent, share in zip(division.lent, owned, strict=True)]
-    )
+    return _balanced_division(times, are_stragglers, migration)

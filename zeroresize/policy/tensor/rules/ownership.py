@@ -18,13 +18,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zeroresize.plan.ownership import SHARE_DECIMALS, SegmentWork, normalised, unit_counts
-from zeroresize.policy.tensor.estimation.curves import Curves, Floats
+from zeroresize.plan.ownership import SegmentWork, normalised, owned_shares, unit_counts
+from zeroresize.policy.tensor.costs import HALVINGS, LEAST_SHARE, MigrationCost
+from zeroresize.policy.tensor.estimation.curves import Floats, GroupTimes, done_within
 from zeroresize.policy.tensor.estimation.times import RankTimes
-from zeroresize.policy.tensor.rules.sharing import pruned_by_segment
+from zeroresize.policy.tensor.rules.sharing import WorkDivision, pruned_by_segment
 
-#: Halvings of the time at which all work is done.
-_NUM_HALVINGS = 45
+_NO_COST = MigrationCost()
+#: So that rounding a share does not take its last unit away.
+_MORE = 1e-5
 
 
 def merged(segments: Sequence[SegmentWork]) -> tuple[SegmentWork, ...]:
@@ -39,10 +41,8 @@ def owned_step_s(
     times: Sequence[RankTimes],
     shares: Sequence[float],
     segments: Sequence[SegmentWork],
-    *,
-    pruned: Sequence[float] = (),
-    lent: Sequence[float] = (),
-    borrowed: Sequence[float] = (),
+    division: WorkDivision | None = None,
+    migration: MigrationCost = _NO_COST,
 ) -> float:
     """Return the seconds of a step in which ranks own these shares, in whole units.
 
@@ -50,33 +50,27 @@ def owned_step_s(
         times: of every rank, at even shares.
         shares: what each is to own.
         segments: of the model; what is in none stays even.
-        pruned, lent: shares of what each owns that it drops and hands over; empty for nothing.
-        borrowed: what each computes for others, in units of a rank's products at even shares; empty for nothing.
+        division: what is pruned and lent of that; None for nothing.
+        migration: what lending adds.
     """
-    curves, num_ranks = Curves.of(times), len(shares)
-    if not any(pruned) and not any(lent) and not any(borrowed) and len(set(shares)) == 1:
-        return float(curves.busy_s.max())
+    group, num_ranks = GroupTimes.of(times), len(shares)
+    division = division or WorkDivision.nothing(num_ranks)
+    if not any(division.spared) and len(set(shares)) == 1:
+        return float(group.busy_s.max())
     works = [1.0 - math.fsum(segment.work for segment in segments), *(segment.work for segment in segments)]
     owned_RS = np.ones((num_ranks, len(works)))
     for number, segment in enumerate(segments, start=1):
         owned_RS[:, number] = np.array(unit_counts(shares, segment)) * (num_ranks / segment.num_units)
-    busy_s_RS = curves.owning_s(owned_RS, _spared(pruned, lent, owned_RS, works))
-    if any(borrowed):
-        borrowed_R1 = np.array(borrowed)[:, None]
-        busy_s_RS = busy_s_RS + curves.gemm_s[:, None] * curves.borrowed_at(borrowed_R1)
-    return float(np.cumsum(np.array(works) * busy_s_RS.max(axis=0))[-1])
-
-
-def _spared(pruned: Sequence[float], lent: Sequence[float], owned_RS: Floats, works: Sequence[float]) -> Floats | None:
-    """[R, S] what each rank does not compute of what it owns in each segment; None for nothing."""
-    if not any(pruned) and not any(lent):
-        return None
-    lent_R = np.array(lent) if any(lent) else np.zeros(len(owned_RS))
-    spared_RS = np.repeat(lent_R[:, None], owned_RS.shape[1], axis=1)
-    for rank, share in enumerate(pruned):
-        if share > 0.0:
-            spared_RS[rank] += pruned_by_segment(share, float(lent_R[rank]), owned_RS[rank].tolist(), works)
-    return spared_RS
+    spared_RS = np.repeat(np.array(division.lent)[:, None], len(works), axis=1)
+    for rank, (pruned, lent) in enumerate(zip(division.pruned, division.lent, strict=True)):
+        if pruned > 0.0:
+            spared_RS[rank] += pruned_by_segment(pruned, lent, owned_RS[rank].tolist(), works)
+    busy_s_RS, communication_s = group.busy_at(spared_RS, owned_RS), 0.0
+    if any(division.lent):
+        owned = owned_shares(shares, segments)
+        busy_s_RS = busy_s_RS + group.borrowing_s(np.array(division.borrowed(owned))[:, None])
+        communication_s = division.communication_s(migration, owned)
+    return float(np.cumsum(np.array(works) * busy_s_RS.max(axis=0))[-1]) + communication_s
 
 
 def wanted_shares(
@@ -105,15 +99,14 @@ def wanted_shares(
     home = fitting_shares(num_ranks, most_shares)
     if not any(are_stragglers) or not segments:
         return home
-    curves, are_slow = Curves.of(times), np.array(are_stragglers, dtype=bool)
-    most_R = np.full(num_ranks, np.inf) if most_shares is None else np.array(most_shares)
-    shares_R = _balanced(*_work_curves(curves, are_slow, noise), are_slow, most_s, most_R)
+    are_slow = np.array(are_stragglers, dtype=bool)
+    shares_R = _balanced(*_work_curves(GroupTimes.of(times), are_slow, noise), are_slow, most_s)
     if not any(segment.min_units for segment in segments):
         # Every rank keeps some units: without any nobody would see that it has recovered. A rank with at least the
         # share of one quantum gets one; raising shares lowers all of them a little.
         least = min(segment.quantum * num_ranks / segment.num_units for segment in segments)
-        if least < 0.5:
-            shares_R = np.maximum(shares_R, least / (1.0 - least) + 10.0 ** (1 - SHARE_DECIMALS))
+        if 2.0 * least < 1.0:
+            shares_R = np.maximum(shares_R, least / (1.0 - least) + _MORE)
     shares = nearest_fitting(normalised(shares_R.tolist()), most_shares)
     if most_s < math.inf:  # what the slow ones keep is to be pruned
         return shares
@@ -152,63 +145,45 @@ def nearest_fitting(shares: Sequence[float], most_shares: Sequence[float] | None
     return normalised([min(level * share, most) for share, most in zip(shares, most_shares, strict=True)])
 
 
-def _work_curves(curves: Curves, are_slow: np.ndarray, noise: float) -> tuple[Floats, Floats, Floats]:
+def _work_curves(times: GroupTimes, are_slow: np.ndarray, noise: float) -> tuple[Floats, Floats, Floats]:
     """What each rank can do until when.
 
     Returns:
-        [R, P] shares, ascending from 0 to 1; [R, P] the seconds that they take; [R] seconds of another share of 1.
+        [R, P] shares, ascending from 0 to 1; [R, P] the seconds that they take; [R, 1] seconds of another share of 1.
     """
-    rest_s, gemm_s = curves.rest_s.copy(), curves.gemm_s.copy()
-    normal_s = np.sort(curves.busy_s[~are_slow])
+    rest_s, gemm_s = times.rest_s[:, None].copy(), times.gemm_s[:, None].copy()
+    normal_s = np.sort(times.busy_s[~are_slow])
     if len(normal_s):
         usual_s = normal_s[len(normal_s) // 2]
-        alike = ~are_slow & (np.abs(curves.busy_s - usual_s) <= noise * usual_s)
+        alike = ~are_slow & (np.abs(times.busy_s - usual_s) <= noise * usual_s)
         for seconds in (rest_s, gemm_s):
             seconds[alike] = np.cumsum(seconds[alike])[-1] / np.count_nonzero(alike)
-    owned_RP = curves.borrowed_points
-    moving_s = rest_s * curves.moving_rest
-    seconds_RP = (rest_s - moving_s)[:, None] + moving_s[:, None] * owned_RP
-    seconds_RP = seconds_RP + gemm_s[:, None] * curves.gemm_share_at(1.0 - owned_RP)
-    return owned_RP, np.maximum.accumulate(seconds_RP, axis=1), moving_s + gemm_s * curves.widening
+    owned_RP, moving_s = times.borrowed_points, rest_s * times.moving_rest[:, None]
+    seconds_RP = rest_s - moving_s + moving_s * owned_RP + gemm_s * times.gemm_share_at(1.0 - owned_RP)
+    return owned_RP, np.maximum.accumulate(seconds_RP, axis=1), moving_s + gemm_s * times.widening[:, None]
 
 
-def _balanced(
-    owned_RP: Floats, seconds_RP: Floats, more_s_R: Floats, are_slow: np.ndarray, most_s: float, most_R: Floats
-) -> Floats:
+def _balanced(owned_RP: Floats, seconds_RP: Floats, more_s_R1: Floats, are_slow: np.ndarray, most_s: float) -> Floats:
     """[R] the shares that are done at the time at which all work is, mean 1; of ranks that are not slow by ``most_s``.
 
-    What is left then is divided among the slow ones as if they went on until all is done. None has more than
-    ``most_R``.
+    What is left then is divided among the slow ones as if they went on until all is done.
     """
-    num_ranks, num_points = owned_RP.shape
-    first_R = num_points * np.arange(num_ranks)
-    whole_s = seconds_RP[:, -1]
+    num_ranks, whole_s_R1 = len(owned_RP), seconds_RP[:, -1:]
 
     def done(level_s: float) -> Floats:
-        above = np.ones(num_ranks, dtype=np.intp)
-        for point in range(1, num_points - 1):
-            above += seconds_RP[:, point] <= level_s
-        above += first_R
-        low_s, high_s = seconds_RP.take(above - 1), seconds_RP.take(above)
-        low, high = owned_RP.take(above - 1), owned_RP.take(above)
-        part = np.clip((level_s - low_s) / np.where(high_s > low_s, high_s - low_s, 1.0), 0.0, 1.0)
-        shares_R = np.where(level_s < whole_s, low + (high - low) * part, 1.0 + (level_s - whole_s) / more_s_R)
-        return np.minimum(shares_R, most_R)
+        levels_s_R1 = np.full((num_ranks, 1), level_s)
+        more = np.maximum(levels_s_R1 - whole_s_R1, 0.0) / more_s_R1
+        return (done_within(levels_s_R1, owned_RP, seconds_RP) + more)[:, 0]
 
-    low_s, high_s = float(seconds_RP[:, 0].min()), float(whole_s.max())
-    if np.isfinite(most_R).any():  # who has little memory leaves more to the others than at even shares
-        high_s = float((whole_s + num_ranks * more_s_R).max())
-    for _ in range(_NUM_HALVINGS):
+    low_s, high_s = float(seconds_RP[:, 0].min()), float(whole_s_R1.max())
+    for _ in range(HALVINGS):
         middle_s = (low_s + high_s) / 2
-        if np.cumsum(done(middle_s))[-1] < num_ranks:
-            low_s = middle_s
-        else:
-            high_s = middle_s
+        low_s, high_s = (middle_s, high_s) if np.cumsum(done(middle_s))[-1] < num_ranks else (low_s, middle_s)
     if high_s <= most_s:
         return done(high_s)
     shares_R = np.where(are_slow, done(high_s), done(most_s))
-    left = num_ranks - float(np.cumsum(shares_R[~are_slow])[-1]) if not are_slow.all() else float(num_ranks)
-    slow = float(np.cumsum(shares_R[are_slow])[-1])
+    left = num_ranks - math.fsum(shares_R[~are_slow])
+    slow = math.fsum(shares_R[are_slow])
     shares_R[are_slow] = shares_R[are_slow] * (left / slow) if slow > 0.0 else left / np.count_nonzero(are_slow)
     return shares_R
 
@@ -247,7 +222,7 @@ def work_conserving_bound_s(rest_s: Sequence[float], gemm_s: Sequence[float], mo
         moving_rest: [R] ρ, the share of a rank's rest that moves along with its work.
     """
     stays_s = [rest * (1.0 - moving) for rest, moving in zip(rest_s, moving_rest, strict=True)]
-    moves_s = [max(rest * rho + gemm, 1e-12) for rest, rho, gemm in zip(rest_s, moving_rest, gemm_s, strict=True)]
+    moves_s = [max(rest * rho + gemm, LEAST_SHARE) for rest, rho, gemm in zip(rest_s, moving_rest, gemm_s, strict=True)]
     speed = math.fsum(1.0 / seconds for seconds in moves_s)
     behind = math.fsum(stays / moves for stays, moves in zip(stays_s, moves_s, strict=True))
     return max((len(stays_s) + behind) / speed, *stays_s)

@@ -6,18 +6,17 @@ both in seconds and as they would be with the full work.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from zeroresize.policy.tensor.estimation.curves import Curves, Floats, ratios_to_reach
+from zeroresize.policy.tensor.costs import HALVINGS
+from zeroresize.policy.tensor.estimation.curves import Floats, GroupTimes, ratios_to_reach
 from zeroresize.policy.tensor.estimation.times import RankTimes
-from zeroresize.policy.tensor.rules.sharing import owned_by
 
 #: A step that gets shorter by less than this share is not worth what is pruned for it.
 _WORTHWHILE = 0.01
-#: So many times between the target and the slowest rank's are tried, and again so many where the budget is used up.
-_MOST_TRIED, _BETWEEN = 64, 1025
 
 
 def reference_time(busy_s: Sequence[float], target: str) -> float:
@@ -69,7 +68,7 @@ def pruning_ratios(
     never below what the slowest rank can reach: pruning past that would drop work without shortening the step. Nor is
     the last hundredth of the step pursued: a rank that is slow outside its products would prune all it can for nothing.
     Where that takes more than ``budget``, the target is the least time that does not. Where that saves less than
-    ``min_gain`` asks for, it is the time that most exceeds what is asked for, which may be the slowest rank's.
+    ``min_gain`` asks for, nothing is pruned.
 
     Args:
         times, are_stragglers: of every rank.
@@ -79,40 +78,31 @@ def pruning_ratios(
         budget: the largest share of the group's products that may be pruned.
         min_gain: what share of a step must be saved for all of the stragglers' products, and of less in proportion.
     """
-    curves, are_slow = Curves.of(times), np.array(are_stragglers, dtype=bool)
+    group, are_slow = GroupTimes.of(times), np.array(are_stragglers, dtype=bool)
     normal_s = slowest_normal_s(times, are_stragglers)
-    least_s = float(curves.busy_at_points.min(axis=1)[are_slow].max(initial=0.0))
+    least_s = float(group.busy_at_points.min(axis=1)[are_slow].max(initial=0.0))
     target_s = max((1.0 - headroom) * max(reference_s, normal_s), least_s * (1.0 + _WORTHWHILE))
     if budget < 1.0 or min_gain > 0.0:
-        ratios_SP, busy_s_SP = curves.ratios[are_slow], curves.busy_at_points[are_slow]
-        if (owned_R := owned_by(times)) is not None:  # amounts, which can be added up
-            ratios_SP = ratios_SP * np.array(owned_R)[are_slow, None]
-        target_s = _most_worthwhile(target_s, ratios_SP, busy_s_SP, len(times), budget, min_gain)
-    return np.where(are_slow, curves.ratios_to_reach(target_s), 0.0).tolist()
+        amounts_SP = (group.ratios * group.owned_R[:, None])[are_slow]  # which can be added up
+        target_s = _worthwhile(target_s, amounts_SP, group.busy_at_points[are_slow], len(times), budget, min_gain)
+    return np.where(are_slow, group.ratios_to_reach(target_s), 0.0).tolist()
 
 
-def _most_worthwhile(
+def _worthwhile(
     target_s: float, ratios_SP: Floats, busy_s_SP: Floats, num_ranks: int, budget: float, min_gain: float
 ) -> float:
-    """The time that stragglers should reach, from ``target_s`` to the slowest one's."""
+    """The time that stragglers should reach: ``target_s``, what the budget allows, or where that is too little the
+    slowest one's."""
     slowest_s = float(busy_s_SP[:, 0].max(initial=0.0))
-    if target_s >= slowest_s:
-        return target_s
 
-    def pruned_for(levels_s_L: Floats) -> Floats:
-        return np.cumsum(ratios_to_reach(levels_s_L, ratios_SP, busy_s_SP), axis=0)[-1] / num_ranks
+    def pruned_for(level_s: float) -> float:
+        return math.fsum(ratios_to_reach(np.array([level_s]), ratios_SP, busy_s_SP)[:, 0])
 
-    # Between these nothing bends: where they are not too many, one of them is the best.
-    bends_s = np.unique(busy_s_SP)
-    bends_s = bends_s[(bends_s > target_s) & (bends_s < slowest_s)]
-    levels_s = np.concatenate([[target_s], bends_s[:: len(bends_s) // _MOST_TRIED + 1], [slowest_s]])
-    pruned = pruned_for(levels_s)
-    if pruned[0] > budget:
-        first = int(np.argmax(pruned <= budget))
-        within_s = np.linspace(levels_s[first - 1], levels_s[first], _BETWEEN)
-        within_s = within_s[int(np.argmax(pruned_for(within_s) <= budget)) :]
-        levels_s = np.concatenate([within_s[:1], levels_s[first:]])
-        pruned = pruned_for(levels_s)
-    gain = (slowest_s - levels_s) / slowest_s - min_gain * pruned * num_ranks / len(ratios_SP)
-    # A plan that is worth it goes as far as it can: what is tried least is what costs are least known of.
-    return float(levels_s[0 if gain[0] >= 0.0 else int(np.argmax(gain))])
+    level_s = min(target_s, slowest_s)
+    if pruned_for(level_s) > budget * num_ranks:
+        low_s, level_s = level_s, slowest_s
+        for _ in range(HALVINGS):
+            middle_s = (low_s + level_s) / 2
+            low_s, level_s = (middle_s, level_s) if pruned_for(middle_s) > budget * num_ranks else (low_s, middle_s)
+    asked = min_gain * pruned_for(level_s) / max(len(ratios_SP), 1)
+    return level_s if slowest_s - level_s >= asked * slowest_s else slowest_s

@@ -15,16 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from zeroresize.plan.group import Loan
-from zeroresize.policy.tensor.estimation.curves import Curves, GroupTimes
+from zeroresize.policy.tensor.costs import LEAST_SHARE, MigrationCost
+from zeroresize.policy.tensor.estimation.curves import GroupTimes
 from zeroresize.policy.tensor.estimation.times import RankTimes
-
-#: Who owns less is no receiver.
-_LEAST_OWNED = 1e-6
-
-
-def owned_by(times: Sequence[RankTimes]) -> tuple[float, ...] | None:
-    """Return what each rank owns where these are its times, see :class:`GroupTimes`; None where that is 1 of all."""
-    return times.owned if isinstance(times, GroupTimes) else None
 
 
 @dataclass(frozen=True)
@@ -35,11 +28,13 @@ class WorkDivision:
         pruned: what each rank drops, as a share of what it owns.
         lent: what each rank hands over of that.
         slack: how much more each rank can take, in any unit; None divides evenly.
+        is_rule: whether it is to be in force whatever it saves.
     """
 
     pruned: tuple[float, ...]
     lent: tuple[float, ...]
     slack: tuple[float, ...] | None = None
+    is_rule: bool = False
 
     @classmethod
     def nothing(cls, num_ranks: int) -> WorkDivision:
@@ -56,44 +51,28 @@ class WorkDivision:
         """Return who computes what is handed over."""
         return loans_of(self.lent, self.slack)
 
-    @property
-    def without_pruning(self) -> WorkDivision:
-        """Return the same, but that nothing is dropped."""
-        return WorkDivision((0.0,) * len(self.pruned), self.lent, self.slack)
+    def dropped(self, owned: Sequence[float]) -> float:
+        """Return what ranks that own so much prune together, in units of a rank's products at even shares."""
+        return math.fsum(map(operator.mul, self.pruned, owned))
 
-    @property
-    def without_loans(self) -> WorkDivision:
-        """Return the same, but that nothing is handed over."""
-        return WorkDivision(self.pruned, (0.0,) * len(self.lent))
+    def borrowed(self, owned: Sequence[float]) -> list[float]:
+        """Return what each rank computes for others where ranks own so much."""
+        return borrowed_shares(self.loans, len(owned), owned)
 
-    def dropped(self, times: Sequence[RankTimes]) -> float:
-        """Return what all ranks prune together, in units of a rank's products at even shares.
-
-        Args:
-            times: of what each rank owns.
-        """
-        owned = owned_by(times)
-        return math.fsum(self.pruned if owned is None else map(operator.mul, self.pruned, owned))
+    def communication_s(self, migration: MigrationCost, owned: Sequence[float]) -> float:
+        """Return the seconds that handing over adds to a step where ranks own so much."""
+        return migration.seconds(list(map(operator.mul, self.lent, owned)))
 
     def busy_s(self, times: Sequence[RankTimes]) -> list[float]:
-        """Return the busy seconds of every rank when the work is divided so.
+        """Return the busy seconds of every rank by its times of what it owns."""
+        group = GroupTimes.of(times)
+        borrowed = np.array(self.borrowed(group.owned)) / np.maximum(group.owned_R, LEAST_SHARE)  # of what each owns
+        busy_s = group.busy_at(np.array(self.spared)[:, None]) + group.borrowing_s(borrowed[:, None])
+        return busy_s[:, 0].tolist()
 
-        Args:
-            times: of what each rank owns.
-        """
-        return predicted_busy_s(times, self.spared, self.loans)
-
-
-def paper_lending_ratios(times: Sequence[RankTimes], are_stragglers: Sequence[bool], reference_s: float) -> list[float]:
-    """Return γ = (T − T_ref) / M of Eq. (1), which leaves the receivers slower than the owner.
-
-    Args:
-        reference_s: T_ref, T_min in the paper's section on SEMI.
-    """
-    return [
-        min(1.0, max(0.0, (rank.busy_s - reference_s) / rank.gemm_s)) if slow else 0.0
-        for rank, slow in zip(times, are_stragglers, strict=True)
-    ]
+    def step_s(self, times: Sequence[RankTimes], migration: MigrationCost) -> float:
+        """Return the seconds of a step, if ranks met at its end only."""
+        return max(self.busy_s(times)) + self.communication_s(migration, GroupTimes.of(times).owned)
 
 
 def loans_of(ratios: Sequence[float], capacities: Sequence[float] | None = None) -> tuple[Loan, ...]:
@@ -107,15 +86,13 @@ def loans_of(ratios: Sequence[float], capacities: Sequence[float] | None = None)
     Raises:
         ValueError: if every rank lends.
     """
-    num_ranks = len(ratios)
     owners = [rank for rank, ratio in enumerate(ratios) if ratio > 0.0]
-    if len(owners) == num_ranks:
-        raise ValueError(f"all {num_ranks} ranks lend, so no rank is left to compute: γ is {list(ratios)}")
+    if len(owners) == len(ratios):
+        raise ValueError(f"all {len(ratios)} ranks lend, so no rank is left to compute: γ is {list(ratios)}")
     receivers = [rank for rank, ratio in enumerate(ratios) if ratio == 0.0]
     if capacities is not None and (able := [rank for rank in receivers if capacities[rank] > 0.0]):
         total = sum(capacities[rank] for rank in able)
-        parts = tuple(capacities[rank] / total for rank in able)
-        shared = tuple(able)
+        shared, parts = tuple(able), tuple(capacities[rank] / total for rank in able)
         return tuple(Loan(owner, ratios[owner], shared, parts) for owner in owners)
     parts = (1.0 / len(receivers),) * len(receivers)
     loans = []
@@ -131,35 +108,22 @@ def borrowed_shares(loans: Sequence[Loan], num_ranks: int, owned: Sequence[float
     Args:
         owned: what each rank owns, in the same units; None for 1 of all.
     """
-    lent: list[float] = []  # by division, of all loans that are divided so
-    divisions: dict[tuple[tuple[int, ...], tuple[float, ...]], int] = {}
-    known: dict[tuple[int, int], int] = {}  # most loans share the two tuples, which are long
+    # Loans that are divided alike are added up first: of thousands each has thousands of receivers, and most share
+    # the two tuples, so that these are compared once.
+    totals: dict[tuple[tuple[int, ...], tuple[float, ...]], list[float]] = {}
+    known: dict[tuple[int, int], list[float]] = {}
     for loan in loans:
         same = id(loan.receivers), id(loan.parts)
         if same not in known:
             is_even = len(set(loan.parts)) == 1  # the same for each of them, in whatever order they follow
             receivers = tuple(sorted(loan.receivers)) if is_even else loan.receivers
-            known[same] = divisions.setdefault((receivers, loan.parts), len(lent))
-            lent += [0.0] * (len(divisions) - len(lent))
-        lent[known[same]] += loan.share if owned is None else loan.share * owned[loan.owner]
+            known[same] = totals.setdefault((receivers, loan.parts), [0.0])
+        known[same][0] += loan.share if owned is None else loan.share * owned[loan.owner]
     borrowed = [0.0] * num_ranks
-    for (receivers, parts), division in divisions.items():
+    for (receivers, parts), (share,) in totals.items():
         for receiver, part in zip(receivers, parts, strict=True):
-            borrowed[receiver] += lent[division] * part
+            borrowed[receiver] += share * part
     return borrowed
-
-
-def predicted_busy_s(times: Sequence[RankTimes], spared: Sequence[float], loans: Sequence[Loan]) -> list[float]:
-    """Return the busy seconds of every rank.
-
-    Each is spared a share of what it owns and computes what others lend it.
-    """
-    curves, owned_R = Curves.of(times), owned_by(times)
-    borrowed = np.array(borrowed_shares(loans, len(times), owned_R))
-    if owned_R is not None:  # as a share of what each owns
-        borrowed = borrowed / np.maximum(owned_R, _LEAST_OWNED)
-    busy_s = curves.busy_at(np.array(spared)[:, None]) + curves.gemm_s[:, None] * curves.borrowed_at(borrowed[:, None])
-    return busy_s[:, 0].tolist()
 
 
 def pruned_by_segment(pruned: float, lent: float, owned: Sequence[float], works: Sequence[float]) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""SEMI by the paper: its equations against brute force."""
+"""The paper's rules: its equations against brute force."""
 
 import pytest
 from helpers.virtual_training import FREE, REALISTIC, group, migrations, rank
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroresize.policy.tensor.costs import MigrationCost
-from zeroresize.policy.tensor.rules.semi import migrated_share, num_migrating_by_benefit, paper_division
+from zeroresize.policy.tensor.rules.paper import lending_ratios, migrated_share, num_migrating_by_benefit, semi_division
 
 
 @given(st.lists(st.floats(1.2, 10), min_size=1, max_size=6), st.integers(1, 4), migrations)
@@ -39,13 +39,19 @@ def test_the_share_of_equation_2_balances_both_overheads(ratio, fixed_s, per_sha
 def test_forced_numbers_of_migrating_ranks_go_from_resizing_to_migrating_only():
     times, slow = group(8.0, 6.0, 4.0, 2.0, 1.0, 1.0, 1.0, 1.0)
     for count in range(5):
-        division = paper_division(times, slow, reference_s=1.0, migration=FREE, max_ratio=0.9, num_migrating=count)
+        division = semi_division(times, slow, 1.0, FREE, 0.9, num_migrating=count)
         assert [share > 0 for share in division.lent] == [place < count for place in range(8)]
+        assert all(pruned + lent <= 0.9 + 1e-9 for pruned, lent in zip(division.pruned, division.lent, strict=True))
         assert [share > 0.02 for share in division.pruned[count:4]] == [True] * (4 - count)
 
 
 def test_what_remains_to_resize_aims_at_the_normal_ranks_with_the_work_they_took_in():
     times, slow = group(8.0, 2.0, 1.0, 1.0)
-    division = paper_division(times, slow, reference_s=1.0, migration=FREE, max_ratio=0.9, num_migrating=1)
+    division = semi_division(times, slow, 1.0, FREE, 0.9, num_migrating=1)
     busy = division.busy_s(times)
     assert busy[1] == pytest.approx(max(busy[2], busy[3]), rel=1e-6)
+
+
+def test_the_papers_rule_is_equation_1_with_the_fastest_time():
+    times = [rank(1.0), rank(2.0), rank(1.0, rest_s=5.0, gemm_s=0.1)]
+    assert lending_ratios(times, [False, True, True], 1.0) == [0.0, pytest.approx(0.8 / 1.6), 1.0]
