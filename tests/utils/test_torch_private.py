@@ -26,41 +26,38 @@ OF_PYTHON = {"_current_frames", "_exit", "_getframe", "_make", "_register_atexit
 OF_HOSTS = {"_attn_implementation", "_compute_grad_norm", "_origin_length"}
 
 
-def names_defined(tree):
-    """Functions, classes, variables, parameters and attributes that a file itself makes."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+def names_defined(nodes):
+    """Functions, classes, variables and attributes that a file itself makes."""
+    for node in nodes:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and getattr(node.value, "id", "") == "self"
-        ):
-            yield node.attr
+        elif type(node.ctx) is ast.Store and (isinstance(node, ast.Name) or getattr(node.value, "id", "") == "self"):
+            yield node.id if isinstance(node, ast.Name) else node.attr
 
 
 def test_nothing_else_in_the_package_names_a_private_part_of_torch():
-    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    known = (OF_PYTHON | OF_HOSTS).union(*map(names_defined, trees.values()))
+    defining, using = (ast.FunctionDef, ast.ClassDef, ast.Name, ast.Attribute), (ast.ImportFrom, ast.Import)
+    nodes = {
+        path: [node for node in ast.walk(ast.parse(path.read_text())) if type(node) in (*defining, *using)]
+        for path in PACKAGE.rglob("*.py")
+    }
+    known = (OF_PYTHON | OF_HOSTS).union(
+        *(names_defined(node for node in held if type(node) in defining) for held in nodes.values())
+    )
     uses = []
-    for path, tree in trees.items():
+    for path, node in ((path, node) for path, held in nodes.items() for node in held):
         if path.name == "torch_private.py":
             continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute):
-                is_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-                names = [] if is_self or node.attr in known else [node.attr]
-            elif isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "torch":
-                names = [*str(node.module).split("."), *(one.name for one in node.names)]
-            elif isinstance(node, ast.Import):
-                names = [part for one in node.names if one.name.startswith("torch") for part in one.name.split(".")]
-            else:
-                continue
-            uses += [
-                f"{path}:{node.lineno} {name}" for name in names if name.startswith("_") and not name.endswith("__")
-            ]
+        if isinstance(node, ast.Attribute):
+            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            names = [] if is_own or node.attr in known else [node.attr]
+        elif isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "torch":
+            names = [*str(node.module).split("."), *(one.name for one in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [part for one in node.names if one.name.startswith("torch") for part in one.name.split(".")]
+        else:
+            continue
+        uses += [f"{path}:{node.lineno} {name}" for name in names if name.startswith("_") and not name.endswith("__")]
     assert not uses, "\n".join(uses)
 
 
