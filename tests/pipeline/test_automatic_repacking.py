@@ -2,16 +2,18 @@
 
 import itertools
 import json
-import logging
 
 import pytest
 from helpers import sleeping_layers
+from helpers.processes import caught_log_lines
 from helpers.sleeping_layers import MICRO, undivided_losses
 from helpers.states import values_of
 
 from zeroresize.pipeline import LayerProfiler, Repack, pipeline_balancer
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.resharding.agreement import NotEnoughMemoryError
+
+pytestmark = pytest.mark.same_ranks
 
 NUM_LAYERS = 8
 
@@ -44,14 +46,10 @@ def test_ranks_are_released_as_soon_as_the_others_have_the_memory(run_ranks):
     """Two stages cannot hold all layers with a batch's activations, three can."""
 
     def check(rank, group):
-        messages = []
-        handler = logging.Handler()
-        handler.emit = lambda record: messages.append(record.getMessage())
-        logging.getLogger("zeroresize.pipeline").addHandler(handler)
-        logging.getLogger("zeroresize.pipeline").setLevel(logging.INFO)
         limit = 3.5 * layer_bytes_of(Training(group, None))
         training = Training(group, {}, memory_limits=[limit] * 4)
-        training.train(10)
+        with caught_log_lines() as messages:
+            training.train(10)
         cost = values_of(training.balancer.state_dict())["rebalancing"]["cost_of_move"]
         return training.pipeline.num_stages, training.losses, training.records, training.released, messages, cost
 

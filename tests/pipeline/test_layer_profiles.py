@@ -9,6 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from zeroresize.pipeline import LayerProfiler, measuring, move_layers
 
+pytestmark = pytest.mark.same_ranks
+
 
 class Clock:
     """Seconds that pass only where a layer says so."""

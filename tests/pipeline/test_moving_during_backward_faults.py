@@ -18,7 +18,7 @@ from torch import nn
 
 from zeroresize.pipeline import move_layers, moving_during_backward, moving_layers
 from zeroresize.pipeline.layer_contents import TensorNote
-from zeroresize.pipeline.layer_move_during_backward import FinishedLayers
+from zeroresize.pipeline.layer_move import FinishedLayers
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 
 THERE = {2: (0, 6, 7), 3: (0, 3, 6, 7)}

@@ -12,6 +12,8 @@ from torch import nn
 
 from zeroresize.pipeline import Pipeline, moving_during_backward
 
+pytestmark = pytest.mark.same_ranks
+
 
 class Channels(nn.Module):
     def forward(self, x):

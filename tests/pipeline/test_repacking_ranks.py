@@ -17,6 +17,8 @@ from helpers.pipelines import (
 
 from zeroresize.pipeline import LayerProfiler, clip_grad_norm_, move_layers, repack
 
+pytestmark = pytest.mark.same_ranks
+
 
 class Training(pipelines.Training):
     """One whose pipeline is packed onto fewer stages."""
