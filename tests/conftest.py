@@ -133,8 +133,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         key = pyfuncitem.module, wanted.args[0]
     else:
         return True  # it wants none
-    for other in [other for other in _POOLS if other[0] is not pyfuncitem.module]:
-        _POOLS.pop(other).close()
     if key not in _POOLS:
         _POOLS[key] = processes.RankPool(*key, Path(tempfile.mkdtemp(prefix="zeroresize_pool_")))
     arguments = {name: value for name, value in given.items() if name not in ("run_ranks", "monkeypatch")}
@@ -146,8 +144,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def pytest_sessionfinish() -> None:
-    while _POOLS:
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ranks end with the last test of their module."""
+    while _POOLS and (nextitem is None or nextitem.path != item.path):
         _POOLS.popitem()[1].close()
 
 

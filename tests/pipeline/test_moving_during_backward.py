@@ -54,7 +54,9 @@ THERE_AND_BACK = [BOUNDARIES[3][number] for number in (1, 2, 0, 0, 1)]
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(("name", "schedule"), zip(OPTIMIZERS, ("1f1b", "gpipe", "1f1b", "1f1b", "gpipe"), strict=True))
+@pytest.mark.parametrize(
+    ("name", "schedule"), [(name, "gpipe" if name == "Adafactor" else "1f1b") for name in OPTIMIZERS]
+)
 def test_everything_is_as_after_a_move_between_two_steps(run_ranks, name, schedule):
     def check(rank, group):
         between, during = (Training(group, name, schedule=schedule) for _ in range(2))
