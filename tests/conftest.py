@@ -128,7 +128,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     try:
         with pytest.MonkeyPatch.context() as patch:
             others = {"monkeypatch": patch} if "monkeypatch" in given else {}
-            pyfuncitem.obj(**given | others | {"run_ranks": processes.Wanted.told})
+            pyfuncitem.obj(**given | others | {"run_ranks": processes.Wanted.run_ranks})
     except processes.Wanted as wanted:
         key = pyfuncitem.module, wanted.args[0]
     else:

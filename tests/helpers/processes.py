@@ -159,7 +159,7 @@ class Wanted(BaseException):
     """Tells how many ranks a test wants that is called to learn it."""
 
     @classmethod
-    def told(cls, fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60.0) -> NoReturn:
+    def run_ranks(cls, fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60.0) -> NoReturn:
         """Stand in for ``run_ranks``."""
         raise cls(num_ranks)
 

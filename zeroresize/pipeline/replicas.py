@@ -79,7 +79,7 @@ class PipelineReplicas:
 def layers_of(figures: Sequence[float]) -> list[LayerProfile]:
     """Return the layers whose attributes, one layer behind another, are these figures."""
     of_layers = (figures[at : at + NUM_FIGURES] for at in range(0, len(figures), NUM_FIGURES))
-    return [LayerProfile(*of_layer[:2], *map(int, of_layer[2:])) for of_layer in of_layers]
+    return [LayerProfile(forward_s, backward_s, *map(int, sizes)) for forward_s, backward_s, *sizes in of_layers]
 
 
 class StageUnits(Protocol):
