@@ -8,7 +8,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a thread pool in 
 
 import importlib
 import importlib.util
+import inspect
 import signal
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -114,6 +116,43 @@ def _limit_examples(items: list[pytest.Item]) -> None:
         asked = test._hypothesis_internal_use_settings
         fewer = hypothesis.settings(asked, max_examples=min(asked.max_examples, most))
         getattr(test, "__func__", test)._hypothesis_internal_use_settings = fewer
+
+
+#: Of the module whose tests run now, by the number of ranks.
+_POOLS: dict[tuple[ModuleType, int], processes.RankPool] = {}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Tests marked ``same_ranks`` run whole in ranks that are started once for all such tests of their module."""
+    if pyfuncitem.get_closest_marker("same_ranks") is None or "run_ranks" not in pyfuncitem.fixturenames:
+        return None
+    __tracebackhide__ = True
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            others = {"monkeypatch": patch} if "monkeypatch" in given else {}
+            pyfuncitem.obj(**given | others | {"run_ranks": processes.Wanted.run_ranks})
+    except processes.Wanted as wanted:
+        key = pyfuncitem.module, wanted.args[0]
+    else:
+        return True  # it wants none
+    if key not in _POOLS:
+        _POOLS[key] = processes.RankPool(*key, Path(tempfile.mkdtemp(prefix="zeroresize_pool_")))
+    arguments = {name: value for name, value in given.items() if name not in ("run_ranks", "monkeypatch")}
+    try:
+        _POOLS[key].run(pyfuncitem.originalname, arguments)
+    except BaseException:
+        _POOLS.pop(key).close()
+        raise
+    return True
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ranks end with the last test of their module."""
+    while _POOLS and (nextitem is None or nextitem.path != item.path):
+        _POOLS.popitem()[1].close()
 
 
 @pytest.fixture

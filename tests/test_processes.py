@@ -5,11 +5,12 @@ import os
 import signal
 import subprocess
 import time
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.processes import RankFailure, for_each
+from helpers.processes import RankFailure, RankPool, for_each
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +32,40 @@ def test_results_come_back_by_rank(run_ranks):
     assert [tensor.tolist() for _, tensor in results] == [[0, 0], [1, 1], [2, 2]]
 
 
+<<<<<<< HEAD
+=======
+def test_tests_of_a_module_run_whole_in_ranks_that_are_started_once(tmp_path):
+    module = types.ModuleType("made")
+
+    def adds(run_ranks, monkeypatch, number):
+        monkeypatch.setenv("MADE", str(number + int(os.environ.get("MADE", "0"))))
+        assert run_ranks(lambda rank, group: (rank, os.environ["MADE"]), 2) == [(0, str(number)), (1, str(number))]
+        assert run_ranks(lambda rank, group: group.size(), 1) == [1]
+
+    def fails(run_ranks):
+        assert run_ranks(lambda rank, group: rank == 1, 2) == [False, False]
+
+    module.adds, module.fails = adds, fails
+    pool = RankPool(module, 2, tmp_path)
+    try:
+        for number in (3, 4):
+            pool.run("adds", {"number": number})
+        with pytest.raises(RankFailure, match=r"(?s)rank 0 of 2 failed.*assert \[False, True\] == "):
+            pool.run("fails", {})
+    finally:
+        pool.close()
+
+
+def test_group_holds_all_ranks(run_ranks):
+    def sum_of_ranks(rank, group):
+        total = torch.tensor(float(rank))
+        dist.all_reduce(total, group=group)
+        return dist.get_rank(group), dist.get_world_size(group), total.item()
+
+    assert run_ranks(sum_of_ranks, 4) == [(rank, 4, 6.0) for rank in range(4)]
+
+
+>>>>>>> n-run
 def test_a_rank_that_ends_early_leaves_the_others_connected(run_ranks):
     def late_all_reduce(rank, group):
         others = dist.new_group([1, 2])

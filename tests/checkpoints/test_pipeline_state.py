@@ -5,21 +5,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from helpers import pipelines
 from helpers.faults import Evil, put_into_planner_data
-from helpers.pipelines import (
-    BOUNDARIES,
-    MAX_NORM,
-    OPTIMIZERS,
-    assert_same,
-    held,
-    pipeline_of,
-    undivided,
-)
+from helpers.pipelines import BOUNDARIES, MAX_NORM, OPTIMIZERS, assert_same, held, pipeline_of, undivided
+from helpers.processes import runner_in
 from helpers.states import values_of
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import zeroresize as zr
 from zeroresize.pipeline import PipelineBalancer, repack
+
+pytestmark = pytest.mark.same_ranks
 
 
 def loaded(folder, pipeline, optimizer=None, **beside):
@@ -36,9 +31,10 @@ class Training(pipelines.Training):
         dcp.save(state, checkpoint_id=folder, process_group=self.pipeline.process_group)
 
 
-@pytest.fixture
-def written(run_ranks, tmp_path):
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
     """By two stages, left of four."""
+    tmp_path = tmp_path_factory.mktemp("written")
 
     def check(rank, group):
         training = Training(group)
@@ -52,7 +48,7 @@ def written(run_ranks, tmp_path):
         training.optimizer.zero_grad()
         return held(training.pipeline, training.optimizer), training.losses
 
-    by_rank = run_ranks(check, 4)
+    by_rank = runner_in(tmp_path)(check, 4)
     whole = {key: one for found, _ in by_rank for key, one in found.items()}
     return tmp_path / "saved", whole, by_rank[3][1] + by_rank[1][1]
 
@@ -71,9 +67,8 @@ def test_training_goes_on_on_any_number_of_stages(run_ranks, written, num_stages
         return tensors, training.losses
 
     by_rank = run_ranks(check, num_stages)
-    assert_same(
-        dict(sorted((key, one) for found, _ in by_rank for key, one in found.items())), dict(sorted(whole.items()))
-    )
+    tensors = {key: one for found, _ in by_rank for key, one in found.items()}
+    assert_same(dict(sorted(tensors.items())), dict(sorted(whole.items())))
     expected, _ = undivided(OPTIMIZERS["AdamW"], 5, MAX_NORM)
     assert losses + by_rank[-1][1] == pytest.approx(expected, rel=1e-10, abs=0.0)
 
@@ -91,18 +86,36 @@ def test_the_names_are_those_of_the_whole_model(written):
         assert torch.equal(value, whole[name]), name
 
 
-def test_state_of_any_shape_is_written(run_ranks, tmp_path):
+def test_what_is_read_is_what_was_there_when_it_was_written(run_ranks, tmp_path):
+    """State of any shape; none where the file is of before the first step, and some where a new optimizer has none."""
+
     def check(rank, group):
-        for name in ("SGD", "Adafactor", "AdamW, fused"):
-            training = Training(group, name=name)
-            training.train(1)
-            training.save(tmp_path / name)
-            before = held(training.pipeline, training.optimizer)
-            training.train(1)
-            training.optimizer.zero_grad()
+        def read_into(training, name, before):
             loaded(tmp_path / name, training.pipeline, training.optimizer)
             after = held(training.pipeline, training.optimizer)
             assert_same(after, {key: one for key, one in before.items() if "gradient" not in key})
+
+        for name in ("SGD", "Adafactor", "AdamW, fused"):
+            training = Training(group, name=name)
+            training.save(tmp_path / f"{name}, new")
+            new = held(training.pipeline, training.optimizer)
+            training.train(1)
+            training.save(tmp_path / name)
+            old = held(training.pipeline, training.optimizer)
+            training.train(1)
+            training.optimizer.zero_grad()
+            read_into(training, name, old)
+            read_into(training, f"{name}, new", new)
+            read_into(Training(group, name=name), name, old)
+        training.train(1)
+        training.optimizer.zero_grad()
+        state = zr.sharded_state_dict(training.pipeline, training.optimizer)
+        before = held(training.pipeline, training.optimizer)
+        done = dcp.async_save(state, checkpoint_id=tmp_path / "later", process_group=group)
+        for parameter in training.pipeline.parameters():
+            parameter.data.zero_()
+        done.result()
+        read_into(training, "later", before)
 
     run_ranks(check, 2)
 
@@ -232,10 +245,10 @@ def test_a_balancer_goes_on_with_what_it_has_learned(run_ranks, tmp_path):
         loaded(tmp_path / "saved", training.pipeline, training.optimizer, balancer=balancer)
         return balancer.state_dict()
 
-    state = run_ranks(save, 2)[0]
-    (same, _), (other, *_) = run_ranks(load, 2), run_ranks(load, 3)
+    state = run_ranks(save, 3)[0]
+    (same, *_), (other, _) = run_ranks(load, 3), run_ranks(load, 2)
     costs = values_of(state)["rebalancing"]["costs"]
-    assert same == state and len(costs["speeds"]) == 2
+    assert same == state and len(costs["speeds"]) == 3
     assert values_of(other)["rebalancing"]["costs"] is None  # of devices nothing is known
 
 
@@ -274,43 +287,6 @@ def test_what_does_not_fit_is_told_and_changes_nothing(run_ranks, written, tmp_p
         fails(folder, "layers must be built alike", pipeline_of(group, layers=other), None)
         loaded(folder, pipeline)
         assert optimizer.state
-
-    run_ranks(check, 2)
-
-
-def test_what_a_file_lacks_is_taken_away_and_what_it_has_besides_is_made(run_ranks, tmp_path):
-    """A file of before the first step knows no optimizer state, and a new optimizer none that a file has."""
-
-    def check(rank, group):
-        training = Training(group)
-        training.save(tmp_path / "new")
-        new = held(training.pipeline, training.optimizer)
-        training.train(1)
-        training.save(tmp_path / "old")
-        training.optimizer.zero_grad()
-        old = held(training.pipeline, training.optimizer)
-        loaded(tmp_path / "new", training.pipeline, training.optimizer)
-        assert_same(held(training.pipeline, training.optimizer), new)
-        other = Training(group)
-        loaded(tmp_path / "old", other.pipeline, other.optimizer)
-        assert_same(held(other.pipeline, other.optimizer), old)
-
-    run_ranks(check, 2)
-
-
-def test_what_is_written_later_is_as_it_was_at_the_call(run_ranks, tmp_path):
-    def check(rank, group):
-        training = Training(group)
-        training.train(1)
-        training.optimizer.zero_grad()
-        before = held(training.pipeline, training.optimizer)
-        state = zr.sharded_state_dict(training.pipeline, training.optimizer)
-        done = dcp.async_save(state, checkpoint_id=tmp_path / "saved", process_group=group)
-        for parameter in training.pipeline.parameters():
-            parameter.data.zero_()
-        done.result()
-        loaded(tmp_path / "saved", training.pipeline, training.optimizer)
-        assert_same(held(training.pipeline, training.optimizer), before)
 
     run_ranks(check, 2)
 

@@ -6,10 +6,15 @@ import copy
 import dataclasses
 import functools
 import itertools
+import time
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import nn
 
@@ -332,3 +337,34 @@ class Training:
             self.losses += train_step(self.pipeline, self.optimizer, self.step, MAX_NORM, between)
             self.decay.step()
             self.step += 1
+
+
+class Limited:
+    """A pipeline that has made a step, in a group that waits for seconds only."""
+
+    def __init__(self, group, limit_s=5.0, **options):
+        self.limit_s = limit_s
+        self.group = dist.new_group(list(range(group.size())), timeout=timedelta(seconds=limit_s))
+        self.pipeline = pipeline_of(self.group, **options)
+        self.optimizer = torch.optim.AdamW(groups_of(self.pipeline.named_parameters()))
+        train_step(self.pipeline, self.optimizer, 0)
+        self.boundaries = self.pipeline.boundaries
+
+    def kept(self):
+        """What a move that fails must leave as it was."""
+        return held(self.pipeline, self.optimizer)
+
+    @contextmanager
+    def fails(self, *kinds, within_s=20.0):
+        """A list that gets the text of the error with which the block must end; nothing has changed then."""
+        before, begin, texts = self.kept(), time.perf_counter(), []
+        with pytest.raises(kinds or RuntimeError) as caught:
+            yield texts
+        seconds = time.perf_counter() - begin
+        assert seconds < within_s, f"it took {seconds:.1f} s of {within_s}: {caught.value}"
+        pipeline = self.pipeline
+        assert pipeline.boundaries == self.boundaries and pipeline.process_group is self.group
+        assert (pipeline.stage, pipeline.num_stages) == (self.group.rank(), self.group.size())
+        assert not pipeline.module.watchers.everyone
+        assert_same(self.kept(), before)
+        texts.append(f"{type(caught.value).__name__}: {caught.value}")

@@ -10,11 +10,13 @@ import contextlib
 import faulthandler
 import functools
 import gc
+import inspect
 import logging
 import multiprocessing
 import os
 import pickle
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,8 +31,10 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn
 
+import pytest
 import torch
 import torch._dynamo  # optimizers need it: imported here once instead of in every rank, where it takes seconds
 import torch.distributed as dist
@@ -103,13 +107,18 @@ def run_ranks(
             sender.close()  # the rank now holds the only end, so its death is seen as the end of the pipe
         return _collect(processes, pipes, timeout_s, scratch)
     finally:
-        for process in processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.kill()
-            process.join()
-        for pipe in pipes:
-            pipe.close()
+        _end(processes, pipes)
+
+
+def _end(processes: Iterable[BaseProcess], pipes: Iterable[Connection]) -> None:
+    """With all processes that they started."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+    for pipe in pipes:
+        pipe.close()
 
 
 def runner_in(folder: Path, limit_s: float = 60.0, **options: Any) -> Callable[..., list[Any]]:
@@ -144,6 +153,92 @@ def for_each(cases: Iterable[Sequence[Any]]) -> Callable[[Callable[..., Any]], C
         return run_cases
 
     return decorate
+
+
+class Wanted(BaseException):
+    """Tells how many ranks a test wants that is called to learn it."""
+
+    @classmethod
+    def run_ranks(cls, fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60.0) -> NoReturn:
+        """Stand in for ``run_ranks``."""
+        raise cls(num_ranks)
+
+
+class RankPool:
+    """Ranks in which tests of a module run whole, one after another: a test's ``run_ranks`` calls its function there.
+
+    Ranks are forked when the pool is made, so they have the module and need no closures sent. What a test patches by
+    ``monkeypatch`` is undone behind it; what it leaves otherwise, such as a module's attribute that it has set, stays.
+    After a failure the pool is of no use any more.
+    """
+
+    def __init__(self, module: ModuleType, num_ranks: int, scratch: Path) -> None:
+        self._scratch, self._processes, self._pipes = scratch, [], []
+        traceback.format_stack()
+        for rank in range(num_ranks):
+            here, there = _FORK.Pipe()
+            process = _FORK.Process(target=_pool_main, args=(module, rank, num_ranks, scratch, there))
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def run(self, name: str, arguments: dict[str, Any], timeout_s: float = 60.0) -> None:
+        """Let all ranks call the module's test with these arguments, and its ``run_ranks`` and ``monkeypatch``.
+
+        Raises:
+            RankFailure: as :func:`run_ranks`.
+        """
+        __tracebackhide__ = True
+        for pipe in self._pipes:
+            with suppress(BrokenPipeError):  # it is dead, as is seen at once
+                pipe.send_bytes(pickle.dumps((name, arguments)))
+        _collect(self._processes, self._pipes, timeout_s, self._scratch)
+
+    def close(self) -> None:
+        """End the ranks, with all processes that they started."""
+        _end(self._processes, self._pipes)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _pool_main(module: ModuleType, rank: int, num_ranks: int, scratch: Path, pipe: Connection) -> None:
+    os.setpgid(0, 0)
+    gc.freeze()
+    parent, stack_file = os.getppid(), _stack_path(scratch, rank).open("w")
+    faulthandler.register(signal.SIGUSR1, file=stack_file)
+    torch.set_num_threads(1)
+    store, timeout = f"file://{scratch}/store", timedelta(seconds=70)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=timeout)
+
+    groups = {num_ranks: dist.group.WORLD}
+
+    def run(fn: Callable[..., Any], number: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        assert number <= num_ranks, f"a test that is marked same_ranks wants {num_ranks} ranks first, then {number}"
+        if number not in groups:
+            groups[number] = dist.new_group(list(range(number)))
+        results: list[Any] = [None] * num_ranks
+        dist.all_gather_object(results, fn(rank, groups[number], *args) if rank < number else None)
+        return results[:number]
+
+    while True:
+        while not pipe.poll(5.0):
+            if os.getppid() != parent:
+                os._exit(1)
+        name, arguments = pickle.loads(pipe.recv_bytes())
+        torch.set_default_dtype(torch.float32)
+        torch.manual_seed(0)
+        try:
+            test = getattr(module, name)
+            with pytest.MonkeyPatch.context() as patch:
+                here = {"run_ranks": run, "monkeypatch": patch}
+                names = inspect.signature(test).parameters
+                test(**arguments, **{key: value for key, value in here.items() if key in names})
+            outcome = True, None
+        except BaseException:
+            outcome = False, traceback.format_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pipe.send_bytes(pickle.dumps(outcome))
 
 
 def in_first_rank(fn: Callable[..., Any]) -> Callable[..., Any]:

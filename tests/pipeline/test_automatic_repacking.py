@@ -2,16 +2,18 @@
 
 import itertools
 import json
-import logging
 
 import pytest
 from helpers import sleeping_layers
+from helpers.processes import caught_log_lines
 from helpers.sleeping_layers import MICRO, undivided_losses
 from helpers.states import values_of
 
 from zeroresize.pipeline import LayerProfiler, Repack, pipeline_balancer
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.resharding.agreement import NotEnoughMemoryError
+
+pytestmark = pytest.mark.same_ranks
 
 NUM_LAYERS = 8
 
@@ -44,14 +46,10 @@ def test_ranks_are_released_as_soon_as_the_others_have_the_memory(run_ranks):
     """Two stages cannot hold all layers with a batch's activations, three can."""
 
     def check(rank, group):
-        messages = []
-        handler = logging.Handler()
-        handler.emit = lambda record: messages.append(record.getMessage())
-        logging.getLogger("zeroresize.pipeline").addHandler(handler)
-        logging.getLogger("zeroresize.pipeline").setLevel(logging.INFO)
         limit = 3.5 * layer_bytes_of(Training(group, None))
         training = Training(group, {}, memory_limits=[limit] * 4)
-        training.train(10)
+        with caught_log_lines() as messages:
+            training.train(10)
         cost = values_of(training.balancer.state_dict())["rebalancing"]["cost_of_move"]
         return training.pipeline.num_stages, training.losses, training.records, training.released, messages, cost
 
@@ -103,33 +101,33 @@ def test_ranks_are_released_as_work_becomes_less_so_that_steps_take_no_longer(ru
     assert after[1] > before[1]
 
 
-def test_a_single_profile_releases_nobody(run_ranks):
+def test_nobody_is_released_too_early(run_ranks):
     def check(rank, group):
-        training = Training(group, {"max_slowdown": 1.05})
-        training.train(9)  # three are profiled, and known
-        first = values_of(training.balancer.state_dict())["repacking"]["first_steps_s"]
-        training.pace.of_layers = dict.fromkeys(range(NUM_LAYERS), 0.05)
-        training.train(3)
-        training.pace.of_layers = {}
-        training.train(4)
-        assert values_of(training.balancer.state_dict())["repacking"]["first_steps_s"] == first
-        return training.pipeline.num_stages
+        def first_of(training):
+            return values_of(training.balancer.state_dict())["repacking"]["first_steps_s"]
 
-    assert run_ranks(check, 2) == [2, 2]
+        single = Training(group, {"max_slowdown": 1.05})  # a single profile wants it
+        single.train(9)  # three are profiled, and known
+        first = first_of(single)
+        single.pace.of_layers = dict.fromkeys(range(NUM_LAYERS), 0.05)
+        single.train(3)
+        single.pace.of_layers = {}
+        single.train(4)
+        assert first_of(single) == first
+        interrupted = Training(group, {"max_slowdown": 1.0})  # three profiles come first, of which the shortest counts
+        interrupted.pace.of_rank = 3.0
+        interrupted.train(2)
+        interrupted.pace.of_rank = 1.0
+        interrupted.train(16)
+        changing = Training(group, {"max_slowdown": 1.05})  # one profile of each work wants it, and must be confirmed
+        changing.train(3)
+        for seconds in (0.05, 0.1):
+            changing.pace.of_layers = dict.fromkeys(range(NUM_LAYERS), seconds)
+            changing.balancer.profile_next()
+            changing.train(2)
+        return [training.pipeline.num_stages for training in (single, interrupted, changing)]
 
-
-def test_a_first_step_that_was_interrupted_releases_nobody(run_ranks):
-    """Nobody is released before three profiles, and then by the shortest."""
-
-    def check(rank, group):
-        training = Training(group, {"max_slowdown": 1.0})
-        training.pace.of_rank = 3.0
-        training.train(2)
-        training.pace.of_rank = 1.0
-        training.train(16)
-        return training.pipeline.num_stages
-
-    assert run_ranks(check, 2) == [2, 2]
+    assert run_ranks(check, 2) == [[2, 2, 2]] * 2
 
 
 @pytest.mark.slow
@@ -148,19 +146,6 @@ def test_a_release_that_was_refused_is_not_tried_again_at_once(run_ranks, monkey
         pauses = [after - before for before, after in itertools.pairwise(attempts)]
         assert len(pauses) >= 1 and all(pause >= 8 * 3 for pause in pauses), attempts
         assert pauses == sorted(pauses)
-        return training.pipeline.num_stages
-
-    assert run_ranks(check, 2) == [2, 2]
-
-
-def test_nobody_is_released_by_profiles_of_work_that_is_no_more(run_ranks):
-    def check(rank, group):
-        training = Training(group, {"max_slowdown": 1.05})
-        training.train(3)
-        for seconds, num_steps in ((0.05, 2), (0.1, 2)):  # one profile of each wants it, and must be confirmed
-            training.pace.of_layers = dict.fromkeys(range(NUM_LAYERS), seconds)
-            training.balancer.profile_next()
-            training.train(num_steps)
         return training.pipeline.num_stages
 
     assert run_ranks(check, 2) == [2, 2]

@@ -6,6 +6,8 @@ from torch import nn
 
 from zeroresize.pipeline import Pipeline, move_layers
 
+pytestmark = pytest.mark.same_ranks
+
 WIDTH = 6
 
 

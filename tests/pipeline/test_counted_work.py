@@ -12,6 +12,8 @@ from torch import nn
 from zeroresize.pipeline import Pipeline, PipelineBalancer
 from zeroresize.pipeline.measuring import GivenRows, WorkCounter
 
+pytestmark = pytest.mark.same_ranks
+
 
 def pipeline_of(layers):
     """What a counter looks at of a pipeline."""

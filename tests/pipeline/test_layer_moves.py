@@ -8,7 +8,7 @@ from torch import nn
 
 from zeroresize.pipeline import move_layers
 
-pytestmark = pytest.mark.versions
+pytestmark = [pytest.mark.versions, pytest.mark.same_ranks]
 
 
 def trained(group, name="AdamW", **options):
@@ -208,17 +208,3 @@ def test_layers_without_tensors_and_with_several_tensors_move(run_ranks):
     (4 * loss).backward()
     torch.testing.assert_close(torch.tensor(losses), loss.detach().expand(4))
     torch.testing.assert_close(gradient, model[0].weight.grad)
-
-
-def test_a_pipeline_is_a_group_of_its_own(run_ranks):
-    def check(rank, group):
-        pair = torch.distributed.new_group([1, 3])
-        other = torch.distributed.new_group([0, 2])
-        pipeline, optimizer = trained(pair if rank in (1, 3) else other)
-        report = move_layers(pipeline, (0, 5, 7), optimizer=optimizer)
-        losses = pipelines.train_step(pipeline, optimizer, 2)
-        return report.sent_bytes, losses
-
-    by_rank = run_ranks(check, 4)
-    assert by_rank[0] == by_rank[1] and by_rank[2] == by_rank[3]
-    assert by_rank[2][0] > 0 and len(by_rank[2][1]) == 2

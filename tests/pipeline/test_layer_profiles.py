@@ -4,10 +4,13 @@ import pytest
 import torch
 from helpers import pipelines
 from helpers.pipelines import batch, pipeline_of
+from helpers.processes import for_each
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zeroresize.pipeline import LayerProfiler, measuring, move_layers
+
+pytestmark = pytest.mark.same_ranks
 
 
 class Clock:
@@ -147,6 +150,7 @@ def test_bytes_are_those_counted_by_hand(run_ranks):
 
 
 def test_measuring_changes_no_results_and_leaves_nothing_behind(run_ranks):
+    @for_each([(True,), (False,)])
     def check(rank, group, measures):
         pipeline = pipeline_of(group)
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.01)
@@ -164,6 +168,6 @@ def test_measuring_changes_no_results_and_leaves_nothing_behind(run_ranks):
         assert not pipeline.module.watchers.everyone
         return losses, pipelines.held(pipeline, optimizer)
 
-    for (losses, measured), (others, plain) in zip(run_ranks(check, 2, True), run_ranks(check, 2, False), strict=True):
+    for (losses, measured), (others, plain) in run_ranks(check, 2):
         assert losses == others
         pipelines.assert_same(measured, plain)

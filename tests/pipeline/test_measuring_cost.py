@@ -11,6 +11,8 @@ from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, measu
 from zeroresize.pipeline.measuring import BlockSeconds
 from zeroresize.policy.pipeline.profile_cadence import SpentSeconds
 
+pytestmark = pytest.mark.same_ranks
+
 STEP_S = 1.0
 
 

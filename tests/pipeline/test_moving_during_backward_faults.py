@@ -5,62 +5,34 @@ import signal
 import threading
 import time
 import weakref
-from contextlib import contextmanager
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
-from helpers import pipelines
-from helpers.pipelines import assert_same, batch, groups_of, held, pipeline_of
+from helpers.pipelines import Limited, assert_same, batch, held, pipeline_of
 from helpers.processes import told_by_survivors
 from torch import nn
 
 from zeroresize.pipeline import move_layers, moving_during_backward, moving_layers
 from zeroresize.pipeline.layer_contents import TensorNote
-from zeroresize.pipeline.layer_move_during_backward import FinishedLayers
+from zeroresize.pipeline.layer_move import FinishedLayers
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 
 THERE = {2: (0, 6, 7), 3: (0, 3, 6, 7)}
 
 
-class Training:
-    """A pipeline that has made a step, in a group that waits for seconds only."""
-
-    def __init__(self, group, **options):
-        self.limit_s = 5.0
-        self.group = dist.new_group(list(range(group.size())), timeout=timedelta(seconds=self.limit_s))
-        self.pipeline = pipeline_of(self.group, **options)
-        self.optimizer = torch.optim.AdamW(groups_of(self.pipeline.named_parameters()))
-        pipelines.train_step(self.pipeline, self.optimizer, 0)
-        self.boundaries = self.pipeline.boundaries
-
+class Training(Limited):
     def step(self):
         words, target = batch(2)
         self.pipeline.step(words, target=target)
 
-    def constant(self):
+    def kept(self):
         """What only the optimizer's step changes."""
         parameters = dict(self.pipeline.named_parameters())
-        tensors = held(self.pipeline, self.optimizer).items()
         return {
             name: tensor
-            for name, tensor in tensors
+            for name, tensor in held(self.pipeline, self.optimizer).items()
             if name in parameters or (" " in name and not name.endswith("gradient"))
         }
-
-    @contextmanager
-    def fails(self, *kinds, within_s=30.0):
-        """Within the block something does, which changes nothing."""
-        before, begin, texts = self.constant(), time.perf_counter(), []
-        with pytest.raises(kinds or RuntimeError) as caught:
-            yield texts
-        seconds = time.perf_counter() - begin
-        assert seconds < within_s, f"it took {seconds:.1f} s of {within_s}: {caught.value}"
-        assert self.pipeline.boundaries == self.boundaries
-        assert_same(self.constant(), before)
-        assert not self.pipeline.module.watchers.everyone
-        texts.append(f"{type(caught.value).__name__}: {caught.value}")
 
     def moves(self, boundaries=None, **options):
         options = {"optimizer": self.optimizer, "max_bytes": 2000} | options

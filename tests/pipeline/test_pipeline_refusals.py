@@ -12,6 +12,8 @@ from torch.nn import functional
 from zeroresize.pipeline import Pipeline
 from zeroresize.strategy import Strategy, SwitchableModel
 
+pytestmark = pytest.mark.same_ranks
+
 WIDTH = 4
 
 

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from zeroresize.pipeline import PipelineBalancer
 from zeroresize.resharding import agreement, transaction, transport
 
+pytestmark = pytest.mark.same_ranks
+
 NUM_LAYERS = 6
 
 

@@ -13,6 +13,8 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 from zeroresize.pipeline import Pipeline, move_layers
 from zeroresize.pipeline.stage_layers import divided_by_parameters
 
+pytestmark = pytest.mark.same_ranks
+
 NUM_STEPS, MAX_NORM = 6, 0.05
 
 
@@ -249,22 +251,18 @@ def sized(*sizes):
     return [nn.Linear(size, 1, bias=False, device="meta") if size else nn.Identity() for size in sizes]
 
 
-def test_the_largest_stage_is_as_small_as_can_be():
-    layers = sized(40, 10, 10, 10, 10, 10, 30)
-    assert divided_by_parameters(layers, 3).boundaries == (0, 1, 5, 7)
-
-
-def test_equally_many_layers_stay_where_no_division_is_better():
-    assert divided_by_parameters(sized(*[4] * 8), 3).boundaries == (0, 3, 6, 8)
-    assert divided_by_parameters(sized(0, 0, 0, 0), 2).boundaries == (0, 2, 4)
-    assert divided_by_parameters(sized(9, 1, 1, 1, 1), 2).boundaries == (0, 1, 5)
-
-
-def test_layers_that_share_parameters_are_not_parted():
-    first, second, *others = sized(40, 40, 10, 10)
-    assert divided_by_parameters([first, second, *others], 2).boundaries == (0, 1, 4)
-    second.weight = first.weight
-    assert divided_by_parameters([first, second, *others], 2).boundaries == (0, 2, 4)
+def test_layers_are_divided_by_parameters_unless_that_parts_those_that_share_them():
+    for sizes, boundaries in (
+        ((40, 10, 10, 10, 10, 10, 30), (0, 1, 5, 7)),
+        ((4,) * 8, (0, 3, 6, 8)),  # equally many, where nothing is better
+        ((0, 0, 0, 0), (0, 2, 4)),
+        ((9, 1, 1, 1, 1), (0, 1, 5)),
+        ((40, 40, 10, 10), (0, 1, 4)),
+    ):
+        layers = sized(*sizes)
+        assert divided_by_parameters(layers, len(boundaries) - 1).boundaries == boundaries
+    layers[1].weight = layers[0].weight
+    assert divided_by_parameters(layers, 2).boundaries == (0, 2, 4)
 
 
 def test_a_pipeline_begins_with_it_unless_somebody_says_so(run_ranks):

@@ -17,6 +17,8 @@ from helpers.pipelines import (
 
 from zeroresize.pipeline import LayerProfiler, clip_grad_norm_, move_layers, repack
 
+pytestmark = pytest.mark.same_ranks
+
 
 class Training(pipelines.Training):
     """One whose pipeline is packed onto fewer stages."""
@@ -164,25 +166,21 @@ def test_the_ranks_of_one_pipeline_are_enough(run_ranks):
     run_ranks(check, 5)
 
 
-def profiled(training):
-    with LayerProfiler(training.pipeline, training.optimizer) as profiler:
-        training.train(1)
-    return profiler.gather()
-
-
 def test_as_few_stages_as_memory_allows(run_ranks):
     """Layers whose parameters have become fewer need fewer stages."""
 
     def check(rank, group):
         training = Training(group)
         training.train(1)
-        profile = profiled(training)
-        layer_bytes = [
-            layer.weight_bytes + layer.gradient_bytes + layer.optimizer_bytes + 4 * layer.activation_bytes
-            for layer in profile.layers
-        ]
-        limit = 0.55 * sum(layer_bytes)
-        assert max(layer_bytes) < 0.5 * limit
+        with LayerProfiler(training.pipeline, training.optimizer) as profiler:
+            training.train(1)
+        profile = profiler.gather()
+
+        def layer_bytes(num_kept):
+            return [each.bytes_at_rest + num_kept * each.activation_bytes for each in profile.layers]
+
+        limit = 0.55 * sum(layer_bytes(4))
+        assert max(layer_bytes(4)) < 0.5 * limit
         options = {"memory_limits": [limit] * 4, "profile": profile}
         with pytest.raises(ValueError, match=r"no 1 of 4 stages with stage 0 among them can hold"):
             training.repack(1, **options)
@@ -190,26 +188,14 @@ def test_as_few_stages_as_memory_allows(run_ranks):
             training.repack(None, **options | {"memory_limits": [10.0] * 4})
         with pytest.raises(ValueError, match="not possible without profile="):
             training.repack(2, memory_limits=[limit] * 4)
+        fewest = Training(group)
+        fewest.train(2)
+        report = fewest.repack(None, memory_limits=[0.75 * sum(layer_bytes(2))] * 4, profile=profile)
+        if not report.is_released:
+            fewest.train(1)
         assert training.repack(3).released == (3,)
         with pytest.raises((ValueError, RuntimeError), match=r"the profile is of boundaries|was released"):
             training.repack(None, **options)
-        return training.pipeline.num_stages
+        return training.pipeline.num_stages, report.remaining
 
-    assert run_ranks(check, 4) == [3] * 4
-
-
-def test_the_fewest_stages_hold_the_layers(run_ranks):
-    def check(rank, group):
-        training = Training(group)
-        training.train(1)
-        profile = profiled(training)
-        fits_in_two = sum(
-            layer.weight_bytes + layer.gradient_bytes + layer.optimizer_bytes + 2 * layer.activation_bytes
-            for layer in profile.layers
-        )
-        report = training.repack(None, memory_limits=[0.75 * fits_in_two] * 4, profile=profile)
-        if not report.is_released:
-            training.train(1)
-        return report.remaining
-
-    assert run_ranks(check, 4) == [(0, 1)] * 4
+    assert run_ranks(check, 4) == [(3, (0, 1))] * 4

@@ -13,6 +13,8 @@ from helpers.states import values_of
 from zeroresize.resharding import transaction
 from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError
 
+pytestmark = pytest.mark.same_ranks
+
 
 class MadeUp:
     """A group of one rank that says what the test wants."""

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, fields
+from functools import partial
 from statistics import fmean, median
 from typing import Any, Literal
 from weakref import finalize
@@ -32,12 +33,12 @@ from zeroresize.comm.words import Call
 from zeroresize.measure.links import measure_neighbour_links
 from zeroresize.measure.memory_meter import SavedBytes
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.pipeline.replicas import PipelineReplicas
+from zeroresize.pipeline.replicas import NUM_FIGURES, PipelineReplicas, layers_of
 from zeroresize.pipeline.stage_layers import LayerWatcher
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.pipeline.division import PipelineMessages
 from zeroresize.policy.pipeline.profile_cadence import ProfileCadence, SpentSeconds, profile_cost
-from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
+from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.resharding.agreement import meet_over
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ Scale = Callable[[int, float, float], tuple[float, float]]
 #: How much a layer did in the block that is over, in any unit; or "tokens" for :class:`GivenRows`.
 CountWork = Callable[[nn.Module], float] | Literal["tokens"]
 
-_NUM_FIGURES, _NUM_SPENT = len(fields(LayerProfile)), len(fields(SpentSeconds))
+_NUM_SPENT = len(fields(SpentSeconds))
 #: The mean work of fewer blocks takes in those before the last profile.
 _LEAST_COUNTED = 8
 #: Of so many blocks the middle one is usual; fewer than the second number tell nothing.
@@ -123,14 +124,14 @@ class LayerProfiler(LayerWatcher):
             forward_s, backward_s = seconds_of[number]
             seconds = (forward_s, backward_s) if scale is None else scale(number, forward_s, backward_s)
             stage_figures += [*seconds, *map(float, sizes), float(saved)]
-        return stage_figures + [0.0] * (2 + most * _NUM_FIGURES - len(stage_figures))
+        return stage_figures + [0.0] * (2 + most * NUM_FIGURES - len(stage_figures))
 
     def profile_of(self, figures: Sequence[Sequence[float]]) -> PipelineProfile:
         """Return the profile of which all stages [S] have given these :meth:`figures`."""
         layers = [
-            LayerProfile(of_stage[begin], of_stage[begin + 1], *map(int, of_stage[begin + 2 : begin + _NUM_FIGURES]))
+            layer
             for (start, stop), of_stage in zip(itertools.pairwise(self._boundaries), figures, strict=True)
-            for begin in range(2, 2 + (stop - start) * _NUM_FIGURES, _NUM_FIGURES)
+            for layer in layers_of(of_stage[2 : 2 + (stop - start) * NUM_FIGURES])
         ]
         stage_s = tuple(own[0] for own in figures)
         return PipelineProfile(tuple(layers), stage_s, self._boundaries, math.fsum(own[1] for own in figures))
@@ -287,7 +288,7 @@ class GivenRows:
         for module in (module for layer in layers for module in layer.modules()):
             if module not in self._rows and _num_weights(module):
                 rows = self._rows[module] = [0.0]
-                handles.append(module.register_forward_pre_hook(_Adding(rows), with_kwargs=True))
+                handles.append(module.register_forward_pre_hook(partial(_add, rows), with_kwargs=True))
         finalize(self, _remove, handles)
 
     def reset(self) -> None:
@@ -300,18 +301,13 @@ class GivenRows:
         return math.fsum(self._rows[one][0] * _num_weights(one) for one in layer.modules() if one in self._rows)
 
 
-class _Adding:
-    """A hook that adds to ``rows[0]``."""
-
-    def __init__(self, rows: list[float]) -> None:
-        self._rows = rows
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        for value in args or kwargs.values():
-            if isinstance(value, Tensor) and value.is_floating_point():
-                shape = value.shape
-                self._rows[0] += value.numel() / shape[-1] if shape and shape[-1] else 0.0
-                return
+def _add(rows: list[float], module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """As a hook, to ``rows[0]``."""
+    for value in args or kwargs.values():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            shape = value.shape
+            rows[0] += value.numel() / shape[-1] if shape and shape[-1] else 0.0
+            return
 
 
 def _num_weights(module: nn.Module) -> int:

@@ -11,8 +11,7 @@ from functools import partial
 
 from zeroresize.comm.collectives import time_limit
 from zeroresize.comm.exchange import Meet
-from zeroresize.pipeline.layer_move import LayerMove
-from zeroresize.pipeline.layer_move_during_backward import LayerMoveDuringBackward
+from zeroresize.pipeline.layer_move import LayerMove, LayerMoveDuringBackward
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.resharding.agreement import agreed, require_received
 from zeroresize.resharding.transaction import (

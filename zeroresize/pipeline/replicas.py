@@ -21,7 +21,8 @@ from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 from zeroresize.resharding.agreement import CannotMoveError, MeetReplicas, NotEnoughMemoryError, agreed
 
-_NUM_FIGURES = len(fields(LayerProfile))
+#: Of one layer.
+NUM_FIGURES = len(fields(LayerProfile))
 
 
 class PipelineReplicas:
@@ -70,13 +71,15 @@ class PipelineReplicas:
         largest = [
             [max(column) for column in zip(*table[number::num_stages], strict=True)] for number in range(num_stages)
         ]
-        layers = tuple(
-            LayerProfile(*of_layer[:2], *map(int, of_layer[2:]))
-            for _, _, *of_stage in largest
-            for of_layer in (of_stage[at : at + _NUM_FIGURES] for at in range(0, len(of_stage), _NUM_FIGURES))
-        )
+        layers = tuple(layer for _, _, *of_stage in largest for layer in layers_of(of_stage))
         stage_s = tuple(seconds for seconds, *_ in largest)
         return PipelineProfile(layers, stage_s, profile.boundaries, max(loss_s for _, loss_s, *_ in largest))
+
+
+def layers_of(figures: Sequence[float]) -> list[LayerProfile]:
+    """Return the layers whose attributes, one layer behind another, are these figures."""
+    of_layers = (figures[at : at + NUM_FIGURES] for at in range(0, len(figures), NUM_FIGURES))
+    return [LayerProfile(forward_s, backward_s, *map(int, sizes)) for forward_s, backward_s, *sizes in of_layers]
 
 
 class StageUnits(Protocol):
