@@ -117,9 +117,6 @@ def bytes_of_units(segments: Sequence[OwnedSegment], optimizer: object | None, r
     """Return the bytes that a rank sends if it gives away all units it has at even shares, without gradients.
 
     Optimizer state counts once there is some.
-
-    Args:
-        rank: this one, within its group; it matters while units are away only.
     """
     total = 0
     for segment in segments:
@@ -132,18 +129,10 @@ def bytes_of_units(segments: Sequence[OwnedSegment], optimizer: object | None, r
 class UnitContents:
     """Holds a parameter of units, with all that belongs to it on this rank.
 
-    Args:
-        num_units: how many units it holds here.
-        stepped: what the optimizer steps for it, itself or its master copy; None if nothing.
-        optimizer: the torch optimizer; None without one.
-
     Attributes:
         unit_tensor: where the parameter is.
         state: the parameter with its gradient and optimizer state.
         description: of all that, for the other ranks.
-
-    Raises:
-        ValueError: if the parameter's shape is not that of its units, or something of it cannot move.
     """
 
     def __init__(
@@ -184,11 +173,7 @@ class UnitContents:
 
 
 def contents_of(segment: OwnedSegment, optimizer: Any, rank: int) -> list[UnitContents]:
-    """Return what ``rank``, this one, holds of a segment; a parameter that is there twice counts once.
-
-    Raises:
-        ValueError: as :class:`UnitContents` does; for one parameter in two roles; for master weights of another shape.
-    """
+    """Return what ``rank``, this one, holds of a segment; a parameter that is there twice counts once."""
     unit_tensors: dict[int, UnitTensor] = {}
     for tensor in segment.tensors:
         known = unit_tensors.setdefault(id(tensor.parameter), tensor)
@@ -308,9 +293,6 @@ class UnitMove(Transaction):
 
     Attributes:
         num_units: of every kind that moves, how many change owners in the whole group.
-
-    Raises:
-        ValueError: for a target that does not fit its segment, and for what cannot move.
     """
 
     plan_name = "the segments, their owners or the targets that they were given"
