@@ -89,10 +89,15 @@ def test_who_has_not_received_everything_is_named_and_waits_no_longer_than_it_ma
     assert require_received(None, meeting([[0.0, 7.0]]), 3.0) == [3.0, 7.0]
     with pytest.raises(RuntimeError, match=r"ranks \[1\] of the group have not received everything"):
         require_received(None, meeting([[1.0, 0.0]]))
-    never = torch.futures.Future()
-    for meet, options in ((meeting([[0.0, 0.0]]), {}), (lambda *_: never.wait(), {"left": timedelta(seconds=-3)})):
+    never, heard = torch.futures.Future(), []
+    for meet, left in (
+        (meeting([[0.0, 0.0]], heard), None),
+        (meeting([[0.0, 0.0]], heard), timedelta(seconds=3)),
+        (lambda *_: never.wait(), timedelta(seconds=-3)),
+    ):
         with pytest.raises(RuntimeError, match=f"{NOTHING}: torn"):
-            require_received(ValueError("torn"), meet, **options)
+            require_received(ValueError("torn"), meet, left=left)
+    assert [failed for failed, _ in heard] == [1.0, 1.0]
 
 
 def test_memory_is_allocated_where_it_fits_and_ranks_on_one_device_share_what_is_free(monkeypatch):

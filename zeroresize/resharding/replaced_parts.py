@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.optim.optimizers import stepped_tensors
 from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.utils.torch_private import is_flat_parameter, parameters_of
@@ -17,11 +16,11 @@ from zeroresize.utils.torch_private import is_flat_parameter, parameters_of
 class ReplacedParts:
     """Compares the layers, their parameters and those that the optimizer steps with what they were at the start."""
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, BalancedLinear], optimizer: Any) -> None:
+    def __init__(self, model: nn.Module, layers: Mapping[str, Any], optimizer: Any) -> None:
         self._model, self._layers, self._optimizer = model, layers, optimizer
         self._parameters = {
             (name, kind): parameter
-            for name, layer in layers.items()
+            for name, layer in self._layers.items()
             for kind, parameter in parameters_of(layer).items()
             if parameter is not None and not layer.is_sharded_further(parameter) and not is_flat_parameter(parameter)
         }

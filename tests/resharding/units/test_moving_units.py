@@ -103,7 +103,7 @@ def test_training_goes_on_as_without_moves(run_ranks):
 
 @pytest.mark.slow
 def test_training_with_other_optimizers_and_on_more_ranks_too(run_ranks):
-    run_ranks(for_each([[name] for name in OPTIMIZERS])(check_training), 2)
+    run_ranks(for_each([[name] for name in list(OPTIMIZERS)[1:-1]])(check_training), 2)
     run_ranks(for_each([["AdamW, foreach"], ["SGD"]])(check_training), 4)
 
 
