@@ -79,24 +79,7 @@ def test_an_optimizers_part_is_refused_within_another_dictionary(tmp_path):
         dcp.save(state, checkpoint_id=str(tmp_path), no_dist=True)
 
 
-def test_what_another_model_has_saved_is_an_error_on_every_rank(run_ranks, tmp_path):
-    folder = str(tmp_path / "checkpoint")
-
-    def check(rank, group):
-        model = block(group)
-        dcp.save(zr.sharded_state_dict(model), checkpoint_id=folder)
-        other = nn.Sequential(zr.ColumnParallelLinear(8, 32, process_group=group))
-        with pytest.raises(dcp.CheckpointException, match=r"Missing key in checkpoint state_dict: 0\.bias"):
-            dcp.load(zr.sharded_state_dict(other), checkpoint_id=folder)
-        up = zr.ColumnParallelLinear(8, 26, process_group=group)
-        wider = nn.ModuleDict({"1": nn.ModuleDict({"up": up})})
-        with pytest.raises(dcp.CheckpointException, match=r"Size mismatch.*24.*26.* for 1\.up\.bias"):
-            dcp.load(zr.sharded_state_dict(wider), checkpoint_id=folder)
-
-    run_ranks(check, 2)
-
-
-def test_layers_that_are_not_converted_are_saved_evenly(run_ranks, tmp_path):
+def test_layers_that_are_not_converted_are_saved_evenly_and_another_models_are_refused(run_ranks, tmp_path):
     folder = str(tmp_path / "checkpoint")
     torch.manual_seed(0)
     whole = nn.Linear(4, 6)
@@ -104,8 +87,13 @@ def test_layers_that_are_not_converted_are_saved_evenly(run_ranks, tmp_path):
     def save(rank, group):
         column = zr.ColumnParallelLinear.from_linear(whole, process_group=group, gather_output=True)
         row = zr.RowParallelLinear.from_linear(whole, process_group=group)
-        state = zr.sharded_state_dict(nn.ModuleDict({"column": column, "row": row}))
-        dcp.save(state, checkpoint_id=folder)
+        dcp.save(zr.sharded_state_dict(nn.ModuleDict({"column": column, "row": row})), checkpoint_id=folder)
+        other = nn.Sequential(zr.ColumnParallelLinear(4, 6, process_group=group))
+        with pytest.raises(dcp.CheckpointException, match=r"Missing key in checkpoint state_dict: 0\.bias"):
+            dcp.load(zr.sharded_state_dict(other), checkpoint_id=folder)
+        wider = nn.ModuleDict({"column": zr.ColumnParallelLinear(4, 8, process_group=group)})
+        with pytest.raises(dcp.CheckpointException, match=r"Size mismatch.*6.*8.* for column\.bias"):
+            dcp.load(zr.sharded_state_dict(wider), checkpoint_id=folder)
 
     run_ranks(save, 2)
     loaded = nn.ModuleDict({"column": nn.Linear(4, 6), "row": nn.Linear(4, 6)})
@@ -142,12 +130,6 @@ def test_what_may_be_divided_in_an_unknown_way_is_an_error(run_ranks):
             zr.sharded_state_dict(normed)
         with pytest.raises(ValueError, match="has extra state"):
             zr.sharded_state_dict(nn.Sequential(WithExtraState(2, 2)))
-
-    run_ranks(check, 2)
-
-
-def test_a_copy_of_an_uneven_layer_is_an_error(run_ranks):
-    def check(rank, group):
         model = block(group)
         segments = segments_of(model, group)
         for segment in segments:

@@ -69,32 +69,29 @@ def test_what_dcp_wrote_is_read(tmp_path):
         assert read_index(stream, "it") == pickle.loads(index)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_code_in_an_index_does_not_run(tmp_path):
+    for number, change in enumerate((
         lambda index, evil: setattr(index, "planner_data", {"evil": evil}),
         lambda index, evil: index.storage_data.update({"evil": evil}),
         lambda index, evil: index.storage_meta.modules.append(evil),
         lambda index, evil: setattr(index, "of_another_torch", evil),
-    ],
-    ids=["planner_data", "storage_data", "modules", "unknown"],
-)
-def test_code_in_an_index_does_not_run(tmp_path, change):
-    written(tmp_path)
-    change_index(tmp_path, lambda index: change(index, Evil(tmp_path / "marker")))
-    said = refusal(tmp_path)
-    assert ".metadata: not an index that torch.distributed.checkpoint wrote, refused: it names posix.system" in said
-    assert not (tmp_path / "marker").exists()
-    pickle.loads((tmp_path / ".metadata").read_bytes())
-    assert (tmp_path / "marker").exists(), "else the test tells nothing"
+    )):  # fmt: skip
+        folder, marker = tmp_path / str(number), tmp_path / f"marker{number}"
+        written(folder)
+        change_index(folder, lambda index, change=change, marker=marker: change(index, Evil(marker)))
+        said = refusal(folder)
+        assert ".metadata: not an index that torch.distributed.checkpoint wrote, refused: it names posix.system" in said
+        assert not marker.exists()
+        pickle.loads((folder / ".metadata").read_bytes())
+        assert marker.exists(), "else the test tells nothing"
 
 
 MODULE = "torch.distributed.checkpoint.metadata"
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
+def test_what_is_no_index_is_refused(tmp_path):
+    written(tmp_path)
+    for program in (
         # What is named is no class of DCP's, though its module has one.
         f"c{MODULE}\nos\n.",
         "ctorch.serialization\nload\n.",
@@ -107,19 +104,11 @@ MODULE = "torch.distributed.checkpoint.metadata"
         f"c{MODULE}\nMetadata\n)R.",
         f"c{MODULE}\nMetadata\n.",
         "I3\n.",
-    ],
-    ids=["dotted", "load", "call", "layout", "class state", "empty", "class", "number"],
-)
-def test_what_is_no_index_is_refused(tmp_path, program):
-    written(tmp_path)
-    (tmp_path / ".metadata").write_bytes(program.encode())
-    assert "not an index that torch.distributed.checkpoint wrote" in refusal(tmp_path)
+    ):
+        (tmp_path / ".metadata").write_bytes(program.encode())
+        assert "not an index that torch.distributed.checkpoint wrote" in refusal(tmp_path), program
     assert not hasattr(dcp.metadata.Metadata, "from_a_file")
-
-
-def test_what_a_pickle_refers_to_often_is_looked_at_once(tmp_path):
-    written(tmp_path)
-    value = []
+    value = []  # what a pickle refers to often is looked at once
     for _ in range(24):
         value = [value, value]
     (tmp_path / ".metadata").write_bytes(pickle.dumps(value))
@@ -147,34 +136,35 @@ def test_a_damaged_index_is_refused_or_read_and_runs_nothing(tmp_path, monkeypat
     assert num_refused > 100 and not imported
 
 
-@pytest.mark.parametrize("path", ["../outside", "/etc/passwd", "a/../../b"])
-def test_files_outside_of_the_checkpoint_are_not_read(tmp_path, path):
-    written(tmp_path)
-    change_index(tmp_path, lambda index: [setattr(one, "relative_path", path) for one in index.storage_data.values()])
-    assert f"is in {path}, outside of the checkpoint" in refusal(tmp_path)
+def test_files_elsewhere_are_not_read(tmp_path):
+    """Nor those of an inner folder, which may be a link to anywhere."""
+    for path, said in (
+        ("../outside", "is in ../outside, outside of the checkpoint"),
+        ("/etc/passwd", "is in /etc/passwd, outside of the checkpoint"),
+        ("a/../../b", "is in a/../../b, outside of the checkpoint"),
+        ("inner/file", "'inner/file' is not the name of a file in it, refused"),
+    ):
+        folder = tmp_path / path.replace("/", " ")
+        written(folder)
+        change_index(
+            folder,
+            lambda index, path=path: [setattr(one, "relative_path", path) for one in index.storage_data.values()],
+        )
+        assert said in refusal(folder)
 
 
-def test_files_of_an_inner_folder_are_not_read(tmp_path):
-    """It may be a link to anywhere."""
-    written(tmp_path)
-    change_index(
-        tmp_path, lambda index: [setattr(one, "relative_path", "inner/file") for one in index.storage_data.values()]
-    )
-    assert "'inner/file' is not the name of a file in it, refused" in refusal(tmp_path)
-
-
-@pytest.mark.parametrize("target", ["/dev/zero", "outside", "pipe"])
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-def test_what_is_no_plain_file_is_not_opened(tmp_path, name, target):
+def test_what_is_no_plain_file_is_not_opened(tmp_path, name):
     """Reading of a device or a pipe would not end."""
-    folder = tmp_path / "saved"
-    written(folder)
-    (folder / name).replace(tmp_path / "outside")
-    if target == "pipe":
-        os.mkfifo(folder / name)
-    else:
-        (folder / name).symlink_to(tmp_path / target)
-    assert f"{folder / name}: no plain file" in refusal(folder)
+    for target in ("/dev/zero", "outside", "pipe"):
+        folder = tmp_path / f"saved {target[-4:]}"
+        written(folder)
+        (folder / name).replace(tmp_path / "outside")
+        if target == "pipe":
+            os.mkfifo(folder / name)
+        else:
+            (folder / name).symlink_to(tmp_path / target)
+        assert f"{folder / name}: no plain file" in refusal(folder)
 
 
 def test_a_value_that_is_no_tensor_runs_nothing_either(tmp_path):

@@ -35,8 +35,7 @@ def same(value):
     return pytest.approx(value, rel=1e-10, abs=0.0)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(("num_stages", "schedule"), [(1, "gpipe"), (2, "1f1b"), (2, "gpipe"), (4, "1f1b")])
+@pytest.mark.parametrize(("num_stages", "schedule"), [(2, "gpipe"), (4, "1f1b")])
 def test_losses_are_those_of_undivided_training_wherever_layers_move(run_ranks, tmp_path, num_stages, schedule):
     config = config_of(tmp_path, straggler=STRAGGLER, pipeline={"schedule": schedule})
     first, *others = run_ranks(lambda rank, group: trained(config, group), num_stages)
@@ -44,7 +43,7 @@ def test_losses_are_those_of_undivided_training_wherever_layers_move(run_ranks, 
     assert losses_of(tmp_path) == same(losses)
     assert all(one["validation_loss"] == same(validation_loss) for one in (first, *others))
     moves = [one for one in read_json_lines(tmp_path / "pipeline.jsonl") if one["kind"] == "move"]
-    assert first["moves"] == len(moves) == (1 if num_stages > 1 else 0)
+    assert first["moves"] == len(moves) == 1
     assert all(move["step"] > 3 and move["after"][1] < move["before"][1] for move in moves)
 
 
@@ -108,23 +107,28 @@ def test_a_save_that_fails_leaves_the_one_before_and_training_goes_on(run_ranks,
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("name", ["__1_0.distcp", "state.json", ".metadata"])
-def test_a_damaged_file_is_named_with_a_way_out(run_ranks, tmp_path, name):
-    config = config_of(tmp_path, training={"steps": 4}, output={"save_every": 2})
+def test_a_damaged_file_is_named_with_a_way_out(run_ranks, tmp_path):
+    config = config_of(tmp_path, training={"steps": 2}, output={"save_every": 2})
 
     def check(rank, group):
         trained(config, group)
-        path = tmp_path / "checkpoints" / "step-00000004" / name
-        if rank == 0:
-            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-        group.barrier().wait()
-        with pytest.raises(ValueError) as refused:
-            trained(config, group, resume=True)
-        return str(refused.value)
+        for name in ("__1_0.distcp", "state.json", ".metadata"):
+            path = tmp_path / "checkpoints" / "step-00000002" / name
+            whole = path.read_bytes()
+            group.barrier().wait()
+            if rank == 0:
+                path.write_bytes(whole[: len(whole) // 2])
+            group.barrier().wait()
+            with pytest.raises(ValueError) as refused:
+                trained(config, group, resume=True)
+            said = str(refused.value)
+            assert "step-00000002" in said and "--resume goes on from what is left" in said
+            group.barrier().wait()
+            if rank == 0:
+                path.write_bytes(whole)
+            group.barrier().wait()
 
-    for said in run_ranks(check, 2):
-        assert "step-00000004" in said and "--resume goes on from what is left" in said
+    run_ranks(check, 2)
 
 
 def test_layers_are_measured_in_the_two_steps_after_their_work_has_changed(run_ranks, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Units of tensors, and bounds of shares."""
+"""Units of tensors, bounds of shares, and what ranks own by them."""
 
 import itertools
 
@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroresize.plan.layout import Layout, TensorSpec, UnitDivision, unit_bounds
+from zeroresize.plan.ownership import SegmentWork, owned_shares
 
 SHARES = st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any)
 
@@ -35,10 +36,13 @@ def test_equal_shares_of_what_divides_are_equal(num_ranks, each, share):
     assert np.diff(unit_bounds(num_ranks * each, [share] * num_ranks)).tolist() == [each] * num_ranks
 
 
-@pytest.mark.parametrize("shares", [[], [0.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")], [[1.0]]])
-def test_shares_of_another_kind_are_an_error(shares):
-    with pytest.raises(ValueError, match="finite numbers, none negative, not all zero"):
-        unit_bounds(4, shares)
+def test_what_does_not_fit_is_an_error():
+    for shares in ([], [0.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")], [[1.0]]):
+        with pytest.raises(ValueError, match="finite numbers, none negative, not all zero"):
+            unit_bounds(4, shares)
+    for division in (UnitDivision(0, 4, 3), UnitDivision(2, 4, 3), UnitDivision(-1, 4, 2)):
+        with pytest.raises(ValueError, match="are not dimension"):
+            TensorSpec("weight", 0, (36, 8), 2, division)
 
 
 def test_a_tensor_knows_its_units_and_what_so_many_of_them_are():
@@ -52,15 +56,21 @@ def test_a_tensor_knows_its_units_and_what_so_many_of_them_are():
     assert norm.local_shape(1) == (8,) and norm.local_shape(0) == (0,)
 
 
-@pytest.mark.parametrize("division", [UnitDivision(0, 4, 3), UnitDivision(2, 4, 3), UnitDivision(-1, 4, 2)])
-def test_units_that_are_not_those_of_the_shape_are_an_error(division):
-    with pytest.raises(ValueError, match="are not dimension"):
-        TensorSpec("weight", 0, (36, 8), 2, division)
-
-
 def test_bytes_of_ranks_are_those_of_their_units():
     tensors = [TensorSpec("weight", 0, (6, 2), 4, UnitDivision(0, 3, 2)), TensorSpec("norm", 0, (5,), 4)]
     layout = Layout(np.array([[0, 1, 0], [0, 0, 0]]), np.array([[1, 3, 0], [1, 1, 0]]), np.array([0, 0, -1]))
     assert layout.rank_bytes(tensors).tolist() == [16 + 20, 32 + 20, 0]
     assert (layout.num_tensors, layout.num_ranks, layout.num_replicas) == (2, 3, 1)
     assert layout.units_of(0, 1) == range(1, 3) and not layout.units_of(0, 2)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 23, 80])
+def test_even_shares_and_nothing_are_exact_however_works_add_up(num_blocks):
+    """Shares of work are rounded; a rank with a rounding error of units would be asked for its speed by its steps."""
+    sizes = [size for _ in range(num_blocks) for size in (3.0 * 192 * 96, 192.0 * 768)]
+    segments = [SegmentWork(8, 1, size / sum(sizes)) for size in sizes]
+    assert owned_shares((1.0,) * 4, segments) == (1.0,) * 4
+    for shares in itertools.permutations((1.0, 1.0, 2.0, 0.0)):
+        owned = owned_shares(shares, segments)
+        assert [share == 0.0 for share in owned] == [share == 0.0 for share in shares]
+        assert sum(owned) == pytest.approx(4.0, abs=1e-5)

@@ -59,7 +59,7 @@ def test_hooks_stay_over_many_moves_and_handles_and_later_hooks_too():
     parameter, calls = nn.Parameter(torch.ones(3)), []
     node = accumulator(parameter)
     handles = [node.register_hook(lambda *_, number=number: calls.append(number)) for number in range(2)]
-    for size in range(1, 2000):
+    for size in range(1, 500):
         replace_data(parameter, torch.ones(size % 5), None)
     gc.collect()
     backward(parameter)
@@ -124,11 +124,9 @@ def test_a_layer_with_a_gradient_of_fixed_size_stays_on_its_stage(run_ranks):
         layers = [nn.Linear(4, 4) for _ in range(4)]
         pipeline = Pipeline(layers, nn.functional.mse_loss, num_microbatches=2, process_group=group)
         layers[1].weight.main_grad = torch.zeros(16) if rank == 0 else None
-        expected = (
-            "layers.1.weight has an attribute 'main_grad'" if rank == 0 else r"ranks \[0\] of the group failed before"
-        )
+        expected = "layers.1.weight has an attribute 'main_grad'" if rank == 0 else r"ranks \[0\] of the group failed"
         with pytest.raises((ValueError, RuntimeError), match=expected):
-            move_layers(pipeline, (0, 1, 4), optimizer=torch.optim.SGD(pipeline.parameters()))
-        move_layers(pipeline, (0, 3, 4), optimizer=torch.optim.SGD(pipeline.parameters()))
+            move_layers(pipeline, (0, 1, 4), optimizer=None)
+        move_layers(pipeline, (0, 3, 4), optimizer=None)
 
     run_ranks(move, 2, timeout_s=20)

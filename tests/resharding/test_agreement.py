@@ -19,6 +19,7 @@ from zeroresize.resharding.agreement import (
 )
 
 CPU = torch.device("cpu")
+NOTHING = "nothing has moved or changed"
 
 
 def meeting(others, heard=None):
@@ -46,11 +47,8 @@ def test_all_ranks_get_the_numbers_and_texts_of_all(run_ranks):
     run_ranks(check, 3)
 
 
-def test_numbers_of_prepared_ranks_are_told():
-    assert meet_prepared(meeting([[3.0, 4.0]]), (1.0, 2.0)) == [[1.0, 2.0], [3.0, 4.0]]
-
-
 def test_a_rank_that_cannot_prepare_raises_its_own_error_after_the_others_have_heard():
+    """Where memory ran out it raises what the others do: whoever goes on after that must not do so alone."""
     for error, kind, number in (
         (ValueError("bad"), ValueError, -1.0),
         (KeyError("bad"), CannotMoveError, -1.0),
@@ -63,10 +61,6 @@ def test_a_rank_that_cannot_prepare_raises_its_own_error_after_the_others_have_h
         assert heard == [(number,)]
         with pytest.raises(kind):
             meet_prepared(nobody_comes, error)
-
-
-def test_a_rank_whose_memory_ran_out_raises_what_the_others_do():
-    """Whoever goes on after a lack of memory must not do so alone."""
     with pytest.raises(CannotMoveError, match="out of memory"):
         meet_prepared(meeting([[-1.0, 0.0]]), MemoryError())
     with pytest.raises(NotEnoughMemoryError):
@@ -74,11 +68,12 @@ def test_a_rank_whose_memory_ran_out_raises_what_the_others_do():
 
 
 def test_the_others_are_named_and_why_is_told_only_if_it_is_the_same_for_all():
+    assert meet_prepared(meeting([[3.0, 4.0]]), (1.0, 2.0)) == [[1.0, 2.0], [3.0, 4.0]]
     with pytest.raises(NotEnoughMemoryError, match=r"ranks \[1\] of the group failed before"):
         meet_prepared(meeting([[-2.0, 0.0], [1.0, 1.0]]), (1.0, 1.0))
     with pytest.raises(CannotMoveError, match=r"ranks \[1, 2\] of the group failed before"):
         meet_prepared(meeting([[-2.0, 0.0], [-1.0, 0.0]]), (1.0, 1.0))
-    with pytest.raises(RuntimeError, match=r"nothing has moved or changed: ranks \[1\] did not come"):
+    with pytest.raises(RuntimeError, match=rf"{NOTHING}: ranks \[1\] did not come"):
         meet_prepared(nobody_comes, (1.0, 1.0))
 
 
@@ -90,60 +85,46 @@ def test_ranks_that_differ_are_grouped_and_replicas_are_named_by_the_job():
         require_same([1.0, 2.0], "something", MeetReplicas(meeting([]), (4, 6)))
 
 
-def test_who_has_not_received_everything_is_named():
+def test_who_has_not_received_everything_is_named_and_waits_no_longer_than_it_may():
     assert require_received(None, meeting([[0.0, 7.0]]), 3.0) == [3.0, 7.0]
     with pytest.raises(RuntimeError, match=r"ranks \[1\] of the group have not received everything"):
         require_received(None, meeting([[1.0, 0.0]]))
-    with pytest.raises(RuntimeError, match="nothing has moved or changed: torn"):
-        require_received(ValueError("torn"), meeting([[0.0, 0.0]]))
+    never, heard = torch.futures.Future(), []
+    for meet, left in (
+        (meeting([[0.0, 0.0]], heard), None),
+        (meeting([[0.0, 0.0]], heard), timedelta(seconds=3)),
+        (lambda *_: never.wait(), timedelta(seconds=-3)),
+    ):
+        with pytest.raises(RuntimeError, match=f"{NOTHING}: torn"):
+            require_received(ValueError("torn"), meet, left=left)
+    assert [failed for failed, _ in heard] == [1.0, 1.0]
 
 
-def test_a_rank_that_has_failed_waits_no_longer_than_it_may():
-    wait = torch.futures.Future()  # that nobody completes
-    with pytest.raises(RuntimeError, match="nothing has moved or changed: torn"):
-        require_received(ValueError("torn"), lambda *_: wait.wait(), left=timedelta(seconds=-3))
-
-
-@pytest.fixture
-def one_mebibyte(monkeypatch):
+def test_memory_is_allocated_where_it_fits_and_ranks_on_one_device_share_what_is_free(monkeypatch):
     monkeypatch.setattr(agreement, "free_bytes", lambda device: 2**20)
+    calls, half = [], 2.0**19
+
+    def allocating(needed, other, other_place=0.0):
+        def meet(needed, free, place):
+            return [[needed, free, place], [other, free, place + other_place]]
+
+        allocate_together(int(needed), CPU, lambda: calls.append(needed), meet)
+
+    allocating(half, half)
+    assert calls == [half]
+    allocating(2 * half, 2 * half, other_place=1.0)  # on different devices
+    allocating(0, 2 * half)  # who needs nothing lacks nothing
+    for needed, other, said in (
+        (half, 2 * half, r"rank 0 lacks 0\.5 MB, of 0\.5 MB that it needs; rank 1 lacks"),
+        (0, 4 * half, "rank 1 lacks"),
+        (4 * half, 0, r"rank 0 lacks 1\.0 MB, of 2\.1 MB that it needs"),
+    ):
+        with pytest.raises(NotEnoughMemoryError, match=said):
+            allocating(needed, other)
+    assert 4 * half not in calls  # nothing is allocated that does not fit
 
 
-def allocating(needed, others, calls):
-    """What comes of it on a rank that needs so many bytes, beside others on its device that need these."""
-
-    def meet(needed, free, place):
-        return [[needed, free, place], *([float(number), free, place] for number in others)]
-
-    allocate_together(needed, CPU, lambda: calls.append(needed), meet)
-
-
-def test_ranks_on_one_device_share_what_is_free(one_mebibyte):
-    calls = []
-    allocating(2**19, [2**19], calls)
-    assert calls == [2**19]
-    with pytest.raises(NotEnoughMemoryError, match=r"rank 0 lacks 0\.5 MB, of 0\.5 MB that it needs; rank 1 lacks"):
-        allocating(2**19, [2**20], calls)
-    allocating(0, [2**20], calls)  # who needs nothing lacks nothing
-    with pytest.raises(NotEnoughMemoryError, match="rank 1 lacks"):
-        allocating(0, [2**21], calls)
-
-
-def test_nothing_is_allocated_that_does_not_fit(one_mebibyte):
-    calls = []
-    with pytest.raises(NotEnoughMemoryError, match=r"rank 0 lacks 1\.0 MB, of 2\.1 MB that it needs"):
-        allocating(2**21, [0], calls)
-    assert not calls
-
-
-def test_ranks_on_different_devices_share_nothing(one_mebibyte):
-    def meet(needed, free, place):
-        return [[needed, free, place], [2.0**20, free, place + 1.0]]
-
-    allocate_together(2**20, CPU, lambda: None, meet)
-
-
-def test_what_else_allocating_raises_is_told_to_the_others(one_mebibyte):
+def test_what_else_allocating_raises_is_told_to_the_others():
     heard = []
 
     def fail():
@@ -154,14 +135,11 @@ def test_what_else_allocating_raises_is_told_to_the_others(one_mebibyte):
     assert heard == [(-1.0,)]
 
 
-def test_memory_is_known_on_a_cpu_with_meminfo(monkeypatch, tmp_path):
+def test_memory_is_known_on_a_cpu_with_meminfo_and_what_a_step_takes_again_on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(agreement, "_MEMINFO", tmp_path / "meminfo")
     assert agreement.free_bytes(CPU) is None
     (tmp_path / "meminfo").write_text("MemTotal:  2000 kB\nMemAvailable:     1000 kB\n")
     assert agreement.free_bytes(CPU) == 972800
-
-
-def test_what_a_step_takes_again_on_a_gpu_is_what_it_took_at_most(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 500)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
     assert agreement.bytes_up_to_peak(torch.device("cuda")) == 300

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from helpers import parallel_layers
 from helpers.parallel_layers import everything_of, segments_of, uneven
+from helpers.processes import for_each
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.resharding.data_parallel import wrappers_of
@@ -28,19 +29,14 @@ def train(model, optimizer, steps, sample=0):
     return torch.stack(losses)
 
 
-OPTIONS = {
-    "plain": {},
-    "views": {"gradient_as_bucket_view": True},
-    "unused": {"find_unused_parameters": True},
-    "static": {"static_graph": True},
-}
+OPTIONS = [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}]
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_replicas_train_on_as_without_moves(run_ranks, options):
+def test_replicas_train_on_as_without_moves(run_ranks):
     """2 × 2 ranks: tensor-parallel [0, 1] and [2, 3], replicas [0, 2] and [1, 3]."""
 
-    def check(rank, _):
+    @for_each([[options] for options in OPTIONS])
+    def check(rank, _, options):
         tensor_parallel = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
         replicas = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
         runs = []
@@ -63,7 +59,8 @@ def test_replicas_train_on_as_without_moves(run_ranks, options):
         return model.module[2].weight
 
     results = run_ranks(check, 4)
-    assert all(torch.equal(results[0], other) for other in results[1:])  # gradients were reduced over both groups
+    for first, *others in zip(*results, strict=True):
+        assert all(torch.equal(first, other) for other in others)  # gradients were reduced over both groups
 
 
 def test_hooks_of_communication_and_gradients_under_no_sync_stay(run_ranks):

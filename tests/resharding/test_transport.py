@@ -57,9 +57,9 @@ class Ring:
         return End(self.received[number].view(1, SIZE, 1))
 
 
-@pytest.mark.parametrize("max_bytes", [1, 2 * SIZE, 1000], ids=["a byte a round", "two messages at once", "ample"])
-def test_every_parcel_arrives_once_in_the_order_of_the_rounds(run_ranks, max_bytes):
-    def check(rank, group):
+def test_every_parcel_arrives_once_in_the_order_of_the_rounds(run_ranks):
+    @for_each([[1], [2 * SIZE], [1000]])  # a byte a round, two messages at once, ample
+    def check(rank, group, max_bytes):
         for over in (None, CpuGroup(group, {})):
             ring = Ring(group, max_bytes)
             assert ring.carry_out(over) is None

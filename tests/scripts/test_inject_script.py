@@ -168,6 +168,9 @@ def test_the_example_is_right(main, capsys):
         ("{chi: x, schedule: round_robin, iters_per_epoch: 1}", "finite number"),
         ("{chi: {0: 2}, iters_per_epoch: 0}", "iters_per_epoch=0 is not allowed"),
         ("{chi: {0: 2}, tp_size: 3}", "tp_size=3 is not allowed: it must divide the 2 ranks"),
+        ("{chi: {1: 4.0}, stage_size: 4}", "stage_size=4 is not allowed: it must divide the 2 ranks"),
+        ("{chi: {2: 4.0}, stage_size: 1}", "rank 2 is not one of the group's 2"),
+        ("{chi: {0: 4.0}, stage_size: 1, tp_size: 2}", "tp_size=2 and stage_size=1 do not go together"),
     ],
 )
 def test_bad_yaml_is_named(tmp_path, main, capsys, text, message):
@@ -179,26 +182,19 @@ def test_bad_yaml_is_named(tmp_path, main, capsys, text, message):
     assert message in error and "bad.yaml" in error
 
 
-def test_missing_config_is_named(tmp_path, main, capsys):
-    with pytest.raises(SystemExit):
-        main("--config", tmp_path / "none.yaml", "train.py")
-    assert f"error: {tmp_path}/none.yaml: no such file\n" in capsys.readouterr().err
-
-
-def test_a_missing_script_is_named(tmp_path, main, capsys):
-    config = write(tmp_path / "inject.yaml", "chi: {0: 2}")
-    with pytest.raises(SystemExit) as ended:
-        main("--config", config, tmp_path / "none.py")
-    assert ended.value.code == 2
-    assert f"{tmp_path}/none.py: no such file; it is the training script" in capsys.readouterr().err
-
-
-def test_ranks_outside_torchrun_are_explained(tmp_path, main, monkeypatch, capsys):
-    monkeypatch.delenv("WORLD_SIZE")
+def test_what_is_missing_is_named(tmp_path, main, monkeypatch, capsys):
     config = write(tmp_path / "inject.yaml", "chi: {1: 2}")
-    with pytest.raises(SystemExit):
-        main("--config", config, "train.py")
-    assert "run it under torchrun" in capsys.readouterr().err
+
+    def said(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main("--config", *arguments)
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    assert f"error: {tmp_path}/none.yaml: no such file\n" in said(tmp_path / "none.yaml", "train.py")
+    assert f"{tmp_path}/none.py: no such file; it is the training script" in said(config, tmp_path / "none.py")
+    monkeypatch.delenv("WORLD_SIZE")
+    assert "run it under torchrun" in said(config, "train.py")
 
 
 def test_chi_may_be_of_stages_of_several_ranks(main, tmp_path, monkeypatch, capsys):
@@ -212,17 +208,3 @@ def test_chi_may_be_of_stages_of_several_ranks(main, tmp_path, monkeypatch, caps
         main("--config", config, "--dry-run", "train.py")
         printed = capsys.readouterr().out
         assert ("stage 1 has χ = 4" in printed) == (is_slow or rank == 0)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{chi: {1: 4.0}, stage_size: 4}", "stage_size=4 is not allowed: it must divide the 2 ranks"),
-        ("{chi: {2: 4.0}, stage_size: 1}", "rank 2 is not one of the group's 2"),
-        ("{chi: {0: 4.0}, stage_size: 1, tp_size: 2}", "tp_size=2 and stage_size=1 do not go together"),
-    ],
-)
-def test_stages_that_do_not_fit_are_named(main, tmp_path, text, message, capsys):
-    with pytest.raises(SystemExit):
-        main("--config", write(tmp_path / "inject.yaml", text), "--dry-run", "train.py")
-    assert message in capsys.readouterr().err

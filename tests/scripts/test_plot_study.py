@@ -15,17 +15,13 @@ from scripts.study.plot import draw, place_of
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    ("cell", "x", "expected"),
-    [
+def test_a_cells_name_tells_line_and_place():
+    for cell, x, expected in (
         ("SEMI χ=4", "χ", ("SEMI", 4.0)),
         ("Pri γ=9/10 all, attention last", "γ", ("Pri all, attention last", 0.9)),
-        ("SEMI paper λ=0", "λ", ("SEMI paper", 0.0)),
         ("Baseline", "χ", ("Baseline", None)),
-    ],
-)
-def test_a_cells_name_tells_line_and_place(cell, x, expected):
-    assert place_of(cell, x) == expected
+    ):
+        assert place_of(cell, x) == expected
 
 
 @pytest.fixture
@@ -94,12 +90,9 @@ def test_another_table_is_refused_by_the_columns_that_it_lacks(tmp_path):
         ValueError, match=r"not a table of scripts.study: the columns \['seed', 'test_accuracy'\] are missing"
     ):
         read_table(tmp_path / "other.csv")
-
-
-@pytest.mark.parametrize("place", ["1/0", "1.2.3"])
-def test_a_place_that_is_no_number_is_told(place):
-    with pytest.raises(ValueError, match=re.escape(f"cell 'A χ={place}': χ={place} is no number")):
-        place_of(f"A χ={place}", "χ")
+    for place in ("1/0", "1.2.3"):
+        with pytest.raises(ValueError, match=re.escape(f"cell 'A χ={place}': χ={place} is no number")):
+            place_of(f"A χ={place}", "χ")
 
 
 def test_a_cell_that_only_one_panel_shows_is_in_the_legend(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,17 +137,6 @@ def test_cells_that_differ_in_any_letter_have_folders_of_their_own(tmp_path: Pat
     folders = [cell.folder.resolve().parent for cell in study.read_study(grid, tmp_path / "runs").cells]
     assert [folder.name for folder in folders][:2] == ["Pri_γ=1-2", "Pri_δ_γ=1-2"]
     assert {folder.parent for folder in folders} == {(tmp_path / "runs/grid").resolve()}
-
-
-def test_an_unfinished_run_is_cleared_before_the_cell_runs_again(
-    micro_study: study.Study, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (cell,) = micro_study.cells
-    cell.folder.mkdir(parents=True)
-    (cell.folder / "metrics.jsonl").touch()
-    stub_training(monkeypatch, 0)
-    study.run_cell(micro_study, cell)
-    assert {path.name for path in cell.folder.iterdir()} == {"settings.yaml", "train.log"}
 
 
 def checkpoint(cell: study.Cell, settings: str, epochs: int = 1) -> Path:
@@ -311,23 +299,20 @@ def test_a_folder_in_which_a_run_is_writing_is_not_cleared(
     assert (cell.folder / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("text", ["cell,seed,test_accuracy\nA,0\n", "cell,seed,test_accuracy\nA,0,1,2\n", "a\n"])
-def test_a_damaged_table_is_named(tmp_path: Path, micro_study: study.Study, text: str) -> None:
-    table = tmp_path / "table.csv"
-    table.write_text(text)
-    with pytest.raises(ValueError, match=f"^{table}"):
-        study.all_rows(micro_study, table)
-    assert table.read_text() == text
-
-
-@pytest.mark.parametrize("summary", ["[]", '{"versions": 3}'])
-def test_a_summary_of_something_else_is_named(tmp_path: Path, micro_study: study.Study, summary: str) -> None:
-    (cell,) = micro_study.cells
+def test_a_damaged_table_and_a_summary_of_something_else_are_named(tmp_path: Path, micro_study: study.Study) -> None:
+    table, (cell,) = tmp_path / "table.csv", micro_study.cells
+    for text in ("cell,seed,test_accuracy\nA,0\n", "cell,seed,test_accuracy\nA,0,1,2\n", "a\n"):
+        table.write_text(text)
+        with pytest.raises(ValueError, match=f"^{table}"):
+            study.all_rows(micro_study, table)
+        assert table.read_text() == text
+    table.unlink()
     finish(cell)
     file = cell.folder / "summary.json"
-    file.write_text(summary)
-    with pytest.raises(ValueError, match=f"^{file}: not of a run: delete that folder"):
-        study.all_rows(micro_study, tmp_path / "table.csv")
+    for text in ("[]", '{"versions": 3}'):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=f"^{file}: not of a run: delete that folder"):
+            study.all_rows(micro_study, table)
 
 
 def test_a_table_keeps_the_rows_of_other_grids(tmp_path: Path, micro_study: study.Study) -> None:
@@ -339,20 +324,3 @@ def test_a_table_keeps_the_rows_of_other_grids(tmp_path: Path, micro_study: stud
     study.write_csv(study.all_rows(other_study, table), table)
     study.write_csv(study.all_rows(micro_study, table), table)
     assert written(table) == [("Baseline", "0"), ("MIG", "0"), ("MIG", "1")]
-
-
-def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    grid, table = tmp_path / "grid.yaml", tmp_path / "table.csv"
-    grid.write_text("config: demo\nseeds: [0, 1]\ncells:\n  Baseline: {balance.mode: 'off'}\n")
-    both = study.read_study(grid, tmp_path / "runs")
-
-    def run(of: study.Study, cell: study.Cell) -> None:
-        if cell.seed == 0:
-            raise RuntimeError("cell 'Baseline', seed 0 failed")
-        finish(cell)
-
-    monkeypatch.setattr(study, "run_cell", run)
-    stream = io.StringIO()
-    assert study.run_study(both, table, Console(file=stream)) == ["cell 'Baseline', seed 0 failed"]
-    assert written(table) == [("Baseline", "1")]
-    assert stream.getvalue().splitlines() == ["1 of 2: Baseline, seed 0", "2 of 2: Baseline, seed 1"]

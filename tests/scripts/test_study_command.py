@@ -131,7 +131,7 @@ def test_ctrl_c_is_one_line(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems tell nobody that a parent was killed")
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("end", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_study_that_is_killed_within_a_cell_loses_that_cell_only(
     tmp_path: Path, command: Command, end: signal.Signals
 ) -> None:

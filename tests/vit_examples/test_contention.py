@@ -63,11 +63,11 @@ def test_a_pinned_loop_takes_chi_times_as_long():
         for chi in (2.0, 3.0):
             rank.chi = chi
             before = [cpu_seconds(pid) for pid in rank.pids]
-            wall_s = keep_busy(0.5)
+            wall_s = keep_busy(0.3)
             shares = [cpu_seconds(pid) - cpu_s for pid, cpu_s in zip(rank.pids, before, strict=True)]
             # Whoever else is at work on this machine makes all slower, but keeps the shares alike.
-            assert shares == [pytest.approx(0.5, rel=0.3)] * round(chi - 1)
-            assert wall_s > 0.85 * chi * 0.5
+            assert shares == [pytest.approx(0.3, rel=0.3)] * round(chi - 1)
+            assert wall_s > 0.85 * chi * 0.3
 
 
 def test_all_threads_are_pinned_and_get_their_cores_back():
@@ -129,21 +129,18 @@ def started_in_a_child(pipe, how_to_end):
     how_to_end()
 
 
-@pytest.mark.parametrize("ending", ["kill -9", "sys.exit", "SIGTERM"])
-def test_competitors_die_with_their_parent(ending):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, None])
+def test_competitors_die_with_their_parent(number):
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
-    process = fork.Process(
-        target=started_in_a_child, args=(sender, (lambda: None) if ending == "sys.exit" else signal.pause)
-    )
+    process = fork.Process(target=started_in_a_child, args=(sender, signal.pause if number else lambda: None))
     process.start()
     pids = receiver.recv()
-    assert ending == "sys.exit" or all(map(is_running, pids))
-    if ending != "sys.exit":
-        os.kill(process.pid, signal.SIGKILL if ending == "kill -9" else signal.SIGTERM)
+    if number:
+        assert all(map(is_running, pids))
+        os.kill(process.pid, number)
     process.join(10)
-    assert len(pids) == 2
-    assert all_end(pids)
+    assert len(pids) == 2 and all_end(pids)
 
 
 def test_what_cannot_start_or_pin_is_an_error(monkeypatch, tmp_path):

@@ -93,6 +93,7 @@ def test_no_decoder_that_starts_programs_runs_and_nothing_huge_is_decoded(folder
         refused(folder, message)
 
 
+@pytest.mark.slow
 def test_a_data_set_of_the_hub_is_read_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     stream = io.BytesIO()

@@ -1,8 +1,8 @@
 """The index of a checkpoint by torch.distributed.checkpoint (DCP), read without running what is in it.
 
-DCP writes its index, ``.metadata``, as a pickle, and a pickle calls whatever it names. Here nothing that it names is
-looked up: every class is replaced by a record that keeps what it was called with. Of these records DCP's own data
-classes are built, and anything else is refused.
+DCP writes its index, ``.metadata``, as a pickle, and a pickle calls whatever it names, and may change it. So what it
+names is never given to it: a class is a record, which becomes an object of DCP's own data class once its fields are
+there, and a function is a new one. Anything else is refused.
 """
 
 from __future__ import annotations
@@ -14,53 +14,36 @@ from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import IO, Any, ClassVar
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import metadata
 
 from zeroresize.utils.torch_private import classes_of_checkpoint_index
 
 _MEMORY_FORMATS, _STORAGE_INFO = classes_of_checkpoint_index()
-_METADATA, _FILESYSTEM = metadata.__name__, filesystem.__name__
-_PLAIN = (type(None), bool, int, float, str, bytes)
-_LAYOUTS = {str(one): one for one in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
-
-
-class _Record:
-    """Stands for an object of a class; a subclass stands for what is named.
-
-    Attributes:
-        path: module and name.
-        arguments: of the call that made it.
-        state: as pickled.
-    """
-
-    path: ClassVar[tuple[str, str]]
-    arguments: tuple[Any, ...]
-    state: Any = None
-
-    def __new__(cls, *arguments: Any) -> _Record:
-        record = super().__new__(cls)
-        record.arguments = arguments
-        return record
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if not _is_known((module, name)):
-            raise pickle.UnpicklingError(
-                f"it names {module}.{name}, which is none of the classes that torch.distributed.checkpoint writes"
-            )
-        return type(name, (_Record,), {"path": (module, name)})
+_LAYOUTS = {str(layout): layout for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
+_CLASSES: dict[tuple[str, str], type] = {
+    (kind.__module__, kind.__name__): kind
+    for kind in (
+        metadata.Metadata,
+        metadata.TensorStorageMetadata,
+        metadata.TensorProperties,
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        _STORAGE_INFO,
+    )
+}
+#: Where it was written, which is only told.
+_PATHS: dict[str, type[PurePath]] = {
+    **dict.fromkeys(("PosixPath", "PurePosixPath"), PurePosixPath),
+    **dict.fromkeys(("WindowsPath", "PureWindowsPath"), PureWindowsPath),
+}
 
 
 def read_index(stream: IO[bytes], where: str) -> metadata.Metadata:
     """Return the index that DCP wrote as ``.metadata``."""
     try:
-        index = _Builder()(_Unpickler(stream).load())
-        if not isinstance(index, metadata.Metadata):
-            raise ValueError(f"it holds a {type(index).__name__}")
+        index: metadata.Metadata = _of_type(metadata.Metadata, _Unpickler(stream).load())
         _require_sound(index)
     except Exception as error:  # damaged pickles raise whatever they come to
         reason = str(error) or type(error).__name__
@@ -68,115 +51,51 @@ def read_index(stream: IO[bytes], where: str) -> metadata.Metadata:
     return index
 
 
-def _is_known(path: tuple[str, str]) -> bool:
-    return path in _BUILDERS or _dtype(path) is not None
+class _Record:
+    """Stands for an object of ``kind`` until its fields have been read; that of a class without fields has them all."""
+
+    kind: ClassVar[type]
+
+    def __new__(cls) -> Any:
+        return super().__new__(cls) if fields(cls.kind) else cls.kind()
+
+    def __setstate__(self, state: Any) -> None:
+        kind: Any = self.kind
+        if kind is metadata.TensorProperties:
+            dtype, layout, requires_grad, memory_format, pin_memory = _of_type(tuple, state)
+            made = kind(_of_type(torch.dtype, dtype))
+            made.__setstate__((dtype, layout, requires_grad, _MEMORY_FORMATS(memory_format), pin_memory))
+        else:
+            made = kind(**_of_type(dict, state))  # a field that this torch does not know is an error
+        self.__class__ = kind
+        vars(self).update(vars(made))
 
 
-def _dtype(path: tuple[str, str]) -> torch.dtype | None:
-    dtype = vars(torch).get(path[1]) if path[0] == "torch" else None
-    return dtype if isinstance(dtype, torch.dtype) else None
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _CLASSES:
+            return type(name, (_Record,), {"kind": _CLASSES[module, name]})
+        dtype = vars(torch).get(name) if module == "torch" else None
+        made = dtype if isinstance(dtype, torch.dtype) else _function((module, name))
+        if made is None:
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which is none of the classes that torch.distributed.checkpoint writes"
+            )
+        return made
 
 
-class _Builder:
-    """Builds real objects for records, each once, however often a pickle refers to it."""
-
-    def __init__(self) -> None:
-        #: By ``id``; the value is held, so that this is nobody else's.
-        self._built: dict[int, tuple[Any, Any]] = {}
-
-    def __call__(self, value: Any) -> Any:
-        """``value`` with real objects for its records."""
-        if type(value) in _PLAIN:
-            return value
-        if id(value) not in self._built:
-            self._built[id(value)] = value, self._made(value)
-        return self._built[id(value)][1]
-
-    def _made(self, value: Any) -> Any:
-        if isinstance(value, _Record):
-            return _BUILDERS[value.path](value, self)
-        if isinstance(value, type):
-            dtype = _dtype(value.path) if issubclass(value, _Record) else None
-            if dtype is None:
-                raise ValueError(f"it holds the class {value.__name__} itself")
-            return dtype
-        if type(value) is dict:
-            return {self(key): self(one) for key, one in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(map(self, value))
-        raise ValueError(f"it holds a {type(value).__name__}")
-
-
-_Build = Callable[[_Record, _Builder], Any]
-
-
-def _of_class(kind: type) -> _Build:
-    """Builds a data class of its fields by name."""
-    names = {one.name for one in fields(kind)}
-
-    def build(record: _Record, built: _Builder) -> Any:
-        state = built(record.state or {})
-        if record.arguments or not isinstance(state, dict) or not state.keys() <= names:
-            raise ValueError(f"a {kind.__name__} has other fields than {sorted(names)}, which this torch knows")
-        return kind(**state)
-
-    return build
-
-
-def _of_one(function: Callable[[Any], Any]) -> _Build:
-    """Builds what is made of one plain value."""
-
-    def build(record: _Record, built: _Builder) -> Any:
-        (argument,) = record.arguments
-        return function(built(argument))
-
-    return build
-
-
-def _size(values: Any) -> torch.Size:
-    return torch.Size(_of_type(tuple, values))
-
-
-def _tensor_properties(record: _Record, built: _Builder) -> metadata.TensorProperties:
-    properties = metadata.TensorProperties()
-    properties.__setstate__(_of_type(tuple, built(record.state)))
-    _of_type(torch.dtype, properties.dtype)
-    return properties
-
-
-def _path(kind: type[PurePath]) -> _Build:
-    return lambda record, _: kind(*(_of_type(str, one) for one in record.arguments))
-
-
-_BUILDERS: dict[tuple[str, str], _Build] = {
-    ("torch", "Size"): _of_one(_size),
-    ("torch.serialization", "_get_layout"): _of_one(_LAYOUTS.__getitem__),
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _of_one(_MEMORY_FORMATS),
-    (_METADATA, "TensorProperties"): _tensor_properties,
-    **{
-        (kind.__module__, kind.__name__): _of_class(kind)
-        for kind in (
-            metadata.Metadata,
-            metadata.TensorStorageMetadata,
-            metadata.BytesStorageMetadata,
-            metadata.ChunkStorageMetadata,
-            metadata.MetadataIndex,
-            metadata.StorageMeta,
-            _STORAGE_INFO,
-        )
-    },
-    # Where it was written, which is only told.
-    **{
-        (module, name): _path(kind)
-        for module in ("pathlib", "pathlib._local")
-        for name, kind in (
-            ("PosixPath", PurePosixPath),
-            ("PurePosixPath", PurePosixPath),
-            ("WindowsPath", PureWindowsPath),
-            ("PureWindowsPath", PureWindowsPath),
-        )
-    },
-}
+def _function(path: tuple[str, str]) -> Callable[..., Any] | None:
+    """A new function, whatever the pickle does to it."""
+    module, name = path
+    if path == ("torch", "Size"):
+        return lambda values: torch.Size(_of_type(tuple, values))
+    if path == ("torch.serialization", "_get_layout"):
+        return lambda text: _LAYOUTS[text]
+    if path == (metadata.__name__, "_MEM_FORMAT_ENCODING"):
+        return lambda number: _of_type(int, number)  # its members are torch's, for good
+    if module in ("pathlib", "pathlib._local") and name in _PATHS:
+        return lambda *parts: _PATHS[name](*(_of_type(str, part) for part in parts))
+    return None
 
 
 def _require_sound(index: metadata.Metadata) -> None:

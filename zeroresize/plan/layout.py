@@ -165,9 +165,6 @@ def unit_bounds(num_units: int, shares: Sequence[float]) -> tuple[int, ...]:
 
     Args:
         shares: [T], not negative, not all zero.
-
-    Raises:
-        ValueError: for shares of another kind.
     """
     weights = np.asarray(shares, dtype=np.float64)
     if weights.ndim != 1 or not np.isfinite(weights).all() or (weights < 0.0).any() or not weights.any():

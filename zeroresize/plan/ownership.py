@@ -92,9 +92,6 @@ class OwnershipMap:
 
         Ranks give away what came from others before what hosts gave them, and that from its end; they take back their
         own first.
-
-        Raises:
-            ValueError: if the counts are not those of all units.
         """
         if len(counts) != self.num_ranks or sum(counts) != len(self.owners) or min(counts) < 0:
             raise ValueError(
@@ -195,9 +192,6 @@ def owned_shares(shares: Sequence[float], segments: Sequence[SegmentWork]) -> tu
     """Return what each rank then owns of the products, in units of a rank's at even shares.
 
     What is in no segment stays.
-
-    Args:
-        shares: of the ranks, as :func:`unit_counts` takes them.
     """
     owned = [1.0 - math.fsum(segment.work for segment in segments)] * len(shares)
     for segment in segments:

@@ -174,11 +174,7 @@ class Strategy:
         return _rows(self._grid.transpose(1, 2, 0))
 
     def partition(self, num_layers: int) -> Partition:
-        """Return which layers each stage has.
-
-        Raises:
-            ValueError: if there are fewer layers than stages, or the boundaries are of another number of layers.
-        """
+        """Return which layers each stage has."""
         try:
             if self.boundaries:
                 return Partition.of(self.boundaries, num_layers, self.pp)
@@ -187,11 +183,7 @@ class Strategy:
             raise ValueError(f"strategy {self}: {error}") from error
 
     def units(self, tensor: TensorSpec) -> tuple[int, ...]:
-        """Return [tp + 1] bounds: shard t holds the units of a tensor from entry t up to entry t + 1.
-
-        Raises:
-            ValueError: if equal shares are wanted and the units do not divide by the shards.
-        """
+        """Return [tp + 1] bounds: shard t holds the units of a tensor from entry t up to entry t + 1."""
         if tensor.num_units % self.tp and not self.shares:
             raise ValueError(
                 f"strategy {self}: the {tensor.num_units} units of {tensor.name} do not divide by tp={self.tp}: choose "
@@ -298,11 +290,7 @@ def as_ranges(values: Iterable[Any]) -> tuple[LengthRange, ...]:
 
 
 def lengths_by_range(ranges: Sequence[LengthRange], lengths: Iterable[int]) -> list[list[int]]:
-    """Return the lengths in each range, [number of ranges] lists, in the order given.
-
-    Raises:
-        ValueError: as :func:`range_of` does.
-    """
+    """Return the lengths in each range, [number of ranges] lists, in the order given."""
     groups: list[list[int]] = [[] for _ in ranges]
     for length in lengths:
         groups[range_of(ranges, length)].append(length)
@@ -310,11 +298,7 @@ def lengths_by_range(ranges: Sequence[LengthRange], lengths: Iterable[int]) -> l
 
 
 def range_of(ranges: Sequence[LengthRange], length: int) -> int:
-    """Return the number of the range that a sequence of ``length`` tokens is in.
-
-    Raises:
-        ValueError: if it is longer than every range allows.
-    """
+    """Return the number of the range that a sequence of ``length`` tokens is in."""
     number = bisect.bisect_left([each.up_to for each in ranges], length)
     if number == len(ranges):
         raise ValueError(f"a sequence of {length} tokens is longer than the last length range: {ranges[-1]}")

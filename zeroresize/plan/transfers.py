@@ -122,9 +122,6 @@ def transfers(before: Layout, after: Layout, tensors: Sequence[TensorSpec] | Non
 
     The first rank that holds a slice sends it: where each unit has one holder there is no choice, and no plan sends
     less. Which of several holders should send, :mod:`zeroresize.policy.strategy.switches` says.
-
-    Raises:
-        ValueError: as :func:`common_slices`.
     """
     slices = common_slices(before, after, tensors)
     missing = (slices.wanted & ~slices.held)[slices.patterns]

@@ -80,9 +80,6 @@ def gather_texts(
 
     Args:
         sizes: bytes of the texts of all ranks of ``meet``, where an earlier meeting has told; None to meet for them.
-
-    Raises:
-        NotEnoughMemoryError: on every rank, if the texts do not fit on some.
     """
     data = text.encode()
     if sizes is None:
@@ -157,9 +154,6 @@ def agreed(
     Args:
         numbers_of: what was made: numbers that all ranks are told, the first of them not negative.
         what: is made, for errors where memory runs out.
-
-    Raises:
-        Exception: as :func:`meet_prepared`, which is given what ``make`` raises.
     """
     made: Any = None
     numbers: Sequence[float] | Exception
@@ -197,9 +191,6 @@ def require_received(
         error: what kept this rank from it; None if it has received all.
         left: how long to wait for the others where this rank has failed, at least a second; None for the group's time
             limit. It may have waited for as long already, for a rank that will not come to this either.
-
-    Raises:
-        RuntimeError: if a rank has not, naming it.
     """
     try:
         if error is None or left is None:

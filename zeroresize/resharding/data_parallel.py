@@ -56,10 +56,6 @@ def replicas_of(
     Args:
         process_group: the tensor-parallel group; a job without ranks outside of it has no replicas.
         data_parallel_group: as the user says; None to find out.
-
-    Raises:
-        ValueError: if this rank is no member of ``data_parallel_group``, or that holds other ranks of
-            ``process_group``, or other ranks than DistributedDataParallel averages over.
     """
     num_ranks = group_size(process_group)
     if data_parallel_group is None and world_size() <= num_ranks:

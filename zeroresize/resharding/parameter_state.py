@@ -95,9 +95,6 @@ class ParameterState:
         """Describe what this rank holds, for the other ranks that the parameter is divided over.
 
         Of a parameter without units here, state of another shape is nobody's and left out.
-
-        Raises:
-            ValueError: for a sparse gradient, and for optimizer state that neither divides nor is one number or text.
         """
         self.require_dense_gradients()
         for key, kind, value in self.entries():
@@ -118,12 +115,7 @@ class ParameterState:
                 raise ValueError(f"{self.name}: a gradient of layout {self.tensors[what].layout} cannot move")
 
     def install(self, new: Mapping[str, Tensor], agreed: Description) -> None:
-        """Put other units' tensors in place of those there; parameter, master and state dictionary stay these objects.
-
-        Args:
-            new: by what they are, as in ``agreed.dtypes``.
-            agreed: by all ranks; a rank that had no units takes the numbers over from it.
-        """
+        """Put other units' tensors in place; parameter, master and state dictionary stay these objects."""
         state = {key.removeprefix(STATE): tensor for key, tensor in new.items() if key.startswith(STATE)}
         replace_data(self.parameter, new[PARAMETER], new.get(GRADIENT))
         if MASTER in new:
@@ -227,10 +219,6 @@ def agreed_descriptions(of_ranks: Sequence[Sequence[Description]]) -> list[Descr
 
     A rank without units has nothing to lose: it follows the others. A gradient that only some ranks have travels, and
     is zero where there is none.
-
-    Raises:
-        RuntimeError: if ranks that have units differ in optimizer state, such as the number of steps: no rank could
-            then hold units of both.
     """
     agreed = []
     for of_parameter in zip(*of_ranks, strict=True):

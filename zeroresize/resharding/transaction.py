@@ -12,7 +12,6 @@ A move goes through four phases, each of which all ranks end together:
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -30,6 +29,7 @@ from zeroresize.resharding.agreement import (
     agreed,
     allocate_together,
     gather_texts,
+    meet_prepared,
     require_received,
     require_same,
 )
@@ -269,30 +269,22 @@ def prepare_transaction(make: Callable[[], TransactionT], participants: Particip
 
 def prepare_in_one_meeting(make: Callable[[], TransactionT], participants: Participants) -> TransactionT:
     """Do as :func:`prepare_transaction`, without descriptions: ranks compare plans when they meet about memory."""
-    made: TransactionT | Exception
     try:
-        made = make()
-        made.agree(())
+        transaction = make()
+        transaction.agree(())
     except Exception as error:  # the others must hear of any, when they meet about memory
-        made = error
-
-    def allocate() -> None:
-        if isinstance(made, Exception):
-            raise made
-        made.allocate()
+        meet_prepared(participants.meet, error)
+        raise
 
     def meet_with_plan(*numbers: float) -> Sequence[Sequence[float]]:
-        return participants.meet(*numbers, math.nan if isinstance(made, Exception) else made.plan)
+        return participants.meet(*numbers, transaction.plan)
 
     def require_same_plans(table: Sequence[Sequence[float]]) -> None:
-        plans = [plan for *_, plan in table]
-        if not isinstance(made, Exception) and not any(map(math.isnan, plans)):  # a rank out of memory has none
-            require_same(plans, made.plan_name, participants.meet)
+        require_same([plan for *_, plan in table], transaction.plan_name, participants.meet)
 
-    needed = 0 if isinstance(made, Exception) else made.needed_bytes
-    allocate_together(needed, participants.device, allocate, meet_with_plan, check=require_same_plans)
-    assert not isinstance(made, Exception)
-    return made
+    needed, device = transaction.needed_bytes, participants.device
+    allocate_together(needed, device, transaction.allocate, meet_with_plan, check=require_same_plans)
+    return transaction
 
 
 def receive_transaction(transaction: Transaction, participants: Participants) -> bool:
@@ -300,9 +292,6 @@ def receive_transaction(transaction: Transaction, participants: Participants) ->
 
     Returns:
         Whether something is another on some rank than when it was sent, so all must be sent once more.
-
-    Raises:
-        RuntimeError: on every rank that lives, if one has not; it names it.
     """
     begin, is_outdated = time.perf_counter(), False
     failure: Exception | None

@@ -5,8 +5,10 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import parallel_layers
+from helpers.processes import for_each
 from torch import nn
 
 import zeroresize as zr
@@ -98,21 +100,17 @@ def follows_only_away(attention):
     return follow
 
 
-WRONG = {
-    "constants that stay": (
-        follows_counts,
-        r"1 of 2 segments .* attention\.out \(heads\): with the first .* outputs differ by",
-    ),
-    "a follower that does not come home": (follows_only_away, r"with all units at home again outputs differ by"),
-    "a follower that fails": (lambda attention: lambda heads: heads[9], "failed for .* heads: IndexError"),
-}
+WRONG = [
+    # Constants that stay, a follower that does not come home, and one that fails.
+    (follows_counts, r"1 of 2 segments .* attention\.out \(heads\): with the first .* outputs differ by"),
+    (follows_only_away, r"with all units at home again outputs differ by"),
+    (lambda attention: lambda heads: heads[9], "failed for .* heads: IndexError"),
+]
 
 
-@pytest.mark.parametrize("kind", WRONG)
-def test_what_depends_on_who_owns_a_unit_is_an_error_on_every_rank(run_ranks, kind):
-    follow, message = WRONG[kind]
-
-    def check(rank, group):
+def test_what_depends_on_who_owns_a_unit_is_an_error_on_every_rank(run_ranks):
+    @for_each(WRONG)
+    def check(rank, group, follow, message):
         model = converted(group, follow)
         before, weights = copy.deepcopy(model.state_dict()), list(model.parameters())
         slopes, segments = model.attention.slopes, owned_segments(balanced_layers(model))
@@ -126,7 +124,7 @@ def test_what_depends_on_who_owns_a_unit_is_an_error_on_every_rank(run_ranks, ki
         assert model.attention.slopes is slopes and model.attention.num_heads == HEADS // 2
         return str(error.value)
 
-    first, other = run_ranks(check, 2, timeout_s=20)
+    first, other = run_ranks(check, 2, timeout_s=30)
     assert first == other
 
 
@@ -145,24 +143,6 @@ def test_zero_units_are_tried_where_the_user_says_that_none_are_needed(run_ranks
         zr.check_segments(converted(group, follow), batch())
         with pytest.raises(ValueError, match=r"failed for 0 heads: ZeroDivisionError"):
             zr.check_segments(converted(group, follow, min_units=0), batch())
-
-    run_ranks(check, 2, timeout_s=20)
-
-
-def test_a_forward_that_fails_on_one_rank_ends_on_all(run_ranks):
-    def check(rank, group):
-        model = converted(group, min_units=0)
-
-        def divide(module, inputs):
-            module.share = HEADS // module.num_heads
-
-        def forward(model, batch):
-            model.attention.register_forward_pre_hook(divide)
-            return model(**batch)
-
-        with pytest.raises(ValueError, match=r"attention\.out \(heads\): rank 0: ZeroDivisionError"):
-            zr.check_segments(model, batch(), forward=forward)
-        assert not model.attention._forward_pre_hooks
 
     run_ranks(check, 2, timeout_s=20)
 
@@ -214,13 +194,11 @@ def test_it_says_what_it_needs(run_ranks):
         zr.convert(even, process_group=group)
         with pytest.raises(ValueError, match="no segment whose units may move"):
             zr.check_segments(even, torch.zeros(1, 4))
+        alone = [dist.new_group([other]) for other in range(2)][rank]
+        assert zr.check_segments(converted(alone), batch()) == []
 
     counter = [2.0, 1.0]
     run_ranks(check, 2)
-
-
-def test_a_group_of_one_rank_has_nothing_to_check(run_ranks):
-    assert run_ranks(lambda rank, group: zr.check_segments(converted(group), batch()), 1) == [[]]
 
 
 class Skipping(nn.Module):
@@ -238,18 +216,6 @@ class Skipping(nn.Module):
         return x if self.num_units == 0 else x + self.down(torch.tanh(self.up(x)))
 
 
-def test_a_rank_that_leaves_out_layers_where_others_run_them_is_told(run_ranks):
-    def check(rank, group):
-        model = Skipping(group)
-        follow = functools.partial(setattr, model, "num_units")
-        segment = zr.Segment(["up"], "down", min_units=0, on_change=lambda units: follow(len(units)))
-        zr.convert(model, process_group=group, segments=[segment])
-        with pytest.raises(ValueError, match=r"down \(units\): the ranks run different layers"):
-            zr.check_segments(model, torch.ones(3, WIDTH))
-
-    run_ranks(check, 2, timeout_s=20)
-
-
 class Centred(nn.Module):
     """Subtracts an average that every forward in training moves."""
 
@@ -264,11 +230,37 @@ class Centred(nn.Module):
         return self.block(x - self.mean)
 
 
-def test_a_buffer_that_forwards_read_and_move_does_no_harm(run_ranks):
-    def check(rank, group):
-        torch.manual_seed(0)
-        model = zr.convert(Centred(group), process_group=group)
-        (result,) = zr.check_segments(model, torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)))
-        assert result.problem is None and not model.mean.any()
+def fails_on_a_rank(group):
+    model = converted(group, min_units=0)
 
-    run_ranks(check, 2, timeout_s=20)
+    def divide(module, inputs):
+        module.share = HEADS // module.num_heads
+
+    def forward(model, batch):
+        model.attention.register_forward_pre_hook(divide)
+        return model(**batch)
+
+    with pytest.raises(ValueError, match=r"attention\.out \(heads\): rank 0: ZeroDivisionError"):
+        zr.check_segments(model, batch(), forward=forward)
+    assert not model.attention._forward_pre_hooks
+
+
+def leaves_out_layers(group):
+    model = Skipping(group)
+    follow = functools.partial(setattr, model, "num_units")
+    segment = zr.Segment(["up"], "down", min_units=0, on_change=lambda units: follow(len(units)))
+    zr.convert(model, process_group=group, segments=[segment])
+    with pytest.raises(ValueError, match=r"down \(units\): the ranks run different layers"):
+        zr.check_segments(model, torch.ones(3, WIDTH))
+
+
+def reads_and_moves_a_buffer(group):
+    torch.manual_seed(0)
+    model = zr.convert(Centred(group), process_group=group)
+    (result,) = zr.check_segments(model, torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)))
+    assert result.problem is None and not model.mean.any()
+
+
+def test_forwards_that_fail_or_differ_on_a_rank_end_on_all_and_moving_buffers_do_no_harm(run_ranks):
+    cases = fails_on_a_rank, leaves_out_layers, reads_and_moves_a_buffer
+    run_ranks(for_each([[case] for case in cases])(lambda rank, group, case: case(group)), 2, timeout_s=30)

@@ -41,9 +41,6 @@ def search_segments(
         model: holds the layers, wrapped by a host or not.
         layers: converted layers by name, with their even shares, in the order of the model.
         named: segments that the user names.
-
-    Raises:
-        ValueError: for a named segment that does not fit the model.
     """
     if isinstance(named, Segment) or not all(isinstance(segment, Segment) for segment in named):
         raise ValueError(f"segments={named!r}: wanted is a list of zeroresize.Segment")
@@ -101,11 +98,6 @@ def require_same_segments(
     Args:
         error: what kept this rank from finding any.
         device: of the model.
-
-    Raises:
-        Exception: ``error``, on the rank that has one.
-        ValueError: on every other rank then, and on every rank where they differ, naming what does.
-        RuntimeError: if a rank does not come.
     """
     segments_here = {segment.name: _described(segment) for segment in segments}
     text = json.dumps([None if error is None else str(error), shares, segments_here])

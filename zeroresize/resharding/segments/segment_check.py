@@ -162,11 +162,7 @@ class _Check:
         self._seeds = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in self._devices]
 
     def run(self) -> list[SegmentCheck]:
-        """Check every segment.
-
-        Raises:
-            ValueError: if there is nothing to compare with.
-        """
+        """Check every segment."""
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
         homes = [(segment, segment.owned, segment.shares) for segment in self._segments]
         for layer in self._model.modules():

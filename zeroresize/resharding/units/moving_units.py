@@ -70,37 +70,27 @@ def move_units(
     """Give every unit to the rank that owns it in ``targets``; collective, between an optimizer's step and a forward.
 
     With a unit travel its rows of every parameter of the segment, of the master weights, of all optimizer state of the
-    parameter's shape, and of gradients where there are some. Other optimizer state, such as the number of steps, must
-    be the same on all ranks that have units; a rank that had none takes it over. All rows arrive bit for bit, so units
-    that move away and back leave everything as it was.
+    parameter's shape, and of gradients where there are some, bit for bit. Other optimizer state, such as the number of
+    steps, must be the same on all ranks that have units; a rank that had none takes it over. Parameters, master weights
+    and state dictionaries stay the objects that they are, with their hooks, also those on gradient accumulators.
 
-    Parameters, master weights and the optimizer's state dictionaries stay the objects that they are, their tensors get
-    other shapes. Hooks on parameters stay, those on gradient accumulators, too. A parameter with a tensor of its size
-    as an attribute, as Megatron's ``main_grad``, cannot move.
-
-    All or nothing: nobody changes anything before every rank has received all. Up to then the new tensors of all
-    segments that this rank's units change in are held beside the old ones, and messages of at most ``max_bytes``.
-    To hold less, move one segment after the other.
+    All or nothing, as :func:`~zeroresize.resharding.transaction.run_transaction` has it. Until all is received the new
+    tensors of all segments are held beside the old ones: to hold less, move one segment after the other.
 
     Args:
         segments: the same on every rank; those without a target stay.
         targets: by the segment's name.
         process_group: of the ranks that the maps count.
         optimizer: the only one that steps these parameters, or a host's wrapper of it; None for none.
-        meet: ``meet(one, other)`` returns both numbers of every rank, in the group's order, such as
-            :meth:`zeroresize.comm.exchange.Exchange.meet`; None meets over ``process_group`` itself. With a
-            :class:`~zeroresize.resharding.agreement.MeetReplicas` all replicas move, or none.
+        meet: exchanges numbers in the group, or in all replicas, which then move alike; None to do so over
+            ``process_group``.
         model: that holds these parameters. Reducers of DistributedDataParallel in it and around it are built anew;
             replicas must move alike before the next step. None if no parameter is in such a wrapper.
         max_bytes: of messages that this rank sends and receives at once; a unit that is larger travels alone.
 
     Raises:
-        ValueError: for a target that does not fit its segment, or what cannot move, such as ZeRO's shards and factored
-            optimizer state; the other ranks raise a RuntimeError.
-        NotEnoughMemoryError: on every rank, if the new tensors and messages do not fit on some.
-        RuntimeError: on every rank that lives, if ranks differ in what to move or in optimizer state, or one dies or
-            fails; it names them. After any of these everything is as it was. Only what ``on_change`` raises, and a
-            rank that dies just when the last one has received all, can leave others with units moved.
+        ValueError: for a target that does not fit its segment, or what cannot move; other ranks raise a RuntimeError.
+        NotEnoughMemoryError, RuntimeError: as run_transaction.
     """
     begin = time.perf_counter()
     process_group = require_group(process_group)
@@ -117,9 +107,6 @@ def bytes_of_units(segments: Sequence[OwnedSegment], optimizer: object | None, r
     """Return the bytes that a rank sends if it gives away all units it has at even shares, without gradients.
 
     Optimizer state counts once there is some.
-
-    Args:
-        rank: this one, within its group; it matters while units are away only.
     """
     total = 0
     for segment in segments:
@@ -132,18 +119,10 @@ def bytes_of_units(segments: Sequence[OwnedSegment], optimizer: object | None, r
 class UnitContents:
     """Holds a parameter of units, with all that belongs to it on this rank.
 
-    Args:
-        num_units: how many units it holds here.
-        stepped: what the optimizer steps for it, itself or its master copy; None if nothing.
-        optimizer: the torch optimizer; None without one.
-
     Attributes:
         unit_tensor: where the parameter is.
         state: the parameter with its gradient and optimizer state.
         description: of all that, for the other ranks.
-
-    Raises:
-        ValueError: if the parameter's shape is not that of its units, or something of it cannot move.
     """
 
     def __init__(
@@ -184,11 +163,7 @@ class UnitContents:
 
 
 def contents_of(segment: OwnedSegment, optimizer: Any, rank: int) -> list[UnitContents]:
-    """Return what ``rank``, this one, holds of a segment; a parameter that is there twice counts once.
-
-    Raises:
-        ValueError: as :class:`UnitContents` does; for one parameter in two roles; for master weights of another shape.
-    """
+    """Return what ``rank``, this one, holds of a segment; a parameter that is there twice counts once."""
     unit_tensors: dict[int, UnitTensor] = {}
     for tensor in segment.tensors:
         known = unit_tensors.setdefault(id(tensor.parameter), tensor)
@@ -203,104 +178,97 @@ def contents_of(segment: OwnedSegment, optimizer: Any, rank: int) -> list[UnitCo
     return [UnitContents(tensor, num_units, stepped.get(tensor.name), inner) for tensor in unit_tensors.values()]
 
 
-class _MovingSegment:
-    """A segment whose units change hands, on this rank.
+class _Route:
+    """Which units of a segment change hands, and where they lie on this rank before and after.
 
     Attributes:
-        pairs: which units travel, by (sender, receiver), and where they lie here.
+        pairs: the units that travel, ascending, by (sender, receiver).
         takes_part: whether this rank sends or receives any.
-        stacks: of each tensor, by (number of the parameter, what it is, part): the old one, None for zeros, and the
-            new one.
+        places: of those that it does, by pair.
+        num_units, num_before, num_after: that travel, and that this rank has.
     """
 
-    def __init__(
-        self,
-        segment: OwnedSegment,
-        after: OwnershipMap,
-        pairs: Mapping[Pair, Indices],
-        optimizer: object | None,
-        rank: int,
-    ) -> None:
-        self.segment, self.before, self.after, self.pairs, self._rank = segment, segment.owned, after, pairs, rank
-        self.contents = contents_of(segment, optimizer, rank)
-        self.agreed: list[Description] = []
-        self.takes_part = any(rank in pair for pair in pairs)
+    def __init__(self, before: OwnershipMap, after: OwnershipMap, rank: int) -> None:
+        here, there = (Layout.of_owners(owned.owners, owned.num_ranks) for owned in (before, after))
+        self.pairs = transfers(here, there).units_by_pair()
         self.places = {
-            pair: _places(self.before if pair[0] == rank else after, rank, units) for pair, units in pairs.items()
+            pair: _places(before if pair[0] == rank else after, rank, units)
+            for pair, units in self.pairs.items()
+            if rank in pair
         }
-        self._new: list[dict[str, Tensor]] = []
-        self.stacks: dict[tuple[int, str, int], tuple[Tensor | None, Tensor]] = {}
+        self.takes_part, self.is_even = bool(self.places), after.is_even
+        self.num_units = sum(map(len, self.pairs.values()))
+        self.num_before, self.num_after = before.counts[rank], after.counts[rank]
+        kept = np.flatnonzero((before.owners == rank) & (after.owners == rank))
+        self._kept_of, self._kept_at = (_places(owned, rank, kept) for owned in (before, after))
+
+    def copy_kept(self, old: Tensor | None, new: Tensor) -> None:
+        """Copy the units that stay from one stack into the other; None stands for zeros."""
+        if old is None:
+            new.zero_()
+        else:
+            copy_units(new, self._kept_at, old, self._kept_of, len(self._kept_of))
+
+
+class _MovingParameter:
+    """A parameter whose units change hands, with what belongs to it on this rank.
+
+    Attributes:
+        agreed: what travels of it, once all ranks have told what they hold.
+        stacks: of each tensor, by (what it is, part): the old one, None for zeros, and the new one.
+    """
+
+    agreed: Description
+
+    def __init__(self, contents: UnitContents, route: _Route) -> None:
+        self.contents, self.route = contents, route
+        self._new: dict[str, Tensor] = {}
+        self.stacks: dict[tuple[str, int], tuple[Tensor | None, Tensor]] = {}
 
     @property
     def plan(self) -> list[Any]:
         """What must be alike on all ranks."""
-        tensors = []
-        for contents in self.contents:
-            unit, is_stepped = contents.unit_tensor, contents.state.stepped is not None
-            shape = unit.name, unit.dim, unit.rows, unit.elements_of_unit
-            tensors.append([*shape, is_stepped, str(contents.parameter.dtype)])
-        owners = [owned.owners.tobytes().hex() for owned in (self.before, self.after)]
-        return [self.segment.name, *owners, tensors]
+        unit, is_stepped = self.contents.unit_tensor, self.contents.state.stepped is not None
+        shape = unit.name, unit.dim, unit.rows, unit.elements_of_unit
+        return [*shape, is_stepped, str(self.contents.parameter.dtype)]
 
-    def parcels(self) -> Iterator[tuple[Parcel, tuple[int, str, int], Indices]]:
-        """Yield all that travels, of which stack it is, and where it lies here."""
-        for number, (contents, agreed) in enumerate(zip(self.contents, self.agreed, strict=True)):
-            where = contents.unit_tensor
-            for what in sorted(agreed.dtypes):
-                for part, rows in enumerate(where.rows):
-                    num_elements = where.elements_of_unit * rows // sum(where.rows)
-                    for pair, units in self.pairs.items():
-                        parcel = Parcel((pair,), len(units), num_elements, agreed.dtype(what))
-                        yield parcel, (number, what, part), self.places[pair]
+    def parcels(self) -> Iterator[tuple[Parcel, tuple[str, int], Pair]]:
+        """Yield all that travels, and of which stack it is."""
+        where = self.contents.unit_tensor
+        for what in sorted(self.agreed.dtypes):
+            for part, rows in enumerate(where.rows):
+                num_elements = where.elements_of_unit * rows // sum(where.rows)
+                for pair, units in self.route.pairs.items():
+                    yield Parcel((pair,), len(units), num_elements, self.agreed.dtype(what)), (what, part), pair
 
     @property
     def new_bytes(self) -> int:
         """The bytes of the new tensors."""
-        num_new = self.after.counts[self._rank] if self.takes_part else 0
-        pairs = zip(self.contents, self.agreed, strict=True)
-        return num_new * sum(contents.bytes_per_unit(agreed) for contents, agreed in pairs)
+        return self.route.num_after * self.contents.bytes_per_unit(self.agreed) if self.route.takes_part else 0
 
     def allocate(self) -> None:
         """Make the new tensors."""
-        num_old, num_new = self.before.counts[self._rank], self.after.counts[self._rank]
-        for number, contents in enumerate(self.contents if self.takes_part else ()):
-            where, state, agreed = contents.unit_tensor, contents.state, self.agreed[number]
-            shape = list(contents.parameter.shape)
-            shape[where.dim] = num_new * sum(where.rows)
-            new = {
-                what: torch.empty(shape, dtype=agreed.dtype(what), device=state.device_of(what))
-                for what in sorted(agreed.dtypes)
-            }
-            self._new.append(new)
-            for what, tensor in new.items():
-                new_stacks, old = _stacks(tensor, where, num_new), state.tensors.get(what)
-                old_stacks = [None] * len(new_stacks) if old is None else _stacks(old, where, num_old)
-                for part, both in enumerate(zip(old_stacks, new_stacks, strict=True)):
-                    self.stacks[number, what, part] = both
-
-    def copy_kept(self) -> None:
-        """Copy the units that stay into the new tensors."""
-        kept = np.flatnonzero((self.before.owners == self._rank) & (self.after.owners == self._rank))
-        of, at = (_places(owned, self._rank, kept) for owned in (self.before, self.after))
-        for old, new in self.stacks.values():
-            if old is None:
-                new.zero_()
-            else:
-                copy_units(new, at, old, of, len(kept))
+        if not self.route.takes_part:
+            return
+        where, state, num_after = self.contents.unit_tensor, self.contents.state, self.route.num_after
+        shape = list(self.contents.parameter.shape)
+        shape[where.dim] = num_after * sum(where.rows)
+        for what in sorted(self.agreed.dtypes):
+            new = torch.empty(shape, dtype=self.agreed.dtype(what), device=state.device_of(what))
+            self._new[what] = new
+            new_stacks, old = _stacks(new, where, num_after), state.tensors.get(what)
+            old_stacks = [None] * len(new_stacks) if old is None else _stacks(old, where, self.route.num_before)
+            for part, both in enumerate(zip(old_stacks, new_stacks, strict=True)):
+                self.stacks[what, part] = both
 
     def install(self) -> None:
         """Put the new tensors in place of the old ones, which then take no memory."""
         self.stacks.clear()
-        for contents, new, agreed in zip(self.contents, self._new, self.agreed, strict=False):
-            contents.state.install(new, agreed)
-            contents.state.forget()
-        self.segment.owned = self.after
-        for contents in self.contents:
-            contents.guard(are_away=not self.after.is_even)
-        for layer in (tensor.owner for tensor in self.segment.tensors):
-            if isinstance(layer, BalancedLinear):  # what was decided and remembered is of other columns
-                layer.plan = None
-                layer.last = None if layer.last is None else LastGradients()
+        if self._new:
+            self.contents.state.install(self._new, self.agreed)
+            self.contents.state.forget()
+            self._new = {}
+        self.contents.guard(are_away=not self.route.is_even)
 
 
 class UnitMove(Transaction):
@@ -308,9 +276,6 @@ class UnitMove(Transaction):
 
     Attributes:
         num_units: of every kind that moves, how many change owners in the whole group.
-
-    Raises:
-        ValueError: for a target that does not fit its segment, and for what cannot move.
     """
 
     plan_name = "the segments, their owners or the targets that they were given"
@@ -333,57 +298,58 @@ class UnitMove(Transaction):
         if unknown := sorted(targets.keys() - known):
             raise ValueError(f"targets are given for {unknown}, which are no segments: there are {sorted(known)}")
         require_rebuildable(data_parallel)
-        self._moving: list[_MovingSegment] = []
+        self._segments: list[tuple[OwnedSegment, OwnershipMap]] = []
+        self._parameters: list[_MovingParameter] = []
         self.num_units: dict[str, int] = {}
-        planned: dict[tuple[bytes, bytes], dict[Pair, Indices]] = {}  # most segments move alike
+        routes: dict[tuple[bytes, bytes], _Route] = {}  # most segments move alike
+        plans = []
         for segment in segments:
             before, after = segment.owned, targets.get(segment.name, segment.owned)
             _require_fitting(segment, after, group_size(process_group))
             if after == before:
                 continue
             key = before.owners.tobytes(), after.owners.tobytes()
-            if key not in planned:
-                here, there = (Layout.of_owners(owned.owners, owned.num_ranks) for owned in (before, after))
-                planned[key] = transfers(here, there).units_by_pair()
-            self._moving.append(_MovingSegment(segment, after, planned[key], optimizer, self._rank))
-            num_units = sum(map(len, planned[key].values()))
-            self.num_units[segment.kind] = self.num_units.get(segment.kind, 0) + num_units
-        contents = [each for moving in self._moving for each in moving.contents]
-        _require_disjoint(contents)
-        self._descriptions = [each.description for each in contents]
-        self.plan = fingerprint(json.dumps([max_bytes, [moving.plan for moving in self._moving]]))
+            route = routes.get(key) or routes.setdefault(key, _Route(before, after, self._rank))
+            moving = [_MovingParameter(contents, route) for contents in contents_of(segment, optimizer, self._rank)]
+            self._segments.append((segment, after))
+            self._parameters += moving
+            self.num_units[segment.kind] = self.num_units.get(segment.kind, 0) + route.num_units
+            plans.append([segment.name, *(owners.hex() for owners in key), [each.plan for each in moving]])
+        _require_disjoint(moving.contents for moving in self._parameters)
+        self.plan = fingerprint(json.dumps([max_bytes, plans]))
 
     def describe(self) -> str:
-        return descriptions_to_json(self._descriptions)
+        return descriptions_to_json([moving.contents.description for moving in self._parameters])
 
     def agree(self, descriptions: Iterable[str]) -> None:
-        agreed = iter(agreed_descriptions(list(map(descriptions_from_json, descriptions))))
+        agreed = agreed_descriptions(list(map(descriptions_from_json, descriptions)))
         parcels: list[Parcel] = []
-        #: The segment, the stack and the places on this rank of each parcel.
-        self._travelling: list[tuple[_MovingSegment, tuple[int, str, int], Indices]] = []
-        for moving in self._moving:
-            moving.agreed = [next(agreed) for _ in moving.contents]
-            for parcel, stack, places in moving.parcels():
+        #: The stack of each parcel, and the route.
+        self._travelling: list[tuple[_MovingParameter, tuple[str, int], Pair]] = []
+        for moving, description in zip(self._parameters, agreed, strict=True):
+            moving.agreed = description
+            for parcel, stack, pair in moving.parcels():
                 parcels.append(parcel)
-                self._travelling.append((moving, stack, places))
-        self.new_bytes = sum(moving.new_bytes for moving in self._moving)
+                self._travelling.append((moving, stack, pair))
+        self.new_bytes = sum(moving.new_bytes for moving in self._parameters)
         self.lay_out(RankRounds.of(parcels, self._rank, min(self._max_bytes, 2 * _ROUND_BYTES)))
 
     def make_tensors(self) -> None:
-        for moving in self._moving:
+        for moving in self._parameters:
             moving.allocate()
 
     def source_of(self, parcel: int) -> End:
-        moving, stack, places = self._travelling[parcel]
-        return End(moving.stacks[stack][0], places)
+        moving, stack, pair = self._travelling[parcel]
+        return End(moving.stacks[stack][0], moving.route.places[pair])
 
     def target_of(self, parcel: int) -> End:
-        moving, stack, places = self._travelling[parcel]
-        return End(moving.stacks[stack][1], places)
+        moving, stack, pair = self._travelling[parcel]
+        return End(moving.stacks[stack][1], moving.route.places[pair])
 
     def copy_kept(self) -> None:
-        for moving in self._moving:
-            moving.copy_kept()
+        for moving in self._parameters:
+            for old, new in moving.stacks.values():
+                moving.route.copy_kept(old, new)
 
     def commit(self) -> None:
         """Put the new tensors in place of the old ones; only ``on_change`` could fail."""
@@ -391,12 +357,18 @@ class UnitMove(Transaction):
             return
         for wrapper in self._wrappers:
             drop_reducer_of_ddp(wrapper)  # its hooks hold on to accumulators, which remember shapes
-        for moving in self._moving:
+        for moving in self._parameters:
             moving.install()
+        for segment, after in self._segments:
+            segment.owned = after
+            for layer in (tensor.owner for tensor in segment.tensors):
+                if isinstance(layer, BalancedLinear):  # what was decided and remembered is of other columns
+                    layer.plan = None
+                    layer.last = None if layer.last is None else LastGradients()
         for wrapper in self._wrappers:
             rebuild_ddp(wrapper)  # no collective: every replica does so before the same step
-        for moving in self._moving:
-            moving.segment.follow(self._rank)
+        for segment, _ in self._segments:
+            segment.follow(self._rank)
 
 
 def _require_fitting(segment: OwnedSegment, after: OwnershipMap, num_ranks: int) -> None:

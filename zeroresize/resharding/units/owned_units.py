@@ -145,22 +145,14 @@ class OwnedUnits:
         return bytes_of_units(self.segments, self._optimizer, self._rank)
 
     def checked(self, shares: Any) -> tuple[float, ...]:
-        """Return ``shares`` as :meth:`move` takes them.
-
-        Raises:
-            ValueError: for shares that are negative, all zero, or not one a rank; or where no unit may change hands.
-        """
+        """Return ``shares`` as :meth:`move` takes them."""
         checked = checked_shares(shares, self._num_ranks, call="move")
         if self.why_not_movable is not None:
             raise ValueError(f"move({shares}): no unit can change hands: {self.why_not_movable}")
         return checked
 
     def agree(self) -> None:
-        """Agree that where units of one rank cannot move or be divided, those of no rank can; collective.
-
-        Raises:
-            ValueError: on every rank, if units are away though the optimizer does not let them be divided.
-        """
+        """Agree that where units of one rank cannot move or be divided, those of no rank can; collective."""
         names = "why_not_divisible", "why_not_stepped", "why_not_movable"
         table = self.meet(*(float(getattr(self, name) is not None) for name in names))
         for name, of_ranks in zip(names, zip(*table, strict=True), strict=True):
@@ -327,12 +319,7 @@ class OwnedUnits:
 
 
 def divide_units(units: OwnedUnits, shares: Sequence[float]) -> None:
-    """Divide the units of all segments by ``shares``, on which all ranks have agreed, before training; collective.
-
-    Raises:
-        ValueError: if the optimizer does not let units be divided; on every rank.
-        RuntimeError: as :meth:`OwnedUnits.move`.
-    """
+    """Divide the units of all segments by ``shares``, on which all ranks have agreed, before training; collective."""
     if (why := units.why_not_divisible or units.why_not_stepped) is not None:
         raise ValueError(f"shares={list(shares)}: units cannot be divided so: {why}")
     units.move(shares)
