@@ -32,8 +32,6 @@ def test_results_come_back_by_rank(run_ranks):
     assert [tensor.tolist() for _, tensor in results] == [[0, 0], [1, 1], [2, 2]]
 
 
-<<<<<<< HEAD
-=======
 def test_tests_of_a_module_run_whole_in_ranks_that_are_started_once(tmp_path):
     module = types.ModuleType("made")
 
@@ -56,16 +54,6 @@ def test_tests_of_a_module_run_whole_in_ranks_that_are_started_once(tmp_path):
         pool.close()
 
 
-def test_group_holds_all_ranks(run_ranks):
-    def sum_of_ranks(rank, group):
-        total = torch.tensor(float(rank))
-        dist.all_reduce(total, group=group)
-        return dist.get_rank(group), dist.get_world_size(group), total.item()
-
-    assert run_ranks(sum_of_ranks, 4) == [(rank, 4, 6.0) for rank in range(4)]
-
-
->>>>>>> n-run
 def test_a_rank_that_ends_early_leaves_the_others_connected(run_ranks):
     def late_all_reduce(rank, group):
         others = dist.new_group([1, 2])
