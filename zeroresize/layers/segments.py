@@ -21,7 +21,12 @@ def work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, float]:
 def present_work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, float]:
     """Return the same of what this rank owns now, also where ``fully_shard`` leaves it only a part of that."""
     return {
-        name: float(math.prod(shard_shape(layer, group_rank(layer.process_group)))) for name, layer in layers.items()
+        name: float(
+            math.prod(
+                layer.even_shape if layer.segment is None else shard_shape(layer, group_rank(layer.process_group))
+            )
+        )
+        for name, layer in layers.items()
     }
 
 

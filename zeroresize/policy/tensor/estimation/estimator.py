@@ -194,7 +194,7 @@ class RankEstimator:
         contrast = gradient - gradient_before
         reading = self._gemm.take(values, executed - before, self._curve.variance(contrast), is_alike=False)
         # Where the rest, which pruning does not touch, has jumped alike, or no curve is so, it was the speed.
-        has_jumped = reading.has_jumped or (rest.has_jumped and reading.surprise * rest.surprise > 0.0)
+        has_jumped = reading.has_jumped or (rest.has_jumped and 0.5 < reading.surprise / rest.surprise < 2.0)
         is_forced = step.is_forced or self._is_forced  # odd numbers of columns cost more, which tells nothing of others
         has_jumped |= not (is_forced or self._curve.explains(contrast, reading.surprise, reading.variance))
         if not (has_jumped or is_forced):
