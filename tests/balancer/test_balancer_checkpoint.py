@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import zeroresize as zr
 
+pytestmark = pytest.mark.same_ranks
+
 
 def test_a_saved_balancer_goes_on_with_the_same_plans(run_ranks, tmp_path):
     """Also where gathering is dear, and where the new process would measure another cost of pruning."""
