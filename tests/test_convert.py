@@ -11,6 +11,8 @@ from torch import nn
 from zeroresize import BalanceConfig, Balancer, ColumnParallelLinear, RowParallelLinear, convert
 from zeroresize.conversion import balanced_layers
 
+pytestmark = pytest.mark.same_ranks
+
 CONFIG = BalanceConfig(mode="zero-pri")
 
 

@@ -13,6 +13,8 @@ from torch import nn
 import zeroresize as zr
 from zeroresize.resharding.agreement import CannotMoveError
 
+pytestmark = pytest.mark.same_ranks
+
 MATRICES = "is not element-wise"
 
 

@@ -29,7 +29,7 @@ import zeroresize as zr
 from zeroresize.conversion import balanced_layers
 from zeroresize.layers.local_parts import local_of
 
-pytestmark = pytest.mark.versions
+pytestmark = [pytest.mark.versions, pytest.mark.same_ranks]
 
 
 def test_converted_layers_are_the_hosts_bit_for_bit(run_ranks):

@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 import zeroresize as zr
 from zeroresize.conversion import balanced_layers
 
+pytestmark = pytest.mark.same_ranks
+
 
 def one_block():
     """As a graph is compiled in seconds."""

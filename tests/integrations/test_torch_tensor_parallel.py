@@ -23,6 +23,8 @@ import zeroresize as zr
 from zeroresize.conversion import balanced_layers
 from zeroresize.layers.segments import owned_segments
 
+pytestmark = pytest.mark.same_ranks
+
 X_LAYOUTS = {"whole": Replicate(), "batch": Shard(0), "sequence": Shard(1)}
 
 

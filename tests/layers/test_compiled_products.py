@@ -13,6 +13,8 @@ from zeroresize.kernels.probe import ProductProbe
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.plan.layer import LayerPlan
 
+pytestmark = pytest.mark.same_ranks
+
 
 def prune(model, num_pruned, imputation="zero"):
     """Another plan in every layer."""

@@ -13,7 +13,7 @@ from zeroresize.layers.dtensor_linear import DTensorColumnParallelLinear, DTenso
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segments import owned_segments
 
-pytestmark = pytest.mark.versions
+pytestmark = [pytest.mark.versions, pytest.mark.same_ranks]
 
 WIDTH, HIDDEN = 12, 48
 

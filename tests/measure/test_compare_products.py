@@ -8,6 +8,8 @@ from zeroresize.measure import rank_monitor
 from zeroresize.measure.rank_monitor import RankMonitor
 from zeroresize.measure.timed_products import compare_products, time_reference
 
+pytestmark = pytest.mark.same_ranks
+
 
 def monitored(group):
     with instances_of(RankMonitor) as monitors:

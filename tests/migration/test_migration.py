@@ -17,6 +17,8 @@ from zeroresize.config.keys import MIGRATION_TRANSPORTS
 from zeroresize.migration.transport import bounds_of_parts
 from zeroresize.plan.group import Loan
 
+pytestmark = pytest.mark.same_ranks
+
 OUT = 12  # divides by 2, 3 and 4 ranks
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 

@@ -15,7 +15,7 @@ from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.switching.switch import SwitchRoute
 from zeroresize.utils.torch_private import known_groups
 
-pytestmark = pytest.mark.versions
+pytestmark = [pytest.mark.versions, pytest.mark.same_ranks]
 
 
 def test_weights_are_those_of_the_whole_model_after_any_chain_of_switches(run_ranks):
