@@ -47,7 +47,10 @@ _GRADIENT_TOLERANCE = 1e-2
 #: Packages whose steps take gradients as they are, and sum none over ranks before.
 _STEPPING = ("torch", "colossalai", "accelerate", "transformers", "zeroresize")
 _IN_STEP = ". All is well if the optimizer's step, which is not a known one, does so itself"
-_DRAW_ALIKE = "Draw alike what is random before it; zeroresize.check_parallel names the cause"
+_DRAW_ALIKE = (
+    "Draw alike what is random before it, for which one seed does not suffice where devices are of several models; "
+    "zeroresize.check_parallel names the cause"
+)
 _OTHER_CAUSES = ", unless the targets, or what is random outside of the layers, differ between the ranks"
 #: Of one rank's parameter the sums of its elements, plain and by place, and its norm; None where it has none such.
 _Sums = Sequence[float] | None

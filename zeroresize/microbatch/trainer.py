@@ -211,8 +211,8 @@ class MicroBatchTrainer(StepTrainer):
             The bytes that this rank has received.
 
         Raises:
-            Exception: as :meth:`~zeroresize.strategy.model.SwitchableModel.add` and ``move_optimizer``; the strategy
-                stays as it is where memory does not suffice.
+            Exception: as :meth:`~zeroresize.strategy.model.SwitchableModel.add` and ``move_optimizer``, but where the
+                strategy is the present one, which does nothing; it stays as it is where memory does not suffice.
         """
         return self._change_strategies([strategy], strategy)
 

@@ -198,7 +198,7 @@ class _InBackground(threading.Thread):
     ) -> None:
         super().__init__(name="zeroresize move", daemon=True)
         self._call, self._wait_before = call, wait_before
-        self.failure: Exception | None = None
+        self.failure: Exception | None = RuntimeError("the thread of the move has ended before the move")
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":  # behind what has been given to the present one
             self._stream = torch.cuda.Stream(device)

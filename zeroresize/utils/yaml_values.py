@@ -1,6 +1,6 @@
 """YAML as people mean it: ``off`` is a string and ``1e-3`` a number, which YAML 1.1 reads the other way round.
 
-Nothing in what is read runs code, and what cannot be read is refused with its line.
+Nothing in what is read runs code, and what cannot be read is refused, with its line where there is one.
 """
 
 from __future__ import annotations
