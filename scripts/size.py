@@ -25,13 +25,13 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 47_030,
-    "package files": 270,
-    "package code lines": 29_380,
-    "tests lines": 49_000,
-    "examples lines": 13_360,
-    "docs lines": 4_490,
-    "tuning constants": 258,
+    "package lines": 44_740,
+    "package files": 266,
+    "package code lines": 28_570,
+    "tests lines": 45_740,
+    "examples lines": 13_350,
+    "docs lines": 4_285,
+    "tuning constants": 147,
 }
 
 

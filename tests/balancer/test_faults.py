@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -193,7 +194,9 @@ def test_ranks_that_hold_different_loans_are_told_so(run_ranks):
         run.updates(6)
         run.time.chi = 2.0 if rank == 1 else 1.0  # the loans of the next plan are others
         if rank == 0:
-            controllers[0]._division = controllers[0]._division.without_loans  # as a bit that flipped would have it
+            controllers[0]._division = replace(
+                controllers[0]._division, lent=(0.0, 0.0)
+            )  # as a bit that flipped would have it
         try:
             run.steps(20)
         except RuntimeError as error:
