@@ -29,6 +29,7 @@ class SlownessWatch:
         self._group = GroupSlowness(num_ranks, tolerance)
         self._steps: list[WatchedStep] = []
         self._pending: deque[GatheredNumbers] = deque()
+        self._given_up: deque[GatheredNumbers] = deque()  # gloo's threads are not to hold their tensors alone
         self._num_steps, self._is_over = 0, False
         self._watching_s = 0.0
 
@@ -53,7 +54,7 @@ class SlownessWatch:
                 self._pending.append(GatheredNumbers(self._exchange.group, window.as_numbers()))
         except RuntimeError as error:
             self._is_over = True
-            self._pending.clear()
+            self._given_up, self._pending = self._pending, deque()
             logger.warning(
                 "step %d: slow ranks are not watched any more, as exchanging times with the other ranks failed: %s",
                 self._num_steps,
@@ -93,6 +94,7 @@ class SlownessWatch:
         if self.is_waiting:
             self._exchange.group.abort()
         self._is_over = True
+        self._given_up.extend(self._pending)
         self._pending.clear()
 
     def _take(self, rows: Sequence[Sequence[float]]) -> None:
