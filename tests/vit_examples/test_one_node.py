@@ -99,7 +99,8 @@ def test_signals_that_are_ignored_at_the_start_stay_ignored(tmp_path: Path) -> N
         env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=ignore,
     )  # fmt: skip
     try:
-        assert [process.stdout.readline() for _ in range(2)] == ["True\n"] * 2
+        said = "".join(process.stdout.readline() for _ in range(2))  # two ranks may write into one line
+        assert said.count("True") == 2
         for number in (signal.SIGHUP, signal.SIGINT):
             process.send_signal(number)
         (tmp_path / "end").touch()
