@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -25,8 +24,6 @@ Meet = Callable[..., Sequence[Sequence[float]]]
 #: Sends numbers to every rank and returns those of every rank; all ranks give equally many.
 Exchanging = Callable[[Sequence[float]], Sequence[Sequence[float]]]
 
-#: Seconds for which what is under way is waited for where a rank leaves.
-_LEAVING_S = 1.0
 #: How many numbers travel with their count, in one exchange.
 _AT_ONCE = 4
 
@@ -91,17 +88,10 @@ class Exchange:
         return meet_by(self._exchange)(*numbers)
 
     def close(self) -> None:
-        """Leave the group, once what was posted has arrived or a second has passed.
-
-        Its tensors are held until then: where gloo's threads dropped the last reference, they would wait for Python,
-        which waits for these threads.
-        """
-        posted, self._posted = self._posted, None
-        if posted is not None:
-            posted.end()
+        """Leave the group."""
+        self._posted = None
         self.words.close()
         self.group.close()
-        del posted
 
     def _exchange(self, numbers: Sequence[float]) -> list[list[float]]:
         return self._received(_PendingNumbers(self.group, numbers, _MET))
@@ -136,6 +126,13 @@ class GatheredNumbers:
     def has_ended(self) -> bool:
         """Whether the numbers of all ranks are there, or something has failed."""
         return bool(self._work.is_completed())
+
+    def has_ended_within(self, seconds: float) -> bool:
+        """Wait so long at most for the end."""
+        ends_at = time.monotonic() + seconds
+        while not self.has_ended and time.monotonic() < ends_at:
+            time.sleep(0.001)
+        return self.has_ended
 
     def take(self) -> list[list[float]]:
         """Return the numbers of every rank, in the order of the group, once it has ended."""
@@ -180,13 +177,6 @@ class _PendingNumbers:
                 if self._failures:  # gloo's time limit closes all connections: what is sent fails with all
                     raise self._not_all_came(time.monotonic() - began) from next(iter(self._failures.values()))
         return [part.tolist() for part in self._parts]
-
-    def end(self) -> None:
-        """Wait a moment for what is under way; after that gloo closes its connections, and nothing is waited for."""
-        ends_at = time.monotonic() + _LEAVING_S
-        with suppress(RuntimeError):
-            for work in (*self._received.values(), *self._sent.values()):
-                work.wait(timedelta(seconds=max(ends_at - time.monotonic(), 0.001)))
 
     def _not_all_came(self, waited_s: float) -> RuntimeError:
         limit_s, words, missing = self._group.time_limit.total_seconds(), self._group.words, sorted(self._failures)

@@ -29,7 +29,6 @@ class SlownessWatch:
         self._group = GroupSlowness(num_ranks, tolerance)
         self._steps: list[WatchedStep] = []
         self._pending: deque[GatheredNumbers] = deque()
-        self._given_up: deque[GatheredNumbers] = deque()  # gloo's threads are not to hold their tensors alone
         self._num_steps, self._is_over = 0, False
         self._watching_s = 0.0
 
@@ -54,7 +53,7 @@ class SlownessWatch:
                 self._pending.append(GatheredNumbers(self._exchange.group, window.as_numbers()))
         except RuntimeError as error:
             self._is_over = True
-            self._given_up, self._pending = self._pending, deque()
+            self._pending.clear()
             logger.warning(
                 "step %d: slow ranks are not watched any more, as exchanging times with the other ranks failed: %s",
                 self._num_steps,
@@ -89,12 +88,12 @@ class SlownessWatch:
     def close(self) -> None:
         """Drop what is under way, and exchange nothing more; to be called before the exchange is closed.
 
-        Where another rank has made fewer steps, what is under way is ended, as leaving the ranks would wait for it.
+        Where another rank has made fewer steps, what is under way is ended, as leaving the ranks would wait for it, but
+        after a second: gloo may wait until the time limit of the group for what is ended just when it arrives.
         """
-        if self.is_waiting:
+        if not all(numbers.has_ended_within(1.0) for numbers in self._pending):
             self._exchange.group.abort()
         self._is_over = True
-        self._given_up.extend(self._pending)
         self._pending.clear()
 
     def _take(self, rows: Sequence[Sequence[float]]) -> None:
