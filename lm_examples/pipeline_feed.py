@@ -22,7 +22,7 @@ from lm_examples.pipeline_stages import build_layers, first_boundaries, stage_na
 from vit_examples.harness.config_reader import plain
 from vit_examples.harness.dry_run import Needs
 from vit_examples.harness.program import of_all_ranks
-from zeroresize.pipeline import Pipeline, PipelineBalancer, ProfileRecord, RebalancingRecord, clip_grad_norm_
+from zeroresize.pipeline import ChangeRecord, Pipeline, PipelineBalancer, ProfileRecord, clip_grad_norm_
 
 
 class CountedBlocks:
@@ -200,11 +200,11 @@ class PipelineFeed(Feed):
                 return tuple(state["boundaries"])
         return first_boundaries(self.config, layers, num_stages)
 
-    def _tell(self, change: RebalancingRecord | ProfileRecord) -> None:
+    def _tell(self, change: ChangeRecord | ProfileRecord) -> None:
         """What the balancer has done or measured."""
         if isinstance(change, ProfileRecord):
             self._bubble_ratio = change.bubble_ratio
         else:
-            self._num_moves += 1
+            self._num_moves += change.is_made
         if self.record is not None:
             self.record.write("pipeline", {**change.to_dict(), "step": self.step})

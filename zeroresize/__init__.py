@@ -28,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BalanceConfig",
     "Balancer",
+    "ChangeRecord",
     "CheckpointReader",
     "ColumnParallelLinear",
     "ColwiseParallel",
@@ -74,7 +75,7 @@ _FILES = {
     "optim.independence": ("mark_by_parameter", "mark_elementwise"),
     "resharding.segments.segment_check": ("SegmentCheck", "check_segments"),
     "stage_balancer": ("StageBalancer",),
-    "telemetry": ("JsonLinesTelemetry", "TensorBoardTelemetry", "UpdateRecord"),
+    "telemetry": ("ChangeRecord", "JsonLinesTelemetry", "TensorBoardTelemetry", "UpdateRecord"),
     "watching": ("Watch", "watch"),
 }
 

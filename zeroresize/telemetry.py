@@ -7,14 +7,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from zeroresize.utils.codec import FORMAT
 from zeroresize.utils.files import BestEffort, EventBoard, JsonLines, without_nan
 
 
 class Record(Protocol):
-    """Is what telemetry can write: an :class:`UpdateRecord`, or what a pipeline's balancer tells.
+    """Is what telemetry can write: an :class:`UpdateRecord`, a pipeline's profile, or a :class:`ChangeRecord`.
 
     Attributes:
         step: how many steps are over.
@@ -101,6 +101,54 @@ class UpdateRecord:
         return {f"balance/{name}": getattr(self, name) for name in _SCALARS} | {
             f"balance_layers/{layer}": share for layer, share in self.layer_shares.items()
         }
+
+
+#: What the balancers' changes are called in TensorBoard, by kind.
+_CHANGES = {"layers": "pipeline_changes", "strategies": "strategy_changes", "micro-batches": "microbatch_changes"}
+
+
+@dataclass(frozen=True)
+class ChangeRecord:
+    """What a balancer of layers, strategies or micro-batches changed; plain numbers, the same on every rank.
+
+    Attributes:
+        kind: what is balanced: "layers", "strategies" or "micro-batches".
+        step: how many steps were over.
+        what: what was done, such as "layer 3 moves from stage 1 to 0", "shares", "leave out" or "replan".
+        left_out: ranks that have no part any more.
+        speeds: of all stages or ranks, as they were believed to be.
+        before, after: [S + 1] boundaries of a pipeline's stages, or the strategies of the ranges as plain values.
+        step_s, expected_step_s: seconds of a step before and after, by the model of costs.
+        change_s: seconds that the change took the rank that came last to it, or was to take where ``is_made`` is
+            false; without those for which the next step waits for its plan, where steps are planned ahead.
+        moved_bytes: that all ranks together received.
+        is_made: false where memory did not suffice: then everything is as it was.
+        reason: why it was due.
+    """
+
+    kind: Literal["layers", "strategies", "micro-batches"]
+    step: int
+    what: str
+    left_out: tuple[int, ...]
+    speeds: tuple[float, ...]
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
+    step_s: float
+    expected_step_s: float
+    change_s: float
+    moved_bytes: int
+    is_made: bool
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return dataclasses.asdict(self)
+
+    def scalars(self) -> dict[str, float]:
+        """Return numbers by name, under ``pipeline_changes/``, ``strategy_changes/`` or ``microbatch_changes/``."""
+        names = ("step_s", "expected_step_s", "change_s", "moved_bytes")
+        numbers = {"left_out": len(self.left_out), **{name: getattr(self, name) for name in names}}
+        return {f"{_CHANGES[self.kind]}/{name}": float(value) for name, value in numbers.items()}
 
 
 class JsonLinesTelemetry:

@@ -53,8 +53,8 @@ def read_periods(path: Path) -> list[Period]:
                     periods.append(Period(begin, profiles, None))
                     begin, profiles = profiles[-1].step, []
                 profiles.append(profile)
-            else:
-                move = {key: line[key] for key in ("step", "moved_bytes", "seconds")}
+            elif line["is_made"]:
+                move = {key: line[key] for key in ("step", "moved_bytes", "change_s")}
                 if not profiles:
                     raise ValueError("a move before any profile")
                 periods.append(Period(begin, profiles, move))
@@ -83,7 +83,7 @@ def table_of(periods: Sequence[Period]) -> str:
             median(getattr(profile, name) for profile in profiles)
             for name in ("step_s", "imbalance", "bubble_ratio", "simulated_bubble_ratio")
         )
-        moved = "" if move is None else f"{move['moved_bytes'] / 1e6:.1f} MB, {move['seconds']:.2f} s"
+        moved = "" if move is None else f"{move['moved_bytes'] / 1e6:.1f} MB, {move['change_s']:.2f} s"
         figures = [f"{1e3 * step_s:.0f} ms", f"{imbalance:.2f}", f"{100 * bubbles:.0f} %", f"{100 * simulated:.0f} %"]
         rows.append([str(begin), *layers, *[""] * (most - len(layers)), *figures, moved])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

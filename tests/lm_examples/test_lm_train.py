@@ -42,7 +42,7 @@ def test_losses_are_those_of_undivided_training_wherever_layers_move(run_ranks, 
     losses, validation_loss = undivided(config)
     assert losses_of(tmp_path) == same(losses)
     assert all(one["validation_loss"] == same(validation_loss) for one in (first, *others))
-    moves = [one for one in read_json_lines(tmp_path / "pipeline.jsonl") if one["kind"] == "move"]
+    moves = [one for one in read_json_lines(tmp_path / "pipeline.jsonl") if one["kind"] == "layers"]
     assert first["moves"] == len(moves) == 1
     assert all(move["step"] > 3 and move["after"][1] < move["before"][1] for move in moves)
 

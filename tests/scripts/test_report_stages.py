@@ -1,13 +1,14 @@
 """The report of a pipeline's stages: which had which layers, from the records that balancing tells."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from helpers.pipelines import World, rebalancing_of
 
 from scripts.report import stages
-from zeroresize.pipeline import ProfileRecord, RebalancingRecord
-from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry
+from zeroresize.pipeline import ProfileRecord
+from zeroresize.telemetry import ChangeRecord, JsonLinesTelemetry, TensorBoardTelemetry
 
 
 def write_run(telemetry):
@@ -20,7 +21,10 @@ def write_run(telemetry):
         telemetry(ProfileRecord.of(step, profile, "1f1b", 8))
         forecast = rebalancing.update(profile)
         if forecast is not None:
-            record = RebalancingRecord(**vars(forecast), step=step, moved_bytes=3_000_000, seconds=0.5)
+            seconds = (forecast.step_s, forecast.expected_step_s, 0.5)
+            boundaries = (forecast.before, forecast.after)
+            record = ChangeRecord("layers", step, "", (), (), *boundaries, *seconds, 3_000_000, True, "")
+            telemetry(replace(record, moved_bytes=0, is_made=False))
             telemetry(record)
             world.boundaries = record.after
             moves.append(record)
@@ -64,7 +68,10 @@ def test_a_single_profile_is_told(tmp_path, capsys):
     ("lines", "message"),
     [
         ([], "there is no profile in it yet"),
-        (['{"kind": "move", "step": 3, "moved_bytes": 1, "seconds": 1.0}'], "line 1: expected a profile"),
+        (
+            ['{"kind": "layers", "is_made": true, "step": 3, "moved_bytes": 1, "change_s": 1.0}'],
+            "line 1: expected a profile",
+        ),
         (['{"kind": "profile", "step": 3}'], "line 1: expected a profile"),
         (['{"step": 3}'], "line 1: expected a profile"),
         (["nonsense"], "line 1: expected a JSON object"),
@@ -100,8 +107,11 @@ def test_tensorboard_shows_the_records(tmp_path):
     telemetry.close()
     events = event_accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
-    assert {"pipeline/bubble_ratio", "pipeline_stages/1_layers", "pipeline/moved_bytes"} <= set(
+    assert {"pipeline/bubble_ratio", "pipeline_stages/1_layers", "pipeline_changes/moved_bytes"} <= set(
         events.Tags()["scalars"]
     )
-    assert [(one.step, one.value) for one in events.Scalars("pipeline/moved_bytes")] == [(move.step, 3e6)]
+    assert [(one.step, one.value) for one in events.Scalars("pipeline_changes/moved_bytes")] == [
+        (move.step, 0.0),
+        (move.step, 3e6),
+    ]
     assert events.Scalars("pipeline_stages/0_layers")[-1].value == move.after[1]

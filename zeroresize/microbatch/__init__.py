@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeroresize.microbatch.balancer import ChangeRecord, MicroBatchBalancer
+    from zeroresize.microbatch.balancer import MicroBatchBalancer
     from zeroresize.microbatch.measuring import ProfiledShapes, measure_model
     from zeroresize.microbatch.padded import PaddedBatch, PairBatch
     from zeroresize.microbatch.planners import IterationPlanner, RunPlanners
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zeroresize.policy.microbatches.costs import CostTable
     from zeroresize.policy.microbatches.plan import DoesNotFitError, PlanningOptions
     from zeroresize.policy.microbatches.planning import plan_iteration
+    from zeroresize.telemetry import ChangeRecord
 
 __all__ = [
     "ChangeRecord",
@@ -41,7 +42,7 @@ __all__ = [
 
 #: Everything is imported where it is asked for: planner processes need little of it.
 _NAMES = {
-    "zeroresize.microbatch.balancer": ("ChangeRecord", "MicroBatchBalancer"),
+    "zeroresize.microbatch.balancer": ("MicroBatchBalancer",),
     "zeroresize.microbatch.measuring": ("ProfiledShapes", "measure_model"),
     "zeroresize.microbatch.padded": ("PaddedBatch", "PairBatch"),
     "zeroresize.microbatch.planners": ("IterationPlanner", "RunPlanners"),
@@ -50,6 +51,7 @@ _NAMES = {
     "zeroresize.policy.microbatches.costs": ("CostTable",),
     "zeroresize.policy.microbatches.plan": ("DoesNotFitError", "PlanningOptions"),
     "zeroresize.policy.microbatches.planning": ("plan_iteration",),
+    "zeroresize.telemetry": ("ChangeRecord",),
 }
 
 

@@ -18,7 +18,8 @@ from zeroresize.policy.microbatches.replanned_costs import PlannedModel, Replann
 from zeroresize.policy.moves.rental import MIN_SAVING
 from zeroresize.policy.strategy.stragglers.decision import TOLERANCE, StrategyProposal
 from zeroresize.resharding.agreement import agreed, meet_over
-from zeroresize.strategy.straggler_balancing import ChangeRecord, StragglerBalancing
+from zeroresize.strategy.straggler_balancing import StragglerBalancing
+from zeroresize.telemetry import ChangeRecord
 from zeroresize.utils.hashing import digest
 
 
@@ -44,7 +45,7 @@ class MicroBatchBalancer(StragglerBalancing[IterationPlan]):
         optimizer_ratio: bytes of optimizer state for a byte of weights; 2 for Adam in the precision of the weights.
         probe: ``probe()`` gives seconds of a few products on this rank; None for products on its device.
         clock: for the busy seconds; None for that of the model's device.
-        on_change: is given a :class:`~zeroresize.strategy.straggler_balancing.ChangeRecord` after each decision that
+        on_change: is given a :class:`~zeroresize.telemetry.ChangeRecord` after each decision that
             was carried out or could not be, on every rank.
 
     Raises:

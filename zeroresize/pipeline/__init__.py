@@ -46,12 +46,14 @@ from zeroresize.pipeline.measuring import LayerProfiler
 from zeroresize.pipeline.moving_layers import LayerMoveReport, MoveDuringBackward, move_layers, moving_during_backward
 from zeroresize.pipeline.pipeline import Pipeline, clip_grad_norm_
 from zeroresize.pipeline.pipeline_balancer import PipelineBalancer
-from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
+from zeroresize.pipeline.records import ProfileRecord
 from zeroresize.pipeline.repacking import Release, Repack, RepackingReport, repack
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing import RebalancingProposal
+from zeroresize.telemetry import ChangeRecord
 
 __all__ = [
+    "ChangeRecord",
     "LayerMoveReport",
     "LayerProfile",
     "LayerProfiler",
@@ -62,7 +64,6 @@ __all__ = [
     "PipelineProfile",
     "ProfileRecord",
     "RebalancingProposal",
-    "RebalancingRecord",
     "Release",
     "Repack",
     "RepackingReport",

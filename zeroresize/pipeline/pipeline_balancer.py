@@ -19,7 +19,7 @@ from zeroresize.optim.independence import why_not_by_parameter
 from zeroresize.pipeline.measuring import CountWork, Measuring, StageLinks, WorkCounter
 from zeroresize.pipeline.moving_layers import LayerMoveReport, MoveDuringBackward, move_layers, moving_during_backward
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
+from zeroresize.pipeline.records import ProfileRecord
 from zeroresize.pipeline.repacking import Repack, RepackingReport, carry_out_repacking, stage_that_stays
 from zeroresize.pipeline.replicas import PipelineReplicas, StageUnits, have_settled, leave_layers
 from zeroresize.pipeline.stage_layers import require_ties_within_stages
@@ -39,6 +39,7 @@ from zeroresize.policy.pipeline.rebalancing import (
 from zeroresize.policy.pipeline.repacking_decision import RepackingDecision
 from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError, agreed, require_same
 from zeroresize.resharding.parameter_state import groups_of, require_movable_state
+from zeroresize.telemetry import ChangeRecord
 from zeroresize.utils import value_checks
 from zeroresize.utils.codec import loaded, saved
 from zeroresize.utils.hashing import fingerprint
@@ -122,7 +123,8 @@ class PipelineBalancer:
         units: balances the tensor-parallel group of this rank's stage, and acts first: layers are measured, and move,
             only when no units are about to. Give the group as ``replicas``; where it has several ranks, that is
             required. None where stages are single ranks.
-        on_change: is given a :class:`RebalancingRecord` after each move, on every rank.
+        on_change: is given a :class:`~zeroresize.telemetry.ChangeRecord` after each change, and each for
+            which memory did not suffice, on every rank.
         on_profile: is given a :class:`ProfileRecord` after each profile, on every rank.
         repack: whether, and when, the pipeline goes on with fewer stages (:func:`~zeroresize.pipeline.repack`); None
             for never. A rank that is released must leave the loop behind the block: ``if pipeline.is_released: break``.
@@ -154,7 +156,7 @@ class PipelineBalancer:
         move_during_backward: bool = True,
         replicas: ProcessGroup | DeviceMesh | None = None,
         units: StageUnits | None = None,
-        on_change: Callable[[RebalancingRecord], object] | None = None,
+        on_change: Callable[[ChangeRecord], object] | None = None,
         on_profile: Callable[[ProfileRecord], object] | None = None,
         repack: Repack | None = None,
     ) -> None:
@@ -257,7 +259,8 @@ class PipelineBalancer:
         except NotEnoughMemoryError as error:
             if not is_over:
                 raise
-            self._stay(error)
+            if wanted is not None:
+                self._stay(wanted, error)
             wanted = None
         self._measuring.end_block(profiler, is_usual=is_usual)
         if is_due:
@@ -374,13 +377,13 @@ class PipelineBalancer:
             if self._units is not None:
                 leave_layers(self._units, proposal.after, self._pipeline.meet())
         except (CannotMoveError, NotEnoughMemoryError) as error:
-            self._stay(error)
+            self._stay(proposal, error)
             return
         report = None
         try:
             report = move_layers(self._pipeline, proposal.after, optimizer=self._optimizer, max_bytes=self._max_bytes)
         except NotEnoughMemoryError as error:
-            self._stay(error)
+            self._stay(proposal, error)
         except (ValueError, CannotMoveError):  # on every rank: nothing has moved
             if self._units is not None:
                 self._units.attach()
@@ -406,10 +409,11 @@ class PipelineBalancer:
                 logger.info("step %d: layers do not move before the end of the step: %s", self.steps, error)
             return None
 
-    def _stay(self, error: RuntimeError) -> None:
+    def _stay(self, proposal: RebalancingProposal, error: RuntimeError) -> None:
         self._rebalancing.refuse()
         if self._measuring.tells:
             logger.warning("step %d: layers stay where they are: %s", self.steps, error)
+        self._record(proposal, described(proposal.transfers), 0, proposal.price_s / 2.0, is_made=False)
 
     def _finish_move(self, proposal: RebalancingProposal, report: LayerMoveReport) -> None:
         self._cadence.moved(self.steps - 1)
@@ -449,11 +453,11 @@ class PipelineBalancer:
                 if tells:
                     logger.warning("step %d: no rank is released: %s", self.steps, error)
                 return False
-        self._follow(report)
         text = (
             f"{len(report.stages)} of {len(proposal.stage_s)} stages go on, ranks {list(report.released)} are released"
         )
-        self._record(proposal, text, report.moved_bytes, report.seconds)
+        self._record(proposal, text, report.moved_bytes, report.seconds, report.released)
+        self._follow(report)
         return True
 
     def _follow(self, report: RepackingReport) -> None:
@@ -467,16 +471,38 @@ class PipelineBalancer:
         if not self._pipeline.is_released:
             self._connect()
 
-    def _record(self, proposal: RebalancingProposal, text: str, moved_bytes: int, seconds: float) -> None:
-        """Tell what has moved, in the log and to the user."""
-        if self._measuring.tells:
-            logger.info(
-                "step %d: %s: %.1f MB, %.2f s; %s", self.steps, text, moved_bytes / 1e6, seconds, proposal.reason
-            )
-        if self._on_change is not None:
-            self._on_change(
-                RebalancingRecord(**vars(proposal), step=self.steps, moved_bytes=moved_bytes, seconds=seconds)
-            )
+    def _record(
+        self,
+        proposal: RebalancingProposal,
+        what: str,
+        moved_bytes: int,
+        seconds: float,
+        released: tuple[int, ...] = (),
+        *,
+        is_made: bool = True,
+    ) -> None:
+        """Tell what has moved, or could not, in the log and to the user."""
+        costs, reason = self._rebalancing.costs, proposal.reason
+        if self._measuring.tells and is_made:
+            logger.info("step %d: %s: %.1f MB, %.2f s; %s", self.steps, what, moved_bytes / 1e6, seconds, reason)
+        if self._on_change is None:
+            return
+        record = ChangeRecord(
+            "layers",
+            self.steps,
+            what,
+            released,
+            () if costs is None else costs.speeds,
+            proposal.before,
+            proposal.after,
+            proposal.step_s,
+            proposal.expected_step_s,
+            seconds,
+            moved_bytes,
+            is_made,
+            reason,
+        )
+        self._on_change(record)
 
     def _units_move(self) -> bool:
         """Collective where stages are groups."""

@@ -1,8 +1,7 @@
-"""Telemetry gets what balancing a pipeline measured and did: plain numbers, the same on every rank.
+"""What a pipeline's balancer has measured, as telemetry gets it: plain numbers, the same on every rank.
 
-``L`` layers, ``S`` stages. A file of them, ``JsonLinesTelemetry("pipeline.jsonl")``, has an object a line. Its key
-``kind`` is "profile" (:class:`ProfileRecord`) or "move" (:class:`RebalancingRecord`); the other keys are their
-attributes.
+``L`` layers, ``S`` stages. In a file, ``JsonLinesTelemetry("pipeline.jsonl")``, each has the ``kind`` "profile", and a
+:class:`~zeroresize.telemetry.ChangeRecord` has "layers".
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
-from zeroresize.policy.pipeline.rebalancing import RebalancingProposal
 from zeroresize.runtime.schedules import Schedule
 from zeroresize.runtime.simulated_steps import simulated_step
 from zeroresize.utils.codec import decoded
@@ -118,30 +116,3 @@ class ProfileRecord:
             }
             numbers |= {f"pipeline_stages/{stage}_{name}": value for name, value in of_stage.items()}
         return numbers
-
-
-@dataclass(frozen=True, kw_only=True)
-class RebalancingRecord(RebalancingProposal):
-    """Records a move of layers: what was forecast of it, and what it was.
-
-    Attributes:
-        step: how many blocks of ``PipelineBalancer.step`` were over, the profiled one included.
-        moved_bytes: of all ranks together.
-        seconds: by which the move has made its step longer: what it took the rank that came last to it.
-    """
-
-    step: int
-    moved_bytes: int
-    seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {"kind": "move", **asdict(self)}
-
-    def scalars(self) -> dict[str, float]:
-        """Return numbers by name, under ``pipeline/``."""
-        return {
-            "pipeline/moved_bytes": float(self.moved_bytes),
-            "pipeline/moving_s": self.seconds,
-            "pipeline/expected_step_s": self.expected_step_s,
-        }

@@ -19,10 +19,10 @@ from zeroresize.strategy.calibrate import measure_layer_costs, measure_links
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.step_trainer import clip_grad_norm_
-from zeroresize.strategy.straggler_balancing import ChangeRecord
 from zeroresize.strategy.strategy_balancer import StrategyBalancer
 from zeroresize.strategy.switching.switch import SwitchReport
 from zeroresize.strategy.trainer import RangeReport, StepReport, StrategyTrainer
+from zeroresize.telemetry import ChangeRecord
 
 __all__ = [
     "ChangeRecord",

@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 from weakref import finalize
 
 import torch
@@ -35,6 +35,7 @@ from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds, Sample
 from zeroresize.resharding.agreement import NotEnoughMemoryError, agreed, meet_over
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.step_trainer import StepTrainer
+from zeroresize.telemetry import ChangeRecord
 from zeroresize.utils.codec import loaded, saved
 
 logger = logging.getLogger(__name__)
@@ -51,48 +52,6 @@ _PROBE_SIZE, _PROBE_S, _PROBE_REPETITIONS = 256, 0.002, 3
 
 Step = TypeVar("Step")
 _Step = TypeVar("_Step", contravariant=True)
-
-
-@dataclass(frozen=True)
-class ChangeRecord:
-    """Tells what was changed for slow ranks, and what it took; plain numbers, the same on every rank.
-
-    Attributes:
-        kind: what is balanced: "strategies" or "micro-batches".
-        step: how many steps were over.
-        what: what was done, such as "shares", "leave out" or "replan".
-        left_out: ranks that have no part any more.
-        speeds: of all ranks, as they were believed to be.
-        before, after: the strategies of the ranges, as plain values.
-        step_s, expected_step_s: seconds of a step before and after, by the model of costs.
-        change_s: seconds that the change took, or was to take where ``is_made`` is false; without those for which the
-            next step waits for its plan, where steps are planned ahead.
-        moved_bytes: that all ranks together received.
-        is_made: false where memory did not suffice: then everything is as it was.
-    """
-
-    kind: str
-    step: int
-    what: str
-    left_out: tuple[int, ...]
-    speeds: tuple[float, ...]
-    before: tuple[dict[str, Any], ...]
-    after: tuple[dict[str, Any], ...]
-    step_s: float
-    expected_step_s: float
-    change_s: float
-    moved_bytes: int
-    is_made: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
-
-    def scalars(self) -> dict[str, float]:
-        """Return numbers under ``strategy/`` or ``microbatch/``, by name."""
-        numbers = {name: getattr(self, name) for name in ("step_s", "expected_step_s", "change_s", "moved_bytes")}
-        prefix = "strategy" if self.kind == "strategies" else "microbatch"
-        return {f"{prefix}/{name}": float(value) for name, value in {"left_out": len(self.left_out), **numbers}.items()}
 
 
 class SampledCosts(StrategyCosts, Protocol[_Step]):
@@ -135,7 +94,7 @@ class StragglerBalancing(ABC, Generic[Step]):
     def __init__(
         self,
         trainer: StepTrainer,
-        kind: str,
+        kind: Literal["strategies", "micro-batches"],
         strategies: Sequence[Strategy],
         costs: SampledCosts[Step],
         agreement: Mapping[str, str],
@@ -285,6 +244,7 @@ class StragglerBalancing(ABC, Generic[Step]):
             change_s,
             moved_bytes,
             received is not None,
+            str(self._decision.verdict),
         )
         if self._model.rank == 0:
             is_made = "" if record.is_made else ", and was not made, as memory does not suffice"

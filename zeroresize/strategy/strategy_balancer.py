@@ -47,7 +47,7 @@ class StrategyBalancer(StragglerBalancing[list[int]]):
         tolerance, min_saving: as of :class:`~zeroresize.policy.strategy.stragglers.decision.StragglerDecision`.
         probe: ``probe()`` gives seconds of a few products on this rank; None for products on its device.
         clock: for the busy seconds; None for that of the model's device.
-        on_change: is given a :class:`~zeroresize.strategy.straggler_balancing.ChangeRecord` after each
+        on_change: is given a :class:`~zeroresize.telemetry.ChangeRecord` after each
             decision that was carried out or could not be, on every rank.
 
     Raises:
