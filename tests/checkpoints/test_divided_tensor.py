@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zeroresize as zr
+from zeroresize.checkpoints.checksums import CHECKSUMS, Checksums
 from zeroresize.checkpoints.divided_tensor import (
     DividedTensor,
     Piece,
@@ -48,7 +49,9 @@ def test_units_of_all_ranks_are_the_whole_tensor_in_its_order(owners, rows):
 
 
 def divided():
-    return DividedTensor("fc1.weight", torch.arange(6.0).view(2, 3), TensorDivision(0, 4, lambda: [Piece(2, 0, 2)]))
+    return DividedTensor(
+        "fc1.weight", torch.arange(6.0).view(2, 3), TensorDivision(0, 4, lambda: [Piece(2, 0, 2)]), Checksums()
+    )
 
 
 def test_a_divided_tensor_has_the_whole_shape_and_can_be_copied():
@@ -122,9 +125,9 @@ def test_what_may_be_divided_in_an_unknown_way_is_an_error(run_ranks):
         with pytest.raises(ValueError, match=r"embed\.weight \(shape \(3, 4\) on this rank\) belongs to a layer with"):
             zr.sharded_state_dict(nn.ModuleDict({"embed": Foreign(group)}))
         alone = dist.new_group([rank], use_local_synchronization=True)
-        assert list(zr.sharded_state_dict(nn.ModuleDict({"embed": Foreign(alone)}))) == ["embed.weight"]
+        assert list(zr.sharded_state_dict(nn.ModuleDict({"embed": Foreign(alone)}))) == ["embed.weight", CHECKSUMS]
         norm = nn.SyncBatchNorm(3, process_group=group)
-        assert len(zr.sharded_state_dict(norm)) == 5
+        assert len(zr.sharded_state_dict(norm)) == 6
         normed = nn.utils.parametrizations.weight_norm(zr.ColumnParallelLinear(4, 6, process_group=group))
         with pytest.raises(ValueError, match="how it is divided over its ranks is not known"):
             zr.sharded_state_dict(normed)

@@ -1,7 +1,8 @@
-"""torch.distributed.checkpoint (DCP) writes and reads tensors of which every rank holds a part.
+"""torch.distributed.checkpoint (DCP) writes and reads tensors of which every rank holds a part, or all.
 
 A rank's part is a number of pieces of one dimension, which lie one after another. Every piece becomes a chunk of the
-whole tensor, so a file holds whole tensors, whoever wrote or reads which part of them.
+whole tensor, so a file holds whole tensors, whoever wrote or reads which part of them. Of what is written checksums are
+taken, see :mod:`zeroresize.checkpoints.checksums`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from zeroresize.checkpoints.checksums import CHECKSUMS, Checksums
 from zeroresize.layers.local_parts import local_of
 from zeroresize.plan.ownership import Indices
-from zeroresize.utils.torch_private import is_copy_to, make_wrapper, no_torch_function
+from zeroresize.utils.torch_private import is_copy_to, is_dtensor, make_wrapper, no_torch_function
+
+_SCALAR = ChunkStorageMetadata(torch.Size([]), torch.Size([]))
 
 
 class Piece(NamedTuple):
@@ -73,33 +78,59 @@ def unit_pieces(units: Indices, num_units: int, rows: Sequence[int]) -> list[Pie
 
 @dataclass
 class _Part:
-    """What a :class:`DividedTensor` holds."""
+    """What a :class:`DividedTensor` holds; ``division`` is where all of it begins where it is a single piece."""
 
     name: str
     local: Tensor
-    division: TensorDivision
+    shape: torch.Size
+    division: TensorDivision | torch.Size
+    checksums: Checksums
     before_reading: Callable[[], None] | None = None
     is_to_be_read: bool = False
 
     def copied(self, copy: Callable[[Tensor], Tensor]) -> _Part:
         """A copy, such as on another device, that keeps today's pieces."""
-        pieces = tuple(self.division.pieces())
-        return _Part(self.name, copy(local_of(self.local).data), replace(self.division, pieces=lambda: pieces))
+        division = self.division
+        if isinstance(division, TensorDivision):
+            pieces = tuple(division.pieces())
+            division = replace(division, pieces=lambda: pieces)
+        return _Part(self.name, copy(local_of(self.local).data), self.shape, division, self.checksums)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Part:
         """As an asynchronous checkpoint wants it: on the CPU, whatever happens to the model meanwhile."""
         return self.copied(lambda tensor: tensor.to("cpu", copy=True))
 
+    def pieces(self) -> list[tuple[ChunkStorageMetadata, Tensor]]:
+        """Where each piece lies in the whole tensor, and its entries here."""
+        tensor, division = local_of(self.local).data, self.division
+        if isinstance(division, torch.Size):
+            return [(ChunkStorageMetadata(division, tensor.shape), tensor)]
+        dim, pieces = division.dim, division.pieces()
+        num_held = sum(piece.length for piece in pieces) + division.padding
+        if tensor.shape[dim] != num_held:
+            raise ValueError(
+                f"{self.name}: its dimension {dim} has {tensor.shape[dim]} entries on this rank, which should be "
+                f"{num_held} of {division.whole_size}: was the model changed after zeroresize.convert?"
+            )
+        chunks = []
+        for piece in pieces:
+            offsets = [0] * tensor.dim()
+            offsets[dim], entries = piece.begin, tensor.narrow(dim, piece.local_begin, piece.length)
+            chunks.append((ChunkStorageMetadata(torch.Size(offsets), entries.shape), entries))
+        return chunks
+
 
 class DividedTensor(torch.Tensor):
-    """Stands for a tensor of which this rank holds a part; its shape is that of the whole tensor.
+    """Stands for a tensor of which this rank holds a part, or all; its shape is that of the whole tensor.
 
     Only DCP can use it. Pieces are looked up when DCP plans, so it stays right when units change hands.
 
     Args:
         name: of the tensor, for errors.
         local: what this rank holds, or a DTensor of which that is the local part. It is read and written in place.
-        division: how the whole tensor is divided.
+        division: how the whole tensor is divided; None for a tensor that this rank holds all of, or a DTensor whose
+            placements tell it.
+        checksums: are told of what DCP is given to write.
         before_reading: called before a file is read into it.
     """
 
@@ -109,17 +140,28 @@ class DividedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, name: str, local: Tensor, division: TensorDivision, before_reading: Callable[[], None] | None = None
+        cls,
+        name: str,
+        local: Tensor,
+        division: TensorDivision | None,
+        checksums: Checksums,
+        before_reading: Callable[[], None] | None = None,
     ) -> DividedTensor:
-        return cls._of(_Part(name, local, division, before_reading))
+        shape, where = list(local.shape), division or torch.Size([0] * local.dim())
+        if division is not None:
+            shape[division.dim] = division.whole_size
+        elif is_dtensor(local):
+            (chunk,) = local.data.__create_chunk_list__()  # type: ignore[attr-defined]
+            where = chunk.offsets
+        return cls._of(_Part(name, local, torch.Size(shape), where, checksums, before_reading))
 
     @classmethod
     def _of(cls, part: _Part, device: torch.device | None = None) -> DividedTensor:
-        tensor, shape = part.local, list(part.local.shape)
-        shape[part.division.dim] = part.division.whole_size
-        made: DividedTensor = make_wrapper(cls, shape, tensor.dtype, tensor.device if device is None else device)
+        made: DividedTensor = make_wrapper(
+            cls, part.shape, part.local.dtype, part.local.device if device is None else device
+        )
         made._part = part
-        made._chunks()  # what does not fit is told now and not when a file is half written
+        part.pieces()  # what does not fit is told now and not when a file is half written
         return made
 
     @property
@@ -128,48 +170,27 @@ class DividedTensor(torch.Tensor):
         return local_of(self._part.local).data
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        part = self.local
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(part), self.size()),
-            )
-            for chunk in self._chunks()
-        ]
+        items = []
+        for chunk, entries in self._part.pieces():
+            self._part.checksums.begin(fqn, chunk, entries)
+            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(entries), self._part.shape)
+            items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         self._part.is_to_be_read = True  # DCP asks this before it reads, and not before it writes
-        return self._chunks()
+        return [chunk for chunk, _ in self._part.pieces()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         if self._part.is_to_be_read and self._part.before_reading is not None:
             self._part.before_reading()
-        dim = self._part.division.dim
-        for piece in self._part.division.pieces():
-            if index.offset is not None and index.offset[dim] == piece.begin:
-                return self.local.narrow(dim, piece.local_begin, piece.length)
+        for chunk, entries in self._part.pieces():
+            if index.offset == chunk.offsets:
+                return entries
         raise RuntimeError(
             f"{index.fqn}: this rank no longer holds what begins at {tuple(index.offset or ())}: do not move units "
             "while a checkpoint is saved or loaded"
         )
-
-    def _chunks(self) -> list[ChunkStorageMetadata]:
-        """Where each piece lies in the whole tensor."""
-        tensor, division = self.local, self._part.division
-        dim, pieces = division.dim, division.pieces()
-        num_held = sum(piece.length for piece in pieces) + division.padding
-        if tensor.shape[dim] != num_held:
-            raise ValueError(
-                f"{self._part.name}: its dimension {dim} has {tensor.shape[dim]} entries on this rank, which should be "
-                f"{num_held} of {division.whole_size}: was the model changed after zeroresize.convert?"
-            )
-        chunks = []
-        for piece in pieces:
-            offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
-            offsets[dim], sizes[dim] = piece.begin, piece.length
-            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-        return chunks
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -193,6 +214,28 @@ class DividedTensor(torch.Tensor):
         )
 
 
+class ChecksumsEntry(DividedTensor):
+    """Stands for this rank's checksums of all others: a number, in whose place DCP writes bytes and reads nothing."""
+
+    @staticmethod
+    def __new__(cls, checksums: Checksums) -> ChecksumsEntry:
+        made: Any = DividedTensor.__new__(cls, CHECKSUMS, torch.zeros((), dtype=torch.uint8), None, checksums)
+        return made
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        # The index names it so; of what has no dimension, DCP does not ask whether pieces overlap.
+        key = MetadataIndex(fqn, torch.Size([rank, self._part.checksums.begin_save()]))
+        data = TensorWriteData(_SCALAR, TensorProperties(torch.uint8), torch.Size([]))
+        return [WriteItem(key, WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return []
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return torch.frombuffer(bytearray(self._part.checksums.text().encode()), dtype=torch.uint8)
+
+
 def _refuse(what: str) -> NoReturn:
     raise RuntimeError(  # Python hides a TypeError of an operator
         f"{what}: what zeroresize.sharded_state_dict returns is for torch.distributed.checkpoint only. For a state "
@@ -210,10 +253,3 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
         elif piece.length:
             joined.append(piece)
     return joined
-
-
-def part_of(
-    name: str, tensor: Tensor, division: TensorDivision | None, before_reading: Callable[[], None] | None = None
-) -> Tensor:
-    """Return what DCP gets of a tensor of which this rank holds a part, or all where there is no division."""
-    return tensor.data if division is None else DividedTensor(name, tensor, division, before_reading)

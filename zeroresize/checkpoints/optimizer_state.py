@@ -10,13 +10,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from zeroresize.checkpoints.divided_tensor import TensorDivision, part_of
+from zeroresize.checkpoints.checksums import Checksums
+from zeroresize.checkpoints.divided_tensor import DividedTensor, TensorDivision
 from zeroresize.layers.local_parts import local_of
 from zeroresize.optim.optimizers import require_stepping, stepped_tensors, torch_optimizer
 from zeroresize.resharding.parameter_state import StateKind, kind_of_state
 from zeroresize.utils.codec import FORMAT, require_format
 from zeroresize.utils.torch_private import drop_step_hooks
 
+#: The name under which a checkpoint has an optimizer, and names within.
+OPTIMIZER = "optimizer"
 FORMAT_KEY, GROUPS, HAS_STATE, MASTER = "format", "param_groups", "has_state", "master_weight"
 _OF_THE_MODEL = ("params", "param_names")
 
@@ -33,12 +36,18 @@ class OptimizerState:
         optimizer: a torch optimizer, or a host's wrapper of one.
         parameters: of the model, by name.
         divisions: of those of which this rank holds a part, by ``id``.
+        checksums: are told of all that DCP is given to write.
     """
 
     def __init__(
-        self, optimizer: Any, parameters: Mapping[str, Tensor], divisions: Mapping[int, TensorDivision]
+        self,
+        optimizer: Any,
+        parameters: Mapping[str, Tensor],
+        divisions: Mapping[int, TensorDivision],
+        checksums: Checksums,
     ) -> None:
         self._optimizer, self._parameters, self._divisions = optimizer, dict(parameters), divisions
+        self._checksums = checksums
         self._inner = torch_optimizer(optimizer)
         require_stepping(optimizer, parameters)
         stepped = {id(one) for one in self._stepped().values()}
@@ -60,11 +69,12 @@ class OptimizerState:
             {key: _plain(value) for key, value in group.items() if key not in _OF_THE_MODEL}
             for group in self._inner.param_groups
         )
-        return {
-            FORMAT_KEY: FORMAT,
-            GROUPS: groups,
-            **{name: self._of(name, tensor) for name, tensor in self._stepped().items()},
-        }
+        parts = {name: self._of(name, tensor) for name, tensor in self._stepped().items()}
+        self._checksums.note(f"{OPTIMIZER}.{GROUPS}", groups)
+        for name, entries in parts.items():
+            for key, value in entries.items():
+                self._checksums.note(f"{OPTIMIZER}.{name}.{key}", value)
+        return {FORMAT_KEY: FORMAT, GROUPS: groups, **parts}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what DCP has loaded into a :meth:`state_dict`; tensors were loaded in place."""
@@ -118,11 +128,11 @@ class OptimizerState:
             if kind in (StateKind.PLAIN, StateKind.OTHER):
                 entries[key] = value
             elif kind is StateKind.LIKE_PARAMETER:
-                entries[key] = part_of(f"{name}: {key}", value, division, install)
+                entries[key] = DividedTensor(f"{name}: {key}", value, division, self._checksums, install)
             elif kind is StateKind.NUMBER:
                 entries[key] = value.item()
             elif division is None:
-                entries[key] = value.data
+                entries[key] = DividedTensor(f"{name}: {key}", value, None, self._checksums)
             else:
                 raise ValueError(
                     f"sharded_state_dict: the optimizer keeps {key!r} of shape {tuple(value.shape)} beside {name} of "
@@ -132,7 +142,7 @@ class OptimizerState:
         if division is not None and not local_of(tensor).numel():  # numbers here are of nothing: others write theirs
             entries = {key: value if isinstance(value, Tensor) else _Unwritten() for key, value in entries.items()}
         if tensor is not parameter:
-            entries[MASTER] = part_of(f"{name}: {MASTER}", tensor, division)
+            entries[MASTER] = DividedTensor(f"{name}: {MASTER}", tensor, division, self._checksums)
         return entries
 
     def _fresh(self, name: str, tensor: Tensor) -> dict[str, Any]:

@@ -25,14 +25,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
+from zeroresize.checkpoints.checksums import CHECKSUMS, Checksums
+from zeroresize.checkpoints.divided_tensor import ChecksumsEntry, DividedTensor
 from zeroresize.checkpoints.reader import PIPELINE_SETTINGS, CheckpointReader
 from zeroresize.pipeline.layer_contents import (
     BUFFER,
@@ -55,7 +51,6 @@ from zeroresize.resharding.parameter_state import (
     settings_of,
 )
 from zeroresize.utils.codec import FORMAT, require_format
-from zeroresize.utils.torch_private import no_torch_function
 
 #: DCP loads them in the order of their names: the last one when the others are done.
 _SECTIONS = ("layers", "optimizer", "pipeline")
@@ -70,7 +65,8 @@ def pipeline_state(pipeline: Pipeline, optimizer: Any) -> dict[str, Any]:
     """
     pipeline.meet()  # raises on a rank that was released
     state = _PipelineState(pipeline, require_movable_state(optimizer, dict(pipeline.named_parameters())))
-    return {name: _Section(state, name) for name in _SECTIONS if name != "optimizer" or optimizer is not None}
+    sections = {name: _Section(state, name) for name in _SECTIONS if name != "optimizer" or optimizer is not None}
+    return {**sections, CHECKSUMS: ChecksumsEntry(state.checksums)}
 
 
 class _PipelineState:
@@ -78,11 +74,13 @@ class _PipelineState:
 
     Attributes:
         read: what was read and is not yet installed.
+        checksums: of what was given to write.
     """
 
     def __init__(self, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> None:
         self._pipeline, self._optimizer = pipeline, optimizer
         self.read: _Read | None = None
+        self.checksums = Checksums()
         self.tensors()  # an error is raised now
 
     def __deepcopy__(self, memo: Any) -> _PipelineState:
@@ -142,11 +140,14 @@ class _Section:
         self._state, self._prefix = state, f"{name}."
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {
-            name.removeprefix(self._prefix): _Deferred.of(tensor, self._state if name == PIPELINE_SETTINGS else None)
-            for name, tensor in self._state.tensors().items()
-            if name.startswith(self._prefix)
-        }
+        deferred: dict[str, Tensor] = {}
+        for name, tensor in self._state.tensors().items():
+            if name.startswith(self._prefix):
+                kind = _ReadsAll if name == PIPELINE_SETTINGS else _Deferred
+                made = deferred[name.removeprefix(self._prefix)] = kind(name, tensor, None, self._state.checksums)
+                if isinstance(made, _ReadsAll):
+                    made._state = self._state
+        return deferred
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         if self._prefix == f"{_SECTIONS[-1]}.":  # once, for all of them
@@ -163,39 +164,22 @@ class _AnySize(list[int]):
         return False
 
 
-class _Deferred(Tensor):
+class _Deferred(DividedTensor):
     """A tensor that DCP writes as any other one and plans to read nothing into."""
-
-    _state: _PipelineState | None
-
-    __torch_function__ = no_torch_function
-
-    @classmethod
-    def of(cls, tensor: Tensor, state: _PipelineState | None) -> Tensor:
-        deferred = tensor.detach().as_subclass(_Deferred if state is None else _ReadsAll)
-        deferred._state = state
-        return deferred
 
     def size(self, dim: int | None = None) -> Any:
         return _AnySize(self.shape) if dim is None else self.shape[dim]
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        shape, offsets = self.shape, torch.Size([0] * self.dim())
-        data = TensorWriteData(ChunkStorageMetadata(offsets, shape), TensorProperties.create_from_tensor(self), shape)
-        return [WriteItem(MetadataIndex(fqn, offsets), WriteItemType.TENSOR, tensor_data=data)]
-
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return []
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return self.as_subclass(Tensor)
 
 
 class _ReadsAll(_Deferred):
     """The settings, with which DCP has all of the pipeline's layers read."""
 
+    _state: _PipelineState
+
     def read_itself(self, folder: str | os.PathLike[str]) -> None:
-        assert self._state is not None
         self._state.read_from(folder)
 
 

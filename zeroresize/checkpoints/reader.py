@@ -7,16 +7,22 @@ import os
 import re
 import stat
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import Any, Protocol, runtime_checkable
+from typing import IO, Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from zeroresize.checkpoints.checksums import CHECKSUMS, SavedChecksums, require_sound
 from zeroresize.checkpoints.index import read_index
 from zeroresize.utils.codec import first_reason, plain_value, require_format
 
@@ -47,6 +53,9 @@ class CheckpointReader(FileSystemReader):
     classes that were allowed by ``torch.serialization.add_safe_globals``. The index and the files that it names are
     plain files of the folder: what is a link, a device or a pipe is not opened.
 
+    What ``zr.sharded_state_dict`` gave to write is compared with the checksums of then, of which torch's own reader
+    knows nothing; of everything else the checksums are those of ``torch.save``'s format.
+
     Args:
         path: the folder.
 
@@ -73,7 +82,9 @@ class CheckpointReader(FileSystemReader):
                 _plain_file(self.path, name)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
-        metadata.state_dict_metadata = _Index(metadata.state_dict_metadata)
+        self.storage_data = metadata.storage_data
+        self._saved = SavedChecksums(metadata, self._bytes_of)
+        metadata.state_dict_metadata = _Index(metadata.state_dict_metadata, self._saved)
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -89,10 +100,11 @@ class CheckpointReader(FileSystemReader):
         for item in plan.items:
             file = self.storage_data[item.storage_index].relative_path
             by_file.setdefault((item.type is not LoadItemType.BYTE_IO, file), []).append(item)
-        plain: Any = _PlainValues(planner, self.path)  # all that a planner is asked for
         for (_, name), items in sorted(by_file.items(), key=lambda entry: entry[0]):
             try:
-                super().read_data(replace(plan, items=items), plain).wait()
+                with _plain_file(self.path, name).open("rb") as stream:
+                    for item in items:
+                        self._read_item(item, stream, planner)
             except Exception as error:  # damaged files raise whatever they come to
                 reason = str(error) if isinstance(error, ValueError) else first_reason(error)
                 raise ValueError(f"{Path(self.path) / name}: {reason}") from error
@@ -100,9 +112,58 @@ class CheckpointReader(FileSystemReader):
         done.set_result(None)
         return done
 
+    def _read_item(self, item: ReadItem, stream: IO[bytes], planner: LoadPlanner) -> None:
+        """Planners unpickle what they get, so it is written anew from what was read."""
+        key = item.storage_index
+        place = self.storage_data[key]
+        raw = self._slice_file(stream, place)
+        data: Any = self.transforms.transform_load_stream(item, place.transform_descriptors or (), raw)
+        if item.type is LoadItemType.BYTE_IO:
+            written, anew = data.read(), io.BytesIO()
+            require_sound(written)
+            plain = plain_value(io.BytesIO(written), f"{self.path}: {key.fqn}")
+            self._saved.require_same_value(key.fqn, plain)
+            if key.fqn == _FORMAT:  # before tensors are read, which go where they belong at once
+                require_format(plain, "optimizer")
+            torch.save(plain, anew)
+            anew.seek(0)
+            planner.load_bytes(item, anew)
+            return
+        data = data if data.seekable() else io.BytesIO(data.read())
+        piece = torch.load(data, map_location="cpu", weights_only=True)
+        self._saved.require_same(key, piece, data)
+        for dim, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            piece = piece.narrow(dim, begin, length)
+        target = planner.resolve_tensor(item).detach()
+        if target.shape != piece.shape:
+            raise ValueError(f"{key.fqn}: of shape {tuple(piece.shape)}, where {tuple(target.shape)} is expected")
+        target.copy_(piece)
+        planner.commit_tensor(item, target)
+
+    def _bytes_of(self, key: MetadataIndex) -> bytes:
+        """Those of an entry of the index that is a tensor of bytes."""
+        place = self.storage_data[key]
+        with _plain_file(self.path, place.relative_path).open("rb") as stream:
+            data = self._slice_file(stream, place).read()
+        require_sound(data)
+        return bytes(torch.load(io.BytesIO(data), weights_only=True).numpy())
+
 
 class _Index(dict[str, Any]):
-    """An index by name: what a pipeline reads by itself may be missing, and a balancer of other ranks is an error."""
+    """An index by name: what a pipeline reads by itself may be missing, and a balancer of other ranks is an error.
+
+    Tensors of which pieces are not as they were written are errors, too.
+    """
+
+    def __init__(self, index: dict[str, Any], saved: SavedChecksums) -> None:
+        super().__init__(index)
+        self._saved = saved
+
+    def __getitem__(self, name: str) -> Any:
+        metadata = super().__getitem__(name)
+        if isinstance(metadata, TensorStorageMetadata) and name in self and not name.endswith(CHECKSUMS):
+            self._saved.require_whole(name, metadata)
+        return metadata
 
     def __contains__(self, name: object) -> bool:
         if super().__contains__(name) or not isinstance(name, str):
@@ -127,26 +188,6 @@ class _Index(dict[str, Any]):
 
 def _ranks(group: str) -> str:
     return f"{group.count('-') + 1} ranks ({group})"
-
-
-class _PlainValues:
-    """A planner that is given plain values only."""
-
-    def __init__(self, planner: LoadPlanner, path: Any) -> None:
-        self._planner, self._path = planner, path
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._planner, name)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Planners unpickle what they get, so it is written anew from what was read."""
-        name = read_item.storage_index.fqn
-        plain, anew = plain_value(value, f"{self._path}: {name}"), io.BytesIO()
-        if name == _FORMAT:  # before tensors are read, which go where they belong at once
-            require_format(plain, "optimizer")
-        torch.save(plain, anew)
-        anew.seek(0)
-        self._planner.load_bytes(read_item, anew)
 
 
 def _plain_file(folder: str | os.PathLike[str], name: str) -> Path:

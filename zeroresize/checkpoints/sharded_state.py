@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from zeroresize.checkpoints.divided_tensor import TensorDivision
     from zeroresize.strategy.model import SwitchableModel
 
-OPTIMIZER = "optimizer"
-
 
 def sharded_state_dict(model: Any, optimizer: Any = None) -> dict[str, Any]:
     """Return what ``torch.distributed.checkpoint`` (DCP) saves and loads of a model, wherever its parts are.
@@ -153,10 +151,15 @@ def _state(
     optimizer: Any,
 ) -> dict[str, Any]:
     """What DCP gets of tensors by name; of those in ``divisions``, by ``id``, this rank holds a part."""
-    from zeroresize.checkpoints.divided_tensor import part_of
-    from zeroresize.checkpoints.optimizer_state import OptimizerState
+    from zeroresize.checkpoints.checksums import CHECKSUMS, Checksums
+    from zeroresize.checkpoints.divided_tensor import ChecksumsEntry, DividedTensor
+    from zeroresize.checkpoints.optimizer_state import OPTIMIZER, OptimizerState
 
-    state: dict[str, Any] = {name: part_of(name, one, divisions.get(id(one))) for name, one in tensors.items()}
+    checksums = Checksums()
+    state: dict[str, Any] = {
+        name: DividedTensor(name, tensor, divisions.get(id(tensor)), checksums) for name, tensor in tensors.items()
+    }
     if optimizer is not None:
-        state[OPTIMIZER] = OptimizerState(optimizer, parameters, divisions)
+        state[OPTIMIZER] = OptimizerState(optimizer, parameters, divisions, checksums)
+    state[CHECKSUMS] = ChecksumsEntry(checksums)
     return state
