@@ -3,10 +3,11 @@
 import pytest
 import torch
 from helpers import pipelines
+from helpers.faults import Evil
 from helpers.pipelines import BOUNDARIES, OPTIMIZERS, WIDTH, assert_same, groups_of, held, pipeline_of
 from torch import nn
 
-from zeroresize.pipeline import move_layers
+from zeroresize.pipeline import PipelineBalancer, move_layers, moving_during_backward
 
 pytestmark = [pytest.mark.versions, pytest.mark.same_ranks]
 
@@ -80,6 +81,34 @@ def test_the_optimizer_steps_what_came_and_forgets_what_went(run_ranks):
         assert len(accumulators) >= len(learning)
 
     run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("during", [False, True])
+def test_extra_state_that_could_run_code_does_not_and_nothing_moves(run_ranks, tmp_path, during):
+    class Remembering(nn.Linear):
+        def get_extra_state(self):
+            return Evil(tmp_path / "marker")
+
+        def set_extra_state(self, state):
+            raise AssertionError("it was read")
+
+    def check(rank, group):
+        layers = [nn.Linear(2, 2), Remembering(2, 2), nn.Linear(2, 2)]
+        pipeline = pipeline_of(group, (0, 2, 3), layers=layers, loss=nn.functional.mse_loss)
+        before = layers[1].weight.detach().clone()
+        message = r"extra state of layers\.1: not read" if rank == 0 else r"ranks \[0\]"
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            PipelineBalancer(pipeline, None)
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            if during:
+                with moving_during_backward(pipeline, (0, 1, 3), optimizer=None):
+                    pipeline.step(torch.ones(4, 2), target=torch.ones(4, 2))
+            else:
+                move_layers(pipeline, (0, 1, 3), optimizer=None)
+        assert pipeline.boundaries == (0, 2, 3) and torch.equal(layers[1].weight, before)
+
+    run_ranks(check, 2)
+    assert not (tmp_path / "marker").exists()
 
 
 def test_what_changed_in_training_moves_too(run_ranks):

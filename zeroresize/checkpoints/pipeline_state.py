@@ -250,7 +250,7 @@ class _Read:
         self._load(wanted)
         for note, new in installing:
             arrived = Arrived(note, pipeline.layers[note.layer], pipeline.tensors[note.layer], new)
-            arrived.read_extra_state(is_from_file=True)
+            arrived.read_extra_state()
             self._arrived.append(arrived)
 
     def _shared_buffers(self, number: int, layer: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:

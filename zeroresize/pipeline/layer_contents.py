@@ -9,7 +9,6 @@ import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -169,17 +168,34 @@ def describe(
         parameters[name] = ParameterNote(groups.get(id(parameter)), parameter.requires_grad, plain)
     buffers = {name: buffers_of(module)[key] for name, (module, key) in layer_tensors.buffers.items()}
     contents += [(name, BUFFER, buffer.detach()) for name, buffer in buffers.items() if buffer is not None]
-    for path, module in layer.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            stream = io.BytesIO()
-            torch.save(module.get_extra_state(), stream)
-            contents.append((path, EXTRA, torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)))
+    contents += [(path, EXTRA, extra) for path, extra in extra_state_of(number, layer).items()]
     if with_room:
         contents.append(("", HAS_GRADIENT, torch.tensor(has_gradient, dtype=torch.uint8, device="cpu")))
     tensors = [_dense(tensor) for *_, tensor in contents]
     notes = tuple(TensorNote.of(name, what, tensor) for (name, what, _), tensor in zip(contents, tensors, strict=True))
     missing = tuple(name for name, buffer in buffers.items() if buffer is None)
     return LayerNote(number, notes, parameters, missing, tuple(each.training for each in layer.modules())), tensors
+
+
+def extra_state_of(number: int, layer: nn.Module) -> dict[str, Tensor]:
+    """Return the bytes of what each module of a layer has as extra state, by the module's name.
+
+    Raises:
+        ValueError: for what could run code where it is read.
+    """
+    extra_state = {}
+    for path, module in layer.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            stream = io.BytesIO()
+            torch.save(module.get_extra_state(), stream)
+            extra_state[path] = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+            stream.seek(0)
+            plain_value(stream, _extra_name(number, path))
+    return extra_state
+
+
+def _extra_name(number: int, path: str) -> str:
+    return f"extra state of layers.{number}.{path}".rstrip(".")
 
 
 def require_fitting(note: LayerNote, layer: nn.Module, layer_tensors: LayerTensors, groups: Mapping[int, int]) -> None:
@@ -220,19 +236,17 @@ class Arrived:
             if not is_there:
                 del self._new[key]
 
-    def read_extra_state(self, *, is_from_file: bool) -> None:
-        """Read the modules' extra state, of any classes where it comes from another rank.
+    def read_extra_state(self) -> None:
+        """Read the modules' extra state.
 
         Raises:
-            ValueError: for what is from a file and could run code.
+            ValueError: for what is damaged or could run code.
         """
         self._extra: dict[str, Any] = {}
         for (path, what), tensor in self._new.items():
             if what == EXTRA:
                 stream = io.BytesIO(bytes(tensor.numpy()))
-                name = f"extra state of layers.{self._note.layer}.{path}".rstrip(".")
-                read = partial(plain_value, what=name) if is_from_file else partial(torch.load, weights_only=False)
-                self._extra[path] = read(stream)
+                self._extra[path] = plain_value(stream, _extra_name(self._note.layer, path))
 
     def install(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Put what has come in place of what is here; only a ``set_extra_state`` of the layer could fail."""

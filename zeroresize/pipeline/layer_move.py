@@ -145,8 +145,11 @@ class LayerMove(Transaction):
             Arrived(self._notes[number], self._layers[number], self._layer_tensors[number], new)
             for number, new in self._new.items()
         ]
-        for arrived in self._arrived:
-            arrived.read_extra_state(is_from_file=False)
+        try:
+            for arrived in self._arrived:
+                arrived.read_extra_state()
+        except ValueError as error:
+            return error
         return None
 
     def commit(self) -> None:

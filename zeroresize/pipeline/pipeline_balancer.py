@@ -16,6 +16,7 @@ from zeroresize.comm.collectives import as_process_group
 from zeroresize.layers.whole_parameters import require_whole_parameters
 from zeroresize.measure.links import measure_move_cost
 from zeroresize.optim.independence import why_not_by_parameter
+from zeroresize.pipeline.layer_contents import extra_state_of
 from zeroresize.pipeline.measuring import CountWork, Measuring, StageLinks, WorkCounter
 from zeroresize.pipeline.moving_layers import LayerMoveReport, MoveDuringBackward, move_layers, moving_during_backward
 from zeroresize.pipeline.pipeline import Pipeline
@@ -535,6 +536,8 @@ def _movable_groups(pipeline: Pipeline, optimizer: torch.optim.Optimizer | None)
     except ValueError as error:
         raise ValueError(f"layers cannot be moved one by one, so make one of those that share: {error}") from error
     require_whole_parameters(layers)
+    for number in pipeline.present:
+        extra_state_of(number, layers[number])
     if require_movable_state(optimizer, dict(pipeline.named_parameters())) is None:
         return []
     reason = why_not_by_parameter(optimizer, pipeline.parameters())
