@@ -1,4 +1,4 @@
-"""Files that grow while a run goes on and survive their writer: lines of JSON, and numbers for TensorBoard."""
+"""Files that survive their writer: whole ones, and lines of JSON and numbers for TensorBoard, which grow."""
 
 from __future__ import annotations
 
@@ -64,6 +64,21 @@ class GrowingFile:
         self._file.close()
 
 
+def write_whole(path: str | Path, content: bytes | str) -> None:
+    """Write a file that is there whole or, where it cannot be written, as it was before; its folder is there."""
+    path = Path(path)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
 class JsonLines:
     """Appends to a file. A line is complete once written, so the file can be read at any time.
 
@@ -75,13 +90,7 @@ class JsonLines:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = [line for line, number, values in _read(path) if _stays(path, number, values, until)]
-        kept = path.with_name(f"{path.name}.tmp")
-        try:
-            kept.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-            kept.replace(path)
-        except OSError:
-            kept.unlink(missing_ok=True)
-            raise
+        write_whole(path, "".join(f"{line}\n" for line in lines))
         self._file = GrowingFile(path)
 
     def write(self, values: Mapping[str, Any]) -> None:

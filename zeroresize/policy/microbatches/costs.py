@@ -19,6 +19,7 @@ import numpy as np
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.microbatches.plan import Floats, Indices
 from zeroresize.utils.codec import decoded, encoded
+from zeroresize.utils.files import write_whole
 from zeroresize.utils.hashing import digest
 
 #: Of a tensor that a layer hands on: bytes of an element, then its dimensions: numbers, and names of sizes.
@@ -249,8 +250,8 @@ class CostTable:
         return digest(json.dumps(encoded(self), sort_keys=True)).hex()
 
     def save(self, path: str | Path) -> None:
-        """Write the table as JSON."""
-        Path(path).write_text(json.dumps(encoded(self)), encoding="utf-8")
+        """Write the table as JSON; where that cannot be, the file is as it was."""
+        write_whole(path, json.dumps(encoded(self)))
 
     @classmethod
     def load(cls, path: str | Path) -> CostTable:
