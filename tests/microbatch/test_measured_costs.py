@@ -122,6 +122,25 @@ def test_layers_that_take_a_known_time_are_found_to_take_it(run_ranks):
     assert prices.forward_s[0] == pytest.approx([2e-4 * 20] * 2, rel=0.3)
 
 
+def test_nothing_is_run_that_is_longer_than_the_longest(run_ranks):
+    """As of a table of positions, which ends with it."""
+
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(24, 4)
+
+        def forward(self, x, batch):
+            length = batch.sizes["length"]
+            return x.new_zeros(len(x), length, 4, dtype=torch.float32) + self.table(torch.arange(length))
+
+    shapes = ProfiledShapes(("size", "length"), 2, (24,), shortest=8)
+    layers = nn.ModuleList([Positions(), Sleeping(0.0)])
+    table = measured(run_ranks, layers, PaddedBatch.hollow, shapes, loss=sum_of, recomputations=["none"])
+    assert table.longest == (24,)
+    assert all(grid.lengths == ((8, 16, 24),) for grid in table.grids["none"].values())
+
+
 def test_kept_bytes_are_those_that_a_hand_counts(run_ranks):
     """Linear, GELU, Linear: inputs of both products and of the GELU, in float32; and gradients meanwhile."""
 

@@ -141,6 +141,11 @@ class OwnedSegment:
     def __post_init__(self) -> None:
         self.shares = self.shares or (1.0,) * self.owned.num_ranks
 
+    @property
+    def may_give(self) -> bool:
+        """Whether a rank has more units at even shares than it must keep."""
+        return len(self.owned.owners) > self.min_units * self.owned.num_ranks
+
     def follow(self, rank: int) -> None:
         """Let what lies between the layers follow what ``rank``, this one, owns now."""
         if self.on_change is None:

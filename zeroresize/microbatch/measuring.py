@@ -47,7 +47,7 @@ class ProfiledShapes:
     Attributes:
         names: of a micro-batch's sizes: the number of its rows first, then that of each length.
         most_rows: of a micro-batch; larger ones are extrapolated.
-        longest: [A] tokens of the longest sample.
+        longest: [A] tokens of the longest sample, 2 at least; nothing longer is run.
         shortest: tokens from which on lengths are measured.
         most_tokens: rows × tokens of a micro-batch; larger ones are never planned.
 
@@ -65,7 +65,7 @@ class ProfiledShapes:
         at_least("most_rows", self.most_rows, 1)
         at_least("shortest", self.shortest, 1)
         for length in self.longest:
-            at_least("longest", length, 1)
+            at_least("longest", length, 2)
         if len(self.names) != len(self.longest) + 1:
             raise ValueError(
                 f"names={list(self.names)} and longest={list(self.longest)}: a name is needed for the rows and one for "
@@ -157,10 +157,15 @@ def _axes(around: tuple[HandedOn | None, HandedOn | None], shapes: ProfiledShape
     return axes or tuple(range(len(shapes.longest)))
 
 
+def _lengths(shortest: int, longest: int) -> tuple[int, ...]:
+    """From one to the other, each but the last twice the one before: a model may take nothing longer."""
+    return (*(length for length in powers_of_two(longest, shortest) if length < longest), longest)
+
+
 def _grid_of(probe: _LayerProbe, axes: tuple[int, ...], shapes: ProfiledShapes) -> LayerGrid:
     sizes = powers_of_two(shapes.most_rows)
     longest = [shapes.longest[axis] for axis in axes]
-    lengths = tuple(powers_of_two(most, min(shapes.shortest, most)) for most in longest)
+    lengths = tuple(_lengths(min(shapes.shortest, most - 1), most) for most in longest)
     values = np.full((4, *(len(points) for points in (sizes, *lengths))), np.inf)
     flat = values.reshape(4, -1)
     for place, (rows, seen) in enumerate(zip(*grid_points(sizes, lengths), strict=True)):

@@ -2,13 +2,14 @@
 
 import copy
 import functools
+import math
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import parallel_layers
-from helpers.processes import for_each
+from helpers.processes import caught_log_lines, for_each
 from torch import nn
 
 import zeroresize as zr
@@ -90,6 +91,20 @@ def test_a_follower_that_sets_all_that_is_of_single_units_passes(run_ranks):
 
     run_ranks(check, 2)
     run_ranks(check, 4)
+
+
+def test_a_segment_of_which_no_rank_may_give_a_unit_is_not_tried(run_ranks):
+    """Such as heads of which each rank has one, and must keep it."""
+
+    def check(rank, group):
+        with caught_log_lines() as lines:
+            checks = zr.check_segments(converted(group, min_units=HEADS // 2), batch())
+        assert math.isnan(checks[0].output_difference) and checks[0].problem is None
+        assert checks[1].output_difference < 1e-13
+        assert any("units of 1 segments can move (1 of neurons)" in line for line in lines) == (rank == 0)
+        return any("attention.out (heads): not tried" in line for line in lines)
+
+    assert run_ranks(check, 2)[0]
 
 
 def follows_only_away(attention):

@@ -69,7 +69,7 @@ def log_staying_even(staying_even: Mapping[str, str]) -> None:
 
 def summary_of_segments(layers: Mapping[str, BalancedLinear]) -> str:
     """Return how many segments have units that can move, how many layers stay, and the first reason, for a log line."""
-    segments = owned_segments(layers)
+    segments = [segment for segment in owned_segments(layers) if segment.may_give]
     kinds = Counter(segment.kind for segment in segments)
     of_kinds = f" ({', '.join(f'{count} of {kind}' for kind, count in kinds.items())})" if kinds else ""
     staying = [name for name, layer in layers.items() if layer.segment is None]

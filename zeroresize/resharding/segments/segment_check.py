@@ -53,7 +53,8 @@ class SegmentCheck:
         kind: what a unit is.
         layers: names of its layers.
         output_difference, gradient_difference: by how much what the model returns, and the gradients of its parameters,
-            differ from those at even shares, as a share of a tensor's largest element. NaN where nothing was computed.
+            differ from those at even shares, as a share of a tensor's largest element. NaN where nothing was computed,
+            as where every rank has only what it must keep, such as one KV group.
         problem: what is wrong; None where the segment moves soundly.
     """
 
@@ -119,6 +120,10 @@ def check_segments(
         with in_float64(inner):
             checks = check.run()
     for result in checks:
+        if math.isnan(result.output_difference) and result.problem is None:
+            text = "check_segments: %s (%s): not tried, as no rank has more than it must keep"
+            logger.info(text, result.name, result.kind)
+            continue
         differences = result.output_difference, result.gradient_difference
         text = "check_segments: %s (%s): outputs differ by %.1e, gradients by %.1e"
         logger.info(text, result.name, result.kind, *differences)
@@ -195,6 +200,8 @@ class _Check:
 
     def _check_segment(self, segment: OwnedSegment, expected: _Results) -> SegmentCheck:
         differences, problem = (math.nan, math.nan), None
+        if not segment.may_give:
+            return SegmentCheck(segment.name, segment.kind, segment.layers, *differences)
         with restored(self._model):  # so that what on_change leaves behind is not another segment's
             try:
                 self._ranks.together(partial(_require_movable, segment))
