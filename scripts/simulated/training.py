@@ -153,13 +153,14 @@ def simulate(
     pruned_share = lent_share = 0.0
     for step in range(num_steps):
         if divisions and step in divisions:
-            plan = controller.set_owned(divisions[step])
+            controller.hold_owned(divisions[step])
+            plan = controller.hold_owned(None)
         calibrates = step % config.update_every < controller.num_calibration_steps
         in_force = controller.calibration_plan if calibrates else plan
         if num_bytes := holdings.take(in_force.owned):
             moves.append((step, num_bytes, cluster.move.seconds(num_bytes)))
             if learns_moves:
-                controller.moved(*moves[-1][1:])
+                controller.ownership.learn(*moves[-1][1:])
             _compare(cluster, cluster.chi(max(step - 1, 0)), holdings, estimates, comparisons)
         times = _step(cluster, cluster.chi(step), in_force, holdings, noise.next_step())
         unread.append(times)

@@ -99,14 +99,14 @@ def _decider(setup: Setup, group: Group) -> GroupDecision:
     exchange = group.everybody if config.mode in MOVABLE_MODES else group.exchange
     if units is None or (units.why_not_movable is not None and units.is_home):
         decider = GroupDecision(config, setup.num_ranks, exchange)
-    elif units.why_not_movable is None:
-        decider = GroupDecision(config, setup.num_ranks, exchange, units.works, units.shares)
-        if not config.may_move and units.shares != units.home:
-            decider.hold_owned(units.shares)  # nobody else decides of it, also after a state was loaded
     else:
-        stays = replace(config, moves=False) if config.mode in MOVING_MODES else config
-        decider = GroupDecision(stays, setup.num_ranks, exchange, units.works)
+        is_movable = units.why_not_movable is None
+        if config.mode in MOVING_MODES and not is_movable:
+            config = replace(config, moves=False)
+        decider = GroupDecision(config, setup.num_ranks, exchange, units.works)
         decider.hold_owned(units.shares)
+        if is_movable and (config.may_move or units.shares == units.home):
+            decider.hold_owned(None)  # else nobody decides of it, also after a state was loaded
     if group.memory is not None and group.memory.at_rest is not None:
         decider.expect_memory(group.memory.at_rest)
     return decider

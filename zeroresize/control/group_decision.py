@@ -87,7 +87,6 @@ class GroupDecision:
         exchange: with the other ranks; of all data-parallel replicas of the group, replica by replica, where they are
             to decide alike: then the slowest replica of each rank counts. None in a group of one.
         segments: whose units may change hands.
-        owned: shares by which they are divided now; None for even ones.
 
     Attributes:
         controller: decides; alike on every rank.
@@ -105,12 +104,9 @@ class GroupDecision:
         num_ranks: int,
         exchange: Exchange | None,
         segments: Sequence[SegmentWork] = (),
-        owned: Sequence[float] | None = None,
     ) -> None:
         self._config, self._num_ranks, self._exchange, self._segments = config, num_ranks, exchange, segments
         self.controller = Controller(config, num_ranks, segments)
-        if owned is not None:
-            self.controller.set_owned(owned)
         self.plan = self.controller.initial_plan()
         self.what_if = WhatIf(config, num_ranks, segments)
         self._received: list[RankNumbers] | None = None

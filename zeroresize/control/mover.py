@@ -253,7 +253,7 @@ class Mover:
         if self._group.everybody is not None and not units.is_home:  # all time products, at even shares and at these
             took_s = self._observer.monitor.compare(units.owned)
             comparing_s = max(seconds for seconds, *_ in self._group.everybody.meet(took_s))
-        decider.controller.moved(move.most_bytes, move.seconds, comparing_s)
+        decider.controller.ownership.learn(move.most_bytes, move.seconds, comparing_s)
         is_held = decider.controller.ownership.is_held and self._config.mode in MOVABLE_MODES
         step_s = self._observer.monitor.step_s
         self._reporter.moved(num_steps, move, decider, step_s, comparing_s, cause=cause, is_held=is_held)

@@ -28,7 +28,7 @@ from zeroresize.migration.transport import LoanRoute, Transport, bounds_of_parts
 from zeroresize.plan.layer import LayerPlan
 from zeroresize.policy.tensor.columns.order import decided_columns, num_lent, order_without_priority
 from zeroresize.policy.tensor.costs import NUM_POINTS, MigrationCost, ResizingCost, spread_ratios
-from zeroresize.policy.tensor.estimation.times import LEAST_SECONDS, MOST_SECONDS
+from zeroresize.policy.tensor.estimation.times import LEAST_SECONDS
 from zeroresize.utils.texts import percent_text, seconds_text
 
 #: Shares of its columns that one rank lends in the calibration. The cost is taken to be a straight line through them.
@@ -66,9 +66,9 @@ def calibrate_group(
         meet: exchanges numbers with all ranks, so a missing rank is found before anything else is sent.
 
     Returns:
-        The cost of migration, None in a mode that does not need it.
+        The cost of migration, None in a mode that does not need it, and where not all layers can lend.
     """
-    may_migrate = config.mode in ("off", *MIGRATING_MODES)
+    may_migrate = config.mode in ("off", *MIGRATING_MODES) and all(layer.may_lend for layer in layers.values())
     unknown = [not monitor.is_calibrated, may_migrate and migration is None]
     measures_pruning, measures_migrating = (any(on_ranks) for on_ranks in zip(*meet(*unknown), strict=True))
     began = time.perf_counter()
@@ -79,9 +79,7 @@ def calibrate_group(
             f"without {percent_text(cost.max_ratio)} of its columns this rank's products take "
             f"{percent_text(cost.gemm_share[-1])} of their time"
         )
-    if may_migrate and not all(layer.may_lend for layer in layers.values()):
-        migration = MigrationCost(fixed_s=MOST_SECONDS)  # so nobody plans to lend
-    elif may_migrate and (measures_pruning or measures_migrating):
+    if may_migrate and (measures_pruning or measures_migrating):
         migration = measure_migration_cost(layers, process_group, config.migration_transport)
         results.append(
             f"lending columns to other ranks takes {seconds_text(migration.fixed_s)} a step, and where all are lent "
@@ -94,7 +92,7 @@ def calibrate_group(
             time.perf_counter() - began,
             "; ".join(results),
         )
-    return migration
+    return migration if may_migrate else None
 
 
 # ---- pruning --------------------------------------------------------------------------------------------------------

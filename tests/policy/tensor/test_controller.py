@@ -17,6 +17,9 @@ from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
 from zeroresize.policy.tensor.estimation.estimator import RankEstimator
 from zeroresize.policy.tensor.estimation.times import RankTimes, StepTimes
 
+#: What a group tells in which lending costs nothing.
+FREE = CollectiveTimes(math.nan, (), MigrationCost())
+
 
 def rank(rest_s, gemm_s, cost=LINEAR, gather_fill_scale=1.0):
     return RankTimes(rest_s, gemm_s, gather_fill_scale, cost)
@@ -101,7 +104,7 @@ def test_a_start_needs_certainty(mode, deviation, is_relieved):
     """χ = 1.3: 24 % more than the reference."""
     controller = Controller(BalanceConfig(mode=mode), 4)
     for _ in range(4):
-        plan = controller.update([unsure(chi, deviation) for chi in (1.0, 1.0, 1.0, 1.3)])
+        plan = controller.update([unsure(chi, deviation) for chi in (1.0, 1.0, 1.0, 1.3)], FREE)
     assert bool(plan.relieved) == is_relieved
 
 
@@ -122,7 +125,7 @@ def test_noise_changes_no_plan(mode):
     plans = []
     for _ in range(60):
         chis = np.array([1.0, 1.0, 1.0, 3.0]) * (1.0 + 0.005 * generator.standard_normal(4))
-        plans.append(controller.update([unsure(chi, 0.005) for chi in chis]).ranks)
+        plans.append(controller.update([unsure(chi, 0.005) for chi in chis], FREE).ranks)
     assert sum(one != other for one, other in itertools.pairwise(plans[2:])) <= 1
 
 
@@ -130,11 +133,11 @@ def test_a_receiver_that_is_slow_for_a_moment_goes_on_receiving():
     controller = Controller(BalanceConfig(mode="mig"), 4)
     times = [unsure(chi, 0.01) for chi in (1.0, 1.0, 1.0, 3.0)]
     for _ in range(3):
-        before = controller.update(times)
+        before = controller.update(times, FREE)
     assert before.loans
-    assert controller.update([times[0], unsure(1.3, 0.01), *times[2:]]).loans == before.loans
+    assert controller.update([times[0], unsure(1.3, 0.01), *times[2:]], FREE).loans == before.loans
     for _ in range(4):
-        later = controller.update([times[0], unsure(1.3, 0.01), *times[2:]])
+        later = controller.update([times[0], unsure(1.3, 0.01), *times[2:]], FREE)
     assert later.loans != before.loans
 
 
@@ -156,7 +159,7 @@ def test_pruning_that_brings_nothing_any_more_ends_also_where_times_are_noisy(no
         assert trace[46:, 3].max() == 0.0
 
 
-def lending(chis=(1, 1, 1, 4), deviation=0.0, seen=None):
+def lending(chis=(1, 1, 1, 4), deviation=0.0, seen=FREE):
     """A controller of ranks of which the slow one lends, and its plan."""
     controller = Controller(BalanceConfig(mode="mig"), len(chis))
     cost = ResizingCost.linear(0.9)
@@ -179,7 +182,7 @@ def test_equal_ones_have_one_number_also_from_a_loaded_state(chis):
 def test_what_was_measured_what_is_known_of_collectives_and_what_is_decided_show():
     controller, plan = lending()
     others = [lending(deviation=2**-40), lending((1, 1, 1, 4.000001))]
-    others += [lending(seen=CollectiveTimes(0.125, (0.0,) * 4))]
+    others += [lending(seen=CollectiveTimes(0.125, (0.0,) * 4, MigrationCost()))]
     others += [lending(seen=CollectiveTimes(0.0, (0.0,) * 4, MigrationCost(1e-9, 1e-9)))]
     numbers = [
         controller.fingerprint(plan),
@@ -188,5 +191,5 @@ def test_what_was_measured_what_is_known_of_collectives_and_what_is_decided_show
         *(made.fingerprint(plan) for made, _ in others),
     ]
     assert len(set(numbers)) == len(numbers)
-    controller.update([RankTimes(0.3, 0.7 * chi, 1.0, ResizingCost.linear(0.9)) for chi in (1, 1, 1, 4)])
+    controller.update([RankTimes(0.3, 0.7 * chi, 1.0, ResizingCost.linear(0.9)) for chi in (1, 1, 1, 4)], FREE)
     assert controller.fingerprint(plan) not in numbers, "how long ranks were slow shows"

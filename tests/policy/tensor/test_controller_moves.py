@@ -104,6 +104,7 @@ def test_what_a_user_holds_stays_whatever_is_measured_until_it_is_released(mode)
     assert plan.owned == (2.0, 1.0, 1.0, 0.0)
     for chi in (1.0, 8.0):
         assert updated(made, chi).owned == (2.0, 1.0, 1.0, 0.0)
+    assert made.verdict == ("a user decides" if mode in ("exact", "semi") else "")
     made.hold_owned(None)
     if mode in ("mig", "zero-pri"):
         return

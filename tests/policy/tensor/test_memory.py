@@ -146,7 +146,8 @@ def test_uneven_memory_is_no_debt_of_balancing():
     made = Controller(BalanceConfig(update_every=5), 3, SEGMENTS_OF_THREE)
     made.expect_moves(MoveCost(0.0, 1.0), 1.0)
     made.expect_memory(memory)
-    made.set_owned(memory.at_start)
+    made.hold_owned(memory.at_start)
+    made.hold_owned(None)
     for _ in range(200):
         plan = made.update(three_times(1.0, 1.0, 1.0))
     assert memory.excess_by(plan.owned) == 0.0

@@ -21,9 +21,9 @@ from zeroresize.policy.tensor.estimation.curves import Floats, GroupTimes
 from zeroresize.policy.tensor.estimation.spells import COST_IN_VAIN, Spells
 from zeroresize.policy.tensor.estimation.times import DURATION, RankTimes
 from zeroresize.policy.tensor.memory import GroupMemory
-from zeroresize.policy.tensor.ownership_decision import OwnershipDecision
+from zeroresize.policy.tensor.ownership_decision import Division, OwnershipDecision
 from zeroresize.policy.tensor.rules.by_mode import forced_division, wanted_division, wanted_ownership
-from zeroresize.policy.tensor.rules.ownership import Bounds, fitting_shares, owned_step_s
+from zeroresize.policy.tensor.rules.ownership import Bounds, fitting_shares
 from zeroresize.policy.tensor.rules.ratio import find_stragglers, reference_time, slowest_normal_s
 from zeroresize.policy.tensor.rules.sharing import WorkDivision, borrowed_shares
 from zeroresize.utils.codec import UNSAVED, encoded
@@ -44,6 +44,7 @@ class _Measured(NamedTuple):
     times: GroupTimes
     reference_s: float
     deviation: float  # of a rank that is spared nothing, relative
+    deviations: Floats  # of each rank
 
 
 @dataclass
@@ -111,23 +112,22 @@ class Controller:
         self._times = [
             known if math.isnan(sample.gemm_s) else sample for known, sample in zip(self._times, samples, strict=True)
         ]
-        known = [times for times in self._times if times is not None]
+        latest = self._latest
         if collectives is not None:
-            self._communication.learn(collectives, min((times.busy_s for times in known), default=math.nan))
-        if len(known) < self.num_ranks:
+            self._communication.learn(collectives, min(self.busy_s, default=math.nan))
+        if latest is None:
             return self.current_plan()
 
-        latest = GroupTimes(known)
         busy_s = self._given(latest).busy_s
         reference_s = reference_time(busy_s.tolist(), self.config.target)
         deviations = np.array([rank.deviation for rank in latest])
         whole = deviations[[not spared for spared in self._division.spared]]
         usual = math.sqrt(math.fsum(whole**2) / len(whole)) if len(whole) else 0.0
         are_slow = self._find_stragglers(busy_s, deviations, reference_s)
-        measured = _Measured(self._lasting(latest, are_slow), reference_s, usual)
+        measured = _Measured(self._lasting(latest, are_slow), reference_s, usual, deviations)
         before = self._division.spared
         is_in_doubt = self._divide(measured)
-        if self._move(measured, deviations):
+        if self._move(measured):
             self.initial_plan()
             self._divide(measured)
         step_s = self._step_s(latest, self._division)
@@ -182,27 +182,15 @@ class Controller:
     @property
     def busy_s(self) -> tuple[float, ...]:
         """Return, for every rank, seconds of a step at full work and even shares; empty before all were measured."""
-        known = [times.busy_s for times in self._times if times is not None]
-        return tuple(known) if len(known) == self.num_ranks else ()
+        return () if self._latest is None else tuple(self._latest.busy_s.tolist())
 
     @property
     def bounds(self) -> Bounds | None:
         """Return below which time no exact division can bring a step; None before all ranks were measured."""
-        known = [times for times in self._times if times is not None]
-        if len(known) != self.num_ranks or not all(math.isfinite(times.busy_s) for times in known):
+        if self._latest is None:
             return None
-        bounds, more_s = Bounds.of(known), self._communication.seconds(())
+        bounds, more_s = Bounds.of(self._latest), self._communication.without_loans_s
         return Bounds(bounds.of_products + more_s, bounds.of_units + more_s)
-
-    def moved(self, num_bytes: float, seconds: float, comparing_s: float = 0.0) -> None:
-        """Note that the move of the last plan has been made; to be called alike on every rank.
-
-        Args:
-            num_bytes: of the rank that sent or received most.
-            seconds: that it took.
-            comparing_s: for which ranks compared products after it.
-        """
-        self.ownership.learn(num_bytes, seconds, comparing_s)
 
     def refuse_move(self, in_force: Sequence[float]) -> WorkloadPlan:
         """Note that the move of the last plan was not made, and nothing has changed; to be called alike on every rank.
@@ -218,8 +206,8 @@ class Controller:
         self.ownership.refuse(tuple(in_force))
         return self.initial_plan()
 
-    def set_owned(self, shares: Sequence[float]) -> WorkloadPlan:
-        """Let ranks own these shares from now on, until a decision changes that.
+    def hold_owned(self, shares: Sequence[float] | None) -> WorkloadPlan:
+        """Let ranks own these shares from now on, whatever decisions say; None lets decisions go on from there.
 
         Args:
             shares: of every rank, in any unit.
@@ -227,21 +215,10 @@ class Controller:
         Raises:
             ValueError: if they are no such shares, or nothing can move.
         """
-        return self._put(shares, is_held=False)
-
-    def hold_owned(self, shares: Sequence[float] | None) -> WorkloadPlan:
-        """Let ranks own these shares from now on, whatever decisions say; None lets decisions go on from there.
-
-        Raises:
-            ValueError: as :meth:`set_owned`.
-        """
-        return self._put(self.ownership.owned if shares is None else shares, is_held=shares is not None)
-
-    def _put(self, shares: Sequence[float], *, is_held: bool) -> WorkloadPlan:
-        if self.ownership.checked(shares) == self.ownership.owned:
-            self.ownership.is_held = is_held
+        if shares is None or self.ownership.checked(shares) == self.ownership.owned:
+            self.ownership.is_held = shares is not None
             return self.current_plan()
-        self.ownership.put(shares, is_held=is_held)
+        self.ownership.put(shares, is_held=True)
         return self.initial_plan()
 
     def fingerprint(self, plan: WorkloadPlan, *values: object) -> float:
@@ -276,6 +253,12 @@ class Controller:
         borrowed = borrowed_shares(loans, self.num_ranks, owned.products)
         ranks = zip(division.pruned, division.lent, borrowed, owned.owned, self._are_stragglers, strict=True)
         return WorkloadPlan(tuple(RankPlan(*numbers) for numbers in ranks), predicted_step_s, loans)
+
+    @property
+    def _latest(self) -> GroupTimes | None:
+        """The latest times of all ranks; None before all were measured."""
+        known = [times for times in self._times if times is not None]
+        return GroupTimes(known) if len(known) == self.num_ranks else None
 
     def _lasting(self, times: GroupTimes, are_slow: Sequence[bool]) -> GroupTimes:
         """The times, but those of ranks that are slow for a moment only: what they took before."""
@@ -313,13 +296,10 @@ class Controller:
         normal_s = slowest_normal_s(self._given(measured.times), stragglers)
         # Where units may move loans are considered until they do, as owning costs less than lending for long.
         may_lend = not self._may_move or self.ownership.is_home or bool(self.ownership.rental.owed_s)
-        if self.config.mode == "exact" and not may_lend:
-            stragglers = [False] * self.num_ranks
         migration = self._communication.migration if may_lend else None
         division = wanted_division(self.config, in_force, stragglers, measured.reference_s, migration, normal_s)
         if self.config.forced_ratio is None and not self._have_room_for(division.loans):
             division = wanted_division(self.config, in_force, stragglers, measured.reference_s, None, normal_s)
-            division = replace(division, lent=(0.0,) * self.num_ranks)
         return self._change_to(division, in_force, measured)
 
     def _have_room_for(self, loans: Sequence[Loan]) -> bool:
@@ -356,17 +336,17 @@ class Controller:
         self._division = new
         return False
 
-    def _move(self, measured: _Measured, deviations: Floats) -> bool:
+    def _move(self, measured: _Measured) -> bool:
         """Give units to other ranks if not doing so has cost as much as the move there and back; whether they move."""
-        ownership, memory, times = self.ownership, self._memory, measured.times
+        ownership, memory, migration = self.ownership, self._memory, self._communication.migration
         if not self._may_move:
             return False
         wanted = wanted_ownership(
             self.config,
-            times,
+            measured.times,
             self._are_stragglers,
             measured.reference_s,
-            self._communication.migration,
+            migration,
             ownership.segments,
             noise=CERTAINTY * measured.deviation,
             are_pruning=any(self._division.pruned),
@@ -376,40 +356,43 @@ class Controller:
             return ownership.update({wanted: 0.0}, 0.0, 0, is_needed=True).is_due
         # What is pruned counts as if it were computed: that is what moving is to save, too.
         lending = replace(self._division, pruned=(0.0,) * self.num_ranks)
-        now_s = self._step_s(times, lending) - self._communication.seconds(())
-        savings_s: dict[tuple[float, ...], float] = {}
-        home_s = owned_step_s(times, ownership.home, ownership.segments)
-        if not ownership.is_home and (wanted == ownership.home or now_s > (1.0 + COST_IN_VAIN) * home_s):
+        now_s = ownership.step_s(measured.times, ownership.owned, lending, migration)
+        stay_saves_s = ownership.step_s(measured.times) - now_s
+        savings_s = self._savings(measured, wanted, now_s)
+        return ownership.update(savings_s, now_s, self.config.update_every, stay_saves_s=stay_saves_s).is_due
+
+    def _savings(self, measured: _Measured, wanted: Division, now_s: float) -> dict[Division, float]:
+        """By how many seconds each division that may be chosen makes a step shorter than ``now_s``."""
+        ownership, memory, times = self.ownership, self._memory, measured.times
+        savings_s: dict[Division, float] = {}
+        is_worse = now_s > (1.0 + COST_IN_VAIN) * ownership.step_s(times)
+        if not ownership.is_home and (wanted == ownership.home or is_worse):
             # Who may only seem slower than others, as he owns little, is seen there.
-            sure = zip(times, (1.0 + CERTAINTY * deviations).tolist(), strict=True)
-            fast = GroupTimes(rank.faster(factor) for rank, factor in sure)
-            savings_s[ownership.home] = now_s - owned_step_s(fast, ownership.home, ownership.segments)
+            sure = zip(times, (1.0 + CERTAINTY * measured.deviations).tolist(), strict=True)
+            savings_s[ownership.home] = now_s - ownership.step_s([rank.faster(factor) for rank, factor in sure])
         does_fit = memory is None or memory.excess_by(wanted) <= memory.excess_by(ownership.owned)
         if wanted not in (ownership.owned, ownership.home) and does_fit:
-            saving_s = now_s - owned_step_s(times, wanted, ownership.segments)
+            saving_s = now_s - ownership.step_s(times, wanted)
             if self.config.mode == "semi" and not ownership.is_home:  # units may move so that more can be pruned
                 pruned_s = self._pruned_s(measured, ownership.owned) - self._pruned_s(measured, wanted)
                 saving_s = max(saving_s, pruned_s)
             # From home it is certain who is slow; from one division to another everybody's times count.
             least = 0.0 if ownership.is_home else _LEAST_CHANGE + measured.deviation
             savings_s[wanted] = saving_s if abs(saving_s) > least * now_s else 0.0
-        return ownership.update(savings_s, now_s, self.config.update_every, stay_saves_s=home_s - now_s).is_due
+        return savings_s
 
-    def _pruned_s(self, measured: _Measured, shares: tuple[float, ...]) -> float:
+    def _pruned_s(self, measured: _Measured, shares: Division) -> float:
         """Seconds of a step by these shares, and what is to be saved for all that is pruned in it."""
         ownership, slow, times = self.ownership, self._are_stragglers, measured.times
         owned, normal_s = owned_shares(shares, ownership.segments), slowest_normal_s(times, slow)
         division = wanted_division(self.config, times.owning(owned), slow, measured.reference_s, None, normal_s)
-        home_s = owned_step_s(times, ownership.home, ownership.segments)
-        price_s = self.config.min_gain * home_s / max(sum(slow), 1) * division.dropped(owned)
-        return owned_step_s(times, shares, ownership.segments, division) + price_s
+        price_s = self.config.min_gain * ownership.step_s(times) / max(sum(slow), 1) * division.dropped(owned)
+        return ownership.step_s(times, shares, division) + price_s
 
     def _step_s(self, times: GroupTimes, division: WorkDivision) -> float:
-        """Seconds of a step of what ranks own, divided so."""
-        busy_s = owned_step_s(times, self.ownership.owned, self.ownership.segments, division)
-        return busy_s + self._communication.seconds(
-            [lent * owned for lent, owned in zip(division.lent, self.ownership.products, strict=True)]
-        )
+        """Seconds of a step of what ranks own, divided so, with what collectives take."""
+        owned, communication = self.ownership.owned, self._communication
+        return self.ownership.step_s(times, owned, division, communication.migration) + communication.without_loans_s
 
 
 def _rounded(division: WorkDivision) -> WorkDivision:

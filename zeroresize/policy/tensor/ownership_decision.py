@@ -17,7 +17,10 @@ from functools import lru_cache
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.rental import FIRST_PAUSE, Option, Reason, Rental, Verdict
-from zeroresize.policy.tensor.rules.ownership import merged
+from zeroresize.policy.tensor.costs import MigrationCost
+from zeroresize.policy.tensor.estimation.times import RankTimes
+from zeroresize.policy.tensor.rules.ownership import merged, owned_step_s
+from zeroresize.policy.tensor.rules.sharing import WorkDivision
 from zeroresize.utils.codec import UNSAVED
 
 #: A move was good if it has saved its price so many times by the next one: a load that swings by a fifth is not
@@ -28,6 +31,9 @@ _GOOD = 4.0
 UNPROVED = 2.0
 #: Name of the option that brings units home.
 _HOME = "home"
+
+#: What each rank owns, mean 1.
+Division = tuple[float, ...]
 
 
 @dataclass
@@ -46,22 +52,21 @@ class OwnershipDecision:
         rental: what staying has cost, and pauses.
         away_s: seconds that steps since the last move have saved against home, less what makes it good; 0 at home.
         is_way_home_paid: whether it is; not after a move that memory made.
-        verdict: of the last update.
     """
 
     num_ranks: int = field(metadata=UNSAVED)
     segments: tuple[SegmentWork, ...] = field(default=(), metadata=UNSAVED)
     bytes_of_units: float = field(default=0.0, metadata=UNSAVED)
-    home: tuple[float, ...] = field(init=False, metadata=UNSAVED)
-    owned: tuple[float, ...] = field(init=False)
-    owned_before: tuple[float, ...] = field(init=False)
+    home: Division = field(init=False, metadata=UNSAVED)
+    owned: Division = field(init=False)
+    owned_before: Division = field(init=False)
     is_held: bool = field(default=False, init=False)
     cost: MoveCost = field(default_factory=MoveCost, init=False)
     comparing_s: float = field(default=0.0, init=False)
     rental: Rental = field(default_factory=lambda: Rental(doubt=UNPROVED), init=False)
     away_s: float = field(default=0.0, init=False)
     is_way_home_paid: bool = field(default=True, init=False)
-    verdict: Verdict = field(default=Verdict(Reason.NOTHING_SAVES), init=False, metadata=UNSAVED)
+    _verdict: Verdict = field(default=Verdict(Reason.NOTHING_SAVES), init=False, metadata=UNSAVED)
     _was_held: bool = field(default=False, init=False, metadata=UNSAVED)
 
     def __post_init__(self) -> None:
@@ -81,6 +86,11 @@ class OwnershipDecision:
             self.is_held = False
 
     @property
+    def verdict(self) -> Verdict:
+        """Return that of the last update, or that a user decides."""
+        return Verdict(Reason.HELD) if self.is_held else self._verdict
+
+    @property
     def is_home(self) -> bool:
         """Whether every rank owns what it owns at home."""
         return self.owned == self.home
@@ -90,7 +100,7 @@ class OwnershipDecision:
         """Return what each rank owns of the products, in whole units, in units of a rank's at even shares."""
         return _products_of(self.owned, self.segments)
 
-    def checked(self, shares: Sequence[float]) -> tuple[float, ...]:
+    def checked(self, shares: Sequence[float]) -> Division:
         """Return shares that a user gives, in any unit, scaled to mean 1.
 
         Raises:
@@ -108,7 +118,7 @@ class OwnershipDecision:
         self._was_held, self.is_held = self.is_held, is_held
         self.rental.settle()
 
-    def price_s(self, wanted: tuple[float, ...]) -> float:
+    def price_s(self, wanted: Division) -> float:
         """Return the seconds of a move from the present division to another, and back; one way home, 0 once paid."""
         comes_home, work = wanted == self.home, math.fsum(segment.work for segment in self.segments)
         if (comes_home and self.is_way_home_paid) or not work:
@@ -119,9 +129,19 @@ class OwnershipDecision:
             return self.cost.seconds(num_bytes)
         return self.cost.there_and_back(num_bytes) + self.comparing_s if num_bytes else 0.0
 
+    def step_s(
+        self,
+        times: Sequence[RankTimes],
+        shares: Sequence[float] | None = None,
+        division: WorkDivision | None = None,
+        migration: MigrationCost | None = None,
+    ) -> float:
+        """Return :func:`~.owned_step_s` by these shares, at home where none are given."""
+        return owned_step_s(times, self.home if shares is None else shares, self.segments, division, migration)
+
     def update(
         self,
-        savings_s: Mapping[tuple[float, ...], float],
+        savings_s: Mapping[Division, float],
         step_s: float,
         num_steps: int,
         *,
@@ -140,30 +160,29 @@ class OwnershipDecision:
         """
         self.owned_before, self._was_held = self.owned, self.is_held
         if self.is_held:
-            self.verdict = Verdict(Reason.HELD)
             return self.verdict
         if not self.is_home:
             self.away_s += stay_saves_s * num_steps
-        divisions: dict[str, tuple[float, ...]] = {}
+        divisions: dict[str, Division] = {}
         for wanted in savings_s:
             divisions |= dict.fromkeys(self._names(wanted), wanted)
         options = [
             Option(name, savings_s[wanted], self.price_s(wanted), is_needed=is_needed)
             for name, wanted in divisions.items()
         ]
-        self.verdict = self.rental.decide(options, step_s, num_steps, least_saving=0.0)
-        if self.verdict.is_due and self.verdict.option is not None:
+        verdict = self._verdict = self.rental.decide(options, step_s, num_steps, least_saving=0.0)
+        if verdict.is_due and verdict.option is not None:
             if not self.is_home:
                 self.rental.judge(is_kept=self.away_s >= 0.0)
-            self.owned = divisions[self.verdict.option.name]
-            self.away_s = 0.0 if self.is_home else -_GOOD * self.verdict.option.price_s
+            self.owned = divisions[verdict.option.name]
+            self.away_s = 0.0 if self.is_home else -_GOOD * verdict.option.price_s
             self.is_way_home_paid = not is_needed
             self.rental.settle()
             if is_needed:
                 self.rental.pause = FIRST_PAUSE
-        return self.verdict
+        return verdict
 
-    def refuse(self, in_force: tuple[float, ...]) -> None:
+    def refuse(self, in_force: Division) -> None:
         """Note that the last move was not made: ``in_force`` stays, and nothing is tried for a while."""
         self.is_held = self._was_held and in_force == self.owned_before
         self.owned = self.owned_before = in_force
@@ -177,7 +196,7 @@ class OwnershipDecision:
             self.comparing_s = (self.comparing_s + comparing_s) / 2.0
         self.rental.succeed()
 
-    def _names(self, wanted: tuple[float, ...]) -> list[str]:
+    def _names(self, wanted: Division) -> list[str]:
         """Name the option once for each rank that units move for, whose shares change at least half as much as any
         other's: it stays the same while others join or leave."""
         if wanted == self.home:
@@ -192,6 +211,6 @@ class OwnershipDecision:
 
 
 @lru_cache
-def _products_of(owned: tuple[float, ...], segments: tuple[SegmentWork, ...]) -> tuple[float, ...]:
+def _products_of(owned: Division, segments: tuple[SegmentWork, ...]) -> tuple[float, ...]:
     """What each rank owns of the products, in whole units, in units of a rank's at even shares."""
     return (1.0,) * len(owned) if len(set(owned)) == 1 else owned_shares(owned, segments)

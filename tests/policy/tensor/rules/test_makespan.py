@@ -60,9 +60,7 @@ def test_what_does_not_fit_is_pruned_and_the_normal_ranks_are_filled_up_to_the_g
 
     assert division.lent[0] == pytest.approx(0.05 / 0.8, abs=1e-3)  # the normal rank's room until 1.05
     assert division.busy_s(times) == [pytest.approx(1.05, abs=1e-3)] * 2
-    only_pruning = makespan_division(
-        times, slow, reference_s=1.0, tolerance=0.05, migration=FREE, budget=0.5, may_lend=False
-    )
+    only_pruning = makespan_division(times, slow, reference_s=1.0, tolerance=0.05, migration=None, budget=0.5)
     assert pruned_share(division) == pytest.approx(pruned_share(only_pruning) - 0.05 / 0.8 / 2, abs=1e-3)
 
 

@@ -1,7 +1,7 @@
 """How much mode "mig" moves, on plain numbers: until all ranks are busy equally long, as far as that pays."""
 
 import pytest
-from helpers.virtual_training import LINEAR, REALISTIC, balanced_s, group, rank, step_s
+from helpers.virtual_training import FREE, LINEAR, REALISTIC, balanced_s, group, rank, step_s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,8 +16,8 @@ MIG = BalanceConfig(mode="mig")
 uneven = st.lists(st.floats(1.0, 20.0), min_size=2, max_size=9)
 
 
-def division(times, slow, migration=None):
-    return wanted_division(MIG, times, slow, min(rank.busy_s for rank in times), migration)
+def division(times, slow, migration=FREE, config=MIG):
+    return wanted_division(config, times, slow, min(rank.busy_s for rank in times), migration)
 
 
 @given(chis=uneven, rest_s=st.floats(0.0, 1.0))
@@ -34,6 +34,14 @@ def test_all_work_is_done_in_the_work_conserving_bound(chis, rest_s):
     else:  # nothing moves for less than 0.03
         assert bound_s * 0.999 <= step_s(times, divided) <= max(busy_s) * 1.001
     assert sum(divided.pruned) == 0.0
+
+
+@pytest.mark.parametrize("mode", ["mig", "exact", "semi", "by the paper"])
+def test_nothing_is_lent_where_nobody_can(mode):
+    times, slow = group(4.0, 1.0)
+    config = BalanceConfig(mode="mig", paper={"mig_rule": "paper"}) if "paper" in mode else BalanceConfig(mode=mode)
+    assert any(division(times, slow, config=config).lent)
+    assert not any(division(times, slow, None, config).lent)
 
 
 @pytest.mark.parametrize("chi", [2.0, 8.0])

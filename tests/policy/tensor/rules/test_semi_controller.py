@@ -22,7 +22,8 @@ def test_the_cost_of_migrating_is_learned_from_training():
     for _ in range(6):
         waited_s = 0.05 + true_factor * calibrated.seconds([0.5])
         estimate.learn(CollectiveTimes(waited_s, (0.5, 0.0), calibrated), busy_s=0.5)
-    assert estimate.seconds((0.25, 0.0)) == pytest.approx(0.05 + true_factor * calibrated.seconds([0.25]), rel=0.1)
+    assert estimate.without_loans_s == pytest.approx(0.05)
+    assert estimate.migration.seconds([0.25]) == pytest.approx(true_factor * calibrated.seconds([0.25]), rel=0.1)
 
     assert resumed(estimate) == estimate
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroresize.policy.tensor.costs import MigrationCost
@@ -75,7 +74,7 @@ class CommunicationEstimate:
             factor = min(max(1.0 + beyond_noise_s / predicted_s, 1.0 / _MOST_FACTOR), _MOST_FACTOR)
             self.scale = min(max(self.scale * (1.0 + _WEIGHT * (factor - 1.0)), 1.0 / _MOST_SCALE), _MOST_SCALE)
 
-    def seconds(self, lent: Sequence[float]) -> float:
-        """Return the seconds of a step in which ranks lend these shares; what is not known counts as nothing."""
-        plain_s = 0.0 if math.isnan(self.plain_s) else self.plain_s
-        return plain_s + (self.migration.seconds(lent) if self.migration is not None else 0.0)
+    @property
+    def without_loans_s(self) -> float:
+        """Return :attr:`plain_s`, 0 before it was seen."""
+        return 0.0 if math.isnan(self.plain_s) else self.plain_s

@@ -34,7 +34,7 @@ def wanted_division(
     Args:
         times, are_stragglers: of every rank; the times are those of what it owns.
         reference_s: what stragglers are compared with, seconds.
-        migration: Φ1; None where it is not known, which mode "semi" takes for too much, "mig" and "exact" for nothing.
+        migration: Φ1; None where nobody can lend, or it is not known: then nothing is lent.
         normal_s: of the slowest rank that is none, before units moved for others; None where that is in ``times``.
     """
     if config.mode == "off":
@@ -44,7 +44,7 @@ def wanted_division(
     if paper.is_chosen(config):
         return paper.paper_division(config, times, are_stragglers, reference_s, migration)
     if config.mode in ("exact", "mig"):
-        return _balanced_division(times, are_stragglers, migration or MigrationCost())
+        return _balanced_division(times, are_stragglers, migration)
     if config.mode == "semi":
         normal_s = slowest_normal_s(times, are_stragglers) if normal_s is None else normal_s
         return _semi_division(config, times, are_stragglers, max(reference_s, normal_s), migration)
@@ -97,7 +97,7 @@ def wanted_ownership(
             break
         owned = owned_shares(shares, segments)
         division = _semi_division(config, times.owning(owned), are_stragglers, max(reference_s, normal_s), migration)
-        step_s = owned_step_s(times, shares, segments, division, migration or MigrationCost())
+        step_s = owned_step_s(times, shares, segments, division, migration)
         if best is None or step_s < best[0] * (1.0 - WORTHWHILE):
             best = step_s, shares, division.dropped(owned)
         if best[0] <= goal_s * (1.0 + WORTHWHILE):
@@ -127,9 +127,11 @@ def forced_division(config: BalanceConfig, are_stragglers: Sequence[bool]) -> Wo
 
 
 def _balanced_division(
-    times: Sequence[RankTimes], are_stragglers: Sequence[bool], migration: MigrationCost
+    times: Sequence[RankTimes], are_stragglers: Sequence[bool], migration: MigrationCost | None
 ) -> WorkDivision:
     """All ranks take equally long without pruning; nothing moves where moving takes longer than it saves."""
+    if migration is None:
+        return WorkDivision.nothing(len(times))
     division = makespan_division(times, are_stragglers, reference_s=0.0, tolerance=0.0, migration=migration, budget=0.0)
     saves = division.step_s(times, migration) < max(rank.busy_s for rank in times)
     return division if saves else WorkDivision.nothing(len(times))
@@ -143,7 +145,6 @@ def _semi_division(
     migration: MigrationCost | None,
 ) -> WorkDivision:
     """Nothing is pruned where pruning and lending together save too little for it."""
-    may_lend, migration = migration is not None, migration or MigrationCost()
     division = makespan_division(
         times,
         are_stragglers,
@@ -151,13 +152,10 @@ def _semi_division(
         tolerance=config.tolerance / 2,
         migration=migration,
         budget=config.budget,
-        may_lend=may_lend,
     )
     if not any(division.pruned):
         return division
     saved = 1.0 - division.step_s(times, migration) / max(rank.busy_s for rank in times)
     if saved >= config.min_gain * division.dropped(GroupTimes.of(times).owned) / sum(are_stragglers):
         return division
-    if not may_lend:
-        return WorkDivision.nothing(len(times))
     return _balanced_division(times, are_stragglers, migration)

@@ -37,9 +37,8 @@ def makespan_division(
     *,
     reference_s: float,
     tolerance: float,
-    migration: MigrationCost,
+    migration: MigrationCost | None,
     budget: float,
-    may_lend: bool = True,
 ) -> WorkDivision:
     """Return the division that prunes least among those whose predicted step is no longer than the goal.
 
@@ -53,17 +52,16 @@ def makespan_division(
         times, are_stragglers: of every rank.
         reference_s: the normal ranks' time, seconds.
         tolerance: a share of it.
-        migration: Φ1, what lending costs.
+        migration: Φ1, what lending costs; None where no work may be handed over: then stragglers only prune.
         budget: the largest share of the group's products that may be pruned, 0 to 1; 0 is exact.
-        may_lend: whether work may be handed over at all; else stragglers only prune.
     """
     if not any(are_stragglers):
         return WorkDivision.nothing(len(times))
-    exact = _Search(GroupTimes.of(times), are_stragglers, migration, 0.0, may_lend)
+    exact = _Search(GroupTimes.of(times), are_stragglers, migration, 0.0)
     fastest_exact = exact.best()
     if budget == 0.0:
         return exact.division(fastest_exact, fastest_exact.step_s)
-    pruning = _Search(GroupTimes.of(times), are_stragglers, migration, budget, may_lend)
+    pruning = _Search(GroupTimes.of(times), are_stragglers, migration, budget)
     fastest = pruning.best()
     goal_s = min(fastest.step_s, fastest_exact.step_s) * (1.0 + WORTHWHILE)
     goal_s = max(reference_s * (1.0 + tolerance), goal_s)
@@ -88,22 +86,21 @@ class _Search:
 
     Args:
         budget: the share of the group's products that may be pruned; of 0 only what a straggler may lend bounds it.
-        may_lend: whether any number of stragglers migrates, or none does.
+        migration: Φ1; None where none of them migrates.
     """
 
     def __init__(
         self,
         times: GroupTimes,
         are_stragglers: Sequence[bool],
-        migration: MigrationCost,
+        migration: MigrationCost | None,
         budget: float,
-        may_lend: bool,
     ) -> None:
         slow = np.flatnonzero(are_stragglers)
-        self._num_ranks, self._migration, self._budget = len(times), migration, budget * len(times)
+        self._num_ranks, self._migration, self._budget = len(times), migration or MigrationCost(), budget * len(times)
         self._owned_R = times.owned_R  # amounts are in units of products at even shares, to be added up over ranks
         self._slowest_first = slow[np.argsort(-times.busy_s[slow], kind="stable")]
-        self._counts = np.arange(min(len(slow), len(times) - 1) + 1 if may_lend else 1)
+        self._counts = np.arange(min(len(slow), len(times) - 1) + 1 if migration is not None else 1)
         ratios, busy = times.ratios, times.busy_at_points
         if budget == 0.0:
             ratios = np.append(ratios, np.maximum(ratios[:, -1:], _MOST_LENT), axis=1)

@@ -24,7 +24,6 @@ from zeroresize.policy.tensor.estimation.curves import Floats, GroupTimes, done_
 from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.rules.sharing import WorkDivision, pruned_by_segment
 
-_NO_COST = MigrationCost()
 #: So that rounding a share does not take its last unit away.
 _MORE = 1e-5
 
@@ -42,7 +41,7 @@ def owned_step_s(
     shares: Sequence[float],
     segments: Sequence[SegmentWork],
     division: WorkDivision | None = None,
-    migration: MigrationCost = _NO_COST,
+    migration: MigrationCost | None = None,
 ) -> float:
     """Return the seconds of a step in which ranks own these shares, in whole units.
 
@@ -51,7 +50,7 @@ def owned_step_s(
         shares: what each is to own.
         segments: of the model; what is in none stays even.
         division: what is pruned and lent of that; None for nothing.
-        migration: what lending adds.
+        migration: what lending adds; None for nothing.
     """
     group, num_ranks = GroupTimes.of(times), len(shares)
     division = division or WorkDivision.nothing(num_ranks)

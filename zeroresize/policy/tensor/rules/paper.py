@@ -40,9 +40,8 @@ def paper_division(
         migration: Φ1; None where nobody can lend.
     """
     if config.mode == "mig":
-        return WorkDivision(
-            (0.0,) * len(times), tuple(lending_ratios(times, are_stragglers, reference_s)), is_rule=True
-        )
+        can_lend = [slow and migration is not None for slow in are_stragglers]
+        return WorkDivision((0.0,) * len(times), tuple(lending_ratios(times, can_lend, reference_s)), is_rule=True)
     number = config.paper.num_migrating
     forced = 0 if migration is None else None if isinstance(number, str) else number
     return semi_division(times, are_stragglers, reference_s, migration or MigrationCost(), config.max_ratio, forced)

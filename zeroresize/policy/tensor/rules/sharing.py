@@ -59,9 +59,9 @@ class WorkDivision:
         """Return what each rank computes for others where ranks own so much."""
         return borrowed_shares(self.loans, len(owned), owned)
 
-    def communication_s(self, migration: MigrationCost, owned: Sequence[float]) -> float:
-        """Return the seconds that handing over adds to a step where ranks own so much."""
-        return migration.seconds(list(map(operator.mul, self.lent, owned)))
+    def communication_s(self, migration: MigrationCost | None, owned: Sequence[float]) -> float:
+        """Return the seconds that handing over adds to a step where ranks own so much; None adds nothing."""
+        return (migration or MigrationCost()).seconds(list(map(operator.mul, self.lent, owned)))
 
     def busy_s(self, times: Sequence[RankTimes]) -> list[float]:
         """Return the busy seconds of every rank by its times of what it owns."""
@@ -70,7 +70,7 @@ class WorkDivision:
         busy_s = group.busy_at(np.array(self.spared)[:, None]) + group.borrowing_s(borrowed[:, None])
         return busy_s[:, 0].tolist()
 
-    def step_s(self, times: Sequence[RankTimes], migration: MigrationCost) -> float:
+    def step_s(self, times: Sequence[RankTimes], migration: MigrationCost | None) -> float:
         """Return the seconds of a step, if ranks met at its end only."""
         return max(self.busy_s(times)) + self.communication_s(migration, GroupTimes.of(times).owned)
 
