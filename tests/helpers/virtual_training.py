@@ -151,6 +151,8 @@ class FakeTime:
 class FakeClock:
     """Time that stands still but for ``advance``; marks pass when the test says so, as device events do."""
 
+    is_immediate = False
+
     def __init__(self):
         self.now = 0.0
         self.passed = float("inf")

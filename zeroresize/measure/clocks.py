@@ -9,7 +9,10 @@ import torch
 
 
 class Clock(Protocol):
-    """Takes marks now and turns two of them into seconds later."""
+    """Takes marks now and turns two of them into seconds, at once or later."""
+
+    #: Whether every mark has passed when it is taken, and none is used again.
+    is_immediate: bool
 
     def mark(self) -> Any: ...
 
@@ -29,6 +32,8 @@ class Clock(Protocol):
 
 class HostClock:
     """Reads ``time.perf_counter``: wall time, so that sleeping and being preempted count."""
+
+    is_immediate = True
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -55,6 +60,8 @@ class DeviceClock:
     Args:
         device: a CUDA device.
     """
+
+    is_immediate = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

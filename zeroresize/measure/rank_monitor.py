@@ -80,7 +80,6 @@ class RankMonitor:
         last_read: the steps whose times were read at the last :meth:`end_step`.
         wait_s: seconds of waiting in a usual step under the last update's last plan, NaN where none was read.
         step_s: seconds of such a step, waits included; NaN where none was read.
-        layer_times: seconds of each layer's products in such a step, by name; empty where none was read.
     """
 
     def __init__(self, layers: Mapping[str, BalancedLinear], config: BalanceConfig) -> None:
@@ -88,7 +87,7 @@ class RankMonitor:
         self.state = MonitorState(RankEstimator(ResizingCost.linear(config.max_ratio)))
         self.last_read: list[StepTimes] = []
         self.wait_s = self.step_s = math.nan
-        self.layer_times: dict[str, float] = {}
+        self._by_layer: list[Mapping[str, float]] = []  # seconds of each layer's products in such steps
         self._shares_in_force = Shares()
         self._has_seen_training = self._has_warned = False
         # Ranks run row-parallel layers together, since their outputs are summed; a model without any counts all layers.
@@ -136,6 +135,15 @@ class RankMonitor:
             self._has_seen_training = True
             self.state.num_tokens = {name: layer.num_tokens for name, layer in self._layers.items()}
             self.state.most_forwards = max(layer.num_forwards for layer in self._layers.values())
+
+    @property
+    def layer_times(self) -> dict[str, float]:
+        """Seconds of each layer's products in a usual step under the last update's last plan; empty where none was
+        read."""
+        by_layer = self._by_layer
+        return {
+            name: statistics.median(layers.get(name, 0.0) for layers in by_layer) for name in self._layers if by_layer
+        }
 
     @property
     def is_step_of_training(self) -> bool:
@@ -218,10 +226,7 @@ class RankMonitor:
         self.wait_s = usual.wait_s if is_known and usual is not None else math.nan
         whole = [step.busy_s + step.wait_s for step in possible if step.shares == self._shares_in_force]
         self.step_s = statistics.median(whole) if whole else math.nan
-        by_layer = [step.layers for step in steps if step.layers and step.shares == self._shares_in_force]
-        self.layer_times = {
-            name: statistics.median(layers.get(name, 0.0) for layers in by_layer) for name in self._layers if by_layer
-        }
+        self._by_layer = [step.layers for step in steps if step.layers and step.shares == self._shares_in_force]
 
     def go_on_from(self, state: MonitorState) -> None:
         """Go on from the :attr:`state` of another monitor of these layers."""

@@ -59,22 +59,27 @@ class _Step:
         return "waits" if self.outside_begin is None else f"waits {self.num_backwards}"
 
     def add(self, kind: str, layer: str | None, begin: Any, end: Any, clock: Clock) -> None:
-        self.pairs.append((kind, layer, begin, end))
         self.num_marks += 2
+        if clock.is_immediate:
+            self._count(kind, layer, clock.seconds(begin, end))
+            return
+        self.pairs.append((kind, layer, begin, end))
         if len(self.pairs) >= _MOST_PAIRS:
             self.sum_up(clock)
 
     def sum_up(self, clock: Clock) -> bool:
         """Turn what the clock has passed into seconds; return whether that is all."""
-        pairs, seconds, layers = self.pairs, self.seconds, self.layers
+        pairs = self.pairs
         while pairs and clock.has_passed(pairs[0][-1]):
             kind, layer, begin, end = pairs.popleft()
-            elapsed_s = clock.seconds(begin, end)
-            seconds[kind] += elapsed_s
-            if layer is not None:
-                layers[layer] += elapsed_s
+            self._count(kind, layer, clock.seconds(begin, end))
             clock.recycle(end) if begin is self.begin else clock.recycle(begin, end)
         return not pairs
+
+    def _count(self, kind: str, layer: str | None, elapsed_s: float) -> None:
+        self.seconds[kind] += elapsed_s
+        if layer is not None:
+            self.layers[layer] += elapsed_s
 
 
 class StepTimer(ProductProbe):

@@ -123,6 +123,8 @@ class Lender:
 
         Every rank must call it at the same place among its collectives.
         """
+        if self._in_force is None:
+            return
         self._gradient_return.forget()
         self._gradient_return.finish_sending()
         for loans in self._layer_loans:

@@ -57,8 +57,12 @@ class StepTimes:
     @property
     def is_possible(self) -> bool:
         """Whether a step can have taken these times."""
-        measured = self.busy_s, self.gemm_s, self.gather_fill_s, self.outside_s
-        return all(0.0 <= seconds <= MOST_SECONDS for seconds in measured)
+        return (
+            0.0 <= self.busy_s <= MOST_SECONDS
+            and 0.0 <= self.gemm_s <= MOST_SECONDS
+            and 0.0 <= self.gather_fill_s <= MOST_SECONDS
+            and 0.0 <= self.outside_s <= MOST_SECONDS
+        )
 
     @property
     def inside(self) -> StepTimes:

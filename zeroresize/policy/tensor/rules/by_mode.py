@@ -43,6 +43,8 @@ def wanted_division(
         return forced_division(config, are_stragglers)
     if paper.is_chosen(config):
         return paper.paper_division(config, times, are_stragglers, reference_s, migration)
+    if not any(are_stragglers):
+        return WorkDivision.nothing(len(times))
     if config.mode in ("exact", "mig"):
         return _balanced_division(times, are_stragglers, migration)
     if config.mode == "semi":
