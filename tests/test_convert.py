@@ -88,17 +88,6 @@ def test_an_input_that_does_not_fit_names_the_layer_and_what_to_look_at(run_rank
     run_ranks(check, 2)
 
 
-def test_a_group_of_one_rank_changes_nothing_and_says_so(run_ranks):
-    def check(rank, group):
-        model = mlp(group)
-        with caught_log_lines() as lines:
-            assert convert(model, process_group=group) is model
-        assert balanced_layers(model) == {}
-        assert len(lines) == 1 and "one rank" in lines[0]
-
-    run_ranks(check, 1)
-
-
 def test_layers_that_cannot_be_balanced_are_left_alone_each_with_one_log_line(run_ranks):
     def check(rank, group):
         alone = [dist.new_group([0]), dist.new_group([1])][rank]
@@ -139,18 +128,6 @@ def test_a_model_with_nothing_to_convert_is_told_what_was_looked_for(run_ranks):
         gathered = nn.Sequential(ColumnParallelLinear(4, 4, process_group=group, gather_output=True))
         with pytest.raises(ValueError, match=r"found but left alone: 0: gather_output=True"):
             convert(gathered, process_group=group)
-
-    run_ranks(check, 2)
-
-
-def test_a_group_without_this_rank_is_an_error(run_ranks):
-    def check(rank, group):
-        model = mlp(group)
-        of_rank_0 = dist.new_group([0])
-        if rank == 1:
-            with pytest.raises(ValueError, match="not a member of process_group"):
-                convert(model, process_group=of_rank_0)
-        assert balanced_layers(model) == {}
 
     run_ranks(check, 2)
 

@@ -144,15 +144,6 @@ def test_records_in_training_agree_with_metrics_and_the_lineage_table(run_ranks,
     assert straggler["predicted_step_s"] == normal["predicted_step_s"]
 
 
-def test_what_other_modes_would_do_is_an_error_where_it_cannot_be_known(run_ranks):
-    def check(rank, group):
-        run = Run(group, mode="exact")
-        with pytest.raises(ValueError, match=r"^what_if\(\) with mode='exact' is not allowed: only in mode 'off' "):
-            run.balancer.what_if()
-
-    run_ranks(check, 2)
-
-
 def test_off_tells_what_every_mode_would_do_and_does_nothing(run_ranks, tmp_path):
     def train(rank, group):
         run = Run(group, chi={1: 4.0}, on_update=JsonLinesTelemetry(tmp_path / f"rank{rank}.jsonl"), mode="off")

@@ -1,6 +1,5 @@
 """Beside data parallelism units move, too: all replicas own alike, and the slowest replica of each rank counts."""
 
-import copy
 import os
 import time
 from datetime import timedelta
@@ -98,31 +97,6 @@ def test_a_straggler_in_one_replica_gives_units_away_in_both_and_gets_them_back(
     assert results[0][0] != results[2][0]  # replicas have other batches
 
 
-def test_units_are_divided_from_the_start_and_a_resumed_run_goes_on_with_units_away(run_ranks):
-    def train(rank, _):
-        torch.set_default_dtype(torch.float64)
-        groups = groups_of(rank)
-        run = ReplicaRun(groups, shares=(3, 1))
-        began = run.counts()
-        run.steps(2)
-        run.balancer.move((1, 5))
-        run.steps(2)
-        with run.balancer.at_home():
-            model = {name: value.clone() for name, value in run.inner.state_dict().items()}
-            optimizer = copy.deepcopy(run.optimizer.state_dict())
-            balancer = run.balancer.state_dict()
-        expected = run.steps(3)
-        run.balancer.close()
-        resumed = ReplicaRun(groups)
-        resumed.inner.load_state_dict(model)
-        resumed.optimizer.load_state_dict(optimizer)
-        resumed.balancer.load_state_dict(balancer)
-        return began, resumed.counts(), resumed.steps(3), expected
-
-    for began, resumed, losses, expected in run_ranks(train, 4):
-        assert began == (144, 48) and resumed == (32, 160) and losses == expected
-
-
 def test_without_a_word_of_the_replicas_and_where_they_share_optimizer_state_nothing_moves(run_ranks):
     """What the log tells, once a group or on every rank, and what asking for a move raises."""
 
@@ -163,41 +137,6 @@ def test_groups_that_make_no_replicas_are_errors(run_ranks):
         assert "different shards" in in_group
         assert "make no whole replicas" in crossed
         assert "averages over" in other_than_ddp
-
-
-def test_replicas_that_ask_for_different_divisions_hear_of_it_and_none_moves(run_ranks):
-    @for_each([((3, 1),), (None,)])
-    def train(rank, _, shares):
-        run = ReplicaRun(groups_of(rank), mode="off", update_every=1)
-        run.steps(1)
-        if shares is None:  # only one replica lets go of what it holds
-            run.balancer.move((1, 1))
-            if rank < 2:
-                run.balancer.move(None)
-            with pytest.raises(RuntimeError, match="hold different plans"):
-                run.steps(3)
-        else:
-            with pytest.raises(RuntimeError, match=r"ranks of the job differ in .*: \[\[0, 1\], \[2, 3\]\]"):
-                run.balancer.move(shares if rank < 2 else shares[::-1])
-        return run.counts()
-
-    assert run_ranks(train, 4) == [[(96, 96)] * 2] * 4
-
-
-def test_where_one_replica_lacks_memory_none_moves(run_ranks, monkeypatch):
-    import zeroresize.resharding.agreement as agreement
-
-    def train(rank, _):
-        monkeypatch.setattr(agreement, "free_bytes", lambda device: 0 if rank == 3 else 2**40)
-        monkeypatch.setattr(agreement, "_place_of", lambda device: str(rank))
-        run = ReplicaRun(groups_of(rank), mode="off")
-        run.steps(1)
-        with pytest.raises(RuntimeError, match=r"rank 3 lacks"):
-            run.balancer.move((1, 3))
-        run.steps(1)
-        return run.counts()
-
-    assert run_ranks(train, 4) == [(96, 96)] * 4
 
 
 @pytest.mark.parametrize("when", ["before", "while"])

@@ -47,23 +47,6 @@ def test_forced_ratio_is_in_force_from_the_first_iteration_and_the_lineage_tells
     assert torch.equal(forced[0]["up"], forced[1])
 
 
-def test_plan_changes_only_in_step(run_ranks):
-    def train(rank, group):
-        run = Run(group, chi={1: 4.0}, update_every=1)
-        plans = []
-        for _ in range(4):
-            before = run.model.up.plan
-            loss = run.model(run.x).square().mean() + run.model(run.x).square().mean()
-            after_forward = run.model.up.plan
-            loss.backward()
-            run.optimizer.step()
-            plans.append((before is after_forward) and (after_forward is run.model.up.plan))
-            run.balancer.step()
-        return all(plans) and run.model.up.plan is not None if rank == 1 else all(plans)
-
-    assert run_ranks(train, 2) == [True, True]
-
-
 def test_metrics_are_flat_numbers_with_the_documented_names(run_ranks):
     def train(rank, group):
         run = Run(group)

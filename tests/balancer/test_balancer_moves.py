@@ -17,7 +17,6 @@ from zeroresize.measure import calibration
 from zeroresize.policy.tensor.costs import MigrationCost
 from zeroresize.resharding import agreement
 from zeroresize.resharding.units import owned_units
-from zeroresize.resharding.units.owned_units import OwnedUnits
 
 HOME, AWAY = (96, 96), (144, 48)
 
@@ -69,26 +68,6 @@ def test_units_move_away_from_a_straggler_and_come_home_after_it_recovers(run_ra
     for _, away, after, owned in results:
         assert away == results[0][1] and away[1] < away[0] / 2
         assert after == (64, 64, 64) and owned == 1.0
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_training_goes_on_as_if_nothing_had_moved(run_ranks, num_ranks):
-    def train(rank, group):
-        torch.set_default_dtype(torch.float64)
-        expected = exact_run(group, mode="off").steps(9)
-        run = exact_run(group, mode="off")
-        losses = run.steps(3)
-        run.balancer.move([1.0, 0.0, 3.0, 2.0][:num_ranks])
-        moved = counts(run)
-        losses += run.steps(3)
-        run.balancer.move([1.0] * num_ranks)
-        losses += run.steps(3)
-        return losses, expected, moved, counts(run)
-
-    for losses, expected, moved, after in run_ranks(train, num_ranks):
-        assert losses == pytest.approx(expected, rel=1e-10)
-        assert moved[1] == 0 and sum(moved) == 192
-        assert len(set(after)) == 1
 
 
 def tensors_of(run):
@@ -266,30 +245,6 @@ def test_a_rank_that_dies_once_units_have_moved_is_told_with_that_they_have(tmp_
     (text,) = told_by_survivors(train, 2, tmp_path).values()
     assert "the units have moved, they are divided by [1.333333, 0.666667] now; then: ranks [1]" in text, text
     assert "nothing has" not in text
-
-
-def test_units_come_home_though_the_slowness_ended_just_as_they_left(run_ranks, monkeypatch):
-    """Steps at the old speed are all under the old division, steps at the new speed under the new one."""
-
-    @for_each([(2.0,), (10.0,)])
-    def train(rank, group, chi):
-        run = exact_run(group)
-        move = OwnedUnits.move
-
-        def move_as_the_slowness_ends(units, shares, why_not=None):
-            run.time.chi = 1.0
-            return move(units, shares)
-
-        run.updates(4)
-        run.time.chi = chi if rank == 1 else 1.0
-        with monkeypatch.context() as patched:
-            patched.setattr(OwnedUnits, "move", move_as_the_slowness_ends)
-            while counts(run) == HOME:
-                run.updates(1)
-        run.updates(8)
-        return counts(run)
-
-    assert run_ranks(train, 2) == [[HOME, HOME]] * 2
 
 
 class DroppingPair(Pair):

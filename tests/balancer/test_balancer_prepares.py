@@ -108,21 +108,6 @@ def test_dropout_is_keyed_by_the_balancer_and_put_back_when_it_closes(run_ranks)
     run_ranks(check, 2)
 
 
-def test_in_a_mode_that_moves_nothing_dropout_stays_and_so_do_the_units_around_it(run_ranks):
-    def check(rank, group):
-        model = split_pair(group, p=0.5)
-        balancer = zr.Balancer(model, sgd(model), zr.BalanceConfig(mode="off"))
-        assert type(model[2]) is nn.Dropout and owned(model) == []
-        with pytest.raises(ValueError, match="no segment that is known to be divisible"):
-            balancer.move((3, 1))
-        balancer.close()
-        balancer = zr.Balancer(model, sgd(model))
-        balancer.move((3, 1))
-        assert owned(model) == [(144, 48)]
-
-    run_ranks(check, 2)
-
-
 # ---- shares ---------------------------------------------------------------------------------------------------------
 
 

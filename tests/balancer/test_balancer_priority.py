@@ -3,7 +3,6 @@
 import copy
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -98,21 +97,6 @@ def test_what_is_lent_is_most_important_and_what_is_pruned_least(run_ranks):
         assert pruned.max() <= kept.min() and kept.max() <= lent.min()
 
 
-def test_the_balancer_tells_in_how_many_steps_each_column_was_pruned(run_ranks):
-    def train(rank, group):
-        run = Run(group, mode="zero-pri", ratio=0.25, ranks=[1], iters_per_epoch=3)
-        counted = np.zeros(run.model.up.num_columns, dtype=int)
-        for _ in range(2):
-            columns = run.pruned()["up"]
-            counted[columns if columns is not None else []] += 3
-            run.steps(3)
-        return counted.tolist(), run.balancer.pruned_steps()["up"].tolist()
-
-    (nothing, none_told), (counted, counts) = run_ranks(train, 2)
-    assert counts == counted and sum(counts) == 2 * 3 * 12
-    assert nothing == none_told and not any(none_told)
-
-
 def test_a_pin_on_one_rank_alone_is_found_on_all_instead_of_hanging(run_ranks):
     def train(rank, group):
         run = Run(group)
@@ -134,13 +118,12 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("mode", ["zero-pri", "zero-pridiff"])
-def test_a_run_resumed_within_an_epoch_goes_on_bit_for_bit(run_ranks, tmp_path, mode):
+def test_a_run_resumed_within_an_epoch_goes_on_bit_for_bit(run_ranks, tmp_path):
     """Saved between two updates of its third epoch with a straggler; then over the ends of two epochs."""
 
-    @for_each([(kind,) for kind in KINDS])
-    def train(rank, group, kind):
-        checkpoint = str(tmp_path / repr(kind))
+    @for_each([("zero-pri", kind) for kind in KINDS] + [("zero-pridiff", {"priority": "variation"})])
+    def train(rank, group, mode, kind):
+        checkpoint = str(tmp_path / f"{mode} {kind}")
 
         def straggling_run():
             return Run(group, chi={1: 4.0}, mode=mode, iters_per_epoch=8, **kind)

@@ -38,23 +38,6 @@ def test_products_of_an_evaluation_are_not_those_of_the_step_it_falls_into(run_r
         assert seen == pytest.approx([seen[0]] * 5, rel=0.05)
 
 
-def test_a_recovered_rank_lets_go_though_every_epoch_ends_with_an_evaluation_in_a_step_at_full_work(run_ranks):
-    def train(rank, group):
-        run = slow_rank_1(Run(group, update_every=5), rank, 2.0)
-        trace = []
-        for update in range(14):
-            if update == 8:
-                run.time.chi = 1.0
-            trace += run.updates(1)
-            run.balancer.epoch_end()
-            evaluate(run)
-        return [ratios[1] for ratios in trace]
-
-    for ratios in run_ranks(train, 2):
-        assert min(ratios[2:8]) > 0.4
-        assert ratios[-1] == 0.0
-
-
 def test_an_interval_without_the_balanced_layers_tells_nothing_and_breaks_nothing(run_ranks):
     @for_each([("off",), ("zero-rd",), ("semi",)])
     def train(rank, group, mode):
@@ -135,16 +118,3 @@ def test_a_balancer_that_was_dropped_leaves_no_hooks(run_ranks):
         assert len(hooks_of(run)) == len(hooks_of(Run(group, mode="off"))) < len(attached)
 
     run_ranks(train, 2)
-
-
-def test_ranks_that_load_different_states_are_told_so_before_anything_migrates(run_ranks):
-    def train(rank, group):
-        run = slow_rank_1(Run(group, mode="mig"), rank)
-        states = []
-        for _ in range(2):
-            run.updates(3)
-            states.append(run.balancer.state_dict())
-        with pytest.raises(RuntimeError, match="hold different plans"):
-            run.balancer.load_state_dict(states[rank] | {f"group 0-1 rank {rank}": states[0][f"group 0-1 rank {rank}"]})
-
-    run_ranks(train, 2, timeout_s=30)

@@ -75,20 +75,6 @@ def test_no_unit_moves_with_an_optimizer_that_sees_matrices_and_training_goes_on
     run_ranks(train, 2, timeout_s=30)
 
 
-def test_torchs_muon_and_adafactor_are_refused(run_ranks):
-    def train(rank, group):
-        for kind in filter(None, (getattr(torch.optim, name, None) for name in ("Muon", "Adafactor"))):
-            model = nn.Sequential(Pair(group))
-            for layer in (model[0].up, model[0].down):
-                layer.bias = None
-            *_, balancer = balanced(group, lambda model, kind=kind: kind(model.parameters()), model)
-            with pytest.raises(ValueError, match=f"{kind.__name__} {MATRICES}"):
-                balancer.move([3, 1])
-            balancer.close()
-
-    run_ranks(train, 2, timeout_s=30)
-
-
 def test_where_ranks_judge_differently_none_moves_and_none_waits(run_ranks):
     def move(rank, group):
         if rank == 1:

@@ -110,27 +110,6 @@ def test_who_does_not_make_the_balancer_is_waited_for_with_a_warning(run_ranks):
     assert warning.startswith("rank 0 of the group has waited for 1 s to agree on what to balance: ranks [1] have not")
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("impatient")
-def test_short_waits_are_not_told_and_write_nothing(run_ranks):
-    def meet_often(rank, group):
-        exchange, written = exchange_over(group), []
-        store = exchange.words._rendezvous.store
-
-        class Counting:
-            def __getattr__(self, name):
-                return lambda *arguments: written.append(name) or getattr(store, name)(*arguments)
-
-        exchange.words._rendezvous.store = Counting()
-        with caught_log_lines() as lines:
-            for _ in range(20):
-                exchange.meet(1.0)
-                time.sleep(0.1)
-        return lines, written
-
-    assert run_ranks(meet_often, 2) == [([], []), ([], [])]
-
-
 @pytest.mark.usefixtures("impatient")
 def test_a_store_that_does_not_answer_is_asked_once_and_who_has_not_come_is_warned_of_all_the_same(run_ranks):
     def wait(rank, group):

@@ -136,19 +136,6 @@ def test_what_came_of_a_move_is_told_once_and_only_where_measurements_made_it(li
     assert lines() == []
 
 
-@pytest.mark.parametrize(("given", "way"), [({"lent": 0.4}, "lending"), ({"pruned": 0.4}, "pruning")])
-def test_a_rank_that_is_still_slow_is_named_where_it_lends_or_prunes_no_longer(lines, given, way):
-    relieved, slow = plan(2, {1}, **given), plan(2, {1})
-    Reporter(0.1, speaks=True).decided(5, relieved, decided(slow), None)
-    assert lines() == [
-        "step 5: every rank computes all of its products, though rank 1 is 1.9 times slower than the fastest: "
-        f"{way} does not pay now"
-    ]
-    for after in (plan(2), relieved, plan(2, {1}, owned=0.6)):
-        Reporter(0.1, speaks=True).decided(5, relieved, decided(after), None)
-        assert "does not pay" not in "".join(lines())
-
-
 def test_why_units_stay_is_the_decisions_own_verdict_and_said_at_each_doubling(lines):
     ownership = OwnershipDecision(2, [SegmentWork(1000, 1, 1.0)], bytes_of_units=1e9)
     ownership.cost = MoveCost(1e-9, 0.1)

@@ -92,6 +92,9 @@ def test_pruned_columns_of_weight_and_state_stay_and_the_others_step_as_ever(run
     run_ranks(check, 1)
 
 
+# ---- wrapped optimizers ---------------------------------------------------------------------------------------------
+
+
 def test_what_the_optimizer_is_given_later_is_frozen_too(run_ranks):
     """As layers are unfrozen one after the other."""
 
@@ -113,9 +116,6 @@ def test_what_the_optimizer_is_given_later_is_frozen_too(run_ranks):
         freezer.close()
 
     run_ranks(check, 1)
-
-
-# ---- wrapped optimizers ---------------------------------------------------------------------------------------------
 
 
 class WithMasters:

@@ -112,24 +112,6 @@ def test_ranks_without_gradients_take_part_and_all_raise_where_one_is_infinite_a
     assert first == second > 0.0
 
 
-def test_a_copy_of_a_model_and_one_in_half_precision_are_known_as_well(run_ranks):
-    def clip(rank, group):
-        models = Models(group)
-        models.divided, models.whole = copy.deepcopy(models.divided), models.whole
-        models.backward()
-        expected = nn.utils.clip_grad_norm_(models.whole.parameters(), math.inf)
-        torch.testing.assert_close(zr.clip_grad_norm_(models.divided.parameters(), math.inf), expected)
-        for parameter in models.divided.parameters():
-            gradient, parameter.grad = parameter.grad, None
-            parameter.data = parameter.data.bfloat16()
-            parameter.grad = gradient.bfloat16()
-        norm = zr.clip_grad_norm_(models.divided.parameters(), MAX_NORM)
-        assert norm.dtype is torch.float32
-        torch.testing.assert_close(norm.double(), expected, rtol=1e-2, atol=0)
-
-    run_ranks(clip, 2)
-
-
 def test_without_parallel_layers_it_is_torchs():
     torch.manual_seed(0)
     layers = nn.Linear(5, 7), nn.Linear(5, 7)

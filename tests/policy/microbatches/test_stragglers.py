@@ -97,36 +97,6 @@ def test_a_slow_stage_gets_fewer_layers_and_gets_them_back():
     assert work.plan().expected_s == pytest.approx(even_s, rel=0.02)
 
 
-@pytest.mark.parametrize("degrees", [(2, 1, 1), (1, 1, 2)])
-def test_nothing_is_worked_out_while_all_ranks_are_equally_fast_and_planned_so(monkeypatch, degrees):
-    calls, mean_s = [], ReplannedCosts._mean_s
-    monkeypatch.setattr(ReplannedCosts, "_mean_s", lambda self, *given: (calls.append(1), mean_s(self, *given))[1])
-    work = Work(*degrees)
-    assert not work.run((0.8, 0.8), 6) and not calls
-    assert work.run((1.0, 0.4), 10) and calls
-    assert work.run((1.0, 1.0), 10)  # all are fast, but it is not as it was
-    calls.clear()
-    assert not work.run((1.0, 1.0), 6) and not calls
-
-
-@pytest.mark.slow
-def test_layers_move_for_what_new_plans_leave_only():
-    """One slow rank of two replicas of two stages: fewer samples are worth more than fewer layers in both."""
-    work = Work(2, 1, 2, move_s=1.0)
-    made = work.run((1.0, 0.8, 1.0, 1.0), 60)
-    assert [each.candidate.kind for each in made] == ["replan"]
-    assert work.costs.range_s(0, work.strategy, (1.0, 0.8, 1.0, 1.0)) == pytest.approx(made[0].step_s, rel=0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("degrees", "speeds"), [((2, 1, 1), (0.5, 1.0)), ((1, 1, 2), (0.3, 1.0))])
-def test_what_passes_sooner_than_a_change_pays_changes_nothing(degrees, speeds):
-    work = Work(*degrees, move_s=10.0, replan_s=10.0)
-    for _ in range(20):
-        assert not work.run(speeds, 3)
-        assert not work.run((1.0, 1.0), 3)
-
-
 @pytest.mark.slow
 def test_what_takes_too_much_memory_is_not_offered():
     """With seven layers instead of four the longest sample does not fit, whatever is computed again."""

@@ -1,61 +1,21 @@
 """The controller in a closed loop of virtual ranks, and update by update."""
 
 import dataclasses
-import itertools
 import math
 
-import numpy as np
 import pytest
 from helpers.states import resumed
-from helpers.virtual_training import LINEAR, REALISTIC
+from helpers.virtual_training import LINEAR
 
 from zeroresize.config import BalanceConfig
-from zeroresize.plan.group import Shares
 from zeroresize.policy.tensor.controller import Controller
 from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
-from zeroresize.policy.tensor.estimation.estimator import RankEstimator
-from zeroresize.policy.tensor.estimation.times import RankTimes, StepTimes
+from zeroresize.policy.tensor.estimation.times import RankTimes
 
 
 def rank(rest_s, gemm_s, cost=LINEAR, gather_fill_scale=1.0):
     return RankTimes(rest_s, gemm_s, gather_fill_scale, cost)
-
-
-class SimulatedRank:
-    """A rank whose products take χ times their time; tells what it would measure under a ratio."""
-
-    def __init__(self, rest_s=0.3, gemm_s=0.7, cost=REALISTIC, noise=None, believed=None):
-        self.rest_s, self.gemm_s, self.cost, self.chi = rest_s, gemm_s, cost, 1.0
-        self._estimate = RankEstimator(believed or cost)
-        self._noise = noise or (lambda: 1.0)
-
-    def measure(self, ratio, num_calibration_steps):
-        full = [self._step(0.0) for _ in range(num_calibration_steps)]
-        steps = full + [self._step(ratio) for _ in range(10 - num_calibration_steps)]
-        self._estimate.learn(steps)
-        return self._estimate.times
-
-    def _step(self, ratio):
-        truth = rank(self.rest_s * self._noise(), self.gemm_s * self.chi * self._noise(), self.cost)
-        gemm_s = truth.gemm_s * self.cost.gemm_share_at(ratio)
-        return StepTimes(truth.busy_at(ratio), gemm_s, self.cost.gather_fill_at(ratio), Shares(ratio))
-
-
-def run_closed_loop(config, ranks, chi_at_update, num_updates):
-    """γ of every rank after every update; what is measured in an interval is decided on one update later."""
-    controller = Controller(config, len(ranks))
-    plan, posted, trace = controller.initial_plan(), None, []
-    for update in range(num_updates):
-        for rank_number, simulated in enumerate(ranks):
-            simulated.chi = chi_at_update(update).get(rank_number, 1.0)
-        calibration = controller.num_calibration_steps
-        measured = [r.measure(p.pruned, calibration) for r, p in zip(ranks, plan.ranks, strict=True)]
-        if posted is not None:
-            plan = controller.update(posted)
-        posted = measured
-        trace.append([p.pruned for p in plan.ranks])
-    return np.array(trace)
 
 
 def test_off_measures_but_never_prunes():
@@ -115,17 +75,6 @@ def test_a_straggler_of_which_little_is_known_any_more_is_let_go():
     assert controller.update([*normal, unsure(1.2, 0.3)]).relieved == []
 
 
-@pytest.mark.parametrize("mode", ["zero-pri", "mig", "semi"])
-def test_noise_changes_no_plan(mode):
-    generator = np.random.default_rng(0)
-    controller = Controller(BalanceConfig(mode=mode), 4)
-    plans = []
-    for _ in range(60):
-        chis = np.array([1.0, 1.0, 1.0, 3.0]) * (1.0 + 0.005 * generator.standard_normal(4))
-        plans.append(controller.update([unsure(chi, 0.005) for chi in chis]).ranks)
-    assert sum(one != other for one, other in itertools.pairwise(plans[2:])) <= 1
-
-
 def test_a_receiver_that_is_slow_for_a_moment_goes_on_receiving():
     controller = Controller(BalanceConfig(mode="mig"), 4)
     times = [unsure(chi, 0.01) for chi in (1.0, 1.0, 1.0, 3.0)]
@@ -136,24 +85,6 @@ def test_a_receiver_that_is_slow_for_a_moment_goes_on_receiving():
     for _ in range(4):
         later = controller.update([times[0], unsure(1.3, 0.01), *times[2:]])
     assert later.loans != before.loans
-
-
-@pytest.mark.parametrize("noise", [0.05, 0.1])
-def test_pruning_that_brings_nothing_any_more_ends_also_where_times_are_noisy(noise):
-    """A straggler's slowness moves from its products to the rest of its step, where pruning saves little."""
-    for seed in range(4):
-        generator = np.random.default_rng(seed)
-        draw = lambda: max(1.0 + noise * generator.standard_normal(), 0.1)  # noqa: E731, B023
-        ranks = [SimulatedRank(rest_s=0.08, gemm_s=0.92, noise=draw) for _ in range(4)]
-
-        def chi_at(update, ranks=ranks):
-            if update == 36:
-                ranks[3].rest_s = 16.0
-            return {3: 4.0} if update < 36 else {}
-
-        trace = run_closed_loop(BalanceConfig(mode="zero-rd"), ranks, chi_at, 56)
-        assert trace[30:36, 3].min() > 0.5
-        assert trace[46:, 3].max() == 0.0
 
 
 def lending(chis=(1, 1, 1, 4), deviation=0.0, seen=None):
