@@ -104,17 +104,6 @@ def test_it_cannot_be_changed_but_replaced_and_is_checked_again():
         config.replace(ratio=2)
 
 
-def test_the_room_is_given_as_one_or_as_a_mapping():
-    config = BalanceConfig(mode="semi", paper=PaperConfig(num_migrating=2))
-    assert config == BalanceConfig(mode="semi", paper={"num_migrating": 2})
-    assert config == BalanceConfig.from_dict({"mode": "semi", "paper": {"num_migrating": 2}})
-    assert hash(config) == hash(BalanceConfig(mode="semi", paper=PaperConfig(num_migrating=2)))
-    with pytest.raises(FrozenInstanceError):
-        config.paper.num_migrating = 3
-    with pytest.raises(ValueError, match=r"^paper\.alpha=2 is not allowed"):
-        PaperConfig(alpha=2)
-
-
 def test_a_mapping_changes_some_keys_of_the_room_and_a_room_replaces_all():
     config = BalanceConfig(mode="semi", paper={"semi_rule": "paper", "num_migrating": 2})
     more = config.replace(paper={"imputation": "same"})
@@ -181,14 +170,6 @@ def test_with_balancing_off_any_key_may_stay_as_it_is(values):
 def test_a_ratio_can_be_pinned_whatever_bounds_the_ratios_that_are_decided():
     pinned = BalanceConfig(mode="zero-pri", budget=0.1, min_gain=0.5).pinned(0.5, rank=1)
     assert pinned == BalanceConfig(mode="zero-pri", ratio=0.5, ranks=(1,))
-
-
-def test_in_another_mode_what_is_changed_has_to_have_an_effect():
-    config = BalanceConfig(mode="semi", budget=0.1, tolerance=0.2)
-    assert config.in_mode("mig") == BalanceConfig(mode="mig", tolerance=0.2)
-    assert config.in_mode("semi", paper={"num_migrating": 1}) == config.replace(paper={"num_migrating": 1})
-    with pytest.raises(ValueError, match=r"budget=0\.3 has no effect with mode='mig'"):
-        config.in_mode("mig", budget=0.3)
 
 
 configs = st.just(BalanceConfig()) | st.builds(

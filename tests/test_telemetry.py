@@ -235,12 +235,3 @@ def test_events_that_cannot_be_written_end_no_training_and_cost_no_others(tmp_pa
     (line,) = caplog.messages
     assert line.startswith(f"TensorBoard's {tmp_path} is incomplete from step 20 on: ")
     assert list(scalars_in(tmp_path)["balance/ratio"]) == [10, 40]
-
-
-def test_tensorboard_hides_what_an_interrupted_run_showed_of_later_steps(tmp_path):
-    pytest.importorskip("tensorboard")
-    show(tmp_path, records_of_steps(10, 20, 30))
-    show(tmp_path, [record(step=40)], from_step=20)
-    assert list(scalars_in(tmp_path)["balance/ratio"]) == [10, 20, 40]
-    show(tmp_path, [record(step=10)], from_step=0)
-    assert list(scalars_in(tmp_path)["balance/ratio"]) == [10], "0 starts anew"

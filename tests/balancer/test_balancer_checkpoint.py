@@ -1,7 +1,6 @@
 """A balancer that is saved and loaded goes on as it was."""
 
 import json
-from itertools import chain
 
 import pytest
 import torch
@@ -15,30 +14,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 import zeroresize as zr
 
 pytestmark = pytest.mark.same_ranks
-
-
-def test_a_saved_balancer_goes_on_with_the_same_plans(run_ranks, tmp_path):
-    """Also where gathering is dear, and where the new process would measure another cost of pruning."""
-
-    @for_each([(9,), (8,)])  # at an update, and just before one
-    def train(rank, group, steps_before):
-        checkpoint = str(tmp_path / str(steps_before))
-        first = Run(group, chi={1: 4.0}, gather_s=0.02)
-        first.steps(steps_before)
-        saved = [p.pruned for p in first.balancer.plan.ranks]
-        dcp.save({"balancer": first.balancer}, checkpoint_id=checkpoint)
-        first.steps(9)  # before another run takes the clock
-        resumed = Run(group, chi={1: 4.0}, gather_s=0.0)
-        resumed.time.gather_s = 0.02
-        dcp.load({"balancer": resumed.balancer}, checkpoint_id=checkpoint)
-        at_once = [p.pruned for p in resumed.balancer.plan.ranks]
-        resumed.steps(9)
-        later = [[p.pruned for p in run.balancer.plan.ranks] for run in (first, resumed)]
-        return saved, at_once, *later
-
-    for saved, at_once, uninterrupted, resumed in chain.from_iterable(run_ranks(train, 2)):
-        assert at_once == saved and saved[1] > 0.5
-        assert resumed == pytest.approx(uninterrupted, abs=1e-9)
 
 
 def test_two_tensor_parallel_groups_balance_and_save_apart(run_ranks, tmp_path):

@@ -7,22 +7,13 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.processes import caught_log_lines, for_each, told_by_survivors
+from helpers.processes import told_by_survivors
 from helpers.virtual_training import FEATURES, Pair, Run, VirtualTime, keep_time
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroresize as zr
-from zeroresize.measure import calibration
-from zeroresize.policy.tensor.costs import MigrationCost
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def lending_is_dear(monkeypatch):
-    """As virtual time does not count transfers, lending would cost nothing, and moving bring nothing more."""
-    monkeypatch.setattr(calibration, "measure_migration_cost", lambda *_: MigrationCost(fixed_s=1e3))
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("lending_is_dear")]
 
 
 def groups_of(rank, timeout_s=60.0):
@@ -38,10 +29,9 @@ class ReplicaRun(Run):
     Args:
         wraps: in DistributedDataParallel; else gradients are averaged by hand.
         tells: the balancer its data-parallel group; or another group.
-        optimizer: makes it of the parameters.
     """
 
-    def __init__(self, groups, *, wraps=True, tells=False, optimizer=torch.optim.AdamW, **config):
+    def __init__(self, groups, *, wraps=True, tells=False, **config):
         group, replicas = groups
         config = {"mode": "exact", "update_every": 4, **config}
         self.config = zr.BalanceConfig(**config)
@@ -51,7 +41,7 @@ class ReplicaRun(Run):
         self.inner, self.replicas = self.model, replicas
         if wraps:
             self.model = DistributedDataParallel(self.model, process_group=replicas)
-        self.optimizer = optimizer(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.balancer = zr.Balancer(
             self.model,
             self.optimizer,
@@ -95,31 +85,6 @@ def test_a_straggler_in_one_replica_gives_units_away_in_both_and_gets_them_back(
         assert away == results[0][2] and away[1] < away[0] / 2
         assert after == (96, 96) and owned == (1.0, 1.0)
     assert results[0][0] != results[2][0]  # replicas have other batches
-
-
-def test_without_a_word_of_the_replicas_and_where_they_share_optimizer_state_nothing_moves(run_ranks):
-    """What the log tells, once a group or on every rank, and what asking for a move raises."""
-
-    def shared(replicas):
-        return lambda parameters: ZeroRedundancyOptimizer(parameters, torch.optim.SGD, process_group=replicas, lr=1e-2)
-
-    @for_each([("data_parallel_group",), ("ZeroRedundancyOptimizer",)])
-    def train(rank, _, reason):
-        groups = groups_of(rank)
-        options = {"wraps": False} if reason == "data_parallel_group" else {"optimizer": shared(groups[1])}
-        with caught_log_lines() as lines:
-            run = ReplicaRun(groups, **options)
-        with pytest.raises(ValueError, match=reason):
-            run.balancer.move((2, 1))
-        run.steps(2)
-        assert run.counts() == (96, 96)
-        return [line for line in lines if "no units change hands" in line]
-
-    for reason, lines in zip(
-        ("data_parallel_group", "ZeroRedundancyOptimizer"), zip(*run_ranks(train, 4), strict=True), strict=True
-    ):
-        assert [len(of_rank) for of_rank in lines] in ([1, 1, 1, 1], [1, 0, 1, 0])
-        assert reason in lines[0][0] and reason in lines[2][0]
 
 
 def test_groups_that_make_no_replicas_are_errors(run_ranks):

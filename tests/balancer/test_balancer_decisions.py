@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.virtual_training import FEATURES, Run
 
-pytestmark = pytest.mark.versions
+pytestmark = [pytest.mark.same_ranks, pytest.mark.versions]
 
 
 def test_a_straggler_is_found_relieved_and_let_go_and_all_ranks_agree(run_ranks):

@@ -15,6 +15,8 @@ from zeroresize.layers.segments import owned_segments
 from zeroresize.layers.unit_dropout import UnitDropout
 from zeroresize.pipeline import Pipeline
 
+pytestmark = pytest.mark.same_ranks
+
 HIDDEN = 4 * FEATURES
 
 

@@ -1,14 +1,18 @@
 """What is not usual training: evaluations, steps without the layers, late ranks, balancers one after another."""
 
+import copy
 import gc
 
 import pytest
 import torch
 from helpers.processes import caught_log_lines, for_each
 from helpers.virtual_training import FEATURES, Run
+from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
 from zeroresize.config.keys import PRIORITIES
+
+pytestmark = pytest.mark.same_ranks
 
 
 def slow_rank_1(run, rank, chi=4.0):
@@ -82,21 +86,6 @@ def test_a_slow_data_loader_moves_lends_and_prunes_nothing_and_is_said_once(run_
         assert f"rank 1 by {50 * num_batches} ms" in lines[0]
 
 
-@pytest.mark.slow
-def test_a_straggler_that_is_late_too_gives_away_as_much_as_without_being_late(run_ranks):
-    @for_each([(0.0,), (0.05,)])
-    def train(rank, group, late_s):
-        run = Run(group, mode="off", update_every=2)
-        run.time.chi = 2.0 if rank == 1 else 1.0
-        steps(run, 16, late_s if rank == 1 else 0.0)
-        would = run.balancer.what_if()["exact"]
-        run.balancer.close()
-        return would["owned"][1] - would["lent"][1]
-
-    (alone, late), others = run_ranks(train, 2)
-    assert [alone, late] == others and alone < 0.9 and late == pytest.approx(alone, rel=0.02)
-
-
 LEAVES_HOOKS = [{"pruned_update": "freeze"}, *({"priority": priority} for priority in PRIORITIES)]
 
 
@@ -116,5 +105,34 @@ def test_a_balancer_that_was_dropped_leaves_no_hooks(run_ranks):
         gc.collect()
         run.balancer = zr.Balancer(run.model, run.optimizer, zr.BalanceConfig(mode="off"), process_group=group)
         assert len(hooks_of(run)) == len(hooks_of(Run(group, mode="off"))) < len(attached)
+
+    run_ranks(train, 2)
+
+
+def forward_without_gradients(run):
+    with torch.no_grad():
+        run.model(run.x)
+
+
+def recompute(run):
+    checkpoint(run.model, run.x.clone().requires_grad_(), use_reentrant=True).square().mean().backward()
+    run.optimizer.zero_grad()
+
+
+@pytest.mark.slow
+def test_a_model_may_be_loaded_when_its_balancer_has_been_made(run_ranks):
+    """With a forced ratio loans are in force at once, and whoever loads pretrained weights has no balancer's state."""
+
+    @for_each([(use,) for use in (lambda _: None, forward_without_gradients, recompute)])
+    def train(rank, group, use_first):
+        pretrained = Run(group, mode="off")
+        pretrained.steps(5)
+        weights, outcomes = copy.deepcopy(pretrained.model.state_dict()), []
+        for config in ({"mode": "off"}, {"mode": "mig", "ratio": 0.5, "ranks": [0]}):
+            run = Run(group, **config)
+            run.model.load_state_dict(weights)
+            use_first(run)
+            outcomes.append(run.steps(3))
+        assert outcomes[1] == pytest.approx(outcomes[0], rel=1e-5)
 
     run_ranks(train, 2)

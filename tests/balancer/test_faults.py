@@ -204,20 +204,3 @@ def test_losses_stay_those_of_full_work_when_loans_follow_another_slow_rank_in_t
 
     for expected, actual in run_ranks(train, 3):
         assert actual == pytest.approx(expected, rel=1e-4)
-
-
-def test_where_all_are_slow_nothing_is_lent_and_where_all_but_one_are_they_lend_to_that_one(run_ranks):
-    @for_each([({"mode": "mig"},), ({"mode": "semi", "budget": 0.0},)])
-    def train(rank, group, changes):
-        run = Run(group, **changes)
-        run.time.chi = 6.0
-        run.updates(4)
-        assert run.balancer.plan.loans == () and not any(own.pruned for own in run.balancer.plan.ranks)
-        run.balancer.close()
-        expected = Run(group, mode="off").steps(30)
-        run = Run(group, update_every=5, **changes)
-        run.time.chi = (4.0, 1.0, 6.0)[rank]
-        assert run.steps(30) == pytest.approx(expected, rel=1e-4)
-        assert [(loan.owner, loan.receivers) for loan in run.balancer.plan.loans] == [(0, (1,)), (2, (1,))]
-
-    run_ranks(train, 3)

@@ -8,6 +8,8 @@ from torch import nn
 
 import zeroresize as zr
 
+pytestmark = pytest.mark.same_ranks
+
 #: What spoils which step: the loss of all ranks, or a gradient of one of them.
 SPOILED = {4: "nan", 6: "inf", 8: "overflow"}
 NUM_STEPS = 13

@@ -5,6 +5,8 @@ import torch
 from helpers.processes import for_each
 from helpers.virtual_training import FEATURES, Run
 
+pytestmark = pytest.mark.same_ranks
+
 #: Bytes of weights, gradients and Adam's moments of an even share of two ranks' 192 neurons, and of what all hold.
 OF_EVEN_SHARE, FIXED = 16 * 96 * (2 * FEATURES + 1), 16 * FEATURES
 

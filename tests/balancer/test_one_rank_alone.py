@@ -91,19 +91,6 @@ def forward(run, num_tokens):
     run.model(torch.ones(num_tokens, FEATURES)).sum().backward()
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(("mode", "num_steps"), [("off", 0), ("mig", 23), ("zero-pri", 23), ("semi", 0)])
-def test_unequal_batches_are_an_error_on_every_rank_before_anything_is_sent(run_ranks, mode, num_steps):
-    def train(rank, group):
-        run = impatient_run(rank, mode)
-        run.steps(num_steps)
-        return error_of(lambda: forward(run, 40 if rank == 0 else 400))
-
-    for kind, text in run_ranks(train, 2, timeout_s=25):
-        assert kind == "ValueError"
-        assert "given different batches: rank 0: 40 tokens in layer " in text and "; rank 1: 400 tokens" in text
-
-
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("mode", "changing", "num_tokens", "trains"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import parallel_layers
-from helpers.parallel_layers import HEAD_SIZE, WIDTH, gathered
+from helpers.parallel_layers import HEAD_SIZE, WIDTH, whole_of
 from helpers.processes import for_each
 from helpers.states import held_by
 from helpers.virtual_training import Run
@@ -16,6 +16,8 @@ from torch.testing import assert_close
 
 import zeroresize as zr
 from zeroresize.config.keys import PRIORITIES
+
+pytestmark = pytest.mark.same_ranks
 
 SHARES = {2: (3, 1), 3: (1, 3, 2)}
 
@@ -77,9 +79,7 @@ class UnevenBlock:
         tensors = {name: of(parameter) for name, parameter in self.model.named_parameters()}
         for segment in self.segments:
             for where in segment.tensors:
-                units = gathered(tensors[where.name], where, segment.owned, self.group)
-                whole = torch.cat([part.flatten(0, 1) for part in units.split(where.rows, dim=1)])
-                tensors[where.name] = whole.movedim(0, where.dim)
+                tensors[where.name] = whole_of(tensors[where.name], where, segment.owned, self.group)
         return {name: None if one is None else one.detach().clone() for name, one in tensors.items()}
 
     def parts(self):

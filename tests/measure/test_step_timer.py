@@ -142,6 +142,15 @@ def test_waiting_for_a_late_rank_is_not_busy_time_whoever_calls_the_collective_o
     assert min(beside_early_s, beside_late_s) >= 0.3
 
 
+def test_what_happens_beside_the_main_stream_is_not_counted(clock, timer):
+    timer.begin_step()
+    clock.on_main_stream = False
+    timer.wait_begins()
+    clock.advance(5.0)
+    timer.wait_ends()
+    assert timer.end_step()[0].busy_s == 5.0
+
+
 def test_a_step_of_any_number_of_products_is_measured_in_little_memory_layer_by_layer(clock, timer):
     """With as many marks as without names; half of each product multiplies."""
     probes = [LayerTimer(timer, name) for name in ("up", "down")]

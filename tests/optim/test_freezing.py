@@ -145,7 +145,7 @@ def test_what_is_stepped_is_found_inside_wrappers_as_master_copies_or_refused():
 
 
 def test_colossalais_masters_moments_and_working_weights_stay(run_ranks, colossalai_module):
-    @for_each([("fp32", "freeze"), ("bf16", "freeze"), ("bf16", "optimizer")])
+    @for_each([("bf16", "freeze"), ("bf16", "optimizer")])
     def check(rank, group, precision, pruned_update):
         host = Host(group)
         booster = host.boost(small_vit(), precision=precision)

@@ -6,13 +6,14 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.hosts import Host, small_vit
 from helpers.parallel_layers import WIDTH, block, segments_of, uneven
 from helpers.processes import for_each
 from torch import nn
 
 import zeroresize as zr
 from zeroresize.resharding.units.moving_units import move_units
+
+pytestmark = pytest.mark.same_ranks
 
 MAX_NORM = 0.05
 
@@ -143,21 +144,3 @@ def test_shards_that_others_have_marked_count_on_every_rank(run_ranks):
         return zr.clip_grad_norm_(parameters, math.inf).item()
 
     assert run_ranks(clip, 2) == [pytest.approx(math.sqrt(2 * 9 + 2 * 16))] * 2
-
-
-@pytest.mark.colossalai
-def test_colossalais_layers_are_known_once_they_are_converted(run_ranks, colossalai_vit_modules):
-    def clip(rank, group):
-        host, whole = Host(group), small_vit()
-        model = host.shard(copy.deepcopy(whole))
-        zr.convert(model, process_group=group)
-        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-        for vit in (model, whole):
-            vit(x).logits.square().sum().backward()
-        expected = nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM)
-        norm = zr.clip_grad_norm_(model.parameters(), MAX_NORM)
-        torch.testing.assert_close(norm, expected, rtol=1e-4, atol=0)
-        return norm.item()
-
-    first, second = run_ranks(clip, 2)
-    assert first == second

@@ -14,6 +14,8 @@ from zeroresize.plan.strategy import LengthRange, Strategy
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.trainer import StrategyTrainer
 
+pytestmark = pytest.mark.same_ranks
+
 REFUSED = (ValueError, RuntimeError)
 
 

@@ -1,7 +1,5 @@
 """What moving ownership is to do in a simulated cluster, in mode "exact" and beside pruning."""
 
-import functools
-import itertools
 import statistics
 
 import pytest
@@ -65,32 +63,6 @@ def test_without_segments_all_is_as_without_moves():
     with_none = simulate(EXACT, cluster(slow, segments=()), 300)
     never, migrating = (simulate(config, cluster(slow), 300) for config in (NEVER, BalanceConfig(mode="mig")))
     assert with_none == never == migrating
-
-
-EVERY = (5, 20, 80, 320)
-#: Seconds there and back, in homogeneous steps: from what it is at hidden 768 to what pays for long turns only.
-THERE_AND_BACK = (2.0, 10.0, 50.0)
-
-
-@functools.cache
-def by_turns(every, there_and_back_s, policy):
-    chi = lambda step: [4.0 if step // every % 8 == rank else 1.0 for rank in range(8)]  # noqa: E731
-    turning = cluster(chi, move=MoveCost(there_and_back_s / 2, 0.0))
-    num_steps = max(16 * every, 1600)
-    config = NEVER if policy == "never" else EXACT
-    always = {"believed_move": MoveCost(0.0, 0.0), "learns_moves": False} if policy == "always" else {}
-    run = simulate(config, turning, num_steps, **always)
-    return sum(run.step_s), num_steps // every
-
-
-@pytest.mark.few(3)
-@pytest.mark.slow
-@pytest.mark.parametrize(("every", "there_and_back_s"), list(itertools.product(EVERY, THERE_AND_BACK)))
-def test_by_turns_it_is_never_much_worse_than_the_better_of_never_and_always(every, there_and_back_s):
-    (never_s, num_turns), (always_s, _), (ours_s, _) = (
-        by_turns(every, there_and_back_s, policy) for policy in ("never", "always", "ours")
-    )
-    assert ours_s <= min(never_s, always_s) + 2.0 * there_and_back_s * num_turns
 
 
 @pytest.mark.few(3)

@@ -90,18 +90,6 @@ def test_of_all_choices_of_fewer_stages_the_fastest_is_found(load, data):
     ]
 
 
-def test_of_equal_choices_the_first_stages_stay():
-    load = PipelineLoad.of([1.0] * 12, 4, layer_bytes=[2] * 12, memory_limits=[9] * 4)
-    start = Partition.uniform(12, 4)
-    assert repacked(load, start, 3, keep=0).stages == (0, 1, 2)
-    assert repacked(load, start, 3, keep=3).stages == (0, 1, 3)
-    with pytest.raises(NothingFitsError, match=r"no 2 of 4 stages can hold 24 bytes of layers, up to 2 each"):
-        repacked(load, start, 2)
-    for number in (0, 5):
-        with pytest.raises(ValueError, match="wanted are 1 to 4"):
-            repacked(load, start, number)
-
-
 NUM_LAYERS, NUM_STAGES = 9, 3
 
 

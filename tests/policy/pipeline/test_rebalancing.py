@@ -69,18 +69,6 @@ def test_a_small_saving_is_noise():
     assert world.train(rebalancing_of(min_saving=0.0), 10) == [(0, 50, 100)]
 
 
-def test_what_staying_has_cost_is_owed_when_work_changes_often():
-    """A layer more on the second stage is too little to move at once, and the work changes before it has added up."""
-    world = World([0.01] * 8, [1.0, 1.0], (0, 3, 8), weight_bytes=10**7)
-    rebalancing, moves = rebalancing_of(num_steps=1), []
-    for step in range(60):
-        if step % 5 == 0:
-            world.work = [0.01 if step % 10 else 0.011] * 8
-            rebalancing.expect_other_work()
-        moves += world.train(rebalancing, 1)
-    assert moves == [(0, 4, 8)]
-
-
 def test_memory_limits_are_kept():
     # A layer holds 4000 bytes of weights, gradients and state, and 100 of activations for each of two micro-batches.
     world = World([1.0] * 8, [1.0, 0.25], (0, 4, 8))

@@ -188,16 +188,6 @@ def test_after_a_switch_that_could_not_be_made_nothing_is_tried_for_a_while():
     assert decider.in_force == decider.original
 
 
-def test_speeds_that_divide_alike_give_the_same_strategy_and_the_price_of_a_switch_is_learned():
-    strategies = {offered([Strategy(1, 4, 1)], one_slow(chi))["shares"].strategies for chi in (2.0, 2.001, 2.002)}
-    assert len(strategies) == 1
-    decider = decision(switch_s=0.0)
-    decider.made(decider.update(one_slow(8.0)), one_slow(8.0))
-    decider.learn(5.0)
-    (back,) = (one for one in decider.what_if(EVEN) if one.candidate.kind == "original")
-    assert back.switch_s == pytest.approx(5.0)
-
-
 def test_its_state_goes_on_where_it_was_saved():
     steps = [*[one_slow(8.0)] * 7, *[one_slow(2.0, 2)] * 40, *[EVEN] * 60]
     whole, first = decision(switch_s=2.0), decision(switch_s=2.0)

@@ -1,6 +1,5 @@
 """The controller in a closed loop of virtual ranks, and update by update."""
 
-import dataclasses
 import math
 
 import pytest
@@ -9,8 +8,7 @@ from helpers.virtual_training import LINEAR
 
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.tensor.controller import Controller
-from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
-from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
+from zeroresize.policy.tensor.costs import ResizingCost
 from zeroresize.policy.tensor.estimation.times import RankTimes
 
 
@@ -23,13 +21,6 @@ def test_off_measures_but_never_prunes():
     plan = controller.update([rank(0.3, 0.7), rank(0.3, 5.6)])
     assert [p.pruned for p in plan.ranks] == [0.0, 0.0]
     assert [p.is_straggler for p in plan.ranks] == [False, True]
-
-
-def test_forced_ratio_on_named_ranks_holds_from_the_start_and_whatever_is_measured():
-    controller = Controller(BalanceConfig(mode="zero-rd", ratio=0.5, ranks=[1]), 3)
-    assert [p.pruned for p in controller.initial_plan().ranks] == [0.0, 0.5, 0.0]
-    plan = controller.update([rank(0.3, 5.6), rank(0.3, 0.7), rank(0.3, 0.7)])
-    assert [p.pruned for p in plan.ranks] == [0.0, 0.5, 0.0]
 
 
 def test_a_rank_that_measured_nothing_yet_changes_nothing():
@@ -105,19 +96,3 @@ def test_equal_ones_have_one_number_also_from_a_loaded_state(chis):
     assert number == second.fingerprint(same, 1, "x") == int(number) and 0 <= number < 2**52
     loaded = resumed(first, Controller(first.config, len(chis)))
     assert loaded.fingerprint(loaded.current_plan(), 1) == first.fingerprint(first.current_plan(), 1)
-
-
-def test_what_was_measured_what_is_known_of_collectives_and_what_is_decided_show():
-    controller, plan = lending()
-    others = [lending(deviation=2**-40), lending((1, 1, 1, 4.000001))]
-    others += [lending(seen=CollectiveTimes(0.125, (0.0,) * 4))]
-    others += [lending(seen=CollectiveTimes(0.0, (0.0,) * 4, MigrationCost(1e-9, 1e-9)))]
-    numbers = [
-        controller.fingerprint(plan),
-        controller.fingerprint(plan, 1),
-        controller.fingerprint(dataclasses.replace(plan, predicted_step_s=1.0)),
-        *(made.fingerprint(plan) for made, _ in others),
-    ]
-    assert len(set(numbers)) == len(numbers)
-    controller.update([RankTimes(0.3, 0.7 * chi, 1.0, ResizingCost.linear(0.9)) for chi in (1, 1, 1, 4)])
-    assert controller.fingerprint(plan) not in numbers, "how long ranks were slow shows"

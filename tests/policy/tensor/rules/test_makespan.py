@@ -45,15 +45,6 @@ def test_a_division_is_possible_keeps_to_the_budget_and_is_never_slower_than_non
     assert step_s(times, division, migration) <= max(rank.busy_s for rank in times) * 1.06
 
 
-def test_work_that_fits_into_the_tolerance_of_many_ranks_is_moved_and_none_is_pruned():
-    times, slow = group(2.0, *[1.0] * 15)
-    division = makespan_division(times, slow, reference_s=1.0, tolerance=0.05, migration=FREE, budget=0.5)
-
-    assert pruned_share(division) == pytest.approx(0.0, abs=1e-4)
-    balanced = 1.0 - (balanced_s(times) - times[0].rest_s) / times[0].gemm_s
-    assert division.lent[0] == pytest.approx(balanced, abs=3e-3)
-
-
 def test_what_does_not_fit_is_pruned_and_the_normal_ranks_are_filled_up_to_the_goal():
     times, slow = group(4.0, 1.0)
     division = makespan_division(times, slow, reference_s=1.0, tolerance=0.05, migration=FREE, budget=0.5)

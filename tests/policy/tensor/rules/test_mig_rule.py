@@ -54,15 +54,6 @@ def test_no_grid_of_loans_is_faster_where_few_columns_take_longer_than_their_sha
     assert len(ends_s) >= 3 and ends_s == pytest.approx([max(ends_s)] * len(ends_s), rel=0.01)
 
 
-@pytest.mark.parametrize("per_share_s", [0.0, 0.3])
-def test_where_moving_saves_nothing_nothing_moves(per_share_s):
-    times, slow = group(1.3, 1.0, cost=LINEAR)
-    unmoved_s = max(one.busy_s for one in times)
-    moved = division(times, slow, MigrationCost(0.0, per_share_s))
-    saving_s = unmoved_s - step_s(times, moved, MigrationCost(0.0, per_share_s))
-    assert sum(division(times, slow, MigrationCost(saving_s * 1.001, per_share_s)).lent) == 0.0
-
-
 @pytest.mark.parametrize("chi", [100.0, 1e7])
 @pytest.mark.parametrize("config", [{"mode": "mig"}, {"mode": "semi", "budget": 0.0}], ids=["mig", "semi"])
 def test_a_rank_that_lent_all_it_could_is_seen_to_recover(config, chi):
