@@ -1,4 +1,4 @@
-"""The controller in a closed loop of virtual ranks, and update by update."""
+"""The controller, update by update; what it tells of its plans, and by which number ranks compare them."""
 
 import math
 
