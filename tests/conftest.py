@@ -24,6 +24,7 @@ from helpers import processes
 from hypothesis import is_hypothesis_test
 
 import zeroresize as zr
+from zeroresize.policy.tensor.costs import MigrationCost
 
 torch.set_num_threads(1)
 for public in zr.__all__:  # once in each worker, not in every rank that is forked
@@ -166,6 +167,12 @@ def cheap_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before one was made, a move of units is expected to take what its messages do: tiny models move soon then."""
     monkeypatch.setattr("zeroresize.control.mover.BUDGET_S", 0.0)
     monkeypatch.setattr("zeroresize.measure.links.INSTALLING_S", 0.0)
+
+
+@pytest.fixture
+def lending_is_dear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As virtual time does not count transfers, lending would cost nothing, and moving bring nothing more."""
+    monkeypatch.setattr("zeroresize.measure.calibration.measure_migration_cost", lambda *_: MigrationCost(fixed_s=1e3))
 
 
 @pytest.fixture(scope="session")

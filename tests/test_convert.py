@@ -1,7 +1,5 @@
 """convert(): which layers it takes, which it leaves alone and says so, and what is a mistake."""
 
-import logging
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,19 +31,6 @@ def test_layers_are_taken_in_place_in_the_order_of_the_model(run_ranks):
         assert list(balanced_layers(model)) == ["mlp.0", "mlp.2"]
         assert {name: id(tensor) for name, tensor in model.named_parameters()} == before
         assert balanced_layers(model)["mlp.0"] is model["mlp"][0]
-
-    run_ranks(check, 2)
-
-
-def test_converting_twice_changes_nothing_and_says_so(run_ranks):
-    def check(rank, group):
-        model = convert(mlp(group), process_group=group)
-        layers, plan = balanced_layers(model), object()
-        layers["0"].plan = plan
-        with caught_log_lines() as lines:
-            assert convert(model, process_group=group) is model
-        assert balanced_layers(model) == layers and layers["0"].plan is plan
-        assert len(lines) == 1 and "converted already, nothing was changed" in lines[0]
 
     run_ranks(check, 2)
 
@@ -86,17 +71,6 @@ def test_an_input_that_does_not_fit_names_the_layer_and_what_to_look_at(run_rank
             column(torch.randn(3, 999))
 
     run_ranks(check, 2)
-
-
-def test_a_group_of_one_rank_changes_nothing_and_says_so(run_ranks):
-    def check(rank, group):
-        model = mlp(group)
-        with caught_log_lines() as lines:
-            assert convert(model, process_group=group) is model
-        assert balanced_layers(model) == {}
-        assert len(lines) == 1 and "one rank" in lines[0]
-
-    run_ranks(check, 1)
 
 
 def test_layers_that_cannot_be_balanced_are_left_alone_each_with_one_log_line(run_ranks):
@@ -143,18 +117,6 @@ def test_a_model_with_nothing_to_convert_is_told_what_was_looked_for(run_ranks):
     run_ranks(check, 2)
 
 
-def test_a_group_without_this_rank_is_an_error(run_ranks):
-    def check(rank, group):
-        model = mlp(group)
-        of_rank_0 = dist.new_group([0])
-        if rank == 1:
-            with pytest.raises(ValueError, match="not a member of process_group"):
-                convert(model, process_group=of_rank_0)
-        assert balanced_layers(model) == {}
-
-    run_ranks(check, 2)
-
-
 # ---- module_filter_fn -----------------------------------------------------------------------------------------------
 
 
@@ -164,23 +126,6 @@ def blocks(group):
 
 def not_last(module, name):
     return not name.startswith("last")
-
-
-def test_one_line_tells_of_all_segments_and_details_are_of_level_debug(run_ranks):
-    def check(rank, group):
-        lines_by_level = []
-        for level in (logging.INFO, logging.DEBUG):
-            model = nn.ModuleDict({"several": nn.ModuleList(mlp(group) for _ in range(3)), "alone": mlp(group)[0]})
-            with caught_log_lines(level) as lines:
-                convert(model, process_group=group)
-            lines_by_level.append(lines)
-        return lines_by_level
-
-    (lines, detailed), (of_other_rank, _) = run_ranks(check, 2)
-    assert of_other_rank == []
-    (line,) = lines
-    assert "units of 3 segments can move (3 of neurons), and 1 layers stay evenly divided, as alone: " in line
-    assert len(detailed) == 2 and detailed[0].startswith("1 layers stay evenly divided (alone): ")
 
 
 def test_a_filter_is_asked_of_every_parallel_layer_with_its_name_and_of_nothing_else(run_ranks):

@@ -69,18 +69,6 @@ def test_a_rank_whose_model_has_no_layer_leaves_nobody_waiting(run_ranks):
     run_ranks(check, 2, timeout_s=20)
 
 
-def test_a_mistake_can_be_mended_and_converted_again(run_ranks):
-    def check(rank, group):
-        model = model_of(group)
-        with pytest.raises(ValueError, match="unit_size=3"):
-            zr.convert(model, process_group=group, segments=named(unit_size=3))
-        assert balanced_layers(model) == {}
-        zr.convert(model, process_group=group, segments=named())
-        assert len(owned_segments(balanced_layers(model))) == 1
-
-    run_ranks(check, 2)
-
-
 def test_save_pretrained_never_writes_a_rank_s_shards(run_ranks, tmp_path):
     def check(rank, group):
         model = split(build("Llama"), group)

@@ -52,26 +52,3 @@ def test_names_say_what_they_hold():
         for name, path in sorted(paths.items())
         for line, word in empty_names(path.read_text(encoding="utf-8"))
     ] == []
-
-
-SEEN = {
-    "one = 1": "one",
-    "own: int = 1": "own",
-    "for _found, x in y: pass": "_found",
-    "self._told = 1": "_told",
-    "def own(): pass": "own",
-    "def f(*, told=None): pass": "told",
-    "from x import y as one": "one",
-    "try: pass\nexcept E as told: pass": "told",
-    "with x as found: pass": "found",
-    "[one\n for one in x]": "one",
-    "match x:\n case [*found]: pass": "found",
-}
-LET_BE = ["[one for one in x]", "f(lambda own: own)", "x.found", "one_of = owner = 1"]
-
-
-def test_empty_names_are_seen_and_others_are_let_be():
-    assert {source: [word for _, word in empty_names(source)] for source in (*SEEN, *LET_BE)} == {
-        **{source: [name] for source, name in SEEN.items()},
-        **{source: [] for source in LET_BE},
-    }

@@ -144,15 +144,6 @@ def test_records_in_training_agree_with_metrics_and_the_lineage_table(run_ranks,
     assert straggler["predicted_step_s"] == normal["predicted_step_s"]
 
 
-def test_what_other_modes_would_do_is_an_error_where_it_cannot_be_known(run_ranks):
-    def check(rank, group):
-        run = Run(group, mode="exact")
-        with pytest.raises(ValueError, match=r"^what_if\(\) with mode='exact' is not allowed: only in mode 'off' "):
-            run.balancer.what_if()
-
-    run_ranks(check, 2)
-
-
 def test_off_tells_what_every_mode_would_do_and_does_nothing(run_ranks, tmp_path):
     def train(rank, group):
         run = Run(group, chi={1: 4.0}, on_update=JsonLinesTelemetry(tmp_path / f"rank{rank}.jsonl"), mode="off")
@@ -244,12 +235,3 @@ def test_events_that_cannot_be_written_end_no_training_and_cost_no_others(tmp_pa
     (line,) = caplog.messages
     assert line.startswith(f"TensorBoard's {tmp_path} is incomplete from step 20 on: ")
     assert list(scalars_in(tmp_path)["balance/ratio"]) == [10, 40]
-
-
-def test_tensorboard_hides_what_an_interrupted_run_showed_of_later_steps(tmp_path):
-    pytest.importorskip("tensorboard")
-    show(tmp_path, records_of_steps(10, 20, 30))
-    show(tmp_path, [record(step=40)], from_step=20)
-    assert list(scalars_in(tmp_path)["balance/ratio"]) == [10, 20, 40]
-    show(tmp_path, [record(step=10)], from_step=0)
-    assert list(scalars_in(tmp_path)["balance/ratio"]) == [10], "0 starts anew"

@@ -39,11 +39,6 @@ class Model(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-def plain(model, group):
-    """Replicas whose gradients the training loop averages by itself."""
-    return model
-
-
 def ddp(model, group):
     return DistributedDataParallel(model, process_group=group)
 
@@ -64,13 +59,10 @@ def dtensor(model, group):
     return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-def train(model, optimizer, num_steps, *, averages=False):
+def train(model, optimizer, num_steps):
     x = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(1))
     for _ in range(num_steps):
         model(x).square().mean().backward()
-        if averages:
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -78,15 +70,15 @@ def train(model, optimizer, num_steps, *, averages=False):
 def test_a_slow_rank_is_seen_whatever_shards_the_model(run_ranks):
     """The others wait for it, and that is not taken for work."""
 
-    @for_each([(plain,), (ddp,), (fsdp2,), (dtensor,)])
+    @for_each([(ddp,), (fsdp2,), (dtensor,)])
     def run(rank, group, shard):
         model = shard(Model(), group)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         Sleepy.seconds = 0.001
         with zr.watch(model, optimizer, update_every=5) as watch:
-            train(model, optimizer, 20, averages=shard is plain)
+            train(model, optimizer, 20)
             Sleepy.seconds = 0.03 if rank == 1 else 0.001
-            train(model, optimizer, 30, averages=shard is plain)
+            train(model, optimizer, 30)
             return watch.report(), watch.scores, watch.metrics()
 
     for cases in run_ranks(run, 2, timeout_s=100):

@@ -1,6 +1,5 @@
 """Beside data parallelism units move, too: all replicas own alike, and the slowest replica of each rank counts."""
 
-import copy
 import os
 import time
 from datetime import timedelta
@@ -8,22 +7,13 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.processes import caught_log_lines, for_each, told_by_survivors
+from helpers.processes import told_by_survivors
 from helpers.virtual_training import FEATURES, Pair, Run, VirtualTime, keep_time
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroresize as zr
-from zeroresize.measure import calibration
-from zeroresize.policy.tensor.costs import MigrationCost
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def lending_is_dear(monkeypatch):
-    """As virtual time does not count transfers, lending would cost nothing, and moving bring nothing more."""
-    monkeypatch.setattr(calibration, "measure_migration_cost", lambda *_: MigrationCost(fixed_s=1e3))
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("lending_is_dear")]
 
 
 def groups_of(rank, timeout_s=60.0):
@@ -39,10 +29,9 @@ class ReplicaRun(Run):
     Args:
         wraps: in DistributedDataParallel; else gradients are averaged by hand.
         tells: the balancer its data-parallel group; or another group.
-        optimizer: makes it of the parameters.
     """
 
-    def __init__(self, groups, *, wraps=True, tells=False, optimizer=torch.optim.AdamW, **config):
+    def __init__(self, groups, *, wraps=True, tells=False, **config):
         group, replicas = groups
         config = {"mode": "exact", "update_every": 4, **config}
         self.config = zr.BalanceConfig(**config)
@@ -52,7 +41,7 @@ class ReplicaRun(Run):
         self.inner, self.replicas = self.model, replicas
         if wraps:
             self.model = DistributedDataParallel(self.model, process_group=replicas)
-        self.optimizer = optimizer(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.balancer = zr.Balancer(
             self.model,
             self.optimizer,
@@ -98,56 +87,6 @@ def test_a_straggler_in_one_replica_gives_units_away_in_both_and_gets_them_back(
     assert results[0][0] != results[2][0]  # replicas have other batches
 
 
-def test_units_are_divided_from_the_start_and_a_resumed_run_goes_on_with_units_away(run_ranks):
-    def train(rank, _):
-        torch.set_default_dtype(torch.float64)
-        groups = groups_of(rank)
-        run = ReplicaRun(groups, shares=(3, 1))
-        began = run.counts()
-        run.steps(2)
-        run.balancer.move((1, 5))
-        run.steps(2)
-        with run.balancer.at_home():
-            model = {name: value.clone() for name, value in run.inner.state_dict().items()}
-            optimizer = copy.deepcopy(run.optimizer.state_dict())
-            balancer = run.balancer.state_dict()
-        expected = run.steps(3)
-        run.balancer.close()
-        resumed = ReplicaRun(groups)
-        resumed.inner.load_state_dict(model)
-        resumed.optimizer.load_state_dict(optimizer)
-        resumed.balancer.load_state_dict(balancer)
-        return began, resumed.counts(), resumed.steps(3), expected
-
-    for began, resumed, losses, expected in run_ranks(train, 4):
-        assert began == (144, 48) and resumed == (32, 160) and losses == expected
-
-
-def test_without_a_word_of_the_replicas_and_where_they_share_optimizer_state_nothing_moves(run_ranks):
-    """What the log tells, once a group or on every rank, and what asking for a move raises."""
-
-    def shared(replicas):
-        return lambda parameters: ZeroRedundancyOptimizer(parameters, torch.optim.SGD, process_group=replicas, lr=1e-2)
-
-    @for_each([("data_parallel_group",), ("ZeroRedundancyOptimizer",)])
-    def train(rank, _, reason):
-        groups = groups_of(rank)
-        options = {"wraps": False} if reason == "data_parallel_group" else {"optimizer": shared(groups[1])}
-        with caught_log_lines() as lines:
-            run = ReplicaRun(groups, **options)
-        with pytest.raises(ValueError, match=reason):
-            run.balancer.move((2, 1))
-        run.steps(2)
-        assert run.counts() == (96, 96)
-        return [line for line in lines if "no units change hands" in line]
-
-    for reason, lines in zip(
-        ("data_parallel_group", "ZeroRedundancyOptimizer"), zip(*run_ranks(train, 4), strict=True), strict=True
-    ):
-        assert [len(of_rank) for of_rank in lines] in ([1, 1, 1, 1], [1, 0, 1, 0])
-        assert reason in lines[0][0] and reason in lines[2][0]
-
-
 def test_groups_that_make_no_replicas_are_errors(run_ranks):
     def train(rank, _):
         group, replicas = groups_of(rank)
@@ -163,41 +102,6 @@ def test_groups_that_make_no_replicas_are_errors(run_ranks):
         assert "different shards" in in_group
         assert "make no whole replicas" in crossed
         assert "averages over" in other_than_ddp
-
-
-def test_replicas_that_ask_for_different_divisions_hear_of_it_and_none_moves(run_ranks):
-    @for_each([((3, 1),), (None,)])
-    def train(rank, _, shares):
-        run = ReplicaRun(groups_of(rank), mode="off", update_every=1)
-        run.steps(1)
-        if shares is None:  # only one replica lets go of what it holds
-            run.balancer.move((1, 1))
-            if rank < 2:
-                run.balancer.move(None)
-            with pytest.raises(RuntimeError, match="hold different plans"):
-                run.steps(3)
-        else:
-            with pytest.raises(RuntimeError, match=r"ranks of the job differ in .*: \[\[0, 1\], \[2, 3\]\]"):
-                run.balancer.move(shares if rank < 2 else shares[::-1])
-        return run.counts()
-
-    assert run_ranks(train, 4) == [[(96, 96)] * 2] * 4
-
-
-def test_where_one_replica_lacks_memory_none_moves(run_ranks, monkeypatch):
-    import zeroresize.resharding.agreement as agreement
-
-    def train(rank, _):
-        monkeypatch.setattr(agreement, "free_bytes", lambda device: 0 if rank == 3 else 2**40)
-        monkeypatch.setattr(agreement, "_place_of", lambda device: str(rank))
-        run = ReplicaRun(groups_of(rank), mode="off")
-        run.steps(1)
-        with pytest.raises(RuntimeError, match=r"rank 3 lacks"):
-            run.balancer.move((1, 3))
-        run.steps(1)
-        return run.counts()
-
-    assert run_ranks(train, 4) == [(96, 96)] * 4
 
 
 @pytest.mark.parametrize("when", ["before", "while"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.virtual_training import FEATURES, Run
 
-pytestmark = pytest.mark.versions
+pytestmark = [pytest.mark.same_ranks, pytest.mark.versions]
 
 
 def test_a_straggler_is_found_relieved_and_let_go_and_all_ranks_agree(run_ranks):
@@ -45,23 +45,6 @@ def test_forced_ratio_is_in_force_from_the_first_iteration_and_the_lineage_tells
     assert plain[0] == {"up": None, "down": None} and plain[1].numel() == 0
     assert forced[0]["up"].numel() == FEATURES // 2
     assert torch.equal(forced[0]["up"], forced[1])
-
-
-def test_plan_changes_only_in_step(run_ranks):
-    def train(rank, group):
-        run = Run(group, chi={1: 4.0}, update_every=1)
-        plans = []
-        for _ in range(4):
-            before = run.model.up.plan
-            loss = run.model(run.x).square().mean() + run.model(run.x).square().mean()
-            after_forward = run.model.up.plan
-            loss.backward()
-            run.optimizer.step()
-            plans.append((before is after_forward) and (after_forward is run.model.up.plan))
-            run.balancer.step()
-        return all(plans) and run.model.up.plan is not None if rank == 1 else all(plans)
-
-    assert run_ranks(train, 2) == [True, True]
 
 
 def test_metrics_are_flat_numbers_with_the_documented_names(run_ranks):

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from helpers.virtual_training import Pair, Run
 
 import zeroresize as zr
-from zeroresize.conversion import balanced_layers
-from zeroresize.layers.segments import owned_segments
+
+pytestmark = pytest.mark.same_ranks
 
 
 def test_a_balancer_can_be_closed_and_made_anew_but_not_twice_at_once(run_ranks):
@@ -74,19 +74,3 @@ def test_what_does_not_fit_together_is_refused(run_ranks):
                 zr.Balancer(model, stale, process_group=pair, config=config)
 
     run_ranks(build, 3)
-
-
-def test_a_balancer_converts_a_model_that_was_not_converted(run_ranks):
-    """Its group is the layers' own, and its configuration the default one."""
-
-    def build(rank, group):
-        model = Pair(group)
-        balancer = zr.Balancer(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        assert balancer.config == zr.BalanceConfig()
-        (segment,) = owned_segments(balanced_layers(model))
-        assert segment.layers == ("up", "down")
-        balancer.move((3, 1))
-        assert segment.owned.counts == (144, 48)
-        return [len(one) for one in (model.up.weight, model.down.weight.T)]
-
-    assert run_ranks(build, 2) == [[144, 144], [48, 48]]

@@ -15,6 +15,8 @@ from zeroresize.layers.segments import owned_segments
 from zeroresize.layers.unit_dropout import UnitDropout
 from zeroresize.pipeline import Pipeline
 
+pytestmark = pytest.mark.same_ranks
+
 HIDDEN = 4 * FEATURES
 
 
@@ -104,21 +106,6 @@ def test_dropout_is_keyed_by_the_balancer_and_put_back_when_it_closes(run_ranks)
         balancer.close()
         assert model[2] is dropout and not dropout.training
         assert list(model.state_dict()) == ["0.weight", "0.bias", "3.weight", "3.bias"]
-
-    run_ranks(check, 2)
-
-
-def test_in_a_mode_that_moves_nothing_dropout_stays_and_so_do_the_units_around_it(run_ranks):
-    def check(rank, group):
-        model = split_pair(group, p=0.5)
-        balancer = zr.Balancer(model, sgd(model), zr.BalanceConfig(mode="off"))
-        assert type(model[2]) is nn.Dropout and owned(model) == []
-        with pytest.raises(ValueError, match="no segment that is known to be divisible"):
-            balancer.move((3, 1))
-        balancer.close()
-        balancer = zr.Balancer(model, sgd(model))
-        balancer.move((3, 1))
-        assert owned(model) == [(144, 48)]
 
     run_ranks(check, 2)
 

@@ -58,23 +58,6 @@ def test_a_step_that_one_rank_does_not_call_is_named_on_every_rank(run_ranks, mo
     assert re.search(rf"ranks \[{forgetting}\] .*balancer.step\(\)", messages[1 - forgetting]), messages[1 - forgetting]
 
 
-def test_a_step_too_many_is_found_at_the_next_exchange(run_ranks):
-    def train(rank, group):
-        run = impatient_run(rank, "zero-pri")
-        run.steps(22)
-
-        def go_on():
-            if rank == 0:
-                run.balancer.step()
-            run.steps(13)
-
-        return error_of(go_on)[1]
-
-    for text in run_ranks(train, 2, timeout_s=25):
-        counts = [re.search(rf"rank {rank}: [^;]*(call \d+|\d+ calls)", text) for rank in range(2)]
-        assert "balancer.step()" in text and all(counts), text
-
-
 # ---- balancer.epoch_end() -------------------------------------------------------------------------------------------
 
 
@@ -101,38 +84,11 @@ def test_an_epoch_that_ends_on_one_rank_only_is_named_on_every_rank(run_ranks, m
             assert "did not call balancer.epoch_end() equally often" in text
 
 
-def test_different_calls_at_one_time_are_told_at_once(run_ranks):
-    def train(rank, group):
-        run = impatient_run(rank, "semi")
-        run.steps(24)
-        step_without_balancer(run, 1)
-        return error_of(run.balancer.step if rank == 0 else run.balancer.epoch_end)
-
-    for _, text in run_ranks(train, 2, timeout_s=25):
-        assert (
-            "made different calls: rank 0: balancer.step(), call 25; "
-            "rank 1: balancer.epoch_end(), after 24 calls of balancer.step()"
-        ) in text
-
-
 # ---- batches --------------------------------------------------------------------------------------------------------
 
 
 def forward(run, num_tokens):
     run.model(torch.ones(num_tokens, FEATURES)).sum().backward()
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize(("mode", "num_steps"), [("off", 0), ("mig", 23), ("zero-pri", 23), ("semi", 0)])
-def test_unequal_batches_are_an_error_on_every_rank_before_anything_is_sent(run_ranks, mode, num_steps):
-    def train(rank, group):
-        run = impatient_run(rank, mode)
-        run.steps(num_steps)
-        return error_of(lambda: forward(run, 40 if rank == 0 else 400))
-
-    for kind, text in run_ranks(train, 2, timeout_s=25):
-        assert kind == "ValueError"
-        assert "given different batches: rank 0: 40 tokens in layer " in text and "; rank 1: 400 tokens" in text
 
 
 @pytest.mark.few(3)

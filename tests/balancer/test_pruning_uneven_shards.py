@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import parallel_layers
-from helpers.parallel_layers import HEAD_SIZE, WIDTH, gathered, impute
+from helpers.parallel_layers import HEAD_SIZE, WIDTH, whole_of
 from helpers.processes import for_each
 from helpers.states import held_by
 from helpers.virtual_training import Run
@@ -15,7 +15,9 @@ from torch import nn
 from torch.testing import assert_close
 
 import zeroresize as zr
-from zeroresize.config.keys import IMPUTATIONS, PRIORITIES
+from zeroresize.config.keys import PRIORITIES
+
+pytestmark = pytest.mark.same_ranks
 
 SHARES = {2: (3, 1), 3: (1, 3, 2)}
 
@@ -23,63 +25,30 @@ SHARES = {2: (3, 1), 3: (1, 3, 2)}
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
 
-class LeftOut(torch.autograd.Function):
-    """A whole linear layer of which each rank leaves out columns of its part.
+def whole_block(weights, x):
+    """What ``parallel_layers.block`` computes, from whole weights by name."""
 
-    ``parts`` are (which outputs, or which inputs, a rank has, its kept columns), ``last`` each part's last gradients.
-    """
+    def linear(name, x):
+        return nn.functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
-    @staticmethod
-    def forward(ctx, x, w_NK, is_column_parallel, parts, imputation, last):
-        ctx.save_for_backward(x, w_NK)
-        ctx.how = is_column_parallel, parts, imputation, last
-        if not is_column_parallel:
-            return sum((x[..., where] * kept) @ w_NK[:, where].T for where, kept in parts)
-        y = x.new_zeros(*x.shape[:-1], len(w_NK))
-        for where, kept in parts:
-            y[..., where] = (x * kept) @ w_NK[where].T
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        (x, w_NK), (is_column_parallel, parts, imputation, last) = ctx.saved_tensors, ctx.how
-        dx, dw_NK = torch.zeros_like(x), torch.zeros_like(w_NK)
-        for number, (where, kept) in enumerate(parts):
-            dy_part = dy[..., where] if is_column_parallel else dy
-            rows, columns = (where, slice(None)) if is_column_parallel else (slice(None), where)
-            before = last.get(number, (None, None))
-            dx_part = impute(dy_part @ w_NK[rows][:, columns], kept, imputation, before[0])
-            dw_part = impute(torch.einsum("...n,...k->nk", dy_part, x[..., columns]), kept, imputation, before[1])
-            last[number] = dx_part, dw_part
-            dx[..., columns] += dx_part
-            dw_NK[rows, columns] = dw_part
-        return dx, dw_NK, None, None, None, None
+    q, k, v = (linear(f"0.{name}", x).view(*x.shape[:-1], -1, HEAD_SIZE).transpose(1, 2) for name in "qkv")
+    scores = (q @ k.transpose(-1, -2) / HEAD_SIZE**0.5).softmax(dim=-1)
+    x = x + linear("0.out", (scores @ v).transpose(1, 2).reshape(*x.shape[:-1], -1))
+    return linear("2", x + linear("1.down", nn.functional.gelu(linear("1.up", x))))
 
 
-class WholeBlock(nn.Module):
-    """What ``parallel_layers.block`` computes, from whole weights by name, each layer by ``LeftOut``."""
-
-    def __init__(self, weights, imputation):
-        super().__init__()
-        self.weights = {name: one.clone().requires_grad_() for name, one in weights.items()}
-        self.imputation, self.parts = imputation, {}
-        self.last = {name: {} for name in ("0.q", "0.k", "0.v", "0.out", "1.up", "1.down")}
-
-    def linear(self, name, x):
-        is_column_parallel = name not in ("0.out", "1.down")
-        last = self.last[name] if self.imputation == "same" else {}
-        weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
-        y = LeftOut.apply(x, weight, is_column_parallel, self.parts[name], self.imputation, last)
-        return y if bias is None else y + bias
-
-    def forward(self, x):
-        q, k, v = (
-            self.linear(f"0.{name}", x).view(*x.shape[:-1], -1, HEAD_SIZE).transpose(1, 2) for name in ("q", "k", "v")
-        )
-        scores = (q @ k.transpose(-1, -2) / HEAD_SIZE**0.5).softmax(dim=-1)
-        x = x + self.linear("0.out", (scores @ v).transpose(1, 2).reshape(*x.shape[:-1], -1))
-        x = x + self.linear("1.down", nn.functional.gelu(self.linear("1.up", x)))
-        return nn.functional.linear(x, self.weights["2.weight"], self.weights["2.bias"])
+def masked(weights, parts):
+    """Weights without what ranks leave out: y and dx lack its terms then, and dw is zero there, as zero imputation."""
+    weights = dict(weights)
+    for layer, of_ranks in parts.items():
+        mask = torch.zeros_like(weights[f"{layer}.weight"])
+        for where, kept in of_ranks:
+            if layer in ("0.out", "1.down"):
+                mask[:, where] = kept.to(mask.dtype)
+            else:
+                mask[where] = kept.to(mask.dtype)
+        weights[f"{layer}.weight"] = weights[f"{layer}.weight"] * mask
+    return weights
 
 
 class UnevenBlock:
@@ -110,9 +79,7 @@ class UnevenBlock:
         tensors = {name: of(parameter) for name, parameter in self.model.named_parameters()}
         for segment in self.segments:
             for where in segment.tensors:
-                units = gathered(tensors[where.name], where, segment.owned, self.group)
-                whole = torch.cat([part.flatten(0, 1) for part in units.split(where.rows, dim=1)])
-                tensors[where.name] = whole.movedim(0, where.dim)
+                tensors[where.name] = whole_of(tensors[where.name], where, segment.owned, self.group)
         return {name: None if one is None else one.detach().clone() for name, one in tensors.items()}
 
     def parts(self):
@@ -136,42 +103,31 @@ class UnevenBlock:
         y.square().sum().backward()
         return y.detach()
 
-    def step(self):
-        self.backward()
-        self.optimizer.step()
-        self.balancer.step()
-
 
 @pytest.mark.parametrize("shares", [(3, 1), (1, 0), (1, 3, 2)], ids=str)
 def test_a_pruned_step_is_that_of_the_unsharded_layers_without_the_same_columns(run_ranks, shares):
-    @for_each([(imputation,) for imputation in IMPUTATIONS])
-    def check(rank, group, imputation):
-        block = UnevenBlock(group, shares, paper={"imputation": imputation})
-        whole = WholeBlock(block.whole(), imputation)
-        for ratios in ((0.0, 0.0, 0.0), (0.5, 0.25, 0.75)):  # "same" takes what the first leaves
-            for pinned, ratio in enumerate(ratios[: len(shares)]):
-                block.balancer.pin(pinned, ratio)
-            whole.parts = block.parts()
-            y = block.backward()
-            for weight in whole.weights.values():
-                weight.grad = None
-            expected = whole(block.x)
-            expected.square().sum().backward()
-            assert_close(y, expected, rtol=1e-10, atol=1e-10)
-            gradients = block.whole(lambda parameter: parameter.grad)
-            for name, weight in whole.weights.items():
-                assert_close(
-                    gradients[name], weight.grad, rtol=1e-9, atol=1e-9, msg=lambda text, of=name: f"{of}: {text}"
-                )
-        counts = [segment.owned.counts[rank] for segment in block.segments]
-        return counts, {name: int((~of_ranks[rank][1]).sum()) for name, of_ranks in whole.parts.items()}
+    ratios = (0.5, 0.25, 0.75)[: len(shares)]
 
-    for share, ratio, cases in zip(shares, (0.5, 0.25, 0.75), run_ranks(check, len(shares)), strict=False):
-        for (num_heads, num_neurons), pruned in cases:
-            assert (num_heads, num_neurons) == (12 * share // sum(shares), 24 * share // sum(shares))
-            assert pruned["1.down"] == int(ratio * num_neurons + 0.5)
-            assert pruned["0.out"] == int(ratio * num_heads * HEAD_SIZE + 0.5)
-            assert pruned["1.up"] == pruned["0.q"] == ratio * WIDTH
+    def check(rank, group):
+        block = UnevenBlock(group, shares)
+        for pinned, ratio in enumerate(ratios):
+            block.balancer.pin(pinned, ratio)
+        parts = block.parts()
+        weights = {name: one.requires_grad_() for name, one in block.whole().items()}
+        expected = whole_block(masked(weights, parts), block.x)
+        expected.square().sum().backward()
+        assert_close(block.backward(), expected, rtol=1e-10, atol=1e-10)
+        for name, gradient in block.whole(lambda parameter: parameter.grad).items():
+            assert_close(gradient, weights[name].grad, rtol=1e-9, atol=1e-9, msg=lambda text, of=name: f"{of}: {text}")
+        counts = [segment.owned.counts[rank] for segment in block.segments]
+        return counts, {name: int((~of_ranks[rank][1]).sum()) for name, of_ranks in parts.items()}
+
+    for share, ratio, (counts, pruned) in zip(shares, ratios, run_ranks(check, len(shares)), strict=True):
+        num_heads, num_neurons = counts
+        assert (num_heads, num_neurons) == (12 * share // sum(shares), 24 * share // sum(shares))
+        assert pruned["1.down"] == int(ratio * num_neurons + 0.5)
+        assert pruned["0.out"] == int(ratio * num_heads * HEAD_SIZE + 0.5)
+        assert pruned["1.up"] == pruned["0.q"] == ratio * WIDTH
 
 
 # ---- what is known of columns ---------------------------------------------------------------------------------------
@@ -227,28 +183,6 @@ def test_what_is_known_of_a_column_is_known_to_whoever_owns_its_unit(run_ranks, 
         ratio, share = (0.5, 0.25, 0.75)[:num_ranks], SHARES[num_ranks]
         num_pruned = sum(g * 192 * s / sum(share) for g, s in zip(ratio, share, strict=True))
         assert pruned_steps.sum() == 7 * num_pruned and of_epoch.sum() == 3 * num_pruned
-
-
-def test_a_visit_home_before_an_epoch_ends_loses_nothing_of_what_it_tells(run_ranks):
-    """As where a checkpoint is written then."""
-
-    @for_each([(priority,) for priority in PRIORITIES])
-    def train(rank, group, priority):
-        def known_after(visits):
-            run = pruning_run(group, priority=priority)
-            pin(run, 0.25, 0.5)
-            for _ in range(4):
-                run.steps(1)
-                if visits:
-                    with run.balancer.at_home():
-                        pass
-            run.balancer.epoch_end()
-            return known_of_units(run)
-
-        return known_after(visits=False), known_after(visits=True)
-
-    for expected, known in chain.from_iterable(run_ranks(train, 2)):
-        assert np.isfinite(expected[0]).any() and same_known(known, expected)
 
 
 def test_freezing_leaves_weights_and_moments_of_pruned_columns_across_moves(run_ranks):

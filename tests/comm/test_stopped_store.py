@@ -16,7 +16,6 @@ import torch.distributed as dist
 from helpers import pipelines, strategies
 from helpers.virtual_training import Run
 
-import zeroresize as zr
 from zeroresize.comm import rendezvous, words
 from zeroresize.comm.groups import CpuGroup, WeightGroup, destroy_side_group, free_group_number, make_side_group
 from zeroresize.comm.rendezvous import Rendezvous
@@ -108,21 +107,6 @@ def test_epoch_end_names_the_rank_that_is_stopped(run_ranks):
         at = "balancer.epoch_end(), after 8 calls of balancer.step()"
         assert f"ranks [0] of the group did not come to {at}: nothing came within 2 s" in text
         assert STORE_IS_GONE in text
-
-
-@pytest.mark.slow
-def test_training_names_where_each_rank_is(run_ranks):
-    def train(rank, group):
-        job = Job(rank, 3, keeper_is_rank_0=True)
-        run = Run(dist.group.WORLD, mode="mig", update_every=3)
-        run.steps(8)
-        job.stop_keeper()
-        message = error_of(lambda: run.steps(1)) if rank else ""
-        job.end()
-        return message
-
-    for rank, text in enumerate(run_ranks(train, 3, timeout_s=30)[1:], start=1):
-        assert "failed" in text and f"rank {rank}: training, after 8 calls of balancer.step()" in text
 
 
 @pytest.mark.parametrize("mode", ["mig", pytest.param("exact", marks=pytest.mark.slow)])
@@ -281,28 +265,6 @@ def test_making_and_extending_a_switchable_model_end_in_errors(run_ranks):
     for texts in run_ranks(train, 4, timeout_s=60):
         for text in texts:
             assert_store_is_named(text)
-
-
-@pytest.mark.slow
-def test_making_a_stage_balancer_ends_in_an_error(run_ranks):
-    def train(rank, group):
-        job = PatientJob(rank, 2)
-        alone = dist.new_group([rank], use_local_synchronization=True)
-        pipeline = pipelines.pipeline_of(alone)
-        optimizer = torch.optim.AdamW(pipeline.parameters())
-
-        def make():
-            zr.StageBalancer(pipeline, optimizer, process_group=job.group, config=zr.BalanceConfig())
-
-        def goes_on():
-            known = known_groups()
-            make()
-            assert len(known_groups()) == len(known) + 1
-
-        return job.fails_while_the_store_is_stopped(make, goes_on)
-
-    for text in run_ranks(train, 2, timeout_s=40):
-        assert_store_is_named(text)
 
 
 @pytest.mark.slow

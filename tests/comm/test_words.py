@@ -3,7 +3,6 @@
 import logging
 import re
 import time
-import weakref
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -95,42 +94,6 @@ def test_of_three_ranks_the_lowest_that_waits_tells_and_says_when_it_goes_on(run
     assert went_on.startswith("all ranks have come after ")
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("impatient")
-def test_who_does_not_make_the_balancer_is_waited_for_with_a_warning(run_ranks):
-    def come_late(rank, group):
-        if rank == 1:
-            time.sleep(LATE_S)
-        with caught_log_lines() as lines:
-            CpuGroup(group, {})
-        return lines
-
-    (warning,), late = run_ranks(come_late, 2)
-    assert late == []
-    assert warning.startswith("rank 0 of the group has waited for 1 s to agree on what to balance: ranks [1] have not")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("impatient")
-def test_short_waits_are_not_told_and_write_nothing(run_ranks):
-    def meet_often(rank, group):
-        exchange, written = exchange_over(group), []
-        store = exchange.words._rendezvous.store
-
-        class Counting:
-            def __getattr__(self, name):
-                return lambda *arguments: written.append(name) or getattr(store, name)(*arguments)
-
-        exchange.words._rendezvous.store = Counting()
-        with caught_log_lines() as lines:
-            for _ in range(20):
-                exchange.meet(1.0)
-                time.sleep(0.1)
-        return lines, written
-
-    assert run_ranks(meet_often, 2) == [([], []), ([], [])]
-
-
 @pytest.mark.usefixtures("impatient")
 def test_a_store_that_does_not_answer_is_asked_once_and_who_has_not_come_is_warned_of_all_the_same(run_ranks):
     def wait(rank, group):
@@ -152,18 +115,6 @@ def test_a_store_that_does_not_answer_is_asked_once_and_who_has_not_come_is_warn
     assert len(asked) == 1
     assert len(lines) == 1 and "ranks [1] of the group have not come" in lines[0]
     assert "others: not known, as the job's store cannot be reached" in lines[0]
-
-
-@pytest.mark.usefixtures("impatient")
-def test_words_that_are_dropped_are_freed_and_their_thread_ends(run_ranks):
-    def drop(rank, group):
-        exchange = exchange_over(group)
-        weak, (_, _, (_, thread), _) = weakref.ref(exchange.words), exchange.words.close.peek()
-        assert thread.is_alive()
-        del exchange
-        return weak() is None and not thread.is_alive()
-
-    assert run_ranks(drop, 1) == [True]
 
 
 def test_ranks_that_come_from_other_places_are_told_apart_by_all_that_must_be_the_same():

@@ -87,7 +87,7 @@ def test_lines_of_other_moves(lines):
     """Units that come home, that a rank which is less slow takes back, a user's, a checkpoint's, and none."""
     home, half = move(2, after=(1.0, 1.0), neurons=(-200, 200)), move(2, neurons=(500, -500))
     slow, quick, to_rank_0 = plan(2, {1}, 0.2), plan(2), "50 % of rank 1's neurons move to rank 0"
-    small, large = move(2, 812.0, 0.0021, neurons=(500, -500)), move(2, 38.4e9, 123.4, neurons=(500, -500))
+    small = move(2, 812.0, 0.0021, neurons=(500, -500))
     to_home = "units come home to rank 1: 38 MB, 0.4 s; a step took 101 ms"
     held = {"cause": "as in the checkpoint", "is_held": True}
     cases = [
@@ -96,11 +96,6 @@ def test_lines_of_other_moves(lines):
             (home, plan(2, {1}, 0.09), (0.1, 0.2)),
             {"step_s": 0.101},
             f"even shares are faster now: {to_home}, expected 90 ms",
-        ),
-        (
-            (half, slow, (0.1, 0.3)),
-            {},
-            f"rank 1 is 3.0 times slower than the fastest: {to_rank_0}: 38 MB, 0.4 s; expected step 200 ms",
         ),
         ((half, quick, ()), {"comparing_s": 1.9e-5}, f"{to_rank_0}: 38 MB, 0.4 s"),
         ((half, slow, (0.1, 0.3)), {"step_s": 0.29, "cause": "by hand"}, f"by hand: {to_rank_0}: 38 MB, 0.4 s"),
@@ -111,7 +106,6 @@ def test_lines_of_other_moves(lines):
         ),
         ((move(2, neurons=(0, 0)), slow, (0.1, 0.2)), {}, "shares change by less than a unit: nothing moves"),
         ((small, plan(2, step_s=0.00042), ()), {}, f"{to_rank_0}: 0.812 kB, 0.0021 s; expected step 0.42 ms"),
-        ((large, plan(2, step_s=12.3), ()), {}, f"{to_rank_0}: 38.4 GB, 123 s; expected step 12300 ms"),
     ]
     for (moved, of_plan, busy_s), options, line in cases:
         Reporter(0.1, speaks=True).moved(5, moved, decided(of_plan, busy_s), **options)
@@ -136,17 +130,12 @@ def test_what_came_of_a_move_is_told_once_and_only_where_measurements_made_it(li
     assert lines() == []
 
 
-@pytest.mark.parametrize(("given", "way"), [({"lent": 0.4}, "lending"), ({"pruned": 0.4}, "pruning")])
-def test_a_rank_that_is_still_slow_is_named_where_it_lends_or_prunes_no_longer(lines, given, way):
-    relieved, slow = plan(2, {1}, **given), plan(2, {1})
-    Reporter(0.1, speaks=True).decided(5, relieved, decided(slow), None)
-    assert lines() == [
-        "step 5: every rank computes all of its products, though rank 1 is 1.9 times slower than the fastest: "
-        f"{way} does not pay now"
-    ]
-    for after in (plan(2), relieved, plan(2, {1}, owned=0.6)):
-        Reporter(0.1, speaks=True).decided(5, relieved, decided(after), None)
-        assert "does not pay" not in "".join(lines())
+def test_a_rank_that_is_still_slow_is_named_where_it_lends_or_prunes_no_longer(lines):
+    for way, given in (("lending", {"lent": 0.4}), ("pruning", {"pruned": 0.4})):
+        relieved = plan(2, {1}, **given)
+        for after, is_said in ((plan(2, {1}), True), (plan(2), False), (relieved, False)):
+            Reporter(0.1, speaks=True).decided(5, relieved, decided(after), None)
+            assert (f"1.9 times slower than the fastest: {way} does not pay now" in "".join(lines())) == is_said
 
 
 def test_why_units_stay_is_the_decisions_own_verdict_and_said_at_each_doubling(lines):

@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroresize as zr
 
+pytestmark = pytest.mark.same_ranks
+
 CONFIG = zr.BalanceConfig(mode="zero-pri")
 
 
@@ -153,8 +155,7 @@ def test_copies_that_drift_apart_are_warned_of_once_on_one_rank(run_ranks):
     @for_each(
         [
             (25, nn.utils.clip_grad_norm_, {}),
-            (45, zr.clip_grad_norm_, {}),
-            (5, None, {"before": 1e-7}),
+            (25, zr.clip_grad_norm_, {}),
             (25, None, {"before": 1e-7, "change_at": 12}),
         ]
     )
@@ -181,8 +182,8 @@ def test_copies_that_drift_apart_are_warned_of_once_on_one_rank(run_ranks):
         balancer.close()
         return [line for line in lines if "drifted apart" in line]
 
-    (clipped, whole, rounding, later), others = run_ranks(train, 2)
-    assert (len(clipped), whole, rounding, len(later)) == (1, [], [], 1) and others == [[]] * 4
+    (clipped, whole, later), others = run_ranks(train, 2)
+    assert (len(clipped), whole, len(later)) == (1, [], 1) and others == [[]] * 3
     assert "of 5 parameters that all ranks of the group hold alike have drifted apart" in clipped[0]
     assert "head.weight (rank 0: sum " in clipped[0] and "zeroresize.clip_grad_norm_" in clipped[0]
 

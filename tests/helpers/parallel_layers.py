@@ -312,14 +312,7 @@ def home(num_ranks):
 
 def whole_of(tensor, where, owned, group):
     """The undivided tensor, of the units of all ranks."""
-    rank = dist.get_rank(group)
-    held = by_unit(tensor, where, owned.counts[rank])
-    parts = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, held, group=group)
-    whole = held.new_empty(len(owned.owners), *held.shape[1:])
-    for peer, part in enumerate(parts):
-        whole[torch.from_numpy(owned.units_of(peer))] = part
-    return from_units(whole, where)
+    return from_units(gathered(tensor, where, owned, group), where)
 
 
 def everything_of(segments, optimizer, group):
@@ -383,11 +376,11 @@ def gathered(tensor, description, owned, group):
     num_units = owned.counts[dist.get_rank(group)]
     own_part = by_unit(torch.zeros_like(description.parameter) if tensor is None else tensor, description, num_units)
     parts = [None] * owned.num_ranks
-    dist.all_gather_object(parts, own_part.numpy(), group=group)
-    whole = np.empty((len(owned.owners), *parts[0].shape[1:]), parts[0].dtype)
+    dist.all_gather_object(parts, own_part, group=group)
+    whole = own_part.new_empty(len(owned.owners), *own_part.shape[1:])
     for rank, part in enumerate(parts):
-        whole[owned.units_of(rank)] = part
-    return torch.from_numpy(whole)
+        whole[torch.from_numpy(owned.units_of(rank))] = part
+    return whole
 
 
 def hold(segment, owned, group):

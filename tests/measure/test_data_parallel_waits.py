@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
-from zeroresize.measure import waits
 from zeroresize.measure.clocks import HostClock
 from zeroresize.measure.step_timer import StepTimer
 
@@ -19,52 +18,6 @@ pytestmark = pytest.mark.slow
 
 HIDDEN = 64
 BUSY_S = 0.05
-
-
-class Listener:
-    """Sums what it is told of waits."""
-
-    def __init__(self):
-        self.waited_s, self.num_waits = 0.0, 0
-
-    def wait_begins(self):
-        self._began = time.perf_counter()
-
-    def wait_ends(self):
-        self.waited_s += time.perf_counter() - self._began
-        self.num_waits += 1
-
-    def backward_ends(self):
-        """It counts waits only."""
-
-
-def backward_that_ends_with(callback):
-    """Queues ``callback`` as DDP's reducer does: with the last gradient, so after the layers' products."""
-    w = torch.ones(3, requires_grad=True)
-    w.register_post_accumulate_grad_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(callback))
-    product = w * 2.0
-    product.register_hook(lambda _: waits.watch_end_of_backward())
-    product.sum().backward()
-
-
-def test_what_ends_a_backward_is_one_wait_also_a_collective_and_after_a_backward_that_failed():
-    def fail():
-        raise RuntimeError("a replica has died")
-
-    listener = Listener()
-    waits.listen(listener)
-    waits.watch_end_of_backward()
-    assert listener.num_waits == 0, "outside of a backward there is no end to watch"
-    for number, sleep in enumerate((time.sleep, waits._watched(time.sleep)), start=1):
-        before_s = listener.waited_s
-        backward_that_ends_with(lambda sleep=sleep: sleep(BUSY_S))
-        assert listener.num_waits == number and listener.waited_s - before_s >= BUSY_S
-    with pytest.raises(RuntimeError, match="a replica has died"):
-        backward_that_ends_with(fail)
-    before_s = listener.waited_s
-    backward_that_ends_with(lambda: time.sleep(BUSY_S))
-    assert listener.waited_s - before_s >= BUSY_S
-    waits.stop_listening(listener)
 
 
 class Block(nn.Module):

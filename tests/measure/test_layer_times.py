@@ -3,6 +3,8 @@
 import pytest
 from helpers.virtual_training import FEATURES, Run
 
+pytestmark = pytest.mark.same_ranks
+
 #: x without a gradient, so dx of the first layer is never computed; a product of all of a rank's columns in float32.
 PRODUCT_S = 8 * FEATURES * 2 * FEATURES * 1e-6
 

@@ -116,19 +116,6 @@ def test_what_is_computed_again_in_a_backward_is_no_product_of_the_forward(clock
     assert (step.busy_s, step.products_s) == (14.0, 6.0)
 
 
-def test_attention_is_a_product_as_a_whole_and_embeddings_are_none():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(4, 4)
-            self.norm = nn.LayerNorm((2, 4))
-            self.attention = nn.MultiheadAttention(4, 2)
-            self.conv = nn.Conv1d(4, 4, 1)
-
-    block = Block()
-    assert list(model_steps._modules_that_multiply(block)) == [block.attention, block.conv]
-
-
 def num_hooks(model):
     kinds = ("forward", "forward_pre", "backward")
     of_modules = sum(len(hooks_of(module, kind)) for module in model.modules() for kind in kinds)

@@ -100,15 +100,6 @@ def test_a_wait_belongs_to_the_plan_in_force_or_to_none(clock, timer, monkeypatc
     assert seen == pytest.approx([nothing_read, 1.0, of_another_plan, 3.0, nothing_read], nan_ok=True)
 
 
-def test_measuring_has_a_price_in_proportion_to_what_was_measured(clock, timer):
-    timer.begin_step()
-    timer.end_step()
-    empty = timer.timer_s
-    one_step(clock, timer)
-    timer.end_step()
-    assert timer.timer_s == pytest.approx(4.5 * empty)  # 9 marks against 2
-
-
 def test_waiting_for_a_late_rank_is_not_busy_time_whoever_calls_the_collective_or_in_which_thread(run_ranks):
     """The late rank sleeps before each collective; the other's busy time does not see it, nor does it lose its own.
 
@@ -160,16 +151,6 @@ def test_what_happens_beside_the_main_stream_is_not_counted(clock, timer):
     assert timer.end_step()[0].busy_s == 5.0
 
 
-def test_marks_are_given_back_once_read_and_when_dropped(clock, timer):
-    clock.recycled.clear()
-    one_step(clock, timer)
-    timer.end_step()
-    assert len(clock.recycled) == 9
-    one_step(clock, timer)
-    timer.begin_step()
-    assert len(clock.recycled) == 17  # the end of a dropped step was never marked
-
-
 def test_a_step_of_any_number_of_products_is_measured_in_little_memory_layer_by_layer(clock, timer):
     """With as many marks as without names; half of each product multiplies."""
     probes = [LayerTimer(timer, name) for name in ("up", "down")]
@@ -188,19 +169,6 @@ def test_a_step_of_any_number_of_products_is_measured_in_little_memory_layer_by_
     (times,) = timer.end_step()
     assert num_marks == 2 + 4 * 2 * 20_000
     assert times.layers == {"up": 5_000.0, "down": 10_000.0} and times.gemm_s == times.gather_fill_s == 7_500.0
-
-
-def test_marks_that_the_device_has_not_passed_are_kept_however_many(clock, timer):
-    clock.passed = 0.0
-    for _ in range(2):
-        timer.begin_step()
-        for _ in range(5_000):
-            timer.product_begins()
-            clock.advance(0.25)
-            timer.product_ends()
-        assert timer.end_step() == []
-    clock.passed = clock.now
-    assert [times.gather_fill_s for times in timer.end_step()] == [1250.0, 1250.0]
 
 
 @pytest.mark.gpu

@@ -19,7 +19,6 @@ from zeroresize.plan.group import Loan
 
 pytestmark = pytest.mark.same_ranks
 
-OUT = 12  # divides by 2, 3 and 4 ranks
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
@@ -173,25 +172,6 @@ def test_after_a_backward_that_failed_on_every_rank_the_next_ones_are_exact(run_
         return max(errors)
 
     assert max(run_ranks(train, 2)) <= 1e-10
-
-
-@pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
-def test_passes_for_gradients_of_the_input_alone_take_no_memory(run_ranks, migration_transport):
-    """As for adversarial examples or saliency maps: nobody asks for the gradients of the weights."""
-
-    def train(rank, group):
-        model, held = Pair(group, torch.float64), []
-        lender = lend(model.layers(), group, equal_loans({0: 0.5}, 2), migration_transport)
-        for seed in range(5):
-            x = randn(5, PAIR_IN, seed=seed, dtype=torch.float64).requires_grad_()
-            torch.autograd.grad(model.run(model.parallel, x).square().mean(), x)
-            held.append(lender.bytes_held)
-        for layers in (model.whole, model.parallel):
-            model.run(layers, x.detach()).square().mean().backward()
-        return held, model.worst_error(group)
-
-    for held, error in run_ranks(train, 2):
-        assert held == held[:1] * 5 and error <= 1e-10
 
 
 def test_evaluation_computes_in_full_and_a_forward_in_inference_mode_leaves_training_as_it_is(run_ranks):

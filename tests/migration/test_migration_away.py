@@ -20,42 +20,22 @@ from zeroresize.resharding.units.moving_units import move_units
 TOKENS = 6
 
 
-class FusedAttention(nn.Module):
-    """q, k and v in one weight: three blocks of all heads."""
-
-    def __init__(self, group):
-        super().__init__()
-        wholes = nn.Linear(WIDTH, 3 * HEADS * HEAD_SIZE), nn.Linear(HEADS * HEAD_SIZE, WIDTH)
-        qkv, out = (whole.double() for whole in wholes)
-        self.qkv = zr.ColumnParallelLinear.from_linear(qkv, process_group=group, parts=3)
-        self.out = zr.RowParallelLinear.from_linear(out, process_group=group)
-        self.num_heads = HEADS // dist.get_world_size(group)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).view(len(x), 3, self.num_heads, HEAD_SIZE).permute(1, 2, 0, 3)
-        scores = (q @ k.transpose(-1, -2)).softmax(dim=-1)
-        return x + self.out((scores @ v).transpose(0, 1).reshape(len(x), self.num_heads * HEAD_SIZE))
-
-
 class Model(nn.Module):
-    """Three segments, and a pair of layers that is in none."""
+    """Two segments, and a pair of layers that is in none."""
 
     def __init__(self, group):
         super().__init__()
         torch.manual_seed(0)
-        self.attention, self.fused = Attention(group), FusedAttention(group)
+        self.attention = Attention(group)
         self.feed_forward, self.even = FeedForward(group), FeedForward(group)
 
-        def followed_by(attention):
-            return lambda heads: setattr(attention, "num_heads", len(heads))
+        def follow(heads):
+            self.attention.num_heads = len(heads)
 
-        attention, fused, even = self.attention, self.fused, (self.even.up, self.even.down)
+        attention, even = self.attention, (self.even.up, self.even.down)
         of_heads = {"unit_size": HEAD_SIZE, "min_units": 0, "kind": "heads"}
         named = [
-            zr.Segment(
-                [attention.q, attention.k, attention.v], attention.out, on_change=followed_by(attention), **of_heads
-            ),
-            zr.Segment([fused.qkv], fused.out, parts=3, on_change=followed_by(fused), **of_heads),
+            zr.Segment([attention.q, attention.k, attention.v], attention.out, on_change=follow, **of_heads),
             zr.Segment([self.feed_forward.up], self.feed_forward.down, min_units=0, kind="neurons"),
         ]
         self.group, self.checkpoints = group, False
@@ -67,7 +47,7 @@ class Model(nn.Module):
         self.layers = balanced_layers(self)
 
     def forward(self, x):
-        for body in (self.feed_forward, self.attention, self.fused, self.even):
+        for body in (self.feed_forward, self.attention, self.even):
             if isinstance(body, Attention):
                 x = x[None]
             x = checkpoint(body, x, use_reentrant=False) if self.checkpoints else body(x)
@@ -179,30 +159,6 @@ def test_results_are_those_without_loans(run_ranks, migration_transport, num_ran
                 raise AssertionError(f"{case}: {error}") from error
 
     run_ranks(train, num_ranks)
-
-
-@each_transport
-def test_equal_loans_are_new_once_units_have_moved(run_ranks, migration_transport):
-    """Also where nobody took them back before: the columns that they mean, and their shapes, are others."""
-
-    def train(rank, group):
-        model, loans = Model(group), (Loan(0, 0.5, (1,), (1.0,)),)
-        lender = lend(model.layers, group, loans, migration_transport)
-        are_new = [lender.would_be_new(loans, 0)]
-        for maps in (counts_of((8, 4), (18, 6)), counts_of((6, 6), (12, 12))):
-            model.move(maps)
-            are_new.append(lender.would_be_new(loans, 0))
-            lend(model.layers, group, loans, migration_transport, lender=lender)
-            are_new.append(lender.would_be_new(loans, 0))
-            lent = results(model)
-            lender.take_back()
-            for layer in model.layers.values():
-                layer.plan = None
-            assert_same(lent, results(model))
-            lend(model.layers, group, loans, migration_transport, lender=lender)
-        return are_new
-
-    assert run_ranks(train, 2) == [[False, True, False, True, False]] * 2
 
 
 @each_transport

@@ -50,11 +50,19 @@ def backward_twice(model, layers, step):
     first.backward()
 
 
+def gradients_of_the_input_alone(model, layers, step):
+    """As for saliency maps: nobody asks for those of the weights."""
+    x = randn(5, PAIR_IN, seed=step, dtype=torch.float64).requires_grad_()
+    torch.autograd.grad(model.run(layers, x).square().mean(), x)
+    accumulate(model, layers, step)
+
+
 def batches_of_any_size(model, layers, step):
     loss(model, layers, step, num_tokens=(9, 2, 5, 7)[step % 4]).backward()
 
 
-ORDERS = [accumulate, all_forwards_first, recompute, forwards_without_backward, backward_twice, batches_of_any_size]
+ORDERS = [all_forwards_first, recompute, forwards_without_backward, backward_twice, batches_of_any_size]
+ORDERS.append(gradients_of_the_input_alone)
 
 
 @pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)

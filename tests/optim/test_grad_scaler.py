@@ -13,6 +13,8 @@ import zeroresize as zr
 from zeroresize.layers.local_parts import local_of
 from zeroresize.pipeline import clip_grad_norm_
 
+pytestmark = pytest.mark.same_ranks
+
 SCALE = {"init_scale": 4.0, "growth_interval": 2}
 #: Of each step: which gradient overflows, on one rank only.
 SPOILED = [None, "up.weight", None, "first.weight", None, None, None]

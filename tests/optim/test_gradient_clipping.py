@@ -6,13 +6,14 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.hosts import Host, small_vit
 from helpers.parallel_layers import WIDTH, block, segments_of, uneven
 from helpers.processes import for_each
 from torch import nn
 
 import zeroresize as zr
 from zeroresize.resharding.units.moving_units import move_units
+
+pytestmark = pytest.mark.same_ranks
 
 MAX_NORM = 0.05
 
@@ -112,24 +113,6 @@ def test_ranks_without_gradients_take_part_and_all_raise_where_one_is_infinite_a
     assert first == second > 0.0
 
 
-def test_a_copy_of_a_model_and_one_in_half_precision_are_known_as_well(run_ranks):
-    def clip(rank, group):
-        models = Models(group)
-        models.divided, models.whole = copy.deepcopy(models.divided), models.whole
-        models.backward()
-        expected = nn.utils.clip_grad_norm_(models.whole.parameters(), math.inf)
-        torch.testing.assert_close(zr.clip_grad_norm_(models.divided.parameters(), math.inf), expected)
-        for parameter in models.divided.parameters():
-            gradient, parameter.grad = parameter.grad, None
-            parameter.data = parameter.data.bfloat16()
-            parameter.grad = gradient.bfloat16()
-        norm = zr.clip_grad_norm_(models.divided.parameters(), MAX_NORM)
-        assert norm.dtype is torch.float32
-        torch.testing.assert_close(norm.double(), expected, rtol=1e-2, atol=0)
-
-    run_ranks(clip, 2)
-
-
 def test_without_parallel_layers_it_is_torchs():
     torch.manual_seed(0)
     layers = nn.Linear(5, 7), nn.Linear(5, 7)
@@ -161,21 +144,3 @@ def test_shards_that_others_have_marked_count_on_every_rank(run_ranks):
         return zr.clip_grad_norm_(parameters, math.inf).item()
 
     assert run_ranks(clip, 2) == [pytest.approx(math.sqrt(2 * 9 + 2 * 16))] * 2
-
-
-@pytest.mark.colossalai
-def test_colossalais_layers_are_known_once_they_are_converted(run_ranks, colossalai_vit_modules):
-    def clip(rank, group):
-        host, whole = Host(group), small_vit()
-        model = host.shard(copy.deepcopy(whole))
-        zr.convert(model, process_group=group)
-        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-        for vit in (model, whole):
-            vit(x).logits.square().sum().backward()
-        expected = nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM)
-        norm = zr.clip_grad_norm_(model.parameters(), MAX_NORM)
-        torch.testing.assert_close(norm, expected, rtol=1e-4, atol=0)
-        return norm.item()
-
-    first, second = run_ranks(clip, 2)
-    assert first == second

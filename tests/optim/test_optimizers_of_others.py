@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from helpers.dtensor_models import feed_forward, mesh_of
 from helpers.pipelines import pipeline_of
 from helpers.strategies import layers_of
 from helpers.virtual_training import Pair
@@ -14,6 +13,8 @@ from zeroresize.pipeline.moving_layers import moving_during_backward
 from zeroresize.plan.strategy import LengthRange, Strategy
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.trainer import StrategyTrainer
+
+pytestmark = pytest.mark.same_ranks
 
 REFUSED = (ValueError, RuntimeError)
 
@@ -111,18 +112,5 @@ def test_strategies_and_micro_batches_take_the_optimizer_of_their_model_only(run
             with pytest.raises(ValueError, match=f"not step .*{name}"):
                 zr.sharded_state_dict(model, optimizer)
         model.move_optimizer(stages, torch.optim.AdamW(model.parameters()))
-
-    run_ranks(check, 2, timeout_s=60)
-
-
-def test_dtensors_move_with_the_optimizer_that_steps_them_only(run_ranks):
-    def check(rank, group):
-        model, other = (feed_forward(mesh_of()) for _ in range(2))
-        zr.convert(model)
-        for optimizer, _ in optimizers_of(model, other):
-            with pytest.raises(ValueError, match="not step"):
-                balancer = zr.Balancer(model, optimizer, config=zr.BalanceConfig(mode="off", start_checks=False))
-                balancer.move([3, 1])
-        return True
 
     run_ranks(check, 2, timeout_s=60)

@@ -66,41 +66,6 @@ def test_steps_at_full_work_cost_a_hundredth(chi):
     assert 1.005 < statistics.mean(result.step_s[100:]) / usual_s <= 1.0105
 
 
-@pytest.mark.parametrize(("slope", "chi"), [(0.7, 4.0), (1.0, 2.0), (1.1, 4.0)])
-def test_a_straggler_that_recovers_slowly_is_let_go_whatever_the_calibration_said(slope, chi):
-    """χ falls over 600 steps, by so little an update that nothing jumps."""
-    ratios = LINEAR.ratios
-    believed = ResizingCost(ratios, tuple(max(1 - slope * ratio, 0.05) for ratio in ratios), (0.0,) * len(ratios))
-    falling = Cluster(
-        chi=lambda step: (1.0, max(chi - (chi - 1.0) * max(step - 100, 0) / 600, 1.0)),
-        rest_s=0.2,
-        gemm_s=0.8,
-        cost=LINEAR,
-        noise=0.02,
-    )
-    result = simulate(BalanceConfig(mode="zero-rd"), falling, 900, believed_cost=believed)
-    straggler = [update[1] for update in result.ratios]
-    assert min(straggler[3:30]) > 0.2
-    assert max(straggler[75:]) == 0.0, "half of the tolerance of 10 % is reached at step 670 at the latest"
-
-
-@pytest.mark.parametrize("num_ranks", [2, 8])
-@pytest.mark.parametrize(("chi", "noise"), [(2.0, 0.03), (4.0, 0.0), (8.0, 0.03)])
-def test_a_straggler_that_comes_and_goes_is_met_within_three_updates(chi, noise, num_ranks):
-    """Also one that is another rank each epoch of eight updates; γ is steady within 0.05 from then on."""
-    config = BalanceConfig(mode="zero-rd")
-    once = cluster(chi=lambda step: [1.0] * (num_ranks - 1) + [chi if 40 <= step < 160 else 1.0], noise=noise)
-    robin = cluster(
-        chi=lambda step: [chi if (step // 80) % num_ranks == r else 1.0 for r in range(num_ranks)], noise=noise
-    )
-    constant, by_turns = simulate(config, once, 240).ratios, simulate(config, robin, 320).ratios
-    for ratios, rank, change, until in (
-        (constant, -1, 4, 16), (constant, -1, 16, 24), (by_turns, 0, 0, 8), (by_turns, 0, 8, 16), (by_turns, 1, 8, 16)
-    ):  # fmt: skip
-        updates, swing = settling([update[rank] for update in ratios], change, until)
-        assert updates <= 3 and swing <= 0.05
-
-
 @pytest.mark.parametrize("num_ranks", [2, 8])
 @pytest.mark.parametrize("seed", range(4))
 def test_noise_of_a_tenth_neither_holds_a_straggler_back_nor_lets_it_wander(num_ranks, seed):
@@ -110,10 +75,3 @@ def test_noise_of_a_tenth_neither_holds_a_straggler_back_nor_lets_it_wander(num_
     for change, until in ((4, 16), (16, 24)):
         updates, swing = settling([update[-1] for update in ratios], change, until)
         assert updates <= 3 and swing <= 0.05
-
-
-@pytest.mark.parametrize("chi", [1.2, 1.4, 1.6])
-def test_a_rank_that_is_slow_for_an_interval_only_is_left_alone(chi):
-    """As ranks of shared machines are, now and then."""
-    brief = cluster(chi=lambda step: (1.0, chi if 50 <= step < 60 else 1.0))
-    assert max(update[1] for update in simulate(BalanceConfig(mode="zero-rd"), brief, 200).ratios) == 0.0

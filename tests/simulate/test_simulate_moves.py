@@ -1,12 +1,10 @@
 """What moving ownership is to do in a simulated cluster, in mode "exact" and beside pruning."""
 
-import functools
-import itertools
 import statistics
 
 import pytest
 
-from scripts.simulated.training import Cluster, Noise, simulate
+from scripts.simulated.training import Cluster, simulate
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost
@@ -20,7 +18,7 @@ REST_S, GEMM_S = 0.08, 0.92
 MOVE = MoveCost(0.8, 0.1)
 #: So much that nobody lends.
 DEAR = MigrationCost(5.0, 5.0)
-EXACT, NEVER, OFF = BalanceConfig(), BalanceConfig(moves=False), BalanceConfig(mode="off")
+EXACT, NEVER = BalanceConfig(), BalanceConfig(moves=False)
 
 
 def cluster(chi, **changes):
@@ -67,60 +65,6 @@ def test_without_segments_all_is_as_without_moves():
     assert with_none == never == migrating
 
 
-NOISES = {
-    "white, 10 %": Noise(0.1),
-    "correlated": Noise(0.05, correlation=0.9),
-    "bursts": Noise(0.05, burst_rate=0.002),
-}
-
-
-@pytest.mark.few(3)
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 8])
-@pytest.mark.parametrize("noise", NOISES)
-def test_noise_moves_nothing(noise, num_ranks):
-    """Nobody is slow: of 1,000 updates two at most begin with a move, there and home again."""
-    run = simulate(EXACT, cluster(lambda _: [1.0] * num_ranks, noise=NOISES[noise]), 10_000)
-    assert len(run.moves) <= 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("on", "off"), [(3, 7), (10, 30), (20, 20)])
-@pytest.mark.parametrize("num_ranks", [2, 8])
-def test_a_straggler_that_comes_and_goes_is_never_worth_a_move(num_ranks, on, off):
-    """Each time it is slow it costs less than units that go and come."""
-    dear = MoveCost(40.0, 1.0)
-    chi = lambda step: [1.0] * (num_ranks - 1) + [4.0 if step % (on + off) < on else 1.0]  # noqa: E731
-    run = simulate(EXACT, cluster(chi, move=dear), 1200)
-    assert run.moves == []
-
-
-EVERY = (5, 20, 80, 320)
-#: Seconds there and back, in homogeneous steps: from what it is at hidden 768 to what pays for long turns only.
-THERE_AND_BACK = (2.0, 10.0, 50.0)
-
-
-@functools.cache
-def by_turns(every, there_and_back_s, policy):
-    chi = lambda step: [4.0 if step // every % 8 == rank else 1.0 for rank in range(8)]  # noqa: E731
-    turning = cluster(chi, move=MoveCost(there_and_back_s / 2, 0.0))
-    num_steps = max(16 * every, 1600)
-    config = NEVER if policy == "never" else EXACT
-    always = {"believed_move": MoveCost(0.0, 0.0), "learns_moves": False} if policy == "always" else {}
-    run = simulate(config, turning, num_steps, **always)
-    return sum(run.step_s), num_steps // every
-
-
-@pytest.mark.few(3)
-@pytest.mark.slow
-@pytest.mark.parametrize(("every", "there_and_back_s"), list(itertools.product(EVERY, THERE_AND_BACK)))
-def test_by_turns_it_is_never_much_worse_than_the_better_of_never_and_always(every, there_and_back_s):
-    (never_s, num_turns), (always_s, _), (ours_s, _) = (
-        by_turns(every, there_and_back_s, policy) for policy in ("never", "always", "ours")
-    )
-    assert ours_s <= min(never_s, always_s) + 2.0 * there_and_back_s * num_turns
-
-
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("num_ranks", "update_every", "every"),
@@ -139,21 +83,6 @@ def test_a_straggler_that_changes_place_sooner_than_it_is_followed_is_left_alone
     assert statistics.fmean(ours.step_s) <= 1.02 * statistics.fmean(never.step_s)
 
 
-@pytest.mark.few(2)
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_ranks", "update_every", "every", "most"),
-    [(2, 5, 80, 0.6), *(pytest.param(*own, marks=pytest.mark.slow) for own in ((2, 10, 80, 0.75), (8, 5, 20, 0.75)))],
-)
-def test_and_one_that_stays_long_enough_is_followed_also_when_it_often_changes(num_ranks, update_every, every, most):
-    chi = lambda step: [4.0 if step // every % num_ranks == rank else 1.0 for rank in range(num_ranks)]  # noqa: E731
-    turning = cluster(chi, move=MoveCost(0.25, 0.0), migration=DEAR)
-    never, ours = (
-        simulate(BalanceConfig(moves=moves, update_every=update_every), turning, 1600) for moves in (False, True)
-    )
-    assert statistics.fmean(ours.step_s) <= most * statistics.fmean(never.step_s)
-
-
 def test_who_stays_slow_is_relieved_though_another_comes_and_goes_meanwhile():
     def chi(step):
         slow = {0} if 50 <= step < 150 or step >= 400 else set()
@@ -163,18 +92,6 @@ def test_who_stays_slow_is_relieved_though_another_comes_and_goes_meanwhile():
     run = simulate(BalanceConfig(update_every=5), cluster(chi, move=MoveCost(80.0, 0.0), migration=DEAR), 1000)
     assert any(400 < step <= 600 for step, *_ in run.moves)
     assert statistics.fmean(run.step_s[600:]) <= 2.2
-
-
-@pytest.mark.slow
-def test_one_hiccup_while_units_are_away_does_not_keep_them_at_home_for_good():
-    def chi(step):
-        slow = step // 40 % 2
-        other = 60.0 if 100 <= step < 110 else 1.0
-        return [4.0 if rank == slow else other for rank in range(2)]
-
-    turning = cluster(chi, move=MoveCost(0.25, 0.0), migration=DEAR)
-    run = simulate(BalanceConfig(update_every=5), turning, 1600)
-    assert statistics.fmean(run.step_s[800:]) <= 0.75 * 3.76
 
 
 def test_a_move_takes_its_time_before_the_step_that_it_is_for():

@@ -198,30 +198,6 @@ def test_fingerprints_tell_batches_apart_and_broken_plans_are_no_plans():
         MicroBatch.of([], lengths)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize(("num_stages", "num_replicas", "limit"), [(2, 2, 1.5), (4, 1, 1.2), (4, 1, 3.0), (8, 1, 4.0)])
-def test_however_little_memory_there_is_equal_tokens_are_hardly_better(num_stages, num_replicas, limit, seed):
-    """Of the longest sample's bytes there is a little more, in which few others fit beside it."""
-    lengths = lengths_of(seed, 200)
-    costs = {
-        "none": costs_of(num_stages),
-        "layers": costs_of(num_stages, bytes_of_token=0.3, seconds=1.25),
-    }
-    memory_limit = limit * float(
-        costs["layers"].prices(np.ones(1, int), lengths.max(axis=0)[None]).activation_bytes.max()
-    )
-    dynamic = plan_iteration(0, lengths, costs, PlanningOptions(num_replicas, memory_limit))
-    assert max(max(replica.expected_bytes) for replica in dynamic.replicas) <= memory_limit * (1.0 + 1e-9)
-    for size in (64, 256, 1024, 2048, 4096, 8192):
-        try:
-            options = PlanningOptions(num_replicas, memory_limit, "tokens", size)
-            other = plan_iteration(0, lengths, costs, options)
-        except DoesNotFitError:
-            continue
-        assert dynamic.expected_s <= other.expected_s * 1.03
-
-
 def test_micro_batches_that_were_never_measured_are_refused_and_not_planned():
     class Measured:
         """Costs of micro-batches of up to 100 tokens."""

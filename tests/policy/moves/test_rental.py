@@ -54,29 +54,10 @@ def test_of_several_the_best_that_is_due_and_the_rest_stays_owed():
     assert rental.owed_s == {}
 
 
-def test_nearest_to_its_price_is_named_while_none_is_due():
-    rental = Rental()
-    verdict = rental.decide([Option("dear", 0.5, 100.0), Option("cheap", 0.1, 1.0)], STEP_S, 1)
-    assert verdict.option is not None and verdict.option.name == "cheap" and not verdict.is_due
-    assert "0.1 of 1 s" in str(verdict) and Reason.NOT_YET.value in str(verdict)
-
-
-def test_forgotten_where_not_offered_any_more():
-    rental = Rental()
-    rental.decide([Option("move", 0.5, 10.0)], STEP_S, 10)
-    assert rental.decide([], STEP_S, 1).option is None
-    assert rental.owed_s == {}
-
-
 def test_work_that_is_known_to_last_pays_one_way_at_once():
     option = Option("move", saving_s=0.1, price_s=2.0, lasts_steps=10.0)
     assert Rental().decide([option], STEP_S, 1).reason is Reason.LASTS
     assert not Rental().decide([Option("move", 0.1, 2.0, lasts_steps=9.0)], STEP_S, 1).is_due
-
-
-def test_what_cannot_stay_is_changed_though_it_saves_nothing():
-    verdict = Rental().decide([Option("fit", -0.5, 100.0, is_needed=True)], STEP_S, 1)
-    assert verdict.reason is Reason.NEEDED and verdict.is_due
 
 
 def test_changes_that_disappoint_double_prices_until_one_does_not():

@@ -90,18 +90,6 @@ def test_of_all_choices_of_fewer_stages_the_fastest_is_found(load, data):
     ]
 
 
-def test_of_equal_choices_the_first_stages_stay():
-    load = PipelineLoad.of([1.0] * 12, 4, layer_bytes=[2] * 12, memory_limits=[9] * 4)
-    start = Partition.uniform(12, 4)
-    assert repacked(load, start, 3, keep=0).stages == (0, 1, 2)
-    assert repacked(load, start, 3, keep=3).stages == (0, 1, 3)
-    with pytest.raises(NothingFitsError, match=r"no 2 of 4 stages can hold 24 bytes of layers, up to 2 each"):
-        repacked(load, start, 2)
-    for number in (0, 5):
-        with pytest.raises(ValueError, match="wanted are 1 to 4"):
-            repacked(load, start, number)
-
-
 NUM_LAYERS, NUM_STAGES = 9, 3
 
 
@@ -109,24 +97,6 @@ def test_a_message_takes_what_its_link_takes_for_the_bytes_at_the_boundary():
     messages = PipelineMessages((MoveCost(1.0, 0.5), MoveCost(2.0, 0.0)), (9.0, 1.0, 2.0, 3.0, 9.0))
     assert messages.seconds(Partition((0, 1, 3, 4))) == (1.5, 6.0)
     assert messages.seconds(Partition((0, 2, 3, 4))) == (2.5, 6.0)
-
-
-def test_a_full_1f1b_pipeline_runs_at_the_pace_of_the_stage_that_computes_and_waits_longest():
-    """Per micro-batch more, a step is longer by that stage's time of one, however computing and messages are divided.
-
-    Of so many micro-batches, as of two stages of nearly the same pace the slower one takes long to hold up the others.
-    """
-    generator = np.random.default_rng(0)
-    for _ in range(20):
-        seconds, wires = generator.lognormal(0.0, 0.5, (2, 4)), generator.uniform(0.0, 1.0, 3)
-        first, last = 200, 220
-        steps_s = [
-            simulated_step(*seconds.tolist(), number, communication_s=wires.tolist()).step_s for number in (first, last)
-        ]
-        times = PipelineLoad.of(
-            (last - first) * seconds.sum(axis=0), 4, delays=step_delays(wires.tolist(), last - first, "1f1b")
-        ).stage_times(Partition.uniform(4, 4))
-        assert steps_s[1] - steps_s[0] == pytest.approx(times.max(), rel=1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -161,19 +131,6 @@ def step_of(load, num_microbatches, schedule="1f1b"):
         return simulated_steps(times, 2 * times, num_microbatches, schedule=schedule)
 
     return steps_s, lambda partition: float(steps_s(np.array([partition.boundaries]))[0])
-
-
-def test_most_random_loads_get_the_shortest_step_of_all():
-    rng, num_shortest, ratios = np.random.default_rng(0), 0, []
-    for _ in range(50):
-        load = PipelineLoad.of(rng.lognormal(0.0, 0.5, 9), 3)
-        steps_s, step_s = step_of(load, 3)
-        refined_s = step_s(refined_partition(load, balanced_partition(load), steps_s, 1000))
-        shortest = min(step_s(one) for one in all_partitions(9, 3))
-        num_shortest += refined_s <= shortest * (1 + 1e-9)
-        ratios.append(step_s(balanced_partition(load)) / refined_s)
-    assert num_shortest >= 45
-    assert max(ratios) > 1.03 and min(ratios) >= 1.0
 
 
 def test_memory_limits_are_kept():

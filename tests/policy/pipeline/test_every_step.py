@@ -69,11 +69,10 @@ def varying(step, random):
     return (0.01 * random.uniform(0.5, 1.5, NUM_LAYERS)).tolist()
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_noise_chance_and_single_interruptions_move_nothing(seed):
-    assert trained(even, 120, noise=0.5, seed=seed).moves == []
-    assert trained(varying, 120, noise=0.1, seed=seed).moves == []
-    assert trained(even, 120, interrupted=0.006, seed=seed).moves == []
+def test_noise_chance_and_single_interruptions_move_nothing():
+    assert trained(even, 100, noise=0.5).moves == []
+    assert trained(varying, 100, noise=0.1).moves == []
+    assert trained(even, 100, interrupted=0.006).moves == []
 
 
 @pytest.mark.parametrize(("period", "least"), [(400, 0.75), (100, 0.3)])
@@ -85,14 +84,3 @@ def test_heavy_work_that_wanders_is_followed(period, least):
 
     run = trained(wandering, 200, noise=0.05)
     assert kept(run) > least
-
-
-def test_devices_are_not_blamed_for_other_work_however_long_it_is_measured():
-    world, rebalancing = World([0.01] * NUM_LAYERS, [1.0] * 4, EVEN), rebalancing_of(num_steps=1, min_saving=0.9)
-    world.train(rebalancing, 20)
-    world.work = [0.01 / 3] * 4 + [0.01] * 12  # the first stage has no backward any more
-    rebalancing.expect_other_work()
-    for _ in range(20):
-        rebalancing.update(world.profile())
-        assert rebalancing.costs.speeds == pytest.approx([1.0] * 4)
-    assert rebalancing.costs.seconds == pytest.approx(world.work)

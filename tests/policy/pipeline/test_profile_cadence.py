@@ -60,22 +60,6 @@ def test_single_profiles_that_were_held_up_do_not_count_and_dear_first_ones_not_
         assert cadence.every == every
 
 
-def test_what_must_be_looked_at_is_measured_at_once_and_paid_for_later():
-    cadence = ProfileCadence("auto", 0.01)
-    for _ in range(5):
-        cadence.learn(0.2)  # of 40 blocks
-    cadence.measured(100)
-    cadence.look_again(100)
-    assert cadence.is_due(101)
-    cadence.measured(101)
-    assert cadence.next_due == 180  # two profiles from 100 on, in two intervals
-    cadence.moved(150)
-    cadence.learn(0.2)
-    assert cadence.next_due == 152  # what is learned meanwhile puts nothing off
-    cadence.measured(152)
-    assert cadence.next_due == 220
-
-
 def test_changed_work_is_measured_twice_and_paid_for_later():
     cadence = ProfileCadence("auto", 0.01)
     for _ in range(5):

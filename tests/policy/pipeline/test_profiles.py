@@ -81,17 +81,6 @@ def test_a_layer_that_moved_tells_which_device_is_faster():
     assert costs.seconds[2:4].tolist() == pytest.approx(costs.seconds[[0, 1]].tolist())
 
 
-def test_a_wrong_guess_is_found_out_by_a_move():
-    """All layers of the last stage have become heavier, which looks like a slow device."""
-    world = World([1.0] * 6, [1.0, 1.0], (0, 3, 6))
-    heavier = [1.0, 1.0, 1.0, 4.0, 4.0, 4.0]
-    assert after(world, {"work": heavier}).speeds[1] < 0.5
-    world = World([1.0] * 6, [1.0, 1.0], (0, 3, 6))
-    costs = after(world, {"work": heavier}, {"boundaries": (0, 4, 6)})
-    assert costs.speeds == pytest.approx((1.0, 1.0))
-    assert costs.seconds.tolist() == pytest.approx(heavier)
-
-
 EVEN = (1.0, 1.0)
 WORK = [1.0, 2.0, 3.0, 4.0, 1.0, 2.0]
 

@@ -14,7 +14,6 @@ from zeroresize.plan.partition import LayerTransfer, Partition
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.pipeline.division import PipelineLoad, PipelineMessages, shortest_partition
 from zeroresize.policy.pipeline.rebalancing import described
-from zeroresize.policy.pipeline.repacking_decision import RepackingDecision
 from zeroresize.runtime.simulated_steps import simulated_step
 
 
@@ -25,25 +24,6 @@ def test_a_straggling_stage_gets_fewer_layers_and_gets_them_back():
     assert world.train(rebalancing, 6) == [(0, 8, 12)]
     world.speeds = [1.0, 1.0]
     assert world.train(rebalancing, 6) == [(0, 6, 12)]
-
-
-def test_a_stage_that_is_slow_from_the_start_is_found_out():
-    world, rebalancing = World([1.0] * 12, [1.0, 0.5, 1.0], (0, 4, 8, 12)), rebalancing_of()
-    before = world.slowest
-    world.train(rebalancing, 12)
-    assert world.slowest < before
-    assert world.train(rebalancing, 6) == []
-
-
-def test_a_stage_of_one_heavy_layer_that_is_slow_by_the_second_profile_gives_it_away():
-    """The first profile wants another division; that it waits for a second must not make the layer pass for heavy."""
-    world, rebalancing = World([0.0] + [0.12] * 6 + [0.0], [1.0] * 4, (0, 2, 4, 6, 8)), rebalancing_of()
-    rebalancing.update(world.profile())
-    world.speeds[0] = 0.25
-    for _ in range(4):
-        if (proposal := rebalancing.update(world.profile())) is not None:
-            world.boundaries = proposal.after
-    assert world.boundaries[:2] == (0, 1)
 
 
 def test_two_profiles_must_want_a_move():
@@ -87,32 +67,6 @@ def test_a_small_saving_is_noise():
     world = World([1.0] * 99 + [1.5], [1.0, 1.0], (0, 51, 100))
     assert world.train(rebalancing_of(min_saving=0.05), 10) == []
     assert world.train(rebalancing_of(min_saving=0.0), 10) == [(0, 50, 100)]
-
-
-def test_disappointing_moves_become_rare():
-    """Where layer 1 comes to, a layer becomes slow that was there before."""
-    rebalancing = rebalancing_of(num_steps=1)
-    world = World([1.0, 1.0, 1.0, 1.0], [1.0, 1.0], (0, 1, 4))
-    doubts = []
-    for _ in range(40):
-        proposal = rebalancing.update(world.profile())
-        if proposal is not None:
-            world.boundaries = proposal.after
-            world.work = [4.0 if LayerTransfer(1, 1, 0) in proposal.transfers else 1.0, *world.work[1:]]
-        doubts.append(rebalancing.state.rental.doubt)
-    assert max(doubts) > 1.0
-
-
-def test_what_staying_has_cost_is_owed_when_work_changes_often():
-    """A layer more on the second stage is too little to move at once, and the work changes before it has added up."""
-    world = World([0.01] * 8, [1.0, 1.0], (0, 3, 8), weight_bytes=10**7)
-    rebalancing, moves = rebalancing_of(num_steps=1), []
-    for step in range(60):
-        if step % 5 == 0:
-            world.work = [0.01 if step % 10 else 0.011] * 8
-            rebalancing.expect_other_work()
-        moves += world.train(rebalancing, 1)
-    assert moves == [(0, 4, 8)]
 
 
 def test_memory_limits_are_kept():
@@ -210,23 +164,6 @@ def test_layers_go_home_from_work_that_changes_to_and_fro_and_stay_there():
     assert rebalancing.state.rental.doubt > 1.0
 
 
-def test_a_change_that_was_told_and_what_moves_have_lost_outlive_a_resume():
-    world, rebalancing = (
-        World([1.0] * 16, [1.0] * 4, (0, 4, 8, 12, 16)),
-        rebalancing_of(MoveCost(0.0, 1.0), num_steps=2),
-    )
-    told_to_and_fro(rebalancing, world, every=6, num_changes=5)
-    rebalancing.expect_other_work(30)
-    other = rebalancing_of(MoveCost(0.0, 1.0), num_steps=2)
-    other.go_on_from(resumed(rebalancing.state).on(16, 4))
-    assert other.state == rebalancing.state
-    world.work = [1.0] * 4 + [0.2] * 4 + [1.0] * 8  # all layers of the second stage: its device seems to be faster
-    for step in (32, 33):
-        other.update(world.profile(), step)
-    assert other.costs.speeds == pytest.approx([1.0] * 4)
-    assert other.costs.seconds[4:8].tolist() == pytest.approx([0.2] * 4)
-
-
 THIRDS = (0, 4, 8, 12)
 
 
@@ -236,10 +173,6 @@ def world_of():
 
 def messages_of(*seconds, num_layers=12):
     return PipelineMessages(tuple(MoveCost(0.0, one) for one in seconds), (1.0,) * (num_layers + 1))
-
-
-def rule_of(messages, **options):
-    return dataclasses.replace(rebalancing_of(**options).rule, messages=messages)
 
 
 def test_stages_beside_a_slow_link_get_fewer_layers():
@@ -274,15 +207,3 @@ def test_small_messages_between_certain_layers_attract_boundaries():
     shortest = min(all_partitions(12, 3), key=step_s)
     assert shortest.boundaries[1:-1] == (5, 9) and best == shortest
     assert shortest_partition(load, forward, backward, 8, "1f1b") != shortest
-
-
-def test_fewer_stages_are_compared_with_all_of_them_without_messages():
-    """Two of four stages would be as fast without messages only; released ranks do not come back."""
-    world = World([1.0] * 8, [1.0] * 4, (0, 2, 4, 6, 8))
-    slow = messages_of(1.0, 1.0, 1.0, num_layers=8)
-    rebalancing = rebalancing_of()
-    decision = RepackingDecision(max_slowdown=1.0)
-    for _ in range(4):
-        profile = world.profile()
-        rebalancing.update(profile, None, slow)
-        assert decision.update(profile, rebalancing, None) is None

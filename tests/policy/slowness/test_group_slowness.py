@@ -79,11 +79,6 @@ def test_a_round_in_which_a_rank_has_measured_nothing_is_left_out():
     assert math.isnan(group.report().share_saved)
 
 
-def test_numbers_bring_a_window_over():
-    sent = window(30)
-    assert StepWindow.of_numbers(sent.as_numbers()) == sent
-
-
 def test_one_long_step_of_a_window_is_not_usual_and_timed_steps_are_left_out():
     steps = [WatchedStep(0.1, 0.05, 0.01)] * 8 + [WatchedStep(5.0, 0.0, 4.9), WatchedStep(0.12, 0.03, 0.01, 0.06)]
     usual = window_of(steps, 10)

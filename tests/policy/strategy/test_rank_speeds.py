@@ -40,16 +40,6 @@ def test_a_rank_without_a_part_is_as_fast_as_its_products_say():
     assert loaded.speeds() == speeds.speeds()
 
 
-def test_to_ask_for_speeds_changes_nothing():
-    asked, unasked = RankSpeeds(2), RankSpeeds(2)
-    for busy_s in [(1.0, 1.0)] * 6 + [(1 / 1.15, 1 / 1.05)] * 60:
-        for speeds in (asked, unasked):
-            speeds.learn(busy_s, (1.0, 1.0), (0.0, 0.0))
-        asked.speeds()
-        asked.speeds()
-    assert asked.speeds() == unasked.speeds() and asked == unasked
-
-
 def steps_of_samples(cadence, num_steps, working_s, step_s=1.0, extra=None):
     """After which steps there is a new sample, where each takes so long; ``extra`` seconds in steps without one."""
     samples = []

@@ -109,13 +109,6 @@ def test_switching_pays_where_links_are_fast_and_not_where_they_are_slow():
     assert search(cost_model(1e3), sample, max_ranges=1).best == search(cost_model(1e3), sample).static
 
 
-def test_ranges_end_at_halves_of_the_longest_sequence_unless_said_otherwise():
-    result = search_strategies([[700] + [1] * 8], CANDIDATES, cost_model(1e9), memory_limit=1e12)
-    assert result.ranges[-1].up_to == 700 and {own.up_to for own in result.ranges} <= {350, 700}
-    with pytest.raises(ValueError, match="the sample of lengths needs at least one mini-batch"):
-        search_strategies([], CANDIDATES, cost_model(1e9), memory_limit=1e12)
-
-
 def test_mini_batches_pay_for_the_strategies_that_they_need_alone():
     cost, short = cost_model(1e5, communication=4.0), [4] * 32
     sample = [*[[*short, 32]] * 3, short]

@@ -108,13 +108,6 @@ def test_slow_ranks_become_one_stage_with_fewer_layers():
     assert layers[slow_stage.pop()] == min(layers) < max(layers)
 
 
-def test_groups_of_the_rest_stay_within_nodes_where_they_can():
-    nodes = (0, 0, 0, 0, 1, 1, 1, 1)
-    model = ModelDivision((1.0,) * 8, (8,), nodes)
-    strategies = arrangements((3, 2, 1), (0, 2, 3, 4, 5, 6, 7), (1.0,) * 8, model)
-    assert any(all(len({nodes[rank] for rank in group}) == 1 for group in one.tp_groups()) for one in strategies)
-
-
 @given(st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4), st.sampled_from([(1, 4, 1), (2, 2, 1), (1, 2, 2)]))
 @settings(max_examples=40)
 def test_every_candidate_fits_the_model_and_every_shard_has_a_unit(speeds, degrees):
@@ -126,36 +119,6 @@ def test_every_candidate_fits_the_model_and_every_shard_has_a_unit(speeds, degre
             strategy.partition(8)
             for units in MODEL.unit_counts:
                 assert min(np.diff(unit_bounds(units, strategy.shares or (1.0,) * strategy.tp))) >= 1
-
-
-def test_nothing_is_worked_out_while_no_rank_is_slow_the_original_is_in_force_and_nothing_is_owed():
-    class Counted(FormulaCosts):
-        calls = 0
-
-        def range_s(self, *arguments):
-            self.calls += 1
-            return super().range_s(*arguments)
-
-    costs = Counted([1.0])
-    decider = decision(switch_s=0.5, costs=costs)
-    for _ in range(3):
-        assert decider.update(EVEN) is None and decider.update((1.0, 0.95, 1.0, 1.02)) is None
-        decider.look_again()
-    assert costs.calls == 0
-    assert decider.update(one_slow(1.5)) is None and costs.calls > 0  # it is owed something now
-    calls = costs.calls
-    assert decider.update(EVEN) is None and costs.calls > calls
-    while decider.in_force == ORIGINAL:
-        proposal = decider.update(one_slow(4.0))
-        if proposal is not None:
-            decider.made(proposal, one_slow(4.0))
-    for _ in range(50):  # all are fast, but it is not as it was
-        proposal = decider.update(EVEN)
-        if proposal is not None:
-            decider.made(proposal, EVEN)
-    assert decider.in_force == ORIGINAL
-    calls = costs.calls
-    assert decider.update(EVEN) is None and costs.calls == calls
 
 
 def test_units_move_inside_the_group_where_that_suffices_and_the_rank_is_left_out_where_not():
@@ -186,22 +149,6 @@ def test_what_if_tells_what_each_candidate_would_bring_and_changes_nothing():
     assert [one.step_s for one in others] == sorted(one.step_s for one in others)
     assert all(one.switch_s == 3.0 and one.saving_s == stay.step_s - one.step_s for one in others)
     assert decider.state.rental.owed_s == {}
-
-
-def test_changes_that_move_no_bytes_have_their_price_too():
-    original = (Strategy(4), Strategy(1, 4))
-    decider = StragglerDecision(original, MODEL, FormulaCosts([0.2, 1.0]), cost=MoveCost(10.0, 0.5, setup_s=1.0))
-    other = next(one for one in decider.what_if(one_slow(2.0))[1:] if one.candidate.strategies[0] == original[0])
-    assert other.switch_s == 1.5  # one strategy is new
-    num_changes = 0
-    for step in range(400):
-        speeds = one_slow(2.0, 3) if step // 2 % 2 else EVEN
-        proposal = decider.update(speeds)
-        if proposal is not None:
-            decider.made(proposal, speeds)
-            decider.learn(3.0)
-            num_changes += 1
-    assert num_changes <= 2
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=80), st.floats(1.5, 20.0), st.floats(0.05, 5.0))
@@ -239,16 +186,6 @@ def test_after_a_switch_that_could_not_be_made_nothing_is_tried_for_a_while():
     decider.refuse()
     assert next(step for step in range(100) if decider.update(slow) is not None) == 2 * FIRST_PAUSE - 1
     assert decider.in_force == decider.original
-
-
-def test_speeds_that_divide_alike_give_the_same_strategy_and_the_price_of_a_switch_is_learned():
-    strategies = {offered([Strategy(1, 4, 1)], one_slow(chi))["shares"].strategies for chi in (2.0, 2.001, 2.002)}
-    assert len(strategies) == 1
-    decider = decision(switch_s=0.0)
-    decider.made(decider.update(one_slow(8.0)), one_slow(8.0))
-    decider.learn(5.0)
-    (back,) = (one for one in decider.what_if(EVEN) if one.candidate.kind == "original")
-    assert back.switch_s == pytest.approx(5.0)
 
 
 def test_its_state_goes_on_where_it_was_saved():

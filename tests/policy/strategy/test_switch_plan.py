@@ -7,7 +7,6 @@ import time
 import numpy as np
 import pytest
 from helpers.strategies import least_volumes, switch_cases
-from helpers.switch_bound import lower_bound
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -116,11 +115,6 @@ def test_no_rank_sends_much_more_than_it_has_to(case):
     factor = math.ceil(math.log2(max(len(case.nodes), 2))) + 1
     assert plan.volumes[0, 0].max() <= factor * within
     assert plan.volumes[0, 1].max() <= factor * between
-    received = max(plan.volumes[1, 0].max() / 8.0, plan.volumes[1, 1].max() / 2.0)
-    best = max(within / 8.0, between / 2.0, received)
-    bound = lower_bound(*case, LINKS)
-    assert bound <= (best + 0.5 if len(plan.transfers) else 0.0) + 1e-9
-    assert bound <= plan.seconds(LINKS) + 1e-9
 
 
 def whole_tensors(*sizes):
@@ -146,17 +140,6 @@ def test_a_tensor_that_is_large_beside_the_others_is_cut_between_its_units():
     assert plan.volumes[0, 0].sum() == 8000
 
 
-def test_two_replicas_send_partial_gradients_to_different_replicas_of_the_optimizer_layout():
-    """Ranks 0 and 1 hold what 2 and 3 have in the optimizer's layout: nobody keeps, each receiver gets one partial."""
-    tensors = whole_tensors(4, 4, 4)
-    source = Strategy(dp=2, ranks=(0, 1)).layout(tensors, 4, 1)
-    optimizer_layout = Strategy(dp=2, ranks=(2, 3)).layout(tensors, 4, 1)
-    plan = plan_gradients(source, optimizer_layout, tensors, [0, 0, 0, 0])
-    assert plan.volumes[1, 0].tolist() == [0, 0, 12, 12] and plan.volumes[0, 0].tolist() == [12, 12, 0, 0]
-    apart = plan_gradients(source, optimizer_layout, tensors, [0, 1, 1, 0])
-    assert sorted({(one.source, one.destination) for one in apart.transfers}) == [(0, 3), (1, 2)]
-
-
 def test_replicas_of_one_node_are_summed_there_and_one_sum_leaves_it():
     """Four replicas on two nodes, the optimizer's one on a third: of each tensor it gets two sums, not four parts."""
     tensors = whole_tensors(4, 4)
@@ -173,22 +156,6 @@ def test_replicas_of_one_node_are_summed_there_and_one_sum_leaves_it():
     assert not len(near.summed)  # summed where they arrive
 
 
-@pytest.mark.parametrize("nodes", [[0, 0, 0], [0, 1, 2]])
-def test_replicas_of_the_optimizer_layout_that_hold_none_of_it_receive_equally_much(nodes):
-    tensors = whole_tensors(3, 2, 1)
-    source, optimizer_layout = (Strategy(dp=len(ranks), ranks=ranks).layout(tensors, 3, 1) for ranks in ((0,), (1, 2)))
-    plan = plan_gradients(source, optimizer_layout, tensors, nodes)
-    assert (plan.volumes[1, 0] + plan.volumes[1, 1]).tolist() == [0, 3, 3]
-
-
-def test_who_alone_can_send_something_sends_less_of_the_rest():
-    """Rank 0 alone holds the first tensor, ranks 0 and 1 hold the second one; rank 2 wants both."""
-    tensors = whole_tensors(4, 3)
-    after = Strategy(ranks=(2,)).layout(tensors, 3, 1)
-    before = dataclasses.replace(after, ends=np.array([[1, 0, 0], [1, 1, 0]]))
-    assert plan_weights(before, after, tensors, [0, 0, 0]).volumes[0, 0].tolist() == [4, 3, 0]
-
-
 def test_a_link_that_a_node_shares_holds_up_what_its_ranks_send_together():
     """Both ranks of the first node send a tensor of four bytes to the second node."""
     tensors = whole_tensors(4, 4)
@@ -198,7 +165,7 @@ def test_a_link_that_a_node_shares_holds_up_what_its_ranks_send_together():
     assert plan.volumes[0, 1].tolist() == [4, 4, 0]
     for node_speed, seconds in ((8.0, 4.0), (1.0, 8.0)):
         links = LinkSpeeds(100.0, 2.0, node_bytes_per_s=node_speed)
-        assert plan.seconds(links) == lower_bound(before, after, tensors, [0, 0, 1], links) == seconds
+        assert plan.seconds(links) == seconds
 
 
 def test_layouts_that_do_not_belong_together_are_an_error():

@@ -65,12 +65,6 @@ def test_every_rank_fills_the_same_part_of_its_memory():
     assert sum(held - 100.0 for held in memory.bytes_by(shares)) == pytest.approx(1200.0)
 
 
-@pytest.mark.parametrize("limits", [(4000.0, 3000.0), (2e4, 1500.0)])
-def test_with_room_for_activations_training_begins_at_even_shares(limits):
-    memory = GroupMemory(limits, [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
-    assert memory.at_start == (1.0, 1.0)
-
-
 def test_where_even_shares_leave_too_little_room_for_activations_it_begins_as_near_to_them_as_leaves_it():
     memory = GroupMemory((4000.0, 1200.0), [HeldBytes(100.0, 600.0)] * 2, SEGMENTS)
     held = memory.bytes_by(memory.at_start)
@@ -85,6 +79,10 @@ def test_what_does_not_fit_is_told_with_its_bytes():
     assert memory.have_room_for((2.0, 0.0), (1.0, 1.0)) and not memory.have_room_for((3.0, 0.0), (1.0, 1.0))
 
 
+def times(*chis):
+    return [RankTimes(0.2, 0.8 * chi, 1.0, LINEAR) for chi in chis]
+
+
 def controller(memory, mode="exact", chi=4.0, updates=40, **config):
     made = Controller(BalanceConfig(mode=mode, update_every=5, **config), len(memory.limits), SEGMENTS)
     if config.get("moves", True):
@@ -93,12 +91,8 @@ def controller(memory, mode="exact", chi=4.0, updates=40, **config):
     plans = [made.initial_plan()]
     for _ in range(updates):
         lent = tuple(rank.lent * rank.owned for rank in plans[-1].ranks)
-        plans.append(made.update(times(chi), CollectiveTimes(0.01, lent, MigrationCost(0.1, 0.1))))
+        plans.append(made.update(times(1.0, chi), CollectiveTimes(0.01, lent, MigrationCost(0.1, 0.1))))
     return made, plans[1:]
-
-
-def times(chi):
-    return [RankTimes(0.2, 0.8, 1.0, LINEAR), RankTimes(0.2, 0.8 * chi, 1.0, LINEAR)]
 
 
 def test_a_slow_ranks_units_go_only_where_there_is_memory():
@@ -125,38 +119,31 @@ def test_units_that_do_not_fit_any_more_move_at_once_whatever_it_costs():
     made.expect_moves(MoveCost(1e9, 1e9), 1.0)
     assert plans[-1].owned == (1.0, 1.0)
     made.expect_memory(tight)
-    plan = made.update(times(1.0))
+    plan = made.update(times(1.0, 1.0))
     assert tight.excess_by(plan.owned) == 0.0 and plan.owned[0] > 1.1
-    assert made.update(times(1.0)).owned == plan.owned
+    assert made.update(times(1.0, 1.0)).owned == plan.owned
     made.expect_memory(roomy)  # and they come home where that pays
     made.expect_moves(MoveCost(0.0, 0.01), 1.0)
-    assert [made.update(times(1.0)) for _ in range(10)][-1].owned == (1.0, 1.0)
-
-
-def three_times(*chis):
-    return [RankTimes(0.2, 0.8 * chi, 1.0, LINEAR) for chi in chis]
-
-
-SEGMENTS_OF_THREE = (SegmentWork(12, 1, 0.35), SegmentWork(3072, 8, 0.65))
+    assert [made.update(times(1.0, 1.0)) for _ in range(10)][-1].owned == (1.0, 1.0)
 
 
 def test_uneven_memory_is_no_debt_of_balancing():
     """However long all ranks were alike before: a slow rank's units move as if it had been so from the start."""
-    memory = GroupMemory((3000.0, 500.0, 3000.0), [HeldBytes(100.0, 600.0)] * 3, SEGMENTS_OF_THREE)
-    made = Controller(BalanceConfig(update_every=5), 3, SEGMENTS_OF_THREE)
+    memory = GroupMemory((3000.0, 500.0, 3000.0), [HeldBytes(100.0, 600.0)] * 3, SEGMENTS)
+    made = Controller(BalanceConfig(update_every=5), 3, SEGMENTS)
     made.expect_moves(MoveCost(0.0, 1.0), 1.0)
     made.expect_memory(memory)
     made.hold_owned(memory.at_start)
     made.hold_owned(None)
     for _ in range(200):
-        plan = made.update(three_times(1.0, 1.0, 1.0))
+        plan = made.update(times(1.0, 1.0, 1.0))
     assert memory.excess_by(plan.owned) == 0.0
     settled = plan.owned
     for _ in range(20):
-        plan = made.update(three_times(4.0, 1.0, 1.0))
+        plan = made.update(times(4.0, 1.0, 1.0))
         assert memory.excess_by(plan.owned) == 0.0
     assert plan.owned[0] < 0.6 * settled[0]
     for _ in range(60):
-        plan = made.update(three_times(1.0, 1.0, 1.0))
+        plan = made.update(times(1.0, 1.0, 1.0))
         assert memory.excess_by(plan.owned) == 0.0
     assert plan.owned == pytest.approx(settled, abs=0.1)

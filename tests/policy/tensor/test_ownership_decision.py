@@ -3,7 +3,6 @@
 import math
 
 import pytest
-from helpers.states import resumed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +10,6 @@ from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.rental import FIRST_PAUSE, Reason
 from zeroresize.policy.tensor.ownership_decision import OwnershipDecision
-from zeroresize.utils.codec import encoded
 
 SEGMENTS = (SegmentWork(4800, 1, 1.0),)
 HOME, AWAY = (1.0,) * 4, (1.2, 1.2, 1.2, 0.4)
@@ -89,24 +87,6 @@ def test_a_load_that_swings_is_not_followed_for_what_hardly_pays_and_one_that_pa
     assert waited == [16, 32, 64, 128, 64]
 
 
-def test_a_move_between_two_divisions_away_is_judged_too():
-    made = moving()
-    updates_until_away(made)
-    while not moves(made, {OTHER: PRICE_S / 16}):
-        pass
-    assert made.owned == OTHER and made.rental.doubt == 2.0
-
-
-def test_what_does_not_fit_moves_at_once_and_then_stays_for_a_while():
-    made = moving()
-    assert moves(made, {AWAY: 0.0}, is_needed=True) and made.owned == AWAY
-    assert made.verdict.reason is Reason.NEEDED
-    waited = 0
-    while not moves(made, {OTHER: 0.0}, is_needed=True):
-        waited += 1
-    assert waited == FIRST_PAUSE - 1
-
-
 def test_a_refused_move_leaves_things_as_they_are_and_is_not_tried_for_a_while():
     made, waited = moving(), 0
     assert moves(made, {AWAY: 2 * PRICE_S})
@@ -119,16 +99,6 @@ def test_a_refused_move_leaves_things_as_they_are_and_is_not_tried_for_a_while()
     made.learn(60.0, 4.0)
     made.refuse(HOME)
     assert made.rental.pause == FIRST_PAUSE, "after a move that was made, failures are new"
-
-
-def test_what_a_user_holds_stays_until_it_is_released():
-    made = moving()
-    made.put((2, 1, 1, 0), is_held=True)
-    assert made.owned == (2.0, 1.0, 1.0, 0.0)
-    assert not any(moves(made, {HOME: 2 * PRICE_S}) for _ in range(20))
-    assert made.verdict.reason is Reason.HELD
-    made.put(made.owned, is_held=False)
-    assert moves(made, {HOME: 2 * PRICE_S}) and made.is_home
 
 
 @pytest.mark.parametrize(
@@ -146,18 +116,3 @@ def test_without_segments_nothing_moves():
     assert made.checked((3, 3)) == (1.0, 1.0)
     with pytest.raises(ValueError, match="no units that can change their owner"):
         made.put((2, 1), is_held=False)
-
-
-def test_it_goes_on_from_its_state():
-    made = moving()
-    moves(made, {OTHER: 2 * PRICE_S})
-    made.refuse(HOME)
-    for _ in range(FIRST_PAUSE):
-        moves(made, {AWAY: 0.05 * PRICE_S})
-    other = resumed(made, OwnershipDecision(4, SEGMENTS, bytes_of_units=100.0))
-    assert encoded(other) == encoded(made)
-    for _ in range(30):
-        assert moves(made, {AWAY: 0.1 * PRICE_S}) == moves(other, {AWAY: 0.1 * PRICE_S})
-    assert made.owned == other.owned == AWAY
-    with pytest.raises(ValueError, match="it is of 4 ranks, this process group has 3"):
-        resumed(made, OwnershipDecision(3, SEGMENTS))

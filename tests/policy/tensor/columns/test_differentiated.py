@@ -42,11 +42,6 @@ def test_the_budget_rule_has_one_threshold_for_all_layers(layers, ratio):
             assert np.sort(w)[count] >= tau
 
 
-def test_the_budget_rule_gives_equals_the_same_share():
-    unknown = [np.full(40, np.nan), np.full(80, np.nan), np.zeros(10) * np.nan]
-    assert budget_ratios(unknown, [1.0, 2.0, 5.0], 0.5, max_ratio=0.9) == pytest.approx([0.5] * 3, abs=0.1)
-
-
 def test_a_layer_of_which_nothing_is_known_prunes_what_all_do():
     moving, still, unknown = np.linspace(1, 2, 40), np.zeros(40), np.full(40, np.nan)
     ratio_of_layers = budget_ratios([moving, unknown, still], [1.0, 5.0, 1.0], 0.5, max_ratio=0.9)

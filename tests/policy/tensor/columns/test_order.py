@@ -30,14 +30,6 @@ def test_pruned_columns_are_whole_blocks_and_leave_some(num_columns, block, rati
         assert wanted - block / 2 - short <= len(pruned) <= ratio * num_columns + block / 2
 
 
-@given(st.integers(1, 200), st.integers(1, 40), st.floats(0, 1, exclude_max=True), st.floats(0.1, 0.95))
-def test_no_more_columns_are_pruned_than_the_largest_ratio_allows(num_columns, block, ratio, max_ratio):
-    order = random_order(num_columns, block=block, seed=0, epoch=0, rank=0, layer=0)
-    pruned = pruned_of_order(order, ratio, block, max_ratio)
-    assert len(pruned) <= max_ratio * num_columns + 1e-9
-    assert set(pruned // block).isdisjoint(order[len(pruned) :] // block)
-
-
 @given(st.integers(1, 4096), st.floats(0, 1, exclude_max=True), st.floats(0.1, 0.95))
 def test_what_a_controller_decides_keeps_a_multiple_of_eight_columns_where_there_are_enough(k, ratio, max_ratio):
     ratio = min(ratio, max_ratio)

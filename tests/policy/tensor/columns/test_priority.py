@@ -3,8 +3,6 @@
 import itertools
 
 import numpy as np
-import pytest
-from helpers.states import resumed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -107,31 +105,3 @@ def test_a_column_counts_as_pruned_if_it_was_in_most_iterations():
     for _ in range(4):
         selector.count_step(Relief(0.1, is_forced=True))
     assert sum(selector.pruned_steps["layer"]) == 25 + 4, "also those of an epoch that has not ended"
-
-
-@pytest.mark.parametrize("mode", ["zero-pri", "zero-pridiff"])
-def test_a_restored_selector_decides_the_same(mode):
-    config = BalanceConfig(mode=mode)
-    columns = {"a": 12, "b": 20}
-
-    def fresh_selector():
-        return ColumnSelector(config, 1, num_columns=columns, costs={"a": 1.0, "b": 3.0})
-
-    def go_on(selector, epochs, generator):
-        for _ in range(epochs):
-            selector.count_step(Relief(0.4, is_forced=True))
-            selector.end_epoch({name: generator.uniform(size=k) for name, k in columns.items()}, incremental=True)
-
-    first = fresh_selector()
-    go_on(first, 3, np.random.default_rng(0))
-    first.count_step(Relief(0.25, is_forced=True))
-    restored = fresh_selector()
-    restored.go_on_from(resumed(first.counted()))
-    for selector in (first, restored):
-        go_on(selector, 2, np.random.default_rng(1))
-    for name in columns:
-        assert (
-            restored.pruned_columns(Relief(0.5, is_forced=True))[name].tolist()
-            == first.pruned_columns(Relief(0.5, is_forced=True))[name].tolist()
-        )
-        assert restored.pruned_steps[name].tolist() == first.pruned_steps[name].tolist()

@@ -94,15 +94,6 @@ def test_a_rank_computes_equally_much_in_segments_of_which_it_owns_unequal_share
     assert set(selector.layer_ratios(Relief(0.5, is_forced=True)).values()) == {0.5}
 
 
-@pytest.mark.parametrize("mode", ["zero-pri", "zero-pridiff"])
-def test_a_rank_that_owns_nothing_of_a_layer_divides_its_ratio_among_the_others(mode):
-    selector = ColumnSelector(BalanceConfig(mode=mode), 0, {"up": 8, "down": 8}, {"up": 1.0, "down": 1.0})
-    selector.hold({"down": np.empty(0, dtype=np.int64)}, costs={"up": 0.0, "down": 0.0})
-    selector.end_epoch({"up": np.arange(8.0), "down": np.empty(0)}, incremental=False)
-    for relief in (Relief(0.5), Relief(0.25, 0.5)):
-        assert not len(selector.pruned_columns(relief)["down"])
-
-
 @pytest.mark.parametrize(("adds_up", "scale"), [(True, 4.0), (False, 1.0)])
 def test_a_statistic_that_began_within_the_epoch_counts_as_one_of_the_whole_epoch(adds_up, scale):
     selector = ColumnSelector(BalanceConfig(mode="zero-pri"), 0, {"layer": 8}, {"layer": 1.0})

@@ -44,10 +44,3 @@ def test_what_is_new_or_unsure_may_be_measured_ahead_of_the_budget(reason):
     assert paid(steps, 6.0, 58) == 0.0, "58 intervals of 10 steps have not earned 6 steps' time"
     for every in (1, 2, 3):  # a short interval is given whole, and not for what is only new
         assert paid(CalibrationSteps(), 6.0, 1, every, **{reason: True}) == 6.0 * every * (reason == "is_unsure")
-
-
-def test_what_was_spent_on_long_steps_is_not_owed_by_short_ones_for_ever():
-    steps = CalibrationSteps()
-    for _ in range(10):
-        steps.due(NUM_STEPS, 10.0, 100.0, is_new=False, is_unsure=True)
-    assert any(steps.due(NUM_STEPS, 0.1, 0.2, is_new=False, is_unsure=False) for _ in range(400))

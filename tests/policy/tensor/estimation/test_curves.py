@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers.virtual_training import LINEAR, REALISTIC
+from helpers.virtual_training import REALISTIC
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,12 +80,3 @@ def test_times_of_what_a_rank_owns_say_what_it_takes_spared_of_that(owned, ratio
     assert rank.owning(owned).busy_at(ratio) == pytest.approx(expected_s)
     assert GroupTimes([rank]).busy_at(np.array([[ratio]]), np.array([[owned]])).item() == pytest.approx(expected_s)
     assert rank.owning(1.0) is rank
-
-
-@given(st.floats(0.05, 1.0), st.floats(0.0, 0.9))
-def test_what_a_narrow_rank_borrows_takes_as_long_as_at_home(owned, part):
-    rank, borrowed = RankTimes(0.4, 1.6, 1.0, LINEAR), part * owned
-    narrow = rank.owning(owned)
-    assert narrow.gemm_s * narrow.cost.borrowed_at(borrowed / owned) == pytest.approx(
-        1.6 * LINEAR.borrowed_at(borrowed)
-    )

@@ -166,14 +166,6 @@ def test_a_move_is_no_jump_of_speed_and_what_moves_along_is_learned_and_remember
     assert abs(owned - 1.0) < 0.5 or estimator.times.moving_rest == pytest.approx(rho, abs=0.06)
 
 
-@pytest.mark.parametrize("factor", [0.8, 1.25])
-def test_a_wrong_curve_is_corrected_by_what_a_narrow_rank_takes(factor):
-    truth = COST.scaled([factor] * 4)
-    estimator = learned(*[steps()] * 6, *[steps(truth=truth, owned=0.4, rho=MOVING_REST)] * 6)
-    assert estimator.times.gemm_s == pytest.approx(GEMM_S, rel=0.06)
-    assert estimator.cost.executed_at(0.4) == pytest.approx(truth.executed_at(0.4), rel=0.08)
-
-
 @pytest.mark.parametrize("slows_rest", [False, True])
 @pytest.mark.parametrize("chi", [1.5, 3.0, 10.0])
 @pytest.mark.parametrize("owned", [0.02, 0.35, 1.14, 1.8])

@@ -50,12 +50,6 @@ def test_what_is_worth_it_is_so_for_more_and_for_longer(saved, more, age, steps)
         assert lived(*[{0}] * (age + 1)).is_worth_it(0, less, steps)
 
 
-def test_small_spells_that_passed_say_nothing_of_a_large_one():
-    spells = lived(*[{0}, set()] * 4, cost=0.1)
-    spells.learn([True, False, False, False], [0.7] * 4)
-    assert spells.is_worth_it(0, 0.7, 10)
-
-
 @given(st.lists(st.sets(st.integers(0, 3)), max_size=12), st.lists(st.sets(st.integers(0, 3)), max_size=12))
 def test_it_goes_on_from_its_state(before, after):
     saved = lived(*before)

@@ -62,23 +62,9 @@ def test_no_grid_of_loans_is_faster_where_few_columns_take_longer_than_their_sha
     assert len(ends_s) >= 3 and ends_s == pytest.approx([max(ends_s)] * len(ends_s), rel=0.01)
 
 
-@pytest.mark.parametrize("per_share_s", [0.0, 0.3])
-def test_where_moving_saves_nothing_nothing_moves(per_share_s):
-    times, slow = group(1.3, 1.0, cost=LINEAR)
-    unmoved_s = max(one.busy_s for one in times)
-    moved = division(times, slow, MigrationCost(0.0, per_share_s))
-    saving_s = unmoved_s - step_s(times, moved, MigrationCost(0.0, per_share_s))
-    assert sum(division(times, slow, MigrationCost(saving_s * 1.001, per_share_s)).lent) == 0.0
-
-
-def closed_loop(chi_at, believed=LINEAR, truth=LINEAR, num_ranks=8, mode="mig", steps=400, **config):
-    chis = lambda step: [chi_at(step)] + [1.0] * (num_ranks - 1)  # noqa: E731
-    cluster = Cluster(chis, 0.2, 0.8, truth, migration=MigrationCost(0.002, 0.002))
-    return simulate(BalanceConfig(mode=mode, **config), cluster, steps, believed_cost=believed)
-
-
 @pytest.mark.parametrize("chi", [100.0, 1e7])
 @pytest.mark.parametrize("config", [{"mode": "mig"}, {"mode": "semi", "budget": 0.0}], ids=["mig", "semi"])
 def test_a_rank_that_lent_all_it_could_is_seen_to_recover(config, chi):
-    run = closed_loop(lambda step: chi if step < 100 else 1.0, steps=200, **config)
+    chis = lambda step: [chi if step < 100 else 1.0] + [1.0] * 7  # noqa: E731
+    run = simulate(BalanceConfig(**config), Cluster(chis, 0.2, 0.8, LINEAR, MigrationCost(0.002, 0.002)), 200)
     assert run.lent[8][0] > 0.9 and run.lent[-1][0] == 0.0

@@ -13,7 +13,6 @@ from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.rules.ownership import (
     Bounds,
     fitting_shares,
-    merged,
     normalised,
     owned_step_s,
     wanted_shares,
@@ -63,13 +62,6 @@ def test_home_is_kept_where_noise_could_be_all_that_is_won():
     assert wanted(times, noise=1.1 * won) == (1.0,) * 4
 
 
-def test_ranks_that_differ_by_noise_get_equal_shares():
-    times = group(1.0, 1.02, 0.98, 1.01, 4.0)
-    are_slow = [False] * 4 + [True]
-    assert len(set(wanted_shares(times, are_slow, FINE, noise=0.05)[:4])) == 1
-    assert len(set(wanted_shares(times, are_slow, FINE)[:4])) == 4
-
-
 def test_a_rank_of_another_kind_is_not_taken_for_noise():
     """Half as fast from the start, but no straggler of this group of three kinds."""
     shares = wanted_shares(group(1.0, 1.0, 1.5, 4.0), [False, False, False, True], FINE, noise=0.05)
@@ -92,14 +84,6 @@ def test_a_step_is_told_with_whole_heads():
     assert sorted(counts) == [1, 2, 2, 3]
     expected = 0.5 * (REST_S + 4 * GEMM_S) + 0.5 * (REST_S + 4 * GEMM_S * 0.5)
     assert owned_step_s(times, shares, (heads,)) == pytest.approx(expected)
-
-
-def test_segments_that_divide_alike_are_one():
-    segments = [SegmentWork(3072, 8, 0.04), SegmentWork(12, 1, 0.02)] * 12
-    assert merged(segments) == (SegmentWork(3072, 8, pytest.approx(0.48)), SegmentWork(12, 1, pytest.approx(0.24)))
-    times = group(1.0, 1.0, 2.0, 8.0)
-    shares = wanted(times, segments=segments)
-    assert owned_step_s(times, shares, segments) == pytest.approx(owned_step_s(times, shares, merged(segments)))
 
 
 MOST = st.lists(st.floats(0.3, 3.0), min_size=3, max_size=3).filter(lambda most: sum(most) >= 3.05)
@@ -172,8 +156,3 @@ def test_what_is_pruned_is_divided_so_that_no_segment_takes_longer_than_it_must(
     level = max(computed)
     for ratio, share in zip(by_segment, computed, strict=True):
         assert ratio == 0.0 or share == pytest.approx(level, rel=1e-6, abs=1e-9)
-
-
-def test_equal_segments_prune_just_what_is_asked_for():
-    assert pruned_by_segment(0.3, 0.1, (0.7, 0.7, 0.7), (0.2, 0.3, 0.5)) == (0.3, 0.3, 0.3)
-    assert pruned_by_segment(0.0, 0.1, (0.7, 1.7), (0.2, 0.3)) == (0.0, 0.0)

@@ -1,7 +1,5 @@
 """How much a straggler prunes, from full-work times: Eq. (1) where cost is linear, the least that helps anywhere."""
 
-import itertools
-
 import numpy as np
 import pytest
 from helpers.virtual_training import LINEAR, REALISTIC
@@ -9,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroresize.config import BalanceConfig
-from zeroresize.policy.tensor.controller import Controller
 from zeroresize.policy.tensor.costs import MigrationCost
 from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.rules.by_mode import wanted_division
@@ -126,13 +123,3 @@ def test_semi_does_what_is_exact_where_pruning_is_not_worth_it():
     divided = division(times, CHEAP, mode="semi", min_gain=5.0)
     assert sum(divided.pruned) == 0.0
     assert sum(divided.lent) == pytest.approx(sum(exact.lent), abs=0.01) and sum(divided.lent) > 0.3
-
-
-def test_noise_around_the_threshold_does_not_make_a_rank_begin_and_stop():
-    controller = Controller(BalanceConfig(mode="zero-pri", min_gain=0.215), 2)
-    prunes = []
-    for update in range(40):
-        noise = 1.0 + 0.03 * (-1) ** update
-        plan = controller.update([rank(0.09, 0.01), rank(0.09, 0.025 * noise)])
-        prunes.append(plan.ranks[1].pruned > 0.0)
-    assert sum(one != other for one, other in itertools.pairwise(prunes)) <= 1
