@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.on_ranks import on_ranks
 from helpers.virtual_training import FakeTime
 from torch import nn
 
@@ -45,24 +46,22 @@ def train_step(model, num_features=8, num_tokens=4):
     return x.grad
 
 
-def test_wrong_arguments_are_named(run_ranks):
-    def check(rank, group):
-        model = mlp(group)
-        for arguments, message in [
-            ({"process_group": None, "chi": {0: 2.0}}, "process_group=None"),
-            ({}, "chi=None, schedule=None: exactly one"),
-            ({"chi": {0: 2.0}, "schedule": round_robin()}, "exactly one"),
-            ({"chi": {1: 2.0}}, "rank 1"),
-            ({"schedule": static({3: 2.0})}, "rank 3"),
-            ({"chi": {0: 2.0}, "scope": "half"}, r"scope='half' is not allowed: choose one of \['gemm', 'all'\]"),
-        ]:
-            with pytest.raises(ValueError, match=message):
-                StragglerInjector(model, **{"process_group": group, **arguments})
-        for empty in (nn.Sequential(nn.LayerNorm(4), nn.GELU()), nn.Embedding(4, 4)):
-            with pytest.raises(ValueError, match="no linear layers"):
-                StragglerInjector(empty, process_group=group, chi={0: 2.0})
-
-    run_ranks(check, 1)
+@on_ranks(1)
+def test_wrong_arguments_are_named(rank, group):
+    model = mlp(group)
+    for arguments, message in [
+        ({"process_group": None, "chi": {0: 2.0}}, "process_group=None"),
+        ({}, "chi=None, schedule=None: exactly one"),
+        ({"chi": {0: 2.0}, "schedule": round_robin()}, "exactly one"),
+        ({"chi": {1: 2.0}}, "rank 1"),
+        ({"schedule": static({3: 2.0})}, "rank 3"),
+        ({"chi": {0: 2.0}, "scope": "half"}, r"scope='half' is not allowed: choose one of \['gemm', 'all'\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            StragglerInjector(model, **{"process_group": group, **arguments})
+    for empty in (nn.Sequential(nn.LayerNorm(4), nn.GELU()), nn.Embedding(4, 4)):
+        with pytest.raises(ValueError, match="no linear layers"):
+            StragglerInjector(empty, process_group=group, chi={0: 2.0})
 
 
 def test_delay_comes_after_each_product_and_before_its_collective(run_ranks):
@@ -123,20 +122,18 @@ def test_delay_comes_after_each_product_and_before_its_collective(run_ranks):
         assert run_ranks(recorded, 2, scope) == [expected] * 2
 
 
-def test_real_products_take_chi_times_as_long(run_ranks):
-    def ratio(rank, group):
-        num_tokens = 512
-        layer = ColumnParallelLinear(512, 512, process_group=group)
-        inside, outside = Recorder(), Recorder()
-        layer.probes.add_outermost(outside)
-        with StragglerInjector(layer, process_group=group, chi={0: 3.0}) as injector:
-            layer.probes.add_innermost(inside)
-            for _ in range(12):
-                train_step(layer, 512, num_tokens)
-        assert injector.num_products == 3 * 12
-        return outside.gemm_s / inside.gemm_s
-
-    assert run_ranks(ratio, 1) == [pytest.approx(3.0, rel=0.15)]
+@on_ranks(1)
+def test_real_products_take_chi_times_as_long(rank, group):
+    num_tokens = 512
+    layer = ColumnParallelLinear(512, 512, process_group=group)
+    inside, outside = Recorder(), Recorder()
+    layer.probes.add_outermost(outside)
+    with StragglerInjector(layer, process_group=group, chi={0: 3.0}) as injector:
+        layer.probes.add_innermost(inside)
+        for _ in range(12):
+            train_step(layer, 512, num_tokens)
+    assert injector.num_products == 3 * 12
+    assert outside.gemm_s / inside.gemm_s == pytest.approx(3.0, rel=0.15)
 
 
 def test_only_stragglers_are_slowed_as_chi_or_a_schedule_says_and_results_stay_bitwise(run_ranks):
@@ -172,21 +169,19 @@ def test_only_stragglers_are_slowed_as_chi_or_a_schedule_says_and_results_stay_b
     assert run_ranks(check, 2) == [[6, 0, 6, 0, 6, 0, 0], [0, 6, 0, 0, 6, 6, 8]]
 
 
-def test_exit_leaves_the_layers_as_they_were(run_ranks):
-    def check(rank, group):
-        model = mlp(group)
-        injector = StragglerInjector(model, process_group=group, chi={0: 2.0})
-        with pytest.raises(KeyError), injector:
-            with pytest.raises(RuntimeError, match="active already"):
-                injector.__enter__()
-            raise KeyError
+@on_ranks(1)
+def test_exit_leaves_the_layers_as_they_were(rank, group):
+    model = mlp(group)
+    injector = StragglerInjector(model, process_group=group, chi={0: 2.0})
+    with pytest.raises(KeyError), injector:
+        with pytest.raises(RuntimeError, match="active already"):
+            injector.__enter__()
+        raise KeyError
+    train_step(model)
+    assert injector.num_products == 0
+    with injector:  # it can be used again
         train_step(model)
-        assert injector.num_products == 0
-        with injector:  # it can be used again
-            train_step(model)
-        assert injector.num_products == 6
-
-    run_ranks(check, 1)
+    assert injector.num_products == 6
 
 
 def test_schedules_say_who_is_slow_and_wrong_chi_is_named():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.on_ranks import on_ranks
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -43,17 +44,15 @@ def test_parameters_pass_and_of_subclasses_the_ops_inside_count():
     assert slowed_ops(lambda: pair @ pair) == 2
 
 
-def test_scope_all_slows_every_op_but_views_and_collectives(run_ranks):
-    def count(rank, group):
-        x = torch.ones(4)
-        return [
-            slowed_ops(lambda: x.add(1).mul(2), scope="all"),
-            slowed_ops(lambda: x.view(2, 2), scope="all"),
-            slowed_ops(lambda: dist.all_reduce(x, group=group), scope="all"),
-            slowed_ops(lambda: dist.all_reduce(x, group=group, async_op=True).wait(), scope="all"),
-        ]
-
-    assert run_ranks(count, 2) == [[2, 0, 0, 0]] * 2
+@on_ranks(2)
+def test_scope_all_slows_every_op_but_views_and_collectives(rank, group):
+    x = torch.ones(4)
+    assert [
+        slowed_ops(lambda: x.add(1).mul(2), scope="all"),
+        slowed_ops(lambda: x.view(2, 2), scope="all"),
+        slowed_ops(lambda: dist.all_reduce(x, group=group), scope="all"),
+        slowed_ops(lambda: dist.all_reduce(x, group=group, async_op=True).wait(), scope="all"),
+    ] == [2, 0, 0, 0]
 
 
 def test_rank_that_is_not_slow_does_not_watch_its_ops(run_ranks):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from helpers import dtensor_models, transformers_models
+from helpers.on_ranks import on_ranks
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zeroresize as zr
@@ -47,14 +48,12 @@ def test_plans_of_transformers(run_ranks, tmp_path, case):
         assert values is None or values == pytest.approx(expected, rel=1e-9)
 
 
-def test_plain_styles(run_ranks):
-    def refusals(rank, group):
-        for styles in ((ColwiseParallel, RowwiseParallel), (zr.ColwiseParallel, zr.RowwiseParallel)):
-            attention = dtensor_models.Attention(bias=True)
-            attention.head_dim = dtensor_models.WIDTH  # one head
-            plan = {name: styles[name == "out"]() for name in ("q", "k", "v", "out")}
-            parallelize_module(attention, dtensor_models.mesh_of(), plan)
-            with pytest.raises(ValueError, match=r"q has 1 heads of 16 rows and is split over 2 ranks"):
-                zr.convert(attention)
-
-    run_ranks(refusals, 2)
+@on_ranks(2)
+def test_plain_styles(rank, group):
+    for styles in ((ColwiseParallel, RowwiseParallel), (zr.ColwiseParallel, zr.RowwiseParallel)):
+        attention = dtensor_models.Attention(bias=True)
+        attention.head_dim = dtensor_models.WIDTH  # one head
+        plan = {name: styles[name == "out"]() for name in ("q", "k", "v", "out")}
+        parallelize_module(attention, dtensor_models.mesh_of(), plan)
+        with pytest.raises(ValueError, match=r"q has 1 heads of 16 rows and is split over 2 ranks"):
+            zr.convert(attention)

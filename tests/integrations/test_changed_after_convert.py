@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from helpers.processes import for_each
+from helpers.on_ranks import on_ranks
 from torch import nn
 from torch.nn.modules import module as modules_of_torch
 
@@ -117,27 +117,24 @@ def is_of_layers(kind):
 CASES = [*((kind, True) for kind in CHANGES if is_of_layers(kind)), *((kind, False) for kind in CHANGES)]
 
 
-def test_units_stay_where_a_model_was_changed_after_convert(run_ranks):
+@on_ranks(2, CASES)
+def test_units_stay_where_a_model_was_changed_after_convert(rank, group, kind, is_named):
     """Also with units away: going home is always sound, and coming back is not."""
 
-    @for_each(CASES)
-    def check(rank, group, kind, is_named):
-        change, message = CHANGES[kind]
-        named = [zr.Segment(["0.up"], "0.down")] if is_named else []
-        model, balancer = converted(group, segments=named)
+    change, message = CHANGES[kind]
+    named = [zr.Segment(["0.up"], "0.down")] if is_named else []
+    model, balancer = converted(group, segments=named)
+    balancer.move((2, 1))
+    if rank == 0 or not is_of_layers(kind):  # hooks on one rank are enough
+        changed = change(model)
+    with pytest.raises(CannotMoveError, match=message):
+        balancer.move((1, 2))
+    balancer.move((1, 1))
+    with pytest.raises(CannotMoveError, match=message):
         balancer.move((2, 1))
-        if rank == 0 or not is_of_layers(kind):  # hooks on one rank are enough
-            changed = change(model)
-        with pytest.raises(CannotMoveError, match=message):
-            balancer.move((1, 2))
-        balancer.move((1, 1))
-        with pytest.raises(CannotMoveError, match=message):
-            balancer.move((2, 1))
-        balancer.close()
-        if kind == "on all modules" and rank == 0:
-            changed.remove()
-
-    run_ranks(check, 2)
+    balancer.close()
+    if kind == "on all modules" and rank == 0:
+        changed.remove()
 
 
 def test_hooks_that_treat_elements_alike_can_be_named(run_ranks):
@@ -153,15 +150,13 @@ def test_hooks_that_treat_elements_alike_can_be_named(run_ranks):
     assert run_ranks(check, 2) == [8, 4]
 
 
-def test_asking_again_leaves_everything_as_it_was(run_ranks):
-    def check(rank, group):
-        model, balancer = converted(group)
-        model[0].act.eval()
-        before = [torch.get_rng_state(), random.getstate(), dict(vars(model[0])), model[0].act.training]
-        (segment,) = owned_segments(balanced_layers(model))
-        assert segment.why_even() is None
-        assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
-        assert before[2] == dict(vars(model[0])) and model[0].act.training is before[3]
-        balancer.close()
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_asking_again_leaves_everything_as_it_was(rank, group):
+    model, balancer = converted(group)
+    model[0].act.eval()
+    before = [torch.get_rng_state(), random.getstate(), dict(vars(model[0])), model[0].act.training]
+    (segment,) = owned_segments(balanced_layers(model))
+    assert segment.why_even() is None
+    assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
+    assert before[2] == dict(vars(model[0])) and model[0].act.training is before[3]
+    balancer.close()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import assert_any_owner_computes_the_same
 from helpers.processes import for_each, in_first_rank
 from helpers.segments import convert_and_find
@@ -142,36 +143,32 @@ PROVEN = {
 }
 
 
-def test_a_proven_segment_computes_the_same_whoever_owns_its_neurons(run_ranks):
-    @for_each(PROVEN.values())
-    def check(rank, group, build, expected):
-        torch.manual_seed(0)
-        model = build(Layers(group))
-        segments, reasons = found_in(model, group)
-        assert reasons == {}
-        assert [one.name for one in segments] == list(expected)
-        for segment in segments:
-            columns, num_parts = expected[segment.name]
-            assert list(segment.layers) == [*columns, segment.name] and segment.kind == "neurons"
-            assert len(segment.owned.owners) == INNER and segment.owned.is_even
-            *of_columns, of_row = segment.tensors
-            assert {(one.dim, one.rows) for one in of_columns} == {(0, (1,) * num_parts)}
-            assert (of_row.name, of_row.dim, of_row.rows) == (f"{segment.name}.weight", 1, (1,))
-        x = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        assert_any_owner_computes_the_same(model, segments, lambda model: model(x), group)
-
-    run_ranks(check, 2)
+@on_ranks(2, PROVEN.values())
+def test_a_proven_segment_computes_the_same_whoever_owns_its_neurons(rank, group, build, expected):
+    torch.manual_seed(0)
+    model = build(Layers(group))
+    segments, reasons = found_in(model, group)
+    assert reasons == {}
+    assert [one.name for one in segments] == list(expected)
+    for segment in segments:
+        columns, num_parts = expected[segment.name]
+        assert list(segment.layers) == [*columns, segment.name] and segment.kind == "neurons"
+        assert len(segment.owned.owners) == INNER and segment.owned.is_even
+        *of_columns, of_row = segment.tensors
+        assert {(one.dim, one.rows) for one in of_columns} == {(0, (1,) * num_parts)}
+        assert (of_row.name, of_row.dim, of_row.rows) == (f"{segment.name}.weight", 1, (1,))
+    x = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert_any_owner_computes_the_same(model, segments, lambda model: model(x), group)
 
 
-def test_neurons_change_hands_by_eights_or_fours_where_there_are_enough(run_ranks):
-    def check(rank, group):
-        layers = Layers(group)
-        sizes = [2048, 2064, 1536, 2056, 128]
-        model = nn.ModuleList(nn.Sequential(layers.col(WIDTH, n), nn.ReLU(), layers.row(n)) for n in sizes)
-        segments, _ = found_in(model, group)
-        assert [one.quantum for one in segments] == [8, 8, 4, 4, 1]
-
-    run_ranks(in_first_rank(check), 2)
+@on_ranks(2)
+@in_first_rank
+def test_neurons_change_hands_by_eights_or_fours_where_there_are_enough(rank, group):
+    layers = Layers(group)
+    sizes = [2048, 2064, 1536, 2056, 128]
+    model = nn.ModuleList(nn.Sequential(layers.col(WIDTH, n), nn.ReLU(), layers.row(n)) for n in sizes)
+    segments, _ = found_in(model, group)
+    assert [one.quantum for one in segments] == [8, 8, 4, 4, 1]
 
 
 def odd(forward, **more):
@@ -294,33 +291,31 @@ def test_what_is_not_proven_stays_even_with_the_reason(run_ranks):
     run_ranks(in_first_rank(check), 2)
 
 
-def test_a_user_names_what_cannot_be_proven(run_ranks):
-    def check(rank, group):
-        torch.manual_seed(0)
-        model = nn.Sequential(attention(Layers(group)), mlp(Layers(group)))
-        attn = model[0]
-        heads = {"now": 1}
+@on_ranks(2)
+def test_a_user_names_what_cannot_be_proven(rank, group):
+    torch.manual_seed(0)
+    model = nn.Sequential(attention(Layers(group)), mlp(Layers(group)))
+    attn = model[0]
+    heads = {"now": 1}
 
-        def forward(x):
-            batch, tokens, _ = x.shape
-            q, k, v = (one(x).view(batch, tokens, heads["now"], 6).transpose(1, 2) for one in (attn.q, attn.k, attn.v))
-            return attn.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, -1))
+    def forward(x):
+        batch, tokens, _ = x.shape
+        q, k, v = (one(x).view(batch, tokens, heads["now"], 6).transpose(1, 2) for one in (attn.q, attn.k, attn.v))
+        return attn.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, -1))
 
-        attn.forward = forward
-        named = Segment(
-            column=["0.q", attn.k, "0.v"],
-            row=attn.out,
-            unit_size=6,
-            on_change=lambda units: heads.update(now=len(units)),
-            kind="heads",
-        )
-        segments, reasons = found_in(model, group, named=[named])
-        assert reasons == {} and [one.name for one in segments] == ["0.out", "1.2"]
-        assert segments[0].kind == "heads" and segments[0].owned.counts == (1, 1)
-        x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        assert_any_owner_computes_the_same(model, segments, lambda model: model(x), group)
-
-    run_ranks(check, 2)
+    attn.forward = forward
+    named = Segment(
+        column=["0.q", attn.k, "0.v"],
+        row=attn.out,
+        unit_size=6,
+        on_change=lambda units: heads.update(now=len(units)),
+        kind="heads",
+    )
+    segments, reasons = found_in(model, group, named=[named])
+    assert reasons == {} and [one.name for one in segments] == ["0.out", "1.2"]
+    assert segments[0].kind == "heads" and segments[0].owned.counts == (1, 1)
+    x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert_any_owner_computes_the_same(model, segments, lambda model: model(x), group)
 
 
 MISTAKES = {
@@ -353,13 +348,12 @@ def test_a_named_segment_that_cannot_be_is_an_error(run_ranks):
     run_ranks(in_first_rank(check), 2)
 
 
-def test_a_named_row_that_splits_its_input_itself_is_an_error(run_ranks):
-    def check(rank, group):
-        model = nn.Sequential(Layers(group).col(), Layers(group).row(input_is_parallel=False))
-        with pytest.raises(ValueError, match="1: it takes the whole input and splits it evenly itself"):
-            found_in(model, group, named=[Segment(["0"], "1")])
-
-    run_ranks(in_first_rank(check), 2)
+@on_ranks(2)
+@in_first_rank
+def test_a_named_row_that_splits_its_input_itself_is_an_error(rank, group):
+    model = nn.Sequential(Layers(group).col(), Layers(group).row(input_is_parallel=False))
+    with pytest.raises(ValueError, match="1: it takes the whole input and splits it evenly itself"):
+        found_in(model, group, named=[Segment(["0"], "1")])
 
 
 def test_what_is_no_class_of_modules_cannot_be_registered():

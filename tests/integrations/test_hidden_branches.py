@@ -6,6 +6,7 @@ import types
 import numpy as np
 import torch
 import torch.nn.functional as F
+from helpers.on_ranks import on_ranks
 from helpers.processes import in_first_rank
 from helpers.segments import convert_and_find
 from torch import nn
@@ -169,19 +170,18 @@ NOT_PROVEN = {
 }
 
 
-def test_what_may_compute_something_else_stays_even_with_the_reason(run_ranks):
-    def check(rank, group):
-        for kind, (forward, parts, reason) in NOT_PROVEN.items():
-            model = module(forward, group, parts)
-            before = {name: repr(getattr(model, name)) for name in parts}
-            states = random.getstate(), torch.get_rng_state()
-            segments, reasons = convert_and_find(model, group)
-            assert segments == [] and reason in reasons["b"], (kind, reasons)
-            assert {name: repr(getattr(model, name)) for name in parts} == before, kind
-            assert states[0] == random.getstate() and torch.equal(states[1], torch.get_rng_state()), kind
-            assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"), kind
-
-    run_ranks(in_first_rank(check), 2)
+@on_ranks(2)
+@in_first_rank
+def test_what_may_compute_something_else_stays_even_with_the_reason(rank, group):
+    for kind, (forward, parts, reason) in NOT_PROVEN.items():
+        model = module(forward, group, parts)
+        before = {name: repr(getattr(model, name)) for name in parts}
+        states = random.getstate(), torch.get_rng_state()
+        segments, reasons = convert_and_find(model, group)
+        assert segments == [] and reason in reasons["b"], (kind, reasons)
+        assert {name: repr(getattr(model, name)) for name in parts} == before, kind
+        assert states[0] == random.getstate() and torch.equal(states[1], torch.get_rng_state()), kind
+        assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"), kind
 
 
 PROVEN = {
@@ -204,16 +204,15 @@ PROVEN = {
 }
 
 
-def test_what_is_always_the_same_is_proven(run_ranks):
-    def check(rank, group):
-        for kind, (forward, parts) in PROVEN.items():
-            model = module(forward, group, parts)
-            state = torch.get_rng_state()
-            segments, reasons = convert_and_find(model, group)
-            if kind == "dropout by a function":  # which cannot be keyed by the unit
-                assert "it drops elements in a function" in reasons["b"]
-            else:
-                assert [one.name for one in segments] == ["b"] and reasons == {}, (kind, reasons)
-            assert torch.equal(state, torch.get_rng_state()) and "forward" not in vars(model.a), kind
-
-    run_ranks(in_first_rank(check), 2)
+@on_ranks(2)
+@in_first_rank
+def test_what_is_always_the_same_is_proven(rank, group):
+    for kind, (forward, parts) in PROVEN.items():
+        model = module(forward, group, parts)
+        state = torch.get_rng_state()
+        segments, reasons = convert_and_find(model, group)
+        if kind == "dropout by a function":  # which cannot be keyed by the unit
+            assert "it drops elements in a function" in reasons["b"]
+        else:
+            assert [one.name for one in segments] == ["b"] and reasons == {}, (kind, reasons)
+        assert torch.equal(state, torch.get_rng_state()) and "forward" not in vars(model.a), kind

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.processes import for_each
+from helpers.on_ranks import on_ranks
 from torch import nn
 
 import zeroresize as zr
@@ -78,16 +78,13 @@ REFUSED = {
 }
 
 
-def test_what_would_fail_in_use_is_refused_by_convert(run_ranks):
-    @for_each(REFUSED.values())
-    def check(rank, group, options, message):
-        for by_module in (False, True):  # a message gives names all the same
-            with pytest.raises(ValueError, match=message) as error:
-                converted(group, by_module=by_module, **options)
-            assert str(error.value).startswith("Segment(column=['0.q', '0.k', '0.v'], row='0.out'): ")
-            assert "zeroresize.check_segments" in str(error.value)
-
-    run_ranks(check, 2)
+@on_ranks(2, REFUSED.values())
+def test_what_would_fail_in_use_is_refused_by_convert(rank, group, options, message):
+    for by_module in (False, True):  # a message gives names all the same
+        with pytest.raises(ValueError, match=message) as error:
+            converted(group, by_module=by_module, **options)
+        assert str(error.value).startswith("Segment(column=['0.q', '0.k', '0.v'], row='0.out'): ")
+        assert "zeroresize.check_segments" in str(error.value)
 
 
 ALLOWED = {
@@ -99,13 +96,10 @@ ALLOWED = {
 }
 
 
-def test_what_the_user_says_is_taken(run_ranks):
-    @for_each([(options,) for options in ALLOWED.values()])
-    def check(rank, group, options):
-        (segment,) = owned_segments(balanced_layers(converted(group, **options)))
-        assert segment.name == "0.out" and segment.min_units == 1
-
-    run_ranks(check, 2)
+@on_ranks(2, [(options,) for options in ALLOWED.values()])
+def test_what_the_user_says_is_taken(rank, group, options):
+    (segment,) = owned_segments(balanced_layers(converted(group, **options)))
+    assert segment.name == "0.out" and segment.min_units == 1
 
 
 def test_every_rank_keeps_a_unit_unless_the_user_says_that_it_needs_none(run_ranks):
@@ -121,13 +115,11 @@ def test_every_rank_keeps_a_unit_unless_the_user_says_that_it_needs_none(run_ran
     run_ranks(check, 2)
 
 
-def test_a_follower_that_fails_is_named(run_ranks):
-    def check(rank, group):
-        message = r"on_change of the segment of 0\.out failed for [13] KV groups: KeyError: 'slopes'"
-        with pytest.raises(RuntimeError, match=message):
-            converted(group, (1, 0), on_change=lambda units: {}["slopes"])
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_follower_that_fails_is_named(rank, group):
+    message = r"on_change of the segment of 0\.out failed for [13] KV groups: KeyError: 'slopes'"
+    with pytest.raises(RuntimeError, match=message):
+        converted(group, (1, 0), on_change=lambda units: {}["slopes"])
 
 
 def test_a_registered_class_without_a_follower_stays_even(run_ranks, monkeypatch, caplog):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.dtensor_models import mesh_of
+from helpers.on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -84,33 +85,29 @@ def attention_with(hold, group):
     return model
 
 
-def test_a_tensor_of_single_heads_is_refused_before_shapes_fail(run_ranks):
-    def check(rank, group):
-        for hold in OF_HEADS.values():
-            model = attention_with(hold, group)
-            with pytest.raises(ValueError, match=r"attention\.kept.*does not follow them: (on_change must|parameters)"):
-                zr.convert(model, process_group=group, segments=[segment(model["attention"])])
-        for hold in OF_ALL.values():
-            model = attention_with(hold, group)
+@on_ranks(2)
+def test_a_tensor_of_single_heads_is_refused_before_shapes_fail(rank, group):
+    for hold in OF_HEADS.values():
+        model = attention_with(hold, group)
+        with pytest.raises(ValueError, match=r"attention\.kept.*does not follow them: (on_change must|parameters)"):
             zr.convert(model, process_group=group, segments=[segment(model["attention"])])
+    for hold in OF_ALL.values():
+        model = attention_with(hold, group)
+        zr.convert(model, process_group=group, segments=[segment(model["attention"])])
 
-    run_ranks(check, 2)
 
-
-def test_neurons_have_tensors_of_their_own_too(run_ranks):
-    def check(rank, group):
-        for size, is_refused in ((HERE, True), (WIDTH, False)):
-            model = nn.ModuleDict()
-            model["up"] = zr.ColumnParallelLinear(WIDTH, HEADS, process_group=group)
-            model["down"] = zr.RowParallelLinear(HEADS, WIDTH, process_group=group)
-            model["scale"] = Norm(size)
-            try:
-                zr.convert(model, process_group=group, segments=[zr.Segment(["up"], "down")])
-                assert not is_refused
-            except ValueError as error:
-                assert is_refused and "scale.weight" in str(error)
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_neurons_have_tensors_of_their_own_too(rank, group):
+    for size, is_refused in ((HERE, True), (WIDTH, False)):
+        model = nn.ModuleDict()
+        model["up"] = zr.ColumnParallelLinear(WIDTH, HEADS, process_group=group)
+        model["down"] = zr.RowParallelLinear(HEADS, WIDTH, process_group=group)
+        model["scale"] = Norm(size)
+        try:
+            zr.convert(model, process_group=group, segments=[zr.Segment(["up"], "down")])
+            assert not is_refused
+        except ValueError as error:
+            assert is_refused and "scale.weight" in str(error)
 
 
 def test_what_on_change_sets_may_stand_between_and_is_as_it_was(run_ranks):

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from helpers.micro_batches import Undivided, layers_of, planner_of, samples_of, table_of, trainer_of
+from helpers.on_ranks import on_ranks
 
 from zeroresize.measure.clocks import HostClock
 from zeroresize.microbatch.balancer import MicroBatchBalancer
@@ -178,9 +179,7 @@ def test_memory_that_does_not_suffice_leaves_all_as_it_was(run_ranks):
         assert strategy == Strategy(pp=2)
 
 
-def test_ranks_that_want_different_things_are_told(run_ranks):
-    def train(rank, group):
-        with pytest.raises((ValueError, RuntimeError), match="tolerance"):
-            Job(Strategy(pp=2), group, [], min_saving=0.02 + 0.01 * rank)
-
-    run_ranks(train, 2)
+@on_ranks(2)
+def test_ranks_that_want_different_things_are_told(rank, group):
+    with pytest.raises((ValueError, RuntimeError), match="tolerance"):
+        Job(Strategy(pp=2), group, [], min_saving=0.02 + 0.01 * rank)

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from helpers import sleeping_layers
+from helpers.on_ranks import on_ranks
 from helpers.processes import caught_log_lines
 from helpers.sleeping_layers import MICRO, undivided_losses
 from helpers.states import values_of
@@ -101,54 +102,50 @@ def test_ranks_are_released_as_work_becomes_less_so_that_steps_take_no_longer(ru
     assert after[1] > before[1]
 
 
-def test_nobody_is_released_too_early(run_ranks):
-    def check(rank, group):
-        def first_of(training):
-            return values_of(training.balancer.state_dict())["repacking"]["first_steps_s"]
+@on_ranks(2)
+def test_nobody_is_released_too_early(rank, group):
+    def first_of(training):
+        return values_of(training.balancer.state_dict())["repacking"]["first_steps_s"]
 
-        single = Training(group, {"max_slowdown": 1.05})  # a single profile wants it
-        single.train(9)  # three are profiled, and known
-        first = first_of(single)
-        single.pace.of_layers = dict.fromkeys(range(NUM_LAYERS), 0.05)
-        single.train(3)
-        single.pace.of_layers = {}
-        single.train(4)
-        assert first_of(single) == first
-        interrupted = Training(group, {"max_slowdown": 1.0})  # three profiles come first, of which the shortest counts
-        interrupted.pace.of_rank = 3.0
-        interrupted.train(2)
-        interrupted.pace.of_rank = 1.0
-        interrupted.train(16)
-        changing = Training(group, {"max_slowdown": 1.05})  # one profile of each work wants it, and must be confirmed
-        changing.train(3)
-        for seconds in (0.05, 0.1):
-            changing.pace.of_layers = dict.fromkeys(range(NUM_LAYERS), seconds)
-            changing.balancer.profile_next()
-            changing.train(2)
-        return [training.pipeline.num_stages for training in (single, interrupted, changing)]
-
-    assert run_ranks(check, 2) == [[2, 2, 2]] * 2
+    single = Training(group, {"max_slowdown": 1.05})  # a single profile wants it
+    single.train(9)  # three are profiled, and known
+    first = first_of(single)
+    single.pace.of_layers = dict.fromkeys(range(NUM_LAYERS), 0.05)
+    single.train(3)
+    single.pace.of_layers = {}
+    single.train(4)
+    assert first_of(single) == first
+    interrupted = Training(group, {"max_slowdown": 1.0})  # three profiles come first, of which the shortest counts
+    interrupted.pace.of_rank = 3.0
+    interrupted.train(2)
+    interrupted.pace.of_rank = 1.0
+    interrupted.train(16)
+    changing = Training(group, {"max_slowdown": 1.05})  # one profile of each work wants it, and must be confirmed
+    changing.train(3)
+    for seconds in (0.05, 0.1):
+        changing.pace.of_layers = dict.fromkeys(range(NUM_LAYERS), seconds)
+        changing.balancer.profile_next()
+        changing.train(2)
+    assert [training.pipeline.num_stages for training in (single, interrupted, changing)] == [2, 2, 2]
 
 
 @pytest.mark.slow
-def test_a_release_that_was_refused_is_not_tried_again_at_once(run_ranks, monkeypatch):
-    def check(rank, group):
-        attempts = []
+@on_ranks(2)
+def test_a_release_that_was_refused_is_not_tried_again_at_once(rank, group, *, monkeypatch):
+    attempts = []
 
-        def refuse(*arguments, step, **options):
-            attempts.append(step)
-            raise NotEnoughMemoryError("no room")
+    def refuse(*arguments, step, **options):
+        attempts.append(step)
+        raise NotEnoughMemoryError("no room")
 
-        with monkeypatch.context() as patched:
-            patched.setattr(pipeline_balancer, "carry_out_repacking", refuse)
-            training = Training(group, {"max_slowdown": 100.0}, profile_every=3)
-            training.train(160)
-        pauses = [after - before for before, after in itertools.pairwise(attempts)]
-        assert len(pauses) >= 1 and all(pause >= 8 * 3 for pause in pauses), attempts
-        assert pauses == sorted(pauses)
-        return training.pipeline.num_stages
-
-    assert run_ranks(check, 2) == [2, 2]
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline_balancer, "carry_out_repacking", refuse)
+        training = Training(group, {"max_slowdown": 100.0}, profile_every=3)
+        training.train(160)
+    pauses = [after - before for before, after in itertools.pairwise(attempts)]
+    assert len(pauses) >= 1 and all(pause >= 8 * 3 for pause in pauses), attempts
+    assert pauses == sorted(pauses)
+    assert training.pipeline.num_stages == 2
 
 
 def test_options_must_be_allowed_and_alike(run_ranks):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import pipelines
+from helpers.on_ranks import on_ranks
 from helpers.pipelines import BOUNDARIES, OPTIMIZERS, WIDTH, assert_same, groups_of, held, pipeline_of
 from torch import nn
 
@@ -60,29 +61,28 @@ def test_there_and_home_again_leaves_every_bit_whatever_the_rounds(run_ranks, ma
     assert [(one.sent_bytes, one.received_bytes) for one in first] == [(layer, 0), (0, 3 * layer), (2 * layer, 0)]
 
 
-def test_the_optimizer_steps_what_came_and_forgets_what_went(run_ranks):
-    def check(rank, group):
-        pipeline, optimizer = trained(group)
-        groups = [[id(one) for one in group["params"]] for group in optimizer.param_groups]
-        # These remember shapes for as long as something, such as the graph of a loss, holds on to them.
-        learning = [one for one in pipeline.parameters() if one.requires_grad]
-        accumulators = [one.expand_as(one).grad_fn.next_functions[0][0] for one in learning]
-        move_layers(pipeline, (0, 6, 7), optimizer=optimizer)
-        assert [[id(one) for one in group["params"]] for group in optimizer.param_groups] == groups
-        learning = [one for name, one in pipeline.named_parameters() if one.numel() and one.requires_grad]
-        assert set(map(id, optimizer.state)) == set(map(id, learning))
-        assert {state["step"].item() for state in optimizer.state.values()} == {2.0}
-        assert not any(one.grad is not None for one in pipeline.parameters() if not one.numel())
-        before = [one.detach().clone() for one in learning]
-        pipelines.train_step(pipeline, optimizer, 3)
-        assert {state["step"].item() for state in optimizer.state.values()} == {3.0}
-        assert not any(torch.equal(one, other) for one, other in zip(learning, before, strict=True))
-        assert len(accumulators) >= len(learning)
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_the_optimizer_steps_what_came_and_forgets_what_went(rank, group):
+    pipeline, optimizer = trained(group)
+    groups = [[id(one) for one in group["params"]] for group in optimizer.param_groups]
+    # These remember shapes for as long as something, such as the graph of a loss, holds on to them.
+    learning = [one for one in pipeline.parameters() if one.requires_grad]
+    accumulators = [one.expand_as(one).grad_fn.next_functions[0][0] for one in learning]
+    move_layers(pipeline, (0, 6, 7), optimizer=optimizer)
+    assert [[id(one) for one in group["params"]] for group in optimizer.param_groups] == groups
+    learning = [one for name, one in pipeline.named_parameters() if one.numel() and one.requires_grad]
+    assert set(map(id, optimizer.state)) == set(map(id, learning))
+    assert {state["step"].item() for state in optimizer.state.values()} == {2.0}
+    assert not any(one.grad is not None for one in pipeline.parameters() if not one.numel())
+    before = [one.detach().clone() for one in learning]
+    pipelines.train_step(pipeline, optimizer, 3)
+    assert {state["step"].item() for state in optimizer.state.values()} == {3.0}
+    assert not any(torch.equal(one, other) for one, other in zip(learning, before, strict=True))
+    assert len(accumulators) >= len(learning)
 
 
-def test_what_changed_in_training_moves_too(run_ranks):
+@on_ranks(2)
+def test_what_changed_in_training_moves_too(rank, group):
     """Frozen parameters, the mode of modules, buffers that were None, dtypes, extra state, hooks and layouts."""
 
     class Counting(nn.Module):
@@ -101,34 +101,31 @@ def test_what_changed_in_training_moves_too(run_ranks):
         def set_extra_state(self, state):
             self.count = state["count"]
 
-    def check(rank, group):
-        layers = [nn.Linear(1, 1), Counting(), Counting()]
-        pipeline = pipeline_of(group, (0, 2, 3), layers=layers)
-        moving, seen = layers[1], []
-        moving.kernel.register_hook(seen.append)
-        if rank == 0:
-            moving.kernel.data.fill_(2.0)
-            moving.every_other.requires_grad_(False)
-            moving.late, moving.early, moving.count = torch.tensor([True]), None, 7
-            moving.inner.eval()
-            moving.kernel.data = moving.kernel.data.to(torch.bfloat16)
-            moving.kernel.grad = torch.ones_like(moving.kernel)
-        move_layers(pipeline, (0, 1, 3), optimizer=None)
-        if rank == 0:
-            assert moving.kernel.shape == (0, 3, 4, 5) and moving.late.numel() == 0 and moving.early is None
-            assert moving.kernel.grad is None
-            return
-        assert moving.kernel.dtype == torch.bfloat16 and torch.equal(moving.kernel.grad, torch.ones_like(moving.kernel))
-        assert moving.kernel.is_contiguous(memory_format=torch.channels_last) and (moving.kernel == 2.0).all()
-        assert moving.every_other.tolist() == [[0.0, 2.0], [4.0, 6.0], [8.0, 10.0]]
-        assert not moving.every_other.requires_grad and moving.end.tolist() == [4.0, 5.0]
-        assert moving.late.tolist() == [True] and moving.early is None and moving.count == 7
-        assert moving.training and not moving.inner.training
-        assert pipeline.layers[2].count == 0
-        moving.kernel.sum().backward()
-        assert seen[0].shape == moving.kernel.shape
-
-    run_ranks(check, 2)
+    layers = [nn.Linear(1, 1), Counting(), Counting()]
+    pipeline = pipeline_of(group, (0, 2, 3), layers=layers)
+    moving, seen = layers[1], []
+    moving.kernel.register_hook(seen.append)
+    if rank == 0:
+        moving.kernel.data.fill_(2.0)
+        moving.every_other.requires_grad_(False)
+        moving.late, moving.early, moving.count = torch.tensor([True]), None, 7
+        moving.inner.eval()
+        moving.kernel.data = moving.kernel.data.to(torch.bfloat16)
+        moving.kernel.grad = torch.ones_like(moving.kernel)
+    move_layers(pipeline, (0, 1, 3), optimizer=None)
+    if rank == 0:
+        assert moving.kernel.shape == (0, 3, 4, 5) and moving.late.numel() == 0 and moving.early is None
+        assert moving.kernel.grad is None
+        return
+    assert moving.kernel.dtype == torch.bfloat16 and torch.equal(moving.kernel.grad, torch.ones_like(moving.kernel))
+    assert moving.kernel.is_contiguous(memory_format=torch.channels_last) and (moving.kernel == 2.0).all()
+    assert moving.every_other.tolist() == [[0.0, 2.0], [4.0, 6.0], [8.0, 10.0]]
+    assert not moving.every_other.requires_grad and moving.end.tolist() == [4.0, 5.0]
+    assert moving.late.tolist() == [True] and moving.early is None and moving.count == 7
+    assert moving.training and not moving.inner.training
+    assert pipeline.layers[2].count == 0
+    moving.kernel.sum().backward()
+    assert seen[0].shape == moving.kernel.shape
 
 
 def test_tied_layers_move_together_only(run_ranks):

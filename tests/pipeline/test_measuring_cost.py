@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from helpers.on_ranks import on_ranks
 from helpers.sleeping_layers import MICRO, batch, layers_of
 from torch import nn
 
@@ -98,16 +99,14 @@ def test_a_hook_that_keeps_the_processor_busy_makes_profiles_rarer(run_ranks, mo
     assert first[-1][1] > 50
 
 
-def test_what_must_be_measured_now_does_not_wait_for_a_long_interval(run_ranks, monkeypatch):
-    def check(rank, group):
-        balancer, records, train = training(group, Clock(monkeypatch, 0.198))
-        train(60)
-        num_records = len(records)
-        balancer.profile_next()
-        train(2)
-        return len(records) - num_records
-
-    assert run_ranks(check, 2) == [1, 1]
+@on_ranks(2)
+def test_what_must_be_measured_now_does_not_wait_for_a_long_interval(rank, group, *, monkeypatch):
+    balancer, records, train = training(group, Clock(monkeypatch, 0.198))
+    train(60)
+    num_records = len(records)
+    balancer.profile_next()
+    train(2)
+    assert len(records) - num_records == 1
 
 
 def test_blocks_that_are_measured_or_move_layers_are_not_usual(monkeypatch):

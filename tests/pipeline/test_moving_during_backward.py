@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from helpers import pipelines
+from helpers.on_ranks import on_ranks
 from helpers.pipelines import BOUNDARIES, OPTIMIZERS, assert_same, groups_of, half_the_loss, held, pipeline_of
 from torch import nn
 
@@ -96,33 +97,29 @@ def test_gradients_that_were_not_final_are_sent_again(run_ranks, num_steps):
     assert run_ranks(check, 3) == [[*moves, False, moves[0]]] * 3
 
 
-def test_what_else_a_block_changes_moves_too(run_ranks):
-    def check(rank, group):
-        training = Training(group)
-        boundaries = training.pipeline.boundaries
-        with moving_during_backward(training.pipeline, (0, boundaries[1] + 1, 7), optimizer=None, num_steps=2) as move:
-            training.accumulate()
-            if rank == 1:
-                time.sleep(0.5)  # until all has been sent
-                training.pipeline.layers[boundaries[1]].eval()
-        assert move.was_repeated and not training.pipeline.layers[boundaries[1]].training
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_what_else_a_block_changes_moves_too(rank, group):
+    training = Training(group)
+    boundaries = training.pipeline.boundaries
+    with moving_during_backward(training.pipeline, (0, boundaries[1] + 1, 7), optimizer=None, num_steps=2) as move:
+        training.accumulate()
+        if rank == 1:
+            time.sleep(0.5)  # until all has been sent
+            training.pipeline.layers[boundaries[1]].eval()
+    assert move.was_repeated and not training.pipeline.layers[boundaries[1]].training
 
 
-def test_gradients_are_added_to_those_of_earlier_blocks(run_ranks):
-    def check(rank, group):
-        between, during = Training(group), Training(group)
-        for training in (between, during):
-            training.accumulate()
-        move_layers(between.pipeline, BOUNDARIES[2][1], optimizer=between.optimizer)
-        between.accumulate()
-        with moving_during_backward(during.pipeline, BOUNDARIES[2][1], optimizer=during.optimizer, num_steps=2) as move:
-            during.accumulate()
-        assert not move.was_repeated
-        assert_same(held(between.pipeline, between.optimizer), held(during.pipeline, during.optimizer))
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_gradients_are_added_to_those_of_earlier_blocks(rank, group):
+    between, during = Training(group), Training(group)
+    for training in (between, during):
+        training.accumulate()
+    move_layers(between.pipeline, BOUNDARIES[2][1], optimizer=between.optimizer)
+    between.accumulate()
+    with moving_during_backward(during.pipeline, BOUNDARIES[2][1], optimizer=during.optimizer, num_steps=2) as move:
+        during.accumulate()
+    assert not move.was_repeated
+    assert_same(held(between.pipeline, between.optimizer), held(during.pipeline, during.optimizer))
 
 
 class _Waiting(torch.autograd.Function):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import sleeping_layers
+from helpers.on_ranks import on_ranks
 from helpers.processes import caught_log_lines, told_by_survivors
 from helpers.sleeping_layers import MICRO, Pace, Training, layers_of, undivided_losses
 from helpers.states import values_of
@@ -182,17 +183,15 @@ def test_layers_move_during_backward_or_between_steps(run_ranks, monkeypatch, pr
     assert repeated == [False] * len(records) * during and records
 
 
-def test_what_was_decided_for_other_work_is_not_carried_out(run_ranks):
-    def check(rank, group):
-        training = Training(group, 8)
-        training.pace.of_rank = 3.0 if rank == 1 else 1.0
-        training.train(5)  # measured in the second and the fourth; from the fifth on it is known what to move
-        assert training.balancer._wanted is not None
-        training.pace.of_rank = 1.0
-        training.balancer.profile_next()
-        return training.train(6), training.records
-
-    assert run_ranks(check, 2) == [((0, 4, 8), [])] * 2
+@on_ranks(2)
+def test_what_was_decided_for_other_work_is_not_carried_out(rank, group):
+    training = Training(group, 8)
+    training.pace.of_rank = 3.0 if rank == 1 else 1.0
+    training.train(5)  # measured in the second and the fourth; from the fifth on it is known what to move
+    assert training.balancer._wanted is not None
+    training.pace.of_rank = 1.0
+    training.balancer.profile_next()
+    assert (training.train(6), training.records) == ((0, 4, 8), [])
 
 
 def test_layers_follow_a_told_change_within_four_steps(run_ranks, monkeypatch):
@@ -314,53 +313,49 @@ def test_a_resumed_pipeline_with_other_boundaries_goes_on(run_ranks):
     assert speeds[0] == pytest.approx(3.0 * speeds[1])
 
 
-def test_what_was_measured_before_a_state_was_loaded_is_forgotten(run_ranks):
-    def check(rank, group):
-        training = Training(group, 4)
-        training.train(3)
-        state = training.balancer.state_dict()
-        training.pace.of_layers = dict.fromkeys(range(4), 5.0)
-        training.train(3)  # the last one of them is measured
-        training.balancer.load_state_dict(state)
-        training.train(1)
-        costs = [values_of(each)["rebalancing"]["costs"] for each in (training.balancer.state_dict(), state)]
-        return costs[0] == costs[1]
-
-    assert run_ranks(check, 2) == [True, True]
+@on_ranks(2)
+def test_what_was_measured_before_a_state_was_loaded_is_forgotten(rank, group):
+    training = Training(group, 4)
+    training.train(3)
+    state = training.balancer.state_dict()
+    training.pace.of_layers = dict.fromkeys(range(4), 5.0)
+    training.train(3)  # the last one of them is measured
+    training.balancer.load_state_dict(state)
+    training.train(1)
+    costs = [values_of(each)["rebalancing"]["costs"] for each in (training.balancer.state_dict(), state)]
+    assert costs[0] == costs[1]
 
 
-def test_options_must_be_allowed_and_alike(run_ranks):
-    def check(rank, group):
-        training = Training(group, 4)
-        make = PipelineBalancer
-        for options, message in (
-            ({"profile_every": 0}, "profile_every=0 is not allowed"),
-            ({"profile_every": "often"}, "profile_every='often' is not allowed"),
-            ({"max_measuring": 0.0}, "max_measuring=0.0 is not allowed"),
-            ({"count_work": "rows"}, "count_work='rows' is not allowed"),
-            ({"by": "layers"}, "by='layers' is not allowed"),
-            ({"min_saving": -0.1}, "min_saving=-0.1 is not allowed"),
-            ({"units": types.SimpleNamespace(num_ranks=2)}, "units of 2 ranks need these ranks as replicas="),
-            ({"memory_limits": 1000}, "memory_limits=1000 is not allowed: bytes of each stage are needed"),
-            ({"memory_limits": [1.0]}, "memory_limits are 1, not one of each of 2 stages"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                make(training.pipeline, None, **options)
-        for of_ranks in (
-            ({"profile_every": 10}, {"profile_every": 11}),
-            ({"measure_links": True}, {}),
-            ({"count_work": "tokens"}, {}),
-            ({"max_measuring": 0.01}, {"max_measuring": 0.02}),
-        ):
-            with pytest.raises(RuntimeError, match=r"the options of PipelineBalancer.*\[\[0\], \[1\]\]"):
-                make(training.pipeline, None, **of_ranks[rank])
-        layers = [nn.Linear(4, 4) for _ in range(4)]
-        layers[1].weight = layers[0].weight
-        tied = Pipeline(layers, nn.functional.mse_loss, num_microbatches=MICRO, process_group=group)
-        with pytest.raises(ValueError, match="layers cannot be moved one by one"):
-            make(tied, None)
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_options_must_be_allowed_and_alike(rank, group):
+    training = Training(group, 4)
+    make = PipelineBalancer
+    for options, message in (
+        ({"profile_every": 0}, "profile_every=0 is not allowed"),
+        ({"profile_every": "often"}, "profile_every='often' is not allowed"),
+        ({"max_measuring": 0.0}, "max_measuring=0.0 is not allowed"),
+        ({"count_work": "rows"}, "count_work='rows' is not allowed"),
+        ({"by": "layers"}, "by='layers' is not allowed"),
+        ({"min_saving": -0.1}, "min_saving=-0.1 is not allowed"),
+        ({"units": types.SimpleNamespace(num_ranks=2)}, "units of 2 ranks need these ranks as replicas="),
+        ({"memory_limits": 1000}, "memory_limits=1000 is not allowed: bytes of each stage are needed"),
+        ({"memory_limits": [1.0]}, "memory_limits are 1, not one of each of 2 stages"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(training.pipeline, None, **options)
+    for of_ranks in (
+        ({"profile_every": 10}, {"profile_every": 11}),
+        ({"measure_links": True}, {}),
+        ({"count_work": "tokens"}, {}),
+        ({"max_measuring": 0.01}, {"max_measuring": 0.02}),
+    ):
+        with pytest.raises(RuntimeError, match=r"the options of PipelineBalancer.*\[\[0\], \[1\]\]"):
+            make(training.pipeline, None, **of_ranks[rank])
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    layers[1].weight = layers[0].weight
+    tied = Pipeline(layers, nn.functional.mse_loss, num_microbatches=MICRO, process_group=group)
+    with pytest.raises(ValueError, match="layers cannot be moved one by one"):
+        make(tied, None)
 
 
 def test_a_step_that_fails_leaves_nothing_behind(run_ranks):
@@ -377,30 +372,26 @@ def test_a_step_that_fails_leaves_nothing_behind(run_ranks):
     require_undivided(run_ranks(check, 2)[1], 4)
 
 
-def test_optimizers_with_which_layers_cannot_move_are_refused_when_the_balancer_is_made(run_ranks):
-    def check(rank, group):
-        pipeline = Pipeline(layers_of(4, Pace()), nn.functional.mse_loss, num_microbatches=MICRO, process_group=group)
-        everything = list(pipeline.parameters())
-        present = [one for number in pipeline.present for one in pipeline.layers[number].parameters()]
-        wrapper = types.SimpleNamespace(optim=torch.optim.SGD(everything), param_groups=[])
-        for optimizer, reason in (
-            (torch.optim.SGD(present), "does not step .* of the model's parameters that want gradients"),
-            (torch.optim.LBFGS(everything), "LBFGS is not known to treat tensors parameter by parameter"),
-            (wrapper, r"SimpleNamespace is no torch\.optim\.Optimizer: layers cannot move with wrappers"),
-        ):
-            with pytest.raises(ValueError, match=reason):
-                PipelineBalancer(pipeline, optimizer)
-        groups = [{"params": everything[: 1 + rank]}, {"params": everything[1 + rank :]}]
-        with pytest.raises(RuntimeError, match=r"differ in .* the parameter groups of the optimizer.*\[\[0\], \[1\]\]"):
-            PipelineBalancer(pipeline, torch.optim.SGD(groups))
-        with pytest.raises(
-            ValueError if rank else RuntimeError, match="LBFGS" if rank else r"ranks \[1\] of the group"
-        ):
-            PipelineBalancer(pipeline, (torch.optim.SGD, torch.optim.LBFGS)[rank](everything))
-        for kind in (torch.optim.SGD, torch.optim.Adafactor):
-            PipelineBalancer(pipeline, kind(everything))
-
-    run_ranks(check, 2, timeout_s=30)
+@on_ranks(2, timeout_s=30)
+def test_optimizers_with_which_layers_cannot_move_are_refused_when_the_balancer_is_made(rank, group):
+    pipeline = Pipeline(layers_of(4, Pace()), nn.functional.mse_loss, num_microbatches=MICRO, process_group=group)
+    everything = list(pipeline.parameters())
+    present = [one for number in pipeline.present for one in pipeline.layers[number].parameters()]
+    wrapper = types.SimpleNamespace(optim=torch.optim.SGD(everything), param_groups=[])
+    for optimizer, reason in (
+        (torch.optim.SGD(present), "does not step .* of the model's parameters that want gradients"),
+        (torch.optim.LBFGS(everything), "LBFGS is not known to treat tensors parameter by parameter"),
+        (wrapper, r"SimpleNamespace is no torch\.optim\.Optimizer: layers cannot move with wrappers"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            PipelineBalancer(pipeline, optimizer)
+    groups = [{"params": everything[: 1 + rank]}, {"params": everything[1 + rank :]}]
+    with pytest.raises(RuntimeError, match=r"differ in .* the parameter groups of the optimizer.*\[\[0\], \[1\]\]"):
+        PipelineBalancer(pipeline, torch.optim.SGD(groups))
+    with pytest.raises(ValueError if rank else RuntimeError, match="LBFGS" if rank else r"ranks \[1\] of the group"):
+        PipelineBalancer(pipeline, (torch.optim.SGD, torch.optim.LBFGS)[rank](everything))
+    for kind in (torch.optim.SGD, torch.optim.Adafactor):
+        PipelineBalancer(pipeline, kind(everything))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import pipelines, sleeping_layers
+from helpers.on_ranks import on_ranks
 from helpers.processes import dying, send_half, told_by_survivors
 from helpers.sleeping_layers import undivided_losses
 from torch.distributed.device_mesh import init_device_mesh
@@ -108,34 +109,30 @@ def test_what_does_not_fit_in_one_replica_moves_in_none(run_ranks, monkeypatch):
     assert refused == (0, 3, 6) and moved[1] > 3 and num_moves >= 1
 
 
-def test_replicas_must_be_alike_and_whole(run_ranks):
-    def check(rank, group):
-        for options, message in (
-            ({"boundaries": (0, 2, 6) if rank < 2 else (0, 3, 6)}, "do not agree on boundaries"),
-            ({"num_layers": 6 if rank < 2 else 5}, "do not agree on layers"),
-            ({"profile_every": 4 if rank < 2 else 5}, "do not agree on the options of PipelineBalancer"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                Replica(rank, **options)
-        crossed = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
-        with pytest.raises(ValueError, match="make no whole replicas"):
-            Replica(rank, replicas=crossed[0] if rank in (0, 3) else crossed[1])
-
-    run_ranks(check, 4)
+@on_ranks(4)
+def test_replicas_must_be_alike_and_whole(rank, group):
+    for options, message in (
+        ({"boundaries": (0, 2, 6) if rank < 2 else (0, 3, 6)}, "do not agree on boundaries"),
+        ({"num_layers": 6 if rank < 2 else 5}, "do not agree on layers"),
+        ({"profile_every": 4 if rank < 2 else 5}, "do not agree on the options of PipelineBalancer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Replica(rank, **options)
+    crossed = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
+    with pytest.raises(ValueError, match="make no whole replicas"):
+        Replica(rank, replicas=crossed[0] if rank in (0, 3) else crossed[1])
 
 
-def test_replicas_may_be_a_device_mesh_of_one_dimension(run_ranks):
-    def check(rank, group):
-        grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+@on_ranks(2)
+def test_replicas_may_be_a_device_mesh_of_one_dimension(rank, group):
+    grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
 
-        def balance(replicas, **options):
-            pipeline = pipelines.pipeline_of(grid["pp"].get_group())
-            PipelineBalancer(pipeline, torch.optim.AdamW(pipeline.parameters()), replicas=replicas, **options)
+    def balance(replicas, **options):
+        pipeline = pipelines.pipeline_of(grid["pp"].get_group())
+        PipelineBalancer(pipeline, torch.optim.AdamW(pipeline.parameters()), replicas=replicas, **options)
 
-        balance(grid["dp"])
-        with pytest.raises(ValueError, match="do not agree on the options of PipelineBalancer"):
-            balance(grid["dp"], profile_every=4 + rank)
-        with pytest.raises(ValueError, match="has 2 dimensions"):
-            balance(grid)
-
-    run_ranks(check, 2)
+    balance(grid["dp"])
+    with pytest.raises(ValueError, match="do not agree on the options of PipelineBalancer"):
+        balance(grid["dp"], profile_every=4 + rank)
+    with pytest.raises(ValueError, match="has 2 dimensions"):
+        balance(grid)

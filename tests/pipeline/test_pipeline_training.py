@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 from helpers import pipelines
+from helpers.on_ranks import on_ranks
 from helpers.pipelines import BOUNDARIES, MICRO, OPTIMIZERS, batch, groups_of, held, layers_of, pipeline_of, train_step
-from helpers.processes import for_each
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
@@ -180,17 +180,14 @@ REFUSED = [
 ]
 
 
-def test_what_does_not_fit_is_an_error_before_anything_is_changed(run_ranks):
-    @for_each(REFUSED)
-    def check(rank, group, options, expected):
-        layers = options.get("layers") or layers_of()
-        numbers = {"num_microbatches": MICRO, "boundaries": None, **options, "layers": layers}
-        sizes = [one.numel() for layer in layers for one in layer.parameters()]
-        with pytest.raises(ValueError, match=expected):
-            Pipeline(loss=pipelines.loss_of, process_group=group, **numbers)
-        assert [one.numel() for layer in layers for one in layer.parameters()] == sizes
-
-    run_ranks(check, 2)
+@on_ranks(2, REFUSED)
+def test_what_does_not_fit_is_an_error_before_anything_is_changed(rank, group, options, expected):
+    layers = options.get("layers") or layers_of()
+    numbers = {"num_microbatches": MICRO, "boundaries": None, **options, "layers": layers}
+    sizes = [one.numel() for layer in layers for one in layer.parameters()]
+    with pytest.raises(ValueError, match=expected):
+        Pipeline(loss=pipelines.loss_of, process_group=group, **numbers)
+    assert [one.numel() for layer in layers for one in layer.parameters()] == sizes
 
 
 def test_ranks_that_are_given_other_boundaries_tell_each_other(run_ranks):
@@ -209,15 +206,13 @@ def test_ranks_that_are_given_other_boundaries_tell_each_other(run_ranks):
     assert "do not divide" in second[0] and "layers [3, 4, 5, 6] are on the meta device: pass init" in second[1]
 
 
-def test_a_shared_buffer_on_the_meta_device_is_an_error(run_ranks):
-    def check(rank, group):
-        layers, table = [nn.Linear(2, 2), nn.Linear(2, 2)], torch.empty(3, device="meta")
-        for layer in layers:
-            layer.register_buffer("table", table)
-        with pytest.raises(ValueError, match=r"layers\.0\.table is on the meta device and belongs to several layers"):
-            pipeline_of(group, (0, 1, 2), layers=layers, initialize=lambda number, layer: None)
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_shared_buffer_on_the_meta_device_is_an_error(rank, group):
+    layers, table = [nn.Linear(2, 2), nn.Linear(2, 2)], torch.empty(3, device="meta")
+    for layer in layers:
+        layer.register_buffer("table", table)
+    with pytest.raises(ValueError, match=r"layers\.0\.table is on the meta device and belongs to several layers"):
+        pipeline_of(group, (0, 1, 2), layers=layers, initialize=lambda number, layer: None)
 
 
 def test_a_layer_that_fails_in_the_first_forward_is_told_to_all(run_ranks):
@@ -265,13 +260,11 @@ def test_layers_are_divided_by_parameters_unless_that_parts_those_that_share_the
     assert divided_by_parameters(layers, 2).boundaries == (0, 2, 4)
 
 
-def test_a_pipeline_begins_with_it_unless_somebody_says_so(run_ranks):
-    def run(rank, group):
-        begun = []
-        for boundaries in (None, (0, 2, 4)):
-            layers, loss = [nn.Linear(*sizes) for sizes in ((8, 8), (8, 2), (2, 2), (2, 2))], nn.functional.mse_loss
-            pipeline = Pipeline(layers, loss, num_microbatches=2, process_group=group, boundaries=boundaries)
-            begun.append(pipeline.boundaries)
-        return begun
-
-    assert run_ranks(run, 2) == [[(0, 1, 4), (0, 2, 4)]] * 2
+@on_ranks(2)
+def test_a_pipeline_begins_with_it_unless_somebody_says_so(rank, group):
+    begun = []
+    for boundaries in (None, (0, 2, 4)):
+        layers, loss = [nn.Linear(*sizes) for sizes in ((8, 8), (8, 2), (2, 2), (2, 2))], nn.functional.mse_loss
+        pipeline = Pipeline(layers, loss, num_microbatches=2, process_group=group, boundaries=boundaries)
+        begun.append(pipeline.boundaries)
+    assert begun == [(0, 1, 4), (0, 2, 4)]

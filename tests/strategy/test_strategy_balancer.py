@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.on_ranks import on_ranks
 from helpers.paced_layers import Pace, paced_cost_model, paced_layers, sequences_of
 from helpers.processes import for_each
 from helpers.strategies import mean_loss
@@ -158,20 +159,18 @@ def test_samples_are_spaced_by_what_working_out_takes_on_the_slowest_rank_alike_
     assert first == second == [([0, 1, 2, 3, 19], []), ([0, 1, 2, 3], [])], "nothing is worked out: no rank is slow"
 
 
-def test_ranks_must_agree_on_all_of_the_costs_and_ranges_and_the_optimizers_strategy_is_that_of_a_range(run_ranks):
-    def make(rank, group):
-        for others in ({"links": LinkSpeeds(1e9, 2e9)}, {"nodes": (0, 1)}, {"optimizer_ratio": 3.0}, {"up_to": 5}):
-            options, trainer = {} if rank else dict(others), trainer_of(group, OF_TWO)
-            if "up_to" in options:
-                first, last = trainer.ranges
-                trainer.use([replace(first, up_to=options.pop("up_to")), last])
-            with pytest.raises(ValueError, match="ranges" if "up_to" in others else next(iter(others))):
-                StrategyBalancer(trainer, replace(cost_of(trainer.model.tensors, 2), **options), probe=lambda: 1.0)
-        trainer = trainer_of(group, OF_TWO, optimizer_strategy=Strategy(1, 1, 2))
-        with pytest.raises(ValueError, match="strategy of no range"):
-            StrategyBalancer(trainer, cost_of(trainer.model.tensors, 2))
-
-    run_ranks(make, 2)
+@on_ranks(2)
+def test_ranks_must_agree_on_all_of_the_costs_and_ranges_and_the_optimizers_strategy_is_that_of_a_range(rank, group):
+    for others in ({"links": LinkSpeeds(1e9, 2e9)}, {"nodes": (0, 1)}, {"optimizer_ratio": 3.0}, {"up_to": 5}):
+        options, trainer = {} if rank else dict(others), trainer_of(group, OF_TWO)
+        if "up_to" in options:
+            first, last = trainer.ranges
+            trainer.use([replace(first, up_to=options.pop("up_to")), last])
+        with pytest.raises(ValueError, match="ranges" if "up_to" in others else next(iter(others))):
+            StrategyBalancer(trainer, replace(cost_of(trainer.model.tensors, 2), **options), probe=lambda: 1.0)
+    trainer = trainer_of(group, OF_TWO, optimizer_strategy=Strategy(1, 1, 2))
+    with pytest.raises(ValueError, match="strategy of no range"):
+        StrategyBalancer(trainer, cost_of(trainer.model.tensors, 2))
 
 
 def test_a_rank_is_expected_to_take_its_share_of_its_replicas_tokens():
